@@ -1,0 +1,47 @@
+# Every target installs what it needs; `make` alone lists them.
+VENV ?= .venv
+BIN := $(VENV)/bin
+ENGINE := scripts/setup.sh engine
+DEV := scripts/setup.sh dev
+export VENV
+
+.DEFAULT_GOAL := help
+.PHONY: help serve chat test check format bench train-demo clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+serve:  ## install what is needed and serve the demo model on http://127.0.0.1:8000/v1 (PENSTOCK_PORT, PENSTOCK_API_KEY; ARGS="MODEL --flags")
+	@$(ENGINE)
+	@exec $(BIN)/penstock serve $(ARGS)
+
+chat:  ## talk to a running server in the terminal
+	@$(ENGINE)
+	@exec $(BIN)/penstock chat $(ARGS)
+
+test:  ## install what is needed and run the test suite (ARGS="tests/kv -k pool" for a part)
+	@$(DEV)
+	@$(BIN)/pytest $(ARGS)
+
+check:  ## format, lint and type check
+	@$(DEV)
+	@$(BIN)/ruff format --check --quiet . || { echo "run 'make format'"; exit 1; }
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/pyright
+
+format:  ## rewrite the sources in the house format
+	@$(DEV)
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench:  ## TTFT, TPOT and throughput of the demo model at concurrency 1, 8, 32, and the relay's CPU per chunk
+	@$(DEV)
+	@$(BIN)/python bench/serve_bench.py $(ARGS)
+
+train-demo:  ## make the demo models again from nothing (two cores: under two hours; a GPU is used if there is one)
+	@$(DEV)
+	@$(BIN)/python -m training.make_demo $(ARGS)
+
+clean:  ## remove the virtual environment and everything that was built
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis bench/out
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

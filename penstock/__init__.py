@@ -1,0 +1,3 @@
+"""Penstock: an LLM serving platform that keeps overload boring."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Workers of any kind behind one contract. An adapter translates; it decides nothing."""

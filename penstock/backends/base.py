@@ -1,0 +1,123 @@
+"""The contract between the gateway and any worker.
+
+Output is *pushed*: a backend calls the sink from wherever it reads the worker's bytes. An async iterator
+per stream would cost a task switch per token, which is more than all the rest of the relay
+(see docs/design/002). Everything here runs on one event loop; nothing blocks and nothing awaits.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from penstock.errors import PenstockError
+from penstock.protocol.worker import ModelInfo, Stats
+from penstock.types import FinishReason, RequestId, SamplingParams, Usage
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class GenerateRequest:
+    """One stream to generate. `n` choices of a client's request are n of these."""
+
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stop: tuple[str, ...] = ()
+    """Strings that end the answer; the text is cut before them."""
+    include_stop: bool = False
+    """Keep the matched stop string in the text."""
+    skip_special_tokens: bool = True
+    cache_salt: bytes = b""
+    priority: int = 0
+    fairness_key: str = ""
+
+
+@dataclass(slots=True, frozen=True)
+class TextLogprob:
+    """One generated token as OpenAI's `logprobs` shows it."""
+
+    token: str
+    token_bytes: bytes
+    logprob: float
+    top: tuple[tuple[str, bytes, float], ...] = ()
+
+
+@dataclass(slots=True, frozen=True)
+class Delta:
+    """New output of a stream. `text` is whole characters only, and never part of a stop string."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TextLogprob, ...] = ()
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Finish:
+    """The one end of a stream."""
+
+    reason: FinishReason
+    usage: Usage
+    stop: str | int | None = None
+    """The stop string or stop token id that matched, if one did (EOS is not reported)."""
+    error: PenstockError | None = None
+    """Set exactly when the reason is ERROR."""
+
+
+class Sink(Protocol):
+    """Where a stream's output goes. Called on the event loop; must not block or raise."""
+
+    def on_delta(self, delta: Delta) -> None:
+        """More output. Never after `on_finish`."""
+        ...
+
+    def on_finish(self, finish: Finish) -> None:
+        """The stream is over. Called exactly once, also after `abort`."""
+        ...
+
+
+class Generation(Protocol):
+    """A running stream, in the hands of whoever started it."""
+
+    def abort(self) -> None:
+        """Stop generating and free what the request holds on the worker. Idempotent; safe after the end.
+
+        `on_finish` follows with reason ABORT, at once: callers need not wait for the worker.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class BackendStatus:
+    """What is known of a worker now."""
+
+    ready: bool = False
+    info: ModelInfo | None = None
+    stats: Stats | None = None
+    stage: str = "starting"
+    """In words, for people: what it is doing, or why it is not ready."""
+    done: int = 0
+    total: int = 0
+    restarts: int = 0
+    notes: list[str] = field(default_factory=list[str])
+
+
+class Backend(Protocol):
+    """One worker. Every implementation passes `tests/backends/conformance.py`."""
+
+    @property
+    def status(self) -> BackendStatus:
+        """The latest known state; never blocks."""
+        ...
+
+    def generate(self, request: GenerateRequest, sink: Sink) -> Generation:
+        """Start a stream: any number of `on_delta`, then exactly one `on_finish`.
+
+        Raises:
+            WorkerUnavailable: nothing was sent; another worker may be tried. The sink hears nothing.
+
+        After a successful return trouble arrives as a `Finish` with an error: `WorkerUnavailable` if no
+        output came before it, `StreamBroken` if some did, `EngineFault` if only this request is hit.
+        """
+        ...
+
+    async def drain(self, timeout_s: float) -> None:
+        """Let running streams end, up to the timeout; abort the rest; release the worker."""
+        ...

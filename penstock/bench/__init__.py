@@ -1,0 +1,1 @@
+"""Load generation and comparisons, from outside, over HTTP."""

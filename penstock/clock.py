@@ -1,0 +1,67 @@
+"""Time, as an object that is handed around.
+
+Every part that needs the time takes a `Clock`; this module is the only one that reads the machine's.
+Time is integer nanoseconds. `now_ns` is monotonic and has no meaning outside the process;
+`wall_ns` is for stamps that leave it (logs, `created` fields).
+"""
+
+import time
+from typing import Protocol
+
+NS_PER_US = 1_000
+NS_PER_MS = 1_000_000
+NS_PER_S = 1_000_000_000
+
+
+class Clock(Protocol):
+    """Where a part gets its time from: the machine, a test or the simulator."""
+
+    def now_ns(self) -> int:
+        """Monotonic nanoseconds, for durations and deadlines."""
+        ...
+
+    def wall_ns(self) -> int:
+        """Nanoseconds since the Unix epoch, for stamps that people and other machines read."""
+        ...
+
+
+class SystemClock:
+    """The machine's own clocks."""
+
+    __slots__ = ()
+
+    def now_ns(self) -> int:
+        """Read the monotonic clock."""
+        return time.monotonic_ns()
+
+    def wall_ns(self) -> int:
+        """Read the wall clock."""
+        return time.time_ns()
+
+
+class ManualClock:
+    """A clock that moves only when told to, for tests and virtual time."""
+
+    __slots__ = ("_now_ns", "_wall_offset_ns")
+
+    def __init__(self, *, now_ns: int = 0, wall_ns: int = 1_700_000_000 * NS_PER_S) -> None:
+        self._now_ns = now_ns
+        self._wall_offset_ns = wall_ns - now_ns
+
+    def now_ns(self) -> int:
+        """The virtual time."""
+        return self._now_ns
+
+    def wall_ns(self) -> int:
+        """The virtual time, shifted to a date."""
+        return self._now_ns + self._wall_offset_ns
+
+    def advance(self, ns: int) -> None:
+        """Move time forward by `ns`; time never goes back."""
+        assert ns >= 0, ns
+        self._now_ns += ns
+
+
+def pause(seconds: float) -> None:
+    """Block this thread for `seconds`. Only for plain threads that poll; never in an event loop."""
+    time.sleep(seconds)

@@ -1,0 +1,133 @@
+"""Every setting there is, its default and its bound.
+
+A config file is this tree in YAML. Fields are documented here because `--print-config`, the docs page and
+the error for a wrong key are all made from this file. Every queue, buffer, body and loop has its bound here.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Port = Annotated[int, Meta(ge=0, le=65_535)]
+Positive = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(ge=0)]
+Fraction = Annotated[float, Meta(gt=0, le=1)]
+
+
+class Branch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part of the tree: frozen, and closed to keys it does not know."""
+
+
+class EngineConfig(Branch, frozen=True, kw_only=True):
+    """How one engine worker computes."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """"auto": bfloat16 where the processor multiplies it natively, else float32."""
+    threads: Annotated[int, Meta(ge=0)] = 0
+    """CPU threads for the model; 0 takes every core the process may use."""
+    max_model_len: Annotated[int, Meta(ge=0)] = 0
+    """Tokens of prompt and answer together; 0 takes the model's own limit."""
+    kv_memory_bytes: Annotated[int, Meta(ge=0)] = 0
+    """Memory for the KV cache; 0 takes `kv_memory_fraction` of what is free after loading."""
+    kv_memory_fraction: Fraction = 0.3
+    """Share of the free memory for the KV cache when `kv_memory_bytes` is 0 (capped: see engine/memory.py)."""
+    step_tokens: Positive = 512
+    """Token budget of one step: decode rows first, the rest goes to chunks of prompts."""
+    max_running: Positive = 64
+    """Requests in one batch at most."""
+    max_waiting: Positive = 1024
+    """Requests queued in the engine at most; one more is refused as overloaded."""
+    prefix_cache: bool = True
+    """Keep the KV blocks of finished requests and reuse them for equal prefixes of the same tenant."""
+    load_format: Literal["safetensors", "random"] = "safetensors"
+    """"random" makes weights up from the config's shapes, for benchmarks."""
+    seed: int = 0
+    """Seed of the random weights."""
+    startup_timeout_s: Seconds = 600.0
+    stall_timeout_s: Seconds = 120.0
+    """A worker with queued work whose steps do not advance for this long is declared hung and restarted."""
+    restarts_max: Annotated[int, Meta(ge=0)] = 5
+    """Restarts after a crash within ten minutes; then the model stays down and says so."""
+
+
+class ModelConfig(Branch, frozen=True, kw_only=True):
+    """One model that is served."""
+
+    path: str
+    """A Hugging Face model directory, a hub id, or the name of a built-in demo model."""
+    name: str = ""
+    """The name clients use; empty takes the last part of the path."""
+    engine: EngineConfig = EngineConfig()
+
+
+class ServerConfig(Branch, frozen=True, kw_only=True):
+    """The HTTP front door."""
+
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    """0 takes a free one."""
+    connections_max: Positive = 20_000
+    header_bytes_max: Positive = 32 * 1024
+    body_bytes_max: Positive = 8 * 1024 * 1024
+    header_timeout_s: Seconds = 15.0
+    """From the first byte of a request to the end of its headers."""
+    body_timeout_s: Seconds = 60.0
+    keepalive_timeout_s: Seconds = 75.0
+    """An idle connection is closed after this long."""
+    drain_timeout_s: Seconds = 30.0
+    """After SIGTERM or Ctrl-C running streams have this long to end."""
+
+
+class AuthConfig(Branch, frozen=True, kw_only=True):
+    """Who may call."""
+
+    keys: tuple[str, ...] = ()
+    """API keys that are accepted. Empty: one is made at start and printed (loopback only)."""
+    disabled: bool = False
+    """Accept everybody. Refused on addresses other than loopback."""
+
+
+class LimitsConfig(Branch, frozen=True, kw_only=True):
+    """Bounds on what one request may ask for."""
+
+    n_max: Positive = 8
+    stop_max: Positive = 4
+    stop_chars_max: Positive = 256
+    messages_max: Positive = 2048
+    tools_max: Positive = 128
+    top_logprobs_max: Positive = 20
+    prompts_max: Positive = 64
+    """Prompts in one /v1/completions call."""
+    concurrent_max: Positive = 10_000
+    """Streams generated at once by this gateway; one more is refused as overloaded."""
+
+
+class RelayConfig(Branch, frozen=True, kw_only=True):
+    """How tokens travel to clients."""
+
+    buffer_bytes_max: Positive = 1024 * 1024
+    """Unsent bytes held for a slow client; over it the request is aborted."""
+    heartbeat_s: Seconds = 15.0
+    """A stream that has sent nothing for this long sends an SSE comment; 0 never."""
+
+
+class LogConfig(Branch, frozen=True, kw_only=True):
+    """What goes to standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["text", "json"] = "text"
+    access: bool = True
+    """One line per request."""
+
+
+class Config(Branch, frozen=True, kw_only=True):
+    """The whole tree."""
+
+    models: Annotated[tuple[ModelConfig, ...], Meta(max_length=64)] = (ModelConfig(path="penstock-demo"),)
+    server: ServerConfig = ServerConfig()
+    auth: AuthConfig = AuthConfig()
+    limits: LimitsConfig = LimitsConfig()
+    relay: RelayConfig = RelayConfig()
+    log: LogConfig = LogConfig()

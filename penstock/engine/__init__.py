@@ -1,0 +1,1 @@
+"""The inference engine: from a step plan to sampled tokens."""

@@ -1,0 +1,113 @@
+"""The error tree. A type says who can mend the trouble and whether trying again is safe.
+
+    PenstockError
+    ├── ClientError            the caller must change something; a retry fails the same way
+    │   ├── InvalidRequest         a field is missing, mistyped or out of range     (400)
+    │   │   └── ContextTooLong     prompt and answer do not fit the model           (400)
+    │   ├── Unauthenticated        no key, or a wrong one                           (401)
+    │   ├── NotFound               no such path or model                            (404)
+    │   ├── MethodNotAllowed       the path exists, this verb on it does not        (405)
+    │   └── TooLarge               the body or the header is over its bound         (413)
+    ├── Overloaded             nobody is at fault; safe to retry later              (429/503)
+    │   └── Draining               this server is going away                        (503)
+    ├── WorkerError            a worker's trouble; the caller may retry
+    │   ├── WorkerUnavailable      nothing was sent yet: another worker may be tried  (503)
+    │   ├── StreamBroken           tokens were already sent: resume, never restart    (502)
+    │   └── EngineFault            the engine failed this request alone (NaN logits)  (500)
+    └── OperatorError          whoever runs the server must mend it
+        ├── ConfigError            a config key or value
+        └── CheckpointError        a model directory that cannot be served
+
+Bugs are asserts, not members of this tree. `gateway/http_errors.py` alone turns types into HTTP.
+"""
+
+
+class PenstockError(Exception):
+    """Anything expected that can go wrong; `str(error)` is fit for the person who must act on it."""
+
+    retry_safe = False
+    """Whether sending the very same request again may succeed and cannot do harm."""
+
+
+class ClientError(PenstockError):
+    """The caller must change the request. `param` names the field, `code` is OpenAI's short word."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class InvalidRequest(ClientError):
+    """A field is missing, has the wrong type or is out of range."""
+
+
+class ContextTooLong(InvalidRequest):
+    """Prompt (and answer) do not fit the model's context."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message, param=param, code="context_length_exceeded")
+
+
+class Unauthenticated(ClientError):
+    """No API key was given, or it is not one of ours."""
+
+
+class NotFound(ClientError):
+    """No such path, or no such model."""
+
+
+class MethodNotAllowed(ClientError):
+    """The path exists but not with this verb; `allowed` lists the verbs that do."""
+
+    def __init__(self, message: str, *, allowed: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.allowed = allowed
+
+
+class TooLarge(ClientError):
+    """The body or the header block is over its configured bound."""
+
+
+class Overloaded(PenstockError):
+    """Too much work for now. `retry_after_s` is when room is expected, if that can be said."""
+
+    retry_safe = True
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Draining(Overloaded):
+    """The server finishes what it has and takes nothing new."""
+
+
+class WorkerError(PenstockError):
+    """A worker failed us; the client did nothing wrong."""
+
+
+class WorkerUnavailable(WorkerError):
+    """The worker cannot be reached or went away before anything was generated."""
+
+    retry_safe = True
+
+
+class StreamBroken(WorkerError):
+    """The worker went away in the middle of an answer: it may be resumed, never restarted."""
+
+
+class EngineFault(WorkerError):
+    """The engine failed this one request (for example NaN logits); others go on."""
+
+
+class OperatorError(PenstockError):
+    """Whoever runs the server must mend something before it can start."""
+
+
+class ConfigError(OperatorError):
+    """A config file or flag is wrong; the message names the key."""
+
+
+class CheckpointError(OperatorError):
+    """A model directory cannot be served; the message names the file, the tensor and what was expected."""

@@ -1,0 +1,220 @@
+"""What a gateway and an engine worker say to each other.
+
+One connection (Unix socket or TCP) carries every request between the two. A frame is a 4-byte
+little-endian length and that many bytes of msgpack: one message of the unions below. The engine
+sends at most one `StepOutput` per step and connection, however many requests moved in it, so a relayed
+token costs neither side a system call of its own. This module knows no sockets: bytes in, messages out.
+
+    gateway                               worker
+       |  <-- Loading* ... Ready | Failed    |   on every connect, current state first
+       |  Submit -->                         |
+       |  <-- StepOutput*                    |   each request: any number of tokens, exactly one finish
+       |  Abort -->                          |   answered by a finish with reason "abort"
+       |  <-- Stats                          |   on a timer while anything changes
+       |  Drain -->                          |   finish what runs, refuse what is new, then exit
+"""
+
+import struct
+from collections.abc import Iterator
+
+import msgspec
+
+from penstock.types import FinishReason, RequestId, SamplingParams, TokenLogprob, Usage
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+_LENGTH = struct.Struct("<I")
+
+
+class ProtocolError(Exception):
+    """The peer broke the framing or sent a message that does not decode. Close the connection."""
+
+
+# --- gateway to worker ---------------------------------------------------------------------------
+
+
+class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit", omit_defaults=True):
+    """Start one request. The id is unique on this worker while the request lives."""
+
+    request_id: RequestId
+    prompt: bytes
+    """Token ids, int32 little-endian."""
+    sampling: SamplingParams
+    cache_salt: bytes = b""
+    """Prefix-cache namespace, set by the gateway from the authenticated tenant, never by the caller."""
+    priority: int = 0
+    """Smaller goes first."""
+    fairness_key: str = ""
+    """Whose share of the engine this work counts against (the tenant)."""
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Stop these requests and free what they hold. Unknown ids are ignored: they just finished."""
+
+    request_ids: tuple[RequestId, ...]
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """Finish running requests, refuse new ones, then exit."""
+
+
+# --- worker to gateway ---------------------------------------------------------------------------
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the worker serves, told once it is ready."""
+
+    model: str
+    architecture: str
+    dtype: str
+    num_parameters: int
+    vocab_size: int
+    max_model_len: int
+    """Tokens of prompt and answer together that one request may have."""
+    num_blocks: int
+    block_tokens: int
+    max_running: int
+
+
+class Loading(msgspec.Struct, frozen=True, tag="loading"):
+    """The worker is not ready yet: `stage` in words, `done` of `total` (bytes or units; total 0 = unknown)."""
+
+    stage: str
+    done: int = 0
+    total: int = 0
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """Weights are loaded and a first step has been run: submit away."""
+
+    info: ModelInfo
+    version: int = PROTOCOL_VERSION
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The worker cannot start, or must stop. It exits after this."""
+
+    error: str
+    kind: str
+    """Name of the type in `penstock.errors`, or of the unexpected exception."""
+
+
+class Finish(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How one request ended, with everything it used."""
+
+    reason: FinishReason
+    usage: Usage
+    stop_token_id: int | None = None
+    """The EOS or stop token that ended it (not part of the text)."""
+    error: str | None = None
+    error_kind: str | None = None
+    """As in `Failed.kind`; set only with reason "error"."""
+
+
+class Output(msgspec.Struct, frozen=True, array_like=True):
+    """What one step gave one request: new tokens, maybe the end."""
+
+    request_id: RequestId
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish: Finish | None = None
+
+
+class StepOutput(msgspec.Struct, frozen=True, tag="step"):
+    """All outputs of one engine step for this connection."""
+
+    step: int
+    outputs: tuple[Output, ...]
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
+    """The engine's gauges and monotonic counters. `step` advances while there is work: health is progress."""
+
+    step: int
+    running: int
+    waiting: int
+    blocks_total: int
+    blocks_used: int
+    blocks_cached: int
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    step_ns: int = 0
+    """Nanoseconds spent in steps, all told; host work and compute."""
+    host_ns: int = 0
+    """Of `step_ns`, what was not the model's forward pass and sampling."""
+
+
+ToWorker = Submit | Abort | Drain
+FromWorker = Loading | Ready | Failed | StepOutput | Stats
+
+_encoder = msgspec.msgpack.Encoder()
+_to_worker = msgspec.msgpack.Decoder(ToWorker)
+_from_worker = msgspec.msgpack.Decoder(FromWorker)
+
+
+def encode(message: ToWorker | FromWorker) -> bytes:
+    """One message as a whole frame.
+
+    Raises:
+        ProtocolError: the message is over `MAX_FRAME_BYTES`; nothing would be able to read it.
+    """
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a frame of {len(body)} bytes is over the bound of {MAX_FRAME_BYTES}")
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameDecoder:
+    """Cuts a byte stream into frames. Feed it whatever arrived; it keeps the unfinished rest."""
+
+    __slots__ = ("_buffer",)
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes | bytearray | memoryview) -> Iterator[bytes]:
+        """Yield the body of every frame that is now complete.
+
+        Raises:
+            ProtocolError: a length over `MAX_FRAME_BYTES`; the stream cannot be trusted any more.
+        """
+        self._buffer += data
+        start, end = 0, len(self._buffer)
+        try:
+            while end - start >= 4:
+                (length,) = _LENGTH.unpack_from(self._buffer, start)
+                if length > MAX_FRAME_BYTES:
+                    raise ProtocolError(f"the peer announced a frame of {length} bytes")
+                if end - start - 4 < length:
+                    return
+                body = bytes(self._buffer[start + 4 : start + 4 + length])
+                start += 4 + length
+                yield body
+        finally:
+            del self._buffer[:start]
+
+
+def decode_to_worker(body: bytes) -> ToWorker:
+    """Read a message that a gateway sent.
+
+    Raises:
+        ProtocolError: it is not one.
+    """
+    try:
+        return _to_worker.decode(body)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"not a message for a worker: {error}") from error
+
+
+def decode_from_worker(body: bytes) -> FromWorker:
+    """Read a message that a worker sent.
+
+    Raises:
+        ProtocolError: it is not one.
+    """
+    try:
+        return _from_worker.decode(body)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"not a message from a worker: {error}") from error

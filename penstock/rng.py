@@ -1,0 +1,49 @@
+"""Randomness, as named streams.
+
+Every part that needs chance takes a stream from here, so one seed fixes a whole run; this module is
+the only one that asks the machine for entropy. Streams with different names are independent.
+"""
+
+import hashlib
+import random
+import secrets
+
+
+def stream(seed: int, name: str) -> random.Random:
+    """A deterministic stream for `name`: the same seed and name give the same numbers everywhere."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
+    return random.Random(int.from_bytes(digest, "big"))
+
+
+def fresh_seed() -> int:
+    """A 63-bit seed from the machine's entropy, for requests and runs that were given none."""
+    return secrets.randbits(63)
+
+
+def fresh_token(num_bytes: int = 24) -> str:
+    """An unguessable URL-safe token (API keys, cache salts)."""
+    return secrets.token_urlsafe(num_bytes)
+
+
+def fresh_key(num_bytes: int = 32) -> bytes:
+    """Unguessable bytes (the key of the block-hash chain)."""
+    return secrets.token_bytes(num_bytes)
+
+
+class IdSource:
+    """Makes ids such as `chatcmpl-7f3a...`: unique across processes, cheap, and seedable for tests.
+
+    An id is a random 64-bit process part and a counter: no system call per request.
+    """
+
+    __slots__ = ("_next", "_process")
+
+    def __init__(self, *, seed: int | None = None) -> None:
+        bits = stream(seed, "ids").getrandbits(64) if seed is not None else secrets.randbits(64)
+        self._process = f"{bits:016x}"
+        self._next = 0
+
+    def take(self, prefix: str) -> str:
+        """The next id: `{prefix}-{process}{counter}`."""
+        self._next += 1
+        return f"{prefix}-{self._process}{self._next:08x}"

@@ -1,0 +1,95 @@
+"""The one contract between deciding and computing: a step's plan goes out, its result comes back.
+
+A request has *known* tokens (its prompt and what was generated) and *computed* tokens (those whose KV
+is stored). A step computes `num_tokens` more of a request's known tokens; when that reaches the last
+known one, the row also samples the next. Prefill, chunks, decode and prefix hits are all this one rule.
+"""
+
+from dataclasses import dataclass, field
+
+from penstock.types import FinishReason, RequestId, SamplingParams, TokenLogprob
+
+
+@dataclass(slots=True, frozen=True)
+class NewRow:
+    """A request that (re)enters the batch: all that the runner must know of it."""
+
+    request_id: RequestId
+    row: int
+    """Stable index into the runner's tables while the request runs; below `max_running`."""
+    token_ids: tuple[int, ...]
+    """Every known token (after a preemption this includes generated ones)."""
+    num_prompt_tokens: int
+    sampling: SamplingParams
+
+
+@dataclass(slots=True, frozen=True)
+class RowWork:
+    """One request's share of a step."""
+
+    row: int
+    num_computed: int
+    """Tokens whose KV is already stored: the position of the first token of this chunk."""
+    num_tokens: int
+    """How many tokens to compute now; at least 1."""
+    samples: bool
+    """Whether the chunk ends at the last known token, so that a next token is drawn."""
+    new_blocks: tuple[int, ...] = ()
+    """Block ids appended to the row's block table before this step (prefix hits included)."""
+
+
+@dataclass(slots=True, frozen=True)
+class StepPlan:
+    """What one engine step computes, as a change against what the runner already holds."""
+
+    step: int
+    new_rows: tuple[NewRow, ...]
+    work: tuple[RowWork, ...]
+    """Ordered: rows that decode first, then chunks of prompts."""
+    freed_rows: tuple[int, ...] = ()
+    """Rows whose request finished or was preempted since the last plan; applied before `new_rows`."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step: never above the step's token budget."""
+        return sum(work.num_tokens for work in self.work)
+
+
+@dataclass(slots=True, frozen=True)
+class Sampled:
+    """What the sampler drew for one row."""
+
+    row: int
+    token_id: int
+    logprob: TokenLogprob | None = None
+    error: str | None = None
+    """The row's logits were not numbers: this request fails, the others go on."""
+
+
+@dataclass(slots=True, frozen=True)
+class StepResult:
+    """What the runner computed for a plan: one `Sampled` for every work item with `samples`, in plan order."""
+
+    step: int
+    sampled: tuple[Sampled, ...]
+    compute_ns: int = 0
+    """Time in the forward pass and the sampler (for the step-time model and host-time accounting)."""
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What `Scheduler.apply` tells the engine about one request after a step."""
+
+    request_id: RequestId
+    token_ids: tuple[int, ...]
+    logprob: TokenLogprob | None = None
+    finish: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class StepOutcome:
+    """Everything that a step changed for the outside."""
+
+    outputs: list[RequestOutput] = field(default_factory=list[RequestOutput])

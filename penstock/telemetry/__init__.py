@@ -1,0 +1,1 @@
+"""What the outside can see: metrics and logs."""

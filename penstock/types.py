@@ -1,0 +1,69 @@
+"""Words that every floor shares: ids, sampling parameters, usage and why a request ended."""
+
+import enum
+from typing import NewType
+
+import msgspec
+
+RequestId = NewType("RequestId", str)
+TenantId = NewType("TenantId", str)
+WorkerId = NewType("WorkerId", str)
+ModelName = NewType("ModelName", str)
+
+BLOCK_TOKENS = 16
+"""Tokens in one KV block: the unit of hashing, caching, routing and cost."""
+
+
+class FinishReason(enum.StrEnum):
+    """Why generation ended. The first three are a client's ordinary endings."""
+
+    STOP = "stop"  # EOS, a stop token or a stop string.
+    LENGTH = "length"  # max_tokens or the model's context is used up.
+    TOOL_CALLS = "tool_calls"  # The answer is a tool call (set by the gateway's parser).
+    ABORT = "abort"  # The client left, or an operator cancelled it.
+    ERROR = "error"  # Something broke; the finish carries the error.
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the next token is drawn, and when to stop. Ranges are checked where requests are parsed.
+
+    Stop *strings* are not here: whoever turns tokens into text watches for those.
+    """
+
+    temperature: float = 1.0
+    """0 is greedy. Otherwise logits are divided by it."""
+    top_k: int = 0
+    """Keep only the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens whose probability reaches this."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this share of the likeliest one."""
+    seed: int = 0
+    """Key of the counter-based randomness: (seed, position, token) fixes every draw."""
+    max_tokens: int = 16
+    """Tokens to generate at most; at least 1."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the answer (the model's EOS ids included, unless the client ignores them)."""
+    logprobs: int | None = None
+    """Report the chosen token's log-probability and this many alternatives; None reports nothing."""
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability (natural log, of the unscaled distribution) of one generated token."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest alternatives as (token id, logprob), best first."""
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request used, counted by whoever generated the tokens."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was found in the prefix cache."""
+    queue_ns: int = 0
+    prefill_ns: int = 0
+    decode_ns: int = 0
