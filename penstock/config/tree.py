@@ -45,6 +45,8 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     """"random" makes weights up from the config's shapes, for benchmarks."""
     seed: int = 0
     """Seed of the random weights."""
+    connection_buffer_bytes_max: Positive = 64 * 1024 * 1024
+    """Unsent bytes that the worker holds for one gateway; over it the connection is dropped."""
     startup_timeout_s: Seconds = 600.0
     stall_timeout_s: Seconds = 120.0
     """A worker with queued work whose steps do not advance for this long is declared hung and restarted."""
@@ -102,6 +104,10 @@ class LimitsConfig(Branch, frozen=True, kw_only=True):
     """Prompts in one /v1/completions call."""
     concurrent_max: Positive = 10_000
     """Streams generated at once by this gateway; one more is refused as overloaded."""
+    tokenize_inline_bytes: Annotated[int, Meta(ge=0)] = 8 * 1024
+    """Bodies up to this size are tokenized on the event loop (about 2 ms); longer ones in a thread."""
+    tokenize_waiting_max: Positive = 256
+    """Long bodies that wait for a tokenizing thread; one more is refused as overloaded."""
 
 
 class RelayConfig(Branch, frozen=True, kw_only=True):

@@ -1,0 +1,64 @@
+"""Settings that are each fine but not together, and those that would open a door by accident."""
+
+import ipaddress
+import re
+from collections.abc import Iterator
+
+from penstock.config.presets import served_name
+from penstock.config.tree import Config
+from penstock.errors import ConfigError
+
+
+def check(config: Config) -> None:
+    """Refuse settings that contradict each other or would open a door by accident.
+
+    Raises:
+        ConfigError: with one line for each thing that is wrong.
+    """
+    if problems := [*_access_problems(config), *_model_problems(config)]:
+        raise ConfigError("\n".join(problems))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server bound to `host`."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _access_problems(config: Config) -> Iterator[str]:
+    host, auth = config.server.host, config.auth
+    if auth.disabled and not is_loopback(host):
+        yield f"auth.disabled: refused because server.host {host!r} is reachable from other machines"
+    elif not auth.keys and not is_loopback(host):
+        yield (
+            f"auth.keys: needed because server.host {host!r} is reachable from other machines; "
+            "set them or PENSTOCK_API_KEY"
+        )
+    for i, key in enumerate(auth.keys):
+        if not re.fullmatch(r"[!-~]{1,512}", key):
+            yield f"auth.keys[{i}]: expected 1 to 512 visible ASCII characters without spaces"
+    if config.limits.n_max > config.limits.concurrent_max:
+        yield "limits.n_max: above limits.concurrent_max, so such a request could never run"
+
+
+def _model_problems(config: Config) -> Iterator[str]:
+    if not config.models:
+        yield "models: at least one is needed"
+    seen: dict[str, int] = {}
+    for i, model in enumerate(config.models):
+        name = served_name(model)
+        if not model.path:
+            yield f"models[{i}].path: empty"
+        elif not re.fullmatch(r"[^\s\x00-\x1f\x7f]{1,256}", name):
+            yield f"models[{i}].name: expected 1 to 256 characters without white space, got {name!r}"
+        elif name in seen:
+            yield f"models[{i}].name: {name!r} is the name of models[{seen[name]}] already"
+        seen.setdefault(name, i)
+        engine = model.engine
+        if engine.step_tokens < engine.max_running:
+            yield (
+                f"models[{i}].engine.step_tokens: {engine.step_tokens} is below max_running "
+                f"({engine.max_running}): every running request needs a token of each step"
+            )

@@ -1,0 +1,25 @@
+"""What a launcher tells a new engine worker: one line of JSON on the worker's standard input.
+
+Standard input, because it holds a secret: arguments and environments can be read by other processes.
+The worker keeps reading afterwards; the end of the pipe means that its parent is gone.
+"""
+
+from penstock.config.tree import Branch, EngineConfig
+
+REAL_RUNNER = "penstock.engine.runner:build_runner"
+
+
+class WorkerLaunch(Branch, frozen=True, kw_only=True):
+    """Everything that one worker process needs to start."""
+
+    model_path: str
+    """A model directory on this machine; names and hub ids are resolved before."""
+    model_name: str
+    """What clients call it; told back in `ModelInfo.model`."""
+    address: str
+    """Where to listen (see protocol/address.py)."""
+    hash_key: bytes
+    """Key of the block-hash chain: a guess at a tenant's prompt cannot be tested without it."""
+    engine: EngineConfig = EngineConfig()
+    runner: str = REAL_RUNNER
+    """`module:factory` of what computes. Tests name their own, so that a process starts at once."""

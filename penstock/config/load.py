@@ -1,0 +1,153 @@
+"""From YAML and the environment to a `Config`, and back to YAML.
+
+What an operator wrote wrong is said with the file, the line or the dotted key, before anything starts. What
+keys and values may be is in `tree.py` alone; settings that contradict each other are for `checks.py`.
+"""
+
+import re
+from collections.abc import Hashable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import yaml
+
+from penstock.config.keys import checked, explained
+from penstock.config.notes import Notes, read_notes
+from penstock.config.tree import Branch, Config
+from penstock.errors import ConfigError
+
+FILE_BYTES_MAX = 1024 * 1024
+
+
+def load_config(path: Path) -> Config:
+    """Read a config file.
+
+    Raises:
+        ConfigError: it cannot be read, is no YAML, or holds something wrong.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(data) > FILE_BYTES_MAX:
+        raise ConfigError(f"{path}: over the bound of {FILE_BYTES_MAX} bytes")
+    return parse_config(data, source=str(path))
+
+
+def parse_config(text: str | bytes, *, source: str = "config") -> Config:
+    """Read a config from YAML. `source` stands before every message.
+
+    Raises:
+        ConfigError: it is no YAML, or holds something wrong.
+    """
+    try:
+        raw: object = yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = "" if mark is None else f":{mark.line + 1}:{mark.column + 1}"
+        raise ConfigError(f"{source}{where}: {error.problem or error.context}") from error
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{source}: not YAML: {error}") from error
+    try:
+        return convert_config({} if raw is None else raw)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+
+
+def convert_config(raw: object) -> Config:
+    """Build a config from plain mappings, lists and scalars, such as YAML gives.
+
+    Raises:
+        ConfigError: an unknown key (with the nearest known one), or a wrong type or range.
+    """
+    clean = checked(raw, Config)
+    try:
+        return msgspec.convert(clean, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(explained(str(error), clean, Config)) from None
+
+
+def with_environment(config: Config, environ: Mapping[str, str]) -> Config:
+    """Apply `PENSTOCK_API_KEY` (one key or several with commas), `PENSTOCK_HOST` and `PENSTOCK_PORT`.
+
+    A variable that is set to nothing counts as not set.
+
+    Raises:
+        ConfigError: the port is no port.
+    """
+    server, auth = config.server, config.auth
+    if host := environ.get("PENSTOCK_HOST", "").strip():
+        server = msgspec.structs.replace(server, host=host)
+    if port := environ.get("PENSTOCK_PORT", "").strip():
+        if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65_535:
+            raise ConfigError(f"PENSTOCK_PORT: expected a port between 0 and 65535, got {port!r}")
+        server = msgspec.structs.replace(server, port=int(port))
+    keys = tuple(key for part in environ.get("PENSTOCK_API_KEY", "").split(",") if (key := part.strip()))
+    if keys:
+        auth = msgspec.structs.replace(auth, keys=keys)
+    return msgspec.structs.replace(config, server=server, auth=auth)
+
+
+def dump_config(config: Config) -> str:
+    """The config as YAML that loads to the same config, with the notes of `tree.py` as comments.
+
+    Keys are in it: hide them first if it is for the eyes of others.
+    """
+    return "\n".join(_branch_lines(config, "", read_notes())) + "\n"
+
+
+def _branch_lines(branch: Branch, indent: str, notes: Notes) -> Iterator[str]:
+    for field in msgspec.structs.fields(branch):
+        value: object = getattr(branch, field.name)
+        note = notes.get((type(branch).__name__, field.name)) or notes.get((type(value).__name__, ""), "")
+        yield from (f"{indent}# {line}" for line in note.splitlines())
+        if isinstance(value, Branch):
+            yield f"{indent}{field.name}:"
+            yield from _branch_lines(value, indent + "  ", notes)
+        elif entries := _branches(value):
+            yield f"{indent}{field.name}:"
+            for item in entries:
+                yield from _item_lines(item, indent, notes)
+        else:
+            yield f"{indent}{field.name}: {_scalar(value)}"
+
+
+def _branches(value: object) -> list[Branch]:
+    """The entries of a list of sections; empty for every other value."""
+    entries = cast(tuple[object, ...], value) if isinstance(value, tuple) else ()
+    return [entry for entry in entries if isinstance(entry, Branch)]
+
+
+def _item_lines(item: Branch, indent: str, notes: Notes) -> Iterator[str]:
+    """One entry of a list: its first key stands after a dash, with the comments above it."""
+    dashed = False
+    for line in _branch_lines(item, indent + "    ", notes):
+        if dashed or line.lstrip().startswith("#"):
+            yield line
+        else:
+            dashed = True
+            yield f"{indent}  - {line.lstrip()}"
+
+
+def _scalar(value: object) -> str:
+    plain = list(cast(tuple[object, ...], value)) if isinstance(value, tuple) else value
+    text = yaml.safe_dump(plain, default_flow_style=True, width=10**6, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe subset, which besides refuses a key that is there twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """Build one mapping."""
+        seen: set[object] = set()
+        for key_node, _ in node.value:
+            key = (key_node.tag, key_node.value) if isinstance(key_node, yaml.ScalarNode) else id(key_node)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key `{key_node.value}` is there twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)

@@ -1,0 +1,98 @@
+"""Which directory a model argument means: a built-in demo model, a directory, or a hub id.
+
+Nothing is read from the directory; whether it can be served is the engine's to say.
+"""
+
+import difflib
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from penstock.config.tree import ModelConfig
+from penstock.errors import CheckpointError, ConfigError
+
+DEMO_MODELS = ("penstock-demo", "penstock-demo-mini")
+REPOSITORY = Path(__file__).parents[2]
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@[\w./-]{1,128})?")
+_WANTED = ["*.json", "*.jinja", "*.safetensors"]
+
+
+def served_name(model: ModelConfig) -> str:
+    """The name that clients use: the one given, else the last part of the path."""
+    if model.name:
+        return model.name
+    path = model.path.split("@")[0] if _HUB_ID.fullmatch(model.path) else model.path
+    return Path(path).name or Path(path).resolve().name
+
+
+def resolve(path: str) -> Path:
+    """The directory that holds the model; fetches it from the hub if it is a hub id.
+
+    A demo model's name means the demo model even where a directory has that name; write `./name` for that.
+
+    Raises:
+        ConfigError: it is none of those, or the hub cannot give it.
+        CheckpointError: the directory is no Hugging Face model directory.
+    """
+    if path in DEMO_MODELS:
+        return _demo(path)
+    try:
+        found = _directory(path)
+    except (OSError, RuntimeError) as error:  # No permission, a name too long, no such user after `~`.
+        raise ConfigError(f"{path}: {error}") from error
+    if found is not None:
+        return found
+    if path.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(path):
+        raise ConfigError(_no_such_model(path))
+    return _from_hub(path)
+
+
+def _directory(path: str) -> Path | None:
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        if not (directory / "config.json").is_file():
+            raise CheckpointError(f"{directory}: no config.json there, so not a Hugging Face model directory")
+        return directory.resolve()
+    if directory.exists():
+        raise ConfigError(f"{path}: is a file; give the Hugging Face model directory")
+    return None
+
+
+def _demo(name: str) -> Path:
+    """The repository's own `models/` first, then the package that an installation puts beside ours."""
+    for place in _demo_places():
+        if (place / name / "config.json").is_file():
+            return place / name
+    places = " nor in ".join(str(place) for place in _demo_places())
+    raise ConfigError(f"{name}: the demo model is not in {places}; `make train-demo` makes it")
+
+
+def _demo_places() -> Iterator[Path]:
+    yield REPOSITORY / "models"
+    spec = importlib.util.find_spec("penstock_models")
+    if spec is not None:
+        yield from (Path(place) for place in spec.submodule_search_locations or ())
+
+
+def _no_such_model(path: str) -> str:
+    if near := difflib.get_close_matches(path, DEMO_MODELS, n=1):
+        return f"{path}: no such directory; did you mean `{near[0]}`?"
+    known = " and ".join(DEMO_MODELS)
+    return f"{path}: no such directory, and not a hub id (owner/name); the built-in models are {known}"
+
+
+def _from_hub(hub_id: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    except ImportError:
+        raise ConfigError(
+            f"{hub_id}: no such directory; to fetch models by hub id install `penstock[hub]`"
+        ) from None
+    repo, _, revision = hub_id.partition("@")
+    try:
+        return Path(snapshot_download(repo, revision=revision or None, allow_patterns=_WANTED))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError(f"{hub_id}: no such directory, and the hub does not give it: {reason}") from error

@@ -1,0 +1,115 @@
+"""Every metric there is, as one literal table. Names and labels are an interface: dashboards and alerts are
+written against them, so a golden file keeps them.
+
+Only the names are ours; the shapes are the field's. Buckets follow OpenTelemetry's GenAI conventions, extended
+downwards for small models and upwards for long answers. Label values come from closed sets: configured model
+names, the enums below, HTTP status codes. Nothing that a client can invent becomes a label.
+"""
+
+import enum
+from dataclasses import dataclass
+from typing import Literal
+
+
+class Endpoint(enum.StrEnum):
+    """Where a request came in."""
+
+    CHAT = "chat"
+    COMPLETIONS = "completions"
+
+
+class Outcome(enum.StrEnum):
+    """How a request ended, as operators count it. The first three are answers."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+    ABORT = "abort"  # The client left.
+    ERROR = "error"  # A worker or the server failed.
+    REJECTED = "rejected"  # The request itself was wrong (4xx).
+    SHED = "shed"  # Too much work, or draining; nothing was generated.
+
+
+class BlockState(enum.StrEnum):
+    """What a KV block is doing. The three sum to the pool."""
+
+    FREE = "free"
+    USED = "used"
+    CACHED = "cached"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row of the table. `name` is the full name; a counter's ends in `_total`."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+TTFT_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0,
+)  # fmt: skip
+TPOT_BUCKETS = (
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+)  # fmt: skip
+DURATION_BUCKETS = (
+    0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92, 163.84, 327.68, 655.36,
+)  # fmt: skip
+LAG_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+
+MODEL = ("model",)
+
+CATALOG = (
+    # Requests, as the gateway sees them.
+    Metric(
+        "penstock_requests_total", "counter", "Requests that ended.", ("model", "endpoint", "outcome")
+    ),
+    Metric(
+        "penstock_request_ttft_seconds", "histogram", "Arrival to first token.", MODEL, TTFT_BUCKETS
+    ),
+    Metric(
+        "penstock_request_tpot_seconds", "histogram",
+        "Mean time per output token after the first, per request.", MODEL, TPOT_BUCKETS,
+    ),
+    Metric(
+        "penstock_request_duration_seconds", "histogram", "Arrival to last byte.", MODEL, DURATION_BUCKETS
+    ),
+    Metric(
+        "penstock_request_queue_seconds", "histogram", "Wait before the first step.", MODEL, TTFT_BUCKETS
+    ),
+    Metric("penstock_prompt_tokens_total", "counter", "Prompt tokens of ended requests.", MODEL),
+    Metric(
+        "penstock_cached_tokens_total", "counter", "Prompt tokens that were found in the prefix cache.", MODEL
+    ),
+    Metric("penstock_generated_tokens_total", "counter", "Tokens generated for ended requests.", MODEL),
+    # The engine, as it tells of itself.
+    Metric("penstock_engine_running", "gauge", "Requests in the engine's batch.", MODEL),
+    Metric("penstock_engine_waiting", "gauge", "Requests queued in the engine.", MODEL),
+    Metric("penstock_kv_blocks", "gauge", "KV blocks by what they do.", ("model", "state")),
+    Metric("penstock_engine_steps_total", "counter", "Engine steps.", MODEL),
+    Metric("penstock_engine_step_seconds_total", "counter", "Time spent in steps.", MODEL),
+    Metric(
+        "penstock_engine_host_seconds_total", "counter",
+        "Of the time spent in steps, what was neither forward pass nor sampling.", MODEL,
+    ),
+    Metric("penstock_engine_preemptions_total", "counter", "Requests that lost their blocks.", MODEL),
+    Metric("penstock_engine_restarts_total", "counter", "Restarts of the engine's process.", MODEL),
+    Metric("penstock_worker_ready", "gauge", "1 when the worker takes requests.", MODEL),
+    # The front door.
+    Metric("penstock_connections", "gauge", "Open HTTP connections."),
+    Metric("penstock_streams", "gauge", "Answers being generated."),
+    Metric("penstock_http_responses_total", "counter", "HTTP responses by status code.", ("code",)),
+    Metric(
+        "penstock_client_disconnects_total", "counter", "Clients that left before their answer was complete."
+    ),
+    Metric(
+        "penstock_slow_client_aborts_total", "counter", "Answers aborted because the client read too slowly."
+    ),
+    Metric(
+        "penstock_event_loop_lag_seconds", "histogram", "How late the event loop's timer was.", (), LAG_BUCKETS
+    ),
+    Metric("penstock_build_info", "gauge", "Always 1; the version is a label.", ("version",)),
+)  # fmt: skip

@@ -1,0 +1,199 @@
+"""The log: one line per event on standard error, for people or as JSON, with fields instead of prose.
+
+A `Log` is handed to the parts that write to it. It formats through the standard `logging` module, so
+libraries' own warnings take the same way. Stamps come from the `Clock`; API keys never come out.
+"""
+
+import logging
+import re
+import sys
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TextIO
+
+import msgspec
+
+from penstock.clock import NS_PER_MS, NS_PER_S, Clock
+from penstock.config.tree import LogConfig
+
+Field = str | int | float | bool | BaseException | None
+HIDDEN = "[hidden]"
+_SECRET_NAMES = frozenset(("authorization", "cookie", "key", "keys", "password", "secret", "token"))
+_SECRET_ENDINGS = ("_key", "_keys", "_password", "_secret", "_token")
+_LOOKS_SECRET = r"(?i:\bbearer )[^\s\"']+|\bsk-[\w-]{8,}"
+_COLOURS = {"DEBUG": "\x1b[2m", "INFO": "\x1b[32m", "WARNING": "\x1b[33m", "ERROR": "\x1b[31m"}
+_PLAIN = re.compile(r"[^\s\"'=\\\x00-\x1f\x7f-\x9f]+")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Access:
+    """One HTTP request, for the access line. `path` is without the query, which may hold secrets."""
+
+    method: str
+    path: str
+    status: int
+    duration_ns: int
+    request_id: str | None = None
+    model: str | None = None
+    outcome: str | None = None
+    ttft_ns: int | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    generated_tokens: int | None = None
+
+
+class Log:
+    """Where events are written. Fields with secret names and known keys are hidden."""
+
+    def __init__(
+        self, config: LogConfig, clock: Clock, *, stream: TextIO | None = None, secrets: Iterable[str] = ()
+    ) -> None:
+        out = sys.stderr if stream is None else stream
+        hidden = _Hidden(secrets)
+        self._handler = logging.StreamHandler(out)
+        self._handler.setFormatter(
+            _JsonLines(clock, hidden)
+            if config.format == "json"
+            else _TextLines(clock, hidden, colour=out.isatty())
+        )
+        self._level = logging.getLevelNamesMapping()[config.level.upper()]
+        self._access = config.access
+
+    def debug(self, message: str, **fields: Field) -> None:
+        """What only someone hunting a bug wants to see."""
+        self._write(logging.DEBUG, message, fields)
+
+    def info(self, message: str, **fields: Field) -> None:
+        """What happened, as it should."""
+        self._write(logging.INFO, message, fields)
+
+    def warning(self, message: str, **fields: Field) -> None:
+        """Trouble that was dealt with."""
+        self._write(logging.WARNING, message, fields)
+
+    def error(self, message: str, **fields: Field) -> None:
+        """Trouble that someone should look at."""
+        self._write(logging.ERROR, message, fields)
+
+    def bug(self, message: str, error: BaseException, **fields: Field) -> None:
+        """Something that should not be possible: the error with its traceback."""
+        lines = "".join(traceback.format_exception(error))
+        self._write(logging.ERROR, message, {"error": error, **fields, "traceback": lines})
+
+    def access(self, access: Access) -> None:
+        """One line for one HTTP request, if the config wants them."""
+        if not self._access:
+            return
+        fields: dict[str, Field] = {"duration_ms": _ms(access.duration_ns)}
+        for name in ("request_id", "model", "outcome", "prompt_tokens", "cached_tokens", "generated_tokens"):
+            fields[name] = getattr(access, name)
+        fields["ttft_ms"] = None if access.ttft_ns is None else _ms(access.ttft_ns)
+        for name in [name for name, value in fields.items() if value is None]:
+            del fields[name]
+        self._write(logging.INFO, f"{access.method} {access.path} {access.status}", fields)
+
+    def adopt(self, name: str) -> None:
+        """Let a library's logger (such as "asyncio") write here as well."""
+        logger = logging.getLogger(name)
+        logger.handlers = [self._handler]
+        logger.propagate = False
+
+    def _write(self, level: int, message: str, fields: dict[str, Field]) -> None:
+        if level >= self._level:
+            self._handler.handle(_record(level, message, fields))
+
+
+def _record(level: int, message: str, fields: dict[str, Field]) -> logging.LogRecord:
+    # Without args nothing is %-formatted; the fields travel as an attribute.
+    record = logging.LogRecord("penstock", level, "", 0, message, None, None)
+    record.fields = fields
+    return record
+
+
+def _ms(ns: int) -> float:
+    return round(ns / NS_PER_MS, 3)
+
+
+class _Hidden:
+    """What must not be shown: fields by their name, and text by its look or because it is a known key."""
+
+    def __init__(self, secrets: Iterable[str]) -> None:
+        known = [re.escape(secret) for secret in sorted(secrets, key=len, reverse=True) if secret]
+        self._pattern = re.compile("|".join([*known, _LOOKS_SECRET]))
+
+    def text(self, text: str) -> str:
+        return self._pattern.sub(HIDDEN, text)
+
+    def value(self, name: str, value: Field) -> str | int | float | bool | None:
+        lower = name.lower()
+        if value is not None and (lower in _SECRET_NAMES or lower.endswith(_SECRET_ENDINGS)):
+            return HIDDEN
+        if isinstance(value, BaseException):
+            value = f"{type(value).__name__}: {value}"
+        return self.text(value) if isinstance(value, str) else value
+
+
+class _Lines(logging.Formatter):
+    """What both formats share: the stamp, the message and the fields of a record, nothing secret in them."""
+
+    def __init__(self, clock: Clock, hidden: _Hidden) -> None:
+        super().__init__()
+        self._clock, self._hidden = clock, hidden
+
+    def _now(self) -> datetime:
+        seconds, ns = divmod(self._clock.wall_ns(), NS_PER_S)
+        return datetime.fromtimestamp(seconds, UTC).replace(microsecond=ns // 1000)
+
+    def _parts(self, record: logging.LogRecord) -> tuple[str, dict[str, str | int | float | bool | None]]:
+        fields: dict[str, Field] = dict(getattr(record, "fields", {}))
+        if record.name != "penstock":
+            fields["logger"] = record.name
+        if record.exc_info and record.exc_info[1] is not None:
+            fields["error"] = record.exc_info[1]
+            fields["traceback"] = "".join(traceback.format_exception(record.exc_info[1]))
+        shown = {name: self._hidden.value(name, value) for name, value in fields.items()}
+        return self._hidden.text(record.getMessage()), shown
+
+
+class _TextLines(_Lines):
+    """For people: `12:34:56.789 info  message name=value`, a traceback in lines of its own."""
+
+    def __init__(self, clock: Clock, hidden: _Hidden, *, colour: bool) -> None:
+        super().__init__(clock, hidden)
+        self._colour = colour
+
+    def format(self, record: logging.LogRecord) -> str:
+        message, fields = self._parts(record)
+        trace = fields.pop("traceback", None)
+        stamp = self._now().astimezone().strftime("%H:%M:%S.%f")[:-3]
+        level = f"{record.levelname.lower():7}"
+        if self._colour:
+            level = f"{_COLOURS.get(record.levelname, '')}{level}\x1b[0m"
+        pairs = [f"{name}={_quoted(value)}" for name, value in fields.items()]
+        line = " ".join([stamp, level, _CONTROL.sub(_escape, message), *pairs])
+        lines = [] if trace is None else str(trace).splitlines()
+        return "\n".join([line, *(_CONTROL.sub(_escape, text) for text in lines)])
+
+
+class _JsonLines(_Lines):
+    """For machines: one object per line with `ts`, `level`, `message` and the fields beside them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        message, fields = self._parts(record)
+        stamp = self._now().isoformat(timespec="microseconds").replace("+00:00", "Z")
+        head: dict[str, object] = {"ts": stamp, "level": record.levelname.lower(), "message": message}
+        # A field of the same name must not pass for ours.
+        line = head | {"fields": fields} if fields.keys() & head.keys() else head | fields
+        return msgspec.json.encode(line).decode()
+
+
+def _quoted(value: object) -> str:
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    return text if _PLAIN.fullmatch(text) else _CONTROL.sub(_escape, msgspec.json.encode(text).decode())
+
+
+def _escape(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode()

@@ -1,0 +1,202 @@
+"""The numbers behind /metrics: typed handles for the parts that count, and their exposition.
+
+Each `Metrics` has a registry of its own. Label children are resolved once, where things are wired, so that
+counting on the hot path is one method call; nothing here is called per token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.exposition import generate_latest
+
+from penstock.clock import NS_PER_S
+from penstock.telemetry.catalog import CATALOG, BlockState, Endpoint, Metric, Outcome
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class EngineStats(Protocol):
+    """What an engine tells of itself: gauges of now and counters since its process started.
+
+    `protocol.worker.Stats` has this shape.
+    """
+
+    @property
+    def step(self) -> int: ...  # noqa: D102
+    @property
+    def running(self) -> int: ...  # noqa: D102
+    @property
+    def waiting(self) -> int: ...  # noqa: D102
+    @property
+    def blocks_total(self) -> int: ...  # noqa: D102
+    @property
+    def blocks_used(self) -> int: ...  # noqa: D102
+    @property
+    def blocks_cached(self) -> int: ...  # noqa: D102
+    @property
+    def preemptions(self) -> int: ...  # noqa: D102
+    @property
+    def step_ns(self) -> int: ...  # noqa: D102
+    @property
+    def host_ns(self) -> int: ...  # noqa: D102
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RequestRecord:
+    """One ended request, as it is counted. A time that never was (no first token) is None."""
+
+    endpoint: Endpoint
+    outcome: Outcome
+    duration_ns: int
+    queue_ns: int | None = None
+    ttft_ns: int | None = None
+    tpot_ns: int | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+
+
+class Metrics:
+    """Everything that is counted in one process. `models` are the names that may become labels."""
+
+    def __init__(self, models: Sequence[str], *, version: str) -> None:
+        # The text format would show a `_created` series beside each counter; no one reads those.
+        disable_created_metrics()
+        self._table = _Table()
+        self._models = {name: ModelMetrics(self._table, name) for name in models}
+        self._responses = self._table.counter("penstock_http_responses_total")
+        self._by_code: dict[int, Counter] = {}
+        self.connections = self._table.gauge("penstock_connections")
+        self.streams = self._table.gauge("penstock_streams")
+        self.client_disconnects = self._table.counter("penstock_client_disconnects_total")
+        self.slow_client_aborts = self._table.counter("penstock_slow_client_aborts_total")
+        self.event_loop_lag = self._table.histogram("penstock_event_loop_lag_seconds")
+        self._table.gauge("penstock_build_info").labels(version).set(1)
+
+    def model(self, name: str) -> "ModelMetrics":
+        """The handles of one configured model."""
+        return self._models[name]
+
+    def http_response(self, code: int) -> None:
+        """Count one response."""
+        child = self._by_code.get(code)
+        if child is None:
+            assert 100 <= code <= 599, code
+            child = self._by_code[code] = self._responses.labels(str(code))
+        child.inc()
+
+    def render(self) -> bytes:
+        """All of it in Prometheus' text format; serve it as `CONTENT_TYPE`."""
+        return generate_latest(self._table.registry)
+
+
+class ModelMetrics:
+    """The handles of one model."""
+
+    def __init__(self, table: "_Table", model: str) -> None:
+        requests = table.counter("penstock_requests_total")
+        self._requests = {
+            (endpoint, outcome): requests.labels(model, endpoint.value, outcome.value)
+            for endpoint in Endpoint
+            for outcome in Outcome
+        }
+        self._ttft = table.histogram("penstock_request_ttft_seconds").labels(model)
+        self._tpot = table.histogram("penstock_request_tpot_seconds").labels(model)
+        self._duration = table.histogram("penstock_request_duration_seconds").labels(model)
+        self._queue = table.histogram("penstock_request_queue_seconds").labels(model)
+        self._prompt = table.counter("penstock_prompt_tokens_total").labels(model)
+        self._cached = table.counter("penstock_cached_tokens_total").labels(model)
+        self._generated = table.counter("penstock_generated_tokens_total").labels(model)
+        self._running = table.gauge("penstock_engine_running").labels(model)
+        self._waiting = table.gauge("penstock_engine_waiting").labels(model)
+        blocks = table.gauge("penstock_kv_blocks")
+        self._blocks = {state: blocks.labels(model, state.value) for state in BlockState}
+        self._steps = _Followed(table.counter("penstock_engine_steps_total").labels(model))
+        self._step_ns = _Followed(table.counter("penstock_engine_step_seconds_total").labels(model), NS_PER_S)
+        self._host_ns = _Followed(table.counter("penstock_engine_host_seconds_total").labels(model), NS_PER_S)
+        self._preemptions = _Followed(table.counter("penstock_engine_preemptions_total").labels(model))
+        self._restarts = table.counter("penstock_engine_restarts_total").labels(model)
+        self._ready = table.gauge("penstock_worker_ready").labels(model)
+
+    def request_ended(self, record: RequestRecord) -> None:
+        """Count one request; exactly once, when it is over."""
+        self._requests[record.endpoint, record.outcome].inc()
+        self._duration.observe(record.duration_ns / NS_PER_S)
+        if record.queue_ns is not None:
+            self._queue.observe(record.queue_ns / NS_PER_S)
+        if record.ttft_ns is not None:
+            self._ttft.observe(record.ttft_ns / NS_PER_S)
+        if record.tpot_ns is not None:
+            self._tpot.observe(record.tpot_ns / NS_PER_S)
+        self._prompt.inc(record.prompt_tokens)
+        self._cached.inc(record.cached_tokens)
+        self._generated.inc(record.generated_tokens)
+
+    def engine_stats(self, stats: EngineStats) -> None:
+        """Take over what the engine says. Its counters may start again at 0; ours go on."""
+        self._running.set(stats.running)
+        self._waiting.set(stats.waiting)
+        free = stats.blocks_total - stats.blocks_used - stats.blocks_cached
+        self._blocks[BlockState.FREE].set(free)
+        self._blocks[BlockState.USED].set(stats.blocks_used)
+        self._blocks[BlockState.CACHED].set(stats.blocks_cached)
+        self._steps.follow(stats.step)
+        self._step_ns.follow(stats.step_ns)
+        self._host_ns.follow(stats.host_ns)
+        self._preemptions.follow(stats.preemptions)
+
+    def engine_restarted(self) -> None:
+        """The engine's process was started anew."""
+        self._restarts.inc()
+
+    def worker_ready(self, ready: bool) -> None:
+        """Whether the worker takes requests now."""
+        self._ready.set(ready)
+
+
+class _Followed:
+    """A counter that repeats one kept elsewhere: a value below the last one means that it was reset."""
+
+    __slots__ = ("_counter", "_seen", "_unit")
+
+    def __init__(self, counter: Counter, unit: int = 1) -> None:
+        self._counter, self._unit, self._seen = counter, unit, 0
+
+    def follow(self, value: int) -> None:
+        grown = value - self._seen if value >= self._seen else value
+        self._seen = value
+        self._counter.inc(grown / self._unit)
+
+
+class _Table:
+    """The catalog's metrics, registered; the typed getters make sure that a name has the kind it should."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._metrics = {metric.name: self._register(metric) for metric in CATALOG}
+
+    def _register(self, metric: Metric) -> Counter | Gauge | Histogram:
+        if metric.kind == "counter":
+            return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
+        if metric.kind == "gauge":
+            return Gauge(metric.name, metric.help, metric.labels, registry=self.registry)
+        return Histogram(
+            metric.name, metric.help, metric.labels, registry=self.registry, buckets=metric.buckets
+        )
+
+    def counter(self, name: str) -> Counter:
+        metric = self._metrics[name]
+        assert isinstance(metric, Counter), name
+        return metric
+
+    def gauge(self, name: str) -> Gauge:
+        metric = self._metrics[name]
+        assert isinstance(metric, Gauge), name
+        return metric
+
+    def histogram(self, name: str) -> Histogram:
+        metric = self._metrics[name]
+        assert isinstance(metric, Histogram), name
+        return metric

@@ -1,0 +1,65 @@
+import pytest
+
+from penstock.config.checks import check, is_loopback
+from penstock.config.tree import AuthConfig, Config, EngineConfig, LimitsConfig, ModelConfig, ServerConfig
+from penstock.errors import ConfigError
+
+KEYS = AuthConfig(keys=("k",))
+
+
+def test_the_defaults_are_fine() -> None:
+    check(Config())
+    check(Config(server=ServerConfig(host="0.0.0.0"), auth=KEYS))
+    check(Config(auth=AuthConfig(disabled=True)))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            Config(server=ServerConfig(host="0.0.0.0")),
+            r"auth\.keys: needed because server\.host '0\.0\.0\.0'",
+        ),
+        (Config(server=ServerConfig(host="::"), auth=AuthConfig(disabled=True)), r"auth\.disabled: refused"),
+        (Config(auth=AuthConfig(keys=("ok", "two words"))), r"auth\.keys\[1\]: expected 1 to 512 visible"),
+        (Config(auth=AuthConfig(keys=("",))), r"auth\.keys\[0\]"),
+        (Config(models=()), "models: at least one"),
+        (Config(models=(ModelConfig(path=""),)), r"models\[0\]\.path: empty"),
+        (Config(models=(ModelConfig(path="a", name="a b"),)), r"models\[0\]\.name: expected 1 to 256"),
+        (
+            Config(models=(ModelConfig(path="x/demo"), ModelConfig(path="y", name="demo"))),
+            r"models\[1\]\.name: 'demo' is the name of models\[0\] already",
+        ),
+        (
+            Config(models=(ModelConfig(path="a", engine=EngineConfig(step_tokens=16)),)),
+            r"models\[0\]\.engine\.step_tokens: 16 is below max_running \(64\)",
+        ),
+        (Config(limits=LimitsConfig(n_max=9, concurrent_max=8)), r"limits\.n_max: above"),
+    ],
+)
+def test_contradictions(config: Config, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(config)
+
+
+def test_all_problems_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(Config(models=(), auth=AuthConfig(keys=("",))))
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_messages_do_not_show_keys() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(Config(auth=AuthConfig(keys=("my secret",))))
+    assert "my secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True), ("127.8.8.8", True), ("::1", True), ("[::1]", True), ("localhost", True),
+        ("0.0.0.0", False), ("::", False), ("10.0.0.1", False), ("", False), ("localhost.evil.org", False),
+    ],
+)  # fmt: skip
+def test_loopback(host: str, loopback: bool) -> None:
+    assert is_loopback(host) is loopback

@@ -1,0 +1,180 @@
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.protocol.worker import Stats
+from penstock.telemetry.catalog import CATALOG, Endpoint, Outcome
+from penstock.telemetry.metrics import CONTENT_TYPE, EngineStats, Metrics, RequestRecord
+from penstock.types import FinishReason
+
+GOLDEN = Path(__file__).with_name("golden_metrics.txt")
+MS = 1_000_000
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            if sample.name == name and sample.labels == labels:
+                return sample.value
+    return None
+
+
+def exposed_names(metrics: Metrics) -> list[str]:
+    """`name{label,label} kind` of all that is exposed: the interface, without the numbers."""
+    found = set()
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            found.add(f"{sample.name}{{{','.join(sorted(sample.labels))}}} {family.type}")
+    return sorted(found)
+
+
+def test_names_and_labels_are_the_golden_ones() -> None:
+    """To change the interface on purpose, change the golden file by hand and say so in the changelog."""
+    metrics = Metrics(["m"], version="1.2.3")
+    metrics.http_response(200)
+    assert exposed_names(metrics) == GOLDEN.read_text().splitlines()
+
+
+def test_the_catalog_is_well_formed() -> None:
+    names = [metric.name for metric in CATALOG]
+    assert len(set(names)) == len(names)
+    for metric in CATALOG:
+        assert metric.name.startswith("penstock_")
+        assert metric.name.endswith("_total") == (metric.kind == "counter")
+        assert bool(metric.buckets) == (metric.kind == "histogram")
+        assert list(metric.buckets) == sorted(set(metric.buckets))
+        assert metric.help.endswith(".")
+
+
+def test_every_ordinary_finish_is_an_outcome() -> None:
+    assert {reason.value for reason in FinishReason} <= {outcome.value for outcome in Outcome}
+
+
+def test_a_request_is_counted_once_in_everything() -> None:
+    metrics = Metrics(["m", "other"], version="0")
+    record = RequestRecord(
+        endpoint=Endpoint.CHAT,
+        outcome=Outcome.STOP,
+        duration_ns=300 * MS,
+        queue_ns=2 * MS,
+        ttft_ns=30 * MS,
+        tpot_ns=5 * MS,
+        prompt_tokens=100,
+        cached_tokens=64,
+        generated_tokens=7,
+    )
+    metrics.model("m").request_ended(record)
+    assert value(metrics, "penstock_requests_total", model="m", endpoint="chat", outcome="stop") == 1
+    assert value(metrics, "penstock_requests_total", model="other", endpoint="chat", outcome="stop") == 0
+    assert value(metrics, "penstock_request_ttft_seconds_sum", model="m") == pytest.approx(0.03)
+    assert value(metrics, "penstock_request_tpot_seconds_bucket", model="m", le="0.005") == 1
+    assert value(metrics, "penstock_request_tpot_seconds_bucket", model="m", le="0.0025") == 0
+    assert value(metrics, "penstock_request_duration_seconds_count", model="m") == 1
+    assert value(metrics, "penstock_request_queue_seconds_sum", model="m") == pytest.approx(0.002)
+    assert value(metrics, "penstock_prompt_tokens_total", model="m") == 100
+    assert value(metrics, "penstock_cached_tokens_total", model="m") == 64
+    assert value(metrics, "penstock_generated_tokens_total", model="m") == 7
+
+
+def test_a_request_without_tokens_has_no_token_times() -> None:
+    metrics = Metrics(["m"], version="0")
+    metrics.model("m").request_ended(
+        RequestRecord(endpoint=Endpoint.COMPLETIONS, outcome=Outcome.SHED, duration_ns=MS)
+    )
+    assert value(metrics, "penstock_requests_total", model="m", endpoint="completions", outcome="shed") == 1
+    for name in ("ttft", "tpot", "queue"):
+        assert value(metrics, f"penstock_request_{name}_seconds_count", model="m") == 0
+
+
+def stats(step: int, preemptions: int = 0) -> Stats:
+    return Stats(
+        step=step,
+        running=3,
+        waiting=2,
+        blocks_total=100,
+        blocks_used=30,
+        blocks_cached=50,
+        preemptions=preemptions,
+        step_ns=step * 10 * MS,
+        host_ns=step * MS,
+    )
+
+
+def test_engine_stats_are_followed_across_a_restart() -> None:
+    metrics = Metrics(["m"], version="0")
+    model = metrics.model("m")
+    for sample in (stats(100, 4), stats(100, 4), stats(150, 5), stats(10, 1)):
+        model.engine_stats(sample)
+    assert value(metrics, "penstock_engine_steps_total", model="m") == 160
+    assert value(metrics, "penstock_engine_preemptions_total", model="m") == 6
+    assert value(metrics, "penstock_engine_step_seconds_total", model="m") == pytest.approx(1.6)
+    assert value(metrics, "penstock_engine_host_seconds_total", model="m") == pytest.approx(0.16)
+    assert value(metrics, "penstock_engine_running", model="m") == 3
+    assert value(metrics, "penstock_engine_waiting", model="m") == 2
+    blocks = {
+        state: value(metrics, "penstock_kv_blocks", model="m", state=state)
+        for state in ("free", "used", "cached")
+    }
+    assert blocks == {"free": 20, "used": 30, "cached": 50}
+
+
+def test_worker_state() -> None:
+    metrics = Metrics(["m"], version="0")
+    assert value(metrics, "penstock_worker_ready", model="m") == 0
+    metrics.model("m").worker_ready(True)
+    metrics.model("m").engine_restarted()
+    assert value(metrics, "penstock_worker_ready", model="m") == 1
+    assert value(metrics, "penstock_engine_restarts_total", model="m") == 1
+
+
+def test_the_front_door() -> None:
+    metrics = Metrics([], version="9.9")
+    metrics.connections.inc()
+    metrics.streams.inc(2)
+    metrics.streams.dec()
+    metrics.client_disconnects.inc()
+    metrics.slow_client_aborts.inc()
+    metrics.event_loop_lag.observe(0.002)
+    for code in (200, 200, 404):
+        metrics.http_response(code)
+    assert value(metrics, "penstock_connections") == 1
+    assert value(metrics, "penstock_streams") == 1
+    assert value(metrics, "penstock_client_disconnects_total") == 1
+    assert value(metrics, "penstock_slow_client_aborts_total") == 1
+    assert value(metrics, "penstock_event_loop_lag_seconds_count") == 1
+    assert value(metrics, "penstock_http_responses_total", code="200") == 2
+    assert value(metrics, "penstock_build_info", version="9.9") == 1
+
+
+def test_label_values_are_bounded() -> None:
+    metrics = Metrics(["m"], version="0")
+    with pytest.raises(AssertionError):
+        metrics.http_response(1234)
+    with pytest.raises(KeyError):
+        metrics.model("made-up-by-a-client")
+
+
+def test_two_registries_share_nothing() -> None:
+    first, second = Metrics(["m"], version="0"), Metrics(["m"], version="0")
+    first.connections.inc()
+    assert value(second, "penstock_connections") == 0
+
+
+def test_any_object_of_the_right_shape_will_do() -> None:
+    @dataclass
+    class Shape:
+        step: int = 1
+        running: int = 0
+        waiting: int = 0
+        blocks_total: int = 1
+        blocks_used: int = 0
+        blocks_cached: int = 0
+        preemptions: int = 0
+        step_ns: int = 0
+        host_ns: int = 0
+
+    shape: EngineStats = Shape()
+    Metrics(["m"], version="0").model("m").engine_stats(shape)
+    assert CONTENT_TYPE.startswith("text/plain")

@@ -1,0 +1,104 @@
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.text.tools import HermesToolParser, Text, ToolCall, ToolEvent
+
+
+def parsed(deltas: list[str], *, call_chars_max: int = 65_536) -> list[ToolEvent]:
+    """The events, with neighbouring texts joined."""
+    parser = HermesToolParser(call_chars_max=call_chars_max)
+    events: list[ToolEvent] = [event for delta in deltas for event in parser.push(delta)]
+    events += parser.finish()
+    joined: list[ToolEvent] = []
+    for event in events:
+        if isinstance(event, Text) and joined and isinstance(joined[-1], Text):
+            event = Text(joined.pop().text + event.text)
+        joined.append(event)
+    return joined
+
+
+def call(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+PIECES = [
+    "<tool_call>", "</tool_call>", "<tool", "_call>", "<", "</", " ", "\n", "a", "{", "}",
+    call("f", "{}"), call("g", '{"x": [1, "é"]}'), call("", "{}"), call("h", "[]"),
+]  # fmt: skip
+
+
+@given(
+    pieces=st.lists(st.sampled_from(PIECES), max_size=12),
+    cuts=st.lists(st.integers(0, 400), max_size=30),
+    bound=st.sampled_from([5, 30, 65_536]),
+)
+def test_any_split_gives_the_same_events(pieces: list[str], cuts: list[int], bound: int) -> None:
+    text = "".join(pieces)
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    deltas = [text[a:b] for a, b in itertools.pairwise(edges)]
+    whole = parsed([text], call_chars_max=bound)
+    assert parsed(deltas, call_chars_max=bound) == whole
+    assert parsed(list(text), call_chars_max=bound) == whole
+
+
+@given(st.lists(st.sampled_from([piece for piece in PIECES if '"' not in piece]), max_size=12))
+def test_text_without_a_call_is_never_lost(pieces: list[str]) -> None:
+    text = "".join(pieces)
+    assert parsed([text]) == ([Text(text)] if text else [])
+
+
+@pytest.mark.parametrize(
+    ("text", "events"),
+    [
+        (call("f", '{"a": 1.0}'), [ToolCall(0, "f", '{"a": 1.0}')]),
+        ("\n" + call("f", "{}") + "\n", [ToolCall(0, "f", "{}")]),
+        (
+            "Let me see.\n\n" + call("f", "{}") + "\n" + call("g", '{"q": "你好"}') + "\nDone.\n",
+            [
+                Text("Let me see."),
+                ToolCall(0, "f", "{}"),
+                ToolCall(1, "g", '{"q": "你好"}'),
+                Text("Done.\n"),
+            ],
+        ),
+        ('<tool_call>{"name": "f"}', [ToolCall(0, "f", "{}")]),
+        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', [ToolCall(0, "f", '{"a": 1}')]),
+        ('<tool_call>{"name": "f", "argum', [Text('<tool_call>{"name": "f", "argum')]),
+        ("<tool_call>{'name': 'f'}</tool_call> x", [Text("<tool_call>{'name': 'f'}</tool_call> x")]),
+        (
+            "a <tool_call>no</tool_call>\n" + call("f", "{}"),
+            [Text("a <tool_call>no</tool_call>"), ToolCall(0, "f", "{}")],
+        ),
+        ("1 <tool_ca", [Text("1 <tool_ca")]),
+        ("  \n ", [Text("  \n ")]),
+        ("", []),
+    ],
+)
+def test_examples(text: str, events: list[ToolEvent]) -> None:
+    assert parsed([text]) == events
+
+
+@pytest.mark.parametrize(
+    "body", ["[" * 5000, '{"name": "f", "arguments": ' + "[" * 5000, "null", "{}", '"f"']
+)
+def test_hostile_blocks_are_text(body: str) -> None:
+    text = f"<tool_call>{body}</tool_call>"
+    assert parsed([text]) == [Text(text)]
+
+
+def test_a_block_over_the_bound_is_text_and_the_stream_goes_on() -> None:
+    long = "<tool_call>" + "x" * 100 + "</tool_call>"
+    assert parsed([long + " and " + call("f", "{}")], call_chars_max=50) == [
+        Text(long + " and"),
+        ToolCall(0, "f", "{}"),
+    ]
+
+
+def test_prose_is_shown_at_once() -> None:
+    parser = HermesToolParser()
+    assert parser.push("Hello there") == [Text("Hello there")]
+    assert parser.push(" <") == []
+    assert parser.push(" 3") == [Text(" < 3")]
