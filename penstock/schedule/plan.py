@@ -7,7 +7,7 @@ known one, the row also samples the next. Prefill, chunks, decode and prefix hit
 
 from dataclasses import dataclass, field
 
-from penstock.types import FinishReason, RequestId, SamplingParams, TokenLogprob
+from penstock.types import FinishReason, RequestId, SamplingParams, TokenLogprob, Usage
 
 
 @dataclass(slots=True, frozen=True)
@@ -82,10 +82,13 @@ class RequestOutput:
 
     request_id: RequestId
     token_ids: tuple[int, ...]
+    """New tokens of the answer; a token that stopped it is not among them."""
     logprob: TokenLogprob | None = None
     finish: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None
+    usage: Usage | None = None
+    """Set exactly when `finish` is. Its `completion_tokens` counts every token that was drawn, the stop token too."""
 
 
 @dataclass(slots=True)

@@ -1,0 +1,197 @@
+"""Counts the KV blocks: which are free, which are held, which are only kept because they may be hit again.
+
+A block is in exactly one of three states:
+
+    free    holds nothing worth keeping             --allocate-->  used
+    used    some request reads it (references > 0)  --free-->      cached if it has a hash, else free
+    cached  nobody reads it, its hash may be hit    --acquire-->   used    or evicted by --allocate-->  used
+
+The pool knows blocks only by number: not what is in them, and not which request holds which.
+Every operation is O(1) per block, and no order depends on a set or on hashing.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from penstock.kv.hashing import BlockHash
+
+
+@dataclass(slots=True, frozen=True)
+class PoolStatistics:
+    """Blocks by state (they add up to `total`), and counters since the start."""
+
+    total: int
+    free: int
+    used: int
+    cached: int
+    evictions: int
+    """Cached blocks that were taken for new content."""
+    duplicates: int
+    """Blocks that were computed while an equal one was already named: kept private."""
+
+
+class BlockPool:
+    """The blocks `0 .. num_blocks - 1` of one KV cache."""
+
+    __slots__ = (
+        "_block_of",
+        "_cached",
+        "_duplicates",
+        "_evictions",
+        "_free",
+        "_hash_of",
+        "_owner",
+        "_references",
+        "num_blocks",
+    )
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks > 0, num_blocks
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))  # A stack: the last freed is the first taken.
+        self._cached: OrderedDict[int, None] = OrderedDict()  # Least recently used first.
+        self._block_of: dict[BlockHash, int] = {}
+        self._hash_of: list[BlockHash | None] = [None] * num_blocks
+        self._references = [0] * num_blocks
+        self._owner: list[bytes] = [b""] * num_blocks
+        self._evictions = 0
+        self._duplicates = 0
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` could give now: free ones and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    def allocate(self, count: int, *, owner: bytes = b"") -> tuple[int, ...] | None:
+        """Take `count` blocks for new content, evicting cached ones when no free one is left.
+
+        None, and nothing changes, if there are not that many. `owner` is the namespace (the tenant's
+        salt) whose tokens the blocks will hold.
+        """
+        if count > self.num_available:
+            return None
+        return tuple([self._take(owner) for _ in range(count)])
+
+    def lookup(self, hashes: Iterable[BlockHash], *, owner: bytes = b"") -> tuple[int, ...]:
+        """The blocks of the longest known prefix of a hash chain. Changes nothing: `acquire` them to hold them."""
+        hits: list[int] = []
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
+            if block is None:
+                break
+            # The salt is part of the hash, so this can only fail if a tenant's wall is broken.
+            assert self._owner[block] == owner, f"block {block} belongs to another namespace"
+            hits.append(block)
+        return tuple(hits)
+
+    def num_idle(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks` nobody holds: acquiring those takes from `num_available`."""
+        references = self._references
+        return sum(1 for block in blocks if not references[block])
+
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """Hold blocks that `lookup` found: one reference more for each."""
+        for block in blocks:
+            if not self._references[block]:
+                del self._cached[block]  # KeyError here would mean a block that was evicted meanwhile.
+            self._references[block] += 1
+
+    def publish(self, block: int, block_hash: BlockHash) -> bool:
+        """Name a used block whose content is now complete, so that others may hit it.
+
+        False if an equal block is already named (two requests computed it at the same time): this one
+        stays private to its holder, and is free again when released.
+        """
+        assert self._references[block], f"block {block} is published but nobody holds it"
+        if block_hash in self._block_of:
+            self._duplicates += self._block_of[block_hash] != block
+            return self._block_of[block_hash] == block
+        assert self._hash_of[block] is None, f"block {block} already has another name"
+        self._block_of[block_hash] = block
+        self._hash_of[block] = block_hash
+        return True
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Give up one reference to each of a request's blocks, given head first.
+
+        They are put away tail first: the head of a prompt is likelier to be hit and useless parts go
+        first, because a tail cannot be hit without its head.
+        """
+        for block in reversed(blocks):
+            assert self._references[block], f"block {block} is freed twice"
+            self._references[block] -= 1
+            if self._references[block]:
+                continue
+            if self._hash_of[block] is None:
+                self._free.append(block)
+            else:
+                self._cached[block] = None
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Take the names off `blocks` (their content is bad): holders keep them, nobody new hits them."""
+        for block in blocks:
+            self._unname(block)
+            if block in self._cached:
+                del self._cached[block]
+                self._free.append(block)
+
+    def clear_cache(self) -> int:
+        """Forget every name (the weights changed, or an operator asked). Returns how many there were."""
+        named = list(self._block_of.values())
+        self.forget(named)
+        return len(named)
+
+    def statistics(self) -> PoolStatistics:
+        """Gauges and counters, O(1)."""
+        free, cached = len(self._free), len(self._cached)
+        return PoolStatistics(
+            total=self.num_blocks,
+            free=free,
+            used=self.num_blocks - free - cached,
+            cached=cached,
+            evictions=self._evictions,
+            duplicates=self._duplicates,
+        )
+
+    def check_invariants(self) -> None:
+        """Assert what must always hold: every block in one state, names in step both ways. O(num_blocks)."""
+        free, cached = set(self._free), set(self._cached)
+        used = {block for block, count in enumerate(self._references) if count}
+        assert len(free) == len(self._free), "a block is twice in the free list"
+        assert not free & cached, "free and cached"
+        assert not free & used, "free and used"
+        assert not cached & used, "cached and used"
+        assert len(free) + len(cached) + len(used) == self.num_blocks, "a block is lost"
+        assert all(count >= 0 for count in self._references), "negative references"
+        named = {block: name for name, block in self._block_of.items()}
+        assert len(named) == len(self._block_of), "a block has two names"
+        for block, name in enumerate(self._hash_of):
+            assert named.get(block) == name, f"block {block} and its name disagree"
+            assert name is None or block not in free, f"free block {block} has a name"
+            assert name is not None or block not in cached, f"cached block {block} has no name"
+
+    def num_references(self, block: int) -> int:
+        """How many requests hold `block`."""
+        return self._references[block]
+
+    def owner(self, block: int) -> bytes:
+        """The namespace whose tokens `block` holds (of its last holder, if it is free)."""
+        return self._owner[block]
+
+    def _take(self, owner: bytes) -> int:
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            self._unname(block)
+            self._evictions += 1
+        self._references[block] = 1
+        self._owner[block] = owner
+        return block
+
+    def _unname(self, block: int) -> None:
+        name = self._hash_of[block]
+        if name is not None:
+            del self._block_of[name]
+            self._hash_of[block] = None

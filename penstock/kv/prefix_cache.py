@@ -1,0 +1,100 @@
+"""Whether finished work is found again: the prefix cache, or none. Chosen once, where things are wired.
+
+Both sides know block tables, tokens and the pool; neither knows requests, steps or tensors.
+"""
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from penstock.kv.block_pool import BlockPool
+from penstock.kv.hashing import BlockHash, BlockHasher, token_bytes
+from penstock.types import BLOCK_TOKENS
+
+
+@dataclass(slots=True, eq=False)
+class BlockTable:
+    """Which blocks hold one request's KV: token `i` is in `blocks[i // 16]`, at offset `i % 16`.
+
+    blocks   | hit | hit | own, named | own | own (partial) |
+             |<-- num_published ----->|
+    hashes   | h0  | h1  | h2         | h3  |                 kept over a preemption
+    """
+
+    owner: bytes
+    """The namespace (tenant salt) that the request belongs to."""
+    root: BlockHash
+    """The parent of the first block's hash."""
+    blocks: list[int] = field(default_factory=list[int])
+    hashes: list[BlockHash] = field(default_factory=list[BlockHash])
+    num_published: int = 0
+    """Leading blocks that are full and were offered to the cache."""
+
+
+class PrefixCache(Protocol):
+    """Finds computed blocks again."""
+
+    def root(self, salt: bytes, adapter: str) -> BlockHash:
+        """Where a request's hash chain starts."""
+        ...
+
+    def match(self, table: BlockTable, tokens: "array[int]") -> tuple[int, ...]:
+        """The blocks of the longest cached prefix of `tokens`, always leaving at least one token to compute."""
+        ...
+
+    def publish(self, table: BlockTable, tokens: "array[int]", num_computed: int) -> None:
+        """Offer the table's full blocks, up to `num_computed` tokens, to later requests."""
+        ...
+
+
+class HashedPrefixCache:
+    """Blocks are found by their chained hash; the pool keeps them until it needs the room."""
+
+    __slots__ = ("_hasher", "_pool")
+
+    def __init__(self, pool: BlockPool, hasher: BlockHasher) -> None:
+        self._pool, self._hasher = pool, hasher
+
+    def root(self, salt: bytes, adapter: str) -> BlockHash:
+        """See `BlockHasher.root`."""
+        return self._hasher.root(salt=salt, adapter=adapter)
+
+    def match(self, table: BlockTable, tokens: "array[int]") -> tuple[int, ...]:
+        """A hit never covers the last known token: it is computed again, so that there are logits to sample."""
+        num_blocks = (len(tokens) - 1) // BLOCK_TOKENS
+        self._hash(table, tokens, num_blocks)
+        return self._pool.lookup(table.hashes[:num_blocks], owner=table.owner)
+
+    def publish(self, table: BlockTable, tokens: "array[int]", num_computed: int) -> None:
+        """Name every block that became full since the last call."""
+        num_full = num_computed // BLOCK_TOKENS
+        self._hash(table, tokens, num_full)
+        for index in range(table.num_published, num_full):
+            self._pool.publish(table.blocks[index], table.hashes[index])
+        table.num_published = num_full
+
+    def _hash(self, table: BlockTable, tokens: "array[int]", num_blocks: int) -> None:
+        """Extend the table's chain to `num_blocks`; what was hashed before is not hashed again."""
+        hashes = table.hashes
+        if (done := len(hashes)) < num_blocks:
+            parent = hashes[-1] if hashes else table.root
+            new = token_bytes(tokens[done * BLOCK_TOKENS : num_blocks * BLOCK_TOKENS])
+            hashes += self._hasher.extend(parent, new)
+
+
+class NoPrefixCache:
+    """Nothing is ever found again, and nothing is hashed."""
+
+    __slots__ = ()
+
+    def root(self, salt: bytes, adapter: str) -> BlockHash:
+        """No chain starts here."""
+        return BlockHash(b"")
+
+    def match(self, table: BlockTable, tokens: "array[int]") -> tuple[int, ...]:
+        """Never a hit."""
+        return ()
+
+    def publish(self, table: BlockTable, tokens: "array[int]", num_computed: int) -> None:
+        """Blocks stay private and are free again when released."""
+        table.num_published = num_computed // BLOCK_TOKENS

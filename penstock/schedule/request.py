@@ -1,0 +1,98 @@
+"""A request as the scheduler sees it: what is known, what is computed, where it stands and since when."""
+
+import enum
+from array import array
+from dataclasses import dataclass, field
+
+from penstock.kv.prefix_cache import BlockTable
+from penstock.types import RequestId, SamplingParams, Usage
+
+
+class Status(enum.Enum):
+    """Where a request stands. See `TRANSITIONS`."""
+
+    WAITING = "waiting"  # Submitted, never scheduled yet.
+    RUNNING = "running"  # Has a row; holds KV blocks.
+    PREEMPTED = "preempted"  # Was running, gave its blocks up, waits to go on.
+    FINISHED = "finished"  # Ended: for whatever reason, and for good.
+
+
+TRANSITIONS: dict[Status, tuple[Status, ...]] = {
+    Status.WAITING: (Status.RUNNING, Status.FINISHED),
+    Status.RUNNING: (Status.PREEMPTED, Status.FINISHED),
+    Status.PREEMPTED: (Status.RUNNING, Status.FINISHED),
+    Status.FINISHED: (),
+}
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """One sequence to generate. The caller fills the first part; the scheduler owns the rest."""
+
+    request_id: RequestId
+    tokens: "array[int]"
+    """Every known token: the prompt, then what was generated (int32; see `token_array`)."""
+    sampling: SamplingParams
+    salt: bytes = b""
+    """Prefix-cache namespace of the tenant."""
+    priority: int = 0
+    """Smaller goes first."""
+    fairness_key: str = ""
+    """Whose share this work counts against."""
+
+    num_prompt: int = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)  # Only ever asked for membership.
+    table: BlockTable = field(init=False)
+    """Set by `submit`: which blocks hold the KV."""
+    num_computed: int = 0
+    """Leading tokens whose KV is stored."""
+    num_tokens_max: int = 0
+    """Prompt and answer together may have this many tokens. Set by `submit`."""
+    status: Status = Status.WAITING
+    row: int = -1
+    """Index into the runner's tables while running, else -1."""
+    order: tuple[int, int, int] = (0, 0, 0)
+    """(priority, arrival, sequence number): unique, smaller goes first. Set by `submit`."""
+
+    num_cached: int = 0
+    """Prompt tokens that were found in the prefix cache when the request first started."""
+    num_preemptions: int = 0
+    arrival_ns: int = 0
+    started_ns: int | None = None
+    first_token_ns: int | None = None
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.tokens)
+        self.stop_token_ids = frozenset(self.sampling.stop_token_ids)
+
+    @property
+    def num_pending(self) -> int:
+        """Known tokens that are not computed yet: the debt that steps pay off. 1 while decoding."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that were drawn so far, a stop token included."""
+        return len(self.tokens) - self.num_prompt
+
+    def move_to(self, status: Status) -> None:
+        """Change the status along `TRANSITIONS`; anything else is a bug."""
+        assert status in TRANSITIONS[self.status], f"{self.request_id}: {self.status} -> {status}"
+        self.status = status
+
+    def usage(self, now_ns: int) -> Usage:
+        """What the request used up to now.
+
+        Queue: submitted to first scheduled. Prefill: from there to the first token. Decode: the rest, time
+        spent preempted included.
+        """
+        started_ns = now_ns if self.started_ns is None else self.started_ns
+        first_token_ns = now_ns if self.first_token_ns is None else self.first_token_ns
+        return Usage(
+            prompt_tokens=self.num_prompt,
+            completion_tokens=self.num_generated,
+            cached_tokens=self.num_cached,
+            queue_ns=started_ns - self.arrival_ns,
+            prefill_ns=first_token_ns - started_ns,
+            decode_ns=now_ns - first_token_ns,
+        )

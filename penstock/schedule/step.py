@@ -1,0 +1,52 @@
+"""A plan in the making: what the step has taken of its budget so far."""
+
+from penstock.schedule.plan import NewRow, RowWork, StepPlan
+from penstock.schedule.request import Request
+
+
+class StepBuilder:
+    """Collects one step's work. Never holds more tokens than its budget, nor a row twice."""
+
+    __slots__ = ("_new_rows", "_work", "budget", "preempted")
+
+    def __init__(self, step_tokens: int) -> None:
+        self.budget = step_tokens
+        """Tokens that may still be added."""
+        self.preempted = False
+        """Whether blocks ran out: then nothing new is admitted in this step."""
+        self._new_rows: list[NewRow] = []
+        self._work: list[RowWork] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is anything to compute."""
+        return bool(self._work)
+
+    def add(self, request: Request, num_tokens: int, blocks: tuple[int, ...]) -> None:
+        """Compute the request's next `num_tokens` tokens, after adding `blocks` to its table."""
+        computed = request.num_computed
+        samples = computed + num_tokens == len(request.tokens)
+        self.budget -= num_tokens
+        assert self.budget >= 0, "over the token budget"
+        self._work.append(RowWork(request.row, computed, num_tokens, samples, blocks))
+
+    def add_new(self, request: Request, num_tokens: int, blocks: tuple[int, ...]) -> None:
+        """The same for a request that (re)enters the batch: the runner is told all about it."""
+        self._new_rows.append(
+            NewRow(
+                request.request_id, request.row, tuple(request.tokens), request.num_prompt, request.sampling
+            )
+        )
+        self.add(request, num_tokens, blocks)
+
+    def drop(self, request: Request) -> None:
+        """Take a running request's work out again, if it has any: it is being preempted."""
+        for index, work in enumerate(self._work):
+            if work.row == request.row:
+                self.budget += work.num_tokens
+                del self._work[index]
+                return
+
+    def build(self, step: int, freed_rows: tuple[int, ...]) -> StepPlan:
+        """The finished plan."""
+        return StepPlan(step, tuple(self._new_rows), tuple(self._work), freed_rows)

@@ -1,0 +1,192 @@
+"""The scheduler under any order of events, over a pool that is mostly too small.
+
+The checking runner proves that no row ever reads KV that was not written with its own tokens. The end of
+each run proves that every request ended exactly once, with the tokens it would have had alone, and that
+all blocks came back.
+"""
+
+from collections import Counter
+
+import pytest
+from hypothesis import event, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from scheduled_engine import ScheduledEngine
+
+from penstock import rng
+from penstock.errors import ContextTooLong
+from penstock.schedule.plan import RequestOutput
+from penstock.types import FinishReason, RequestId
+
+STOPS = ((), (), (5,), tuple(range(20)))
+"""The runner draws from 97 tokens: never, hardly or soon does one of these come."""
+
+
+def prompt_of(family: int, shared: int, length: int) -> list[int]:
+    """Prompts of one family begin with the same `shared` tokens."""
+    return [family] * min(shared, length) + [family + 7] * max(0, length - shared)
+
+
+def check_end(engine: ScheduledEngine, name: str, end: RequestOutput) -> None:
+    """The tokens are those that the request gets alone, or their beginning if it was cut short."""
+    expected, got = engine.expected(name), tuple(engine.got[name])
+    assert end.usage is not None
+    assert end.usage.cached_tokens < end.usage.prompt_tokens
+    assert min(end.usage.queue_ns, end.usage.prefill_ns, end.usage.decode_ns) >= 0
+    if end.finish in (FinishReason.STOP, FinishReason.LENGTH):
+        assert got == expected
+        assert (end.finish is FinishReason.STOP) == (end.usage.completion_tokens > len(got))
+    else:
+        assert got == expected[: len(got)]
+        assert (end.error is not None) == (end.finish is FinishReason.ERROR)
+
+
+def finish_and_check(engine: ScheduledEngine) -> None:
+    """Run until nothing is left, then look at every end."""
+    if engine.in_flight is not None:
+        engine.finish_step()
+    engine.run()
+    assert set(engine.ends) == set(engine.requests)
+    preemptions = sum(request.num_preemptions for request in engine.requests.values())
+    assert engine.scheduler.statistics().preemptions == preemptions
+    for name, end in engine.ends.items():
+        check_end(engine, name, end)
+
+
+requests = st.fixed_dictionaries(
+    {
+        "family": st.integers(0, 1),
+        "shared": st.integers(0, 40),
+        "length": st.integers(1, 50),
+        "max_tokens": st.integers(1, 60),
+        "priority": st.integers(0, 2),
+        "salt": st.sampled_from([b"", b"", b"bob"]),
+        "seed": st.integers(0, 3),
+        "stop_token_ids": st.sampled_from(STOPS),
+    }
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Any mix of submit, abort, broken logits, forgotten caches, and steps cut in two."""
+
+    @initialize(
+        num_blocks=st.integers(3, 12),
+        step_tokens=st.integers(1, 40),
+        max_running=st.integers(2, 6),
+        max_model_len=st.integers(20, 120),
+        prefix_cache=st.booleans(),
+    )
+    def start(self, **limits) -> None:
+        self.engine = ScheduledEngine(**limits)
+        self.submitted = 0
+
+    @rule(batch=st.lists(requests, min_size=1, max_size=5))
+    def submit(self, batch) -> None:
+        for fields in batch:
+            name = f"r{self.submitted}"
+            self.submitted += 1
+            rest = dict(fields)
+            prompt = prompt_of(rest.pop("family"), rest.pop("shared"), rest.pop("length"))
+            try:
+                self.engine.submit(name, prompt, **rest)
+            except ContextTooLong:
+                assert name not in self.engine.scheduler.live_requests()
+
+    @rule()
+    def half_a_step(self) -> None:
+        """Plan, or finish what was planned: so that everything else may happen in between."""
+        if self.engine.in_flight is not None:
+            self.engine.finish_step()
+        else:
+            live = self.engine.scheduler.has_work
+            assert (self.engine.plan() is not None) == live
+
+    @rule(count=st.integers(1, 40))
+    def steps(self, count: int) -> None:
+        if self.engine.in_flight is not None:
+            self.engine.finish_step()
+        for _ in range(count):
+            self.engine.step()
+
+    @rule(pick=st.integers(0, 1000))
+    def abort(self, pick: int) -> None:
+        live = self.engine.scheduler.live_requests()
+        if live:
+            name = live[pick % len(live)]
+            assert self.engine.abort(name) is not None
+            assert self.engine.abort(name) is None
+
+    @rule(pick=st.integers(0, 1000))
+    def break_logits(self, pick: int) -> None:
+        live = self.engine.scheduler.live_requests()
+        if live:
+            self.engine.runner.broken.add(live[pick % len(live)])
+
+    @rule()
+    def clear_cache(self) -> None:
+        self.engine.kv.clear_cache()
+
+    @invariant()
+    def consistent(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.scheduler.check_invariants()
+
+    def teardown(self) -> None:
+        if hasattr(self, "engine"):
+            finish_and_check(self.engine)
+            event(f"preempted: {self.engine.scheduler.statistics().preemptions > 0}")
+            event(f"hits: {self.engine.scheduler.statistics().cached_tokens > 0}")
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+
+
+def run_trace(seed: int) -> Counter[str]:
+    """One long run from a seed; returns how often what is hard to get right really happened."""
+    chance = rng.stream(seed, "scheduler trace")
+    engine = ScheduledEngine(
+        num_blocks=chance.randint(9, 24),
+        step_tokens=chance.choice([5, 16, 33, 64]),
+        max_running=chance.randint(3, 8),
+        max_model_len=140,
+    )
+    seen: Counter[str] = Counter()
+    for number in range(120):
+        prompt = prompt_of(chance.randint(0, 2), chance.choice([0, 16, 40]), chance.randint(1, 50))
+        salt = chance.choice([b"alice", b"bob"])
+        stops = chance.choice(STOPS)
+        engine.submit(
+            f"r{number}",
+            prompt,
+            salt=salt,
+            priority=chance.randint(0, 1),
+            seed=number,
+            max_tokens=chance.randint(1, 90),
+            stop_token_ids=stops,
+        )
+        if not chance.randrange(20):
+            engine.runner.broken.add(RequestId(f"r{number}"))
+        for _ in range(chance.choice([0, 0, 1, 3, 20])):
+            engine.plan()
+            if not chance.randrange(12) and (live := engine.scheduler.live_requests()):
+                name = chance.choice(live)
+                seen[f"aborted {engine.requests[name].status.value}"] += 1
+                engine.abort(name)
+            if engine.in_flight is not None:
+                engine.finish_step()
+            engine.scheduler.check_invariants()
+    finish_and_check(engine)
+    seen += Counter(end.finish.value for end in engine.ends.values() if end.finish)
+    now, pool = engine.scheduler.statistics(), engine.kv.statistics()
+    seen += Counter(preempted=now.preemptions, cached=now.cached_tokens)
+    return seen + Counter(evicted=pool.evictions, duplicates=pool.duplicates)
+
+
+@pytest.mark.parametrize("seeds", [range(first, first + 5) for first in range(0, 20, 5)], ids=str)
+def test_long_traces_end_with_every_block_free(seeds) -> None:
+    seen = sum((run_trace(seed) for seed in seeds), Counter())
+    wanted = {"preempted", "cached", "evicted", "duplicates", "stop", "length", "error", "abort"}
+    wanted |= {"aborted waiting", "aborted running", "aborted preempted"}
+    assert not wanted - set(seen), seen
