@@ -8,8 +8,11 @@ import hashlib
 import random
 import secrets
 
+Stream = random.Random
+"""The type of a stream, for signatures."""
 
-def stream(seed: int, name: str) -> random.Random:
+
+def stream(seed: int, name: str) -> Stream:
     """A deterministic stream for `name`: the same seed and name give the same numbers everywhere."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
     return random.Random(int.from_bytes(digest, "big"))

@@ -17,7 +17,7 @@ ALLOWED = {
     "config": "types errors",
     "kv": "types errors config",
     "schedule": "kv clock types errors config",
-    "protocol": "types errors",
+    "protocol": "types errors config",
     "text": "types errors config",
     "telemetry": "clock types errors config",
     "engine": "text telemetry schedule kv protocol clock rng types errors config",

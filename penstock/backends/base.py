@@ -8,6 +8,8 @@ per stream would cost a task switch per token, which is more than all the rest o
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from penstock.errors import PenstockError
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.types import FinishReason, RequestId, SamplingParams, Usage
@@ -40,9 +42,11 @@ class TextLogprob:
     top: tuple[tuple[str, bytes, float], ...] = ()
 
 
-@dataclass(slots=True, frozen=True)
-class Delta:
-    """New output of a stream. `text` is whole characters only, and never part of a stop string."""
+class Delta(msgspec.Struct, frozen=True, gc=False):
+    """New output of a stream. `text` is whole characters only, and never part of a stop string.
+
+    One is made per stream and step, so it is a msgspec struct: a ninth of a frozen dataclass's cost.
+    """
 
     text: str
     token_ids: tuple[int, ...]

@@ -118,6 +118,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish: Finish | None = None
+    usage: Usage | None = None
+    """Sent with the first tokens: what was used up to there. Whoever ends a stream early accounts from it."""
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag="step"):

@@ -1,0 +1,222 @@
+"""Our own engine as a backend: many streams over one connection to its worker process.
+
+Owns the connection (made again whenever it is lost) and which stream gets which output. It neither starts
+nor restarts the process: a launcher does (fleet/launchers), and says through `report` what the socket
+cannot tell.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from penstock.backends.base import BackendStatus, GenerateRequest, Sink
+from penstock.backends.own_link import WorkerLink
+from penstock.backends.own_stream import OwnStream
+from penstock.clock import Clock
+from penstock.errors import WorkerUnavailable
+from penstock.kv.hashing import token_bytes
+from penstock.protocol.address import Address
+from penstock.protocol.worker import (
+    PROTOCOL_VERSION,
+    Abort,
+    Drain,
+    Failed,
+    FromWorker,
+    Loading,
+    Ready,
+    Stats,
+    StepOutput,
+    Submit,
+)
+from penstock.text.tokenizer import Tokenizer
+from penstock.types import RequestId
+
+RECONNECT_MIN_S = 0.01
+RECONNECT_MAX_S = 0.5
+CLOSE_TIMEOUT_S = 1.0
+"""How long a worker may take to read the last frames."""
+NOTES_MAX = 20
+"""Lines kept in `BackendStatus.notes`; older ones go first."""
+
+
+class OwnBackend:
+    """One engine worker. `connect_to` an address, and it stays connected until drained or closed."""
+
+    def __init__(self, tokenizer: Tokenizer, clock: Clock) -> None:
+        self.failure: Failed | None = None
+        """Why the worker says that it cannot serve, until it is heard of again."""
+        self.on_change: Callable[[], None] = _nothing
+        """Called after every change of `status` that is not just newer `stats`. For the launcher."""
+        self.progress = 0
+        """The last step heard of: while `num_streams` or the stats say that there is work, it must grow."""
+        self._tokenizer, self._clock = tokenizer, clock
+        self._status = BackendStatus()
+        self._link: WorkerLink | None = None
+        self._streams: dict[RequestId, OwnStream] = {}
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._connecting: asyncio.Task[None] | None = None
+        self._delay_s = RECONNECT_MIN_S
+
+    @property
+    def status(self) -> BackendStatus:
+        """The latest known state; never blocks."""
+        return self._status
+
+    @property
+    def num_streams(self) -> int:
+        """Streams that have not had their finish."""
+        return len(self._streams)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the worker ought to be making steps, as far as is known here."""
+        stats = self._status.stats
+        return bool(self._streams) or (stats is not None and stats.running + stats.waiting > 0)
+
+    @property
+    def draining(self) -> bool:
+        """Nothing new is taken, and the worker's exit will be no accident."""
+        return self._draining
+
+    def connect_to(self, address: Address) -> None:
+        """Connect, now or as soon as somebody listens there, and again after every loss."""
+        assert self._connecting is None, "already connected"
+        self._connecting = asyncio.create_task(self._stay_connected(address), name=f"connect {address}")
+
+    def generate(self, request: GenerateRequest, sink: Sink) -> OwnStream:
+        """See `Backend.generate`.
+
+        Raises:
+            WorkerUnavailable: not connected, not ready, draining, or the worker stopped reading.
+        """
+        if self._link is None or not self._status.ready or self._draining:
+            raise WorkerUnavailable(f"the worker is not ready: {self._status.stage}")
+        if self._link.clogged:
+            raise WorkerUnavailable("the worker does not read what it is sent")
+        assert request.request_id not in self._streams, f"{request.request_id} is already running"
+        self._link.send(
+            Submit(
+                request_id=request.request_id,
+                prompt=token_bytes(request.prompt_token_ids),
+                sampling=request.sampling,
+                cache_salt=request.cache_salt,
+                priority=request.priority,
+                fairness_key=request.fairness_key,
+            )
+        )
+        stream = OwnStream(request, sink, self._tokenizer, self._clock, self._leave)
+        self._streams[request.request_id] = stream
+        return stream
+
+    async def drain(self, timeout_s: float) -> None:
+        """See `Backend.drain`. The worker is told to exit once it has finished what it runs."""
+        self._draining = True
+        self._change(ready=False, stage="draining")
+        if self._link is not None:
+            self._link.send(Drain())
+        if self._streams:
+            self._idle.clear()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._idle.wait()
+            except TimeoutError:
+                for stream in list(self._streams.values()):
+                    stream.abort()
+        await self.close()
+
+    async def close(self) -> None:
+        """Let go of the worker at once: whatever still runs is broken off."""
+        self._draining = True
+        link = self._link
+        if link is not None:
+            link.close("this gateway closed the connection")
+            await asyncio.wait([link.lost], timeout=CLOSE_TIMEOUT_S)
+            link.abort()
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.wait([self._connecting])
+            self._connecting = None
+        self._change(ready=False, stage="closed")
+
+    def report(self, *, stage: str, note: str | None = None, restarts: int | None = None) -> None:
+        """For the launcher: what happened to the process."""
+        if note is not None:
+            self._status.notes[:] = [*self._status.notes, note][-NOTES_MAX:]
+        if restarts is not None:
+            self._status.restarts = restarts
+        self._change(ready=self._status.ready, stage=stage)
+
+    # --- the link ------------------------------------------------------------------------------------
+
+    def on_link_up(self, link: WorkerLink) -> None:
+        """Connected: the worker will say at once how far it is."""
+        self._link = link
+
+    def on_message(self, message: FromWorker) -> None:
+        """One message from the worker; outputs first, for they are nearly all there is."""
+        if isinstance(message, StepOutput):
+            self.progress = message.step or self.progress
+            streams = self._streams
+            for output in message.outputs:
+                # A stream that ended here (abort, stop string) may still get a late output.
+                if (stream := streams.get(output.request_id)) is not None:
+                    stream.push(output)
+        elif isinstance(message, Stats):
+            self._status.stats = message
+            self.progress = message.step
+        else:
+            self._on_state(message)
+
+    def on_link_lost(self, why: str) -> None:
+        """Every stream breaks off; the connecting task tries again."""
+        self._link = None
+        if self.failure is not None:
+            why = f"the worker failed with {self.failure.kind}: {self.failure.error}"
+        self._status.stats = None
+        self.progress = 0
+        self._change(ready=False, stage="disconnected")
+        for stream in list(self._streams.values()):
+            stream.break_off(why)
+
+    def _on_state(self, state: Loading | Ready | Failed) -> None:
+        self.failure = None
+        if isinstance(state, Loading):
+            self._status.done, self._status.total = state.done, state.total
+            self._change(ready=False, stage=state.stage)
+        elif isinstance(state, Failed):
+            self.failure = state
+            self._change(ready=False, stage=f"failed: {state.error}")
+        elif state.version != PROTOCOL_VERSION:
+            stage = f"the worker speaks protocol {state.version}, this gateway {PROTOCOL_VERSION}"
+            self._change(ready=False, stage=stage)
+        else:
+            self._status.info = state.info
+            self._delay_s = RECONNECT_MIN_S
+            self._change(ready=not self._draining, stage="ready")
+
+    def _change(self, *, ready: bool, stage: str) -> None:
+        self._status.ready, self._status.stage = ready, stage
+        self.on_change()
+
+    def _leave(self, request_id: RequestId, tell_worker: bool) -> None:
+        """A stream ended."""
+        del self._streams[request_id]
+        if tell_worker and self._link is not None:
+            self._link.send(Abort((request_id,)))
+        if not self._streams:
+            self._idle.set()
+
+    async def _stay_connected(self, address: Address) -> None:
+        while True:
+            try:
+                link = await WorkerLink.connect(address, self)
+            except OSError:
+                pass  # Nobody listens yet.
+            else:
+                await link.lost
+            await asyncio.sleep(self._delay_s)
+            self._delay_s = min(self._delay_s * 2, RECONNECT_MAX_S)
+
+
+def _nothing() -> None:
+    """Nobody listens."""

@@ -1,0 +1,164 @@
+"""One stream of our own engine: token ids in, text out, exactly one end.
+
+    push* ──> finished by the engine
+          ──> stop string: finished here, aborted there
+          ──> abort (the client left)
+          ──> break_off (the worker is lost)
+
+Whichever comes first wins; everything after it is ignored. `push` runs once per stream and step: it is the
+relay's hot path, so all that is only needed at the ends stays out of it.
+"""
+
+from collections.abc import Callable
+
+from penstock.backends.base import Delta, Finish, GenerateRequest, Sink, TextLogprob
+from penstock.clock import Clock
+from penstock.errors import (
+    ContextTooLong,
+    Draining,
+    EngineFault,
+    InvalidRequest,
+    Overloaded,
+    PenstockError,
+    StreamBroken,
+    WorkerUnavailable,
+)
+from penstock.protocol.worker import Finish as WorkerFinish
+from penstock.protocol.worker import Output
+from penstock.text.detokenizer import detokenizer
+from penstock.text.stop import StopChecker
+from penstock.text.tokenizer import Tokenizer
+from penstock.types import FinishReason, RequestId, TokenLogprob, Usage
+
+_KINDS: dict[str, type[PenstockError]] = {
+    kind.__name__: kind
+    for kind in (ContextTooLong, Draining, EngineFault, InvalidRequest, Overloaded, WorkerUnavailable)
+}
+
+
+class OwnStream:
+    """The `Generation` of one request. `leave` is called once, at the end: True if the worker must be told."""
+
+    __slots__ = (
+        "_clock",
+        "_detokenizer",
+        "_done",
+        "_first_ns",
+        "_leave",
+        "_num_tokens",
+        "_push_text",
+        "_request",
+        "_sink",
+        "_stop",
+        "_tokenizer",
+        "_usage",
+    )
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        sink: Sink,
+        tokenizer: Tokenizer,
+        clock: Clock,
+        leave: Callable[[RequestId, bool], None],
+    ) -> None:
+        self._request, self._sink, self._leave = request, sink, leave
+        self._tokenizer, self._clock = tokenizer, clock
+        self._detokenizer = detokenizer(tokenizer, skip_special_tokens=request.skip_special_tokens)
+        self._push_text = self._detokenizer.push
+        self._stop = StopChecker(request.stop, include_stop=request.include_stop) if request.stop else None
+        self._usage = Usage(prompt_tokens=len(request.prompt_token_ids))
+        self._num_tokens = 0
+        self._first_ns = 0
+        self._done = False
+
+    def push(self, output: Output) -> None:
+        """One step's output for this stream."""
+        if output.usage is not None:
+            self._usage, self._first_ns = output.usage, self._clock.now_ns()
+        if output.finish is not None:
+            self._push_last(output, output.finish)
+            return
+        token_ids = output.token_ids
+        self._num_tokens += len(token_ids)
+        text = self._push_text(token_ids)
+        if self._stop is not None:
+            text, matched = self._stop.push(text)
+            if matched is not None:
+                self._stop_here(self._delta(text, output), matched)
+                return
+        self._sink.on_delta(Delta(text, token_ids) if output.logprobs is None else self._delta(text, output))
+
+    def abort(self) -> None:
+        """The client left: tell the worker, and the sink at once."""
+        if not self._done:
+            self._end(Finish(reason=FinishReason.ABORT, usage=self._usage_here()), tell_worker=True)
+
+    def break_off(self, why: str) -> None:
+        """The worker is lost."""
+        if self._done:
+            return
+        error = StreamBroken(why) if self._num_tokens else WorkerUnavailable(why)
+        self._end(Finish(reason=FinishReason.ERROR, usage=self._usage_here(), error=error))
+
+    def _push_last(self, output: Output, finish: WorkerFinish) -> None:
+        """The engine says that this is the end: let go of what was held back."""
+        self._num_tokens += len(output.token_ids)
+        text = self._push_text(output.token_ids) + self._detokenizer.finish()
+        matched = None
+        if self._stop is not None:
+            text, matched = self._stop.push(text)
+            text += self._stop.finish()
+        if text or output.token_ids:
+            self._sink.on_delta(self._delta(text, output))
+        if not self._done:  # The sink may have aborted meanwhile.
+            self._end(self._finish(finish, matched))
+
+    def _finish(self, finish: WorkerFinish, matched: str | None) -> Finish:
+        if matched is not None:
+            return Finish(reason=FinishReason.STOP, usage=finish.usage, stop=matched)
+        if finish.reason is FinishReason.ERROR:
+            kind = _KINDS.get(finish.error_kind or "", EngineFault)
+            return Finish(
+                reason=finish.reason, usage=finish.usage, error=kind(finish.error or "no reason given")
+            )
+        stop = finish.stop_token_id
+        if stop in self._tokenizer.eos_ids:
+            stop = None  # The ordinary end of an answer is nobody's stop token.
+        return Finish(reason=finish.reason, usage=finish.usage, stop=stop)
+
+    def _stop_here(self, last: Delta, matched: str) -> None:
+        self._sink.on_delta(last)
+        if not self._done:
+            finish = Finish(reason=FinishReason.STOP, usage=self._usage_here(), stop=matched)
+            self._end(finish, tell_worker=True)
+
+    def _end(self, finish: Finish, *, tell_worker: bool = False) -> None:
+        self._done = True
+        self._leave(self._request.request_id, tell_worker)
+        self._sink.on_finish(finish)
+
+    def _usage_here(self) -> Usage:
+        """What was used, as far as it arrived here: the worker's own count of the rest is not awaited."""
+        usage = self._usage
+        return Usage(
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=self._num_tokens,
+            cached_tokens=usage.cached_tokens,
+            queue_ns=usage.queue_ns,
+            prefill_ns=usage.prefill_ns,
+            decode_ns=self._clock.now_ns() - self._first_ns if self._first_ns else 0,
+        )
+
+    def _delta(self, text: str, output: Output) -> Delta:
+        found = output.logprobs or ()
+        return Delta(text, output.token_ids, tuple(self._text_logprob(each) for each in found))
+
+    def _text_logprob(self, logprob: TokenLogprob) -> TextLogprob:
+        tokenizer = self._tokenizer
+        return TextLogprob(
+            token=tokenizer.token_text(logprob.token_id),
+            token_bytes=tokenizer.token_bytes(logprob.token_id),
+            logprob=logprob.logprob,
+            top=tuple((tokenizer.token_text(i), tokenizer.token_bytes(i), value) for i, value in logprob.top),
+        )

@@ -1,0 +1,191 @@
+"""The engine without its sockets: requests in, one step at a time, outputs by owner.
+
+    submit / abort ──> Scheduler ──plan──> Runner ──result──> Scheduler ──outcome──> outputs
+                          ^ decides          ^ computes
+
+An *owner* is a number that says who asked (a connection). Trouble with one request is that request's finish;
+anything that this code does not expect is raised, and the process ends.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.clock import Clock
+from penstock.config.tree import EngineConfig
+from penstock.errors import Draining, InvalidRequest, PenstockError
+from penstock.kv.hashing import BlockHasher, token_array
+from penstock.kv.manager import KVManager
+from penstock.protocol.worker import Finish, ModelInfo, Output, Stats, Submit
+from penstock.schedule.plan import RequestOutput, StepPlan, StepResult
+from penstock.schedule.queue import FCFSQueue
+from penstock.schedule.request import Request
+from penstock.schedule.scheduler import Limits, Scheduler
+from penstock.types import FinishReason, RequestId, Usage
+
+Outputs = dict[int, list[Output]]
+"""What there is to tell each owner."""
+
+
+class Runner(Protocol):
+    """What computes. It holds weights, KV tensors and one table row per running request."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """What was loaded, and how much of it fits."""
+        ...
+
+    def warm_up(self) -> None:
+        """Run a first step, so that no request pays for lazy set-up."""
+        ...
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute one step."""
+        ...
+
+
+@dataclass(slots=True)
+class _Live:
+    owner: int
+    request: Request
+    heard: bool = False
+    """Whether its owner had any output yet."""
+
+
+class EngineCore:
+    """One engine: call `step` for as long as `has_work`."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, clock: Clock) -> None:
+        self._scheduler, self._runner, self._clock = scheduler, runner, clock
+        self._live: dict[RequestId, _Live] = {}
+        self._outbox: Outputs = {}
+        self._draining = False
+        self._step_ns = 0
+        self._compute_ns = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request has not ended, or its end was not told yet."""
+        return bool(self._live or self._outbox)
+
+    def submit(self, owner: int, message: Submit, arrived_ns: int) -> None:
+        """Queue a request; one that cannot be taken ends in the next `step` with the reason."""
+        try:
+            if self._draining:
+                raise Draining("this worker is going away")
+            request = _request(message, self._runner.info.vocab_size)
+            self._scheduler.submit(request)
+        except PenstockError as error:
+            self._end_with(owner, message.request_id, error)
+            return
+        request.arrival_ns = arrived_ns  # The wait for the step that ran meanwhile is queueing too.
+        self._live[message.request_id] = _Live(owner, request)
+
+    def abort(self, owner: int, request_ids: tuple[RequestId, ...]) -> None:
+        """End these requests of this owner and free what they hold; unknown ones have just ended."""
+        for request_id in request_ids:
+            live = self._live.get(request_id)
+            if live is None or live.owner != owner:
+                continue
+            if (last := self._scheduler.abort(request_id)) is not None:
+                self._tell(last)
+
+    def drain(self) -> None:
+        """Take nothing new from now on."""
+        self._draining = True
+
+    def step(self) -> Outputs:
+        """Run one step, and hand over everything there is to tell since the last one."""
+        started_ns = self._clock.now_ns()
+        plan = self._scheduler.schedule()
+        if plan is not None:
+            result = self._runner.run(plan)
+            self._compute_ns += result.compute_ns
+            for output in self._scheduler.apply(result).outputs:
+                self._tell(output)
+        outputs, self._outbox = self._outbox, {}
+        self._step_ns += self._clock.now_ns() - started_ns
+        return outputs
+
+    def stats(self) -> Stats:
+        """Gauges and counters, as gateways see them."""
+        now = self._scheduler.statistics()
+        return Stats(
+            step=now.step,
+            running=now.running,
+            waiting=now.waiting,
+            blocks_total=now.blocks_total,
+            blocks_used=now.blocks_used,
+            blocks_cached=now.blocks_cached,
+            prompt_tokens=now.prompt_tokens,
+            cached_tokens=now.cached_tokens,
+            generated_tokens=now.generated_tokens,
+            preemptions=now.preemptions,
+            step_ns=self._step_ns,
+            host_ns=self._step_ns - self._compute_ns,
+        )
+
+    def _tell(self, output: RequestOutput) -> None:
+        """Put one request's news into the outbox, with the usage when it is the first or the last."""
+        live = self._live[output.request_id]
+        finish, usage = None, None
+        if output.finish is not None:
+            finish = _finish(output)
+            del self._live[output.request_id]
+        elif not live.heard:
+            live.heard = True
+            usage = live.request.usage(self._clock.now_ns())
+        logprobs = None if output.logprob is None else (output.logprob,)
+        told = Output(output.request_id, output.token_ids, logprobs, finish, usage)
+        self._outbox.setdefault(live.owner, []).append(told)
+
+    def _end_with(self, owner: int, request_id: RequestId, error: PenstockError) -> None:
+        finish = Finish(
+            reason=FinishReason.ERROR, usage=Usage(), error=str(error), error_kind=type(error).__name__
+        )
+        self._outbox.setdefault(owner, []).append(Output(request_id, (), None, finish))
+
+
+def build_core(runner: Runner, config: EngineConfig, hash_key: bytes, clock: Clock) -> EngineCore:
+    """The engine around a loaded runner: its scheduler, its KV blocks and their secret names."""
+    info = runner.info
+    if config.prefix_cache:
+        hasher = BlockHasher(key=hash_key, model=info.model, kv_dtype=info.dtype)
+        manager = KVManager.with_prefix_cache(info.num_blocks, hasher)
+    else:
+        manager = KVManager.without_prefix_cache(info.num_blocks)
+    limits = Limits.of(config, info.max_model_len)
+    return EngineCore(Scheduler(limits, manager, clock, FCFSQueue(config.max_waiting)), runner, clock)
+
+
+def _request(message: Submit, vocab_size: int) -> Request:
+    """The scheduler's view of a submission.
+
+    Raises:
+        InvalidRequest: the prompt is not a list of this model's tokens (and would break the whole batch).
+    """
+    try:
+        tokens = token_array(message.prompt)
+    except ValueError:
+        raise InvalidRequest("the prompt is not a whole number of tokens", param="prompt") from None
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        raise InvalidRequest(f"the prompt has token ids outside 0..{vocab_size - 1}", param="prompt")
+    return Request(
+        request_id=message.request_id,
+        tokens=tokens,
+        sampling=message.sampling,
+        salt=message.cache_salt,
+        priority=message.priority,
+        fairness_key=message.fairness_key,
+    )
+
+
+def _finish(output: RequestOutput) -> Finish:
+    assert output.finish is not None
+    assert output.usage is not None
+    return Finish(
+        reason=output.finish,
+        usage=output.usage,
+        stop_token_id=output.stop_token_id,
+        error=output.error,
+        error_kind=None if output.error is None else "EngineFault",
+    )

@@ -1,0 +1,61 @@
+"""What the socket thread tells the step thread, and the queue in between.
+
+The queue needs no bound of its own: the server lets in at most `max_running + max_waiting` living requests,
+and each can post at most one submission and one abort.
+"""
+
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from penstock.protocol.worker import Submit
+from penstock.types import RequestId
+
+ConnectionId = int
+"""Counts up from 1 over the life of the process; never reused."""
+
+
+@dataclass(slots=True, frozen=True)
+class Submitted:
+    """A gateway asks for a new request."""
+
+    connection: ConnectionId
+    submit: Submit
+    arrived_ns: int
+
+
+@dataclass(slots=True, frozen=True)
+class Aborted:
+    """A gateway (or the loss of it) ends these requests."""
+
+    connection: ConnectionId
+    request_ids: tuple[RequestId, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class DrainAsked:
+    """Finish what runs, then exit."""
+
+
+Mail = Submitted | Aborted | DrainAsked
+
+
+class Mailbox:
+    """Many threads post; the step thread takes."""
+
+    __slots__ = ("_queue",)
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Mail] = SimpleQueue()
+
+    def post(self, mail: Mail) -> None:
+        """Leave a message; never blocks."""
+        self._queue.put(mail)
+
+    def take(self, *, wait: bool) -> list[Mail]:
+        """Everything there is now, in order. With `wait`, block (asleep) until there is something."""
+        mail: list[Mail] = [self._queue.get()] if wait else []
+        try:
+            while True:
+                mail.append(self._queue.get_nowait())
+        except Empty:
+            return mail

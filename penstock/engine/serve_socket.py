@@ -1,0 +1,269 @@
+"""The worker's socket, in a thread of its own: frames in, mail out; step outputs in, frames out.
+
+It owns connections, which request belongs to which, and the bounds on both; it knows nothing about
+models or steps. While a step computes, this thread decodes and encodes beside it. Everything below the
+line runs on its event loop; the methods above are for the step thread and cost it one wake-up each.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import uvloop
+
+from penstock.clock import Clock
+from penstock.engine.mailbox import Aborted, ConnectionId, DrainAsked, Mailbox, Submitted
+from penstock.protocol.address import Address, UnixAddress
+from penstock.protocol.worker import (
+    Abort,
+    Drain,
+    Failed,
+    Finish,
+    FrameDecoder,
+    FromWorker,
+    Loading,
+    Output,
+    ProtocolError,
+    Ready,
+    Stats,
+    StepOutput,
+    Submit,
+    decode_to_worker,
+    encode,
+)
+from penstock.types import FinishReason, RequestId, Usage
+
+STATS_INTERVAL_S = 0.5
+"""`Stats` go out this often while they change, and not at all while nothing does."""
+FLUSH_TIMEOUT_S = 2.0
+"""How long the last frames may take to leave when the worker exits."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class ServerLimits:
+    """Bounds on what gateways may leave here."""
+
+    buffer_bytes_max: int
+    """Unsent bytes for one connection; over it the connection is dropped."""
+    requests_max: int
+    """Living requests over all connections; one more is refused as overloaded."""
+
+
+class WorkerServer:
+    """Serves one worker's address to any number of gateways."""
+
+    def __init__(self, address: Address, mailbox: Mailbox, limits: ServerLimits, clock: Clock) -> None:
+        self.address, self.mailbox, self.limits, self.clock = address, mailbox, limits, clock
+        self.num_requests = 0
+        self._state: Loading | Ready | Failed = Loading("starting")
+        self._stats: Stats | None = None
+        self._stats_timer: asyncio.TimerHandle | None = None
+        self._connections: dict[ConnectionId, _Connection] = {}
+        self._next_id: ConnectionId = 0
+        self._loop = uvloop.new_event_loop()
+        self._closing = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="worker-socket", daemon=True)
+        self._bound: Future[None] = Future()
+
+    def start(self) -> None:
+        """Listen, and return once gateways can connect.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
+        self._thread.start()
+        self._bound.result()
+
+    def announce(self, state: Loading | Ready | Failed) -> None:
+        """Tell every gateway, now and whenever one connects, how far the worker is."""
+        self._loop.call_soon_threadsafe(self._announce, state)
+
+    def publish(self, step: int, outputs: Mapping[ConnectionId, list[Output]], stats: Stats) -> None:
+        """Send one step's outputs: one frame and one write for each connection."""
+        self._loop.call_soon_threadsafe(self._publish, step, outputs, stats)
+
+    def close(self) -> None:
+        """Send what is unsent, close every connection, stop listening and end the thread."""
+        self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join(FLUSH_TIMEOUT_S + 1.0)
+
+    # --- on the event loop ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        self._loop.set_exception_handler(_die_of_bugs)
+        self._loop.run_until_complete(self._serve())
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        try:
+            listener = await self._listen()
+        except OSError as error:
+            self._bound.set_exception(error)
+            return
+        self._bound.set_result(None)
+        await self._closing.wait()
+        listener.close()
+        self._send_stats()
+        for connection in list(self._connections.values()):
+            connection.close()
+        if flushing := [connection.lost for connection in self._connections.values()]:
+            await asyncio.wait(flushing, timeout=FLUSH_TIMEOUT_S)
+        self._remove_socket_file()
+
+    async def _listen(self) -> asyncio.AbstractServer:
+        if isinstance(self.address, UnixAddress):
+            self._remove_socket_file()
+            return await self._loop.create_unix_server(self._connect, self.address.path)
+        return await self._loop.create_server(self._connect, self.address.host, self.address.port)
+
+    def _remove_socket_file(self) -> None:
+        if isinstance(self.address, UnixAddress):
+            Path(self.address.path).unlink(missing_ok=True)
+
+    def _connect(self) -> "_Connection":
+        self._next_id += 1
+        return _Connection(self, self._next_id)
+
+    def _announce(self, state: Loading | Ready | Failed) -> None:
+        self._state = state
+        self._send_to_all(state)
+
+    def _publish(self, step: int, outputs: Mapping[ConnectionId, list[Output]], stats: Stats) -> None:
+        self._stats = stats
+        for connection_id, found in outputs.items():
+            if connection := self._connections.get(connection_id):
+                connection.send_outputs(step, found)
+        if self._stats_timer is None:
+            self._stats_timer = self._loop.call_later(STATS_INTERVAL_S, self._send_stats)
+
+    def _send_stats(self) -> None:
+        """Send the latest figures. The next step arms the timer again: an idle worker never wakes."""
+        self._stats_timer = None
+        if self._stats is not None:
+            self._send_to_all(self._stats)
+
+    def _send_to_all(self, message: FromWorker) -> None:
+        frame = encode(message)
+        for connection in list(self._connections.values()):
+            connection.send(frame)
+
+    # --- for connections -----------------------------------------------------------------------------
+
+    def joined(self, connection: "_Connection") -> None:
+        """A gateway connected: tell it the current state first."""
+        self._connections[connection.id] = connection
+        connection.send(encode(self._state))
+        if self._stats is not None:
+            connection.send(encode(self._stats))
+
+    def left(self, connection: "_Connection") -> None:
+        """A connection is gone: nobody wants its requests any more."""
+        del self._connections[connection.id]
+        if connection.living:
+            self.mailbox.post(Aborted(connection.id, tuple(connection.living)))
+            self.num_requests -= len(connection.living)
+
+    def refusal(self) -> tuple[str, str] | None:
+        """Why no request can be let in now, as (error kind, words), or None."""
+        if not isinstance(self._state, Ready):
+            return "WorkerUnavailable", "the worker is not ready"
+        if self.num_requests >= self.limits.requests_max:
+            return "Overloaded", f"the engine already holds {self.num_requests} requests"
+        return None
+
+
+class _Connection(asyncio.Protocol):
+    """One gateway. `living` are its requests without a finish so far, and whether their abort was posted."""
+
+    def __init__(self, server: WorkerServer, connection_id: ConnectionId) -> None:
+        self.id = connection_id
+        self.living: dict[RequestId, bool] = {}
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._server = server
+        self._decoder = FrameDecoder()
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by the loop."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are not subclasses of it.
+        self._server.joined(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by the loop, for either side's reasons."""
+        self._transport = None
+        self._server.left(self)
+        self.lost.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        """Called by the loop. A gateway that breaks the protocol loses its connection; others do not."""
+        try:
+            for body in self._decoder.feed(data):
+                self._handle(decode_to_worker(body))
+        except ProtocolError as error:
+            _log.warning("gateway %d broke the protocol and was disconnected: %s", self.id, error)
+            self.close()
+
+    def close(self) -> None:
+        """Close after what is already written."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def send(self, frame: bytes) -> None:
+        """Write one frame, unless the gateway does not keep up: then drop it and its requests."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        self._transport.write(frame)
+        unsent = self._transport.get_write_buffer_size()
+        if unsent > self._server.limits.buffer_bytes_max:
+            _log.warning("gateway %d left %d bytes unread and was disconnected", self.id, unsent)
+            self._transport.abort()
+
+    def send_outputs(self, step: int, outputs: list[Output]) -> None:
+        """Write one step's outputs as one frame."""
+        for output in outputs:
+            if output.finish is not None and output.request_id in self.living:
+                del self.living[output.request_id]
+                self._server.num_requests -= 1
+        self.send(encode(StepOutput(step, tuple(outputs))))
+
+    def _handle(self, message: Submit | Abort | Drain) -> None:
+        if isinstance(message, Submit):
+            self._submit(message)
+        elif isinstance(message, Abort):
+            self._abort(message.request_ids)
+        else:
+            self._server.mailbox.post(DrainAsked())
+
+    def _submit(self, message: Submit) -> None:
+        if message.request_id in self.living:
+            raise ProtocolError(f"request {message.request_id} was submitted twice")
+        if refusal := self._server.refusal():
+            self._refuse(message.request_id, *refusal)
+            return
+        self.living[message.request_id] = False
+        self._server.num_requests += 1
+        self._server.mailbox.post(Submitted(self.id, message, self._server.clock.now_ns()))
+
+    def _abort(self, request_ids: tuple[RequestId, ...]) -> None:
+        if fresh := tuple(each for each in request_ids if self.living.get(each) is False):
+            self.living.update(dict.fromkeys(fresh, True))
+            self._server.mailbox.post(Aborted(self.id, fresh))
+
+    def _refuse(self, request_id: RequestId, kind: str, words: str) -> None:
+        finish = Finish(reason=FinishReason.ERROR, usage=Usage(), error=words, error_kind=kind)
+        self.send(encode(StepOutput(0, (Output(request_id, (), None, finish),))))
+
+
+def _die_of_bugs(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+    """A bug in a callback would leave requests without an end: a dead worker is noticed, a mute one is not."""
+    loop.default_exception_handler(context)
+    if not isinstance(context.get("exception"), OSError):
+        os._exit(1)

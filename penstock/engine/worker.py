@@ -1,0 +1,190 @@
+"""The engine's process: `python -m penstock.engine.worker`, started by a launcher.
+
+    main thread      load, warm up, then: take mail, run a step, hand over its outputs, again
+    worker-socket    an event loop with the gateways' connections (serve_socket.py)
+    worker-parent    waits for the end of standard input: the parent is gone, so exit
+    worker-sigterm   waits for SIGTERM (a handler could be missed: a thread about to sleep does not run it)
+
+With no work the main thread sleeps in the mailbox. The process ends by draining (SIGTERM or `Drain`: exit
+code 0), by its own failure (traceback, `Failed`, exit code 1), because it cannot serve what it was told to
+(exit code 78), or with its parent. Ctrl-C is the parent's business.
+"""
+
+import ctypes
+import gc
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+
+import msgspec
+
+from penstock.clock import NS_PER_MS, Clock, SystemClock
+from penstock.config.launch import WorkerLaunch
+from penstock.engine.core import EngineCore, Runner, build_core
+from penstock.engine.mailbox import Aborted, DrainAsked, Mail, Mailbox, Submitted
+from penstock.engine.serve_socket import ServerLimits, WorkerServer
+from penstock.errors import OperatorError
+from penstock.protocol.address import parse_address
+from penstock.protocol.worker import Failed, Loading, Ready
+
+EXIT_FAILED = 1
+EXIT_CANNOT_SERVE = 78  # EX_CONFIG of sysexits.h: starting again would fail the same way.
+LAUNCH_BYTES_MAX = 1024 * 1024
+PROGRESS_INTERVAL_NS = 100 * NS_PER_MS
+_PR_SET_PDEATHSIG = 1
+
+Progress = Callable[[str, int, int], None]
+"""Told (stage, done, total) while a model loads."""
+RunnerFactory = Callable[..., Runner]
+"""`factory(model_path, engine_config, clock, progress)`."""
+
+_log = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Run one worker until it has drained or failed. Returns the exit code."""
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    clock, mailbox, ready = SystemClock(), Mailbox(), threading.Event()
+    _drain_on_sigterm(mailbox, ready)
+    launch = read_launch(sys.stdin.fileno())
+    config = launch.engine
+    limits = ServerLimits(config.connection_buffer_bytes_max, config.max_running + config.max_waiting)
+    server = WorkerServer(parse_address(launch.address), mailbox, limits, clock)
+    server.start()
+    try:
+        core = load(launch, server, clock)
+        ready.set()
+        run_steps(core, mailbox, server)
+    except OperatorError as error:
+        return _fail(server, error, EXIT_CANNOT_SERVE)
+    except Exception as error:  # noqa: BLE001 The process boundary: whatever it is, it is told, and it ends us.
+        traceback.print_exc()
+        return _fail(server, error, EXIT_FAILED)
+    server.close()
+    return 0
+
+
+def load(launch: WorkerLaunch, server: WorkerServer, clock: Clock) -> EngineCore:
+    """Build the runner and the engine around it, telling the gateways about it.
+
+    Raises:
+        OperatorError: the model cannot be served as it is configured.
+    """
+    progress = _throttled(lambda stage, done, total: server.announce(Loading(stage, done, total)), clock)
+    progress("importing", 0, 0)
+    module, _, factory = launch.runner.partition(":")
+    build: RunnerFactory = getattr(importlib.import_module(module), factory)
+    runner = build(launch.model_path, launch.engine, clock, progress)
+    progress("warming up", 0, 0)
+    runner.warm_up()
+    core = build_core(runner, launch.engine, launch.hash_key, clock)
+    gc.collect()
+    gc.freeze()  # What loading made lives as long as the process: no collection looks at it again.
+    server.publish(0, {}, core.stats())
+    server.announce(Ready(msgspec.structs.replace(runner.info, model=launch.model_name)))
+    return core
+
+
+def run_steps(core: EngineCore, mailbox: Mailbox, server: WorkerServer) -> None:
+    """The step loop. Returns when it was asked to drain and nothing is left to do."""
+    draining, step = False, 0
+    while core.has_work or not draining:
+        mail = mailbox.take(wait=not core.has_work)
+        for each in mail:
+            draining |= isinstance(each, DrainAsked)
+            _deliver(each, core)
+        if mail:
+            # Before the step: should it never return, then the gateway knows that there was work.
+            server.publish(step, {}, core.stats())
+        if core.has_work:
+            outputs, stats = core.step(), core.stats()
+            step = stats.step
+            server.publish(step, outputs, stats)
+
+
+def read_launch(stdin: int) -> WorkerLaunch:
+    """Read what to do from the first line of standard input, then watch the rest for its end."""
+    line = b""
+    while not line.endswith(b"\n"):
+        chunk = os.read(stdin, LAUNCH_BYTES_MAX)
+        if not chunk or len(line) > LAUNCH_BYTES_MAX:
+            raise SystemExit("the launcher must send one line of JSON and keep standard input open")
+        line += chunk
+    launch = msgspec.json.decode(line, type=WorkerLaunch)
+
+    def watch_parent() -> None:
+        while os.read(stdin, 4096):
+            pass
+        os._exit(0)  # Nobody is left to serve.
+
+    _start_thread("worker-parent", watch_parent)
+    return launch
+
+
+def _deliver(mail: Mail, core: EngineCore) -> None:
+    if isinstance(mail, Submitted):
+        core.submit(mail.connection, mail.submit, mail.arrived_ns)
+    elif isinstance(mail, Aborted):
+        core.abort(mail.connection, mail.request_ids)
+    else:
+        core.drain()
+
+
+def _fail(server: WorkerServer, error: Exception, exit_code: int) -> int:
+    """Say why, to whoever is connected and on standard error, and give the exit code."""
+    _log.error("%s: %s", type(error).__name__, error)
+    server.announce(Failed(str(error), type(error).__name__))
+    server.close()
+    return exit_code
+
+
+def _throttled(tell: Progress, clock: Clock) -> Progress:
+    """Pass on a new stage at once, and progress within one only every so often."""
+    last_stage, last_ns = "", 0
+
+    def progress(stage: str, done: int, total: int) -> None:
+        nonlocal last_stage, last_ns
+        now_ns = clock.now_ns()
+        if stage != last_stage or now_ns - last_ns >= PROGRESS_INTERVAL_NS:
+            last_stage, last_ns = stage, now_ns
+            tell(stage, done, total)
+
+    return progress
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to kill us when the thread that started us ends (Linux), even if we hang."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _drain_on_sigterm(mailbox: Mailbox, ready: threading.Event) -> None:
+    """Turn SIGTERM into mail; while the model still loads there is nothing to drain, so it ends us."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # Every later thread inherits this.
+
+    def wait() -> None:
+        while True:
+            signal.sigwait({signal.SIGTERM})
+            if not ready.is_set():
+                os._exit(128 + signal.SIGTERM)
+            mailbox.post(DrainAsked())
+
+    _start_thread("worker-sigterm", wait)
+
+
+def _start_thread(name: str, target: Callable[[], None]) -> None:
+    threading.Thread(target=target, name=name, daemon=True).start()
+
+
+if __name__ == "__main__":
+    # Not sys.exit: tearing torch down takes long and may hang, and nothing is left to be written.
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,68 @@
+"""The contract of whatever can place an engine worker somewhere: processes here; Ray and Kubernetes later.
+
+A launcher owns the worker's life (start, watch, restart, stop). The `OwnBackend` that it is given owns the
+connection; the launcher points it at the worker and tells it what a socket cannot know.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.backends.base import BackendStatus
+from penstock.backends.own import OwnBackend
+from penstock.config.launch import REAL_RUNNER
+from penstock.config.tree import EngineConfig
+from penstock.types import ModelName, WorkerId
+
+ProgressCallback = Callable[[BackendStatus], None]
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class WorkerSpec:
+    """One worker that is wanted."""
+
+    worker_id: WorkerId
+    model_path: str
+    """A model directory on the worker's machine."""
+    model_name: ModelName
+    engine: EngineConfig
+    runner: str = REAL_RUNNER
+
+
+class LaunchedWorker(Protocol):
+    """A worker that was started and is kept running until it is stopped."""
+
+    @property
+    def spec(self) -> WorkerSpec:
+        """What was asked for."""
+        ...
+
+    @property
+    def backend(self) -> OwnBackend:
+        """How to reach it; its status says how it is."""
+        ...
+
+    async def wait_ready(self, on_progress: ProgressCallback | None = None) -> None:
+        """Return when it can serve; meanwhile `on_progress` is called with every change of the status.
+
+        Raises:
+            OperatorError: it cannot serve what it was told to.
+            WorkerUnavailable: it did not come up, or stays down after too many crashes.
+        """
+        ...
+
+
+class Launcher(Protocol):
+    """Places workers."""
+
+    async def start(self, spec: WorkerSpec, backend: OwnBackend) -> LaunchedWorker:
+        """Start a worker and return at once, usually before it is ready."""
+        ...
+
+    async def stop(self, worker_id: WorkerId, *, timeout_s: float) -> None:
+        """Let its running streams end, up to the timeout, then end it. Nothing of it is left afterwards."""
+        ...
+
+    def list(self) -> tuple[LaunchedWorker, ...]:
+        """Every worker that was started and not stopped."""
+        ...

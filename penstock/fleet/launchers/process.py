@@ -1,0 +1,163 @@
+"""One worker process at a time: started, listened to, ended, and nothing of it left. No policy.
+
+The same object is used again for a restart: same launch line, same socket path.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from penstock.config.launch import WorkerLaunch
+from penstock.protocol.address import UnixAddress
+
+EXIT_CANNOT_SERVE = 78
+"""The worker says that starting it again would fail the same way (engine/worker.py)."""
+TAIL_LINES = 20
+LINE_BYTES_MAX = 8192
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+class WorkerProcess:
+    """`python -m penstock.engine.worker`, with its standard error passed on line by line."""
+
+    def __init__(
+        self,
+        name: str,
+        launch: WorkerLaunch,
+        address: UnixAddress,
+        environment: dict[str, str],
+        log: Callable[[str], None],
+    ) -> None:
+        self.exit_code: int | None = None
+        """Of the last process; negative for a signal, None while it runs."""
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        """The last lines of its standard error."""
+        self._name, self._launch, self._address, self._log = name, launch, address, log
+        self._environment = _environment(launch.engine.threads) | environment
+        self._process: Process | None = None
+        self._pump: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process id while it runs."""
+        return None if self._process is None else self._process.pid
+
+    async def spawn(self) -> None:
+        """Start it and tell it what to do.
+
+        Raises:
+            OSError: no process can be started.
+        """
+        assert self._process is None, "one at a time"
+        self.exit_code = None
+        self.tail.clear()
+        self._process = await self._create()
+        assert self._process.stdin is not None
+        # It stays open: its end would tell the worker that we are gone.
+        self._process.stdin.write(msgspec.json.encode(self._launch) + b"\n")
+        self._pump = asyncio.create_task(self._pass_on_stderr(self._process), name=f"stderr of {self._name}")
+
+    async def wait(self) -> None:
+        """Return when the process has exited."""
+        assert self._process is not None
+        await self._process.wait()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._signal(signal.SIGKILL)
+
+    async def end(self, timeout_s: float) -> None:
+        """Make sure that it is gone: ask, then force; reap it and remove its socket."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await process.wait()
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+        self.exit_code = await process.wait()
+        assert self._pump is not None
+        await self._pump
+        assert process.stdin is not None
+        process.stdin.close()
+        Path(self._address.path).unlink(missing_ok=True)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    async def _create(self) -> Process:
+        # A session of its own, so that Ctrl-C in the terminal reaches only the parent, which drains.
+        creating = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "penstock.engine.worker"),
+                stdin=PIPE,
+                stdout=DEVNULL,
+                stderr=PIPE,
+                env=self._environment,
+                start_new_session=True,
+            )
+        )
+        try:
+            return await asyncio.shield(creating)
+        except asyncio.CancelledError:
+            process = await creating  # What is half made cannot be ended; now it can.
+            process.kill()
+            await process.wait()
+            raise
+
+    async def _pass_on_stderr(self, process: Process) -> None:
+        """Read by chunks, not lines: a progress bar or a broken library may never end its line."""
+        assert process.stderr is not None
+        rest = b""
+        while chunk := await process.stderr.read(LINE_BYTES_MAX):
+            *lines, rest = (rest + chunk).split(b"\n")
+            if len(rest) > LINE_BYTES_MAX:
+                lines.append(rest)
+                rest = b""
+            for line in lines:
+                self._say(line)
+        if rest:
+            self._say(rest)
+
+    def _say(self, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip()
+        if text:
+            self.tail.append(text)
+            self._log(f"[{self._name}] {text}")
+
+
+def stderr_line(line: str) -> None:
+    """Where a worker's lines go unless the caller knows better."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def describe_exit(code: int | None) -> str:
+    """An exit code in words."""
+    if code is None:
+        return "the worker could not be started"
+    if code >= 0:
+        return f"the worker exited with code {code}"
+    with contextlib.suppress(ValueError):
+        return f"the worker was killed by {signal.Signals(-code).name}"
+    return f"the worker was killed by signal {-code}"
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """Ours, with the thread counts that numerical libraries read while they are imported."""
+    count = str(threads or len(os.sched_getaffinity(0)))
+    return {**os.environ, **dict.fromkeys(_THREADS, count), "TOKENIZERS_PARALLELISM": "false"}

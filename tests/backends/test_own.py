@@ -1,0 +1,378 @@
+"""The gateway's side of the wire, against a peer that says exactly what the test tells it to."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from byte_tokenizer import byte_tokenizer
+from conformance import TIMEOUT_S, Recorder, Requests
+
+from penstock.backends.own import OwnBackend
+from penstock.clock import ManualClock
+from penstock.errors import (
+    ContextTooLong,
+    Draining,
+    EngineFault,
+    Overloaded,
+    PenstockError,
+    StreamBroken,
+    WorkerUnavailable,
+)
+from penstock.protocol.address import UnixAddress
+from penstock.protocol.worker import (
+    Abort,
+    Drain,
+    Failed,
+    Finish,
+    FrameDecoder,
+    FromWorker,
+    Loading,
+    ModelInfo,
+    Output,
+    Ready,
+    Stats,
+    StepOutput,
+    Submit,
+    ToWorker,
+    decode_to_worker,
+    encode,
+)
+from penstock.types import FinishReason, Usage
+
+INFO = ModelInfo(
+    model="m",
+    architecture="A",
+    dtype="float32",
+    num_parameters=1,
+    vocab_size=257,
+    max_model_len=4096,
+    num_blocks=4,
+    block_tokens=16,
+    max_running=5,
+)
+EOS = 256
+
+
+class Peer:
+    """A worker's socket with the test as its engine."""
+
+    def __init__(self) -> None:
+        self.messages: asyncio.Queue[ToWorker] = asyncio.Queue()
+        self.num_connections = 0
+        self.num_reads = 0
+        self.greeting: tuple[FromWorker, ...] = (Ready(INFO),)
+        self._writer: asyncio.StreamWriter | None = None
+        self._connected = asyncio.Event()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writer, decoder = writer, FrameDecoder()
+        self.num_connections += 1
+        self._connected.set()
+        self.say(*self.greeting)
+        while data := await reader.read(1 << 16):
+            self.num_reads += 1
+            for body in decoder.feed(data):
+                self.messages.put_nowait(decode_to_worker(body))
+        writer.close()
+
+    def say(self, *messages: FromWorker) -> None:
+        self.say_bytes(b"".join(map(encode, messages)))
+
+    def say_bytes(self, data: bytes) -> None:
+        assert self._writer is not None
+        self._writer.write(data)
+
+    def step(
+        self, request: Submit, *tokens: int, finish: Finish | None = None, usage: Usage | None = None
+    ) -> None:
+        self.say(StepOutput(1, (Output(request.request_id, tokens, None, finish, usage),)))
+
+    def hang_up(self) -> None:
+        assert self._writer is not None
+        self._writer.transport.abort()
+
+    async def hear(self) -> ToWorker:
+        async with asyncio.timeout(TIMEOUT_S):
+            return await self.messages.get()
+
+    async def hear_submit(self) -> Submit:
+        message = await self.hear()
+        assert isinstance(message, Submit)
+        return message
+
+
+async def until(backend: OwnBackend, wanted: Callable[[], bool]) -> None:
+    """Return when the backend's status is as wanted."""
+    changed = asyncio.Event()
+    backend.on_change = changed.set
+    async with asyncio.timeout(TIMEOUT_S):
+        while not wanted():
+            changed.clear()
+            await changed.wait()
+
+
+@asynccontextmanager
+async def pair(
+    *greeting: FromWorker, clock: ManualClock | None = None
+) -> AsyncIterator[tuple[Peer, OwnBackend]]:
+    peer, backend = Peer(), OwnBackend(byte_tokenizer(), clock or ManualClock())
+    peer.greeting = greeting or peer.greeting
+    with tempfile.TemporaryDirectory() as directory:
+        server = await asyncio.start_unix_server(peer.serve, f"{directory}/w.sock")
+        try:
+            backend.connect_to(UnixAddress(f"{directory}/w.sock"))
+            if not greeting:
+                await until(backend, lambda: backend.status.ready)
+            yield peer, backend
+        finally:
+            await backend.close()
+            server.close()
+            await server.wait_closed()
+
+
+def run(check: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(check())
+
+
+def test_tokens_become_whole_characters() -> None:
+    async def check() -> None:
+        async with pair() as (peer, backend):
+            recorder = Recorder()
+            backend.generate(Requests().make(), recorder)
+            submit = await peer.hear_submit()
+            assert submit.prompt == b"\x0a\0\0\0\x0b\0\0\0\x0c\0\0\0"
+            euro = tuple("€".encode())
+            peer.step(submit, *euro[:2])
+            peer.step(submit, euro[2], *b"uro")
+            peer.step(
+                submit, 0xC3, finish=Finish(reason=FinishReason.LENGTH, usage=Usage(completion_tokens=7))
+            )
+            finish = await recorder.end()
+            assert [delta.text for delta in recorder.deltas] == ["", "€uro", "\ufffd"]
+            assert (finish.reason, finish.usage.completion_tokens) == (FinishReason.LENGTH, 7)
+
+    run(check)
+
+
+def test_eos_is_no_stop_token_but_another_is() -> None:
+    async def check() -> None:
+        async with pair() as (peer, backend):
+            requests = Requests()
+            for token, told in ((EOS, None), (65, 65)):
+                recorder = Recorder()
+                backend.generate(requests.make(), recorder)
+                finish = Finish(reason=FinishReason.STOP, usage=Usage(), stop_token_id=token)
+                peer.step(await peer.hear_submit(), finish=finish)
+                assert (await recorder.end()).stop == told
+                assert not recorder.deltas
+
+    run(check)
+
+
+def test_what_is_sent_in_one_tick_leaves_in_one_write() -> None:
+    async def check() -> None:
+        async with pair() as (peer, backend):
+            requests = Requests()
+            generations = [backend.generate(requests.make(), Recorder()) for _ in range(20)]
+            for _ in generations:
+                await peer.hear_submit()
+            assert peer.num_reads == 1
+            for generation in generations:
+                generation.abort()
+            aborted = [await peer.hear() for _ in generations]
+            assert all(isinstance(message, Abort) for message in aborted)
+            assert peer.num_reads == 2
+
+    run(check)
+
+
+def test_late_outputs_of_an_ended_stream_are_ignored() -> None:
+    async def check() -> None:
+        async with pair() as (peer, backend):
+            requests, aborted, other = Requests(), Recorder(), Recorder()
+            generation = backend.generate(requests.make(), aborted)
+            backend.generate(requests.make(), other)
+            first, second = await peer.hear_submit(), await peer.hear_submit()
+            generation.abort()
+            assert await peer.hear() == Abort((first.request_id,))
+            peer.step(first, 65, finish=Finish(reason=FinishReason.ABORT, usage=Usage()))
+            peer.step(second, 66, finish=Finish(reason=FinishReason.LENGTH, usage=Usage()))
+            await other.end()
+            assert (other.text, aborted.deltas) == ("B", [])
+
+    run(check)
+
+
+def test_a_stop_string_aborts_on_the_worker_and_ends_here() -> None:
+    async def check() -> None:
+        clock = ManualClock(now_ns=100)
+        async with pair(clock=clock) as (peer, backend):
+            recorder = Recorder()
+            backend.generate(Requests().make(stop=("END",)), recorder)
+            submit = await peer.hear_submit()
+            usage = Usage(prompt_tokens=3, completion_tokens=1, cached_tokens=2, queue_ns=5, prefill_ns=6)
+            peer.step(submit, *b"wordE", usage=usage)
+            await recorder.started.wait()
+            clock.advance(40)
+            peer.step(submit, *b"ND and more")
+            finish = await recorder.end()
+            assert recorder.text == "word"
+            assert (finish.reason, finish.stop) == (FinishReason.STOP, "END")
+            assert finish.usage == Usage(
+                prompt_tokens=3, completion_tokens=16, cached_tokens=2, queue_ns=5, prefill_ns=6, decode_ns=40
+            )
+            assert await peer.hear() == Abort((submit.request_id,))
+
+    run(check)
+
+
+def test_a_stop_string_in_the_last_output_wins_and_needs_no_abort() -> None:
+    async def check() -> None:
+        async with pair() as (peer, backend):
+            recorder, requests = Recorder(), Requests()
+            backend.generate(requests.make(stop=("END",)), recorder)
+            submit = await peer.hear_submit()
+            peer.step(submit, *b"wordEND!", finish=Finish(reason=FinishReason.LENGTH, usage=Usage()))
+            finish = await recorder.end()
+            assert (recorder.text, finish.reason, finish.stop) == ("word", FinishReason.STOP, "END")
+            backend.generate(requests.make(), Recorder())
+            await peer.hear_submit()  # And no abort before it.
+
+    run(check)
+
+
+@pytest.mark.parametrize(
+    ("told", "kind"),
+    [
+        ("Overloaded", Overloaded),
+        ("Draining", Draining),
+        ("ContextTooLong", ContextTooLong),
+        ("EngineFault", EngineFault),
+        ("WorkerUnavailable", WorkerUnavailable),
+        ("SomethingNew", EngineFault),
+    ],
+)
+def test_a_refusal_keeps_its_kind(told: str, kind: type[PenstockError]) -> None:
+    async def check() -> None:
+        async with pair() as (peer, backend):
+            recorder = Recorder()
+            backend.generate(Requests().make(), recorder)
+            finish = Finish(reason=FinishReason.ERROR, usage=Usage(), error="because", error_kind=told)
+            peer.step(await peer.hear_submit(), finish=finish)
+            error = (await recorder.end()).error
+            assert type(error) is kind
+            assert str(error) == "because"
+
+    run(check)
+
+
+def test_a_lost_connection_breaks_off_and_is_made_again() -> None:
+    async def check() -> None:
+        async with pair() as (peer, backend):
+            requests, begun, fresh = Requests(), Recorder(), Recorder()
+            backend.generate(requests.make(), begun)
+            backend.generate(requests.make(), fresh)
+            peer.step(await peer.hear_submit(), 65)
+            await begun.started.wait()
+            peer.hang_up()
+            assert isinstance((await begun.end()).error, StreamBroken)
+            assert isinstance((await fresh.end()).error, WorkerUnavailable)
+            await until(backend, lambda: backend.status.ready)
+            assert peer.num_connections == 2
+            assert backend.num_streams == 0
+
+    run(check)
+
+
+def test_the_workers_last_words_are_the_reason() -> None:
+    async def check() -> None:
+        async with pair() as (peer, backend):
+            recorder = Recorder()
+            backend.generate(Requests().make(), recorder)
+            await peer.hear_submit()
+            peer.say(Failed("out of luck", "RuntimeError"))
+            await until(backend, lambda: backend.failure is not None)
+            peer.hang_up()
+            assert "RuntimeError: out of luck" in str((await recorder.end()).error)
+
+    run(check)
+
+
+@pytest.mark.parametrize("noise", [b"\xff\xff\xff\xff", b"\3\0\0\0abc"])
+def test_a_worker_that_breaks_the_protocol_is_disconnected(noise: bytes) -> None:
+    async def check() -> None:
+        async with pair() as (peer, backend):
+            recorder = Recorder()
+            backend.generate(Requests().make(), recorder)
+            await peer.hear_submit()
+            peer.say_bytes(noise)
+            assert "broke the protocol" in str((await recorder.end()).error)
+
+    run(check)
+
+
+def test_loading_is_shown_and_nothing_is_sent_meanwhile() -> None:
+    async def check() -> None:
+        async with pair(Loading("loading weights", 3, 9)) as (peer, backend):
+            await until(backend, lambda: backend.status.done == 3)
+            assert (backend.status.stage, backend.status.total) == ("loading weights", 9)
+            with pytest.raises(WorkerUnavailable, match="loading weights"):
+                backend.generate(Requests().make(), Recorder())
+            peer.say(Ready(INFO), _stats())
+            await until(backend, lambda: backend.status.ready)
+            assert backend.status.info == INFO
+
+    run(check)
+
+
+def test_another_version_of_the_protocol_is_not_ready() -> None:
+    async def check() -> None:
+        async with pair(Ready(INFO, version=99)) as (_, backend):
+            await until(backend, lambda: "protocol 99" in backend.status.stage)
+            assert not backend.status.ready
+
+    run(check)
+
+
+def test_drain_tells_the_worker() -> None:
+    async def check() -> None:
+        async with pair() as (peer, backend):
+            recorder = Recorder()
+            backend.generate(Requests().make(), recorder)
+            submit = await peer.hear_submit()
+            draining = asyncio.create_task(backend.drain(TIMEOUT_S))
+            assert isinstance(await peer.hear(), Drain)
+            peer.step(submit, 65, finish=Finish(reason=FinishReason.LENGTH, usage=Usage()))
+            await draining
+            assert (await recorder.end()).reason is FinishReason.LENGTH
+
+    run(check)
+
+
+def test_work_is_seen_from_both_sides() -> None:
+    async def check() -> None:
+        async with pair() as (peer, backend):
+            assert not backend.has_work
+            generation = backend.generate(Requests().make(), Recorder())
+            assert backend.has_work
+            submit = await peer.hear_submit()
+            generation.abort()
+            assert not backend.has_work
+            peer.say(_stats(running=1, step=17))
+            other = Recorder()
+            backend.generate(Requests().make(), other)
+            await peer.hear()
+            peer.step(await peer.hear_submit(), 65)
+            await other.started.wait()
+            assert backend.status.stats is not None
+            assert backend.status.stats.step == 17
+            assert backend.has_work
+            assert submit.request_id == "r-1"
+
+    run(check)
+
+
+def _stats(*, running: int = 0, step: int = 0) -> Stats:
+    return Stats(step=step, running=running, waiting=0, blocks_total=4, blocks_used=0, blocks_cached=0)

@@ -1,0 +1,128 @@
+"""A runner without a model: it checks every promise that a plan makes, and draws from a formula.
+
+It keeps what the real one keeps (rows, block tables, a KV cache) but a slot of its cache holds a fingerprint
+of all tokens up to that position. A row that would read a slot which was not written with its very own
+prefix, or in a step that is not over yet, is caught at once: a wrong block table, a prefix hit on the
+wrong tokens, a block that was reused too early.
+"""
+
+from dataclasses import dataclass, field
+
+from penstock.schedule.plan import NewRow, RowWork, Sampled, StepPlan, StepResult
+from penstock.types import BLOCK_TOKENS, RequestId, SamplingParams
+
+_MODULUS = (1 << 61) - 1
+_EMPTY = -1
+
+
+def _fold(fingerprint: int, token: int) -> int:
+    return (fingerprint * 1_000_003 + token + 7) % _MODULUS
+
+
+def draw_token(seed: int, fingerprint: int, vocab_size: int) -> int:
+    """The token that follows a prefix: a pure function of the seed and of every token before."""
+    return _fold(_fold(fingerprint, seed), 12_345) % vocab_size
+
+
+def expected_tokens(
+    prompt: tuple[int, ...], sampling: SamplingParams, *, salt: bytes = b"", vocab_size: int = 97
+) -> tuple[int, ...]:
+    """What any correct schedule must generate for a prompt; a stop token is left out."""
+    fingerprint = _fingerprints(salt, prompt)[-1]
+    answer: list[int] = []
+    while len(answer) < sampling.max_tokens:
+        token = draw_token(sampling.seed, fingerprint, vocab_size)
+        if token in sampling.stop_token_ids:
+            break
+        answer.append(token)
+        fingerprint = _fold(fingerprint, token)
+    return tuple(answer)
+
+
+def _fingerprints(salt: bytes, tokens: tuple[int, ...]) -> list[int]:
+    fingerprint = int.from_bytes(salt, "big") % _MODULUS
+    return [fingerprint := _fold(fingerprint, token) for token in tokens]
+
+
+@dataclass(slots=True)
+class _Row:
+    request_id: RequestId
+    seed: int
+    fingerprints: list[int]
+    """One for every known token."""
+    blocks: list[int] = field(default_factory=list[int])
+    num_computed: int | None = None
+    """Known from the row's first work on."""
+
+
+class CheckingRunner:
+    """Runs plans on fingerprints. A broken promise is an AssertionError that says which."""
+
+    def __init__(self, *, num_blocks: int, max_running: int, vocab_size: int = 97) -> None:
+        self.vocab_size = vocab_size
+        self.salts: dict[RequestId, bytes] = {}
+        """Namespaces of requests that have one: part of their fingerprints."""
+        self.broken: set[RequestId] = set()
+        """Requests whose logits are NaN."""
+        self._max_running = max_running
+        self._rows: dict[int, _Row] = {}
+        self._slots = [_EMPTY] * (num_blocks * BLOCK_TOKENS)
+        self._written: dict[int, int] = {}  # Slot -> the row that wrote it in this step.
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Check the plan, store its fingerprints and draw the next tokens."""
+        for row in plan.freed_rows:
+            assert self._rows.pop(row, None) is not None, f"row {row} is freed but was not in use"
+        for new in plan.new_rows:
+            self._enter(new)
+        assert len({work.row for work in plan.work}) == len(plan.work), "a row is twice in one step"
+        self._written.clear()
+        for work in plan.work:
+            self._write(work)
+        sampled = [self._sample(work) for work in plan.work if self._read(work)]
+        return StepResult(plan.step, tuple(sampled))
+
+    def _enter(self, new: NewRow) -> None:
+        assert new.row not in self._rows, f"row {new.row} is given away twice"
+        assert 0 <= new.row < self._max_running, f"row {new.row} is out of bounds"
+        fingerprints = _fingerprints(self.salts.get(new.request_id, b""), new.token_ids)
+        self._rows[new.row] = _Row(new.request_id, new.sampling.seed, fingerprints)
+
+    def _write(self, work: RowWork) -> None:
+        """Store the chunk's fingerprints where the block table says."""
+        row = self._rows[work.row]
+        row.blocks.extend(work.new_blocks)
+        assert row.num_computed in (None, work.num_computed), "tokens are skipped or computed twice"
+        assert work.num_tokens > 0, "a row without work is planned"
+        row.num_computed = end = work.num_computed + work.num_tokens
+        assert end <= len(row.fingerprints), "more tokens are planned than are known"
+        assert work.samples == (end == len(row.fingerprints)), "samples at the wrong token"
+        assert end <= len(row.blocks) * BLOCK_TOKENS, "the block table is too short"
+        for position in range(work.num_computed, end):
+            slot = self._slot(row, position)
+            assert slot not in self._written, f"rows {work.row} and {self._written[slot]} write the same slot"
+            self._written[slot] = work.row
+            self._slots[slot] = row.fingerprints[position]
+
+    def _read(self, work: RowWork) -> bool:
+        """Look at everything that attention would read; whether the row samples."""
+        row = self._rows[work.row]
+        for position in range(work.num_computed + work.num_tokens):
+            slot = self._slot(row, position)
+            assert self._slots[slot] == row.fingerprints[position], (
+                f"row {work.row} reads foreign KV at {position}"
+            )
+            writer = self._written.get(slot, work.row)
+            assert writer == work.row, f"row {work.row} reads what row {writer} writes in the same step"
+        return work.samples
+
+    def _sample(self, work: RowWork) -> Sampled:
+        row = self._rows[work.row]
+        if row.request_id in self.broken:
+            return Sampled(work.row, 0, error="the logits are not numbers")
+        token = draw_token(row.seed, row.fingerprints[-1], self.vocab_size)
+        row.fingerprints.append(_fold(row.fingerprints[-1], token))
+        return Sampled(work.row, token)
+
+    def _slot(self, row: _Row, position: int) -> int:
+        return row.blocks[position // BLOCK_TOKENS] * BLOCK_TOKENS + position % BLOCK_TOKENS

@@ -1,0 +1,56 @@
+"""Runs requests through the real scheduler and the real runner, with no process between."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from penstock.clock import SystemClock
+from penstock.config.tree import EngineConfig
+from penstock.engine.core import EngineCore, build_core
+from penstock.engine.runner import Runner, load_runner
+from penstock.protocol.worker import Submit
+from penstock.types import FinishReason, RequestId, SamplingParams, TokenLogprob
+
+
+def tiny_runner(path: Path, **config: object) -> Runner:
+    settings: dict[str, object] = {"dtype": "float32", "kv_memory_bytes": 8 * 1024 * 1024} | config
+    return load_runner(path, EngineConfig(**settings), SystemClock(), lambda _stage, _done, _total: None)
+
+
+@dataclass(slots=True)
+class Answer:
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: FinishReason | None = None
+    cached_tokens: int = 0
+    error: str | None = None
+
+
+class Driver:
+    """One engine; `ask` is one call with several requests, which start together."""
+
+    def __init__(self, path: Path, **config: object) -> None:
+        self.runner = tiny_runner(path, **config)
+        settings: dict[str, object] = {"dtype": "float32"} | config
+        self.core: EngineCore = build_core(self.runner, EngineConfig(**settings), b"k" * 32, SystemClock())
+        self._asked = 0
+
+    def ask(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Answer]:
+        answers: dict[RequestId, Answer] = {}
+        for prompt, params in zip(prompts, sampling, strict=True):
+            self._asked += 1
+            request_id = RequestId(f"r{self._asked}")
+            answers[request_id] = Answer()
+            message = Submit(request_id=request_id, prompt=array("i", prompt).tobytes(), sampling=params)
+            self.core.submit(0, message, 0)
+        while self.core.has_work:
+            for output in self.core.step().get(0, []):
+                answer = answers[output.request_id]
+                answer.token_ids += output.token_ids
+                answer.logprobs += output.logprobs or ()
+                if output.finish is not None:
+                    answer.finish = output.finish.reason
+                    answer.error = output.finish.error
+                    answer.cached_tokens = output.finish.usage.cached_tokens
+        return list(answers.values())

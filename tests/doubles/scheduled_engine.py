@@ -1,0 +1,120 @@
+"""A scheduler driven over the checking runner, with everything that was ever said about each request."""
+
+from collections import defaultdict
+
+import pytest
+from checking_runner import CheckingRunner, expected_tokens
+
+from penstock.clock import ManualClock
+from penstock.kv.hashing import BlockHasher, token_array
+from penstock.kv.manager import KVManager
+from penstock.schedule.plan import RequestOutput, StepPlan
+from penstock.schedule.queue import FCFSQueue
+from penstock.schedule.request import Request
+from penstock.schedule.scheduler import Limits, Scheduler
+from penstock.types import RequestId, SamplingParams
+
+STEP_NS = 1000
+
+
+class ScheduledEngine:
+    """Submit, step, abort; outputs are collected in `got` and `ends`, and checked as they come."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        step_tokens: int = 64,
+        max_running: int = 8,
+        max_model_len: int = 1000,
+        prefix_cache: bool = True,
+        max_waiting: int = 100,
+    ) -> None:
+        hasher = BlockHasher(key=bytes(32), model="m", kv_dtype="float32")
+        if prefix_cache:
+            self.kv = KVManager.with_prefix_cache(num_blocks, hasher)
+        else:
+            self.kv = KVManager.without_prefix_cache(num_blocks)
+        self.clock = ManualClock(now_ns=7)
+        limits = Limits(step_tokens, min(max_running, step_tokens), max_model_len)
+        self.scheduler = Scheduler(limits, self.kv, self.clock, FCFSQueue(max_waiting))
+        self.runner = CheckingRunner(num_blocks=num_blocks, max_running=max_running)
+        self.requests: dict[str, Request] = {}
+        self.got: dict[str, list[int]] = defaultdict(list)
+        self.ends: dict[str, RequestOutput] = {}
+        self.plans: list[StepPlan] = []
+        self.in_flight: StepPlan | None = None
+
+    def submit(self, name: str, prompt, *, salt: bytes = b"", priority: int = 0, **sampling) -> None:
+        """Sampling has 4 tokens at most and no stop token, unless said otherwise."""
+        request = Request(
+            request_id=RequestId(name),
+            tokens=token_array(prompt),
+            sampling=SamplingParams(**{"max_tokens": 4, **sampling}),
+            salt=salt,
+            priority=priority,
+        )
+        self.scheduler.submit(request)
+        self.requests[name] = request
+        self.runner.salts[request.request_id] = salt
+
+    def hear(self, output: RequestOutput) -> None:
+        name = output.request_id
+        assert name not in self.ends, f"{name} is heard of after its end"
+        assert (output.finish is None) == (output.usage is None)
+        self.got[name].extend(output.token_ids)
+        if output.finish is not None:
+            self.ends[name] = output
+
+    def plan(self) -> StepPlan | None:
+        self.in_flight = plan = self.scheduler.schedule()
+        if plan is not None:
+            self.plans.append(plan)
+            limits = self.scheduler.limits
+            assert 0 < plan.num_tokens <= limits.step_tokens
+            assert len(plan.work) <= limits.max_running
+        return plan
+
+    def finish_step(self) -> None:
+        assert self.in_flight is not None
+        result = self.runner.run(self.in_flight)
+        self.clock.advance(STEP_NS)
+        self.in_flight = None
+        for output in self.scheduler.apply(result).outputs:
+            self.hear(output)
+
+    def step(self) -> StepPlan | None:
+        plan = self.plan()
+        if plan is not None:
+            self.finish_step()
+        self.scheduler.check_invariants()
+        return plan
+
+    def abort(self, name: str) -> RequestOutput | None:
+        output = self.scheduler.abort(RequestId(name))
+        if output is not None:
+            self.hear(output)
+        return output
+
+    def step_until_preempted(self, name: str) -> None:
+        for _ in range(200):
+            if self.requests[name].num_preemptions:
+                return
+            self.step()
+        pytest.fail(f"{name} is never preempted")
+
+    def run(self, steps_max: int = 10_000) -> None:
+        for _ in range(steps_max):
+            if self.step() is None:
+                break
+        else:
+            pytest.fail(f"not idle after {steps_max} steps")
+        assert not self.scheduler.has_work
+        assert self.scheduler.live_requests() == ()
+        assert self.kv.statistics().used == 0
+
+    def expected(self, name: str) -> tuple[int, ...]:
+        request = self.requests[name]
+        prompt = tuple(request.tokens[: request.num_prompt])
+        room = self.scheduler.limits.max_model_len - request.num_prompt
+        return expected_tokens(prompt, request.sampling, salt=request.salt)[:room]

@@ -1,0 +1,47 @@
+"""A launched worker process with the scripted runner, for tests that need a real one."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from byte_tokenizer import byte_tokenizer
+
+from penstock.backends.own import OwnBackend
+from penstock.clock import SystemClock
+from penstock.config.tree import EngineConfig
+from penstock.fleet.launchers.base import WorkerSpec
+from penstock.fleet.launchers.local import LocalLauncher, LocalWorker
+from penstock.types import ModelName, WorkerId
+
+DOUBLES = str(Path(__file__).parent)
+RUNNER = "scripted_runner:build_runner"
+
+
+class Bench:
+    """One launcher, what its workers said, and how to start another worker."""
+
+    def __init__(self, step_s: float) -> None:
+        self.lines: list[str] = []
+        environment = {"PYTHONPATH": DOUBLES, "SCRIPTED_STEP_S": str(step_s)}
+        self.launcher = LocalLauncher(
+            SystemClock(), b"secret" * 4, environment=environment, log=self.lines.append
+        )
+
+    async def start(self, *, model_path: str = "scripted", **engine: object) -> LocalWorker:
+        spec = WorkerSpec(
+            worker_id=WorkerId(f"w{len(self.launcher.list())}"),
+            model_path=model_path,
+            model_name=ModelName("scripted"),
+            engine=EngineConfig(**engine),
+            runner=RUNNER,
+        )
+        return await self.launcher.start(spec, OwnBackend(byte_tokenizer(), SystemClock()))
+
+
+@contextlib.asynccontextmanager
+async def bench(step_s: float = 0.001) -> AsyncIterator[Bench]:
+    made = Bench(step_s)
+    try:
+        yield made
+    finally:
+        await made.launcher.close(timeout_s=0.1)

@@ -1,0 +1,175 @@
+from array import array
+
+import pytest
+from scripted_runner import EOS, NOT_A_NUMBER, VOCAB_SIZE, ScriptedRunner, scripted_token
+
+from penstock.clock import ManualClock
+from penstock.config.tree import EngineConfig
+from penstock.engine.core import EngineCore, build_core
+from penstock.protocol.worker import Output, Submit
+from penstock.types import FinishReason, RequestId, SamplingParams
+
+PROMPT = (10, 11, 12)
+
+
+def core(clock: ManualClock | None = None, **config: object) -> EngineCore:
+    return build_core(ScriptedRunner(), EngineConfig(**config), b"k" * 32, clock or ManualClock())
+
+
+def submit(request_id: str, prompt: tuple[int, ...] = PROMPT, **sampling: object) -> Submit:
+    return Submit(
+        request_id=RequestId(request_id),
+        prompt=array("i", prompt).tobytes(),
+        sampling=SamplingParams(**sampling),
+    )
+
+
+def run(engine: EngineCore) -> dict[tuple[int, str], list[Output]]:
+    """Step until nothing is left; outputs by (owner, request)."""
+    heard: dict[tuple[int, str], list[Output]] = {}
+    while engine.has_work:
+        for owner, outputs in engine.step().items():
+            for output in outputs:
+                heard.setdefault((owner, output.request_id), []).append(output)
+    return heard
+
+
+def tokens(outputs: list[Output]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def test_each_owner_hears_of_its_own_requests() -> None:
+    engine = core()
+    engine.submit(1, submit("a", max_tokens=5, seed=1), 0)
+    engine.submit(2, submit("b", max_tokens=3, seed=2), 0)
+    heard = run(engine)
+    assert set(heard) == {(1, "a"), (2, "b")}
+    assert tokens(heard[1, "a"]) == [scripted_token(1, 3 + i) for i in range(5)]
+    assert tokens(heard[2, "b"]) == [scripted_token(2, 3 + i) for i in range(3)]
+    for outputs in heard.values():
+        assert [output.finish is not None for output in outputs] == [False] * (len(outputs) - 1) + [True]
+
+
+def test_usage_comes_with_the_first_tokens_and_with_the_end() -> None:
+    clock = ManualClock(now_ns=1000)
+    engine = core(clock)
+    engine.submit(1, submit("a", max_tokens=3), 400)
+    first, middle, last = run(engine)[1, "a"]
+    assert first.usage is not None
+    assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (3, 1)
+    assert first.usage.queue_ns == 600, "the wait in the mailbox counts"
+    assert middle.usage is None
+    assert last.finish is not None
+    assert last.finish.usage.completion_tokens == 3
+    assert last.finish.reason is FinishReason.LENGTH
+
+
+def test_a_prefix_of_the_same_tenant_is_found_again() -> None:
+    engine, prompt = core(), tuple(range(32, 132))
+    engine.submit(1, submit("a", prompt), 0)
+    run(engine)
+    engine.submit(1, submit("b", prompt), 0)
+    (last,) = (output for output in run(engine)[1, "b"] if output.finish)
+    assert last.finish is not None
+    assert last.finish.usage.cached_tokens == 96
+
+
+def test_nan_logits_end_one_request() -> None:
+    engine = core()
+    engine.submit(1, submit("bad", (NOT_A_NUMBER, 5)), 0)
+    engine.submit(1, submit("good", max_tokens=4), 0)
+    heard = run(engine)
+    (bad,) = heard[1, "bad"]
+    assert bad.finish is not None
+    assert (bad.finish.reason, bad.finish.error_kind) == (FinishReason.ERROR, "EngineFault")
+    assert bad.finish.error == "the logits are not numbers"
+    assert len(tokens(heard[1, "good"])) == 4
+    assert engine.stats().blocks_used == 0
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        (submit("x", ()), "InvalidRequest"),
+        (submit("x", (VOCAB_SIZE,)), "InvalidRequest"),
+        (submit("x", (-1,)), "InvalidRequest"),
+        (submit("x", (5,) * 70_000), "ContextTooLong"),
+        (Submit(request_id=RequestId("x"), prompt=b"\1\2\3", sampling=SamplingParams()), "InvalidRequest"),
+    ],
+    ids=["empty", "over the vocabulary", "negative", "too long", "torn"],
+)
+def test_a_request_that_cannot_be_taken_ends_with_the_reason(message: Submit, kind: str) -> None:
+    engine = core()
+    engine.submit(1, message, 0)
+    (output,) = run(engine)[1, "x"]
+    assert output.finish is not None
+    assert output.finish.error_kind == kind
+    assert output.finish.error
+
+
+def test_a_full_queue_refuses_one_more() -> None:
+    engine = core(max_waiting=2)
+    for name in "abc":
+        engine.submit(1, submit(name), 0)
+    heard = run(engine)
+    kinds = [heard[1, name][-1].finish.error_kind for name in "abc"]
+    assert kinds == [None, None, "Overloaded"]
+
+
+def test_abort_frees_everything_at_once_and_is_answered() -> None:
+    engine = core()
+    engine.submit(1, submit("a", tuple(range(32, 99)), max_tokens=1000), 0)
+    engine.step()
+    engine.step()
+    assert engine.stats().blocks_used > 0
+    engine.abort(1, (RequestId("a"), RequestId("unknown")))
+    assert engine.stats().blocks_used == 0
+    (output,) = run(engine)[1, "a"]
+    assert output.finish is not None
+    assert (output.finish.reason, output.finish.usage.completion_tokens) == (FinishReason.ABORT, 2)
+
+
+def test_nobody_aborts_another_owners_request() -> None:
+    engine = core()
+    engine.submit(1, submit("a", max_tokens=3), 0)
+    engine.abort(2, (RequestId("a"),))
+    assert len(tokens(run(engine)[1, "a"])) == 3
+
+
+def test_the_same_id_from_another_owner_is_refused_and_harms_nobody() -> None:
+    engine = core()
+    engine.submit(1, submit("a", max_tokens=3), 0)
+    engine.submit(2, submit("a", max_tokens=3), 0)
+    heard = run(engine)
+    assert len(tokens(heard[1, "a"])) == 3
+    assert heard[2, "a"][0].finish.error_kind == "InvalidRequest"
+
+
+def test_draining_refuses_what_is_new_and_ends_what_runs() -> None:
+    engine = core()
+    engine.submit(1, submit("a", max_tokens=3), 0)
+    engine.drain()
+    engine.submit(1, submit("b"), 0)
+    heard = run(engine)
+    assert len(tokens(heard[1, "a"])) == 3
+    assert heard[1, "b"][0].finish.error_kind == "Draining"
+
+
+def test_stats_tell_compute_from_host_time() -> None:
+    engine = core()
+    engine.submit(1, submit("a", max_tokens=3), 0)
+    run(engine)
+    stats = engine.stats()
+    assert (stats.step, stats.generated_tokens, stats.prompt_tokens) == (3, 3, 3)
+    assert stats.step_ns - stats.host_ns == 3 * 1000, "the runner reports 1000 ns a step"
+
+
+def test_eos_is_not_part_of_the_answer() -> None:
+    engine = core()
+    stop = scripted_token(5, 3 + 2)
+    engine.submit(1, submit("a", seed=5, max_tokens=9, stop_token_ids=(stop, EOS)), 0)
+    outputs = run(engine)[1, "a"]
+    finish = outputs[-1].finish
+    assert finish is not None
+    assert (finish.reason, finish.stop_token_id) == (FinishReason.STOP, stop)
+    assert stop not in tokens(outputs)

@@ -1,0 +1,256 @@
+"""Real worker processes under the local launcher."""
+
+import asyncio
+import os
+import stat
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import uvloop
+from conformance import TIMEOUT_S, Recorder, Requests
+from raw_worker import wait_gone
+from scripted_runner import DIE, HANG, scripted_text
+from scripted_worker import Bench, bench
+
+from penstock.backends.base import BackendStatus, GenerateRequest
+from penstock.errors import CheckpointError, StreamBroken, WorkerUnavailable
+from penstock.fleet.launchers.local import LocalWorker
+from penstock.types import FinishReason, RequestId, SamplingParams
+
+LONG = 60_000
+
+
+def run(check: Callable[[Bench], Awaitable[None]], step_s: float = 0.001) -> None:
+    async def with_bench() -> None:
+        async with bench(step_s) as made, asyncio.timeout(60):
+            await check(made)
+
+    asyncio.run(with_bench())
+
+
+def misbehaving(how: int) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=RequestId("bad"), prompt_token_ids=(how,), sampling=SamplingParams(max_tokens=5)
+    )
+
+
+async def answer(worker: LocalWorker, requests: Requests) -> str:
+    recorder = Recorder()
+    worker.backend.generate(requests.make(seed=3, max_tokens=9), recorder)
+    assert (await recorder.end()).reason is FinishReason.LENGTH
+    return recorder.text
+
+
+def status_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/status").read_text()
+
+
+def test_it_starts_tells_how_far_it_is_and_leaves_nothing() -> None:
+    async def check(made: Bench) -> None:
+        stages: list[str] = []
+        worker = await made.start()
+        await worker.wait_ready(lambda status: stages.append(status.stage))
+        assert stages[0] == "starting"
+        assert made.launcher.list() == (worker,)
+        assert await answer(worker, Requests()) == scripted_text(3, 3, 9)
+        pid = worker.pid
+        assert pid is not None
+        directory = Path(made.launcher._directory.name)
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        await made.launcher.close(timeout_s=1)
+        assert made.launcher.list() == ()
+        assert not directory.exists()
+        assert worker.backend.status.stage == "stopped"
+        assert not Path(f"/proc/{pid}").exists(), "reaped"
+
+    run(check)
+
+
+def test_two_workers_live_side_by_side_and_stop_alone() -> None:
+    async def check(made: Bench) -> None:
+        first, second = await made.start(), await made.start()
+        await asyncio.gather(first.wait_ready(), second.wait_ready())
+        await made.launcher.stop(first.spec.worker_id, timeout_s=1)
+        await made.launcher.stop(first.spec.worker_id, timeout_s=1)
+        assert made.launcher.list() == (second,)
+        assert await answer(second, Requests()) == scripted_text(3, 3, 9)
+
+    run(check)
+
+
+@pytest.mark.parametrize("how", ["kill -9", "dies in a step"])
+def test_a_lost_worker_is_reported_and_comes_back(how: str) -> None:
+    async def check(made: Bench) -> None:
+        requests = Requests()
+        worker = await made.start()
+        await worker.wait_ready()
+        running, never = Recorder(), Recorder()
+        worker.backend.generate(requests.make(max_tokens=LONG), running)
+        await running.started.wait()
+        old = worker.pid
+        assert old is not None
+        if how == "kill -9":
+            os.kill(old, 9)
+        else:
+            worker.backend.generate(misbehaving(DIE), never)
+            assert isinstance((await never.end()).error, WorkerUnavailable)
+        assert isinstance((await running.end()).error, StreamBroken)
+        with pytest.raises(WorkerUnavailable):
+            worker.backend.generate(requests.make(), Recorder())
+        await worker.wait_ready()
+        assert worker.pid not in (None, old)
+        assert worker.backend.status.restarts == 1
+        assert worker.backend.status.notes == ["the worker was killed by SIGKILL"]
+        assert await answer(worker, requests) == scripted_text(3, 3, 9)
+
+    run(check)
+
+
+def test_a_hung_worker_is_killed_and_replaced() -> None:
+    async def check(made: Bench) -> None:
+        worker = await made.start(stall_timeout_s=0.4)
+        await worker.wait_ready()
+        recorder = Recorder()
+        worker.backend.generate(misbehaving(HANG), recorder)
+        assert isinstance((await recorder.end()).error, WorkerUnavailable)
+        await worker.wait_ready()
+        assert worker.backend.status.notes == ["the worker hung: no step in 0.4 s"]
+        assert await answer(worker, Requests()) == scripted_text(3, 3, 9)
+
+    run(check)
+
+
+def test_a_worker_that_keeps_dying_stays_down_and_says_so() -> None:
+    async def check(made: Bench) -> None:
+        worker = await made.start(restarts_max=1)
+        for _ in range(2):
+            await worker.wait_ready()
+            recorder = Recorder()
+            worker.backend.generate(misbehaving(DIE), recorder)
+            await recorder.end()
+        with pytest.raises(WorkerUnavailable, match="1 restarts were in vain"):
+            await worker.wait_ready()
+        assert worker.pid is None
+        with pytest.raises(WorkerUnavailable, match="down: the worker was killed by SIGKILL"):
+            worker.backend.generate(Requests().make(), Recorder())
+
+    run(check)
+
+
+def test_a_model_that_cannot_be_served_is_the_operators_error() -> None:
+    async def check(made: Bench) -> None:
+        worker = await made.start(model_path="missing")
+        with pytest.raises(CheckpointError, match="no such file"):
+            await worker.wait_ready()
+        assert worker.backend.status.restarts == 0
+        assert any(line.startswith("[w0] CheckpointError") for line in made.lines)
+
+    run(check)
+
+
+def test_a_worker_that_does_not_get_ready_is_given_up() -> None:
+    async def check(made: Bench) -> None:
+        worker = await made.start(model_path="never-ready", startup_timeout_s=0.3, stall_timeout_s=0.2)
+        with pytest.raises(WorkerUnavailable, match="not ready within"):
+            await worker.wait_ready()
+
+    run(check)
+
+
+def test_stopping_while_it_loads_does_not_wait_for_the_model() -> None:
+    async def check(made: Bench) -> None:
+        worker = await made.start(model_path="never-ready")
+        loading = asyncio.Event()
+
+        def on_progress(status: BackendStatus) -> None:
+            if status.stage == "importing":
+                loading.set()
+
+        waiting = asyncio.create_task(worker.wait_ready(on_progress))
+        await loading.wait()
+        pid = worker.pid
+        await made.launcher.stop(worker.spec.worker_id, timeout_s=TIMEOUT_S)
+        assert pid is not None
+        wait_gone(pid)
+        with pytest.raises(WorkerUnavailable, match="stopped"):
+            await waiting
+
+    run(check)
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize("turns", [0, 1, 5])
+def test_stopping_while_it_starts_leaves_no_process(
+    turns: int, loop_factory: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    async def check() -> None:
+        async with bench() as made:
+            worker = await made.start()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await made.launcher.stop(worker.spec.worker_id, timeout_s=1)
+            tasks = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+            assert "".join(each.read_text() for each in tasks) == ""
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(check())
+
+
+def test_stopping_during_the_back_off_starts_nothing_more() -> None:
+    async def check(made: Bench) -> None:
+        worker = await made.start()
+        await worker.wait_ready()
+        assert worker.pid is not None
+        os.kill(worker.pid, 9)
+        while worker.backend.status.restarts == 0:
+            await asyncio.sleep(0)
+        await made.launcher.stop(worker.spec.worker_id, timeout_s=1)
+        assert worker.pid is None
+
+    run(check)
+
+
+def test_stop_lets_a_running_stream_end() -> None:
+    async def check(made: Bench) -> None:
+        worker = await made.start()
+        await worker.wait_ready()
+        recorder = Recorder()
+        worker.backend.generate(Requests().make(max_tokens=200), recorder)
+        await recorder.started.wait()
+        await made.launcher.stop(worker.spec.worker_id, timeout_s=TIMEOUT_S)
+        assert recorder.finish is not None
+        assert recorder.finish.reason is FinishReason.LENGTH
+        assert worker.backend.status.restarts == 0
+
+    run(check)
+
+
+def test_the_worker_has_a_session_of_its_own() -> None:
+    """So Ctrl-C in the terminal reaches the parent alone, also while the worker's Python still starts."""
+
+    async def check(made: Bench) -> None:
+        worker = await made.start()
+        await worker.wait_ready()
+        assert worker.pid is not None
+        assert os.getsid(worker.pid) == worker.pid
+
+    run(check)
+
+
+def test_abort_frees_the_blocks_on_the_worker() -> None:
+    async def check(made: Bench) -> None:
+        worker = await made.start()
+        await worker.wait_ready()
+        recorder = Recorder()
+        generation = worker.backend.generate(requests.make(max_tokens=LONG), recorder)
+        await recorder.started.wait()
+        generation.abort()
+        assert await answer(worker, requests)
+        while (stats := worker.backend.status.stats) is None or stats.running or not stats.step:
+            await asyncio.sleep(0)
+        assert stats.blocks_used == 0
+        assert stats.generated_tokens < LONG
+
+    requests = Requests()
+    run(check)
