@@ -1,0 +1,227 @@
+"""The gateway: everything wired together behind one listening address.
+
+    gateway = Gateway(config, models, metrics=metrics, clock=clock, ids=ids, log=log)
+    host, port = await gateway.start()
+    ...
+    await gateway.stop()
+
+`Gateway` is what the HTTP server calls for every request: it finds the route, checks the key, runs the
+handler, turns errors into responses, and counts and logs every exchange once.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+
+from penstock import __version__
+from penstock.clock import NS_PER_S, Clock
+from penstock.config.tree import Config
+from penstock.errors import Draining, PenstockError
+from penstock.gateway.auth import ANYBODY, Caller, KeyRing, is_local
+from penstock.gateway.exchange import Ending, Exchange, RequestHead, Response
+from penstock.gateway.generate import Generate
+from penstock.gateway.http_errors import error_response
+from penstock.gateway.inspect import Inspect
+from penstock.gateway.models import ModelTable, ServedModel
+from penstock.gateway.reply import StreamSlots
+from penstock.gateway.routes import Access, Handler, Route, Routes
+from penstock.gateway.server import HttpServer, tick_s
+from penstock.gateway.services import RunningReplies, Services
+from penstock.gateway.tally import outcome_of
+from penstock.gateway.tokenize_pool import TokenizePool
+from penstock.rng import IdSource
+from penstock.telemetry.log import Access as AccessLine
+from penstock.telemetry.log import Log
+from penstock.telemetry.metrics import Metrics
+from penstock.types import ModelName
+
+HEARTBEAT_LOOKS = 4
+"""Looks at a silent stream within one heartbeat."""
+
+
+class Gateway:
+    """The OpenAI-compatible front door of this process."""
+
+    def __init__(
+        self,
+        config: Config,
+        models: Mapping[ModelName, ServedModel],
+        *,
+        metrics: Metrics,
+        clock: Clock,
+        ids: IdSource,
+        log: Log,
+    ) -> None:
+        """`config.auth.keys` must hold the keys that are accepted, unless authentication is disabled."""
+        assert config.auth.keys or config.auth.disabled, "whoever wires the gateway makes a key"
+        self._config, self._clock, self._ids = config, clock, ids
+        self._metrics, self._log = metrics, log
+        self._keys = KeyRing(() if config.auth.disabled else config.auth.keys)
+        slots = StreamSlots(config.limits.concurrent_max)
+        self._services = Services(
+            config=config,
+            models=ModelTable(models),
+            ids=ids,
+            clock=clock,
+            slots=slots,
+            tokenize=TokenizePool(config.limits),
+            replies=RunningReplies(slots),
+        )
+        self._inspect = Inspect(self._services, metrics, version=__version__)
+        self._inspect.auth = not config.auth.disabled
+        self._routes = Routes(Generate(self._services), self._inspect)
+        self._server = HttpServer(
+            self, config.server, buffer_bytes_max=config.relay.buffer_bytes_max, clock=clock
+        )
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._pulse: asyncio.Task[None] | None = None
+
+    async def start(self) -> tuple[str, int]:
+        """Listen; returns host and port. Models may still be loading: `/ready` says when they are not.
+
+        Raises:
+            ConfigError: the address cannot be listened on.
+        """
+        address = await self._server.start()
+        self._pulse = asyncio.create_task(self._beat(), name="gateway-pulse")
+        return address
+
+    async def stop(self) -> None:
+        """Drain, then stop: running streams may end within `drain_timeout_s`, the rest get a last error event.
+
+        Backends are left alone: whoever started them drains them afterwards.
+        """
+        self._services.draining = True
+        self._server.begin_drain()
+        await self._drained(self._config.server.drain_timeout_s)
+        self._services.replies.fail_all(Draining("The server is shutting down; this answer is incomplete."))
+        await self._flushed()
+        for task in [*self._tasks, *([self._pulse] if self._pulse else [])]:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._server.stop()
+        self._services.tokenize.close()
+
+    # --- what the HTTP server calls --------------------------------------------------------------
+
+    def refuse(self, head: RequestHead) -> Response | None:
+        """Refuse wrong paths and verbs from the head alone, and keys before their body costs memory."""
+        try:
+            route = self._routes.find(head.path)
+            if head.method == "OPTIONS":
+                return _options(route)
+            route.handler(head.method)
+            if route.access is Access.KEY:
+                self._keys.check(head)
+        except PenstockError as error:
+            return error_response(error)
+        return None
+
+    def handle(self, exchange: Exchange) -> None:
+        """Start answering. One task per request; none per token."""
+        exchange.id = self._ids.take("req")
+        try:
+            route = self._routes.find(exchange.head.path)
+            if exchange.head.method == "OPTIONS":
+                exchange.respond(_options(route))
+                return
+            handler = route.handler(exchange.head.method)
+            caller = self._caller(route, exchange)
+        except PenstockError as error:
+            exchange.respond(error_response(error))
+            return
+        task = asyncio.get_running_loop().create_task(self._run(handler, exchange, caller))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def finished(self, exchange: Exchange) -> None:
+        """Count and log an exchange that is over."""
+        now_ns = self._clock.now_ns()
+        if exchange.status:
+            self._metrics.http_response(exchange.status)
+        if exchange.ending is Ending.DISCONNECTED:
+            self._metrics.client_disconnects.inc()
+        elif exchange.ending is Ending.OVERRUN:
+            self._metrics.slow_client_aborts.inc()
+        record = None
+        if tally := exchange.tally:
+            record = tally.record(now_ns)
+            self._metrics.model(tally.model).request_ended(record)
+        line = AccessLine(
+            method=exchange.head.method,
+            path=exchange.head.path,
+            status=exchange.status or 499,  # nginx's number for a client that left before the answer.
+            duration_ns=now_ns - exchange.started_ns,
+            request_id=exchange.id or None,
+        )
+        if tally and record:
+            line = replace(
+                line,
+                model=tally.model,
+                outcome=record.outcome.value,
+                ttft_ns=record.ttft_ns,
+                prompt_tokens=record.prompt_tokens,
+                cached_tokens=record.cached_tokens,
+                generated_tokens=record.generated_tokens,
+            )
+        self._log.access(line)
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _caller(self, route: Route, exchange: Exchange) -> Caller:
+        if route.access is Access.OPEN:
+            return ANYBODY
+        if route.access is Access.LOCAL_OR_KEY and is_local(exchange.client, exchange.head):
+            return ANYBODY
+        return self._keys.check(exchange.head)
+
+    async def _run(self, handler: Handler, exchange: Exchange, caller: Caller) -> None:
+        try:
+            await handler(exchange, caller)
+        except PenstockError as error:
+            self._failed(exchange, error)
+        except Exception as error:  # noqa: BLE001 - one request's bug must not end the others.
+            self._log.bug("a handler failed", error, request_id=exchange.id)
+            self._failed(exchange, error)
+        finally:
+            exchange.body = b""  # It may be megabytes, and the stream may be long.
+
+    def _failed(self, exchange: Exchange, error: Exception) -> None:
+        if exchange.tally is not None and exchange.tally.outcome is None:
+            exchange.tally.outcome = outcome_of(error)
+        if exchange.streaming:
+            exchange.cut()
+        else:
+            exchange.respond(error_response(error))
+
+    async def _beat(self) -> None:
+        """Heartbeats and the event loop's lag; the only thing here that runs on a timer."""
+        heartbeat_s = self._config.relay.heartbeat_s
+        period_s = tick_s(heartbeat_s)
+        ticks = max(1, round(heartbeat_s / period_s))
+        while True:
+            before_ns = self._clock.now_ns()
+            await asyncio.sleep(period_s)
+            lag_s = (self._clock.now_ns() - before_ns) / NS_PER_S - period_s
+            self._metrics.event_loop_lag.observe(max(0.0, lag_s))
+            self._metrics.connections.set(self._server.num_connections)
+            self._inspect.num_connections = self._server.num_connections
+            if heartbeat_s > 0:
+                self._services.replies.heartbeat(ticks)
+
+    async def _drained(self, timeout_s: float) -> None:
+        """Wait until nothing is in flight, or until the timeout."""
+        deadline_ns = self._clock.now_ns() + int(timeout_s * NS_PER_S)
+        while (self._services.replies or self._tasks) and self._clock.now_ns() < deadline_ns:
+            await asyncio.sleep(0.02)
+
+    async def _flushed(self) -> None:
+        """Give the last bytes a moment to leave."""
+        for _ in range(25):
+            if not self._server.num_connections:
+                return
+            await asyncio.sleep(0.02)
+
+
+def _options(route: Route) -> Response:
+    return Response(status=204, body=b"", headers=((b"allow", ", ".join(route.allowed).encode()),))

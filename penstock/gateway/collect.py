@@ -1,0 +1,156 @@
+"""Answers that are not streamed: collect each choice's output, then answer once."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock.backends.base import Delta, Finish, TextLogprob
+from penstock.errors import PenstockError
+from penstock.gateway.exchange import Response
+from penstock.gateway.http_errors import error_response
+from penstock.gateway.logprobs import chat_logprobs, completion_logprobs
+from penstock.gateway.reply import Context, Reply
+from penstock.protocol.openai import (
+    AnswerMessage,
+    AnswerToolCall,
+    CalledFunction,
+    ChatAnswer,
+    ChatChoice,
+    CompletionAnswer,
+    CompletionChoice,
+)
+from penstock.text.tools import Text, ToolEvent, ToolParser
+from penstock.types import FinishReason
+
+
+class CollectSink:
+    """Keeps one choice's output. Bounded by the request's max_tokens."""
+
+    __slots__ = ("_index", "_reply", "_texts", "logprobs", "reason")
+
+    def __init__(self, reply: Reply, index: int) -> None:
+        self._reply = reply
+        self._index = index
+        self._texts: list[str] = []
+        self.logprobs: list[TextLogprob] = []
+        self.reason = FinishReason.ABORT
+
+    @property
+    def text(self) -> str:
+        """What was generated so far."""
+        return "".join(self._texts)
+
+    def on_delta(self, delta: Delta) -> None:
+        """More output."""
+        if not self._texts:
+            self._reply.first_output()
+        self._texts.append(delta.text)
+        self.logprobs.extend(delta.logprobs)
+
+    def on_finish(self, finish: Finish) -> None:
+        """The end."""
+        self.reason = finish.reason
+        self._reply.choice_finished(self._index, finish)
+
+
+class WholeReply(Reply):
+    """A reply that is one JSON body."""
+
+    __slots__ = ("sinks",)
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.sinks: Sequence[CollectSink] = [CollectSink(self, i) for i in range(self.tally.num_choices)]
+
+    def complete(self) -> None:
+        """Every choice is there: answer."""
+        self.exchange.respond(Response(body=msgspec.json.encode(self.answer())))
+
+    def send_error(self, error: PenstockError) -> None:
+        """Nothing was sent yet, so the status can tell."""
+        self.exchange.respond(error_response(error))
+
+    def answer(self) -> ChatAnswer | CompletionAnswer:
+        """The body."""
+        raise NotImplementedError
+
+
+class WholeChat(WholeReply):
+    """A chat completion in one piece."""
+
+    __slots__ = ("_parsers", "_with_logprobs")
+
+    def __init__(
+        self, context: Context, *, parsers: Sequence[ToolParser | None], with_logprobs: bool
+    ) -> None:
+        super().__init__(context)
+        self._parsers = parsers
+        self._with_logprobs = with_logprobs
+
+    def answer(self) -> ChatAnswer:
+        """The body."""
+        return ChatAnswer(
+            id=self.context.head.id,
+            object="chat.completion",
+            created=self.context.head.created,
+            model=self.context.head.model,
+            system_fingerprint=self.context.head.fingerprint,
+            choices=[self._choice(i, sink) for i, sink in enumerate(self.sinks)],
+            usage=self.tally.usage(),
+        )
+
+    def _choice(self, index: int, sink: CollectSink) -> ChatChoice:
+        parser = self._parsers[index]
+        events: list[ToolEvent] = [Text(sink.text)]
+        if parser is not None:
+            events = [*parser.push(sink.text), *parser.finish()]
+        text = "".join(item.text for item in events if isinstance(item, Text))
+        calls = [
+            AnswerToolCall(
+                id=self.context.ids.take("call"),
+                type="function",
+                function=CalledFunction(name=item.name, arguments=item.arguments_json),
+            )
+            for item in events
+            if not isinstance(item, Text)
+        ]
+        called = bool(calls) and sink.reason is FinishReason.STOP
+        return ChatChoice(
+            index=index,
+            message=AnswerMessage(
+                content=text or (None if calls else ""), refusal=None, tool_calls=calls or None
+            ),
+            logprobs=chat_logprobs(sink.logprobs) if self._with_logprobs else None,
+            finish_reason=(FinishReason.TOOL_CALLS if called else sink.reason).value,
+        )
+
+
+class WholeCompletion(WholeReply):
+    """Plain completions in one piece."""
+
+    __slots__ = ("_echoes", "_with_logprobs")
+
+    def __init__(self, context: Context, *, echoes: Sequence[str], with_logprobs: bool) -> None:
+        super().__init__(context)
+        self._echoes = echoes
+        self._with_logprobs = with_logprobs
+
+    def answer(self) -> CompletionAnswer:
+        """The body."""
+        return CompletionAnswer(
+            id=self.context.head.id,
+            object="text_completion",
+            created=self.context.head.created,
+            model=self.context.head.model,
+            system_fingerprint=self.context.head.fingerprint,
+            choices=[
+                CompletionChoice(
+                    index=i,
+                    text=self._echoes[i] + sink.text,
+                    logprobs=completion_logprobs(sink.logprobs, 0) if self._with_logprobs else None,
+                    finish_reason=sink.reason.value,
+                )
+                for i, sink in enumerate(self.sinks)
+            ],
+            usage=self.tally.usage(),
+        )

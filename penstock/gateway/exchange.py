@@ -1,0 +1,213 @@
+"""One request and its response: what a handler sees of HTTP.
+
+An exchange is answered once: by `respond`, or by `begin_stream`, any number of writes and `end`. If the
+client leaves before that, `on_disconnect` is called at once and everything written later goes nowhere.
+It knows how a response is framed; sockets, parsing and timeouts belong to `connection.py`.
+"""
+
+import enum
+import http
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from email.utils import formatdate
+from typing import Protocol
+
+from penstock.gateway.tally import Tally
+
+JSON = b"application/json"
+EVENTS = b"text/event-stream; charset=utf-8"
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RequestHead:
+    """A request's first line and headers. `path` has no query; header names are in lower case."""
+
+    method: str
+    path: str
+    headers: Mapping[bytes, bytes]
+    version: str = "1.1"
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Response:
+    """A whole response."""
+
+    body: bytes
+    status: int = 200
+    content_type: bytes = JSON
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+
+class Ending(enum.StrEnum):
+    """How an exchange ended, for logs and metrics."""
+
+    ANSWERED = "answered"
+    DISCONNECTED = "disconnected"  # The client left first.
+    OVERRUN = "overrun"  # The client read too slowly and its buffer was full.
+    CUT = "cut"  # The server gave up in the middle of a stream.
+
+
+class Wire(Protocol):
+    """What an exchange needs of its connection."""
+
+    paused: bool
+    """The client does not keep up; the transport is buffering."""
+
+    def write(self, data: bytes) -> None:
+        """Give bytes to the transport."""
+        ...
+
+    def buffered_bytes(self) -> int:
+        """Bytes that the kernel has not taken yet."""
+        ...
+
+    def response_done(self, *, keep_alive: bool) -> None:
+        """The response is complete; the next request may come, or the connection closes."""
+        ...
+
+    def cut(self) -> None:
+        """Close now and throw away what is buffered."""
+        ...
+
+
+class Exchange:
+    """A request in the hands of a handler, and the way back to the client."""
+
+    __slots__ = (
+        "_buffer_max", "_chunked", "_keep_alive", "_on_finished", "_wire", "body", "client", "ending", "head", "id",
+        "idle_ticks", "is_open", "on_disconnect", "started_ns", "status", "streaming", "tally",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        head: RequestHead,
+        wire: Wire,
+        *,
+        client: str,
+        buffer_bytes_max: int,
+        on_finished: Callable[["Exchange"], None],
+    ) -> None:
+        self.head = head
+        self.client = client
+        self.body = b""
+        self.id = ""
+        self.tally: Tally | None = None
+        """Set by handlers that generate."""
+        self.started_ns = 0
+        self.status = 0
+        self.streaming = False
+        self.idle_ticks = 0
+        """Heartbeat ticks since the last write."""
+        self.is_open = True
+        """Whether writing still makes sense."""
+        self.ending: Ending | None = None
+        self.on_disconnect: Callable[[], None] | None = None
+        self._wire = wire
+        self._buffer_max = buffer_bytes_max
+        self._on_finished = on_finished
+        self._keep_alive = True
+        self._chunked = False
+
+    @property
+    def keep_alive(self) -> bool:
+        """Whether the connection may carry another request after this one."""
+        return self._keep_alive
+
+    def close_after(self) -> None:
+        """Close the connection once this is answered. Idempotent."""
+        self._keep_alive = False
+
+    def respond(self, response: Response) -> None:
+        """Answer with a whole response, whose length is known."""
+        if not self.is_open:
+            return
+        assert not self.streaming, "the response has started"
+        self.status = response.status
+        head = self._head(response.status, response.content_type, response.headers)
+        length = b"" if response.status == 204 else b"content-length: %d\r\n" % len(response.body)
+        body = b"" if self.head.method == "HEAD" else response.body
+        self._wire.write(b"%b%b\r\n%b" % (head, length, body))
+        self._finish(Ending.ANSWERED)
+
+    def begin_stream(self) -> None:
+        """Send the head of a 200 event stream."""
+        if not self.is_open:
+            return
+        assert not self.streaming, "the response has started"
+        self.status, self.streaming = 200, True
+        self._chunked = self.head.version == "1.1"
+        if not self._chunked:
+            self._keep_alive = False  # HTTP/1.0 has no chunks: the end of the connection is the end.
+        head = self._head(200, EVENTS, ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")))
+        self._wire.write(head + (b"transfer-encoding: chunked\r\n\r\n" if self._chunked else b"\r\n"))
+
+    def write(self, data: bytes) -> None:
+        """Send a piece of the stream. Over the buffer's bound the exchange ends, as if the client had left."""
+        if not self.is_open:
+            return
+        self.idle_ticks = 0
+        wire = self._wire
+        wire.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        if wire.paused and wire.buffered_bytes() > self._buffer_max:
+            self._lost(Ending.OVERRUN)
+            wire.cut()
+
+    def end(self, data: bytes = b"") -> None:
+        """Send the last piece and finish the stream."""
+        if not self.is_open:
+            return
+        if self._chunked:
+            piece = b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+            self._wire.write(piece + b"0\r\n\r\n")
+        elif data:
+            self._wire.write(data)
+        self._finish(Ending.ANSWERED)
+
+    def end_broken(self, data: bytes) -> None:
+        """Finish a stream that failed: send `data`, then close the connection."""
+        self._keep_alive = False
+        self.end(data)
+
+    def disconnected(self) -> None:
+        """The connection is gone (called by it)."""
+        if self.is_open:
+            self._lost(Ending.DISCONNECTED)
+
+    def cut(self) -> None:
+        """Give up: close the connection in the middle of the response."""
+        if self.is_open:
+            self._lost(Ending.CUT)
+            self._wire.cut()
+
+    def _finish(self, ending: Ending) -> None:
+        self.is_open, self.ending = False, ending
+        self._on_finished(self)
+        self._wire.response_done(keep_alive=self._keep_alive)
+
+    def _lost(self, ending: Ending) -> None:
+        self.is_open, self.ending = False, ending
+        if self.on_disconnect is not None:
+            self.on_disconnect()
+        self._on_finished(self)
+
+    def _head(self, status: int, content_type: bytes, headers: tuple[tuple[bytes, bytes], ...]) -> bytes:
+        lines = [b"HTTP/1.1 %d %b" % (status, _PHRASES.get(status, b"Unknown"))]
+        if status != 204:
+            lines.append(b"content-type: " + content_type)
+        if self.id:
+            lines.append(b"x-request-id: " + self.id.encode())
+        lines.extend(b"%b: %b" % header for header in headers)
+        if not self._keep_alive:
+            lines.append(b"connection: close")
+        elif self.head.version != "1.1":
+            lines.append(b"connection: keep-alive")
+        lines.append(b"")
+        return b"\r\n".join(lines)
+
+
+def http_date(wall_s: int) -> bytes:
+    """A `Date` header's value (RFC 9110, section 5.6.7)."""
+    return formatdate(wall_s, usegmt=True).encode()
+
+
+_PHRASES = {status.value: status.phrase.encode() for status in http.HTTPStatus}

@@ -1,0 +1,231 @@
+"""The two endpoints that generate: `/v1/chat/completions` and `/v1/completions`.
+
+Each reads its request, finds the model, makes prompt tokens, checks that they fit, takes slots, and starts a
+reply with one sink per choice. After that everything is pushed (reply.py, relay.py, collect.py).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.backends.base import GenerateRequest, Sink
+from penstock.clock import NS_PER_S
+from penstock.gateway.auth import Caller
+from penstock.gateway.collect import WholeChat, WholeCompletion
+from penstock.gateway.exchange import Exchange
+from penstock.gateway.models import ServedModel
+from penstock.gateway.prepare import (
+    chat_max_tokens,
+    chat_prompt,
+    choice_seed,
+    completion_max_tokens,
+    completion_prompt,
+    sampling,
+)
+from penstock.gateway.relay import ChatSink, CompletionLogprobsSink, StreamReply, TextSink
+from penstock.gateway.reply import Context, Reply
+from penstock.gateway.services import Services
+from penstock.gateway.tally import Tally
+from penstock.protocol.openai import ChatRequest, CompletionRequest, GenerationRequest
+from penstock.protocol.openai_validate import parse_chat, parse_completion, prompts_of
+from penstock.protocol.stream import ChatChunks, CompletionChunks, StreamHead
+from penstock.protocol.worker import ModelInfo
+from penstock.rng import fresh_seed
+from penstock.telemetry.catalog import Endpoint
+from penstock.types import RequestId
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class _Job:
+    """A request that has been checked against its model, and is ready to start."""
+
+    exchange: Exchange
+    caller: Caller
+    model: ServedModel
+    request: GenerationRequest
+    answer_id: str
+    prompts: Sequence[tuple[int, ...]]
+    max_tokens: Sequence[int]
+    """By prompt."""
+    logprobs: int | None
+
+    @property
+    def choices_per_prompt(self) -> int:
+        return self.request.n or 1
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.choices_per_prompt
+
+
+class Generate:
+    """The endpoints, over the services they share."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def chat(self, exchange: Exchange, caller: Caller) -> None:
+        """`POST /v1/chat/completions`."""
+        request = parse_chat(exchange.body, self._services.config.limits)
+        model, info = self._open(exchange, request, Endpoint.CHAT)
+        prompt = await self._services.tokenize.run(len(exchange.body), lambda: chat_prompt(model, request))
+        job = _Job(
+            exchange=exchange,
+            caller=caller,
+            model=model,
+            request=request,
+            answer_id=self._services.ids.take("chatcmpl"),
+            prompts=[prompt],
+            max_tokens=[chat_max_tokens(request, len(prompt), info)],
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        )
+        context = self._context(job)
+        reply, sinks = _chat_stream(context, job) if request.stream else _chat_whole(context, job)
+        self._start(job, reply, sinks)
+
+    async def completions(self, exchange: Exchange, caller: Caller) -> None:
+        """`POST /v1/completions`."""
+        limits = self._services.config.limits
+        request = parse_completion(exchange.body, limits)
+        model, info = self._open(exchange, request, Endpoint.COMPLETIONS)
+        texts = prompts_of(request, limits)
+        special = request.add_special_tokens is not False
+        prompts = await self._services.tokenize.run(
+            len(exchange.body),
+            lambda: [completion_prompt(model, text, info, add_special_tokens=special) for text in texts],
+        )
+        job = _Job(
+            exchange=exchange,
+            caller=caller,
+            model=model,
+            request=request,
+            answer_id=self._services.ids.take("cmpl"),
+            prompts=prompts,
+            max_tokens=[completion_max_tokens(request, len(prompt), info) for prompt in prompts],
+            logprobs=request.logprobs,
+        )
+        context = self._context(job)
+        echoes = _echoes(model, request, texts)
+        kind = _completion_stream if request.stream else _completion_whole
+        self._start(job, *kind(context, job, echoes))
+
+    def _open(
+        self, exchange: Exchange, request: GenerationRequest, endpoint: Endpoint
+    ) -> tuple[ServedModel, ModelInfo]:
+        self._services.check_draining()
+        model = self._services.models.get(request.model)
+        exchange.tally = Tally(model=model.name, endpoint=endpoint, started_ns=exchange.started_ns)
+        return model, model.info()
+
+    def _context(self, job: _Job) -> Context:
+        """Take the slots, then make what the reply is given."""
+        services, tally, options = self._services, job.exchange.tally, job.request.stream_options
+        assert tally is not None
+        tally.num_choices, tally.choices_per_prompt = job.num_choices, job.choices_per_prompt
+        head = StreamHead(
+            id=job.answer_id,
+            created=services.clock.wall_ns() // NS_PER_S,
+            model=job.model.name,
+            fingerprint=job.model.fingerprint(),
+            include_usage=bool(options and options.include_usage),
+        )
+        return Context(
+            exchange=job.exchange,
+            tally=tally,
+            clock=services.clock,
+            owner=services.replies,
+            head=head,
+            ids=services.ids,
+        )
+
+    def _start(self, job: _Job, reply: Reply, sinks: Sequence[Sink]) -> None:
+        self._services.check_draining()  # It may have begun while the prompt was tokenized.
+        self._services.slots.take(job.num_choices)
+        self._services.replies.add(reply)
+        reply.start(job.model.backend, list(zip(_requests(job), sinks, strict=True)))
+
+
+def _requests(job: _Job) -> list[GenerateRequest]:
+    """One stream for each choice of each prompt, in the order of their indexes."""
+    request, stop, found = job.request, _stops(job.request), list[GenerateRequest]()
+    for prompt, max_tokens in zip(job.prompts, job.max_tokens, strict=True):
+        seed = fresh_seed() if request.seed is None else request.seed
+        for choice in range(job.choices_per_prompt):
+            found.append(
+                GenerateRequest(
+                    request_id=RequestId(f"{job.answer_id}-{len(found)}"),
+                    prompt_token_ids=prompt,
+                    sampling=sampling(
+                        job.model,
+                        request,
+                        max_tokens=max_tokens,
+                        logprobs=job.logprobs,
+                        seed=choice_seed(seed, choice),
+                    ),
+                    stop=stop,
+                    include_stop=bool(request.include_stop_str_in_output),
+                    # The tags around a tool call are special tokens in some vocabularies.
+                    skip_special_tokens=request.skip_special_tokens is not False and not _uses_tools(request),
+                    cache_salt=job.caller.cache_salt,
+                    fairness_key=job.caller.fairness_key,
+                )
+            )
+    return found
+
+
+def _stops(request: GenerationRequest) -> tuple[str, ...]:
+    if request.stop is None:
+        return ()
+    return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+
+
+def _uses_tools(request: GenerationRequest) -> bool:
+    return isinstance(request, ChatRequest) and bool(request.tools) and request.tool_choice != "none"
+
+
+def _chat_stream(context: Context, job: _Job) -> tuple[Reply, Sequence[Sink]]:
+    reply = StreamReply(context, ChatChunks.KIND)
+    tools, logprobs = _uses_tools(job.request), job.logprobs is not None
+    sinks: list[Sink] = []
+    for i in range(job.num_choices):
+        chunks = ChatChunks(context.head, i)
+        if tools or logprobs:
+            parser = job.model.tool_parser() if tools else None
+            sinks.append(ChatSink(reply, chunks, i, logprobs=logprobs, parser=parser))
+        else:
+            sinks.append(TextSink(reply, chunks, i, chunks.role()))
+    return reply, sinks
+
+
+def _chat_whole(context: Context, job: _Job) -> tuple[Reply, Sequence[Sink]]:
+    tools = _uses_tools(job.request)
+    parsers = [job.model.tool_parser() if tools else None for _ in range(job.num_choices)]
+    reply = WholeChat(context, parsers=parsers, with_logprobs=job.logprobs is not None)
+    return reply, reply.sinks
+
+
+def _completion_stream(context: Context, job: _Job, echoes: Sequence[str]) -> tuple[Reply, Sequence[Sink]]:
+    reply = StreamReply(context, CompletionChunks.KIND)
+    sinks: list[Sink] = []
+    for i in range(job.num_choices):
+        chunks = CompletionChunks(context.head, i)
+        if job.logprobs is not None:
+            sinks.append(CompletionLogprobsSink(reply, chunks, i))
+        else:
+            echo = echoes[i // job.choices_per_prompt]
+            sinks.append(TextSink(reply, chunks, i, chunks.text(echo) if echo else b""))
+    return reply, sinks
+
+
+def _completion_whole(context: Context, job: _Job, echoes: Sequence[str]) -> tuple[Reply, Sequence[Sink]]:
+    by_choice = [echoes[i // job.choices_per_prompt] for i in range(job.num_choices)]
+    reply = WholeCompletion(context, echoes=by_choice, with_logprobs=job.logprobs is not None)
+    return reply, reply.sinks
+
+
+def _echoes(model: ServedModel, request: CompletionRequest, prompts: Sequence[str | list[int]]) -> list[str]:
+    """The text that goes in front of each prompt's answers."""
+    if not request.echo:
+        return [""] * len(prompts)
+    return [
+        p if isinstance(p, str) else model.tokenizer.decode(p, skip_special_tokens=False) for p in prompts
+    ]

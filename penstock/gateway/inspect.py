@@ -1,0 +1,193 @@
+"""The endpoints that look: models, tokens, health, readiness, metrics, status and the landing page."""
+
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+
+from penstock.clock import NS_PER_S
+from penstock.errors import InvalidRequest
+from penstock.gateway.auth import Caller
+from penstock.gateway.exchange import Exchange, Response
+from penstock.gateway.models import ServedModel
+from penstock.gateway.prepare import check_token_ids, render
+from penstock.gateway.services import Services
+from penstock.protocol.openai import DetokenizeAnswer, ModelList, TokenizeAnswer, TokenizeRequest
+from penstock.protocol.openai_validate import parse_detokenize, parse_tokenize
+from penstock.protocol.worker import ModelInfo, Stats
+from penstock.telemetry.metrics import CONTENT_TYPE, Metrics
+
+STATIC = Path(__file__).parent / "static"
+# The page brings its own style and script and may talk to this server only.
+_CONTENT_POLICY = (
+    b"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
+    b"connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+PAGE_HEADERS = (
+    (b"content-security-policy", _CONTENT_POLICY),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+)
+
+
+class ModelState(msgspec.Struct, frozen=True, kw_only=True):
+    """One model in `/ready` and `/status.json`."""
+
+    name: str
+    ready: bool
+    stage: str
+    done: int
+    total: int
+    progress: float | None
+    """From 0 to 1; null if it cannot be said."""
+    restarts: int
+    notes: list[str]
+    info: ModelInfo | None = None
+    stats: Stats | None = None
+
+
+class Readiness(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /ready`."""
+
+    status: str
+    models: list[ModelState]
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /status.json`: the landing page's live numbers."""
+
+    version: str
+    uptime_s: float
+    connections: int
+    streams: int
+    draining: bool
+    auth: bool
+    models: list[ModelState]
+
+
+class Inspect:
+    """The endpoints, over the services they share."""
+
+    def __init__(self, services: Services, metrics: Metrics, *, version: str) -> None:
+        self._services = services
+        self._metrics = metrics
+        self._version = version
+        self._started_ns = services.clock.now_ns()
+        self._page = (STATIC / "index.html").read_bytes()
+        self._restarts: dict[str, int] = {}
+        self.num_connections = 0
+        self.auth = False
+
+    async def list_models(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /v1/models`."""
+        _answer(exchange, ModelList(data=[model.card() for model in self._services.models]))
+
+    async def show_model(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /v1/models/{id}`. The id may hold slashes."""
+        name = unquote(exchange.head.path.removeprefix("/v1/models/"))
+        _answer(exchange, self._services.models.get(name).card())
+
+    async def tokenize(self, exchange: Exchange, caller: Caller) -> None:
+        """`POST /v1/tokenize`."""
+        request = parse_tokenize(exchange.body, self._services.config.limits)
+        model = self._services.models.get(request.model)
+        info = model.info()
+        tokens = await self._services.tokenize.run(len(exchange.body), lambda: _tokens(model, request))
+        _answer(
+            exchange, TokenizeAnswer(count=len(tokens), max_model_len=info.max_model_len, tokens=list(tokens))
+        )
+
+    async def detokenize(self, exchange: Exchange, caller: Caller) -> None:
+        """`POST /v1/detokenize`."""
+        request = parse_detokenize(exchange.body)
+        model = self._services.models.get(request.model)
+        check_token_ids(request.tokens, model.info().vocab_size, "tokens")
+        text = await self._services.tokenize.run(
+            len(exchange.body), lambda: model.tokenizer.decode(request.tokens, skip_special_tokens=False)
+        )
+        _answer(exchange, DetokenizeAnswer(prompt=text))
+
+    async def health(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /health`: this process answers."""
+        exchange.respond(Response(body=b'{"status":"ok"}'))
+
+    async def ready(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /ready`: 200 once every model takes requests, else 503 and why."""
+        models = [_state(model) for model in self._services.models]
+        word = "ready" if all(model.ready for model in models) else "loading"
+        if self._services.draining:
+            word = "draining"
+        body = msgspec.json.encode(Readiness(status=word, models=models))
+        exchange.respond(Response(status=200 if word == "ready" else 503, body=body))
+
+    async def metrics(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /metrics`, with the engines' numbers as of now."""
+        for model in self._services.models:
+            self._follow(model)
+        self._metrics.streams.set(self._services.slots.taken)
+        exchange.respond(Response(body=self._metrics.render(), content_type=CONTENT_TYPE.encode()))
+
+    async def status(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /status.json`."""
+        services = self._services
+        status = Status(
+            version=self._version,
+            uptime_s=round((services.clock.now_ns() - self._started_ns) / NS_PER_S, 1),
+            connections=self.num_connections,
+            streams=services.slots.taken,
+            draining=services.draining,
+            auth=self.auth,
+            models=[_state(model) for model in services.models],
+        )
+        _answer(exchange, status)
+
+    async def landing(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /`: a page for people."""
+        exchange.respond(
+            Response(body=self._page, content_type=b"text/html; charset=utf-8", headers=PAGE_HEADERS)
+        )
+
+    def _follow(self, model: ServedModel) -> None:
+        status, metrics = model.backend.status, self._metrics.model(model.name)
+        metrics.worker_ready(status.ready)
+        if status.stats is not None:
+            metrics.engine_stats(status.stats)
+        for _ in range(status.restarts - self._restarts.get(model.name, 0)):
+            metrics.engine_restarted()
+        self._restarts[model.name] = status.restarts
+
+
+def _tokens(model: ServedModel, request: TokenizeRequest) -> tuple[int, ...]:
+    if request.prompt is not None:
+        special = request.add_special_tokens is not False
+        return model.tokenizer.encode(request.prompt, add_special_tokens=special)
+    if request.messages is None:
+        raise InvalidRequest("Give exactly one of 'prompt' and 'messages'.", param="prompt")
+    return render(
+        model,
+        request.messages,
+        tools=request.tools,
+        add_generation_prompt=request.add_generation_prompt is not False,
+        extra=request.chat_template_kwargs,
+    )
+
+
+def _state(model: ServedModel) -> ModelState:
+    status = model.backend.status
+    return ModelState(
+        name=model.name,
+        ready=status.ready,
+        stage=status.stage,
+        done=status.done,
+        total=status.total,
+        progress=round(status.done / status.total, 3) if status.total else None,
+        restarts=status.restarts,
+        notes=list(status.notes),
+        info=status.info,
+        stats=status.stats,
+    )
+
+
+def _answer(exchange: Exchange, shape: Any) -> None:  # noqa: ANN401
+    exchange.respond(Response(body=msgspec.json.encode(shape)))

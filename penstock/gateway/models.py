@@ -1,0 +1,83 @@
+"""The models that this gateway serves, by the name that clients use."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from penstock.backends.base import Backend
+from penstock.errors import NotFound, WorkerUnavailable
+from penstock.protocol.openai import ModelCard
+from penstock.protocol.worker import ModelInfo
+from penstock.text.chat import ChatTemplate
+from penstock.text.tokenizer import Tokenizer
+from penstock.text.tools import HermesToolParser, ToolParser
+from penstock.types import ModelName
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ServedModel:
+    """One model: who computes it, and how its text becomes tokens."""
+
+    name: ModelName
+    backend: Backend
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    created_s: int
+    """When it was loaded, in seconds since the epoch."""
+    tool_parser: Callable[[], ToolParser] = HermesToolParser
+    """Makes one answer's parser of tool calls."""
+
+    def info(self) -> ModelInfo:
+        """What the worker said of itself.
+
+        Raises:
+            WorkerUnavailable: it is not ready.
+        """
+        status = self.backend.status
+        if not status.ready or status.info is None:
+            raise WorkerUnavailable(f"The model '{self.name}' is not ready: {status.stage}.")
+        return status.info
+
+    def card(self) -> ModelCard:
+        """Its entry in `/v1/models`."""
+        info = self.backend.status.info
+        return ModelCard(
+            id=self.name,
+            created=self.created_s,
+            max_model_len=info.max_model_len if info is not None else None,
+        )
+
+    def fingerprint(self) -> str:
+        """OpenAI's `system_fingerprint`: changes when the same seed may give another answer."""
+        info = self.backend.status.info
+        what = f"{self.name}/{info.architecture}/{info.dtype}/{info.num_parameters}" if info else self.name
+        return "fp_" + hashlib.blake2b(what.encode(), digest_size=5).hexdigest()
+
+
+class ModelTable:
+    """Finds a model by name."""
+
+    def __init__(self, models: Mapping[ModelName, ServedModel]) -> None:
+        self._models = dict(models)
+
+    def __iter__(self):  # noqa: ANN204
+        return iter(self._models.values())
+
+    def get(self, name: str | None) -> ServedModel:
+        """The model of this name; without a name the only one, where there is only one.
+
+        Raises:
+            NotFound: there is no such model.
+        """
+        if name is None and len(self._models) == 1:
+            return next(iter(self._models.values()))
+        model = self._models.get(ModelName(name or ""))
+        if model is None:
+            known = ", ".join(f"'{known}'" for known in list(self._models)[:8])
+            shown = (name or "")[:64]
+            raise NotFound(
+                f"The model '{shown}' does not exist. This server has {known}.",
+                param="model",
+                code="model_not_found",
+            )
+        return model

@@ -1,0 +1,192 @@
+"""The hot path: from a worker's output to bytes on the client's connection, as server-sent events.
+
+One sink per choice writes straight to the transport from `on_delta`. There is no queue, task or timer per
+stream: what the client has not read is in the transport's buffer, whose bound is checked at every write
+(exchange.py). docs/design/002 has the measurements.
+
+The response's head is held back until the first output, so that a worker which fails before it is an honest
+503 and not a broken 200. A heartbeat sends it too, if the first output takes long.
+"""
+
+import msgspec
+
+from penstock.backends.base import Delta, Finish
+from penstock.errors import PenstockError
+from penstock.gateway.http_errors import error_body, error_response
+from penstock.gateway.logprobs import chat_logprobs, completion_logprobs
+from penstock.gateway.reply import Context, Reply
+from penstock.protocol.openai import AnswerToolCall, CalledFunction
+from penstock.protocol.sse import DONE, HEARTBEAT, event
+from penstock.protocol.stream import ChatChunks, CompletionChunks
+from penstock.rng import IdSource
+from penstock.text.tools import ToolCall, ToolEvent, ToolParser
+from penstock.types import FinishReason
+
+_encode = msgspec.json.Encoder().encode
+
+
+class StreamReply(Reply):
+    """A reply that streams."""
+
+    __slots__ = ("_kind",)
+
+    def __init__(self, context: Context, kind: str) -> None:
+        """`kind` is the chunks' `object`."""
+        super().__init__(context)
+        self._kind = kind
+
+    def begin(self) -> None:
+        """A choice has its first output: the response must have begun."""
+        self.first_output()
+        if not self.exchange.streaming:
+            self.exchange.begin_stream()
+
+    def heartbeat(self, ticks: int) -> None:
+        """Send a comment if nothing was sent for `ticks` calls."""
+        exchange = self.exchange
+        exchange.idle_ticks += 1
+        if exchange.idle_ticks >= ticks and not self._is_over:
+            if not exchange.streaming:
+                exchange.begin_stream()
+            exchange.write(HEARTBEAT)
+
+    def complete(self) -> None:
+        """The end of a stream that went well."""
+        usage = b""
+        if self.context.head.include_usage:
+            usage = self.context.head.usage_event(self._kind, self.tally.usage())
+        self.exchange.end(usage + DONE)
+
+    def send_error(self, error: PenstockError) -> None:
+        """A status if there is still time for one, else a last event and a closed connection."""
+        if self.exchange.streaming:
+            self.exchange.end_broken(event(error_body(error)))
+        else:
+            self.exchange.respond(error_response(error))
+
+
+class TextSink:
+    """Plain text of one choice: the case that is nearly all of the traffic."""
+
+    __slots__ = ("_began", "_exchange", "_finish", "_index", "_opening", "_prefix", "_reply", "_suffix")
+
+    def __init__(
+        self, reply: StreamReply, chunks: ChatChunks | CompletionChunks, index: int, opening: bytes
+    ) -> None:
+        """`opening` goes out before the first output: the role, or an echo of the prompt."""
+        self._reply = reply
+        self._exchange = reply.exchange
+        self._index = index
+        self._opening = opening
+        self._prefix, self._suffix = chunks.prefix, chunks.suffix
+        self._finish = chunks.finish
+        self._began = False
+
+    def on_delta(self, delta: Delta) -> None:
+        """More output."""
+        if not self._began:
+            self._begin()
+        if delta.text:
+            self._exchange.write(self._prefix + _encode(delta.text) + self._suffix)
+
+    def on_finish(self, finish: Finish) -> None:
+        """The end."""
+        if finish.reason not in (FinishReason.ERROR, FinishReason.ABORT):
+            if not self._began:
+                self._begin()
+            self._exchange.write(self._finish(finish.reason.value))
+        self._reply.choice_finished(self._index, finish)
+
+    def _begin(self) -> None:
+        self._began = True
+        self._reply.begin()
+        if self._opening:
+            self._exchange.write(self._opening)
+
+
+class ChatSink(TextSink):
+    """A chat choice with log-probabilities, tool calls or both."""
+
+    __slots__ = ("_chunks", "_ids", "_logprobs", "_num_calls", "_parser")
+
+    def __init__(
+        self,
+        reply: StreamReply,
+        chunks: ChatChunks,
+        index: int,
+        *,
+        logprobs: bool,
+        parser: ToolParser | None,
+    ) -> None:
+        super().__init__(reply, chunks, index, chunks.role())
+        self._chunks = chunks
+        self._logprobs = logprobs
+        self._parser = parser
+        self._ids = reply.context.ids
+        self._num_calls = 0
+
+    def on_delta(self, delta: Delta) -> None:
+        """More output. Log-probabilities travel with the text that is shown now, even if that is none."""
+        if not self._began:
+            self._begin()
+        events = [delta.text] if self._parser is None else self._parser.push(delta.text)
+        text = "".join(_prose(item) for item in events)
+        if self._logprobs and delta.logprobs:
+            self._exchange.write(self._chunks.text_with_logprobs(text, chat_logprobs(delta.logprobs)))
+        elif text:
+            self._exchange.write(self._chunks.text(text))
+        self._send_calls(events)
+
+    def on_finish(self, finish: Finish) -> None:
+        """The end; a choice that called a tool says so."""
+        if self._parser is not None and finish.reason not in (FinishReason.ERROR, FinishReason.ABORT):
+            if not self._began:
+                self._begin()
+            events = self._parser.finish()
+            if text := "".join(_prose(item) for item in events):
+                self._exchange.write(self._chunks.text(text))
+            self._send_calls(events)
+            if self._num_calls and finish.reason is FinishReason.STOP:
+                finish = Finish(reason=FinishReason.TOOL_CALLS, usage=finish.usage)
+        super().on_finish(finish)
+
+    def _send_calls(self, events: "list[ToolEvent] | list[str]") -> None:
+        for item in events:
+            if isinstance(item, ToolCall):
+                self._num_calls += 1
+                self._exchange.write(self._chunks.tool_call(streamed_call(item, self._ids)))
+
+
+class CompletionLogprobsSink(TextSink):
+    """A plain completion's choice with log-probabilities."""
+
+    __slots__ = ("_chunks", "_offset")
+
+    def __init__(self, reply: StreamReply, chunks: CompletionChunks, index: int) -> None:
+        super().__init__(reply, chunks, index, b"")
+        self._chunks = chunks
+        self._offset = 0
+
+    def on_delta(self, delta: Delta) -> None:
+        """More output."""
+        if not self._began:
+            self._begin()
+        shown = completion_logprobs(delta.logprobs, self._offset)
+        self._offset += sum(len(token) for token in shown.tokens)
+        self._exchange.write(self._chunks.text_with_logprobs(delta.text, shown))
+
+
+def streamed_call(call: ToolCall, ids: IdSource) -> AnswerToolCall:
+    """A whole call in one chunk: the parser gives calls only once they are valid."""
+    return AnswerToolCall(
+        index=call.index,
+        id=ids.take("call"),
+        type="function",
+        function=CalledFunction(name=call.name, arguments=call.arguments_json),
+    )
+
+
+def _prose(item: ToolEvent | str) -> str:
+    if isinstance(item, str):
+        return item
+    return "" if isinstance(item, ToolCall) else item.text

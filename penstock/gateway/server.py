@@ -1,0 +1,90 @@
+"""The listening socket and its connections: accept, watch their deadlines, drain.
+
+Knows connections, not requests; what answers them is the application it is given.
+"""
+
+import asyncio
+
+from penstock.clock import Clock
+from penstock.config.tree import ServerConfig
+from penstock.errors import ConfigError
+from penstock.gateway.connection import Application, Connection, Surroundings
+
+BACKLOG = 2048
+TICK_S_MAX = 1.0
+
+
+class HttpServer:
+    """One listening address. Made, started and stopped by the gateway."""
+
+    def __init__(
+        self, app: Application, config: ServerConfig, *, buffer_bytes_max: int, clock: Clock
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._connections: set[Connection] = set()
+        self._surroundings = Surroundings(
+            app=app,
+            config=config,
+            buffer_bytes_max=buffer_bytes_max,
+            clock=clock,
+            connections=self._connections,
+        )
+        self._listener: asyncio.Server | None = None
+        self._tick: asyncio.TimerHandle | None = None
+        self._tick_s = tick_s(config.header_timeout_s, config.body_timeout_s, config.keepalive_timeout_s)
+
+    @property
+    def num_connections(self) -> int:
+        """Open connections, idle ones included."""
+        return len(self._connections)
+
+    async def start(self) -> tuple[str, int]:
+        """Listen. Returns the address, with the port that was taken if 0 was asked for.
+
+        Raises:
+            ConfigError: the address cannot be listened on.
+        """
+        loop = asyncio.get_running_loop()
+        host, port = self._config.host, self._config.port
+        try:
+            self._listener = await loop.create_server(
+                lambda: Connection(self._surroundings), host, port, backlog=BACKLOG
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"server: cannot listen on {host} port {port}: {error.strerror or error}"
+            ) from error
+        self._tick = loop.call_later(self._tick_s, self._on_tick)
+        bound = self._listener.sockets[0].getsockname()
+        return str(bound[0]), int(bound[1])
+
+    def begin_drain(self) -> None:
+        """Accept nothing new, close idle connections, and let the others close after their answer."""
+        self._surroundings.draining = True
+        if self._listener is not None:
+            self._listener.close()
+        for connection in list(self._connections):
+            connection.drain()
+
+    async def stop(self) -> None:
+        """Cut every connection that is left and release the socket."""
+        self.begin_drain()
+        if self._tick is not None:
+            self._tick.cancel()
+        for connection in list(self._connections):
+            connection.cut()
+        if self._listener is not None:
+            await self._listener.wait_closed()
+
+    def _on_tick(self) -> None:
+        now_ns = self._clock.now_ns()
+        for connection in list(self._connections):
+            connection.check_deadline(now_ns)
+        self._tick = asyncio.get_running_loop().call_later(self._tick_s, self._on_tick)
+
+
+def tick_s(*timeouts_s: float) -> float:
+    """How often to look at deadlines: often enough that the shortest is kept within a quarter."""
+    shortest = min((timeout for timeout in timeouts_s if timeout > 0), default=TICK_S_MAX)
+    return min(TICK_S_MAX, shortest / 4)

@@ -1,0 +1,85 @@
+"""What one generation request used and how it went: the source of its metrics and of its line in the access log."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from penstock.errors import ClientError, Overloaded, WorkerUnavailable
+from penstock.protocol.openai import CachedTokens, UsageBody
+from penstock.telemetry.catalog import Endpoint, Outcome
+from penstock.telemetry.metrics import RequestRecord
+from penstock.types import FinishReason, Usage
+
+_OUTCOMES: Mapping[FinishReason, Outcome] = {
+    FinishReason.STOP: Outcome.STOP,
+    FinishReason.LENGTH: Outcome.LENGTH,
+    FinishReason.TOOL_CALLS: Outcome.TOOL_CALLS,
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """Filled while the request runs. Times are the gateway's clock in nanoseconds."""
+
+    model: str
+    endpoint: Endpoint
+    num_choices: int = 1
+    choices_per_prompt: int = 1
+    started_ns: int
+    first_ns: int | None = None
+    """When the first output of any choice came."""
+    ended_ns: int | None = None
+    outcome: Outcome | None = None
+    usages: dict[int, Usage] = field(default_factory=dict[int, Usage])
+    """By index of the choice."""
+
+    def finished(self, index: int, reason: FinishReason, usage: Usage) -> None:
+        """A choice is over. The first choice's ending stands for the request, if nothing worse happens."""
+        self.usages[index] = usage
+        if index == 0 and self.outcome is None:
+            self.outcome = _OUTCOMES.get(reason)
+
+    def usage(self) -> UsageBody:
+        """The sum: every prompt once, every choice's answer."""
+        firsts = [usage for i, usage in self.usages.items() if i % self.choices_per_prompt == 0]
+        prompt = sum(usage.prompt_tokens for usage in firsts)
+        completion = sum(usage.completion_tokens for usage in self.usages.values())
+        cached = sum(usage.cached_tokens for usage in firsts)
+        return UsageBody(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=CachedTokens(cached),
+        )
+
+    def ttft_ns(self) -> int | None:
+        """Arrival to first output, if there was one."""
+        return None if self.first_ns is None else self.first_ns - self.started_ns
+
+    def record(self, now_ns: int) -> RequestRecord:
+        """The request as it is counted; `now_ns` is its end."""
+        usage = self.usage()
+        longest = max((u.completion_tokens for u in self.usages.values()), default=0)
+        ended_ns = now_ns if self.ended_ns is None else self.ended_ns
+        tpot_ns = None
+        if self.first_ns is not None and longest > 1:
+            tpot_ns = (ended_ns - self.first_ns) // (longest - 1)
+        return RequestRecord(
+            endpoint=self.endpoint,
+            outcome=self.outcome or Outcome.ERROR,
+            duration_ns=now_ns - self.started_ns,
+            queue_ns=self.usages[0].queue_ns if 0 in self.usages else None,
+            ttft_ns=self.ttft_ns(),
+            tpot_ns=tpot_ns,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.prompt_tokens_details.cached_tokens,
+            generated_tokens=usage.completion_tokens,
+        )
+
+
+def outcome_of(error: Exception) -> Outcome:
+    """How a request that failed with this error is counted."""
+    if isinstance(error, ClientError):
+        return Outcome.REJECTED
+    if isinstance(error, Overloaded | WorkerUnavailable):
+        return Outcome.SHED
+    return Outcome.ERROR

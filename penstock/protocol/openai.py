@@ -1,0 +1,352 @@
+"""The shapes of OpenAI's HTTP API, as this server speaks them: what a request may say and what an answer says.
+
+Field names and nesting are OpenAI's. Extensions that vLLM made common (`top_k`, `min_p`, `ignore_eos`, ...)
+are marked. Fields that change nothing here are accepted and ignored, so that clients written for OpenAI work
+unchanged; anything else unknown is refused. Ranges that need no configuration are in the types, the others
+in `openai_validate`. This module knows no sockets, models or tokens.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+Count = Annotated[int, Meta(ge=1)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+SEED_MAX = 2**63 - 1
+
+
+class _Shape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A closed object: a misspelt field is an error and not a silent default.
+
+    Written out again (for a chat template), it has the fields that the client gave.
+    """
+
+
+# --- requests ------------------------------------------------------------------------------------
+
+
+class StreamOptions(_Shape, frozen=True, kw_only=True):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+    """Send one more chunk, with no choices and the usage, before `[DONE]`."""
+    continuous_usage_stats: Any = None
+    include_obfuscation: Any = None
+
+
+class FunctionSpec(_Shape, frozen=True, kw_only=True):
+    """A function that the model may call; `parameters` is a JSON Schema."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One entry of `tools`. Only functions are supported; other types are refused by name."""
+
+    type: str
+    function: FunctionSpec | None = None
+
+
+class FunctionCall(_Shape, frozen=True, kw_only=True):
+    """The function of a call that an earlier answer made; `arguments` is JSON in a string."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(_Shape, frozen=True, kw_only=True):
+    """A tool call in an assistant message."""
+
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = msgspec.field(default_factory=lambda: "function")
+    index: Any = None
+
+
+class ContentPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One part of a message's content. Open, so that an image is refused as an image."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Message(_Shape, frozen=True, kw_only=True):
+    """One message of the conversation. An answer's own message can be sent back as it came."""
+
+    role: Role
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    function_call: Any = None
+    annotations: Any = None
+    audio: Any = None
+    reasoning_content: Any = None
+
+
+class GenerationRequest(_Shape, frozen=True, kw_only=True):
+    """What chat and plain completions have in common."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Count | None = None
+    stop: str | list[str] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=SEED_MAX)] | None = None
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: dict[str, float] | None = None
+
+    # Extensions, named as in vLLM.
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    """0 and -1 keep every token."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+
+    # Accepted and ignored.
+    user: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    store: Any = None
+
+
+class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[Message]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    tools: list[ToolSpec] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Extension: variables for the model's chat template, such as `enable_thinking`."""
+    add_generation_prompt: bool | None = None
+
+    # Refused when they ask for something.
+    audio: Any = None
+    functions: Any = None
+    function_call: Any = None
+    web_search_options: Any = None
+
+    # Accepted and ignored.
+    moderation: Any = None
+    parallel_tool_calls: Any = None
+    prediction: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    reasoning_effort: Any = None
+    safety_identifier: Any = None
+    verbosity: Any = None
+
+
+class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str | TokenId | list[TokenId]]
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0)] | None = None
+    best_of: Count | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class TokenizeRequest(_Shape, frozen=True, kw_only=True):
+    """`POST /v1/tokenize`, as in vLLM: a prompt, or messages to put through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[ToolSpec] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(_Shape, frozen=True, kw_only=True):
+    """`POST /v1/detokenize`, as in vLLM."""
+
+    tokens: list[TokenId]
+    model: str | None = None
+
+
+# --- answers -------------------------------------------------------------------------------------
+
+
+class CachedTokens(msgspec.Struct, frozen=True):
+    """`prompt_tokens_details`."""
+
+    cached_tokens: int
+
+
+class UsageBody(msgspec.Struct, frozen=True, kw_only=True):
+    """`usage`, summed over all choices; a prompt counts once however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    """One alternative; `bytes` because a token may be part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ContentLogprob(msgspec.Struct, frozen=True):
+    """One generated token with its alternatives, as chat answers show it."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    """`choices[].logprobs` of a chat answer."""
+
+    content: list[ContentLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """`choices[].logprobs` of a plain completion: four lists of equal length."""
+
+    text_offset: list[int]
+    token_logprobs: list[float]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]]
+
+
+class CalledFunction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The function part of a tool call in an answer; streamed chunks leave out what was sent before."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class AnswerToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A tool call in an answer. `index` is set in streams only."""
+
+    index: int | None = None
+    id: str | None = None
+    type: str | None = None
+    function: CalledFunction
+
+
+class AnswerMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`choices[].message`."""
+
+    role: Literal["assistant"] = msgspec.field(default_factory=lambda: "assistant")
+    content: str | None
+    refusal: None
+    tool_calls: list[AnswerToolCall] | None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """`choices[]` of a chat answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+
+
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """`choices[]` of a plain completion."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str
+
+
+class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole answer of `/v1/chat/completions`."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: UsageBody
+
+
+class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole answer of `/v1/completions`."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: UsageBody
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """One model of `/v1/models`. `max_model_len` is vLLM's extension; null until the model is loaded."""
+
+    id: str
+    created: int
+    object: str = "model"
+    owned_by: str = "penstock"
+    max_model_len: int | None = None
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /v1/models`."""
+
+    data: list[ModelCard]
+    object: str = "list"
+
+
+class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """vLLM's answer to `/v1/tokenize`."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class DetokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """vLLM's answer to `/v1/detokenize`."""
+
+    prompt: str
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The inside of every error."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorAnswer(msgspec.Struct, frozen=True):
+    """The error object, as a response body or as the last event of a stream."""
+
+    error: ErrorBody

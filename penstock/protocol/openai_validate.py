@@ -1,0 +1,409 @@
+"""From the bytes of a body to a request that makes sense, or to an error that says what to change.
+
+Types, ranges and unknown fields are checked by msgspec in one pass over the bytes; this module puts its
+findings into OpenAI's words, and checks what a type cannot say: bounds from the configuration, fields that
+exclude one another, and features that exist in OpenAI's API and not here. It knows nothing about models.
+"""
+
+import difflib
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+
+from penstock.config.tree import LimitsConfig
+from penstock.errors import InvalidRequest
+from penstock.protocol.openai import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    Message,
+    TokenizeRequest,
+    ToolSpec,
+)
+
+JSON_DEPTH_MAX = 64
+"""Nesting of free-form JSON (tool schemas); templates and encoders recurse over it."""
+
+T = TypeVar("T")
+_FINDING = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
+_UNKNOWN = re.compile(r"unknown field `(.*)`", re.DOTALL)
+_MISSING = re.compile(r"missing required field `(.*)`")
+_EXPECTED = re.compile(r"^Expected `(.+?)`, got `(.+?)`$")
+_BOUND = re.compile(r"^Expected `(\w+)` (>=|<=|>|<) (\S+)$")
+_LENGTH = re.compile(r"^Expected `(\w+)` of length (>=|<=) (\d+)$")
+_WORDS = {
+    "int": "an integer", "float": "a number", "str": "a string", "bool": "a boolean",
+    "array": "an array", "object": "an object", "null": "null",
+}  # fmt: skip
+_RELATIONS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
+
+_chat = msgspec.json.Decoder(ChatRequest)
+_completion = msgspec.json.Decoder(CompletionRequest)
+_tokenize = msgspec.json.Decoder(TokenizeRequest)
+_detokenize = msgspec.json.Decoder(DetokenizeRequest)
+
+
+def parse_chat(body: bytes, limits: LimitsConfig) -> ChatRequest:
+    """Read and check `/v1/chat/completions`.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    request = _decode(_chat, body)
+    _check_generation(request, limits)
+    check_messages(request.messages, limits)
+    check_tools(request.tools, limits)
+    _check_tool_choice(request)
+    _check_chat_logprobs(request, limits)
+    _check_unsupported_chat(request)
+    _check_depth(request.chat_template_kwargs, "chat_template_kwargs")
+    return request
+
+
+def parse_completion(body: bytes, limits: LimitsConfig) -> CompletionRequest:
+    """Read and check `/v1/completions`.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    request = _decode(_completion, body)
+    _check_generation(request, limits)
+    prompts_of(request, limits)
+    if request.logprobs is not None and request.logprobs > limits.top_logprobs_max:
+        _too_big("logprobs", limits.top_logprobs_max, request.logprobs)
+    if request.suffix:
+        _refuse("'suffix' is not supported.", "suffix")
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        _refuse("'best_of' other than 'n' is not supported.", "best_of")
+    if request.echo and request.logprobs is not None:
+        _refuse("'echo' together with 'logprobs' is not supported yet.", "echo")
+    return request
+
+
+def parse_tokenize(body: bytes, limits: LimitsConfig) -> TokenizeRequest:
+    """Read and check `/v1/tokenize`: exactly one of `prompt` and `messages`.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    request = _decode(_tokenize, body)
+    if (request.prompt is None) == (request.messages is None):
+        _refuse("Give exactly one of 'prompt' and 'messages'.", "prompt")
+    if request.messages is not None:
+        check_messages(request.messages, limits)
+        check_tools(request.tools, limits)
+        _check_depth(request.chat_template_kwargs, "chat_template_kwargs")
+    return request
+
+
+def parse_detokenize(body: bytes) -> DetokenizeRequest:
+    """Read and check `/v1/detokenize`.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    return _decode(_detokenize, body)
+
+
+def prompts_of(request: CompletionRequest, limits: LimitsConfig) -> list[str | list[int]]:
+    """The prompts of one call, each text or token ids.
+
+    Raises:
+        InvalidRequest: empty, too many, or of mixed kinds.
+    """
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        _refuse("'prompt' must not be empty.", "prompt")
+    if all(isinstance(part, int) for part in prompt):
+        return [[part for part in prompt if isinstance(part, int)]]
+    if len(prompt) > limits.prompts_max:
+        _refuse(f"'prompt' has {len(prompt)} entries; at most {limits.prompts_max} are allowed.", "prompt")
+    kinds = {type(part) for part in prompt}
+    if len(kinds) > 1:
+        _refuse("'prompt' must be all strings or all arrays of token ids, not a mixture.", "prompt")
+    prompts = [part for part in prompt if not isinstance(part, int)]
+    for i, part in enumerate(prompts):
+        if isinstance(part, list) and not part:
+            _refuse("An array of token ids must not be empty.", f"prompt[{i}]")
+    return prompts
+
+
+def check_messages(messages: Sequence[Message], limits: LimitsConfig) -> None:
+    """Refuse a conversation that no template can render.
+
+    Raises:
+        InvalidRequest: naming the message.
+    """
+    if not messages:
+        _refuse("'messages' must hold at least one message.", "messages", "empty_array")
+    if len(messages) > limits.messages_max:
+        _refuse(
+            f"'messages' has {len(messages)} entries; at most {limits.messages_max} are allowed.",
+            "messages",
+            "array_above_max_length",
+        )
+    for i, message in enumerate(messages):
+        _check_message(message, f"messages[{i}]")
+
+
+def check_tools(tools: Sequence[ToolSpec] | None, limits: LimitsConfig) -> None:
+    """Refuse tools that are not functions, too many, or nested beyond reason.
+
+    Raises:
+        InvalidRequest: naming the tool.
+    """
+    if tools is None:
+        return
+    if len(tools) > limits.tools_max:
+        _refuse(f"'tools' has {len(tools)} entries; at most {limits.tools_max} are allowed.", "tools")
+    for i, tool in enumerate(tools):
+        where = f"tools[{i}]"
+        if tool.type != "function":
+            _refuse(f"Tools of type '{tool.type}' are not supported; use 'function'.", f"{where}.type")
+        if tool.function is None:
+            _refuse(
+                f"Missing required parameter: '{where}.function'.",
+                f"{where}.function",
+                "missing_required_parameter",
+            )
+        _check_depth(tool.function.parameters, f"{where}.function.parameters")
+
+
+def _check_message(message: Message, where: str) -> None:
+    if isinstance(message.content, list):
+        for j, part in enumerate(message.content):
+            _check_part(part.type, part.text, part.refusal, f"{where}.content[{j}]")
+    if message.content is None:
+        spoken = message.role == "assistant" and (message.tool_calls or message.refusal)
+        if not spoken:
+            _refuse(
+                f"Missing required parameter: '{where}.content'.",
+                f"{where}.content",
+                "missing_required_parameter",
+            )
+    if message.role == "tool" and not message.tool_call_id:
+        _refuse(
+            f"Missing required parameter: '{where}.tool_call_id'. Messages with role 'tool' answer a tool call.",
+            f"{where}.tool_call_id",
+            "missing_required_parameter",
+        )
+    if message.tool_calls and message.role != "assistant":
+        _refuse("Only messages with role 'assistant' may have 'tool_calls'.", f"{where}.tool_calls")
+
+
+def _check_part(kind: str, text: str | None, refusal: str | None, where: str) -> None:
+    if kind == "refusal" and refusal is not None:
+        return
+    if kind != "text":
+        _refuse(
+            f"Content parts of type '{kind[:64]}' are not supported: this server takes text only.",
+            f"{where}.type",
+        )
+    if text is None:
+        _refuse(f"Missing required parameter: '{where}.text'.", f"{where}.text", "missing_required_parameter")
+
+
+def _check_generation(request: GenerationRequest, limits: LimitsConfig) -> None:
+    if request.n is not None and request.n > limits.n_max:
+        _too_big("n", limits.n_max, request.n)
+    if request.stream_options is not None and not request.stream:
+        _refuse("'stream_options' is only allowed when 'stream' is true.", "stream_options")
+    if request.frequency_penalty:
+        _refuse("'frequency_penalty' is not supported yet; only 0 is accepted.", "frequency_penalty")
+    if request.presence_penalty:
+        _refuse("'presence_penalty' is not supported yet; only 0 is accepted.", "presence_penalty")
+    if request.repetition_penalty not in (None, 1.0):
+        _refuse("'repetition_penalty' is not supported yet; only 1 is accepted.", "repetition_penalty")
+    if request.logit_bias:
+        _refuse("'logit_bias' is not supported yet.", "logit_bias")
+    _check_stop(request.stop, limits)
+
+
+def _check_stop(stop: str | list[str] | None, limits: LimitsConfig) -> None:
+    if stop is None:
+        return
+    strings = [stop] if isinstance(stop, str) else stop
+    if len(strings) > limits.stop_max:
+        _refuse(
+            f"'stop' has {len(strings)} entries; at most {limits.stop_max} are allowed.",
+            "stop",
+            "array_above_max_length",
+        )
+    for text in strings:
+        if not text:
+            _refuse("'stop' must not contain an empty string.", "stop")
+        if len(text) > limits.stop_chars_max:
+            _refuse(f"A stop string may have at most {limits.stop_chars_max} characters.", "stop")
+
+
+def _check_tool_choice(request: ChatRequest) -> None:
+    choice = request.tool_choice
+    if choice is None or choice in ("none", "auto"):
+        return
+    named = "naming a function" if isinstance(choice, dict) else f"'{choice[:64]}'"
+    if choice == "required" or isinstance(choice, dict):
+        _refuse(f"'tool_choice' {named} is not supported yet; use 'auto' or 'none'.", "tool_choice")
+    _refuse(
+        f"Invalid value for 'tool_choice': {named}. Supported values are 'auto' and 'none'.", "tool_choice"
+    )
+
+
+def _check_chat_logprobs(request: ChatRequest, limits: LimitsConfig) -> None:
+    if request.top_logprobs is None:
+        return
+    if not request.logprobs:
+        _refuse("'logprobs' must be true when 'top_logprobs' is given.", "top_logprobs")
+    if request.top_logprobs > limits.top_logprobs_max:
+        _too_big("top_logprobs", limits.top_logprobs_max, request.top_logprobs)
+
+
+def _check_unsupported_chat(request: ChatRequest) -> None:
+    kind = "text" if request.response_format is None else request.response_format.get("type")
+    if kind in ("json_object", "json_schema"):
+        _refuse(f"'response_format' of type '{kind}' is not supported yet; use 'text'.", "response_format")
+    if kind != "text":
+        _refuse("'response_format' needs a 'type'; the supported one is 'text'.", "response_format.type")
+    if request.modalities is not None and request.modalities != ["text"]:
+        _refuse("This server answers with text only.", "modalities")
+    if request.audio is not None:
+        _refuse("Audio output is not supported.", "audio")
+    if request.functions is not None or request.function_call is not None:
+        _refuse("'functions' and 'function_call' are deprecated and not supported; use 'tools'.", "functions")
+    if request.web_search_options is not None:
+        _refuse("Web search is not supported.", "web_search_options")
+    if request.add_generation_prompt is False:
+        _refuse("'add_generation_prompt' must be true: a chat completion answers.", "add_generation_prompt")
+
+
+def _check_depth(value: object, where: str) -> None:
+    """Walk free-form JSON without recursion; the work is bounded by the size of the body."""
+    level: list[Any] = [value]
+    for _ in range(JSON_DEPTH_MAX):
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                below.extend(item.values())  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+            elif isinstance(item, list):
+                below.extend(item)  # pyright: ignore[reportUnknownArgumentType]
+        if not below:
+            return
+        level = below
+    _refuse(f"'{where}' is nested more than {JSON_DEPTH_MAX} levels deep.", where)
+
+
+# --- from msgspec's findings to OpenAI's words -----------------------------------------------------
+
+
+def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error), decoder) from None
+    except UnicodeDecodeError:
+        _refuse(f"The body is not valid UTF-8{_bad_utf8_at(body)}.", None, "invalid_json")
+    except msgspec.DecodeError as error:
+        where = f"it ends too early (byte {len(body)})" if "truncated" in str(error) else str(error)
+        where = where.removeprefix("JSON is malformed: ")
+        _refuse(f"We could not parse the JSON body of your request: {where}.", None, "invalid_json")
+    except RecursionError:
+        _refuse("The JSON body is nested too deeply.", None, "invalid_json")
+
+
+def _bad_utf8_at(body: bytes) -> str:
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        return f" (byte {error.start})"
+    return ""
+
+
+def _explain(finding: str, decoder: msgspec.json.Decoder[Any]) -> InvalidRequest:
+    match = _FINDING.match(finding)
+    assert match is not None  # The pattern matches any text.
+    what, path = match["what"], (match["path"] or "").removeprefix(".")
+    if unknown := _UNKNOWN.search(what):
+        return _explain_unknown(unknown[1], path, decoder)
+    if missing := _MISSING.search(what):
+        param = f"{path}.{missing[1]}" if path else missing[1]
+        return InvalidRequest(
+            f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
+        )
+    if not path:
+        return InvalidRequest("The body must be a JSON object.", code="invalid_json")
+    if expected := _EXPECTED.match(what):
+        wanted = " or ".join(_WORDS.get(kind, kind) for kind in expected[1].split(" | "))
+        message = (
+            f"Invalid type for '{path}': expected {wanted}, but got {_WORDS.get(expected[2], expected[2])}."
+        )
+        return InvalidRequest(message, param=path, code="invalid_type")
+    return InvalidRequest(f"Invalid '{path}': {_explain_range(what)}.", param=path, code="invalid_value")
+
+
+def _explain_range(what: str) -> str:
+    if bound := _BOUND.match(what):
+        number = bound[3].removesuffix(".0")
+        return f"expected {_WORDS.get(bound[1], bound[1])} of {_RELATIONS[bound[2]]} {number}"
+    if length := _LENGTH.match(what):
+        unit = "characters" if length[1] == "str" else "entries"
+        return f"expected {_RELATIONS[length[2]]} {length[3]} {unit}"
+    if "out of range" in what:
+        return "the number is out of range"
+    return what[:1].lower() + what[1:200]
+
+
+def _explain_unknown(name: str, path: str, decoder: msgspec.json.Decoder[Any]) -> InvalidRequest:
+    shown = name[:64]
+    param = f"{path}.{shown}" if path else shown
+    near = difflib.get_close_matches(shown, _fields_at(path, decoder), n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    message = f"Unrecognized request argument supplied: {param}.{hint}"
+    return InvalidRequest(message, param=param, code="unknown_parameter")
+
+
+def _fields_at(path: str, decoder: msgspec.json.Decoder[Any]) -> list[str]:
+    """Field names that are allowed at `path` (such as `messages[0].tool_calls[1]`)."""
+    node = _type_info(decoder.type)
+    for step in [None, *re.findall(r"\w+(?=[.\[]|$)", re.sub(r"\[[^]]*\]", "[]", path))]:
+        if step is not None and isinstance(node, msgspec.inspect.StructType):
+            node = next((f.type for f in node.fields if f.encode_name == step), node)
+        node = _innermost(node)
+    return [f.encode_name for f in node.fields] if isinstance(node, msgspec.inspect.StructType) else []
+
+
+@functools.cache
+def _type_info(shape: type) -> msgspec.inspect.Type:
+    return msgspec.inspect.type_info(shape)
+
+
+def _innermost(node: msgspec.inspect.Type) -> msgspec.inspect.Type:
+    """Look through unions and lists to the struct in them, if there is one."""
+    for _ in range(JSON_DEPTH_MAX):
+        if isinstance(node, msgspec.inspect.UnionType):
+            inner = [
+                t for t in node.types if isinstance(t, msgspec.inspect.StructType | msgspec.inspect.ListType)
+            ]
+            if not inner:
+                return node
+            node = inner[0]
+        elif isinstance(node, msgspec.inspect.ListType):
+            node = node.item_type
+        else:
+            return node
+    return node
+
+
+def _too_big(param: str, most: int, got: int) -> NoReturn:
+    shown = got if got < 10**18 else "a larger number"
+    _refuse(
+        f"Invalid '{param}': expected an integer of at most {most}, but got {shown}.", param, "invalid_value"
+    )
+
+
+def _refuse(message: str, param: str | None, code: str | None = None) -> NoReturn:
+    raise InvalidRequest(message, param=param, code=code)

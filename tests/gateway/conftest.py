@@ -1,0 +1,244 @@
+"""A gateway on a free port, in a thread of its own, in front of a scripted backend."""
+
+import asyncio
+import contextlib
+import io
+import socket
+import threading
+import types
+from collections.abc import Callable, Iterator
+
+import msgspec
+import openai
+import pytest
+import tokenizers
+import uvloop
+
+from penstock.backends.fake import FakeBackend, Script, endless_words
+from penstock.clock import SystemClock
+from penstock.config.tree import AuthConfig, Config, LimitsConfig, LogConfig, RelayConfig, ServerConfig
+from penstock.gateway.app import Gateway
+from penstock.gateway.models import ServedModel
+from penstock.rng import IdSource
+from penstock.telemetry.log import Log
+from penstock.telemetry.metrics import Metrics
+from penstock.text.chat import ChatTemplate
+from penstock.text.pieces import decoding_of
+from penstock.text.tokenizer import GenerationDefaults, Tokenizer
+from penstock.types import ModelName
+
+KEY = "sk-test-key-0123456789"
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}\n{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def tiny_tokenizer() -> Tokenizer:
+    """Every byte is a token, so counts are easy to check."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    library = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[])
+    )
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    library.add_special_tokens(["<|end|>"])
+    return Tokenizer(
+        library,
+        decoding=decoding_of({"type": "ByteLevel"}),
+        eos_ids=(256,),
+        defaults=GenerationDefaults(temperature=0.7, top_k=20),
+    )
+
+
+class RunningGateway:
+    """A gateway in a thread, and handles to look inside it."""
+
+    def __init__(self, config: Config, script: Script = endless_words, *, step_s: float = 0.0) -> None:
+        self.clock = SystemClock()
+        self.config = config
+        self.log_text = io.StringIO()
+        self.requests = []
+        self._script, self._step_s = script, step_s
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._main, daemon=True)
+        self._thread.start()
+        assert self._ready.wait(10)
+
+    def _main(self) -> None:
+        uvloop.run(self._serve())
+
+    async def _serve(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        self.backend = FakeBackend(self.clock, script=self._recorded, step_s=self._step_s)
+        self.metrics = Metrics(["tiny"], version="test")
+        model = ServedModel(
+            name=ModelName("tiny"),
+            backend=self.backend,
+            tokenizer=tiny_tokenizer(),
+            template=ChatTemplate({"default": TEMPLATE}, special_tokens={}, wall_ns=self.clock.wall_ns),
+            created_s=1_700_000_000,
+        )
+        self.gateway = Gateway(
+            self.config,
+            {model.name: model},
+            metrics=self.metrics,
+            clock=self.clock,
+            ids=IdSource(seed=1),
+            log=Log(self.config.log, self.clock, stream=self.log_text),
+        )
+        self.host, self.port = await self.gateway.start()
+        self._ready.set()
+        await self._stop.wait()
+        await self.gateway.stop()
+
+    def _recorded(self, request):
+        self.requests.append(request)
+        return self._script(request)
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    def call(self, work: Callable[[], object]) -> object:
+        """Run `work` on the gateway's loop and return what it returns."""
+
+        async def on_loop() -> object:
+            return work()
+
+        return asyncio.run_coroutine_threadsafe(on_loop(), self.loop).result(10)
+
+    def wait_until(self, check: Callable[[], bool]) -> None:
+        """Block until `check` holds on the gateway's loop."""
+
+        async def poll() -> None:
+            async with asyncio.timeout(10):
+                while not check():
+                    await asyncio.sleep(0.001)
+
+        asyncio.run_coroutine_threadsafe(poll(), self.loop).result(11)
+
+    def begin_stop(self) -> None:
+        self.loop.call_soon_threadsafe(self._stop.set)
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self.begin_stop()
+            self._thread.join(20)
+        assert not self._thread.is_alive()
+
+
+def make_config(**server: object) -> Config:
+    return Config(
+        server=ServerConfig(port=0, **{"drain_timeout_s": 0.5, **server}),
+        auth=AuthConfig(keys=(KEY, "sk-other")),
+        limits=LimitsConfig(concurrent_max=16),
+        relay=RelayConfig(),
+        log=LogConfig(),
+    )
+
+
+def replace(config: Config, **branches: object) -> Config:
+    """The config with some branches' fields changed: `replace(config, relay={"heartbeat_s": 1})`."""
+    for name, fields in branches.items():
+        config = msgspec.structs.replace(
+            config, **{name: msgspec.structs.replace(getattr(config, name), **fields)}
+        )
+    return config
+
+
+class Raw:
+    """A plain socket to a gateway, for what no HTTP library would send."""
+
+    def __init__(self, running: RunningGateway) -> None:
+        self.socket = socket.create_connection((running.host, running.port), timeout=10)
+
+    def send(self, data: bytes) -> "Raw":
+        self.socket.sendall(data)
+        return self
+
+    def read_until(self, mark: bytes) -> bytes:
+        got = b""
+        while mark not in got:
+            piece = self.socket.recv(65536)
+            assert piece, got
+            got += piece
+        return got
+
+    def read_all(self) -> bytes:
+        """Everything until the server closes its side."""
+        pieces = []
+        while piece := self.socket.recv(65536):
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def post(path: str, body: object, *headers: str, key: str = KEY) -> bytes:
+    """The bytes of a POST; a body that is not bytes becomes JSON."""
+    data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+    lines = [
+        f"POST {path} HTTP/1.1", "Host: test", f"Authorization: Bearer {key}",
+        f"Content-Length: {len(data)}", *headers, "", "",
+    ]  # fmt: skip
+    return "\r\n".join(lines).encode() + data
+
+
+def get(path: str, *headers: str) -> bytes:
+    return "\r\n".join([f"GET {path} HTTP/1.1", "Host: test", *headers, "", ""]).encode()
+
+
+def chat(**fields: object) -> dict[str, object]:
+    """A chat request, changed by `fields`."""
+    return {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **fields}
+
+
+@pytest.fixture(scope="session")
+def kit() -> types.SimpleNamespace:
+    """What test modules share; they cannot import one another."""
+    return types.SimpleNamespace(
+        KEY=KEY, Raw=Raw, chat=chat, get=get, post=post, make_config=make_config, replace=replace,
+        openai_client=openai_client, RunningGateway=RunningGateway,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def raw(gateway: RunningGateway) -> Iterator[Raw]:
+    made = Raw(gateway)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def gateway() -> Iterator[RunningGateway]:
+    """One gateway for the tests that need nothing special."""
+    running = RunningGateway(make_config())
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., RunningGateway]]:
+    """Make gateways with settings of their own."""
+    with contextlib.ExitStack() as stack:
+
+        def make(config: Config | None = None, script: Script = endless_words, **options) -> RunningGateway:
+            running = RunningGateway(config or make_config(), script, **options)
+            stack.callback(running.stop)
+            return running
+
+        yield make
+
+
+def openai_client(running: RunningGateway, key: str = KEY) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=20)
+
+
+@pytest.fixture
+def client(gateway: RunningGateway) -> Iterator[openai.OpenAI]:
+    with openai_client(gateway) as made:
+        yield made
