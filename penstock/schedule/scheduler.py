@@ -131,8 +131,7 @@ class Scheduler:
         assert self._in_flight is None, "apply the plan in flight first"
         step = StepBuilder(self.limits.step_tokens)
         self._plan_running(step)
-        if not step.preempted:
-            self._admit(step)
+        self._admit(step)
         if not step.has_work:
             assert not self._requests, "a request is left behind"
             return None
@@ -229,13 +228,15 @@ class Scheduler:
             victim = self._running[-1]
             step.drop(victim)
             self._preempt(victim)
-            step.preempted = True
             if victim is request:
                 return
         step.add(request, num_tokens, blocks)
 
     def _preempt(self, victim: Request) -> None:
-        """Take everything from a running request; its full blocks stay cached, so resuming is a prefix hit."""
+        """Take everything from a running request; its full blocks stay cached, so resuming is a prefix hit.
+
+        It is not admitted again in the same step: it needs all that it gave up, and somebody took of that.
+        """
         self._running.pop()
         self._release(victim)
         victim.move_to(Status.PREEMPTED)
@@ -273,7 +274,8 @@ class Scheduler:
             assert self._running, "a lone request must fit"
             self._blocked = (request.request_id, self._releases)
             return False
-        assert self._queue.pop() is request
+        head = self._queue.pop()
+        assert head is request
         self._start(request, hits)
         num_tokens = min(request.num_pending, step.budget)
         blocks = self._manager.extend(request.table, request.num_computed + num_tokens)
@@ -324,7 +326,8 @@ class Scheduler:
         request.move_to(Status.FINISHED)
         if was_running:
             index = bisect_left(self._running, request.order, key=_order)
-            assert self._running.pop(index) is request
+            ended = self._running.pop(index)
+            assert ended is request
             if self._in_flight is None:
                 self._release(request, bad=error is not None)
             else:

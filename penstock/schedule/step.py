@@ -7,13 +7,11 @@ from penstock.schedule.request import Request
 class StepBuilder:
     """Collects one step's work. Never holds more tokens than its budget, nor a row twice."""
 
-    __slots__ = ("_new_rows", "_work", "budget", "preempted")
+    __slots__ = ("_new_rows", "_work", "budget")
 
     def __init__(self, step_tokens: int) -> None:
         self.budget = step_tokens
         """Tokens that may still be added."""
-        self.preempted = False
-        """Whether blocks ran out: then nothing new is admitted in this step."""
         self._new_rows: list[NewRow] = []
         self._work: list[RowWork] = []
 

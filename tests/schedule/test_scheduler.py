@@ -269,6 +269,32 @@ def test_the_lower_class_is_preempted_even_if_it_came_first() -> None:
     assert list(engine.ends) == ["high", "low"]
 
 
+def test_a_victim_whose_work_was_planned_already_leaves_the_plan() -> None:
+    engine = ScheduledEngine(num_blocks=7, step_tokens=2)
+    engine.submit("low", range(8), max_tokens=90, priority=1)
+    while not engine.got["low"]:
+        engine.step()
+    engine.submit("high", range(100, 160), max_tokens=3)
+    engine.step_until_preempted("low")  # By a chunk of "high", after its own decode token was planned.
+    assert shape(engine.plans[-1]) == [(48, 1)]
+    assert len(shape(engine.plans[-2])) == 2
+    assert engine.plans[-1].freed_rows == (0,)
+    engine.run()
+    assert all(tuple(engine.got[name]) == engine.expected(name) for name in engine.requests)
+
+
+def test_a_preempted_request_goes_before_who_came_later() -> None:
+    engine = ScheduledEngine(num_blocks=8, step_tokens=32, max_running=2)
+    engine.submit("a", range(20), max_tokens=90)
+    engine.submit("b", range(200, 220), max_tokens=90)
+    engine.step_until_preempted("b")
+    engine.submit("c", [1])
+    assert not engine.plans[-1].new_rows
+    engine.run()
+    entered = [new.request_id for plan in engine.plans for new in plan.new_rows]
+    assert entered == ["a", "b", "b", "c"]
+
+
 def test_admission_leaves_room_for_those_that_run() -> None:
     engine = ScheduledEngine(num_blocks=8)
     engine.submit("a", range(60), max_tokens=6)  # 4 blocks, and soon a fifth.

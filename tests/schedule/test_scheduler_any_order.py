@@ -8,7 +8,7 @@ all blocks came back.
 from collections import Counter
 
 import pytest
-from hypothesis import event, settings
+from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from scheduled_engine import ScheduledEngine
@@ -78,7 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
     )
     def start(self, **limits) -> None:
-        self.engine = ScheduledEngine(**limits)
+        self.engine = ScheduledEngine(**limits, max_waiting=1000)
         self.submitted = 0
 
     @rule(batch=st.lists(requests, min_size=1, max_size=5))
@@ -140,7 +140,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestSchedulerMachine.settings = settings(
+    max_examples=100,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],  # A busy machine is no reason to fail.
+)
 
 
 def run_trace(seed: int) -> Counter[str]:

@@ -1,0 +1,48 @@
+import pytest
+
+from penstock.kv.hashing import token_array
+from penstock.schedule.plan import NewRow, RowWork
+from penstock.schedule.request import Request
+from penstock.schedule.step import StepBuilder
+from penstock.types import RequestId, SamplingParams
+
+
+def make(row: int, num_computed: int = 0) -> Request:
+    request = Request(
+        request_id=RequestId(f"r{row}"), tokens=token_array(range(10)), sampling=SamplingParams()
+    )
+    request.row, request.num_computed = row, num_computed
+    return request
+
+
+def test_work_is_taken_from_the_budget_and_samples_at_the_last_token() -> None:
+    step = StepBuilder(12)
+    assert not step.has_work
+    step.add(make(0, 9), 1, ())
+    step.add(make(1, 0), 6, (4,))
+    step.add_new(make(2, 6), 4, (2, 3))
+    assert step.budget == 1
+    plan = step.build(7, (5,))
+    assert plan.work == (
+        RowWork(0, 9, 1, True),
+        RowWork(1, 0, 6, False, (4,)),
+        RowWork(2, 6, 4, True, (2, 3)),
+    )
+    assert plan.new_rows == (NewRow(RequestId("r2"), 2, tuple(range(10)), 10, SamplingParams()),)
+    assert (plan.step, plan.freed_rows, plan.num_tokens) == (7, (5,), 11)
+
+
+def test_dropped_work_gives_its_budget_back() -> None:
+    step = StepBuilder(12)
+    keep, drop = make(0), make(1)
+    step.add(keep, 4, ())
+    step.add(drop, 6, ())
+    step.drop(drop)
+    step.drop(make(2))  # Had no work: nothing to take out.
+    assert step.budget == 8
+    assert [work.row for work in step.build(1, ()).work] == [0]
+
+
+def test_going_over_the_budget_is_a_bug() -> None:
+    with pytest.raises(AssertionError, match="budget"):
+        StepBuilder(3).add(make(0), 4, ())
