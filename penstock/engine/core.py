@@ -73,11 +73,11 @@ class EngineCore:
             if self._draining:
                 raise Draining("this worker is going away")
             request = _request(message, self._runner.info.vocab_size)
-            self._scheduler.submit(request)
+            # Waiting for the step that ran meanwhile is queueing too.
+            self._scheduler.submit(request, arrived_ns=arrived_ns)
         except PenstockError as error:
             self._end_with(owner, message.request_id, error)
             return
-        request.arrival_ns = arrived_ns  # The wait for the step that ran meanwhile is queueing too.
         self._live[message.request_id] = _Live(owner, request)
 
     def abort(self, owner: int, request_ids: tuple[RequestId, ...]) -> None:
