@@ -1,0 +1,148 @@
+"""One request under the stopwatch, and the tally of many.
+
+Times run from the *intended* send time, so a client or server that falls behind shows up in the figures
+instead of thinning out the load (Tene, "How not to measure latency": coordinated omission).
+
+    intended      first output        last output     end
+       |---- TTFT ----|-- ITL -|-- ITL --|-------------|
+       |------------------- end to end ----------------|       TPOT = (last - first) / (tokens - 1)
+"""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from penstock import rng
+from penstock.bench.client import Response
+from penstock.bench.stats import Samples
+from penstock.bench.wire import Chunk, SseReader, UsageReport, decode_chunk, error_text
+from penstock.clock import Clock
+
+ERROR_KINDS_MAX = 32
+ERROR_CHARS_MAX = 200
+
+
+@dataclass(slots=True)
+class Tally:
+    """Everything that one load level counts. All times in nanoseconds."""
+
+    seed: int
+    sent: int = 0
+    in_flight: int = 0
+    ok: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    tokens_from_usage: bool = True
+    """False once a server did not report usage: output tokens are then counted as chunks."""
+    errors: dict[str, int] = field(default_factory=dict[str, int])
+    ttft: Samples = field(init=False)
+    tpot: Samples = field(init=False)
+    itl: Samples = field(init=False)
+    e2e: Samples = field(init=False)
+    send_delay: Samples = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("ttft", "tpot", "itl", "e2e", "send_delay"):
+            setattr(self, name, Samples(rng.stream(self.seed, f"reservoir/{name}")))
+
+    @property
+    def ended(self) -> int:
+        """Requests that are over, well or not."""
+        return self.ok + self.failed
+
+    def fail(self, why: str) -> None:
+        """Count a failed request under its reason; rare reasons beyond the bound share one entry."""
+        self.failed += 1
+        why = " ".join(why.split())[:ERROR_CHARS_MAX] or "unknown error"
+        if why not in self.errors and len(self.errors) >= ERROR_KINDS_MAX:
+            why = "other"
+        self.errors[why] = self.errors.get(why, 0) + 1
+
+
+class Stopwatch:
+    """Reads one streamed answer as it arrives and stamps its tokens. A `BodySink`."""
+
+    __slots__ = (
+        "_clock",
+        "_done",
+        "_first_ns",
+        "_intended_ns",
+        "_last_ns",
+        "_num_chunks",
+        "_reader",
+        "_tally",
+        "_trouble",
+        "_usage",
+    )
+
+    def __init__(self, tally: Tally, clock: Clock, intended_ns: int) -> None:
+        self._tally, self._clock, self._intended_ns = tally, clock, intended_ns
+        self._reader = SseReader()
+        self._first_ns = self._last_ns = 0
+        self._num_chunks = 0
+        self._usage: UsageReport | None = None
+        self._done = False
+        self._trouble = ""
+
+    def on_bytes(self, data: bytes) -> None:
+        """Stamp what arrived: one clock read for all events in it."""
+        now_ns = self._clock.now_ns()
+        try:
+            for event in self._reader.feed(data):
+                if event == b"[DONE]":
+                    self._done = True
+                else:
+                    self._take(decode_chunk(event), now_ns)
+        except (ValueError, msgspec.DecodeError) as error:
+            self._trouble = f"unreadable stream: {error}"
+
+    def _take(self, chunk: Chunk, now_ns: int) -> None:
+        if chunk.error is not None:
+            error = chunk.error
+            self._trouble = f"error in the stream: {error if isinstance(error, str) else error.message}"
+        if chunk.usage is not None:
+            self._usage = chunk.usage
+        for choice in chunk.choices:
+            if choice.finish_reason is not None:
+                self._done = True
+            if choice.is_output:
+                self._stamp(now_ns)
+
+    def _stamp(self, now_ns: int) -> None:
+        self._num_chunks += 1
+        if self._num_chunks == 1:
+            self._first_ns = now_ns
+        else:
+            self._tally.itl.add(now_ns - self._last_ns)
+        self._last_ns = now_ns
+
+    def settle(self, response: Response) -> bool:
+        """Book the finished request, and say whether it went well."""
+        tally, end_ns = self._tally, self._clock.now_ns()
+        trouble = self._trouble or ("" if self._done else "the stream ended early")
+        if response.status != 200:
+            trouble = f"HTTP {response.status}: {error_text(response.status, response.body)}"
+        if trouble:
+            tally.fail(trouble)
+            return False
+        tally.ok += 1
+        tally.e2e.add(end_ns - self._intended_ns)
+        num_tokens = self._count_tokens()
+        if self._num_chunks:
+            tally.ttft.add(self._first_ns - self._intended_ns)
+        if num_tokens > 1 and self._num_chunks > 1:
+            tally.tpot.add((self._last_ns - self._first_ns) // (num_tokens - 1))
+        return True
+
+    def _count_tokens(self) -> int:
+        tally = self._tally
+        if self._usage is None:
+            tally.tokens_from_usage = False
+            tally.output_tokens += self._num_chunks
+            return self._num_chunks
+        tally.prompt_tokens += self._usage.prompt_tokens
+        tally.cached_tokens += self._usage.cached_tokens
+        tally.output_tokens += self._usage.completion_tokens
+        return self._usage.completion_tokens

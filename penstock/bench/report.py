@@ -1,0 +1,159 @@
+"""What a run reports: a JSON document (`docs/bench.md` describes it) and a table for people.
+
+Latencies are milliseconds. Every field of `Report` is part of the schema `penstock.bench/1`;
+fields may be added, never changed in meaning.
+"""
+
+from datetime import UTC, datetime
+
+import msgspec
+from rich.table import Table
+
+from penstock.bench.environment import Environment
+from penstock.bench.load import Level, LoadRun
+from penstock.bench.stats import Distribution
+from penstock.clock import NS_PER_MS, NS_PER_S
+
+SCHEMA = "penstock.bench/1"
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What was asked for."""
+
+    seed: int
+    prompt_tokens: int
+    shared_prefix_tokens: int
+    output_tokens: int
+    temperature: float
+    ignore_eos: bool
+    dataset: str | None = None
+
+
+class LevelReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One load level. Distributions are over successful requests; `itl_ms` over gaps between chunks."""
+
+    name: str
+    mode: str
+    """"closed" (fixed concurrency) or "open" (Poisson arrivals at `rate`)."""
+    concurrency: int | None
+    rate: float | None
+    duration_s: float
+    """From the first send to the last answer."""
+    requests_ok: int
+    requests_failed: int
+    errors: dict[str, int]
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    tokens_counted_by: str
+    """"usage" (the server's own count) or "chunks" (it reports none)."""
+    requests_per_s: float
+    output_tokens_per_s: float
+    ttft_ms: Distribution
+    tpot_ms: Distribution
+    itl_ms: Distribution
+    e2e_ms: Distribution
+    send_delay_ms: Distribution
+    """How late requests left the client; large values mean that the client was the bottleneck."""
+    interrupted: bool = False
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole document."""
+
+    schema: str
+    started_at: str
+    """UTC, ISO 8601."""
+    url: str
+    model: str
+    settings: Settings
+    environment: Environment
+    levels: tuple[LevelReport, ...]
+
+
+def utc_stamp(wall_ns: int) -> str:
+    """A wall-clock time as ISO 8601 in UTC, to the second."""
+    return datetime.fromtimestamp(wall_ns // NS_PER_S, UTC).isoformat()
+
+
+def level_report(level: Level, run: LoadRun, *, interrupted: bool = False) -> LevelReport:
+    """Sum up a finished (or interrupted) level."""
+    tally, elapsed_s = run.tally, max(run.elapsed_s, 1e-9)
+    return LevelReport(
+        name=level.name,
+        mode="open" if level.rate is not None else "closed",
+        concurrency=level.concurrency,
+        rate=level.rate,
+        duration_s=elapsed_s,
+        requests_ok=tally.ok,
+        requests_failed=tally.failed,
+        errors=tally.errors,
+        prompt_tokens=tally.prompt_tokens,
+        cached_tokens=tally.cached_tokens,
+        output_tokens=tally.output_tokens,
+        tokens_counted_by="usage" if tally.tokens_from_usage else "chunks",
+        requests_per_s=tally.ok / elapsed_s,
+        output_tokens_per_s=tally.output_tokens / elapsed_s,
+        ttft_ms=tally.ttft.summary(divisor=NS_PER_MS),
+        tpot_ms=tally.tpot.summary(divisor=NS_PER_MS),
+        itl_ms=tally.itl.summary(divisor=NS_PER_MS),
+        e2e_ms=tally.e2e.summary(divisor=NS_PER_MS),
+        send_delay_ms=tally.send_delay.summary(divisor=NS_PER_MS),
+        interrupted=interrupted,
+    )
+
+
+def to_json(report: Report) -> bytes:
+    """The document, indented, with a final newline."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+
+
+def _ms(value: float) -> str:
+    return f"{value:.2f}" if value < 100 else f"{value:,.0f}"
+
+
+def _spread(distribution: Distribution) -> list[str]:
+    return [_ms(distribution.p50), _ms(distribution.p90), _ms(distribution.p95), _ms(distribution.p99)]
+
+
+def throughput_table(report: Report) -> Table:
+    """One row per level: how much."""
+    table = Table(title=f"{report.model} at {report.url}", title_justify="left", title_style="bold")
+    for name in ("load", "ok", "failed", "seconds", "req/s", "output tok/s", "prompt", "cached", "output"):
+        table.add_column(name, justify="left" if name == "load" else "right")
+    for level in report.levels:
+        requests = max(1, level.requests_ok)
+        table.add_row(
+            level.name,
+            f"{level.requests_ok:,}",
+            f"{level.requests_failed:,}",
+            f"{level.duration_s:.1f}",
+            f"{level.requests_per_s:.2f}",
+            f"{level.output_tokens_per_s:,.1f}",
+            f"{level.prompt_tokens / requests:.0f}",
+            f"{level.cached_tokens / requests:.0f}",
+            f"{level.output_tokens / requests:.0f}",
+        )
+    table.caption, table.caption_justify = "prompt, cached and output: tokens per request", "left"
+    return table
+
+
+def latency_table(report: Report) -> Table:
+    """Four rows per level: how fast."""
+    table = Table(title="Latency in milliseconds", title_justify="left", title_style="bold")
+    table.add_column("load")
+    table.add_column("")
+    for name in ("p50", "p90", "p95", "p99", "mean", "max"):
+        table.add_column(name, justify="right")
+    for level in report.levels:
+        rows = (
+            ("TTFT", level.ttft_ms),
+            ("TPOT", level.tpot_ms),
+            ("ITL", level.itl_ms),
+            ("end to end", level.e2e_ms),
+        )
+        for place, (name, shown) in enumerate(rows):
+            head = level.name if place == 0 else ""
+            last = place == len(rows) - 1
+            table.add_row(head, name, *_spread(shown), _ms(shown.mean), _ms(shown.max), end_section=last)
+    return table

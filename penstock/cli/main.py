@@ -1,0 +1,67 @@
+"""The `penstock` command: finds the subcommand, runs it, and turns expected trouble into one line.
+
+Exit codes: 0 done, 1 it failed, 2 wrong usage or configuration, 130 interrupted.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from penstock import __version__
+from penstock.cli import bench, chat, doctor, serve
+from penstock.cli.usage import Help
+from penstock.errors import ConfigError, PenstockError
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+DESCRIPTION = """\
+Serve language models behind the OpenAI API, on a laptop or a fleet.
+
+Type `penstock serve` in one shell and `penstock chat` in another."""
+
+EPILOG = """\
+examples:
+  penstock serve                        serve the built-in demo model on http://127.0.0.1:8000/v1
+  penstock serve ./Qwen3-0.6B           serve a Hugging Face model directory
+  penstock chat "What is a penstock?"   ask once; without a question: a conversation
+  penstock bench --concurrency 1,8,32   measure TTFT, TPOT and throughput
+  penstock doctor                       say what works on this machine, and why not
+
+`penstock COMMAND --help` tells more about a command."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="penstock", description=DESCRIPTION, epilog=EPILOG, formatter_class=Help, allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"penstock {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (serve, chat, bench, doctor):
+        command.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the return value is the exit code."""
+    args = build_parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except ConfigError as error:
+        return _complain(error, EXIT_USAGE)
+    except PenstockError as error:
+        return _complain(error, EXIT_FAILED)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output left (`penstock doctor | head -1`). Keep Python from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+
+
+def _complain(error: PenstockError, code: int) -> int:
+    print(f"penstock: {error}", file=sys.stderr)
+    return code

@@ -1,0 +1,98 @@
+"""`penstock serve`: from flags to a running server, and back down again."""
+
+import argparse
+import sys
+
+from penstock.cli.settings import effective_config, log_levels, printable_config
+from penstock.cli.usage import Commands, Help, number, size
+from penstock.clock import SystemClock
+
+DTYPES = ("auto", "float32", "bfloat16")
+
+DESCRIPTION = """\
+Serve a model behind the OpenAI API: /v1/chat/completions, /v1/completions, /v1/models, with streaming.
+
+MODEL is a Hugging Face model directory, a hub id, or the name of a built-in demo model; without
+MODEL and without -c it is penstock-demo."""
+
+EPILOG = """\
+A flag counts before the environment, the environment before the file, the file before the default.
+
+environment:
+  PENSTOCK_API_KEY   the key that clients must send; without one, serve makes one and prints it
+  PENSTOCK_HOST, PENSTOCK_PORT
+
+Ctrl-C or SIGTERM lets running answers end, then stops; a second one stops at once.
+exit code: 0 stopped cleanly, 1 could not serve, 2 wrong configuration, 130 stopped at once
+
+examples:
+  penstock serve
+  penstock serve ./Qwen3-0.6B --name qwen --port 9000
+  penstock serve -c penstock.yaml --log-level debug
+  penstock serve ./Qwen3-0.6B --kv-memory 2GiB --print-config > penstock.yaml"""
+
+
+def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
+    """Add this command."""
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model behind the OpenAI API",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=Help,
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="what to serve (default: penstock-demo)")
+    parser.add_argument(
+        "-c", dest="config", metavar="FILE", help="YAML configuration; --print-config shows every key"
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the effective configuration and exit"
+    )
+    levels = log_levels()
+    parser.add_argument(
+        "--log-level", choices=levels, metavar="LEVEL", help=f"{', '.join(levels)} (default: info)"
+    )
+    door = parser.add_argument_group("front door")
+    door.add_argument("--host", help="address to listen on (default: 127.0.0.1); others need a key")
+    door.add_argument(
+        "--port", type=number(int, 0, 65_535), metavar="N", help="0 takes a free one (default: 8000)"
+    )
+    door.add_argument(
+        "--api-key", metavar="KEY", help="better: PENSTOCK_API_KEY (other users can read command lines)"
+    )
+    door.add_argument("--no-auth", action="store_true", help="let everybody in (loopback addresses only)")
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--name", help="what clients call the model (default: last part of MODEL)")
+    engine.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16"), help="how to compute (default: auto)"
+    )
+    engine.add_argument(
+        "--max-model-len",
+        type=number(int, 1, 100_000_000),
+        metavar="N",
+        help="tokens of prompt and answer together (default: the model's limit)",
+    )
+    engine.add_argument(
+        "--kv-memory",
+        type=size,
+        metavar="SIZE",
+        help="memory for the KV cache, such as 2GiB (default: measured)",
+    )
+    engine.add_argument(
+        "--threads", type=number(int, 1, 4096), metavar="N", help="CPU threads (default: all)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out `penstock serve`."""
+    clock = SystemClock()
+    started_ns = clock.now_ns()
+    config = effective_config(args)
+    if args.print_config:
+        sys.stdout.write(printable_config(config))
+        return 0
+    from penstock.cli.serving import serve_until_stopped  # The gateway: `chat` and --help do not pay for it.
+
+    return serve_until_stopped(config, clock, started_ns)

@@ -1,0 +1,144 @@
+"""The life of a `penstock serve` process: listen, load, tell, serve, drain, stop.
+
+    start ─> loading ─> ready (banner) ─> first Ctrl-C: draining ─> stopped, exit 0
+                │                                     └─ second Ctrl-C: stop now, exit 130
+                └─ a model cannot be served: exit 1 or 2; Ctrl-C: stop, exit 0
+
+A model that goes down for good does not end the process: /ready answers 503, requests for it get an
+error that says why, and other models go on.
+"""
+
+import asyncio
+import contextlib
+import os
+import resource
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from penstock import rng
+from penstock.cli import banner, console
+from penstock.cli.keyfile import forget_key, save_key
+from penstock.cli.progress import loading_display
+from penstock.cli.signals import StopSignals
+from penstock.cli.wire import Stack
+from penstock.clock import NS_PER_S, Clock
+from penstock.config.checks import is_loopback
+from penstock.config.tree import AuthConfig, Config
+from penstock.telemetry.log import Log
+
+EXIT_ABORTED = 130
+SPARE_FILES = 512
+"""File descriptors that are needed beside one per connection."""
+
+
+def serve_until_stopped(config: Config, clock: Clock, started_ns: int) -> int:
+    """Serve until told to stop; the exit code.
+
+    Raises:
+        OperatorError: the configuration or a model cannot be served.
+        WorkerUnavailable: a worker does not come up.
+    """
+    serving = _Serving(config, clock, started_ns)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(serving.run())
+
+
+class _Serving:
+    def __init__(self, config: Config, clock: Clock, started_ns: int) -> None:
+        self._clock, self._started_ns = clock, started_ns
+        self._new_key = ""
+        self._port = 0
+        if not config.auth.keys and not config.auth.disabled:
+            # Settings made sure that this is a loopback address.
+            self._new_key = f"sk-{rng.fresh_token()}"
+            config = msgspec.structs.replace(config, auth=AuthConfig(keys=(self._new_key,)))
+        self._config = config
+        self._log = Log(config.log, clock, stream=console.current_stderr(), secrets=config.auth.keys)
+        self._log.adopt("asyncio")
+        self._stack = Stack(config, clock, self._log)
+
+    async def run(self) -> int:
+        self._check_open_files()
+        with StopSignals(self._say_draining) as signals:
+            try:
+                host, port = await self._stack.start()
+                self._port = port
+                if self._new_key:
+                    save_key(port, self._new_key)
+                if await self._loaded(signals):
+                    self._show_banner(host, port)
+                    await signals.drain.wait()
+                    return await self._drained(signals)
+                return 0
+            finally:
+                if self._new_key:
+                    forget_key(self._port)
+                await self._stack.abort()  # After a drain there is nothing left to do.
+
+    async def _loaded(self, signals: StopSignals) -> bool:
+        """Wait for the models; False if asked to stop before they were ready."""
+        with loading_display(console.err()) as display:
+            loading = asyncio.create_task(self._stack.wait_ready(display))
+            stopping = asyncio.create_task(signals.drain.wait())
+            try:
+                await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
+                if loading.done():
+                    loading.result()
+                return not stopping.done()
+            finally:
+                loading.cancel()
+                stopping.cancel()
+
+    async def _drained(self, signals: StopSignals) -> int:
+        draining = asyncio.create_task(self._stack.drain())
+        aborting = asyncio.create_task(signals.abort.wait())
+        await asyncio.wait([draining, aborting], return_when=asyncio.FIRST_COMPLETED)
+        aborting.cancel()
+        if draining.done():
+            draining.result()
+            return 0
+        draining.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await draining
+        return EXIT_ABORTED
+
+    def _say_draining(self) -> None:
+        streams = self._stack.num_streams
+        what = f"draining {streams} stream{'s' if streams != 1 else ''}" if streams else "stopping"
+        console.err().print(f"\n{what} (Ctrl-C again to stop now)", markup=False)
+
+    def _show_banner(self, host: str, port: int) -> None:
+        shown = "127.0.0.1" if host == "0.0.0.0" else "::1" if host == "::" else host
+        authority = f"[{shown}]:{port}" if ":" in shown else f"{shown}:{port}"
+        facts = banner.Facts(
+            url=f"http://{authority}/v1",
+            models=self._stack.model_names,
+            key=self._new_key,
+            needs_key=not self._config.auth.disabled,
+            ready_s=self._seconds_since_command(),
+            open_to=None if is_loopback(host) else host,
+        )
+        banner.show(console.out(), facts)
+
+    def _seconds_since_command(self) -> float:
+        """Since the process began (Python's own start included), or since `run` where that is not known."""
+        try:
+            # The 20th field after the command's name is the start, in ticks since boot: proc(5).
+            ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+            uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+        except (OSError, ValueError, IndexError):
+            return (self._clock.now_ns() - self._started_ns) / NS_PER_S
+        return uptime_s - ticks / os.sysconf("SC_CLK_TCK")
+
+    def _check_open_files(self) -> None:
+        """Raise the soft limit as far as allowed: every connection is an open file."""
+        wanted = self._config.server.connections_max + SPARE_FILES
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft == resource.RLIM_INFINITY or soft >= wanted:
+            return
+        possible = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, possible), hard))
+        if possible < self._config.server.connections_max:
+            self._log.warning("fewer open files are allowed than connections_max needs", allowed=possible)

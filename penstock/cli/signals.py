@@ -1,0 +1,35 @@
+"""Ctrl-C and SIGTERM: the first asks to drain, the second to stop at once."""
+
+import asyncio
+import signal
+from collections.abc import Callable
+from typing import Self
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopSignals:
+    """Two events for one event loop. `drain` is set first, `abort` by a second signal."""
+
+    def __init__(self, on_drain: Callable[[], None]) -> None:
+        self.drain = asyncio.Event()
+        self.abort = asyncio.Event()
+        self._on_drain = on_drain
+
+    def __enter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        if self.drain.is_set():
+            self.abort.set()
+            return
+        self.drain.set()
+        self._on_drain()

@@ -1,0 +1,66 @@
+"""How `--help` looks, and the types that several commands' flags share."""
+
+import argparse
+import os
+import re
+from collections.abc import Callable
+
+from penstock.errors import ConfigError
+
+DEFAULT_PORT = 8000
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+Commands = argparse._SubParsersAction  # pyright: ignore[reportPrivateUsage] # argparse has no public name for it.
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """argparse's own layout with a wider first column and no line for the word COMMAND itself."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)
+
+    def _format_action(self, action: argparse.Action) -> str:
+        text = super()._format_action(action)
+        return text.partition("\n")[2] if action.nargs == argparse.PARSER else text
+
+
+def number(kind: Callable[[str], float], low: float, high: float) -> Callable[[str], float]:
+    """A flag's type: an int or float from `low` to `high`, both included."""
+
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {low:g} to {high:g}")
+        return value
+
+    return read
+
+
+def size(text: str) -> int:
+    """A flag's type: bytes, with an optional binary unit (512M, 2GiB)."""
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512M or 2GiB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def default_port() -> int:
+    """PENSTOCK_PORT, or 8000.
+
+    Raises:
+        ConfigError: the variable is not a port.
+    """
+    text = os.environ.get("PENSTOCK_PORT", "").strip()
+    if not text:
+        return DEFAULT_PORT
+    if not text.isascii() or not text.isdigit() or int(text) > 65_535:
+        raise ConfigError(f"PENSTOCK_PORT={text!r} is not a port (0 to 65535)")
+    return int(text)
+
+
+def default_url() -> str:
+    """PENSTOCK_URL, or the port that `penstock serve` would take here."""
+    return os.environ.get("PENSTOCK_URL") or f"http://127.0.0.1:{default_port()}/v1"

@@ -1,0 +1,104 @@
+import json
+import socket
+import sys
+
+import pytest
+
+from penstock.cli import checks
+from penstock.cli.checks import Check, State
+from penstock.cli.main import main
+from penstock.cli.torch_facts import TorchFacts
+
+FACTS = TorchFacts(version="2.13.0", threads=2, bfloat16_speedup=7.0, gpus=(), cuda_build="")
+
+
+@pytest.fixture(autouse=True)
+def quick_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "probe_torch", lambda: FACTS)
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--port", "0"]) == 0
+    shown = capsys.readouterr().out
+    for word in (
+        "Python",
+        "CPU features",
+        "memory",
+        "torch",
+        "2.13.0, 2 threads",
+        "bfloat16",
+        "port 0",
+        "open files",
+    ):
+        assert word in shown
+    assert "penstock serve can work here" in shown
+
+
+def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["can_serve"] is True
+    assert {"name", "state", "detail", "hint"} == set(document["checks"][0])
+
+
+def test_a_missing_part_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(checks, "probe_torch", lambda: "installed, but dies with signal 4")
+    assert main(["doctor"]) == 1
+    shown = capsys.readouterr().out
+    assert "FAIL" in shown
+    assert "dies with signal 4" in shown
+    assert "cannot work here yet" in shown
+
+
+def test_missing_packages_are_named() -> None:
+    check = checks.check_packages("x", ("rich", "no-such-distribution"), "do this")
+    assert check == Check("x", State.FAIL, "missing: no-such-distribution", "do this")
+
+
+def test_a_port_in_use_is_a_warning() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        check = checks.check_port(taken.getsockname()[1])
+    assert (check.state, check.detail) == (State.WARN, "in use (perhaps by a running server)")
+
+
+@pytest.mark.parametrize(
+    ("facts", "states"),
+    [
+        (FACTS, [State.OK, State.OK, State.NOTE]),
+        (
+            TorchFacts(version="1", threads=1, bfloat16_speedup=0.3, gpus=("H200",), cuda_build="13"),
+            [State.OK, State.NOTE, State.OK],
+        ),
+    ],
+)
+def test_what_torch_says(monkeypatch: pytest.MonkeyPatch, facts: TorchFacts, states: list[State]) -> None:
+    monkeypatch.setattr(checks, "probe_torch", lambda: facts)
+    assert [check.state for check in checks.check_torch()] == states
+
+
+@pytest.mark.parametrize(
+    ("code", "complaint"),
+    [
+        ("import os; os.kill(os.getpid(), 4)", "dies with signal 4"),
+        ("raise ImportError('libgomp is missing')", "does not work: ImportError: libgomp is missing"),
+        ("print('x')", "the probe's answer cannot be read"),
+    ],
+)
+def test_a_broken_torch_is_survived(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory, code: str, complaint: str
+) -> None:
+    monkeypatch.undo()
+    interpreter = tmp_path_factory.mktemp("bin") / "python"
+    interpreter.write_text(f"#!{sys.executable}\n{code}\n")
+    interpreter.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(interpreter))
+    facts = checks.probe_torch()
+    assert isinstance(facts, str)
+    assert complaint in facts
+
+
+def test_open_files() -> None:
+    assert checks.check_open_files(1).state == State.OK
+    assert checks.check_open_files(2**62).state == State.WARN

@@ -1,0 +1,53 @@
+"""`--help` is part of the product: its text has golden files. `UPDATE_GOLDEN=1 pytest tests/cli` rewrites them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock import __version__
+from penstock.cli.main import main
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.mark.parametrize("command", ["", "serve", "chat", "bench", "doctor"])
+def test_help_reads_as_written_down(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main([command, "--help"] if command else ["--help"])
+    assert exited.value.code == 0
+    text = capsys.readouterr().out
+    path = GOLDEN / f"help{'-' if command else ''}{command}.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.write_text(text)
+    assert text == path.read_text()
+    assert max(map(len, text.splitlines())) <= 105
+
+
+def test_version_and_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "--version"], check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"penstock {__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        ([], "required: COMMAND"),
+        (["sevre"], "invalid choice: 'sevre'"),
+        (["serve", "--prot", "1"], "unrecognized arguments"),
+        (["serve", "--port", "70000"], "'70000' is not a number from 0 to 65535"),
+        (["serve", "--kv-memory", "lots"], "'lots' is not a size such as 512M or 2GiB"),
+        (["bench", "--concurrency", "1,x"], "'x' is not a number from 1 to 10000"),
+        (["bench", "--concurrency", "1", "--rate", "2"], "not allowed with"),
+        (["chat", "--temperature", "nan"], "'nan' is not a number from 0 to 2"),
+    ],
+)
+def test_wrong_usage(argv: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main(argv)
+    assert exited.value.code == 2
+    assert complaint in capsys.readouterr().err

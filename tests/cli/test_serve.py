@@ -1,0 +1,304 @@
+"""`penstock serve` as a process, with the real demo model and the real engine."""
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from penstock.bench.client import Client, Endpoint, Response
+from penstock.bench.wire import SseReader, decode_chunk
+from penstock.cli.keyfile import load_key
+from penstock.config.presets import resolve
+
+DEMO = "penstock-demo"
+PATIENCE_S = 90.0
+QUICK = ("--port", "0", "--threads", "1")
+COMMAND = (sys.executable, "-m", "penstock", "serve")
+
+pytestmark = pytest.mark.timeout(240)
+
+
+class Server:
+    """A `penstock serve` process; its output goes to files, so that it never blocks on us."""
+
+    def __init__(self, place: Path, *argv: str, **environment: str) -> None:
+        self.out, self.err = place / "out", place / "err"
+        with self.out.open("w") as out, self.err.open("w") as err:
+            self.process = subprocess.Popen(
+                [*COMMAND, *argv], stdout=out, stderr=err, env={**os.environ, **environment}
+            )
+
+    def until(self, happened: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not happened():
+            assert time.monotonic() < deadline, f"{what}\n{self.out.read_text()}\n{self.err.read_text()}"
+            time.sleep(0.02)
+
+    def wait_ready(self) -> None:
+        self.until(
+            lambda: "Ctrl-C drains" in self.out.read_text() or self.process.poll() is not None, "no banner"
+        )
+        assert self.process.poll() is None, self.err.read_text()
+
+    def wait_said(self, words: str) -> None:
+        self.until(lambda: words in self.err.read_text(), f"never said {words!r}")
+
+    def wait_ended(self) -> int:
+        return self.process.wait(PATIENCE_S)
+
+    @property
+    def url(self) -> str:
+        found = re.search(r"API +(http://\S+)", self.out.read_text())
+        assert found
+        return found[1]
+
+    @property
+    def key(self) -> str:
+        found = re.search(r"key +(sk-\S+)", self.out.read_text())
+        return found[1] if found else ""
+
+    @property
+    def workers(self) -> list[int]:
+        """The process ids of its engine workers."""
+        pid = self.process.pid
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    started: list[Server] = []
+
+    def start(*argv: str, **environment: str) -> Server:
+        place = tmp_path / str(len(started))
+        place.mkdir()
+        started.append(Server(place, *argv, **environment))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended (a zombie that its parent has not reaped yet counts as ended)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def run(*command: str) -> str:
+    """Run a command that must succeed; its standard output."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+class Stream:
+    """Counts the chunks of an answer."""
+
+    def __init__(self) -> None:
+        self.reader, self.text, self.ended, self.error = SseReader(), "", False, ""
+        self.first = asyncio.Event()
+
+    def on_bytes(self, data: bytes) -> None:
+        for event in self.reader.feed(data):
+            if event == b"[DONE]":
+                self.ended = True
+                continue
+            chunk = decode_chunk(event)
+            self.error = str(chunk.error or self.error)
+            for choice in chunk.choices:
+                self.text += choice.content
+                if choice.is_output:
+                    self.first.set()
+
+
+def ask(content: str, **fields: object) -> bytes:
+    messages = [{"role": "user", "content": content}]
+    return msgspec.json.encode({"model": DEMO, "messages": messages, "temperature": 0, **fields})
+
+
+def long_answer(server: Server, num_tokens: int, then: Callable[[], None]) -> Stream:
+    """Stream an answer, call `then` at its first token, and wait for its end."""
+
+    async def main() -> Stream:
+        client, stream = Client(Endpoint.parse(server.url), key=server.key), Stream()
+        body = ask("Count.", stream=True, max_tokens=num_tokens, ignore_eos=True)
+        task = asyncio.create_task(client.post("/chat/completions", body, stream))
+        async with asyncio.timeout(PATIENCE_S):
+            await stream.first.wait()
+            then()
+            await asyncio.wait([task])
+        assert task.exception() is None or not stream.ended
+        await client.close()
+        return stream
+
+    return asyncio.run(main())
+
+
+def get(server: Server, path: str) -> Response:
+    async def main() -> Response:
+        url = server.url.removesuffix("/v1")
+        at = Endpoint.parse(url)
+        client = Client(Endpoint(at.scheme, at.host, at.port, ""), key=server.key)
+        try:
+            return await client.get(path)
+        finally:
+            await client.close()
+
+    return asyncio.run(main())
+
+
+def test_one_command_to_a_streamed_answer_and_a_clean_end(serve: Callable[..., Server]) -> None:
+    server = serve(*QUICK)
+    server.wait_ready()
+    out, err = server.out.read_text(), server.err.read_text()
+    assert re.search(r"ready after \d+\.\d s", out)
+    assert f"models     {DEMO}" in out
+    assert f"{DEMO}: importing" in err  # Lines, because nobody's terminal is there.
+    assert "\x1b" not in out + err
+    assert "Traceback" not in err
+
+    # `chat` finds the key of our own server by itself.
+    port = Endpoint.parse(server.url).port
+    assert load_key("127.0.0.1", port) == server.key != ""
+    said = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "penstock",
+            "chat",
+            "--url",
+            server.url,
+            "--temperature",
+            "0",
+            "What is Penstock?",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "Penstock" in said.stdout
+
+    if shutil.which("curl"):
+        curl = next(line for line in out.splitlines() if line.startswith("curl "))
+        assert run("sh", "-c", curl + " -s").rstrip().endswith("data: [DONE]")
+    assert get(server, "/ready").status == 200
+    snippet = out.partition("from openai")[2].partition("\n\n")[0]
+    assert run(sys.executable, "-c", "from openai" + snippet).strip()
+
+    second = subprocess.run([*COMMAND, "--port", str(port)], capture_output=True, text=True, check=False)
+    assert (second.returncode, second.stdout) == (2, "")
+    assert second.stderr.startswith(f"penstock: port {port} on 127.0.0.1 is in use; ")
+
+    workers = server.workers
+    assert len(workers) == 1
+    stream = long_answer(server, 150, then=lambda: server.process.send_signal(signal.SIGTERM))
+    assert stream.ended
+    assert stream.error == ""
+    assert server.wait_ended() == 0
+    assert "draining 1 stream (Ctrl-C again to stop now)" in server.err.read_text()
+    assert all(gone(pid) for pid in workers)
+    assert load_key("127.0.0.1", port) == ""
+
+
+def test_a_second_ctrl_c_stops_at_once(serve: Callable[..., Server]) -> None:
+    server = serve(*QUICK, PENSTOCK_API_KEY="sk-of-the-operator")
+    server.wait_ready()
+    assert "sk-of-the-operator" not in server.out.read_text() + server.err.read_text()
+    workers = server.workers
+
+    async def main() -> None:
+        client, stream = Client(Endpoint.parse(server.url), key="sk-of-the-operator"), Stream()
+        body = ask("Count.", stream=True, max_tokens=2000, ignore_eos=True)
+        task = asyncio.create_task(client.post("/chat/completions", body, stream))
+        async with asyncio.timeout(PATIENCE_S):
+            await stream.first.wait()
+            server.process.send_signal(signal.SIGINT)
+            await asyncio.to_thread(server.wait_said, "draining 1 stream")
+            server.process.send_signal(signal.SIGINT)
+            assert await asyncio.to_thread(server.wait_ended) == 130
+            await asyncio.wait([task])
+        assert not stream.ended or stream.error
+
+    asyncio.run(main())
+    server.until(lambda: all(gone(pid) for pid in workers), "a worker is left")
+    assert "Traceback" not in server.err.read_text()
+
+
+def test_a_worker_that_is_down_for_good_is_reported(serve: Callable[..., Server], tmp_path: Path) -> None:
+    file = tmp_path / "p.yaml"
+    file.write_text(f"models: [{{path: {DEMO}, engine: {{restarts_max: 0}}}}]")
+    server = serve(*QUICK, "-c", str(file))
+    server.wait_ready()
+    os.kill(server.workers[0], signal.SIGKILL)
+    server.wait_said("the model cannot answer")
+    server.wait_said("killed by SIGKILL")
+    ready = get(server, "/ready")
+    assert ready.status == 503
+    assert b"SIGKILL" in ready.body
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait_ended() == 0
+
+
+def test_ctrl_c_while_loading(serve: Callable[..., Server]) -> None:
+    server = serve(*QUICK)
+    server.wait_said("importing")
+    workers = server.workers
+    server.process.send_signal(signal.SIGINT)
+    assert server.wait_ended() == 0
+    assert server.out.read_text() == ""
+    server.until(lambda: all(gone(pid) for pid in workers), "a worker is left")
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "complaint"),
+    [
+        (("no-such-model",), 2, "penstock: no-such-model: no such directory"),
+        (
+            ("-c", "{place}/typo.yaml"),
+            2,
+            "penstock: {place}/typo.yaml: unknown key `server.prot`; did you mean",
+        ),
+        (("-c", "{place}/absent.yaml"), 2, "penstock: {place}/absent.yaml: cannot be read: No such file"),
+        (("--host", "0.0.0.0"), 2, "penstock: auth.keys: needed because"),
+        (("{place}/corrupt", *QUICK), 1, "penstock: {place}/corrupt/model.safetensors: "),
+        (("--host", "192.0.2.1", "--api-key", "k"), 2, "penstock: server: cannot listen on 192.0.2.1"),
+    ],
+)
+def test_what_cannot_be_served_is_said_in_one_message(
+    tmp_path: Path, argv: tuple[str, ...], code: int, complaint: str
+) -> None:
+    (tmp_path / "typo.yaml").write_text("server: {prot: 1}")
+    shutil.copytree(resolve(DEMO), tmp_path / "corrupt")
+    weights = tmp_path / "corrupt" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100_000])
+    command = [*COMMAND, *(part.format(place=tmp_path) for part in argv)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    (said,) = [line for line in done.stderr.splitlines() if not line.startswith("corrupt: ")]
+    assert said.startswith(complaint.format(place=tmp_path))
+    assert (done.returncode, done.stdout) == (code, "")
+
+
+def test_print_config_starts_nothing() -> None:
+    done = subprocess.run(
+        [*COMMAND, "--print-config", "--port", "1234"], capture_output=True, text=True, check=True
+    )
+    assert "port: 1234" in done.stdout
+    assert done.stderr == ""
