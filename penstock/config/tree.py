@@ -25,6 +25,8 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """"auto": bfloat16 where the processor multiplies it natively, else float32."""
+    kernels: Literal["auto", "native", "torch"] = "auto"
+    """"auto": the native kernels where they were built and can compute the model, else torch."""
     threads: Annotated[int, Meta(ge=0)] = 0
     """CPU threads for the model; 0 takes every core the process may use."""
     max_model_len: Annotated[int, Meta(ge=0)] = 0

@@ -14,7 +14,11 @@ from penstock.types import FinishReason, RequestId, SamplingParams, TokenLogprob
 
 
 def tiny_runner(path: Path, **config: object) -> Runner:
-    settings: dict[str, object] = {"dtype": "float32", "kv_memory_bytes": 8 * 1024 * 1024} | config
+    settings: dict[str, object] = {
+        "dtype": "float32",
+        "kernels": "torch",
+        "kv_memory_bytes": 8 * 1024 * 1024,
+    } | config
     return load_runner(path, EngineConfig(**settings), SystemClock(), lambda _stage, _done, _total: None)
 
 

@@ -1,0 +1,1 @@
+"""Paged attention: the contract, a plain reference and the CPU implementation."""

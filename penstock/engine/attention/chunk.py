@@ -1,0 +1,114 @@
+"""Attention of chunks of prompts: row by row, KV tile by KV tile, with a mask only on the diagonal."""
+
+import torch
+from torch import Tensor
+
+from penstock.engine.arrays import as_tensor
+from penstock.engine.attention.base import Int32Array
+from penstock.engine.attention.tiles import TILE_BLOCKS, TILE_TOKENS, TileShape, logsumexp_of, merge_factors
+from penstock.engine.kv_cache import KVCache
+from penstock.types import BLOCK_TOKENS
+
+ChunkRow = tuple[int, int, int, Int32Array]
+"""(first token within the step, computed tokens, new tokens, block table)."""
+
+
+class _Chunk:
+    """One row's chunk, prepared for all layers."""
+
+    __slots__ = ("computed", "num_tiles", "num_tokens", "pages", "start")
+
+    def __init__(self, row: ChunkRow, cache: KVCache, page_steps: Tensor) -> None:
+        self.start, self.computed, self.num_tokens, table = row
+        end = self.computed + self.num_tokens
+        self.num_tiles = -(-end // TILE_TOKENS)
+        held = -(-end // BLOCK_TOKENS)
+        blocks = torch.full((self.num_tiles * TILE_BLOCKS,), cache.zero_block)
+        blocks[:held] = as_tensor(table[:held])
+        first = (blocks * cache.pages_per_block).view(self.num_tiles, 1, 1, TILE_BLOCKS)
+        self.pages = (first + page_steps).flatten(2)
+        """`[num_tiles, num_layers, 2 * TILE_BLOCKS]` into the cache's pages: keys, then values."""
+
+
+class ChunkAttention:
+    """Scratch and steps of the row-by-row path; takes any number of new tokens per row."""
+
+    def __init__(self, cache: KVCache, shape: TileShape, *, max_tokens: int) -> None:
+        self._cache, self._shape = cache, shape
+        self._chunks: list[_Chunk] = []
+        layers = torch.arange(cache.num_layers).view(-1, 1, 1)
+        self._page_steps = layers * 2 + torch.arange(2).view(1, -1, 1)
+        self._kv = cache.pages.new_empty(2, TILE_TOKENS, shape.num_kv_heads, shape.head_dim)
+        rows = max_tokens * shape.group + shape.rows_min
+        heads = shape.num_kv_heads
+        self._queries = cache.pages.new_zeros(heads, rows, shape.head_dim)
+        self._raw = cache.pages.new_empty(heads * rows * TILE_TOKENS)
+        self._scores = torch.empty(heads * rows * TILE_TOKENS, device=cache.pages.device)
+        self._weights = torch.empty_like(self._scores)
+        self._partial = cache.pages.new_empty(heads * rows * shape.head_dim)
+        unseen = torch.ones(TILE_TOKENS, TILE_TOKENS, dtype=torch.bool).triu(1)
+        self._diagonal = torch.zeros(TILE_TOKENS, TILE_TOKENS).masked_fill_(unseen, -torch.inf)
+        """`[query, key]` positions within a tile: 0 where the key is not after the query, else -inf."""
+
+    def begin(self, rows: list[ChunkRow]) -> None:
+        """Prepare the step's chunks."""
+        self._chunks = [_Chunk(row, self._cache, self._page_steps) for row in rows]
+
+    def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """`q`, `out`: `[num_tokens, num_heads, head_dim]` of the whole step; only the chunks' tokens are touched."""
+        for chunk in self._chunks:
+            tokens = slice(chunk.start, chunk.start + chunk.num_tokens)
+            self._attend_chunk(layer, chunk, q[tokens], out[tokens])
+
+    def _attend_chunk(self, layer: int, chunk: _Chunk, q: Tensor, out: Tensor) -> None:
+        shape, n = self._shape, chunk.num_tokens
+        # [kv head, token, query of the group, dim]: a group's queries are neighbouring rows of one product.
+        by_head = q.view(n, shape.num_kv_heads, shape.group, -1).transpose(0, 1)
+        rows = n * shape.group
+        self._queries[:, :rows].view(shape.num_kv_heads, n, shape.group, -1).copy_(by_head)
+        self._queries[:, rows : rows + shape.rows_min].zero_()
+        top = torch.full((shape.num_kv_heads, rows), -torch.inf)
+        den = torch.zeros_like(top)
+        acc = torch.zeros(shape.num_kv_heads, rows, shape.head_dim)
+        for tile in range(chunk.num_tiles):
+            first = max(tile * TILE_TOKENS - chunk.computed, 0)
+            seeing = slice(first * shape.group, rows)
+            logsumexp, partial = self._tile(layer, chunk, tile, first)
+            top[:, seeing], keep, add = merge_factors(top[:, seeing], logsumexp)
+            den[:, seeing].mul_(keep).add_(add)
+            acc[:, seeing].mul_(keep[..., None]).add_(partial.float().mul_(add[..., None]))
+        acc.div_(den[..., None])
+        out.view(n, shape.num_kv_heads, shape.group, -1).transpose(0, 1).copy_(
+            acc.view(shape.num_kv_heads, n, shape.group, -1)
+        )
+
+    def _tile(self, layer: int, chunk: _Chunk, tile: int, first: int) -> tuple[Tensor, Tensor]:
+        """One tile for the chunk's tokens from `first` on: (logsumexp `[heads, rows]`, output `[heads, rows, dim]`)."""
+        shape, heads = self._shape, self._shape.num_kv_heads
+        kept = (chunk.num_tokens - first) * shape.group
+        rows = max(kept, shape.rows_min)
+        kv = self._kv
+        torch.index_select(self._cache.pages, 0, chunk.pages[tile, layer], out=kv.view(2 * TILE_BLOCKS, -1))
+        queries = self._queries[:, first * shape.group : first * shape.group + rows]
+        raw = self._raw[: heads * rows * TILE_TOKENS].view(heads, rows, TILE_TOKENS)
+        scores = self._scores[: heads * rows * TILE_TOKENS].view_as(raw)
+        weights = self._weights[: heads * rows * TILE_TOKENS].view_as(raw)
+        partial = self._partial[: heads * rows * shape.head_dim].view(heads, rows, -1)
+        torch.bmm(queries, kv[0].permute(1, 2, 0), out=raw)
+        scores.copy_(raw).mul_(shape.scale)
+        self._mask_diagonal(scores[:, :kept], chunk.computed + first - tile * TILE_TOKENS)
+        torch.softmax(scores, -1, out=weights)
+        raw.copy_(weights)
+        torch.bmm(raw, kv[1].transpose(0, 1), out=partial)
+        return logsumexp_of(scores[:, :kept], weights[:, :kept]), partial[:, :kept]
+
+    def _mask_diagonal(self, scores: Tensor, offset: int) -> None:
+        """Hide later keys from the queries that lie in this tile; the first has position `offset` in it."""
+        if offset >= TILE_TOKENS:
+            return
+        heads, rows, _ = scores.shape
+        crossing = min(TILE_TOKENS - offset, rows // self._shape.group)
+        inside = scores[:, : crossing * self._shape.group].view(
+            heads, crossing, self._shape.group, TILE_TOKENS
+        )
+        inside.add_(self._diagonal[offset : offset + crossing, None])

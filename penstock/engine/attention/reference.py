@@ -1,0 +1,72 @@
+"""Attention as the formula says it, one row at a time in float32: the twin that every fast one is tested against."""
+
+import torch
+from torch import Tensor
+
+from penstock.engine.arrays import as_tensor
+from penstock.engine.attention.base import AttentionBatch
+from penstock.engine.kv_cache import KVCache
+from penstock.engine.layers.rotary import RotaryWeights
+from penstock.types import BLOCK_TOKENS
+
+
+class ReferenceAttention:
+    """`softmax(q k^T / sqrt(d) + causal) v` (Vaswani et al. 2017, arXiv 1706.03762). See `Attention`."""
+
+    def __init__(self, cache: KVCache, rotary: RotaryWeights) -> None:
+        self._cache, self._weights = cache, rotary
+        self._positions = torch.empty(0)
+        self._rows: list[tuple[int, int, Tensor]] = []
+
+    def begin(self, batch: AttentionBatch) -> None:
+        """See `Attention`."""
+        self._positions = batch.positions
+        self._rows = [
+            (int(computed), int(tokens), as_tensor(table).long())
+            for computed, tokens, table in zip(
+                batch.num_computed, batch.num_tokens, batch.block_tables, strict=True
+            )
+        ]
+
+    def store(self, layer: int, qkv: Tensor, q: Tensor) -> None:
+        """See `Attention`."""
+        num_heads, num_kv_heads = self._weights.num_heads, self._weights.num_kv_heads
+        queries, keys = qkv[:, :num_heads].float(), qkv[:, num_heads : num_heads + num_kv_heads].float()
+        values = qkv[:, num_heads + num_kv_heads :].float()
+        if self._weights.head_norms:
+            q_norm, k_norm = self._weights.head_norms[layer]
+            queries, keys = self._normed(queries, q_norm), self._normed(keys, k_norm)
+        q.copy_(self._rotated(queries))
+        kv = torch.stack((self._rotated(keys), values), dim=1).to(qkv.dtype)
+        start = 0
+        for computed, tokens, table in self._rows:
+            positions = torch.arange(computed, computed + tokens)
+            blocks, offsets = table[positions // BLOCK_TOKENS], positions % BLOCK_TOKENS
+            self._cache.tensor[blocks, layer, :, offsets] = kv[start : start + tokens]
+            start += tokens
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._weights.norm_eps) * weight.float()
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        cos, sin = (
+            part[self._positions][:, None] for part in (self._weights.table.cos, self._weights.table.sin)
+        )
+        return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
+
+    def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """See `Attention`."""
+        start = 0
+        for computed, tokens, table in self._rows:
+            end = computed + tokens
+            blocks = table[: -(-end // BLOCK_TOKENS)]
+            kv = self._cache.tensor[blocks, layer].transpose(0, 1).flatten(1, 2)[:, :end].float()
+            group = q.shape[1] // kv.shape[2]
+            k, v = kv.repeat_interleave(group, dim=2).permute(0, 2, 1, 3)
+            scores = (
+                q[start : start + tokens].float().transpose(0, 1) @ k.transpose(1, 2) * q.shape[2] ** -0.5
+            )
+            seen = torch.arange(end) <= torch.arange(computed, end)[:, None]
+            scores = scores.masked_fill(~seen, -torch.inf)
+            out[start : start + tokens] = (scores.softmax(-1) @ v).transpose(0, 1)
+            start += tokens

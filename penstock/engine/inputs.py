@@ -1,0 +1,116 @@
+"""What the runner holds of every live request, in tables with stable row indices, and a step's inputs from them.
+
+A plan is a change against these tables. The tables are arrays with one row per request in the batch, so a decode
+step is a handful of vector operations however many rows there are; no token is looked at in Python.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.engine.arrays import as_tensor
+from penstock.engine.attention.base import AttentionBatch, Int32Array
+from penstock.engine.attention.slots import token_rows
+from penstock.schedule.plan import NewRow, RowWork, StepPlan
+from penstock.types import BLOCK_TOKENS
+
+Int64Array = npt.NDArray[np.int64]
+_SEED_MASK = (1 << 64) - 1
+
+
+@dataclass(slots=True, frozen=True)
+class StepInputs:
+    """One step's inputs, token by token and row by row."""
+
+    token_ids: Int64Array
+    """`[num_tokens]`"""
+    sample_tokens: Int64Array
+    """`[num_samples]` indices of the tokens whose logits are drawn from."""
+    sample_rows: Int64Array
+    """`[num_samples]` their rows in the tables."""
+    sample_positions: Int64Array
+    """`[num_samples]` positions of the tokens to be drawn."""
+    batch: AttentionBatch
+    fresh_blocks: list[int]
+    """Blocks of this step that hold nothing of their row yet."""
+
+
+class RowTables:
+    """Tokens, blocks and sampling parameters of every row of the batch.
+
+    Token and block tables: `[max_running, ...]`, int32, valid up to what the row's plan has announced.
+    """
+
+    def __init__(self, *, max_running: int, max_model_len: int) -> None:
+        self._max_blocks = -(-max_model_len // BLOCK_TOKENS)
+        self._token_ids = np.zeros((max_running, max_model_len + 1), np.int32)
+        self._blocks = np.zeros((max_running, self._max_blocks), np.int32)
+        self._num_blocks = [0] * max_running
+        self.temperature = np.zeros(max_running, np.float32)
+        self.top_k = np.zeros(max_running, np.int64)
+        self.top_p = np.ones(max_running, np.float64)
+        self.min_p = np.zeros(max_running, np.float32)
+        self.seed = np.zeros(max_running, np.uint64)
+        self.logprobs: list[int | None] = [None] * max_running
+
+    def apply(self, plan: StepPlan) -> StepInputs:
+        """Take in a plan's changes and lay out its step."""
+        for new in plan.new_rows:
+            self._enter(new)
+        fresh = [block for work in plan.work if work.new_blocks for block in self._append(work)]
+        rows = np.fromiter((work.row for work in plan.work), np.int64, len(plan.work))
+        computed = np.fromiter((work.num_computed for work in plan.work), np.int32, len(plan.work))
+        num_tokens = np.fromiter((work.num_tokens for work in plan.work), np.int32, len(plan.work))
+        samples = np.fromiter((work.samples for work in plan.work), np.bool_, len(plan.work))
+        return self._lay_out(rows, computed, num_tokens, samples, fresh)
+
+    def append_tokens(self, rows: Int64Array, positions: Int64Array, token_ids: Int64Array) -> None:
+        """Remember drawn tokens: they are the inputs of coming steps."""
+        self._token_ids[rows, positions] = token_ids
+
+    def _enter(self, new: NewRow) -> None:
+        row, sampling = new.row, new.sampling
+        self._token_ids[row, : len(new.token_ids)] = new.token_ids
+        self._num_blocks[row] = 0
+        self.temperature[row] = sampling.temperature
+        self.top_k[row] = sampling.top_k
+        self.top_p[row] = sampling.top_p
+        self.min_p[row] = sampling.min_p
+        self.seed[row] = sampling.seed & _SEED_MASK
+        self.logprobs[row] = sampling.logprobs
+
+    def _append(self, work: RowWork) -> list[int]:
+        """Extend a row's block table; the blocks that lie wholly beyond its computed tokens."""
+        held = self._num_blocks[work.row]
+        end = held + len(work.new_blocks)
+        assert end <= self._max_blocks, (work, held)
+        self._blocks[work.row, held:end] = work.new_blocks
+        self._num_blocks[work.row] = end
+        first_fresh = -(-work.num_computed // BLOCK_TOKENS)
+        return list(work.new_blocks[max(first_fresh - held, 0) :])
+
+    def _lay_out(
+        self,
+        rows: Int64Array,
+        computed: Int32Array,
+        num_tokens: Int32Array,
+        samples: npt.NDArray[np.bool_],
+        fresh: list[int],
+    ) -> StepInputs:
+        ends = np.cumsum(num_tokens, dtype=np.int64)
+        if ends[-1] == len(rows):  # Decode only.
+            token_of_row, positions = rows, computed.astype(np.int64)
+        else:
+            work_of_token, offsets = token_rows(num_tokens)
+            token_of_row, positions = rows[work_of_token], computed[work_of_token] + offsets
+        width = -(-int((computed + num_tokens).max()) // BLOCK_TOKENS)
+        sampled = np.flatnonzero(samples)
+        return StepInputs(
+            token_ids=self._token_ids[token_of_row, positions].astype(np.int64),
+            sample_tokens=ends[sampled] - 1,
+            sample_rows=rows[sampled],
+            sample_positions=(computed + num_tokens)[sampled].astype(np.int64),
+            batch=AttentionBatch(computed, num_tokens, as_tensor(positions), self._blocks[rows, :width]),
+            fresh_blocks=fresh,
+        )

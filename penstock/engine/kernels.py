@@ -1,0 +1,82 @@
+"""Which implementation computes what: chosen once, where the engine is wired.
+
+A device or a native library brings another `Kernels`; the decoder does not know which one it runs on.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.engine.attention.base import Attention
+from penstock.engine.attention.cpu import CpuAttention
+from penstock.engine.kv_cache import KVCache
+from penstock.engine.layers.activation import SiluMul
+from penstock.engine.layers.linear import Linear, torch_linear
+from penstock.engine.layers.norm import RMSNorm
+from penstock.engine.layers.rotary import RotaryWeights
+from penstock.engine.models.spec import DecoderSpec
+
+
+class Norm(Protocol):
+    """RMSNorm with its weight inside."""
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        """Write the normalised rows of `x` `[num_tokens, hidden]` to `out`."""
+        ...
+
+    def add(self, residual: Tensor, x: Tensor, out: Tensor) -> None:
+        """`residual += x`, then write the normalised `residual` to `out`; all `[num_tokens, hidden]`."""
+        ...
+
+
+class Activation(Protocol):
+    """The gate of the feed-forward layer."""
+
+    def __call__(self, gate_up: Tensor, out: Tensor) -> None:
+        """From `[num_tokens, 2 * size]` to `[num_tokens, size]`."""
+        ...
+
+
+class Kernels(Protocol):
+    """Makes the objects that compute, each with its weights and scratch inside."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None, *, rows_max: int) -> Linear:
+        """`weight` is `[out, in]`, `bias` `[out]`; both may be kept or repacked."""
+        ...
+
+    def norm(self, weight: Tensor, eps: float) -> Norm:
+        """`weight` is `[size]`."""
+        ...
+
+    def activation(self) -> Activation:
+        """SwiGLU's gate, with the model's inner size."""
+        ...
+
+    def attention(self, cache: KVCache, rotary: RotaryWeights) -> Attention:
+        """Attention over `cache` for all layers, with the model's rotation and head norms."""
+        ...
+
+
+class TorchKernels:
+    """Everything in torch on the CPU; shares scratch between layers, since they run one after another."""
+
+    def __init__(self, spec: DecoderSpec, *, max_tokens: int, device: torch.device) -> None:
+        self._max_tokens = max_tokens
+        self._activation = SiluMul(spec.intermediate_size, max_tokens, device)
+
+    def linear(self, weight: Tensor, bias: Tensor | None, *, rows_max: int) -> Linear:
+        """See `Kernels`."""
+        return torch_linear(weight, bias, rows_max=rows_max)
+
+    def norm(self, weight: Tensor, eps: float) -> Norm:
+        """See `Kernels`."""
+        return RMSNorm(weight, eps)
+
+    def activation(self) -> Activation:
+        """See `Kernels`."""
+        return self._activation
+
+    def attention(self, cache: KVCache, rotary: RotaryWeights) -> Attention:
+        """See `Kernels`."""
+        return CpuAttention(cache, rotary, max_tokens=self._max_tokens)

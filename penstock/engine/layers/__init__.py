@@ -1,0 +1,1 @@
+"""The decoder's building blocks: objects with weights inside, each row computed by itself."""

@@ -1,0 +1,76 @@
+"""How much of the machine's memory the KV cache may have, and what context that allows."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from penstock.config.tree import EngineConfig
+from penstock.engine.models.spec import DecoderSpec
+from penstock.errors import ConfigError
+from penstock.types import BLOCK_TOKENS
+
+CPU_KV_BYTES_MAX = 4 * 1024**3
+"""The KV cache takes no more than this of a CPU's memory unless `kv_memory_bytes` says so."""
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(slots=True, frozen=True)
+class KVBudget:
+    """What the memory allows."""
+
+    num_blocks: int
+    max_model_len: int
+    """Tokens of prompt and answer together that one request may have."""
+
+
+def free_memory_bytes() -> int:
+    """Memory that this process may still take: the machine's, or its control group's where that is less."""
+    free = psutil.virtual_memory().available
+    try:
+        limit = int((_CGROUP / "memory.max").read_text())
+        used = int((_CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):
+        return free  # No control group, or one without a limit ("max").
+    return min(free, max(limit - used, 0))
+
+
+def plan_kv(config: EngineConfig, spec: DecoderSpec, *, bytes_per_value: int, free_bytes: int) -> KVBudget:
+    """Choose the number of blocks, and settle the context length.
+
+    Raises:
+        ConfigError: a setting that is impossible on this machine or with this model, by its name.
+    """
+    asked_len = config.max_model_len or spec.max_position
+    if asked_len > spec.max_position:
+        raise ConfigError(
+            f"engine.max_model_len is {asked_len}, but the model was made for {spec.max_position} tokens at most"
+        )
+    block_bytes = BLOCK_TOKENS * spec.kv_bytes_per_token(bytes_per_value)
+    num_blocks = _affordable_bytes(config, free_bytes) // block_bytes
+    if not config.kv_memory_bytes:
+        # More than every request at its longest would never be used up.
+        num_blocks = min(num_blocks, config.max_running * _blocks(asked_len))
+    source = "engine.kv_memory_bytes" if config.kv_memory_bytes else "engine.kv_memory_fraction"
+    if config.max_model_len and num_blocks < _blocks(asked_len):
+        raise ConfigError(
+            f"{source} leaves {num_blocks * BLOCK_TOKENS} tokens of KV cache ({block_bytes} bytes per {BLOCK_TOKENS}"
+            f" tokens), but engine.max_model_len is {asked_len}: raise the first or lower the second"
+        )
+    if num_blocks < 2:
+        raise ConfigError(
+            f"{source} leaves no room for a KV cache: {block_bytes} bytes per {BLOCK_TOKENS} tokens"
+        )
+    return KVBudget(num_blocks, min(asked_len, num_blocks * BLOCK_TOKENS))
+
+
+def _affordable_bytes(config: EngineConfig, free_bytes: int) -> int:
+    if config.kv_memory_bytes > free_bytes:
+        raise ConfigError(
+            f"engine.kv_memory_bytes is {config.kv_memory_bytes}, but only {free_bytes} bytes are free"
+        )
+    return config.kv_memory_bytes or min(int(free_bytes * config.kv_memory_fraction), CPU_KV_BYTES_MAX)
+
+
+def _blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK_TOKENS)

@@ -1,0 +1,138 @@
+"""Reading `config.json`: the fields that we understand, typed, with errors that name the field.
+
+Two spellings of the rotary settings are in the wild: `rope_theta` with an optional `rope_scaling`
+(transformers 4) and `rope_parameters` (transformers 5). Both become a `RopeSpec` here.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.engine.models.spec import RopeSpec
+from penstock.errors import CheckpointError
+
+CONFIG_FILE = "config.json"
+
+
+class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of `rope_parameters` or `rope_scaling`."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    """The old name of `rope_type`."""
+    rope_theta: float | None = None
+    factor: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    partial_rotary_factor: float | None = None
+
+
+class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`config.json` of a decoder. Fields that a family must have are checked by `positive`."""
+
+    architectures: list[str] | None = None
+    vocab_size: int | None = None
+    hidden_size: int | None = None
+    intermediate_size: int | None = None
+    num_hidden_layers: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int | None = None
+    rms_norm_eps: float | None = None
+    hidden_act: str = "silu"
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    use_sliding_window: bool = False
+    rope_theta: float | None = None
+    rope_scaling: RopeParameters | None = None
+    rope_parameters: RopeParameters | None = None
+    partial_rotary_factor: float | None = None
+    pretraining_tp: int | None = None
+    quantization_config: dict[str, Any] | None = None
+
+
+def read_config(directory: Path) -> HfConfig:
+    """The configuration of the model in `directory`.
+
+    Raises:
+        CheckpointError: there is no such directory or file, or a field has the wrong type.
+    """
+    path = directory / CONFIG_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=HfConfig)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({error.strerror}); expected a model directory"
+        ) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def positive(config: HfConfig, field: str) -> int:
+    """A whole number above zero that every family needs.
+
+    Raises:
+        CheckpointError: the field is missing or not positive.
+    """
+    value = getattr(config, field)
+    if not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"{CONFIG_FILE}: {field} is {value}, expected a whole number above zero")
+    return value
+
+
+def heads(config: HfConfig) -> tuple[int, int, int]:
+    """(query heads, key/value heads, head size) with the defaults that transformers applies.
+
+    Raises:
+        CheckpointError: the numbers do not fit each other.
+    """
+    num_heads = positive(config, "num_attention_heads")
+    num_kv_heads = (
+        num_heads if config.num_key_value_heads is None else positive(config, "num_key_value_heads")
+    )
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"{CONFIG_FILE}: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
+        )
+    head_dim = config.head_dim or positive(config, "hidden_size") // num_heads
+    if head_dim % 2 or head_dim < 2:
+        raise CheckpointError(f"{CONFIG_FILE}: head_dim is {head_dim}, expected an even number")
+    return num_heads, num_kv_heads, head_dim
+
+
+def rope(config: HfConfig) -> RopeSpec:
+    """The rotary settings.
+
+    Raises:
+        CheckpointError: a kind of scaling that is not supported, or one of its numbers is missing.
+    """
+    given = config.rope_parameters or config.rope_scaling or RopeParameters()
+    kind = given.rope_type or given.type or "default"
+    theta = given.rope_theta or config.rope_theta or 10_000.0
+    if (given.partial_rotary_factor or config.partial_rotary_factor or 1.0) != 1.0:
+        raise CheckpointError(f"{CONFIG_FILE}: partial_rotary_factor is not supported for this architecture")
+    if kind == "default":
+        return RopeSpec(theta=theta)
+    if kind == "linear":
+        return RopeSpec(kind="linear", theta=theta, factor=_needed(given, "factor"))
+    if kind == "llama3":
+        return RopeSpec(
+            kind="llama3",
+            theta=theta,
+            factor=_needed(given, "factor"),
+            low_freq_factor=_needed(given, "low_freq_factor"),
+            high_freq_factor=_needed(given, "high_freq_factor"),
+            original_max_position=int(_needed(given, "original_max_position_embeddings")),
+        )
+    raise CheckpointError(f"{CONFIG_FILE}: rope type {kind!r} is not supported (default, linear, llama3)")
+
+
+def _needed(given: RopeParameters, field: str) -> float:
+    value = getattr(given, field)
+    if not isinstance(value, int | float) or value <= 0:
+        raise CheckpointError(f"{CONFIG_FILE}: rope scaling needs {field} above zero, got {value}")
+    return float(value)

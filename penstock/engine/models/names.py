@@ -1,0 +1,95 @@
+"""Which checkpoint tensors make which weight of the decoder: names, shapes and how parts are fused.
+
+Pure data about names; `engine/loader.py` reads the files.
+"""
+
+from dataclasses import dataclass, field
+
+from penstock.engine.models.spec import DecoderSpec
+
+
+@dataclass(slots=True, frozen=True)
+class Part:
+    """One tensor of the checkpoint and the shape it must have."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class Weight:
+    """One weight of the decoder: its parts stacked along the first dimension, in order."""
+
+    key: str
+    parts: tuple[Part, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The stacked shape."""
+        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+
+
+@dataclass(slots=True, frozen=True)
+class CheckpointNames:
+    """A family's tensor names. `{i}` is the layer."""
+
+    embedding: str = "model.embed_tokens.weight"
+    final_norm: str = "model.norm.weight"
+    head: str = "lm_head.weight"
+    layer: str = "model.layers.{i}."
+    q: str = "self_attn.q_proj"
+    k: str = "self_attn.k_proj"
+    v: str = "self_attn.v_proj"
+    o: str = "self_attn.o_proj"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+    input_norm: str = "input_layernorm"
+    post_attention_norm: str = "post_attention_layernorm"
+    ignored_suffixes: tuple[str, ...] = field(default=("rotary_emb.inv_freq",))
+    """Tensors that some checkpoints carry and that we compute ourselves."""
+
+
+def decoder_weights(spec: DecoderSpec, names: CheckpointNames) -> list[Weight]:
+    """Every weight of the decoder, in the order in which it is built."""
+    table = (spec.vocab_size, spec.hidden_size)
+    weights = [Weight("embedding", (Part(names.embedding, table),))]
+    for i in range(spec.num_layers):
+        weights += _layer_weights(spec, names, i)
+    weights.append(Weight("final_norm", (Part(names.final_norm, (spec.hidden_size,)),)))
+    if not spec.tied_head:
+        weights.append(Weight("head", (Part(names.head, table),)))
+    return weights
+
+
+def _layer_weights(spec: DecoderSpec, names: CheckpointNames, i: int) -> list[Weight]:
+    prefix, hidden, inner = names.layer.format(i=i), spec.hidden_size, spec.intermediate_size
+    q_size, kv_size = spec.q_size, spec.kv_size
+
+    def weight(key: str, *parts: tuple[str, tuple[int, ...]], suffix: str = ".weight") -> Weight:
+        return Weight(f"{i}.{key}", tuple(Part(prefix + name + suffix, shape) for name, shape in parts))
+
+    weights = [
+        weight("input_norm", (names.input_norm, (hidden,))),
+        weight(
+            "qkv", (names.q, (q_size, hidden)), (names.k, (kv_size, hidden)), (names.v, (kv_size, hidden))
+        ),
+        weight("o", (names.o, (hidden, q_size))),
+        weight("post_attention_norm", (names.post_attention_norm, (hidden,))),
+        weight("gate_up", (names.gate, (inner, hidden)), (names.up, (inner, hidden))),
+        weight("down", (names.down, (hidden, inner))),
+    ]
+    if spec.qk_norm:
+        weights.append(weight("q_norm", (names.q_norm, (spec.head_dim,))))
+        weights.append(weight("k_norm", (names.k_norm, (spec.head_dim,))))
+    if spec.qkv_bias:
+        parts = ((names.q, (q_size,)), (names.k, (kv_size,)), (names.v, (kv_size,)))
+        weights.append(weight("qkv_bias", *parts, suffix=".bias"))
+    if spec.o_bias:
+        weights.append(weight("o_bias", (names.o, (hidden,)), suffix=".bias"))
+    if spec.mlp_bias:
+        weights.append(weight("gate_up_bias", (names.gate, (inner,)), (names.up, (inner,)), suffix=".bias"))
+        weights.append(weight("down_bias", (names.down, (hidden,)), suffix=".bias"))
+    return weights

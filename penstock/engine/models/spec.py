@@ -1,0 +1,78 @@
+"""What a decoder is, as data: one frozen spec that every family maps its `config.json` to.
+
+Knows nothing about files, tensors or where the decoder runs.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+RopeKind = Literal["default", "linear", "llama3"]
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RopeSpec:
+    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864) and how it was stretched."""
+
+    kind: RopeKind = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    """How many times longer than trained the context became (linear and llama3)."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+    """Context of the pretraining, from which llama3 tells long wavelengths from short ones."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class DecoderSpec:
+    """The shape of a dense pre-norm decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    """Tokens of the longest context the model was made for."""
+    norm_eps: float
+    rope: RopeSpec
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """RMSNorm over every query and key head before the rotation (Qwen3)."""
+    tied_head: bool = False
+    """The output projection is the embedding table."""
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def q_size(self) -> int:
+        """Columns of all query heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Columns of all key (or value) heads together."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the whole model; a tied head counts once."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        attention = hidden * (self.q_size + 2 * self.kv_size) + self.q_size * hidden
+        attention += (self.q_size + 2 * self.kv_size) * self.qkv_bias + hidden * self.o_bias
+        attention += 2 * self.head_dim * self.qk_norm
+        mlp = 3 * hidden * inner + (2 * inner + hidden) * self.mlp_bias
+        embeddings = self.vocab_size * hidden * (1 if self.tied_head else 2)
+        return embeddings + hidden + self.num_layers * (attention + mlp + 2 * hidden)
+
+    def kv_bytes_per_token(self, bytes_per_value: int) -> int:
+        """Bytes that one token occupies in the KV cache, over all layers."""
+        return self.num_layers * 2 * self.kv_size * bytes_per_value

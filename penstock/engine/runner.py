@@ -1,0 +1,172 @@
+"""Carries out step plans: tables, forward pass, sampler. Decides nothing.
+
+The runner owns the weights, the KV tensor and what it holds of every row. It does not know requests' lives,
+queues or processes: a `StepPlan` comes in, a `StepResult` goes out.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from penstock.clock import Clock
+from penstock.config.tree import EngineConfig
+from penstock.engine.arrays import as_tensor
+from penstock.engine.inputs import RowTables
+from penstock.engine.kv_cache import KVCache
+from penstock.engine.loader import load_weights, random_weights
+from penstock.engine.memory import free_memory_bytes, plan_kv
+from penstock.engine.models.decoder import DecoderLimits
+from penstock.engine.models.registry import read_spec
+from penstock.engine.native.library import Kernels as NativeKernels
+from penstock.engine.sampler import Sampler, SampleRows, results
+from penstock.engine.wiring import StepModel, native_kernels, wire_model
+from penstock.errors import ConfigError
+from penstock.protocol.worker import ModelInfo
+from penstock.schedule.plan import NewRow, RowWork, StepPlan, StepResult
+from penstock.types import BLOCK_TOKENS, RequestId, SamplingParams
+
+OnProgress = Callable[[str, int, int], None]
+"""Called with (stage in words, done, total); total 0 means unknown."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RunnerParts:
+    """Everything a runner is wired from."""
+
+    info: ModelInfo
+    model: StepModel
+    cache: KVCache
+    clock: Clock
+    step_tokens: int
+
+
+class Runner:
+    """One model on one device. Not thread-safe: one step at a time."""
+
+    def __init__(self, parts: RunnerParts) -> None:
+        self.info = parts.info
+        self._model, self._cache = parts.model, parts.cache
+        self._clock = parts.clock
+        self._step_tokens = parts.step_tokens
+        self._tables = RowTables(max_running=parts.info.max_running, max_model_len=parts.info.max_model_len)
+        self._sampler = Sampler(parts.info.vocab_size)
+
+    @property
+    def kernels(self) -> str:
+        """What computes, for people: "torch", or "native" and the instruction set."""
+        return self._model.kernels
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute a plan's step and draw the tokens that it asks for."""
+        start_ns = self._clock.now_ns()
+        assert plan.work, "an empty step has nothing to run"
+        inputs = self._tables.apply(plan)
+        self._cache.clear(inputs.fresh_blocks)
+        logits = self._model.compute(
+            as_tensor(inputs.token_ids), as_tensor(inputs.sample_tokens), inputs.batch
+        )
+        sampled = ()
+        if len(inputs.sample_rows):
+            rows = SampleRows.of(self._tables, inputs.sample_rows, inputs.sample_positions)
+            token_ids = self._sampler.draw(logits, rows)
+            self._tables.append_tokens(inputs.sample_rows, inputs.sample_positions, token_ids.numpy())
+            sampled = results(logits, token_ids, inputs.sample_rows, self._tables.logprobs)
+        return StepResult(plan.step, sampled, self._clock.now_ns() - start_ns)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run the shapes that come first in real life, so that no request pays for first calls.
+
+        Must be called while no row is live: it uses the first row and the first blocks, and leaves them clean.
+        """
+        num_tokens = min(
+            self._step_tokens, self.info.max_model_len - 1, self.info.num_blocks * BLOCK_TOKENS - 1
+        )
+        blocks = tuple(range(-(-(num_tokens + 1) // BLOCK_TOKENS)))
+        sampling = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1)
+        new = NewRow(RequestId("warm-up"), 0, (0,) * num_tokens, num_tokens, sampling)
+        prefill = RowWork(0, 0, num_tokens, samples=True, new_blocks=blocks)
+        self.run(StepPlan(0, (new,), (prefill,)))
+        self.run(StepPlan(0, (), (RowWork(0, num_tokens, 1, samples=True),)))
+        self._cache.clear(list(blocks))
+
+
+def build_runner(
+    model_path: str | Path, config: EngineConfig, clock: Clock, on_progress: OnProgress
+) -> Runner:
+    """What a worker process calls at its start: takes the processor's cores, then `load_runner`.
+
+    Raises:
+        CheckpointError: the directory does not hold a model that can be served.
+        ConfigError: a setting that is impossible on this machine or with this model.
+    """
+    threads = config.threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    runner = load_runner(Path(model_path), config, clock, on_progress)
+    if runner.kernels != "torch":
+        # The native kernels bring their own threads; torch's would only compete with them for the cores.
+        NativeKernels().set_threads(threads)
+        torch.set_num_threads(1)
+    return runner
+
+
+def load_runner(model_path: Path, config: EngineConfig, clock: Clock, on_progress: OnProgress) -> Runner:
+    """Load the model in `model_path` and wire a runner for it. `warm_up` is left to the caller.
+
+    Raises:
+        CheckpointError: the directory does not hold a model that can be served.
+        ConfigError: a setting that is impossible on this machine or with this model.
+    """
+    device, dtype = _device(config), _dtype(config)
+    on_progress("reading the configuration", 0, 0)
+    spec, names = read_spec(model_path)
+    native = native_kernels(config, spec, dtype)
+
+    def on_bytes(done: int, total: int) -> None:
+        on_progress("loading weights", done, total)
+
+    if config.load_format == "random":
+        weights = random_weights(spec, dtype, config.seed, on_bytes)
+    else:
+        weights = load_weights(model_path, spec, names, dtype, on_bytes)
+    on_progress("preparing kernels", 0, 0)
+    budget = plan_kv(config, spec, bytes_per_value=dtype.itemsize, free_bytes=free_memory_bytes())
+    info = ModelInfo(
+        model=model_path.name,
+        architecture=spec.architecture,
+        dtype=str(dtype).removeprefix("torch."),
+        num_parameters=spec.num_parameters,
+        vocab_size=spec.vocab_size,
+        max_model_len=budget.max_model_len,
+        num_blocks=budget.num_blocks,
+        block_tokens=BLOCK_TOKENS,
+        max_running=min(config.max_running, config.step_tokens),
+    )
+    limits = DecoderLimits(
+        step_tokens=config.step_tokens, max_samples=info.max_running, max_model_len=info.max_model_len
+    )
+    with torch.inference_mode():
+        cache = KVCache(spec, budget.num_blocks, dtype, device)
+        model = wire_model(spec, weights, limits, cache, native)
+    return Runner(
+        RunnerParts(info=info, model=model, cache=cache, clock=clock, step_tokens=config.step_tokens)
+    )
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.device == "cuda":
+        raise ConfigError("engine.device is cuda, but this version computes on the CPU only")
+    return torch.device("cpu")
+
+
+def _dtype(config: EngineConfig) -> torch.dtype:
+    """What the config says, or bfloat16 where the processor multiplies it natively."""
+    if config.dtype == "auto":
+        capabilities = torch.cpu.get_capabilities()
+        native = capabilities.get("avx512_bf16", False) or capabilities.get("amx_bf16", False)
+        return torch.bfloat16 if native else torch.float32
+    return torch.float32 if config.dtype == "float32" else torch.bfloat16

@@ -1,0 +1,209 @@
+"""Drawing the next token: greedy, temperature, top-k, top-p, min-p, and log-probabilities.
+
+Draws are Gumbel-max: add `-log(E)` with `E` exponential to every scaled logit and take the largest, which is a
+draw from the softmax (Gumbel 1954; Maddison et al. 2014, arXiv 1411.0030). `E` is no generator's state
+but a hash of (seed, position, token id): a request's tokens do not depend on the batch, on preemption or on the
+worker that computes them.
+
+Filters apply in the order top-k, top-p (of what top-k left), min-p. Ties rank by lowest id, so each keeps
+exactly as many tokens as it says. All operations look at one row only.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from penstock.engine.arrays import as_tensor, float_list, int_list
+from penstock.engine.inputs import Int64Array, RowTables
+from penstock.schedule.plan import Sampled
+from penstock.types import TokenLogprob
+
+NOT_NUMBERS = "the model's logits for this request are not finite numbers"
+GREEDY_BELOW = 1e-5
+"""Temperatures under this are greedy: dividing by them would overflow."""
+CANDIDATES = 1024
+"""Tokens that top-k and top-p look at before they sort the whole vocabulary."""
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+def row_keys(seeds: npt.NDArray[np.uint64], positions: Int64Array) -> tuple[Tensor, Tensor]:
+    """Two int32 keys `[num_rows, 1]` per (seed, position), by SplitMix64 (Steele et al. 2014)."""
+    mixed = _split_mix(_split_mix(seeds + _GOLDEN) + positions.astype(np.uint64) * _GOLDEN)
+    halves = as_tensor(mixed.view(np.int32).reshape(-1, 2))
+    return halves[:, :1], halves[:, 1:]
+
+
+def _split_mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * _MIX_1
+    x = (x ^ (x >> np.uint64(27))) * _MIX_2
+    return x ^ (x >> np.uint64(31))
+
+
+def exponential(token_ids: Tensor, keys: tuple[Tensor, Tensor]) -> Tensor:
+    """Standard exponential variates for `token_ids` (int32, `[num_rows or 1, n]`): `[num_rows, n]` float32."""
+    x = _avalanche(token_ids * -1640531527 + keys[0])
+    x = _avalanche(x.bitwise_xor_(keys[1]))
+    # 31 bits; small values keep their full relative precision, and they decide who wins.
+    uniform = x.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_()
+
+
+def _avalanche(x: Tensor) -> Tensor:
+    """A 32-bit integer hash in place (Wellons 2018, "lowbias32"); shifts are logical, so sign bits are masked."""
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(-2073254261)
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+
+
+@dataclass(slots=True, frozen=True)
+class SampleRows:
+    """The sampling parameters of the rows that draw in one step; arrays of `[num_rows]`."""
+
+    temperature: npt.NDArray[np.float32]
+    top_k: Int64Array
+    top_p: npt.NDArray[np.float64]
+    min_p: npt.NDArray[np.float32]
+    seed: npt.NDArray[np.uint64]
+    position: Int64Array
+    """Of the tokens to be drawn."""
+
+    @classmethod
+    def of(cls, tables: RowTables, rows: Int64Array, positions: Int64Array) -> "SampleRows":
+        """Gather the parameters of `rows`."""
+        return cls(
+            tables.temperature[rows],
+            tables.top_k[rows],
+            tables.top_p[rows],
+            tables.min_p[rows],
+            tables.seed[rows],
+            positions,
+        )
+
+    def pick(self, index: Int64Array) -> "SampleRows":
+        """Some of the rows."""
+        return SampleRows(
+            self.temperature[index],
+            self.top_k[index],
+            self.top_p[index],
+            self.min_p[index],
+            self.seed[index],
+            self.position[index],
+        )
+
+
+class Sampler:
+    """Draws for a whole batch at once. Stateless but for constants."""
+
+    def __init__(self, vocab_size: int, *, candidates: int = CANDIDATES) -> None:
+        self._vocab_size = vocab_size
+        self._candidates = min(candidates, vocab_size)
+        self._token_ids = torch.arange(vocab_size, dtype=torch.int32)[None]
+
+    def draw(self, logits: Tensor, rows: SampleRows) -> Tensor:
+        """The next token of every row: `[num_rows]` int64, from `[num_rows, vocab_size]` finite float32 logits."""
+        token_ids = logits.argmax(-1)
+        random = rows.temperature >= GREEDY_BELOW
+        if not random.any():
+            return token_ids
+        filtered = random & (((rows.top_k > 0) & (rows.top_k < self._vocab_size)) | (rows.top_p < 1.0))
+        for kind, draw in ((random & ~filtered, self._draw_plain), (filtered, self._draw_filtered)):
+            index = np.flatnonzero(kind)
+            if len(index):
+                where = as_tensor(index)
+                chosen = rows.pick(index)
+                token_ids[where] = draw(_scale(logits[where], chosen), chosen)
+        return token_ids
+
+    def _draw_plain(self, scaled: Tensor, rows: SampleRows) -> Tensor:
+        scores = scaled - exponential(self._token_ids, row_keys(rows.seed, rows.position)).log_()
+        if rows.min_p.any():
+            scores.masked_fill_(scaled < _min_p_bound(rows), -torch.inf)
+        return scores.argmax(-1)
+
+    def _draw_filtered(self, scaled: Tensor, rows: SampleRows) -> Tensor:
+        top = _ranked_top(scaled, self._candidates)
+        num_kept = _num_kept(scaled, top[0], rows)
+        if self._candidates < self._vocab_size and self._looked_too_short(top[0], num_kept, rows):
+            top = torch.sort(scaled, dim=-1, descending=True, stable=True)
+            num_kept = _num_kept(scaled, top[0], rows)
+        values, token_ids = top
+        scores = values - exponential(token_ids.int(), row_keys(rows.seed, rows.position)).log_()
+        dropped = torch.arange(values.shape[1]) >= num_kept
+        if rows.min_p.any():
+            dropped |= values < _min_p_bound(rows)
+        return token_ids.gather(1, scores.masked_fill_(dropped, -torch.inf).argmax(-1, keepdim=True))[:, 0]
+
+    def _looked_too_short(self, values: Tensor, num_kept: Tensor, rows: SampleRows) -> bool:
+        """Whether some row's cut may lie past the ranked candidates, or in a tie that they cut through."""
+        if int(rows.top_k.max()) > self._candidates:
+            return True
+        return bool((values.gather(1, num_kept - 1) <= values[:, -1:]).any())
+
+
+def _scale(logits: Tensor, rows: SampleRows) -> Tensor:
+    """Logits over temperature, the largest at 0: never an overflow."""
+    return (logits - logits.amax(-1, keepdim=True)).div_(as_tensor(rows.temperature)[:, None])
+
+
+def _min_p_bound(rows: SampleRows) -> Tensor:
+    """The scaled logit below which min-p drops a token; -inf where it is off. At 1 the likeliest stays."""
+    with np.errstate(divide="ignore"):
+        return as_tensor(np.log(rows.min_p))[:, None]
+
+
+def _ranked_top(scaled: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of each row as (values, ids), ranked by value, then by lowest id."""
+    ids = scaled.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
+    values, order = scaled.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(1, order)
+
+
+def _num_kept(scaled: Tensor, values: Tensor, rows: SampleRows) -> Tensor:
+    """How many of the ranked `values` `[num_rows, n]` top-k and top-p keep: `[num_rows, 1]`, at least 1."""
+    n = values.shape[1]
+    weights = values.exp()
+    # Summed one after the other in float64, so that a row's sums do not depend on how many are ranked.
+    running = weights.cumsum(-1, dtype=torch.float64)
+    limits = as_tensor(np.where(rows.top_k > 0, rows.top_k, n)).clamp_(max=n)[:, None]
+    unlimited = as_tensor(rows.top_k <= 0)[:, None]
+    total = torch.where(
+        unlimited, scaled.exp().sum(-1, keepdim=True, dtype=torch.float64), running.gather(1, limits - 1)
+    )
+    top_p = as_tensor(rows.top_p)[:, None]
+    inside = ((running - weights) < top_p * total) | (top_p >= 1.0)
+    inside &= torch.arange(n) < limits
+    return inside.sum(-1, keepdim=True).clamp_(min=1)
+
+
+def results(
+    logits: Tensor, token_ids: Tensor, rows: Int64Array, wanted: list[int | None]
+) -> tuple[Sampled, ...]:
+    """Pack what was drawn, with log-probabilities where wanted; a row without finite logits gets an error."""
+    healthy = int_list(logits.amax(-1).isfinite())  # A NaN anywhere is the maximum.
+    drawn = int_list(token_ids)
+    packed: list[Sampled] = []
+    for index, (row, token_id) in enumerate(zip(int_list(as_tensor(rows)), drawn, strict=True)):
+        count = wanted[row]
+        if not healthy[index]:
+            packed.append(Sampled(row, 0, error=NOT_NUMBERS))
+        elif count is None:
+            packed.append(Sampled(row, token_id))
+        else:
+            packed.append(Sampled(row, token_id, _logprob(logits[index], token_id, count)))
+    return tuple(packed)
+
+
+def _logprob(logits: Tensor, token_id: int, count: int) -> TokenLogprob:
+    """Log-probabilities of the unscaled distribution for one row `[vocab_size]`."""
+    logprobs = torch.log_softmax(logits, -1)
+    top: list[tuple[int, float]] = []
+    if count > 0:
+        values, ids = logprobs[None].topk(min(count, logprobs.shape[0]))
+        pairs = zip(int_list(ids[0]), float_list(values[0]), strict=True)
+        top = sorted(pairs, key=lambda pair: (-pair[1], pair[0]))
+    return TokenLogprob(token_id, float(logprobs[token_id]), tuple(top))

@@ -1,0 +1,144 @@
+"""CPU attention against the formula, and against itself in every other batch."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.engine.attention.base import Attention, AttentionBatch
+from penstock.engine.attention.cpu import CpuAttention
+from penstock.engine.attention.reference import ReferenceAttention
+from penstock.engine.kv_cache import KVCache
+from penstock.engine.layers.rotary import RotaryTable, RotaryWeights
+from penstock.engine.models.spec import DecoderSpec, RopeSpec
+
+NUM_BLOCKS = 200
+MAX_TOKENS = 512
+SHAPES = [(6, 2, 16), (4, 4, 24), (8, 1, 64), (4, 2, 128), (3, 3, 26)]
+"""(query heads, key/value heads, head size)."""
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@dataclass(frozen=True)
+class Model:
+    heads: int
+    kv_heads: int
+    dim: int
+    dtype: torch.dtype
+
+    def cache(self) -> KVCache:
+        spec = DecoderSpec(
+            architecture="", vocab_size=1, hidden_size=1, intermediate_size=1, num_layers=2, num_heads=self.heads,
+            num_kv_heads=self.kv_heads, head_dim=self.dim, max_position=1024, norm_eps=1e-6, rope=RopeSpec(),
+        )  # fmt: skip
+        return KVCache(spec, NUM_BLOCKS, self.dtype, torch.device("cpu"))
+
+    def rotary(self) -> RotaryWeights:
+        table = RotaryTable(RopeSpec(), self.dim, 1024, torch.device("cpu"))
+        norms = (torch.linspace(0.5, 1.5, self.dim), torch.linspace(1.5, 0.5, self.dim))
+        return RotaryWeights(table, (norms, norms), 1e-6, self.heads, self.kv_heads)
+
+    def qkv(self, num_tokens: int, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(num_tokens, self.heads + 2 * self.kv_heads, self.dim, generator=generator).to(
+            self.dtype
+        )
+
+
+def run(attention: Attention, model: Model, rows: list[tuple[int, int, list[int]]], qkv: Tensor) -> Tensor:
+    """One step of rows (computed, tokens, blocks); `qkv` is that of the step's tokens. The second layer's output."""
+    positions = [np.arange(computed, computed + tokens) for computed, tokens, _ in rows]
+    width = max(len(blocks) for _, _, blocks in rows)
+    attention.begin(
+        AttentionBatch(
+            np.array([computed for computed, _, _ in rows], np.int32),
+            np.array([tokens for _, tokens, _ in rows], np.int32),
+            torch.from_numpy(np.concatenate(positions)),
+            np.array([blocks + [0] * (width - len(blocks)) for _, _, blocks in rows], np.int32),
+        )
+    )
+    q = qkv.new_empty(len(qkv), model.heads, model.dim)
+    out = torch.empty_like(q)
+    attention.store(1, qkv, q)
+    attention.attend(1, q, out)
+    return out
+
+
+def sequences(model: Model, lengths: list[int]) -> list[tuple[list[int], Tensor]]:
+    """Blocks (scattered) and projections of some rows."""
+    order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(3)).tolist()
+    return [([order.pop() for _ in range(-(-n // 16))], model.qkv(n, seed)) for seed, n in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_mixed_batch_equals_the_formula(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    model = Model(*shape, dtype)
+    computed, tokens = [0, 0, 127, 128, 250, 300, 40], [1, 150, 1, 1, 30, 1, 100]
+    rows = sequences(model, [a + b for a, b in zip(computed, tokens, strict=True)])
+    outputs = []
+    for kind in (CpuAttention(model.cache(), model.rotary(), max_tokens=MAX_TOKENS),
+                 ReferenceAttention(model.cache(), model.rotary())):  # fmt: skip
+        for start, (blocks, qkv) in zip(computed, rows, strict=True):
+            if start:
+                run(kind, model, [(0, start, blocks)], qkv[:start])
+        batch = [(a, b, blocks) for a, b, (blocks, _) in zip(computed, tokens, rows, strict=True)]
+        outputs.append(
+            run(kind, model, batch, torch.cat([qkv[a:] for a, (_, qkv) in zip(computed, rows, strict=True)]))
+        )
+    ours, formula = outputs
+    assert (ours.float() - formula.float()).abs().max() <= (1e-5 if dtype == torch.float32 else 0.04)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_chunks_and_company_change_no_bit(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    model = Model(*shape, dtype)
+    length = 330
+    (blocks, qkv), (others, other_qkv) = sequences(model, [length, 300])
+    whole = run(
+        CpuAttention(model.cache(), model.rotary(), max_tokens=MAX_TOKENS), model, [(0, length, blocks)], qkv
+    )
+    for chunk in (1, 3, 16, 33, 100, 300):
+        attention = CpuAttention(model.cache(), model.rotary(), max_tokens=MAX_TOKENS)
+        run(attention, model, [(0, 299, others)], other_qkv[:299])
+        pieces = []
+        for start in range(0, length, chunk):
+            tokens = min(chunk, length - start)
+            batch = [(299, 1, others), (start, tokens, blocks)]
+            mixed = torch.cat((other_qkv[299:], qkv[start : start + tokens]))
+            pieces.append(run(attention, model, batch, mixed)[1:])
+        assert torch.equal(torch.cat(pieces), whole), f"chunks of {chunk}"
+
+
+def test_a_row_too_long_for_the_scratch_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(4, 2, 16, torch.float32)
+    rows = sequences(model, [300, 100, 200])
+    outputs = []
+    for scratch in (32 << 20, 2 * 128 * 2 * 16 * 4 * 2, 1):
+        monkeypatch.setattr("penstock.engine.attention.cpu.SCRATCH_BYTES_MAX", scratch)
+        attention = CpuAttention(model.cache(), model.rotary(), max_tokens=MAX_TOKENS)
+        for blocks, qkv in rows:
+            run(attention, model, [(0, len(qkv) - 1, blocks)], qkv[:-1])
+        batch = [(len(qkv) - 1, 1, blocks) for blocks, qkv in rows]
+        outputs.append(run(attention, model, batch, torch.cat([qkv[-1:] for _, qkv in rows])))
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_nan_stays_in_its_own_row(tokens: int) -> None:
+    model = Model(4, 2, 16, torch.float32)
+    (blocks, qkv), (others, other_qkv) = sequences(model, [200, 150])
+    clean = None
+    for poison in (0.0, torch.nan):
+        attention = CpuAttention(model.cache(), model.rotary(), max_tokens=MAX_TOKENS)
+        for table, values in ((blocks, qkv), (others, other_qkv + poison)):
+            run(attention, model, [(0, len(values) - tokens, table)], values[:-tokens])
+        batch = [(200 - tokens, tokens, blocks), (150 - tokens, tokens, others)]
+        out = run(attention, model, batch, torch.cat((qkv[-tokens:], other_qkv[-tokens:] + poison)))
+        clean = out if clean is None else clean
+        assert torch.equal(out[:tokens], clean[:tokens])
+    assert out[tokens:].isnan().all()

@@ -1,0 +1,116 @@
+"""The promise: a request's tokens and log-probabilities do not depend on anything but itself, to the last bit."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from engine_driver import Answer, Driver
+from tiny_models import VOCAB_SIZE
+
+from penstock.engine.native import Kernels, KernelsUnavailable
+from penstock.rng import stream
+from penstock.types import SamplingParams
+
+LENGTHS = (1, 9, 16, 33, 127, 130, 257)
+MAX_TOKENS = 12
+CHUNKS = (1, 7, 48)
+
+
+def prompts() -> list[list[int]]:
+    random = stream(5, "prompts")
+    shared = [random.randrange(VOCAB_SIZE) for _ in range(100)]
+    return [
+        # Some share a prefix, so that they meet in the cache.
+        (shared * (index % 2) + [random.randrange(VOCAB_SIZE) for _ in range(length)])[:length]
+        for index, length in enumerate(LENGTHS)
+    ]
+
+
+def sampling() -> list[SamplingParams]:
+    """Greedy and every filter, in turn."""
+    kinds = (
+        SamplingParams(temperature=0.0, logprobs=3, max_tokens=MAX_TOKENS),
+        SamplingParams(temperature=0.8, seed=11, logprobs=0, max_tokens=MAX_TOKENS),
+        SamplingParams(temperature=1.3, seed=12, top_k=20, top_p=0.9, logprobs=2, max_tokens=MAX_TOKENS),
+        SamplingParams(temperature=1.0, seed=13, min_p=0.05, logprobs=1, max_tokens=MAX_TOKENS),
+    )
+    return [kinds[index % len(kinds)] for index in range(len(LENGTHS))]
+
+
+def one_by_one(driver: Driver) -> list[Answer]:
+    return [driver.ask([prompt], [params])[0] for prompt, params in zip(prompts(), sampling(), strict=True)]
+
+
+def check_same(answers: list[Answer], expected: list[Answer]) -> None:
+    for length, answer, other in zip(LENGTHS, answers, expected, strict=True):
+        assert len(other.token_ids) == MAX_TOKENS
+        assert answer.token_ids == other.token_ids, f"prompt of {length} tokens"
+        assert answer.logprobs == other.logprobs, f"prompt of {length} tokens"
+
+
+@dataclass(frozen=True)
+class Case:
+    path: Path
+    settings: dict[str, object]
+    expected: list[Answer]
+    """Every request's answer when it has the engine to itself."""
+
+    def driver(self, **config: object) -> Driver:
+        return Driver(self.path, **self.settings, **config)
+
+
+CASES = (
+    "qwen3-float32-torch",
+    "qwen3-bfloat16-torch",
+    "llama-bfloat16-torch",
+    "qwen3-float32-native",
+    "qwen3-bfloat16-native",
+)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    family, dtype, kernels = request.param.split("-")
+    if kernels == "native":
+        try:
+            Kernels()
+        except KernelsUnavailable as why:
+            pytest.skip(str(why))
+    path = request.getfixturevalue(family)
+    settings: dict[str, object] = {"dtype": dtype, "kernels": kernels}
+    return Case(path, settings, one_by_one(Driver(path, **settings, prefix_cache=False)))
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_chunks_change_nothing(case: Case, chunk: int) -> None:
+    driver = case.driver(prefix_cache=False, step_tokens=chunk)
+    check_same(one_by_one(driver), case.expected)
+
+
+@pytest.mark.parametrize("chunk", [16, 512])
+def test_the_batch_changes_nothing(case: Case, chunk: int) -> None:
+    driver = case.driver(prefix_cache=False, step_tokens=chunk)
+    check_same(driver.ask(prompts(), sampling()), case.expected)
+
+
+def test_the_prefix_cache_changes_nothing(case: Case) -> None:
+    driver = case.driver()
+    check_same(one_by_one(driver), case.expected)
+    warm = driver.ask(prompts(), sampling())
+    assert sum(answer.cached_tokens for answer in warm) > 300
+    check_same(warm, case.expected)
+
+
+def test_preemption_changes_nothing(case: Case) -> None:
+    random = stream(6, "preempted")
+    asked = [[random.randrange(VOCAB_SIZE) for _ in range(30)] for _ in range(6)]
+    params = [SamplingParams(temperature=0.5 * (i % 2), seed=i, logprobs=2, max_tokens=40) for i in range(6)]
+    roomy = case.driver(prefix_cache=False)
+    expected = [roomy.ask([prompt], [how])[0] for prompt, how in zip(asked, params, strict=True)]
+    # Each needs 5 blocks in the end; there are enough for all to start, and not for all to finish.
+    block_bytes = 8 * 1024 * 1024 // roomy.runner.info.num_blocks
+    tight = case.driver(kv_memory_bytes=14 * block_bytes)
+    answers = tight.ask(asked, params)
+    assert tight.core.stats().preemptions > 0
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
+    assert [answer.logprobs for answer in answers] == [answer.logprobs for answer in expected]

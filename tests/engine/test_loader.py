@@ -1,0 +1,181 @@
+"""Checkpoints: those that load, and those that are refused with a message that says what to mend."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from engine_driver import tiny_runner
+from safetensors.torch import load_file, save_file
+from tiny_models import save, tiny_model
+
+from penstock.engine.loader import load_weights, random_weights
+from penstock.engine.models.registry import read_spec
+from penstock.errors import CheckpointError
+from penstock.schedule.plan import NewRow, RowWork, StepPlan
+from penstock.types import RequestId, SamplingParams
+
+
+def loaded(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    spec, names = read_spec(path)
+    weights = load_weights(path, spec, names, dtype, lambda _done, _total: None)
+    keys = ("embedding", "0.qkv", "0.gate_up", "1.o", "2.down", "final_norm")
+    return {key: weights.take(key) for key in keys}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return save(tiny_model("qwen3"), tmp_path)
+
+
+def edit_config(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_tensors(directory: Path, **changes: torch.Tensor | None) -> None:
+    path = directory / "model.safetensors"
+    tensors = load_file(path) | changes
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
+
+
+def refusal(directory: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        loaded(directory)
+    return str(caught.value)
+
+
+def test_fused_weights_are_the_parts_stacked(directory: Path) -> None:
+    model = tiny_model("qwen3").state_dict()
+    attention = "model.layers.0.self_attn."
+    qkv = torch.cat([model[f"{attention}{name}_proj.weight"] for name in "qkv"])
+    assert torch.equal(loaded(directory)["0.qkv"], qkv)
+    assert torch.equal(loaded(directory, torch.bfloat16)["0.qkv"], qkv.bfloat16())
+
+
+def test_sharded_checkpoints_load_the_same(directory: Path, tmp_path: Path) -> None:
+    sharded = save(tiny_model("qwen3"), tmp_path / "sharded", max_shard_size="60KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    for key, tensor in loaded(sharded).items():
+        assert torch.equal(tensor, loaded(directory)[key])
+
+
+def test_progress_ends_at_the_total(directory: Path) -> None:
+    spec, names = read_spec(directory)
+    seen: list[tuple[int, int]] = []
+    load_weights(directory, spec, names, torch.bfloat16, lambda done, total: seen.append((done, total)))
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1] == (2 * spec.num_parameters, 2 * spec.num_parameters)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_the_number_of_parameters_is_right(family: str, tmp_path: Path) -> None:
+    for tied in (False, True):
+        model = tiny_model(family, tie_word_embeddings=tied)
+        spec, _ = read_spec(save(model, tmp_path / str(tied)))
+        assert spec.num_parameters == model.num_parameters()
+
+
+def test_a_tied_checkpoint_may_repeat_its_head(tmp_path: Path) -> None:
+    directory = save(tiny_model("qwen3", tie_word_embeddings=True), tmp_path)
+    edit_tensors(directory, **{"lm_head.weight": torch.zeros(211, 48)})
+    loaded(directory)
+
+
+def test_random_weights_need_only_a_config_and_are_the_same_for_the_same_seed(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    plan = StepPlan(
+        1,
+        (NewRow(RequestId("r"), 0, (5, 6, 7), 3, SamplingParams(temperature=0.0, logprobs=5)),),
+        (RowWork(0, 0, 3, samples=True, new_blocks=(1,)),),
+    )
+    runs = [tiny_runner(directory, load_format="random", seed=seed).run(plan).sampled for seed in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_random_weights_do_not_depend_on_each_other(directory: Path) -> None:
+    spec, _ = read_spec(directory)
+    weights = random_weights(spec, torch.float32, 0, lambda _done, _total: None)
+    assert not torch.equal(weights.take("0.o"), weights.take("1.o"))
+    assert torch.equal(weights.take("0.input_norm"), torch.ones(48))
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["BertModel"]}, ["BertModel", "Qwen3ForCausalLM"]),
+        ({"architectures": None}, ["architecture none"]),
+        ({"hidden_size": None}, ["hidden_size"]),
+        ({"hidden_size": "48"}, ["hidden_size"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers"]),
+        ({"num_key_value_heads": 4}, ["num_attention_heads", "num_key_value_heads"]),
+        ({"head_dim": 15}, ["head_dim"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
+        ({"use_sliding_window": True}, ["use_sliding_window"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq"]),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "llama3"]),
+        ({"rope_parameters": {"rope_type": "linear"}}, ["factor"]),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
+    ],
+    ids=str,
+)
+def test_a_config_that_is_not_understood(
+    directory: Path, changes: dict[str, object], words: list[str]
+) -> None:
+    edit_config(directory, **changes)
+    message = refusal(directory)
+    assert all(word in message for word in ["config.json", *words]), message
+
+
+def test_missing_directory_and_files(tmp_path: Path, directory: Path) -> None:
+    assert "config.json" in refusal(tmp_path / "nothing")
+    (directory / "config.json").write_text("{")
+    assert "config.json" in refusal(directory)
+    save(tiny_model("qwen3"), directory)
+    (directory / "model.safetensors").unlink()
+    assert "model.safetensors.index.json" in refusal(directory)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "words"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", None, ["missing", "[72, 48]"]),
+        ("model.layers.1.mlp.up_proj.weight", torch.zeros(72, 40), ["[72, 40]", "[72, 48]"]),
+        ("model.layers.1.mlp.up_proj.weight", torch.zeros(72, 48, dtype=torch.int8), ["I8", "BF16"]),
+        ("model.layers.3.mlp.up_proj.weight", torch.zeros(72, 48), ["not part of a Qwen3ForCausalLM"]),
+    ],
+    ids=["missing", "shape", "type", "extra"],
+)
+def test_a_tensor_that_does_not_fit(
+    directory: Path, name: str, tensor: torch.Tensor | None, words: list[str]
+) -> None:
+    edit_tensors(directory, **{name: tensor})
+    message = refusal(directory)
+    assert all(word in message for word in [name, str(directory), *words]), message
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 5000, -1])
+def test_a_truncated_file(directory: Path, keep: int) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    assert "model.safetensors: not a whole safetensors file" in refusal(directory)
+
+
+def test_a_file_of_something_else(directory: Path) -> None:
+    (directory / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n" * 3)
+    assert "model.safetensors: not a whole safetensors file" in refusal(directory)
+
+
+def test_a_broken_index(tmp_path: Path) -> None:
+    directory = save(tiny_model("qwen3"), tmp_path, max_shard_size="60KB")
+    index = directory / "model.safetensors.index.json"
+    shard = next(directory.glob("model-00002*"))
+    shard.unlink()
+    assert shard.name in refusal(directory)
+    index.write_text(json.dumps({"weight_map": {"a": "../../etc/passwd"}}))
+    assert "outside" in refusal(directory)
+    index.write_text("[]")
+    assert "weight_map" in refusal(directory)

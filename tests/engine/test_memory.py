@@ -1,0 +1,56 @@
+import pytest
+
+from penstock.config.tree import EngineConfig
+from penstock.engine.memory import CPU_KV_BYTES_MAX, KVBudget, free_memory_bytes, plan_kv
+from penstock.engine.models.spec import DecoderSpec, RopeSpec
+from penstock.errors import ConfigError
+
+SPEC = DecoderSpec(
+    architecture="", vocab_size=100, hidden_size=64, intermediate_size=64, num_layers=4, num_heads=4, num_kv_heads=2,
+    head_dim=32, max_position=2048, norm_eps=1e-6, rope=RopeSpec(),
+)  # fmt: skip
+BLOCK_BYTES = 4 * 2 * 16 * 2 * 32 * 2
+GIB = 1024**3
+
+
+def plan(free_bytes: int = 64 * GIB, **config: object) -> KVBudget:
+    return plan_kv(EngineConfig(**config), SPEC, bytes_per_value=2, free_bytes=free_bytes)
+
+
+def test_never_more_than_all_requests_at_their_longest() -> None:
+    assert plan(max_running=8) == KVBudget(8 * 2048 // 16, 2048)
+    assert plan(max_running=8, max_model_len=100) == KVBudget(8 * 7, 100)
+
+
+def test_a_share_of_the_free_memory_up_to_the_bound() -> None:
+    assert plan(free_bytes=1000 * BLOCK_BYTES, kv_memory_fraction=0.5).num_blocks == 500
+    assert plan(max_running=100_000).num_blocks == CPU_KV_BYTES_MAX // BLOCK_BYTES
+
+
+def test_explicit_bytes_are_taken_as_they_are() -> None:
+    assert plan(kv_memory_bytes=5000 * BLOCK_BYTES + 1, max_running=1).num_blocks == 5000
+
+
+def test_the_context_shrinks_to_the_memory_unless_it_was_asked_for() -> None:
+    assert plan(kv_memory_bytes=10 * BLOCK_BYTES) == KVBudget(10, 160)
+    with pytest.raises(
+        ConfigError, match=r"engine.kv_memory_bytes leaves 160 tokens.*engine.max_model_len is 161"
+    ):
+        plan(kv_memory_bytes=10 * BLOCK_BYTES, max_model_len=161)
+    with pytest.raises(
+        ConfigError, match=r"engine.kv_memory_fraction leaves 160 tokens.*engine.max_model_len"
+    ):
+        plan(free_bytes=100 * BLOCK_BYTES, kv_memory_fraction=0.1, max_model_len=161)
+
+
+def test_impossible_settings_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"engine.max_model_len is 4096.*2048"):
+        plan(max_model_len=4096)
+    with pytest.raises(ConfigError, match=r"engine.kv_memory_bytes is .* but only 1000 bytes"):
+        plan(free_bytes=1000, kv_memory_bytes=10 * BLOCK_BYTES)
+    with pytest.raises(ConfigError, match=r"engine.kv_memory_fraction leaves no room"):
+        plan(free_bytes=BLOCK_BYTES)
+
+
+def test_this_machine_has_memory() -> None:
+    assert free_memory_bytes() > 0

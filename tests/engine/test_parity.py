@@ -1,0 +1,115 @@
+"""Our logits are transformers' logits, for every family and every way of rotating and grouping."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from engine_driver import tiny_runner
+from tiny_models import LLAMA3_ROPE, VOCAB_SIZE, save, tiny_model
+from transformers import PreTrainedModel
+
+from penstock.engine.native import Kernels, KernelsUnavailable
+from penstock.engine.runner import Runner
+from penstock.rng import stream
+from penstock.schedule.plan import NewRow, RowWork, Sampled, StepPlan
+from penstock.types import RequestId, SamplingParams
+
+DECODE_STEPS = 32
+EVERY_LOGPROB = SamplingParams(temperature=0.0, logprobs=VOCAB_SIZE)
+
+CASES = {
+    "llama2": ("llama", {"num_key_value_heads": 6}),
+    "llama2, linear rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+    ),
+    "llama3, tied": ("llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "llama, biases everywhere": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, one head size of its own": (
+        "llama",
+        {"head_dim": 26, "num_attention_heads": 3, "num_key_value_heads": 1},
+    ),
+    "qwen2": ("qwen2", {"head_dim": None}),
+    "qwen2, group of 8, tied": (
+        "qwen2",
+        {
+            "head_dim": None,
+            "hidden_size": 64,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3, group of 3": ("qwen3", {}),
+    "qwen3, group of 2": ("qwen3", {"num_attention_heads": 4}),
+    "qwen3, group of 8, large heads": ("qwen3", {"num_attention_heads": 16, "head_dim": 64}),
+}
+
+
+def decode(runner: Runner, prompt: list[int], chunk: int) -> tuple[list[int], list[Sampled]]:
+    """The prompt in chunks, each of which draws, then greedy steps: all tokens, and what was drawn when."""
+    blocks = tuple(range(3, 3 + (len(prompt) + DECODE_STEPS) // 16 + 1))
+    tokens, drawn = list(prompt), []
+    new = (NewRow(RequestId("r"), 2, tuple(prompt), len(prompt), EVERY_LOGPROB),)
+    for start in range(0, len(prompt), chunk):
+        end = min(start + chunk, len(prompt))
+        work = RowWork(2, start, end - start, end == len(prompt), blocks if start == 0 else ())
+        drawn += runner.run(StepPlan(1, new if start == 0 else (), (work,))).sampled
+    tokens.append(drawn[-1].token_id)
+    for _ in range(DECODE_STEPS):
+        drawn += runner.run(StepPlan(1, (), (RowWork(2, len(tokens) - 1, 1, True),))).sampled
+        tokens.append(drawn[-1].token_id)
+    return tokens, drawn
+
+
+def worst_error(model: PreTrainedModel, tokens: list[int], drawn: list[Sampled], num_prompt: int) -> float:
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+    worst = 0.0
+    for position, sampled in enumerate(drawn, start=num_prompt - 1):
+        assert sampled.logprob is not None
+        assert len(sampled.logprob.top) == VOCAB_SIZE
+        ours = torch.empty(VOCAB_SIZE)
+        for token_id, logprob in sampled.logprob.top:
+            ours[token_id] = logprob
+        worst = max(worst, float((ours - expected[position]).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_float32_logits_equal_transformers(case: str, tmp_path: Path) -> None:
+    family, changes = CASES[case]
+    model = tiny_model(family, **changes)
+    runner = tiny_runner(save(model, tmp_path))
+    random = stream(7, case)
+    for length, chunk in ((1, 1), (37, 512), (141, 50), (290, 512)):
+        prompt = [random.randrange(VOCAB_SIZE) for _ in range(length)]
+        tokens, drawn = decode(runner, prompt, chunk)
+        assert len(drawn) == DECODE_STEPS + 1
+        assert worst_error(model, tokens, drawn, length) <= 1e-4
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_bfloat16_logits_are_close_to_transformers_in_float32(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family, initializer_range=0.03, head_dim=8).bfloat16()
+    runner = tiny_runner(save(model, tmp_path), dtype="bfloat16")
+    prompt = [stream(8, family).randrange(VOCAB_SIZE) for _ in range(149)]
+    tokens, drawn = decode(runner, prompt, 64)
+    assert worst_error(model.float(), tokens, drawn, len(prompt)) <= 2e-2
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_native_logits_equal_transformers(family: str, tmp_path: Path) -> None:
+    try:
+        Kernels()
+    except KernelsUnavailable as why:
+        pytest.skip(str(why))
+    model = tiny_model(family)
+    runner = tiny_runner(save(model, tmp_path), kernels="native")
+    prompt = [stream(9, family).randrange(VOCAB_SIZE) for _ in range(141)]
+    tokens, drawn = decode(runner, prompt, 50)
+    assert worst_error(model, tokens, drawn, len(prompt)) <= 1e-4
+
+
+def test_a_float32_checkpoint_can_run_in_bfloat16(qwen3: Path) -> None:
+    assert tiny_runner(qwen3, dtype="bfloat16").info.dtype == "bfloat16"
