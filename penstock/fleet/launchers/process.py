@@ -158,6 +158,11 @@ def describe_exit(code: int | None) -> str:
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """Ours, with the thread counts that numerical libraries read while they are imported."""
+    """Ours, with what numerical libraries read while they are imported.
+
+    OpenMP's threads wait for each other by spinning, for milliseconds by default: on a machine with other work a
+    step then takes 10 times longer, since the thread that is waited for has no core. A short spin costs nothing.
+    """
     count = str(threads or len(os.sched_getaffinity(0)))
-    return {**os.environ, **dict.fromkeys(_THREADS, count), "TOKENIZERS_PARALLELISM": "false"}
+    fixed = {**dict.fromkeys(_THREADS, count), "TOKENIZERS_PARALLELISM": "false"}
+    return {"GOMP_SPINCOUNT": "1000", **os.environ, **fixed}
