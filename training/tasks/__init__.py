@@ -1,0 +1,1 @@
+"""One generator of exchanges per task. `registry.TASKS` lists them all."""
