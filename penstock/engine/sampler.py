@@ -24,8 +24,9 @@ from penstock.types import TokenLogprob
 NOT_NUMBERS = "the model's logits for this request are not finite numbers"
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing by them would overflow."""
-CANDIDATES = 1024
-"""Tokens that top-k and top-p look at before they sort the whole vocabulary."""
+CANDIDATES = 256
+"""Likeliest tokens that top-k and top-p look at first; few distributions need more."""
+_CANDIDATES_GROWTH = 16
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -126,23 +127,35 @@ class Sampler:
         return scores.argmax(-1)
 
     def _draw_filtered(self, scaled: Tensor, rows: SampleRows) -> Tensor:
-        top = _ranked_top(scaled, self._candidates)
-        num_kept = _num_kept(scaled, top[0], rows)
-        if self._candidates < self._vocab_size and self._looked_too_short(top[0], num_kept, rows):
-            top = torch.sort(scaled, dim=-1, descending=True, stable=True)
-            num_kept = _num_kept(scaled, top[0], rows)
-        values, token_ids = top
-        scores = values - exponential(token_ids.int(), row_keys(rows.seed, rows.position)).log_()
-        dropped = torch.arange(values.shape[1]) >= num_kept
-        if rows.min_p.any():
-            dropped |= values < _min_p_bound(rows)
-        return token_ids.gather(1, scores.masked_fill_(dropped, -torch.inf).argmax(-1, keepdim=True))[:, 0]
+        """Look at a few candidates first; rows whose cut may lie further out are done again with more."""
+        token_ids, unsure = _draw_among(scaled, rows, self._candidates)
+        count = self._candidates
+        while len(unsure):
+            count = min(count * _CANDIDATES_GROWTH, self._vocab_size)
+            where = as_tensor(unsure)
+            token_ids[where], still = _draw_among(scaled[where], rows.pick(unsure), count)
+            unsure = unsure[still]
+        return token_ids
 
-    def _looked_too_short(self, values: Tensor, num_kept: Tensor, rows: SampleRows) -> bool:
-        """Whether some row's cut may lie past the ranked candidates, or in a tie that they cut through."""
-        if int(rows.top_k.max()) > self._candidates:
-            return True
-        return bool((values.gather(1, num_kept - 1) <= values[:, -1:]).any())
+
+def _draw_among(scaled: Tensor, rows: SampleRows, count: int) -> tuple[Tensor, Int64Array]:
+    """Draws from the `count` likeliest tokens, and the indices of rows that `count` was too small for.
+
+    A row's draw is the same for every count that is large enough.
+    """
+    values, token_ids = _ranked_top(scaled, count)
+    num_kept = _num_kept(scaled, values, rows)
+    scores = values - exponential(token_ids.int(), row_keys(rows.seed, rows.position)).log_()
+    dropped = torch.arange(count) >= num_kept
+    if rows.min_p.any():
+        dropped |= values < _min_p_bound(rows)
+    best = scores.masked_fill_(dropped, -torch.inf).argmax(-1, keepdim=True)
+    drawn = token_ids.gather(1, best)[:, 0]
+    if count == scaled.shape[1]:
+        return drawn, np.empty(0, np.int64)
+    # The last kept value ties with the last candidate: what comes after may belong to the set, or rank before it.
+    at_the_end = (values.gather(1, num_kept - 1) <= values[:, -1:])[:, 0].numpy()
+    return drawn, np.flatnonzero(at_the_end | (rows.top_k > count))
 
 
 def _scale(logits: Tensor, rows: SampleRows) -> Tensor:
@@ -158,6 +171,8 @@ def _min_p_bound(rows: SampleRows) -> Tensor:
 
 def _ranked_top(scaled: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest of each row as (values, ids), ranked by value, then by lowest id."""
+    if count == scaled.shape[1]:
+        return torch.sort(scaled, dim=-1, descending=True, stable=True)
     ids = scaled.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
     values, order = scaled.gather(1, ids).sort(dim=-1, descending=True, stable=True)
     return values, ids.gather(1, order)

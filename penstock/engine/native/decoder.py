@@ -1,0 +1,172 @@
+"""The decoder of `models/decoder.py` with a whole step as one native call, and the attention that goes with it.
+
+The torch decoder makes some twelve calls per layer; at batch 1 a small model spends most of a token's time
+between them. Here a step is one call that releases the interpreter's lock. `NativeDecoder.forward` and
+`NativeAttention.begin` have the faces of `Decoder` and `Attention`; who wires the engine picks the pair.
+"""
+
+from collections.abc import Callable
+from ctypes import Array
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.engine.attention.base import AttentionBatch, Int32Array
+from penstock.engine.kv_cache import KVCache
+from penstock.engine.layers.rotary import inverse_frequencies
+from penstock.engine.models.decoder import DecoderLimits, WeightSource
+from penstock.engine.models.spec import DecoderSpec
+from penstock.engine.native.library import Decoder, Kernels, Layer, Step, Type
+from penstock.engine.native.ops import HEAD_DIM_MAX, LayerCache
+from penstock.engine.native.weights import PackedWeight, exact, int4, int8, pack
+
+Precision = Literal["native", "int8", "int4"]
+"""`native` keeps the checkpoint's type; `int8` rounds weights once and inputs as they come (W8A8); `int4` rounds
+weights to four bits with a scale per group, the head to eight, and multiplies in bfloat16."""
+
+
+@dataclass(slots=True, frozen=True)
+class StepRows:
+    """A step's rows as the kernels read them; see `ops.Rows`."""
+
+    block_tables: Int32Array
+    query_starts: Int32Array
+    context_lens: Int32Array
+
+
+class NativeAttention:
+    """Holds the step's rows for `NativeDecoder.forward`, which stores and attends inside its one call."""
+
+    def __init__(self) -> None:
+        self.rows: StepRows | None = None
+
+    def begin(self, batch: AttentionBatch) -> None:
+        """Prepare a step; see `Attention`."""
+        starts = np.zeros(len(batch.num_tokens) + 1, np.int32)
+        np.cumsum(batch.num_tokens, out=starts[1:])
+        lens = np.ascontiguousarray(batch.num_computed + batch.num_tokens, np.int32)
+        self.rows = StepRows(np.ascontiguousarray(batch.block_tables, np.int32), starts, lens)
+
+
+class _Packer:
+    """Rounds and packs weights; which precision is chosen once."""
+
+    def __init__(self, kernels: Kernels, precision: Precision) -> None:
+        self._kernels = kernels
+        self._inner = {"native": exact, "int8": int8, "int4": int4}[precision]
+        # A head in four bits costs more quality than it saves time.
+        self._head = exact if precision == "native" else int8 if kernels.supports(Type.I8) else exact
+
+    def plain(self, weight: Tensor, bias: Tensor | None) -> PackedWeight:
+        """A weight by itself."""
+        return pack(self._kernels, self._inner(weight, bias))
+
+    def gate_up(self, weight: Tensor, bias: Tensor | None) -> PackedWeight:
+        """A fused gate and up, gate first."""
+        gate, up = weight.chunk(2)
+        biases = (None, None) if bias is None else bias.chunk(2)
+        return pack(self._kernels, self._inner(gate, biases[0]), self._inner(up, biases[1]))
+
+    def head(self, weight: Tensor) -> PackedWeight:
+        """The output projection."""
+        return pack(self._kernels, self._head(weight))
+
+
+def unsupported(spec: DecoderSpec, dtype: torch.dtype, kernels: Kernels, precision: Precision) -> str | None:
+    """Why the kernels cannot compute this model, in words; None if they can."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"native kernels compute in bfloat16 or float32, not {dtype}"
+    if spec.head_dim % 16 or not 16 <= spec.head_dim <= HEAD_DIM_MAX:
+        return f"native attention wants a head size that is a multiple of 16 up to {HEAD_DIM_MAX}, not {spec.head_dim}"
+    if precision == "int4" and dtype is not torch.bfloat16:
+        return f"four-bit weights are multiplied in bfloat16, not {dtype}"
+    if precision == "int8" and not kernels.supports(Type.I8):
+        return f"int8 weights need dot-product instructions that this CPU ({kernels.isa}) lacks"
+    return None
+
+
+class NativeDecoder:
+    """The model, ready to run steps natively. Logits are valid until the next `forward`.
+
+    Ask `unsupported` first: weights are given away once.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: WeightSource,
+        kernels: Kernels,
+        limits: DecoderLimits,
+        cache: KVCache,
+        precision: Precision = "native",
+    ) -> None:
+        self._kernels = kernels
+        self._kept: list[Tensor | PackedWeight | Array[Layer]] = []  # What the structs point into.
+        packer = _Packer(kernels, precision)
+        embedding = weights.take("embedding")
+        layers = (Layer * spec.num_layers)(
+            *(self._layer(spec, weights, packer, i) for i in range(spec.num_layers))
+        )
+        head = packer.head(embedding if spec.tied_head else weights.take("head"))
+        # A tied table is not kept twice: rows are read back out of the packed head, unless that was rounded.
+        self._kept += [layers, head, cache.tensor]
+        reads_head = spec.tied_head and head.kind is not Type.I8
+        angles = torch.outer(
+            torch.arange(limits.max_model_len, dtype=torch.int64).float(),
+            inverse_frequencies(spec.rope, spec.head_dim),
+        )
+        self._struct = Decoder(
+            layers=layers, embedding=None if reads_head else self._keep(embedding), head=head.struct,
+            final_norm=self._keep(weights.take("final_norm").float()), cos=self._keep(angles.cos()),
+            sin=self._keep(angles.sin()), cache=LayerCache(cache.tensor, 0).struct, layer_stride=cache.tensor.stride(1),
+            num_layers=spec.num_layers, hidden=spec.hidden_size, intermediate=spec.intermediate_size,
+            num_blocks=cache.tensor.shape[0], num_positions=limits.max_model_len, num_q_heads=spec.num_heads,
+            rotary_dim=spec.head_dim, eps=spec.norm_eps, scale=spec.head_dim**-0.5,
+        )  # fmt: skip
+        self._logits = torch.empty(limits.max_samples, spec.vocab_size)
+
+    def forward(self, token_ids: Tensor, samples: Tensor, attention: NativeAttention) -> Tensor:
+        """Compute one step; `attention.begin` has been called for it.
+
+        Token ids and samples are int64 as in `Decoder.forward`; positions follow from the rows. Returns
+        `[num_samples, vocab_size]` float32 logits.
+        """
+        rows = attention.rows
+        assert rows is not None, "begin comes before forward"
+        assert token_ids.is_contiguous()
+        assert samples.is_contiguous()
+        logits = self._logits[: len(samples)]
+        self._kernels.step(
+            self._struct,
+            Step(
+                token_ids=token_ids.data_ptr(), samples=samples.data_ptr(), block_tables=rows.block_tables.ctypes.data,
+                query_starts=rows.query_starts.ctypes.data, context_lens=rows.context_lens.ctypes.data,
+                logits=logits.data_ptr(), t=len(token_ids), rows=len(rows.context_lens),
+                ld_tables=rows.block_tables.shape[1], num_samples=len(samples),
+            ),
+        )  # fmt: skip
+        return logits
+
+    def _layer(self, spec: DecoderSpec, weights: WeightSource, packer: _Packer, i: int) -> Layer:
+        def packed(key: str, has_bias: bool, pack: Callable[[Tensor, Tensor | None], PackedWeight]) -> object:
+            weight = pack(weights.take(f"{i}.{key}"), weights.take(f"{i}.{key}_bias") if has_bias else None)
+            self._kept.append(weight)
+            return weight.struct
+
+        def norm(key: str) -> int:
+            return self._keep(weights.take(f"{i}.{key}").float())
+
+        return Layer(
+            qkv=packed("qkv", spec.qkv_bias, packer.plain), o=packed("o", spec.o_bias, packer.plain),
+            gate_up=packed("gate_up", spec.mlp_bias, packer.gate_up), down=packed("down", spec.mlp_bias, packer.plain),
+            input_norm=norm("input_norm"), post_attention_norm=norm("post_attention_norm"),
+            q_norm=norm("q_norm") if spec.qk_norm else None, k_norm=norm("k_norm") if spec.qk_norm else None,
+        )  # fmt: skip
+
+    def _keep(self, tensor: Tensor) -> int:
+        tensor = tensor.contiguous()
+        self._kept.append(tensor)
+        return tensor.data_ptr()

@@ -1,0 +1,210 @@
+// The C entry points: scratch memory, cutting work into chunks, spreading it over the pool.
+#include "cpu.h"
+#include "ops.h"
+#include "pool.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+namespace penstock {
+namespace {
+
+const KernelTable *table = nullptr;
+
+constexpr int64_t kRowsMax = 512;              // rows of a linear done together
+constexpr int64_t kInputBytes = 5 << 18;       // packed inputs that should stay in a core's L2
+constexpr int64_t kPartialBytes = 16 << 20;    // sums waiting between pieces of k
+constexpr int64_t kChunkBytes = 64 << 10;      // weights worth handing to a thread
+constexpr int64_t kChunksPerThread = 16;
+constexpr int64_t kRowChunkElements = 16 << 10;  // elementwise work worth handing to a thread
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+
+Arena arena;
+
+struct RowSplit {
+  int64_t rows, per_chunk;
+  RowSplit(int64_t rows, int64_t elements_per_row) : rows(rows), per_chunk(max64(1, kRowChunkElements / max64(1, elements_per_row))) {}
+  int64_t chunks() const { return ceil_div(rows, per_chunk); }
+  int64_t first(int64_t chunk) const { return chunk * per_chunk; }
+  int64_t last(int64_t chunk) const { return min64(rows, (chunk + 1) * per_chunk); }
+};
+
+int64_t element_bytes(int32_t type) { return type == PS_F32 ? 4 : type == PS_BF16 ? 2 : 1; }
+
+// How one linear is cut: slabs of panels, pieces of k within a slab, chunks of panels within a piece.
+struct LinearPlan {
+  int64_t m_padded, row_bytes, a_bytes, scale_bytes, k_piece, slab, partial_bytes;
+  bool packed;
+
+  explicit LinearPlan(const PsLinear *job) {
+    const PsWeight *w = job->weight;
+    int64_t a_size = w->type == PS_I4 ? 2 : element_bytes(w->type);
+    bool tiled = table->row_tile && w->type != PS_F32;
+    packed = w->type >= PS_I8 || w->k != w->k_padded || (tiled && job->m > 1);
+    m_padded = job->m <= 16 ? job->m : ceil_div(job->m, 16) * 16;
+    row_bytes = w->k_padded * a_size;
+    a_bytes = packed ? m_padded * row_bytes : 0;
+    scale_bytes = ceil_div(m_padded * 4 * (w->type == PS_I4 ? w->k_padded / w->group : 1), 64) * 64;
+    k_piece = w->k_padded, slab = w->panels, partial_bytes = 0;
+    if (!tiled || w->type != PS_BF16 || a_bytes <= kInputBytes) return;
+    k_piece = max64(128, kInputBytes / (m_padded * a_size) / 64 * 64);
+    m_padded = ceil_div(m_padded, 32) * 32;
+    slab = max64(1, min64(w->panels, kPartialBytes / (m_padded * 32 * 4)));
+    partial_bytes = slab * m_padded * 32 * 4;
+  }
+  int64_t bytes() const { return ceil_div(a_bytes, 64) * 64 + scale_bytes + partial_bytes; }
+};
+
+int64_t panels_per_chunk(const PsWeight *w, int64_t panels) {
+  int64_t panel_bytes = max64(1, w->k_padded * 32 * element_bytes(w->type) / (w->type == PS_I4 ? 2 : 1));
+  int64_t fewest = ceil_div(panels, kChunksPerThread * num_threads());
+  return max64(1, min64(max64(fewest, kChunkBytes / panel_bytes), ceil_div(panels, num_threads())));
+}
+
+void run_linear(const PsLinear *job, char *scratch) {
+  const PsWeight *w = job->weight;
+  LinearPlan plan(job);
+  LinearPiece piece = {job, job->x, job->ldx, nullptr, nullptr, plan.m_padded, 0, 0, 0};
+  if (plan.packed) {
+    float *scales = (float *)(scratch + ceil_div(plan.a_bytes, 64) * 64);
+    int64_t rows = job->m <= 16 ? job->m : ceil_div(job->m, 16) * 16;
+    RowSplit split(rows, w->k);
+    auto pack = [&](int64_t chunk, int) { table->pack_rows(job, split.first(chunk), split.last(chunk), scratch, scales); };
+    parallel(split.chunks(), pack);
+    piece.a = scratch, piece.lda = w->k_padded, piece.a_scale = scales;
+  }
+  if (plan.partial_bytes) piece.partial = (float *)(scratch + plan.bytes() - plan.partial_bytes);
+  for (int64_t slab = 0; slab < w->panels; slab += plan.slab) {
+    int64_t panels = min64(plan.slab, w->panels - slab), per_chunk = panels_per_chunk(w, panels);
+    piece.partial_panel = slab;
+    for (piece.k_first = 0; piece.k_first < w->k_padded; piece.k_first = piece.k_last) {
+      piece.k_last = min64(w->k_padded, piece.k_first + plan.k_piece);
+      auto work = [&](int64_t chunk, int) { table->linear(&piece, slab + chunk * per_chunk, slab + min64(panels, (chunk + 1) * per_chunk)); };
+      parallel(ceil_div(panels, per_chunk), work);
+    }
+  }
+}
+
+}  // namespace
+
+bool Arena::reserve(int64_t bytes) {
+  if (bytes <= size) return true;
+  constexpr int64_t kHuge = 2 << 20;
+  bytes = ceil_div(bytes, kHuge) * kHuge;
+  free(at);
+  at = (char *)aligned_alloc(kHuge, (size_t)bytes);
+  size = at ? bytes : 0;
+  if (at) madvise(at, (size_t)bytes, MADV_HUGEPAGE);
+  return at != nullptr;
+}
+
+int32_t linear(const PsLinear *job) {
+  PsLinear part = *job;
+  int64_t x_size = element_bytes(job->x_type), y_size = element_bytes(job->y_type);
+  for (int64_t row = 0; row < job->m; row += kRowsMax) {
+    part.m = min64(kRowsMax, job->m - row);
+    part.x = (const char *)job->x + row * job->ldx * x_size;
+    part.y = (char *)job->y + row * job->ldy * y_size;
+    part.residual = job->residual ? (const char *)job->residual + row * job->ldr * y_size : nullptr;
+    if (!arena.reserve(LinearPlan(&part).bytes())) return -1;
+    run_linear(&part, arena.at);
+  }
+  return 0;
+}
+
+int32_t rms_norm(const PsNorm *job) {
+  RowSplit split(job->m, job->n);
+  auto work = [&](int64_t chunk, int) { table->rms_norm(job, split.first(chunk), split.last(chunk)); };
+  parallel(split.chunks(), work);
+  return 0;
+}
+
+int32_t silu_mul(const PsSiluMul *job) {
+  RowSplit split(job->m, 4 * job->n);
+  auto work = [&](int64_t chunk, int) { table->silu_mul(job, split.first(chunk), split.last(chunk)); };
+  parallel(split.chunks(), work);
+  return 0;
+}
+
+int32_t rope_write(const PsRopeWrite *job) {
+  RowSplit split(job->t, (job->num_q_heads + 2 * job->cache.num_kv_heads) * job->cache.head_dim);
+  auto work = [&](int64_t chunk, int) { table->rope_write(job, split.first(chunk), split.last(chunk)); };
+  parallel(split.chunks(), work);
+  return 0;
+}
+
+int32_t attention(const PsAttention *job) {
+  int64_t heads = job->cache.num_kv_heads, group = job->num_q_heads / heads;
+  int64_t scratch = ceil_div(attention_scratch_bytes(job->cache.head_dim), 4096) * 4096;
+  int64_t starts_bytes = ceil_div((job->rows + 1) * 8, 4096) * 4096;
+  if (!arena.reserve(starts_bytes + scratch * num_threads())) return -1;
+  int64_t *starts = (int64_t *)arena.at;  // first lane block of each row
+  starts[0] = 0;
+  for (int64_t row = 0; row < job->rows; row++)
+    starts[row + 1] = starts[row] + ceil_div((job->query_starts[row + 1] - job->query_starts[row]) * group, kAttentionLanes);
+  auto work = [&](int64_t chunk, int worker) {
+    int64_t block = chunk / heads, low = 0, high = job->rows;
+    while (high - low > 1) {
+      int64_t middle = (low + high) / 2;
+      (starts[middle] <= block ? low : high) = middle;
+    }
+    int64_t first = (block - starts[low]) * kAttentionLanes, lanes = (job->query_starts[low + 1] - job->query_starts[low]) * group;
+    AttentionPiece piece = {job, low, chunk % heads, first, min64(kAttentionLanes, lanes - first), arena.at + starts_bytes + worker * scratch};
+    table->attention(&piece);
+  };
+  parallel(starts[job->rows] * heads, work);
+  return 0;
+}
+
+}  // namespace penstock
+
+using namespace penstock;
+
+PS_EXPORT int32_t ps_abi_version(void) { return PS_ABI_VERSION; }
+
+PS_EXPORT int64_t ps_struct_bytes(int32_t index) {
+  constexpr size_t sizes[] = {sizeof(PsWeight), sizeof(PsLinear), sizeof(PsNorm), sizeof(PsSiluMul), sizeof(PsKvCache), sizeof(PsRopeWrite), sizeof(PsAttention), sizeof(PsLayer), sizeof(PsDecoder), sizeof(PsStep)};
+  return index >= 0 && index < (int32_t)(sizeof sizes / sizeof *sizes) ? (int64_t)sizes[index] : -1;
+}
+
+PS_EXPORT const char *ps_init(const char *isa) {
+  PoolLock held;
+  table = choose(isa);
+  return table ? table->name : nullptr;
+}
+
+PS_EXPORT int32_t ps_set_threads(int32_t threads, int32_t spin_us, int32_t pin) {
+  set_threads(threads, spin_us, pin != 0);
+  return num_threads();
+}
+
+PS_EXPORT int32_t ps_supports(int32_t type) { return table && (table->weight_types >> type & 1); }
+
+PS_EXPORT int32_t ps_linear(const PsLinear *job) {
+  PoolLock held;
+  return linear(job);
+}
+PS_EXPORT int32_t ps_rms_norm(const PsNorm *job) {
+  PoolLock held;
+  return rms_norm(job);
+}
+PS_EXPORT int32_t ps_silu_mul(const PsSiluMul *job) {
+  PoolLock held;
+  return silu_mul(job);
+}
+PS_EXPORT int32_t ps_rope_write(const PsRopeWrite *job) {
+  PoolLock held;
+  return rope_write(job);
+}
+PS_EXPORT int32_t ps_attention(const PsAttention *job) {
+  PoolLock held;
+  return attention(job);
+}
+PS_EXPORT int32_t ps_step(const PsDecoder *decoder, const PsStep *job) {
+  PoolLock held;
+  return step(decoder, job);
+}

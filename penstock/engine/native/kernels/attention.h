@@ -1,0 +1,251 @@
+// Paged attention of one KV head's queries over 64-token tiles of the cache, merged in order by online softmax.
+//
+// A query's bits depend on its own position and the cache alone: tiles start at multiples of 64 tokens whatever the
+// chunk is, each lane (query token x query head of the group) is computed by itself, and a tile that a lane may not
+// see changes nothing of it (weights 0, correction exactly 1). After Dao, FlashAttention-2, arXiv 2307.08691.
+//
+// Keys of a tile are packed once and used by every lane: bf16 [4 groups of 16 tokens][dim / 2][16 tokens][2], float
+// [4][dim][16]. Values: bf16 [2 halves of 32 tokens][dim / 16][16 token pairs][16 dims][2], float [64][dim].
+#pragma once
+#include "table.h"
+#include "vec.h"
+
+namespace {
+
+using penstock::AttentionPiece;
+using penstock::kAttentionLanes;
+using penstock::kKvTile;
+
+constexpr float kNoMax = -1e30f;
+
+struct Shape {
+  int64_t dim, padded;  // padded to 32
+};
+
+template <class T>
+struct Span {  // where a piece's queries and cache lie
+  const PsAttention *job;
+  const T *base;
+  const int32_t *table;
+  int64_t context, row_stride, head_offset;
+
+  const T *token(int64_t t) const {
+    int64_t block = table[t / job->cache.block_size], slot = t % job->cache.block_size;
+    return base + block * job->cache.block_stride + slot * row_stride + head_offset;
+  }
+};
+
+static void pack_keys(const Span<bf16> &span, int64_t first, Shape shape, bf16 *out) {
+  for (int64_t g = 0; g < kKvTile; g += 16) {
+    for (int64_t d = 0; d < shape.padded; d += 32, out += 512) {
+      const uint32_t *rows[16];
+      alignas(64) uint32_t edge[16][16];  // the last 16 dims of a head whose size is an odd multiple of 16
+      for (int i = 0; i < 16; i++) {
+        int64_t t = first + g + i;
+        const bf16 *key = t < span.context ? span.token(first + g) + i * span.row_stride + d : nullptr;
+        rows[i] = (const uint32_t *)key;
+        if (!key || d + 32 <= shape.dim) continue;
+        memset(edge[i], 0, 64);
+        memcpy(edge[i], key, (size_t)(shape.dim - d) * 2);
+        rows[i] = edge[i];
+      }
+      transpose_words((uint32_t *)out, 16, rows);
+    }
+  }
+}
+
+static void pack_keys(const Span<float> &span, int64_t first, Shape shape, float *out) {
+  for (int64_t g = 0; g < kKvTile; g += 16) {
+    for (int64_t d = 0; d < shape.padded; d += 16, out += 256) {
+      const uint32_t *rows[16];
+      for (int i = 0; i < 16; i++)
+        rows[i] = first + g + i < span.context && d < shape.dim ? (const uint32_t *)(span.token(first + g) + i * span.row_stride + d) : nullptr;
+      transpose_words((uint32_t *)out, 16, rows);
+    }
+  }
+}
+
+static void pack_values(const Span<bf16> &span, int64_t first, Shape shape, bf16 *out) {
+  alignas(64) static const bf16 none[512] = {};
+  for (int64_t t = 0; t < kKvTile; t += 2) {
+    bf16 *pair_row = out + t / 32 * 32 * shape.dim + t % 32 / 2 * 32;
+    const bf16 *a = first + t < span.context ? span.token(first + t) + span.job->cache.kv_stride : none;
+    const bf16 *b = first + t + 1 < span.context ? span.token(first + t + 1) + span.job->cache.kv_stride : none;
+    for (int64_t d = 0; d < shape.dim; d += 16) interleave_bf16(pair_row + d * 32, a + d, b + d);
+  }
+}
+
+static void pack_values(const Span<float> &span, int64_t first, Shape shape, float *out) {
+  for (int64_t t = 0; t < kKvTile; t++) {
+    if (first + t < span.context)
+      memcpy(out + t * shape.dim, span.token(first + t) + span.job->cache.kv_stride, (size_t)shape.dim * 4);
+    else
+      memset(out + t * shape.dim, 0, (size_t)shape.dim * 4);
+  }
+}
+
+// acc + x . column for sixteen columns at once; one step is a pair of bf16 or one float.
+static inline F16 step(F16 acc, const bf16 *columns, const bf16 *x) {
+  uint32_t pair;
+  memcpy(&pair, x, 4);
+  return dot_pairs(acc, columns, pair);
+}
+static inline F16 step(F16 acc, const float *columns, const float *x) { return fma(set1(*x), load(columns), acc); }
+static inline int64_t step_size(const bf16 *) { return 2; }
+static inline int64_t step_size(const float *) { return 1; }
+
+// Dot products on plain vectors.
+template <class T>
+struct VectorDots {
+  static void begin() {}
+  static void end() {}
+
+  // scores[lane][token] of `lanes` queries against the tile's keys.
+  static void scores(const T *q, const T *keys, Shape shape, int64_t lanes, float *out) {
+    int64_t size = step_size(q), group = 16 * shape.padded;
+    for (int64_t lane = 0; lane < lanes; lane++) {
+      F16 acc[4] = {zero(), zero(), zero(), zero()};
+      const T *x = q + lane * shape.padded;
+      for (int64_t d = 0; d < shape.padded; d += size)
+        for (int g = 0; g < 4; g++) acc[g] = step(acc[g], keys + g * group + d * 16, x + d);
+      for (int g = 0; g < 4; g++) store(out + lane * kKvTile + g * 16, acc[g]);
+    }
+  }
+
+  // out[lane][dim] = weights[lane][token] x values.
+  static void values(const bf16 *weights, const bf16 *v, Shape shape, int64_t lanes, float *out) {
+    for (int64_t lane = 0; lane < lanes; lane++)
+      for (int64_t d = 0; d < shape.dim; d += 16) {
+        F16 acc = zero();
+        for (int64_t t = 0; t < kKvTile; t += 2) acc = step(acc, v + t / 32 * 32 * shape.dim + d * 32 + t % 32 / 2 * 32, weights + lane * kKvTile + t);
+        store(out + lane * shape.padded + d, acc);
+      }
+  }
+  static void values(const float *weights, const float *v, Shape shape, int64_t lanes, float *out) {
+    for (int64_t lane = 0; lane < lanes; lane++)
+      for (int64_t d = 0; d < shape.dim; d += 16) {
+        F16 acc = zero();
+        for (int64_t t = 0; t < kKvTile; t++) acc = step(acc, v + t * shape.dim + d, weights + lane * kKvTile + t);
+        store(out + lane * shape.padded + d, acc);
+      }
+  }
+};
+
+static inline F16 soft_cap(F16 x, float cap) {  // cap * tanh(x / cap)
+  F16 e = vexp(x * set1(2.0f / cap));
+  return set1(cap) * (set1(1.0f) - set1(2.0f) / (e + set1(1.0f)));
+}
+
+// One lane's scores to weights: scale, cap, mask, exponentials under the new maximum. Returns that maximum.
+template <class T>
+static inline float weigh(const PsAttention *job, int64_t position, int64_t first, float *scores, float old_max, T *weights, float *total) {
+  for (int64_t t = 0; t < kKvTile; t += 16) {
+    F16 s = load(scores + t) * set1(job->scale);
+    store(scores + t, job->softcap > 0 ? soft_cap(s, job->softcap) : s);
+  }
+  int64_t seen_from = job->window > 0 ? position - job->window + 1 : 0;
+  if (first + kKvTile - 1 > position || first < seen_from)
+    for (int64_t t = 0; t < kKvTile; t++)
+      if (first + t > position || first + t < seen_from) scores[t] = -__builtin_inff();
+  F16 top = set1(old_max);
+  for (int64_t t = 0; t < kKvTile; t += 16) top = vmax(load(scores + t), top);
+  float new_max = max_lanes(top);
+  F16 sum = zero();
+  for (int64_t t = 0; t < kKvTile; t += 16) {
+    F16 p = vexp(load(scores + t) - set1(new_max));
+    sum = sum + p;
+    store_from_float(weights + t, p);
+  }
+  *total = sum_lanes(sum);
+  return new_max;
+}
+
+template <class T>
+struct Lanes {  // running softmax state and scratch of a piece
+  T *keys, *values, *queries, *weights;
+  float *sums, *scores, *tile, *maxima, *totals;
+
+  Lanes(void *scratch, Shape shape) {
+    char *at = (char *)scratch;
+    auto take = [&at](int64_t bytes) { char *p = at; at += (bytes + 63) / 64 * 64; return p; };
+    keys = (T *)take(kKvTile * shape.padded * (int64_t)sizeof(T));
+    values = (T *)take(kKvTile * shape.padded * (int64_t)sizeof(T));
+    queries = (T *)take(kAttentionLanes * shape.padded * (int64_t)sizeof(T));
+    weights = (T *)take(16 * kKvTile * (int64_t)sizeof(T));
+    sums = (float *)take(kAttentionLanes * shape.padded * 4);
+    scores = (float *)take(16 * kKvTile * 4);
+    tile = (float *)take(16 * shape.padded * 4);
+    maxima = (float *)take(kAttentionLanes * 4);
+    totals = (float *)take(kAttentionLanes * 4);
+  }
+};
+
+// Sixteen lanes against one packed tile.
+template <class T, class Dots>
+static void attend_tile(const AttentionPiece *piece, const Lanes<T> &lanes, Shape shape, int64_t lane0, int64_t count, int64_t first, int64_t position0, int64_t group) {
+  Dots::scores(lanes.queries + lane0 * shape.padded, lanes.keys, shape, count, lanes.scores);
+  float before[16] = {}, after[16] = {}, total[16] = {};
+  for (int64_t i = 0; i < count; i++) {
+    int64_t lane = lane0 + i, position = position0 + (piece->lane_first + lane) / group;
+    before[i] = lanes.maxima[lane];
+    after[i] = weigh(piece->job, position, first, lanes.scores + i * kKvTile, before[i], lanes.weights + i * kKvTile, total + i);
+    lanes.maxima[lane] = after[i];
+  }
+  float fade[16];
+  store(fade, vexp(load(before) - load(after)));
+  Dots::values(lanes.weights, lanes.values, shape, count, lanes.tile);
+  for (int64_t i = 0; i < count; i++) {
+    float *sum = lanes.sums + (lane0 + i) * shape.padded, *add = lanes.tile + i * shape.padded;
+    lanes.totals[lane0 + i] = lanes.totals[lane0 + i] * fade[i] + total[i];
+    for (int64_t d = 0; d < shape.dim; d += 16) store(sum + d, fma(load(sum + d), set1(fade[i]), load(add + d)));
+  }
+}
+
+template <class T, class Dots>
+static void attend(const AttentionPiece *piece) {
+  const PsAttention *job = piece->job;
+  const PsKvCache *cache = &job->cache;
+  int64_t group = job->num_q_heads / cache->num_kv_heads, dim = cache->head_dim, count = piece->lane_count;
+  Shape shape = {dim, (dim + 31) / 32 * 32};
+  int64_t token0 = job->query_starts[piece->row], chunk = job->query_starts[piece->row + 1] - token0, context = job->context_lens[piece->row];
+  Span<T> span = {job, (const T *)cache->base, job->block_tables + piece->row * job->ld_tables, context, cache->num_kv_heads * dim, piece->kv_head * dim};
+  Lanes<T> lanes(piece->scratch, shape);
+
+  memset(lanes.queries, 0, (size_t)(kAttentionLanes * shape.padded) * sizeof(T));
+  memset(lanes.weights, 0, 16 * kKvTile * sizeof(T));
+  memset(lanes.sums, 0, (size_t)(kAttentionLanes * shape.padded) * 4);
+  for (int64_t i = 0; i < count; i++) {
+    int64_t lane = piece->lane_first + i;
+    const T *q = (const T *)job->q + (token0 + lane / group) * job->ld_q + (piece->kv_head * group + lane % group) * dim;
+    memcpy(lanes.queries + i * shape.padded, q, (size_t)dim * sizeof(T));
+    lanes.maxima[i] = kNoMax, lanes.totals[i] = 0;
+  }
+  int64_t position0 = context - chunk;  // of lane 0 of the row
+  int64_t lowest = position0 + piece->lane_first / group, highest = position0 + (piece->lane_first + count - 1) / group;
+  int64_t from = job->window > 0 && lowest >= job->window ? lowest - job->window + 1 : 0;
+  Dots::begin();
+  for (int64_t first = from / kKvTile * kKvTile; first <= highest; first += kKvTile) {
+    pack_keys(span, first, shape, lanes.keys);
+    pack_values(span, first, shape, lanes.values);
+    for (int64_t lane = 0; lane < count; lane += 16) {
+      int64_t some = count - lane < 16 ? count - lane : 16;
+      if (position0 + (piece->lane_first + lane + some - 1) / group < first) continue;
+      attend_tile<T, Dots>(piece, lanes, shape, lane, some, first, position0, group);
+    }
+  }
+  Dots::end();
+  for (int64_t i = 0; i < count; i++) {
+    int64_t lane = piece->lane_first + i;
+    T *out = (T *)job->out + (token0 + lane / group) * job->ld_out + (piece->kv_head * group + lane % group) * dim;
+    for (int64_t d = 0; d < dim; d += 16) store_from_float(out + d, load(lanes.sums + i * shape.padded + d) / set1(lanes.totals[i]));
+  }
+}
+
+static void vector_attention(const AttentionPiece *piece) {
+  if (piece->job->cache.type == PS_BF16)
+    attend<bf16, VectorDots<bf16>>(piece);
+  else
+    attend<float, VectorDots<float>>(piece);
+}
+
+}  // namespace

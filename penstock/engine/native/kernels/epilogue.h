@@ -1,0 +1,63 @@
+// From a block of finished sums to outputs: scales, bias, SiLU * up, residual, rounding.
+#pragma once
+#include "table.h"
+#include "vec.h"
+
+namespace {
+
+using penstock::LinearPiece;
+
+// Sums [rows][32] of a panel, float or exact int32; int32 get one scale per row and one per column.
+template <class S>
+struct Sums {
+  const S *at;
+  F16 low, high;           // column scales
+  const float *row_scale;  // [rows]
+
+  F16 column_half(int64_t r, int half) const {
+    F16 v = load(at + r * 32 + half * 16);
+    return row_scale ? v * set1(row_scale[r]) * (half ? high : low) : v;
+  }
+};
+
+template <class T, class S>
+static inline void finish_rows(const PsLinear *job, int64_t panel, int64_t row, int64_t rows, const Sums<S> &sums) {
+  const PsWeight *w = job->weight;
+  bool gated = w->epilogue == PS_SILU_MUL;
+  int64_t width = gated ? 16 : 32, column = panel * width, left = w->n - column;
+  T *y = (T *)job->y + row * job->ldy + column;
+  if (!gated && !w->bias && !job->residual && left >= 32) {
+    for (int64_t r = 0; r < rows; r++, y += job->ldy) store_32(y, sums.column_half(r, 0), sums.column_half(r, 1));
+    return;
+  }
+  F16 bias0 = w->bias ? load(w->bias + panel * 32) : zero(), bias1 = w->bias ? load(w->bias + panel * 32 + 16) : zero();
+  const T *res = job->residual ? (const T *)job->residual + row * job->ldr + column : nullptr;
+  for (int64_t r = 0; r < rows; r++, y += job->ldy, res += res ? job->ldr : 0) {
+    F16 v0 = sums.column_half(r, 0) + bias0, v1 = sums.column_half(r, 1) + bias1;
+    if (gated) v0 = silu(v0) * v1;
+    if (res) v0 = v0 + load_tail(res, left);
+    store_tail(y, v0, left);
+    if (gated || left <= 16) continue;
+    if (res) v1 = v1 + load_tail(res + 16, left - 16);
+    store_tail(y + 16, v1, left - 16);
+  }
+}
+
+template <class S>
+static inline void finish_typed(const PsLinear *job, int64_t panel, int64_t row, int64_t rows, const Sums<S> &sums) {
+  if (job->y_type == PS_BF16)
+    finish_rows<bf16>(job, panel, row, rows, sums);
+  else
+    finish_rows<float>(job, panel, row, rows, sums);
+}
+
+static inline void finish_block(const LinearPiece *piece, int64_t panel, int64_t row, int64_t rows, const float *sums) {
+  finish_typed<float>(piece->job, panel, row, rows, {sums, zero(), zero(), nullptr});
+}
+
+static inline void finish_block(const LinearPiece *piece, int64_t panel, int64_t row, int64_t rows, const int32_t *sums) {
+  const float *scale = piece->job->weight->scale + panel * 32;
+  finish_typed<int32_t>(piece->job, panel, row, rows, {sums, load(scale), load(scale + 16), piece->a_scale + row});
+}
+
+}  // namespace

@@ -1,0 +1,225 @@
+// Advanced Matrix Extensions: Sapphire Rapids and later. Matrix products in tiles of 16 x 16, for every m: a lone row
+// streams the weights as fast as memory gives them, and the same instruction in the same order of k gives the same
+// bits as in a full tile.
+#include "attention.h"
+#include "elementwise.h"
+#include "linear.h"
+
+namespace {
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+// Tiles 0-3 hold sums, 4 and 5 inputs (`rows` rows each), 6 and 7 weights.
+static void configure(int rows) {
+  TileConfig config;
+  for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = (uint8_t)(i < 6 ? rows : 16);
+  _tile_loadconfig(&config);
+}
+
+// What will be wanted soon, fetched a little at each step: the next panel's weights into L2 while there are rows to
+// compute on, and ownership of the output lines that this block is going to write.
+struct Ahead {
+  const char *weights;
+  int weight_lines;
+  char *out;
+  int64_t out_stride, out_rows, rows_per_step;
+
+  inline void step() {
+    for (int i = 0; i < weight_lines; i++) _mm_prefetch(weights + i * 64, _MM_HINT_T1);
+    weights += weight_lines * 64;
+    for (int64_t i = 0; i < rows_per_step && out_rows > 0; i++, out_rows--, out += out_stride) __builtin_prefetch(out, 1, 3);
+  }
+};
+
+struct Bf16Tiles {
+  static inline void mul_0(void) { _tile_dpbf16ps(0, 4, 6); }
+  static inline void mul_1(void) { _tile_dpbf16ps(1, 4, 7); }
+  static inline void mul_2(void) { _tile_dpbf16ps(2, 5, 6); }
+  static inline void mul_3(void) { _tile_dpbf16ps(3, 5, 7); }
+};
+struct Int8Tiles {
+  static inline void mul_0(void) { _tile_dpbssd(0, 4, 6); }
+  static inline void mul_1(void) { _tile_dpbssd(1, 4, 7); }
+  static inline void mul_2(void) { _tile_dpbssd(2, 5, 6); }
+  static inline void mul_3(void) { _tile_dpbssd(3, 5, 7); }
+};
+
+// The compiler's tile loads do not say that they read memory: nothing may move across this.
+static inline void memory_fence() { __asm__ volatile("" ::: "memory"); }
+
+// One or two tiles of rows by one panel. `a` steps by a_step bytes and its second tile lies a_tile bytes on.
+template <class Tiles, bool Two>
+static void tile_block(const char *a, int64_t a_step, int64_t a_tile, const char *w, int64_t steps, char *sums, bool fresh, Ahead ahead) {
+  memory_fence();
+  if (fresh) {
+    _tile_zero(0); _tile_zero(1);
+    if (Two) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+  } else {
+    _tile_loadd(0, sums, 128); _tile_loadd(1, sums + 64, 128);
+    if (Two) {
+      _tile_loadd(2, sums + 2048, 128);
+      _tile_loadd(3, sums + 2048 + 64, 128);
+    }
+  }
+  for (int64_t s = 0; s < steps; s++, a += a_step, w += 2048) {
+    _tile_loadd(4, a, 64);
+    _tile_loadd(6, w, 64);
+    Tiles::mul_0();
+    _tile_loadd(7, w + 1024, 64);
+    Tiles::mul_1();
+    if (Two) {
+      _tile_loadd(5, a + a_tile, 64);
+      Tiles::mul_2();
+      Tiles::mul_3();
+    }
+    ahead.step();
+  }
+  _tile_stored(0, sums, 128); _tile_stored(1, sums + 64, 128);
+  if (Two) {
+      _tile_stored(2, sums + 2048, 128);
+      _tile_stored(3, sums + 2048 + 64, 128);
+    }
+  memory_fence();
+}
+
+template <class Tiles>
+static void tile_panel(const LinearPiece *piece, int64_t panel, bool last_panel) {
+  const PsLinear *job = piece->job;
+  const PsWeight *w = job->weight;
+  bool ints = w->type == PS_I8;
+  int64_t per_step = ints ? 64 : 32, m = job->m, first = piece->k_first / per_step, steps = piece->k_last / per_step - first;
+  int64_t a_step = m <= 16 ? m * 64 : 1024, a_tile = w->k_padded / per_step * 1024, blocks = (m + 31) / 32;
+  const char *weights = (const char *)w->data + (panel * (w->k_padded / per_step) + first) * 2048;
+  const char *next = last_panel ? weights : weights + w->k_padded / per_step * 2048;
+  int lines = blocks > 1 && !last_panel ? (int)((32 + blocks - 1) / blocks) : 0;
+  alignas(64) float here[32 * 32];
+  bool done = piece->k_last == w->k_padded;
+  int64_t out_width = w->epilogue == PS_SILU_MUL ? 16 : 32, out_size = job->y_type == PS_BF16 ? 2 : 4;
+  for (int64_t row = 0; row < m; row += 32) {
+    int64_t rows = m - row < 32 ? m - row : 32;
+    const char *a = (const char *)piece->a + row / 16 * a_tile + first * a_step;
+    float *sums = piece->partial ? piece->partial + ((panel - piece->partial_panel) * piece->m_padded + row) * 32 : here;
+    char *y = (char *)job->y + (row * job->ldy + panel * out_width) * out_size;
+    Ahead ahead = {next + row / 32 * steps * lines * 64, lines, y, job->ldy * out_size, done ? rows : 0, (rows + steps - 1) / steps};
+    if (rows > 16)
+      tile_block<Tiles, true>(a, a_step, a_tile, weights, steps, (char *)sums, piece->k_first == 0, ahead);
+    else
+      tile_block<Tiles, false>(a, a_step, a_tile, weights, steps, (char *)sums, piece->k_first == 0, ahead);
+    if (!done) continue;
+    if (ints)
+      finish_block(piece, panel, row, rows, (const int32_t *)sums);
+    else
+      finish_block(piece, panel, row, rows, sums);
+  }
+}
+
+// Up to 32 rows by a group of expanded int4 weights.
+static void tile_group(const LinearPiece *piece, const bf16 *w, int64_t k, int64_t row, int64_t rows, float *sums) {
+  const PsWeight *weight = piece->job->weight;
+  int64_t m = piece->job->m, a_step = m <= 16 ? m * 64 : 1024, a_tile = weight->k_padded / 32 * 1024;
+  const char *a = (const char *)piece->a + row / 16 * a_tile + k / 32 * a_step;
+  Ahead nothing = {nullptr, 0, nullptr, 0, 0, 0};
+  if (rows > 16)
+    tile_block<Bf16Tiles, true>(a, a_step, a_tile, (const char *)w, weight->group / 32, (char *)sums, true, nothing);
+  else
+    tile_block<Bf16Tiles, false>(a, a_step, a_tile, (const char *)w, weight->group / 32, (char *)sums, true, nothing);
+}
+
+static void amx_linear(const LinearPiece *piece, int64_t panel_first, int64_t panel_last) {
+  int32_t type = piece->job->weight->type;
+  if (type == PS_F32) return vector_linear(piece, panel_first, panel_last);
+  configure(piece->job->m < 16 ? (int)piece->job->m : 16);
+  for (int64_t panel = panel_first; panel < panel_last; panel++) {
+    if (type == PS_BF16)
+      tile_panel<Bf16Tiles>(piece, panel, panel + 1 == panel_last);
+    else if (type == PS_I4)
+      int4_panel(piece, panel, [piece](const bf16 *w, int64_t k, int64_t row, int64_t rows, float *sums) { tile_group(piece, w, k, row, rows, sums); });
+    else
+      tile_panel<Int8Tiles>(piece, panel, panel + 1 == panel_last);
+  }
+  _tile_release();
+}
+
+// Inputs in tile order, [row tile][k step][16 rows][64 bytes]; up to 16 rows make one tile of just those rows.
+static void amx_pack_rows(const PsLinear *job, int64_t first, int64_t last, void *out, float *a_scale) {
+  const PsWeight *w = job->weight;
+  if (w->type == PS_F32) return pack_rows_plain(job, first, last, out, a_scale);
+  bool ints = w->type == PS_I8;
+  int64_t m = job->m, steps = w->k_padded * (ints ? 1 : 2) / 64, whole = w->k * 2 / 64, rest = w->k * 2 % 64;
+  int64_t step_bytes = (m < 16 ? m : 16) * 64;
+  for (int64_t r = first; r < last; r++) {
+    char *to = (char *)out + r / 16 * steps * 1024 + r % 16 * 64;
+    const char *from = (const char *)job->x + r * job->ldx * 2;
+    if (r >= m) {  // the last tile's spare rows
+      for (int64_t s = 0; s < steps; s++) memset(to + s * step_bytes, 0, 64);
+    } else if (ints) {
+      quantize_row(job, r, (int8_t *)to, step_bytes, a_scale + r);
+    } else {
+      if (w->type == PS_I4) group_sums(job, r, a_scale + r * (w->k_padded / w->group));
+      for (int64_t s = 0; s < whole; s++) memcpy(to + s * step_bytes, from + s * 64, 64);
+      for (int64_t s = whole; s < steps; s++) memset(to + s * step_bytes, 0, 64);
+      memcpy(to + whole * step_bytes, from + whole * 64, (size_t)rest);
+    }
+  }
+}
+
+// bf16 attention products in tiles; lanes beyond `lanes` are zero queries.
+struct TileDots {
+  static void begin() { configure(16); }
+  static void end() { _tile_release(); }
+
+  static void scores(const bf16 *q, const bf16 *keys, Shape shape, int64_t, float *out) {
+    int64_t group = 16 * shape.padded;
+    memory_fence();
+    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+    for (int64_t d = 0; d < shape.padded; d += 32, keys += 512) {
+      _tile_loadd(4, q + d, shape.padded * 2);
+      _tile_loadd(6, keys, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, keys + group, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_loadd(6, keys + 2 * group, 64);
+      _tile_dpbf16ps(2, 4, 6);
+      _tile_loadd(7, keys + 3 * group, 64);
+      _tile_dpbf16ps(3, 4, 7);
+    }
+    _tile_stored(0, out, kKvTile * 4); _tile_stored(1, out + 16, kKvTile * 4);
+    _tile_stored(2, out + 32, kKvTile * 4); _tile_stored(3, out + 48, kKvTile * 4);
+    memory_fence();
+  }
+
+  static void values(const bf16 *weights, const bf16 *v, Shape shape, int64_t, float *out) {
+    const bf16 *late = v + 32 * shape.dim;  // tokens 32 to 63
+    memory_fence();
+    _tile_loadd(4, weights, kKvTile * 2);
+    _tile_loadd(5, weights + 32, kKvTile * 2);
+    for (int64_t d = 0; d < shape.dim; d += 16) {
+      _tile_zero(0);
+      _tile_loadd(6, v + d * 32, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, late + d * 32, 64);
+      _tile_dpbf16ps(0, 5, 7);
+      _tile_stored(0, out + d, shape.padded * 4);
+    }
+    memory_fence();
+  }
+};
+
+static void amx_attention(const AttentionPiece *piece) {
+  if (piece->job->cache.type == PS_BF16)
+    attend<bf16, TileDots>(piece);
+  else
+    attend<float, VectorDots<float>>(piece);
+}
+
+}  // namespace
+
+const penstock::KernelTable penstock::kAmx = {
+    "amx", 16, 1 << PS_F32 | 1 << PS_BF16 | 1 << PS_I8 | 1 << PS_I4, amx_pack_rows, amx_linear, rms_norm, silu_mul, rope_write, amx_attention};

@@ -1,0 +1,172 @@
+// y = x W^T on plain vectors. Each output is one chain of multiply-adds in the order of k, whatever m is, so a
+// row's bits never depend on the rows beside it.
+//
+// A panel of packed bf16 weights is [k / 32][2 halves][16 pairs of k][16 columns][2]; of float weights
+// [k][32 columns]; of int8 [k / 64][2 halves][16 quads of k][16 columns][4]; of int4
+// see int4.h.
+#pragma once
+#include "epilogue.h"
+#include "int4.h"
+
+namespace {
+
+#ifdef __AVX512F__
+constexpr int kRowBlock = 6;
+#else
+constexpr int kRowBlock = 2;
+#endif
+
+// R rows by one panel of bf16 weights, k in [k_first, k_last).
+template <int R>
+static void bf16_rows(const bf16 *w, const bf16 *a, int64_t lda, int64_t k_first, int64_t k_last, float *sums, bool fresh) {
+  F16 acc[R][2];
+  for (int r = 0; r < R; r++)
+    for (int h = 0; h < 2; h++) acc[r][h] = fresh ? zero() : load(sums + r * 32 + h * 16);
+  for (int64_t k = k_first; k < k_last; k += 32) {
+    const bf16 *block = w + k * 32;
+    for (int p = 0; p < 16; p++) {
+      for (int r = 0; r < R; r++) {
+        uint32_t x;
+        memcpy(&x, a + r * lda + k + 2 * p, 4);
+        acc[r][0] = dot_pairs(acc[r][0], block + p * 32, x);
+        acc[r][1] = dot_pairs(acc[r][1], block + 512 + p * 32, x);
+      }
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int h = 0; h < 2; h++) store(sums + r * 32 + h * 16, acc[r][h]);
+}
+
+template <int R>
+static void f32_rows(const float *w, const float *a, int64_t lda, int64_t k_first, int64_t k_last, float *sums, bool fresh) {
+  F16 acc[R][2];
+  for (int r = 0; r < R; r++)
+    for (int h = 0; h < 2; h++) acc[r][h] = fresh ? zero() : load(sums + r * 32 + h * 16);
+  for (int64_t k = k_first; k < k_last; k++) {
+    F16 w0 = load(w + k * 32), w1 = load(w + k * 32 + 16);
+    for (int r = 0; r < R; r++) {
+      F16 x = set1(a[r * lda + k]);
+      acc[r][0] = fma(x, w0, acc[r][0]);
+      acc[r][1] = fma(x, w1, acc[r][1]);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int h = 0; h < 2; h++) store(sums + r * 32 + h * 16, acc[r][h]);
+}
+
+#ifdef __AVX512VNNI__
+// The instruction wants unsigned x: x + 128 goes in, 128 times the column's sum comes out again. Exact.
+template <int R>
+static void i8_rows(const LinearPiece *piece, int64_t panel, int64_t row, const int8_t *a, int64_t lda) {
+  const PsWeight *w = piece->job->weight;
+  const int8_t *block = (const int8_t *)w->data + panel * w->k_padded * 32;
+  __m512i acc[R][2];
+  for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = _mm512_setzero_si512();
+  for (int64_t k = 0; k < w->k_padded; k += 64, block += 2048)
+    for (int q = 0; q < 16; q++) {
+      __m512i w0 = _mm512_loadu_si512(block + q * 64), w1 = _mm512_loadu_si512(block + 1024 + q * 64);
+      for (int r = 0; r < R; r++) {
+        int32_t x;
+        memcpy(&x, a + r * lda + k + 4 * q, 4);
+        __m512i shifted = _mm512_set1_epi32(x ^ (int)0x80808080);
+        acc[r][0] = _mm512_dpbusd_epi32(acc[r][0], shifted, w0);
+        acc[r][1] = _mm512_dpbusd_epi32(acc[r][1], shifted, w1);
+      }
+    }
+  int32_t sums[R * 32];
+  for (int r = 0; r < R; r++)
+    for (int h = 0; h < 2; h++) {
+      __m512i excess = _mm512_slli_epi32(_mm512_loadu_si512(w->sums + panel * 32 + h * 16), 7);
+      _mm512_storeu_si512(sums + r * 32 + h * 16, _mm512_sub_epi32(acc[r][h], excess));
+    }
+  finish_block(piece, panel, row, R, sums);
+}
+#endif
+
+template <int R>
+static void rows_at(const LinearPiece *piece, int64_t panel, int64_t row) {
+  const PsWeight *w = piece->job->weight;
+  float here[R * 32];
+  float *sums = piece->partial ? piece->partial + ((panel - piece->partial_panel) * piece->m_padded + row) * 32 : here;
+  bool fresh = piece->k_first == 0;
+  int64_t lda = piece->lda;
+  if (w->type == PS_BF16)
+    bf16_rows<R>((const bf16 *)w->data + panel * w->k_padded * 32, (const bf16 *)piece->a + row * lda, lda, piece->k_first, piece->k_last, sums, fresh);
+  else if (w->type == PS_F32)
+    f32_rows<R>((const float *)w->data + panel * w->k_padded * 32, (const float *)piece->a + row * lda, lda, piece->k_first, piece->k_last, sums, fresh);
+#ifdef __AVX512VNNI__
+  else if (w->type == PS_I8)
+    return i8_rows<R>(piece, panel, row, (const int8_t *)piece->a + row * lda, lda);
+#endif
+  if (piece->k_last == w->k_padded) finish_block(piece, panel, row, R, sums);
+}
+
+static void vector_linear(const LinearPiece *piece, int64_t panel_first, int64_t panel_last) {
+  int64_t m = piece->job->m;
+  for (int64_t panel = panel_first; panel < panel_last; panel++) {
+    if (piece->job->weight->type == PS_I4) {
+      int4_panel(piece, panel, [piece](const bf16 *w, int64_t k, int64_t row, int64_t rows, float *sums) {
+        const bf16 *a = (const bf16 *)piece->a + row * piece->lda + k;
+        int64_t group = piece->job->weight->group, r = 0;
+        for (; r + kRowBlock <= rows; r += kRowBlock) bf16_rows<kRowBlock>(w, a + r * piece->lda, piece->lda, 0, group, sums + r * 32, true);
+        for (; r < rows; r++) bf16_rows<1>(w, a + r * piece->lda, piece->lda, 0, group, sums + r * 32, true);
+      });
+      continue;
+    }
+    int64_t row = 0;
+    for (; row + kRowBlock <= m; row += kRowBlock) rows_at<kRowBlock>(piece, panel, row);
+    for (; row < m; row++) rows_at<1>(piece, panel, row);
+  }
+}
+
+// One row's dynamic int8: scale = max |x| / 127, values rounded to nearest even. Inf and NaN come out as NaN scales.
+template <class T>
+static inline float row_scale(const T *x, int64_t k) {
+  F16 top = zero();
+  for (int64_t i = 0; i < k; i += 16) {
+    F16 v = load_tail(x + i, k - i);
+    top = keep_nan(v, vmax(vmax(v, zero() - v), top));  // The maximum of x and NaN is the second operand.
+  }
+  float most = max_lanes(top);
+  return most < 3.0e38f ? most / 127.0f : __builtin_nanf("");
+}
+
+// 64 values from x + i (zeros past k) as int8.
+template <class T>
+static inline void quantize_64(const T *x, int64_t i, int64_t k, float scale, int8_t *out) {
+  F16 inverse = set1(scale > 0 ? 1.0f / scale : 0.0f);
+  for (int64_t j = i; j < i + 64; j += 16, out += 16) store_i8(out, j < k ? load_tail(x + j, k - j) * inverse : zero());
+}
+
+// Row r of x as int8, its 64-byte steps `step` bytes apart in `out`.
+static void quantize_row(const PsLinear *job, int64_t r, int8_t *out, int64_t step, float *scale) {
+  int64_t k = job->weight->k, padded = job->weight->k_padded;
+  const bf16 *narrow = (const bf16 *)job->x + r * job->ldx;
+  const float *wide = (const float *)job->x + r * job->ldx;
+  bool is_narrow = job->x_type == PS_BF16;
+  *scale = is_narrow ? row_scale(narrow, k) : row_scale(wide, k);
+  for (int64_t i = 0; i < padded; i += 64, out += step) {
+    if (is_narrow)
+      quantize_64(narrow, i, k, *scale, out);
+    else
+      quantize_64(wide, i, k, *scale, out);
+  }
+}
+
+// Rows [first, last) of x as the kernels read them: row-major, k padded with zeros, quantized for int8 weights.
+static void pack_rows_plain(const PsLinear *job, int64_t first, int64_t last, void *a, float *a_scale) {
+  int64_t k = job->weight->k, padded = job->weight->k_padded;
+  for (int64_t r = first; r < last; r++) {
+    if (job->weight->type == PS_I8) {
+      quantize_row(job, r, (int8_t *)a + r * padded, 64, a_scale + r);
+      continue;
+    }
+    if (job->weight->type == PS_I4) group_sums(job, r, a_scale + r * (padded / job->weight->group));
+    int64_t size = job->x_type == PS_BF16 ? 2 : 4;
+    char *out = (char *)a + r * padded * size;
+    memcpy(out, (const char *)job->x + r * job->ldx * size, (size_t)(k * size));
+    memset(out + k * size, 0, (size_t)((padded - k) * size));
+  }
+}
+
+}  // namespace

@@ -1,0 +1,19 @@
+// The operations on the whole pool, for callers inside the library that already hold its lock.
+#pragma once
+#include "penstock_native.h"
+
+namespace penstock {
+int32_t linear(const PsLinear *job);
+int32_t rms_norm(const PsNorm *job);
+int32_t silu_mul(const PsSiluMul *job);
+int32_t rope_write(const PsRopeWrite *job);
+int32_t attention(const PsAttention *job);
+int32_t step(const PsDecoder *decoder, const PsStep *step);
+
+// Memory that lives as long as the process and only grows; calls use it one at a time, under the pool's lock.
+struct Arena {
+  char *at = nullptr;
+  int64_t size = 0;
+  bool reserve(int64_t bytes);
+};
+}  // namespace penstock

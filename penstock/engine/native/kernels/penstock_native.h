@@ -1,0 +1,138 @@
+// The C ABI of Penstock's CPU kernels. Mirrored field by field in library.py; bump PS_ABI_VERSION when it changes.
+//
+// Nothing here knows of torch or Python. Callers own every buffer; shapes are checked before the call (in Python).
+// Strides are in elements. Unless said otherwise matrices are row-major with unit inner stride.
+#pragma once
+#include <stdint.h>
+
+#define PS_ABI_VERSION 2
+#define PS_EXPORT extern "C" __attribute__((visibility("default")))
+
+enum PsType : int32_t { PS_F32 = 0, PS_BF16 = 1, PS_I8 = 2, PS_I4 = 3 };
+enum PsEpilogue : int32_t { PS_PLAIN = 0, PS_SILU_MUL = 1 };
+
+// A packed weight: W [n, k], stored in panels of 32 output columns (see pack.cpp for the byte order).
+struct PsWeight {
+  const void *data;     // 64-byte aligned
+  const float *scale;   // I8: [n_padded]; I4: [panels][groups][32]; else null
+  const float *bias;    // [n_padded] in panel order, or null
+  const float *offset;  // I4: like scale, or null: symmetric
+  const int32_t *sums;  // I8: column sums [n_padded]; else null
+  int64_t n, k;         // logical outputs and inputs
+  int64_t k_padded;     // k rounded up to the type's step
+  int64_t panels;       // panels of 32 columns
+  int32_t type;         // PsType
+  int32_t epilogue;     // PsEpilogue: with SILU_MUL a panel is 16 gate columns, then their 16 up columns, and gives 16 outputs
+  int32_t group;        // I4: inputs per scale
+  int32_t reserved;
+};
+
+struct PsLinear {
+  const PsWeight *weight;
+  const void *x;         // [m, k], type x_type
+  void *y;               // [m, n], type y_type
+  const void *residual;  // [m, n] of y_type, added before rounding; or null
+  int64_t m, ldx, ldy, ldr;
+  int32_t x_type, y_type;
+};
+
+struct PsNorm {
+  const void *x;       // [m, n]
+  void *residual;      // [m, n] or null: residual += x first, and the sum is what gets normalized
+  const float *weight; // [n]
+  void *y;             // [m, n]
+  int64_t m, n, ldx, ldr, ldy;
+  float eps;
+  int32_t type;
+};
+
+struct PsSiluMul {
+  const void *x;  // [m, 2n]: gate, then up
+  void *y;        // [m, n]
+  int64_t m, n, ldx, ldy;
+  int32_t type, reserved;
+};
+
+// One layer of the paged KV cache: element (block, k or v, slot, head, dim) lies at
+// base + block * block_stride + kv * kv_stride + slot * num_kv_heads * head_dim + head * head_dim + dim.
+struct PsKvCache {
+  void *base;
+  int64_t block_stride, kv_stride;
+  int32_t block_size, num_kv_heads, head_dim, type;
+};
+
+struct PsRopeWrite {
+  const void *qkv;            // [t, (num_q_heads + 2 num_kv_heads) * head_dim], the cache's type
+  void *q;                    // [t, num_q_heads * head_dim]
+  const float *q_norm;        // [head_dim] or null
+  const float *k_norm;        // [head_dim] or null
+  const float *cos, *sin;     // [num_positions, rotary_dim / 2]
+  const int64_t *positions;   // [t]
+  const int64_t *slots;       // [t]: block * block_size + slot, or -1 to store nothing
+  PsKvCache cache;
+  int64_t t, ld_qkv, ld_q;
+  int32_t num_q_heads, rotary_dim;
+  float eps;
+  int32_t reserved;
+};
+
+struct PsAttention {
+  const void *q;                // [t, num_q_heads * head_dim]
+  void *out;                    // [t, num_q_heads * head_dim]
+  const int32_t *block_tables;  // [rows, ld_tables]
+  const int32_t *query_starts;  // [rows + 1]
+  const int32_t *context_lens;  // [rows], the row's tokens including this chunk
+  PsKvCache cache;
+  int64_t rows, ld_tables, ld_q, ld_out;
+  int32_t num_q_heads;
+  int32_t window;               // a query sees the last `window` positions including its own; 0: all
+  float scale, softcap;         // softcap 0: none
+};
+
+// One pre-norm block: norm, qkv, (head norms) RoPE, attention, o, +, norm, SiLU(gate) * up, down, +.
+struct PsLayer {
+  PsWeight qkv, o, gate_up, down;
+  const float *input_norm, *post_attention_norm;  // [hidden]
+  const float *q_norm, *k_norm;                   // [head_dim] or null
+  int64_t window;                                 // see PsAttention
+};
+
+struct PsDecoder {
+  const PsLayer *layers;
+  const void *embedding;    // [vocab, hidden] of `cache.type`, or null: rows are read out of the packed head
+  const float *final_norm;  // [hidden]
+  const float *cos, *sin;   // [num_positions, rotary_dim / 2]
+  PsWeight head;            // [vocab, hidden]
+  PsKvCache cache;          // of layer 0
+  int64_t layer_stride;     // from one layer's cache to the next
+  int64_t num_layers, hidden, intermediate, num_blocks, num_positions;
+  int32_t num_q_heads, rotary_dim;
+  float eps, scale, softcap;
+  int32_t reserved;
+};
+
+// Rows as in PsAttention; slots and positions follow from the tables.
+struct PsStep {
+  const int64_t *token_ids;  // [t]
+  const int64_t *samples;    // [num_samples] tokens whose logits are wanted
+  const int32_t *block_tables, *query_starts, *context_lens;
+  float *logits;             // [num_samples, vocab]
+  int64_t t, rows, ld_tables, num_samples;
+};
+
+PS_EXPORT int32_t ps_abi_version(void);
+PS_EXPORT int64_t ps_struct_bytes(int32_t index);  // size of the index-th struct of this file, for the other side to check
+PS_EXPORT const char *ps_init(const char *isa);  // best ISA, or the named one; returns its name or null. Once per process.
+PS_EXPORT int32_t ps_set_threads(int32_t num_threads, int32_t spin_us, int32_t pin);
+PS_EXPORT int32_t ps_supports(int32_t weight_type);
+
+// `first` and perhaps `second` are [n, k], dense; I4 comes as one value from 0 to 15 to a byte.
+PS_EXPORT void ps_pack(int32_t type, const void *first, const void *second, int64_t n, int64_t k, int64_t k_padded, void *out);
+
+// Each returns 0, or -1 when scratch memory could not be had, or (ps_step) -2 when a table points outside of its buffer.
+PS_EXPORT int32_t ps_linear(const PsLinear *job);
+PS_EXPORT int32_t ps_rms_norm(const PsNorm *job);
+PS_EXPORT int32_t ps_silu_mul(const PsSiluMul *job);
+PS_EXPORT int32_t ps_rope_write(const PsRopeWrite *job);
+PS_EXPORT int32_t ps_attention(const PsAttention *job);
+PS_EXPORT int32_t ps_step(const PsDecoder *decoder, const PsStep *step);

@@ -1,0 +1,139 @@
+// A whole decoder step in one call: at batch 1 a small model spends more time between operations than in them.
+#include "ops.h"
+
+#include <string.h>
+
+namespace penstock {
+namespace {
+
+// Activations of a step; `wide` holds qkv, later the MLP's inside.
+struct Buffers {
+  char *residual, *normed, *wide, *q, *attended, *picked;
+  int64_t *positions, *slots;
+};
+Arena activations;
+
+struct Sizes {
+  int64_t element, hidden, q, qkv, wide;
+
+  explicit Sizes(const PsDecoder *d)
+      : element(d->cache.type == PS_BF16 ? 2 : 4), hidden(d->hidden), q(d->num_q_heads * d->cache.head_dim), qkv(q + 2 * d->cache.num_kv_heads * d->cache.head_dim), wide(qkv > d->intermediate ? qkv : d->intermediate) {}
+};
+
+bool place(const Sizes &sizes, const PsStep *step, Buffers *out) {
+  int64_t row = sizes.element, t = step->t, total = 0;
+  auto take = [&total](int64_t bytes) {
+    int64_t at = total;
+    total += (bytes + 63) / 64 * 64;
+    return at;
+  };
+  int64_t residual = take(t * sizes.hidden * row), normed = take(t * sizes.hidden * row), wide = take(t * sizes.wide * row), q = take(t * sizes.q * row),
+          attended = take(t * sizes.q * row), picked = take(step->num_samples * sizes.hidden * row), positions = take(t * 8), slots = take(t * 8);
+  if (!activations.reserve(total)) return false;
+  char *at = activations.at;
+  *out = {at + residual, at + normed, at + wide, at + q, at + attended, at + picked, (int64_t *)(at + positions), (int64_t *)(at + slots)};
+  return true;
+}
+
+// Positions and cache slots of every token. False if a table names what is not there.
+bool locate(const PsDecoder *d, const PsStep *step, const Buffers &buffers) {
+  int64_t size = d->cache.block_size;
+  if (step->query_starts[0] != 0 || step->query_starts[step->rows] != step->t) return false;
+  for (int64_t row = 0; row < step->rows; row++) {
+    int64_t first = step->query_starts[row], count = step->query_starts[row + 1] - first, context = step->context_lens[row];
+    const int32_t *table = step->block_tables + row * step->ld_tables;
+    if (count < 0 || context < count || context > d->num_positions || (context + size - 1) / size > step->ld_tables) return false;
+    for (int64_t block = 0; block * size < context; block++)
+      if (table[block] < 0 || table[block] >= d->num_blocks) return false;
+    for (int64_t i = 0; i < count; i++) {
+      int64_t position = context - count + i;
+      buffers.positions[first + i] = position;
+      buffers.slots[first + i] = table[position / size] * size + position % size;
+    }
+  }
+  for (int64_t i = 0; i < step->t; i++)
+    if (step->token_ids[i] < 0 || step->token_ids[i] >= d->head.n) return false;
+  for (int64_t i = 0; i < step->num_samples; i++)
+    if (step->samples[i] < 0 || step->samples[i] >= step->t) return false;
+  return true;
+}
+
+// Row `token` of a packed [vocab, hidden] weight; see pack.cpp for where its elements lie.
+void unpack_row(const PsWeight *w, int64_t token, char *out) {
+  int64_t panel = token / 32, half = token % 32 / 16, column = token % 16;
+  if (w->type == PS_F32) {
+    const float *from = (const float *)w->data + panel * w->k_padded * 32 + token % 32;
+    for (int64_t k = 0; k < w->k; k++) memcpy(out + 4 * k, from + k * 32, 4);
+    return;
+  }
+  const uint16_t *from = (const uint16_t *)w->data + panel * w->k_padded * 32 + half * 512 + column * 2;
+  for (int64_t k = 0; k < w->k; k += 2) memcpy(out + 2 * k, from + k / 32 * 1024 + k % 32 * 16, k + 1 < w->k ? 4 : 2);
+}
+
+void embed(const PsDecoder *d, const PsStep *step, const Sizes &sizes, char *out) {
+  int64_t bytes = sizes.hidden * sizes.element;
+  for (int64_t i = 0; i < step->t; i++, out += bytes) {
+    if (d->embedding)
+      memcpy(out, (const char *)d->embedding + step->token_ids[i] * bytes, (size_t)bytes);
+    else
+      unpack_row(&d->head, step->token_ids[i], out);
+  }
+}
+
+struct Run {
+  const PsDecoder *d;
+  const PsStep *step;
+  Sizes sizes;
+  Buffers buffers;
+
+  int32_t norm(const void *x, const float *weight, void *y, int64_t m) const {
+    PsNorm job = {x, nullptr, weight, y, m, sizes.hidden, sizes.hidden, 0, sizes.hidden, d->eps, d->cache.type};
+    return rms_norm(&job);
+  }
+
+  int32_t multiply(const PsWeight *w, const void *x, void *y, bool add) const {
+    PsLinear job = {w, x, y, add ? y : nullptr, step->t, w->k, w->n, w->n, d->cache.type, d->cache.type};
+    return linear(&job);
+  }
+
+  int32_t layer(int64_t index) const {
+    const PsLayer *l = d->layers + index;
+    PsKvCache cache = d->cache;
+    cache.base = (char *)cache.base + index * d->layer_stride * sizes.element;
+    PsRopeWrite rope = {buffers.wide, buffers.q, l->q_norm, l->k_norm, d->cos, d->sin, buffers.positions, buffers.slots, cache, step->t, sizes.qkv, sizes.q, d->num_q_heads, d->rotary_dim, d->eps, 0};
+    PsAttention attend = {buffers.q, buffers.attended, step->block_tables, step->query_starts, step->context_lens, cache, step->rows, step->ld_tables, sizes.q, sizes.q, d->num_q_heads, (int32_t)l->window, d->scale, d->softcap};
+    int32_t failed = norm(buffers.residual, l->input_norm, buffers.normed, step->t);
+    failed |= multiply(&l->qkv, buffers.normed, buffers.wide, false);
+    failed |= rope_write(&rope);
+    failed |= attention(&attend);
+    failed |= multiply(&l->o, buffers.attended, buffers.residual, true);
+    failed |= norm(buffers.residual, l->post_attention_norm, buffers.normed, step->t);
+    failed |= multiply(&l->gate_up, buffers.normed, buffers.wide, false);
+    failed |= multiply(&l->down, buffers.wide, buffers.residual, true);
+    return failed;
+  }
+
+  int32_t logits() const {
+    int64_t bytes = sizes.hidden * sizes.element;
+    if (!step->num_samples) return 0;
+    for (int64_t i = 0; i < step->num_samples; i++) {
+      if (norm(buffers.residual + step->samples[i] * bytes, d->final_norm, buffers.picked + i * bytes, 1)) return -1;
+    }
+    PsLinear job = {&d->head, buffers.picked, step->logits, nullptr, step->num_samples, sizes.hidden, d->head.n, 0, d->cache.type, PS_F32};
+    return linear(&job);
+  }
+};
+
+}  // namespace
+
+int32_t step(const PsDecoder *d, const PsStep *job) {
+  Run run = {d, job, Sizes(d), {}};
+  if (!place(run.sizes, job, &run.buffers)) return -1;
+  if (!locate(d, job, run.buffers)) return -2;
+  embed(d, job, run.sizes, run.buffers.residual);
+  for (int64_t i = 0; i < d->num_layers; i++)
+    if (run.layer(i)) return -1;
+  return run.logits();
+}
+
+}  // namespace penstock

@@ -1,0 +1,49 @@
+// What one instruction set offers: single-threaded pieces that api.cpp spreads over the pool.
+#pragma once
+#include "penstock_native.h"
+
+namespace penstock {
+
+// A piece of a linear: inputs [k_first, k_last), every row. Between pieces of k the sums wait in `partial`.
+struct LinearPiece {
+  const PsLinear *job;
+  const void *a;         // packed inputs, see pack_rows
+  int64_t lda;           // elements between rows of a, where a is row-major
+  const float *a_scale;  // I8: [m]; I4: sums of x, [m][groups]
+  float *partial;        // [panels of the slab][m_padded][32], or null when k is done in one piece
+  int64_t m_padded, partial_panel;  // partial's first panel
+  int64_t k_first, k_last;
+};
+
+struct AttentionPiece {
+  const PsAttention *job;
+  int64_t row, kv_head, lane_first, lane_count;  // lanes are (query token, query head of the group), flattened
+  void *scratch;
+};
+
+struct KernelTable {
+  const char *name;
+  int32_t row_tile;  // rows to a packed input tile; 0: inputs stay row-major
+  int32_t weight_types;  // bit set of PsType
+  void (*pack_rows)(const PsLinear *job, int64_t first, int64_t last, void *a, float *a_scale);
+  void (*linear)(const LinearPiece *piece, int64_t panel_first, int64_t panel_last);
+  void (*rms_norm)(const PsNorm *job, int64_t first, int64_t last);
+  void (*silu_mul)(const PsSiluMul *job, int64_t first, int64_t last);
+  void (*rope_write)(const PsRopeWrite *job, int64_t first, int64_t last);
+  void (*attention)(const AttentionPiece *piece);
+};
+
+constexpr int64_t kAttentionLanes = 64;  // lanes to a work item
+constexpr int64_t kKvTile = 64;          // tokens to a softmax step; part of the numerics, so never tuned at run time
+
+// Bytes of scratch that an attention piece needs, the same for every instruction set.
+inline int64_t attention_scratch_bytes(int64_t head_dim) {
+  int64_t padded = (head_dim + 31) / 32 * 32;
+  int64_t keys = kKvTile * padded * 4, values = keys, queries = kAttentionLanes * padded * 4;
+  int64_t sums = kAttentionLanes * padded * 4, scores = 16 * kKvTile * 4 * 2, tile = 16 * padded * 4;
+  return keys + values + queries + sums + scores + tile + 2 * kAttentionLanes * 4 + 4096;
+}
+
+extern const KernelTable kAvx2, kAvx512, kAvx512Bf16, kAmx;
+
+}  // namespace penstock

@@ -1,0 +1,263 @@
+// Sixteen lanes of float on whatever vectors this translation unit is compiled for.
+//
+// Every kernel is written once against F16 and compiled once per instruction set. Everything lives in an
+// unnamed namespace and uses no library templates: an inline function shared between translation units
+// with different -m flags could be merged by the linker into the one that this machine cannot run.
+#pragma once
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+namespace {
+
+using bf16 = uint16_t;
+
+#ifdef __AVX512F__
+
+struct F16 {
+  __m512 v;
+};
+static inline F16 set1(float x) { return {_mm512_set1_ps(x)}; }
+static inline F16 load(const float *p) { return {_mm512_loadu_ps(p)}; }
+static inline void store(float *p, F16 a) { _mm512_storeu_ps(p, a.v); }
+static inline F16 operator+(F16 a, F16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+static inline F16 operator-(F16 a, F16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+static inline F16 operator*(F16 a, F16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+static inline F16 operator/(F16 a, F16 b) { return {_mm512_div_ps(a.v, b.v)}; }
+static inline F16 fma(F16 a, F16 b, F16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+static inline F16 vmax(F16 a, F16 b) { return {_mm512_max_ps(a.v, b.v)}; }
+static inline F16 vmin(F16 a, F16 b) { return {_mm512_min_ps(a.v, b.v)}; }
+static inline F16 vround(F16 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+// 2^n for integral n in [-252, 252], by two multiplications so that results may be subnormal.
+static inline F16 scale2(F16 a, F16 n) { return {_mm512_scalef_ps(a.v, n.v)}; }
+// a where x is not NaN, else x: keeps NaN visible through clamps.
+static inline F16 keep_nan(F16 x, F16 a) { return {_mm512_mask_mov_ps(a.v, _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q), x.v)}; }
+static inline F16 load_bf16(const bf16 *p) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16))};
+}
+static inline F16 load(const int32_t *p) { return {_mm512_cvtepi32_ps(_mm512_loadu_si512(p))}; }
+#ifdef __AVX512BF16__
+static inline __m256i to_bf16(F16 a) { return (__m256i)_mm512_cvtneps_pbh(a.v); }
+static inline void store_32(bf16 *p, F16 a, F16 b) { _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(b.v, a.v)); }
+#else
+static inline __m256i to_bf16(F16 a) {
+  // Round to nearest even by integer arithmetic; NaN becomes the quiet NaN instead of overflowing to infinity.
+  __m512i bits = _mm512_castps_si512(a.v);
+  __m512i lsb = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(lsb, _mm512_set1_epi32(0x7fff))), 16);
+  rounded = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc0));
+  return _mm512_cvtepi32_epi16(rounded);
+}
+static inline void store_32(bf16 *p, F16 a, F16 b) {
+  _mm256_storeu_si256((__m256i *)p, to_bf16(a));
+  _mm256_storeu_si256((__m256i *)(p + 16), to_bf16(b));
+}
+#endif
+static inline void store_bf16(bf16 *p, F16 a) { _mm256_storeu_si256((__m256i *)p, to_bf16(a)); }
+static inline void store_i8(int8_t *p, F16 a) { _mm_storeu_si128((__m128i *)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a.v))); }
+// acc + even lanes' product, then + odd lanes' product, for 16 pairs against one pair of x (as 32 bits).
+static inline F16 dot_pairs(F16 acc, const bf16 *pairs, uint32_t x) {
+#ifdef __AVX512BF16__
+  return {_mm512_dpbf16_ps(acc.v, (__m512bh)_mm512_loadu_si512(pairs), (__m512bh)_mm512_set1_epi32((int)x))};
+#else
+  __m512i w = _mm512_loadu_si512(pairs);
+  __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
+  __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32((int)0xffff0000)));
+  __m512 x0 = _mm512_castsi512_ps(_mm512_set1_epi32((int)(x << 16)));
+  __m512 x1 = _mm512_castsi512_ps(_mm512_set1_epi32((int)(x & 0xffff0000)));
+  return {_mm512_fmadd_ps(odd, x1, _mm512_fmadd_ps(even, x0, acc.v))};
+#endif
+}
+// Sixteen words of eight nibbles to four rows of 32 bf16: row j has of every word the j-th nibble of its low half, then
+// that of its high half, each less 8.
+static inline void expand_nibbles(const uint8_t *words, bf16 *out) {
+  // The lookup uses five bits of an index, of which the fifth belongs to the next nibble: the table is there twice.
+  alignas(64) static const bf16 kValues[32] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+                                               0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+  __m512i values = _mm512_load_si512(kValues), w = _mm512_loadu_si512(words);
+  _mm512_store_si512(out, _mm512_permutexvar_epi16(w, values));
+  _mm512_store_si512(out + 32, _mm512_permutexvar_epi16(_mm512_srli_epi16(w, 4), values));
+  _mm512_store_si512(out + 64, _mm512_permutexvar_epi16(_mm512_srli_epi16(w, 8), values));
+  _mm512_store_si512(out + 96, _mm512_permutexvar_epi16(_mm512_srli_epi16(w, 12), values));
+}
+// out[2i] = a[i], out[2i+1] = b[i] for 16 values each.
+static inline void interleave_bf16(bf16 *out, const bf16 *a, const bf16 *b) {
+  __m512i lo = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)a));
+  __m512i hi = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)b)), 16);
+  _mm512_storeu_si512(out, _mm512_or_si512(lo, hi));
+}
+// out[c * ld_out + r] = rows[r][c] for a 16 x 16 square of 32-bit words; rows[r] may be null, meaning zeros.
+static inline void transpose_words(uint32_t *out, int64_t ld_out, const uint32_t *const rows[16]) {
+  __m512i r[16], t[16];
+  for (int i = 0; i < 16; i++) r[i] = rows[i] ? _mm512_loadu_si512(rows[i]) : _mm512_setzero_si512();
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int i = 0; i < 4; i++) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 8; i++) {
+    _mm512_storeu_si512(out + i * ld_out, _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
+    _mm512_storeu_si512(out + (i + 8) * ld_out, _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
+  }
+}
+
+#else  // AVX2 and FMA: two halves.
+
+struct F16 {
+  __m256 a, b;
+};
+static inline F16 set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+static inline F16 load(const float *p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+static inline void store(float *p, F16 x) { _mm256_storeu_ps(p, x.a), _mm256_storeu_ps(p + 8, x.b); }
+static inline F16 operator+(F16 x, F16 y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+static inline F16 operator-(F16 x, F16 y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+static inline F16 operator*(F16 x, F16 y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+static inline F16 operator/(F16 x, F16 y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+static inline F16 fma(F16 x, F16 y, F16 z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+static inline F16 vmax(F16 x, F16 y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+static inline F16 vmin(F16 x, F16 y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+static inline F16 vround(F16 x) { return {_mm256_round_ps(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), _mm256_round_ps(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+static inline __m256 scale2_half(__m256 x, __m256 n) {
+  __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1), bias = _mm256_set1_epi32(127);
+  __m256 f0 = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23));
+  __m256 f1 = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(whole, half), bias), 23));
+  return _mm256_mul_ps(_mm256_mul_ps(x, f0), f1);
+}
+static inline F16 scale2(F16 x, F16 n) { return {scale2_half(x.a, n.a), scale2_half(x.b, n.b)}; }
+static inline F16 keep_nan(F16 x, F16 y) {
+  return {_mm256_blendv_ps(y.a, x.a, _mm256_cmp_ps(x.a, x.a, _CMP_UNORD_Q)), _mm256_blendv_ps(y.b, x.b, _mm256_cmp_ps(x.b, x.b, _CMP_UNORD_Q))};
+}
+static inline __m256 widen(__m128i h) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16)); }
+static inline F16 load_bf16(const bf16 *p) { return {widen(_mm_loadu_si128((const __m128i *)p)), widen(_mm_loadu_si128((const __m128i *)(p + 8)))}; }
+static inline __m256i round_half(__m256 x) {
+  __m256i bits = _mm256_castps_si256(x);
+  __m256i lsb = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  __m256i r = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(lsb, _mm256_set1_epi32(0x7fff))), 16);
+  return _mm256_blendv_epi8(r, _mm256_set1_epi32(0x7fc0), _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+}
+static inline void store_bf16(bf16 *p, F16 x) {
+  __m256i packed = _mm256_packus_epi32(round_half(x.a), round_half(x.b));
+  _mm256_storeu_si256((__m256i *)p, _mm256_permute4x64_epi64(packed, 0xd8));
+}
+static inline void store_i8(int8_t *p, F16 x) {
+  __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));
+  words = _mm256_permute4x64_epi64(words, 0xd8);
+  _mm_storeu_si128((__m128i *)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+}
+static inline F16 load(const int32_t *p) {
+  return {_mm256_cvtepi32_ps(_mm256_loadu_si256((const __m256i *)p)), _mm256_cvtepi32_ps(_mm256_loadu_si256((const __m256i *)(p + 8)))};
+}
+static inline void store_32(bf16 *p, F16 a, F16 b) {
+  store_bf16(p, a);
+  store_bf16(p + 16, b);
+}
+static inline __m256 dot_half(__m256 acc, __m256i w, __m256 x0, __m256 x1) {
+  acc = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(w, 16)), x0, acc);
+  return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32((int)0xffff0000))), x1, acc);
+}
+static inline F16 dot_pairs(F16 acc, const bf16 *pairs, uint32_t x) {
+  __m256 x0 = _mm256_castsi256_ps(_mm256_set1_epi32((int)(x << 16)));
+  __m256 x1 = _mm256_castsi256_ps(_mm256_set1_epi32((int)(x & 0xffff0000)));
+  return {dot_half(acc.a, _mm256_loadu_si256((const __m256i *)pairs), x0, x1), dot_half(acc.b, _mm256_loadu_si256((const __m256i *)(pairs + 16)), x0, x1)};
+}
+static inline void expand_nibbles(const uint8_t *words, bf16 *out) {
+  for (int half = 0; half < 32; half += 16) {
+    __m256i w = _mm256_loadu_si256((const __m256i *)(words + 2 * half));
+    for (int j = 0; j < 4; j++, w = _mm256_srli_epi16(w, 4)) {
+      __m256i n = _mm256_and_si256(w, _mm256_set1_epi16(15));
+      __m256i even = _mm256_and_si256(n, _mm256_set1_epi32(0xffff)), odd = _mm256_srli_epi32(n, 16), eight = _mm256_set1_epi32(8);
+      __m256i low = _mm256_castps_si256(_mm256_cvtepi32_ps(_mm256_sub_epi32(even, eight)));
+      __m256i high = _mm256_castps_si256(_mm256_cvtepi32_ps(_mm256_sub_epi32(odd, eight)));
+      _mm256_storeu_si256((__m256i *)(out + j * 32 + half), _mm256_or_si256(_mm256_srli_epi32(low, 16), _mm256_and_si256(high, _mm256_set1_epi32((int)0xffff0000))));
+    }
+  }
+}
+static inline void interleave_bf16(bf16 *out, const bf16 *a, const bf16 *b) {
+  for (int i = 0; i < 16; i += 8) {
+    __m256i lo = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(a + i)));
+    __m256i hi = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(b + i))), 16);
+    _mm256_storeu_si256((__m256i *)(out + 2 * i), _mm256_or_si256(lo, hi));
+  }
+}
+static inline void transpose_words(uint32_t *out, int64_t ld_out, const uint32_t *const rows[16]) {
+  for (int r = 0; r < 16; r++)
+    for (int c = 0; c < 16; c++) out[c * ld_out + r] = rows[r] ? rows[r][c] : 0;
+}
+
+#endif
+
+static inline void store_32(float *p, F16 a, F16 b) {
+  store(p, a);
+  store(p + 16, b);
+}
+
+static inline F16 zero() { return set1(0.0f); }
+
+// Sums and maxima over lanes always pair the lanes in the same order.
+static inline float sum_lanes(F16 a) {
+  float t[16];
+  store(t, a);
+  for (int width = 8; width > 0; width >>= 1)
+    for (int i = 0; i < width; i++) t[i] += t[i + width];
+  return t[0];
+}
+static inline float max_lanes(F16 a) {
+  float t[16];
+  store(t, a);
+  for (int width = 8; width > 0; width >>= 1)
+    for (int i = 0; i < width; i++) t[i] = t[i] > t[i + width] || t[i] != t[i] ? t[i] : t[i + width];
+  return t[0];
+}
+
+// e^x to within 2 ulp: range reduction by ln 2, then a degree-6 polynomial. e^0 is exactly 1, very negative
+// inputs give 0, large ones infinity, NaN stays NaN. (Cody and Waite, Software Manual for the Elementary Functions, 1980.)
+static inline F16 vexp(F16 x) {
+  F16 y = vmax(vmin(x, set1(90.0f)), set1(-104.0f));
+  F16 n = vround(y * set1(1.44269504088896341f));
+  F16 r = fma(n, set1(-0.693359375f), y);
+  r = fma(n, set1(2.12194440e-4f), r);
+  F16 p = set1(1.0f / 720);
+  p = fma(p, r, set1(1.0f / 120));
+  p = fma(p, r, set1(1.0f / 24));
+  p = fma(p, r, set1(1.0f / 6));
+  p = fma(p, r, set1(0.5f));
+  p = fma(p, r, set1(1.0f));
+  p = fma(p, r, set1(1.0f));
+  return keep_nan(x, scale2(p, n));
+}
+
+static inline F16 silu(F16 x) { return x / (set1(1.0f) + vexp(zero() - x)); }
+
+// Element types by overload, so that kernels are templates over float and bf16 storage.
+static inline F16 load_as_float(const float *p) { return load(p); }
+static inline F16 load_as_float(const bf16 *p) { return load_bf16(p); }
+static inline void store_from_float(float *p, F16 a) { store(p, a); }
+static inline void store_from_float(bf16 *p, F16 a) { store_bf16(p, a); }
+
+template <class T>
+static inline F16 load_tail(const T *p, int64_t n) {
+  if (n >= 16) return load_as_float(p);
+  T t[16] = {};
+  memcpy(t, p, (size_t)n * sizeof(T));
+  return load_as_float(t);
+}
+template <class T>
+static inline void store_tail(T *p, F16 a, int64_t n) {
+  if (n >= 16) return store_from_float(p, a);
+  T t[16];
+  store_from_float(t, a);
+  memcpy(p, t, (size_t)n * sizeof(T));
+}
+
+}  // namespace

@@ -1,0 +1,245 @@
+"""The shared library and its C structs: how the kernels are found, started and called.
+
+Mirrors `kernels/penstock_native.h` field by field and knows nothing of torch; `weights.py` and `ops.py`
+check shapes and fill the structs in. Calls release the interpreter's lock while they compute.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable
+from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int64, c_void_p, sizeof
+from enum import IntEnum
+from pathlib import Path
+
+LIBRARY = Path(__file__).with_name("_kernels.so")
+ABI_VERSION = 2
+_OUT_OF_BOUNDS = -2
+
+
+class KernelsUnavailable(Exception):
+    """The native kernels cannot run here; the message says why. The engine computes with torch instead."""
+
+
+class Type(IntEnum):
+    """Element types of the kernels."""
+
+    F32 = 0
+    BF16 = 1
+    I8 = 2
+    I4 = 3
+
+
+class Weight(Structure):
+    """`PsWeight`: a packed weight."""
+
+    _fields_ = [
+        ("data", c_void_p), ("scale", c_void_p), ("bias", c_void_p), ("offset", c_void_p), ("sums", c_void_p),
+        ("n", c_int64), ("k", c_int64), ("k_padded", c_int64), ("panels", c_int64),
+        ("type", c_int32), ("epilogue", c_int32), ("group", c_int32), ("reserved", c_int32),
+    ]  # fmt: skip
+
+
+class Linear(Structure):
+    """`PsLinear`."""
+
+    _fields_ = [
+        ("weight", POINTER(Weight)), ("x", c_void_p), ("y", c_void_p), ("residual", c_void_p),
+        ("m", c_int64), ("ldx", c_int64), ("ldy", c_int64), ("ldr", c_int64),
+        ("x_type", c_int32), ("y_type", c_int32),
+    ]  # fmt: skip
+
+
+class Norm(Structure):
+    """`PsNorm`."""
+
+    _fields_ = [
+        ("x", c_void_p), ("residual", c_void_p), ("weight", c_void_p), ("y", c_void_p),
+        ("m", c_int64), ("n", c_int64), ("ldx", c_int64), ("ldr", c_int64), ("ldy", c_int64),
+        ("eps", c_float), ("type", c_int32),
+    ]  # fmt: skip
+
+
+class SiluMul(Structure):
+    """`PsSiluMul`."""
+
+    _fields_ = [
+        ("x", c_void_p), ("y", c_void_p), ("m", c_int64), ("n", c_int64), ("ldx", c_int64), ("ldy", c_int64),
+        ("type", c_int32), ("reserved", c_int32),
+    ]  # fmt: skip
+
+
+class KvCache(Structure):
+    """`PsKvCache`: one layer of the paged cache."""
+
+    _fields_ = [
+        ("base", c_void_p), ("block_stride", c_int64), ("kv_stride", c_int64),
+        ("block_size", c_int32), ("num_kv_heads", c_int32), ("head_dim", c_int32), ("type", c_int32),
+    ]  # fmt: skip
+
+
+class RopeWrite(Structure):
+    """`PsRopeWrite`."""
+
+    _fields_ = [
+        ("qkv", c_void_p), ("q", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p),
+        ("cos", c_void_p), ("sin", c_void_p), ("positions", c_void_p), ("slots", c_void_p),
+        ("cache", KvCache),
+        ("t", c_int64), ("ld_qkv", c_int64), ("ld_q", c_int64),
+        ("num_q_heads", c_int32), ("rotary_dim", c_int32), ("eps", c_float), ("reserved", c_int32),
+    ]  # fmt: skip
+
+
+class Attention(Structure):
+    """`PsAttention`."""
+
+    _fields_ = [
+        ("q", c_void_p), ("out", c_void_p), ("block_tables", c_void_p), ("query_starts", c_void_p),
+        ("context_lens", c_void_p), ("cache", KvCache),
+        ("rows", c_int64), ("ld_tables", c_int64), ("ld_q", c_int64), ("ld_out", c_int64),
+        ("num_q_heads", c_int32), ("window", c_int32), ("scale", c_float), ("softcap", c_float),
+    ]  # fmt: skip
+
+
+class Layer(Structure):
+    """`PsLayer`: one block of the decoder."""
+
+    _fields_ = [
+        ("qkv", Weight), ("o", Weight), ("gate_up", Weight), ("down", Weight),
+        ("input_norm", c_void_p), ("post_attention_norm", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p),
+        ("window", c_int64),
+    ]  # fmt: skip
+
+
+class Decoder(Structure):
+    """`PsDecoder`: a whole model."""
+
+    _fields_ = [
+        ("layers", POINTER(Layer)), ("embedding", c_void_p), ("final_norm", c_void_p), ("cos", c_void_p),
+        ("sin", c_void_p), ("head", Weight), ("cache", KvCache), ("layer_stride", c_int64), ("num_layers", c_int64),
+        ("hidden", c_int64), ("intermediate", c_int64), ("num_blocks", c_int64), ("num_positions", c_int64),
+        ("num_q_heads", c_int32), ("rotary_dim", c_int32), ("eps", c_float), ("scale", c_float),
+        ("softcap", c_float), ("reserved", c_int32),
+    ]  # fmt: skip
+
+
+class Step(Structure):
+    """`PsStep`: what one step computes."""
+
+    _fields_ = [
+        ("token_ids", c_void_p), ("samples", c_void_p), ("block_tables", c_void_p), ("query_starts", c_void_p),
+        ("context_lens", c_void_p), ("logits", c_void_p), ("t", c_int64), ("rows", c_int64), ("ld_tables", c_int64),
+        ("num_samples", c_int64),
+    ]  # fmt: skip
+
+
+_CALLS: dict[str, type[Structure]] = {
+    "ps_linear": Linear,
+    "ps_rms_norm": Norm,
+    "ps_silu_mul": SiluMul,
+    "ps_rope_write": RopeWrite,
+    "ps_attention": Attention,
+}
+_STRUCTS = (Weight, Linear, Norm, SiluMul, KvCache, RopeWrite, Attention, Layer, Decoder, Step)
+"""In the order of `ps_struct_bytes`."""
+
+
+class Kernels:
+    """The loaded library. There is one per process: threads, scratch memory and the chosen ISA are shared.
+
+    Raises:
+        KernelsUnavailable: not built, built for another version, or no instruction set that it can use.
+    """
+
+    def __init__(self, path: Path = LIBRARY, isa: str | None = None) -> None:
+        self._lib = _open(path)
+        name = self._lib.ps_init((isa or os.environ.get("PENSTOCK_NATIVE_ISA", "")).encode())
+        if name is None:
+            raise KernelsUnavailable(f"this CPU does not have {isa or 'AVX2 and FMA'}")
+        self.isa: str = name.decode()
+        """`amx`, `avx512_bf16`, `avx512` or `avx2`. Bits are equal within one of them, not between them."""
+
+    def set_threads(self, num_threads: int, *, spin_us: int = 50, pin: bool = False) -> None:
+        """Compute with that many threads, the caller included; idle ones spin `spin_us`, then sleep.
+
+        Results do not depend on it. `pin` ties each thread started from now on to a CPU of its own.
+        """
+        if num_threads < 1 or spin_us < 0:
+            raise ValueError(
+                f"num_threads must be at least 1 and spin_us at least 0, not {num_threads} and {spin_us}"
+            )
+        self._lib.ps_set_threads(num_threads, spin_us, int(pin))
+
+    def supports(self, kind: Type) -> bool:
+        """Whether weights of that type can be computed with on this machine."""
+        return bool(self._lib.ps_supports(int(kind)))
+
+    def pack(
+        self, kind: Type, sources: tuple[int, int | None], shape: tuple[int, int, int], out: int
+    ) -> None:
+        """Pack one matrix [n, k], or gate and up; `shape` is (n, k, k_padded), the rest are addresses."""
+        self._lib.ps_pack(int(kind), sources[0], sources[1], *shape, out)
+
+    def linear(self, job: Linear) -> None:
+        """Run `ps_linear`; the structs' pointers must be alive and of the stated shapes."""
+        self._call(self._lib.ps_linear, job)
+
+    def rms_norm(self, job: Norm) -> None:
+        """Run `ps_rms_norm`."""
+        self._call(self._lib.ps_rms_norm, job)
+
+    def silu_mul(self, job: SiluMul) -> None:
+        """Run `ps_silu_mul`."""
+        self._call(self._lib.ps_silu_mul, job)
+
+    def rope_write(self, job: RopeWrite) -> None:
+        """Run `ps_rope_write`."""
+        self._call(self._lib.ps_rope_write, job)
+
+    def attention(self, job: Attention) -> None:
+        """Run `ps_attention`."""
+        self._call(self._lib.ps_attention, job)
+
+    def step(self, decoder: Decoder, step: Step) -> None:
+        """Run `ps_step`.
+
+        Raises:
+            ValueError: a token, block or sample index outside of what the decoder has. Nothing was computed.
+        """
+        failed = self._lib.ps_step(byref(decoder), byref(step))
+        if failed == _OUT_OF_BOUNDS:
+            raise ValueError("a step's tables point outside of the model or its cache")
+        if failed:
+            raise MemoryError("the kernels could not get scratch memory")
+
+    @staticmethod
+    def _call(function: Callable[..., int], job: Structure) -> None:
+        if function(byref(job)):
+            raise MemoryError("the kernels could not get scratch memory")
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    if not path.exists():
+        raise KernelsUnavailable(f"{path} was not built (python -m penstock.engine.native.build)")
+    try:
+        lib = ctypes.CDLL(str(path))
+        lib.ps_abi_version.restype = c_int32
+        version = lib.ps_abi_version()
+    except (OSError, AttributeError) as why:
+        raise KernelsUnavailable(f"{path} cannot be loaded: {why}") from why
+    if version != ABI_VERSION:
+        raise KernelsUnavailable(
+            f"{path} has version {version}, this code wants {ABI_VERSION}: build it again"
+        )
+    lib.ps_struct_bytes.argtypes, lib.ps_struct_bytes.restype = [c_int32], c_int64
+    assert all(lib.ps_struct_bytes(i) == sizeof(struct) for i, struct in enumerate(_STRUCTS)), (
+        "a struct differs"
+    )
+    lib.ps_init.argtypes, lib.ps_init.restype = [c_char_p], c_char_p
+    lib.ps_set_threads.argtypes = [c_int32, c_int32, c_int32]
+    lib.ps_pack.argtypes = [c_int32, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p]
+    lib.ps_pack.restype = None
+    lib.ps_step.argtypes, lib.ps_step.restype = [POINTER(Decoder), POINTER(Step)], c_int32
+    for name, struct in _CALLS.items():
+        function = getattr(lib, name)
+        function.argtypes, function.restype = [POINTER(struct)], c_int32
+    return lib

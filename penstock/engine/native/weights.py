@@ -1,0 +1,177 @@
+"""Weights in the order in which the kernels read them: packed once when a model is loaded.
+
+A `Matrix` is a weight in some precision; `pack` turns one, or a gate and an up, into a `PackedWeight`, which keeps
+a copy of its own so that the checkpoint's tensor can be let go. The same packing serves every instruction set and
+every number of rows; `kernels/pack.cpp` and `kernels/int4.h` tell the byte order.
+"""
+
+from collections.abc import Sequence
+from ctypes import c_void_p
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from penstock.engine.native.library import Kernels, Type, Weight
+
+PANEL = 32
+INT4_GROUPS = (32, 64, 128)
+_K_STEP = {Type.F32: 1, Type.BF16: 32, Type.I8: 64}
+_TYPES = {
+    torch.float32: Type.F32,
+    torch.bfloat16: Type.BF16,
+    torch.int8: Type.I8,
+    torch.uint8: Type.I4,
+}
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Matrix:
+    """W [n, k] and what belongs to its rows.
+
+    Raises:
+        ValueError: shapes or types that do not belong together, named.
+    """
+
+    values: Tensor
+    """[n, k]: bfloat16, float32, int8, or uint8 with four-bit values from 0 to 15."""
+    bias: Tensor | None = None
+    """[n]; kept in float32."""
+    scale: Tensor | None = None
+    """int8: [n], W = values * scale. Four bits: [n, groups], W = (values - 8) * scale + offset."""
+    offset: Tensor | None = None
+    """Four bits with zero points: [n, groups], (8 - zero) * scale. None: symmetric."""
+    group: int = 0
+    """Four bits: inputs that share a scale, one of `INT4_GROUPS`."""
+
+    def __post_init__(self) -> None:
+        values = self.values
+        if values.dtype not in _TYPES or values.dim() != 2 or values.is_cuda or 0 in values.shape:
+            raise ValueError(f"a weight must be [n, k] bfloat16, float32, int8 or uint8, not {show(values)}")
+        if self.kind is Type.I4 and self.group not in INT4_GROUPS:
+            raise ValueError(f"group must be one of {INT4_GROUPS}, not {self.group}")
+        if self.kind in (Type.I8, Type.I4) and self.scale is None:
+            raise ValueError(f"{self.kind.name} values need a scale")
+        n, k = values.shape
+        per_group = (n, -(-k // self.group)) if self.kind is Type.I4 else (n,)
+        for name, tensor, shape in (
+            ("bias", self.bias, (n,)),
+            ("scale", self.scale, per_group),
+            ("offset", self.offset, per_group),
+        ):
+            if tensor is not None and tensor.shape != shape:
+                raise ValueError(f"{name} of {show(values)} must be {list(shape)}, not {show(tensor)}")
+
+    @property
+    def kind(self) -> Type:
+        """How the kernels call the type of the values."""
+        return _TYPES[self.values.dtype]
+
+
+class PackedWeight:
+    """W [n, k] ready to compute `x @ W.T`; a fused gate and up gives `silu(x @ gate.T) * (x @ up.T)`."""
+
+    def __init__(self, struct: Weight, kind: Type, tensors: tuple[Tensor, ...]) -> None:
+        self.struct = struct
+        self.kind = kind
+        self.n, self.k = int(struct.n), int(struct.k)
+        self._tensors = tensors  # What the struct points into.
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the weight takes, which is what a product with one row reads."""
+        return sum(tensor.nbytes for tensor in self._tensors)
+
+
+def exact(weight: Tensor, bias: Tensor | None = None) -> Matrix:
+    """The weight as it is."""
+    return Matrix(values=weight, bias=bias)
+
+
+def int8(weight: Tensor, bias: Tensor | None = None) -> Matrix:
+    """Symmetric int8, one scale per output: the row's largest magnitude becomes 127.
+
+    Inputs are rounded to int8 too when they come, with one scale per row (W8A8); sums are exact integers.
+    """
+    wide = weight.float()
+    scale = wide.abs().amax(dim=1) / 127
+    return Matrix(values=torch.round(_divide(wide, scale[:, None])).to(torch.int8), bias=bias, scale=scale)
+
+
+def int4(weight: Tensor, bias: Tensor | None = None, *, group: int | None = None) -> Matrix:
+    """Symmetric four bits, one scale per output and `group` inputs; inputs keep their type.
+
+    The value of largest magnitude becomes -8, the one end of the range that has no mirror (as in GGML's Q4_0). Without a
+    `group` the largest that divides the inputs is taken.
+    """
+    n, k = weight.shape
+    group = group or max(gcd(k, max(INT4_GROUPS)), min(INT4_GROUPS))
+    wide = torch.nn.functional.pad(weight.float(), (0, -k % group)).view(n, -1, group)
+    top = wide.gather(2, wide.abs().argmax(dim=2, keepdim=True))
+    scale = top[..., 0] / -8
+    values = torch.round(_divide(wide, scale[..., None])).clamp(-8, 7) + 8
+    return Matrix(values=values.view(n, -1)[:, :k].to(torch.uint8), bias=bias, scale=scale, group=group)
+
+
+def pack(kernels: Kernels, matrix: Matrix, up: Matrix | None = None) -> PackedWeight:
+    """Pack a weight, or the gate and up of an MLP as one weight whose product is SiLU(gate) * up, [m, n].
+
+    Raises:
+        ValueError: this machine cannot compute with the type, or gate and up are not alike.
+    """
+    kind, both = matrix.kind, (matrix,) if up is None else (matrix, up)
+    if not kernels.supports(kind):
+        raise ValueError(f"{kind.name} weights need instructions that {kernels.isa} lacks")
+    if up is not None and _likeness(matrix) != _likeness(up):
+        raise ValueError(f"gate {show(matrix.values)} and up {show(up.values)} must be alike")
+    n, k = matrix.values.shape
+    step = matrix.group or _K_STEP[kind]
+    k_padded = -(-k // step) * step
+    panels = -(-n * len(both) // PANEL) if up is None else -(-n // (PANEL // 2))
+    size = panels * PANEL * k_padded
+    data = torch.empty(size // 2 if kind is Type.I4 else size, dtype=matrix.values.dtype)
+    sources = [each.values.contiguous() for each in both]
+    addresses = sources[0].data_ptr(), sources[1].data_ptr() if up is not None else None
+    kernels.pack(kind, addresses, (n, k, k_padded), data.data_ptr())
+    sums = [each.values.sum(1, dtype=torch.int32) for each in both] if kind is Type.I8 else [None]
+    columns = {
+        "bias": _columns([each.bias for each in both], panels),
+        "scale": _columns([each.scale for each in both], panels),
+        "offset": _columns([each.offset for each in both], panels),
+        "sums": _columns(sums, panels),
+    }
+    struct = Weight(
+        data=data.data_ptr(), n=n, k=k, k_padded=k_padded, panels=panels, type=int(kind),
+        epilogue=int(up is not None), group=matrix.group,
+        **{name: c_void_p(column.data_ptr()) for name, column in columns.items() if column is not None},
+    )  # fmt: skip
+    return PackedWeight(struct, kind, (data, *(column for column in columns.values() if column is not None)))
+
+
+def show(tensor: Tensor) -> str:
+    """Shape and type, for messages."""
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _likeness(matrix: Matrix) -> tuple[object, ...]:
+    return matrix.values.shape, matrix.kind, matrix.group, matrix.bias is None, matrix.offset is None
+
+
+def _divide(values: Tensor, scale: Tensor) -> Tensor:
+    return values * torch.where(scale != 0, 1 / scale, torch.zeros_like(scale))
+
+
+def _columns(parts: Sequence[Tensor | None], panels: int) -> Tensor | None:
+    """Per-output values [n] or [n, groups] in panel order, padded with zeros: [panels, groups or 1, 32]."""
+    present = [part for part in parts if part is not None]
+    if not present:
+        return None
+    dtype = torch.int32 if present[0].dtype == torch.int32 else torch.float32
+    width = PANEL // len(present)
+    halves: list[Tensor] = []
+    for part in present:
+        grouped = part.to(dtype).reshape(part.shape[0], -1)
+        padded = torch.nn.functional.pad(grouped, (0, 0, 0, panels * width - part.shape[0]))
+        halves.append(padded.view(panels, width, -1).transpose(1, 2))
+    return torch.cat(halves, dim=2).contiguous()

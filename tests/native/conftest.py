@@ -1,0 +1,39 @@
+"""Tests of the native kernels run on every instruction set of this machine; where none was built they are skipped.
+
+PENSTOCK_TEST_KERNELS names another build of the library, such as one with sanitizers (docs/design/005).
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.engine.native import Kernels, KernelsUnavailable
+from penstock.engine.native.library import LIBRARY
+
+ISAS = ("amx", "avx512_bf16", "avx512", "avx2")
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=ISAS)
+def kernels(request):
+    """The library on one instruction set; tests of threads ask for more."""
+    try:
+        loaded = Kernels(Path(os.environ.get("PENSTOCK_TEST_KERNELS", LIBRARY)), request.param)
+    except KernelsUnavailable as why:
+        pytest.skip(str(why))
+    loaded.set_threads(1)
+    return loaded
+
+
+@pytest.fixture
+def rng():
+    return torch.Generator().manual_seed(7)

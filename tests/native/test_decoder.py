@@ -1,0 +1,198 @@
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from penstock.engine.attention.base import AttentionBatch
+from penstock.engine.kv_cache import KVCache
+from penstock.engine.layers.rotary import inverse_frequencies
+from penstock.engine.loader import Weights
+from penstock.engine.models.decoder import DecoderLimits
+from penstock.engine.models.names import CheckpointNames, decoder_weights
+from penstock.engine.models.spec import DecoderSpec, RopeSpec
+from penstock.engine.native.decoder import NativeAttention, NativeDecoder, unsupported
+from penstock.engine.native.library import Type
+
+LIMITS = DecoderLimits(step_tokens=256, max_samples=16, max_model_len=256)
+
+
+def spec(**changes):
+    base = {
+        "architecture": "LlamaForCausalLM", "vocab_size": 301, "hidden_size": 80, "intermediate_size": 150,
+        "num_layers": 3, "num_heads": 6, "num_kv_heads": 2, "head_dim": 32, "max_position": 256,
+        "norm_eps": 1e-6, "rope": RopeSpec(theta=1000.0),
+    }  # fmt: skip
+    return DecoderSpec(**base | changes)
+
+
+SPECS = {
+    "llama": spec(),
+    "qwen2": spec(qkv_bias=True, num_heads=4, num_kv_heads=4, head_dim=16),
+    "qwen3": spec(qk_norm=True, tied_head=True, head_dim=64, num_heads=7, num_kv_heads=1),
+    "biases": spec(o_bias=True, mlp_bias=True, qkv_bias=True, tied_head=True),
+}
+
+
+def random_weights(of, dtype, seed=3):
+    rng, tensors = torch.Generator().manual_seed(seed), {}
+    for weight in decoder_weights(of, CheckpointNames()):
+        shape = weight.shape
+        scale = 1.0 if len(shape) == 1 else shape[-1] ** -0.5
+        tensors[weight.key] = (torch.randn(shape, generator=rng) * scale).to(dtype)
+    return Weights(tensors)
+
+
+def batch(computed, counts, tables):
+    positions = torch.cat([torch.arange(at, at + count) for at, count in zip(computed, counts, strict=True)])
+    return AttentionBatch(
+        num_computed=np.array(computed, np.int32),
+        num_tokens=np.array(counts, np.int32),
+        positions=positions,
+        block_tables=tables,
+    )
+
+
+class Model:
+    """A native decoder with a cache of its own; rows have fixed, scattered blocks."""
+
+    def __init__(self, of, dtype, kernels, precision="native", lanes=6):
+        self.cache = KVCache(of, lanes * 16, dtype, torch.device("cpu"))
+        self.lanes = lanes
+        self.decoder = NativeDecoder(of, random_weights(of, dtype), kernels, LIMITS, self.cache, precision)
+        self.attention = NativeAttention()
+
+    @torch.inference_mode()
+    def step(self, chunks):
+        """Logits of the last token of every chunk, a list of (lane, first position, token ids)."""
+        counts = [len(ids) for _, _, ids in chunks]
+        tables = np.array([np.arange(16) * self.lanes + lane for lane, _, _ in chunks], np.int32)
+        self.attention.begin(batch([at for _, at, _ in chunks], counts, tables))
+        tokens = torch.cat([torch.tensor(ids) for _, _, ids in chunks])
+        samples = torch.tensor(counts).cumsum(0) - 1
+        return self.decoder.forward(tokens, samples, self.attention).clone()
+
+
+class Exact:
+    """The same decoder in float64 on one whole sequence, written down as in the papers."""
+
+    def __init__(self, of, dtype):
+        self.of = of
+        weights = random_weights(of, dtype)
+        self.w = {key: weights.take(key).double() for key in list(weights._tensors)}
+
+    def norm(self, x, key):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.of.norm_eps) * self.w[key]
+
+    def linear(self, x, key):
+        return F.linear(x, self.w[key], self.w.get(f"{key}_bias"))
+
+    def rotate(self, x):
+        angles = torch.outer(
+            torch.arange(len(x)).double(), inverse_frequencies(self.of.rope, self.of.head_dim).double()
+        )
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+    def logits(self, ids):
+        of, x = self.of, self.w["embedding"][ids]
+        heads = [of.num_heads, of.num_kv_heads, of.num_kv_heads]
+        for i in range(of.num_layers):
+            qkv = self.linear(self.norm(x, f"{i}.input_norm"), f"{i}.qkv").view(len(ids), -1, of.head_dim)
+            q, k, v = qkv.split(heads, dim=1)
+            if of.qk_norm:
+                q, k = self.norm(q, f"{i}.q_norm"), self.norm(k, f"{i}.k_norm")
+            q, k, v = (t.transpose(0, 1) for t in (self.rotate(q), self.rotate(k), v))
+            k, v = (t.repeat_interleave(of.group_size, 0) for t in (k, v))
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
+            x = x + self.linear(attended, f"{i}.o")
+            gate, up = self.linear(self.norm(x, f"{i}.post_attention_norm"), f"{i}.gate_up").chunk(2, dim=-1)
+            x = x + self.linear(F.silu(gate) * up, f"{i}.down")
+        return F.linear(self.norm(x, "final_norm"), self.w["embedding" if of.tied_head else "head"])
+
+
+def prompt(rng, length, vocab=301):
+    return torch.randint(0, vocab, (length,), generator=rng).tolist()
+
+
+def worst(got, want):
+    return ((got - want).abs().max() / want.abs().max()).item()
+
+
+@pytest.mark.parametrize("family", SPECS)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-5), (torch.bfloat16, 4e-2)])
+def test_equals_the_exact_decoder(kernels, rng, family, dtype, bound):
+    model, exact = Model(SPECS[family], dtype, kernels), Exact(SPECS[family], dtype)
+    known = {lane: [] for lane in range(3)}
+    for chunks in (
+        [(0, 0, prompt(rng, 37)), (1, 0, prompt(rng, 100))],
+        [(0, 37, prompt(rng, 1)), (2, 0, prompt(rng, 5)), (1, 100, prompt(rng, 64))],
+        [(0, 38, prompt(rng, 1)), (1, 164, prompt(rng, 1)), (2, 5, prompt(rng, 1))],
+    ):
+        got = model.step(chunks)
+        for i, (lane, _, ids) in enumerate(chunks):
+            known[lane] += ids
+            assert worst(got[i], exact.logits(known[lane])[-1]) < bound
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_have_the_same_bits_however_the_work_is_cut(kernels, rng, family, dtype):
+    for precision in ("native", "int8", "int4"):
+        if unsupported(SPECS[family], dtype, kernels, precision):
+            continue
+        ids, others = prompt(rng, 90), prompt(rng, 70)
+        kernels.set_threads(1)
+        whole = Model(SPECS[family], dtype, kernels, precision).step([(0, 0, ids)])
+        for threads, chunk in ((1, 7), (2, 1), (2, 16), (3, 48)):
+            kernels.set_threads(threads)
+            model = Model(SPECS[family], dtype, kernels, precision)
+            for at in range(0, 90, chunk):
+                beside = [(1, at // 2, others[at // 2 : at // 2 + 3]), (2, at, ids[at : at + 1])]
+                got = model.step([*beside, (0, at, ids[at : at + chunk])])[-1:]
+            assert torch.equal(got, whole), f"{threads} threads, chunks of {chunk}"
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("int8", 0.12), ("int4", 0.6)])
+def test_rounded_weights_stay_close(kernels, rng, precision, bound):
+    if unsupported(SPECS["llama"], torch.bfloat16, kernels, precision):
+        pytest.skip("no int8 dot products")
+    ids = prompt(rng, 60)
+    for family in SPECS.values():
+        exact = Exact(family, torch.bfloat16).logits(ids)[-1]
+        rounded = Model(family, torch.bfloat16, kernels, precision).step([(0, 0, ids)])[0]
+        assert (rounded - exact).norm() / exact.norm() < bound
+
+
+def test_no_samples(kernels, rng):
+    model = Model(SPECS["llama"], torch.float32, kernels)
+    rows = [(0, 0, prompt(rng, 4))]
+    want = model.step(rows)
+    model.attention.begin(batch([4], [1], np.arange(16, dtype=np.int32)[None] * 6))
+    none = model.decoder.forward(torch.tensor([1]), torch.zeros(0, dtype=torch.int64), model.attention)
+    assert none.shape == (0, 301)
+    assert torch.equal(model.step(rows), want)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    ["token above the vocabulary", "negative token", "block beyond the cache", "context beyond the table"],
+)
+def test_tables_that_point_outside_are_refused(kernels, bad):
+    model = Model(SPECS["llama"], torch.float32, kernels)
+    token = {"token above the vocabulary": 301, "negative token": -1}.get(bad, 0)
+    blocks = np.full((1, 2), 97 if bad == "block beyond the cache" else 0, np.int32)
+    computed = 32 if bad == "context beyond the table" else 0
+    model.attention.begin(batch([computed], [1], blocks))
+    one = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="point outside"):
+        model.decoder.forward(one + token, one, model.attention)
+
+
+def test_what_is_unsupported_is_said(kernels):
+    assert unsupported(SPECS["llama"], torch.bfloat16, kernels, "native") is None
+    assert "head size" in unsupported(spec(head_dim=24), torch.bfloat16, kernels, "native")
+    assert "float16" in unsupported(spec(), torch.float16, kernels, "native")
+    assert "bfloat16" in unsupported(spec(), torch.float32, kernels, "int4")
+    if not kernels.supports(Type.I8):
+        assert "int8" in unsupported(spec(), torch.bfloat16, kernels, "int8")
