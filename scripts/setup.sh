@@ -5,8 +5,10 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 extra=${1:?usage: scripts/setup.sh engine|dev}
 venv=${VENV:-.venv}
-stamp="$venv/.installed-$extra-$(cat pyproject.toml constraints.txt setup.py penstock/engine/native/kernels/* 2>/dev/null | sha256sum | cut -c1-16)"
-[ -e "$stamp" ] && exit 0
+inputs=$(cat pyproject.toml constraints.txt setup.py penstock/engine/native/kernels/* | sha256sum | cut -c1-16)
+stamp="$venv/.installed-$extra-$inputs"
+# What developers need includes all that the engine needs.
+if [ -e "$stamp" ] || [ -e "$venv/.installed-dev-$inputs" ]; then exit 0; fi
 
 say() { printf '\033[1m%s\033[0m\n' "$*" >&2; }
 

@@ -29,20 +29,22 @@ struct Span {  // where a piece's queries and cache lie
   const int32_t *table;
   int64_t context, row_stride, head_offset;
 
-  const T *token(int64_t t) const {
-    int64_t block = table[t / job->cache.block_size], slot = t % job->cache.block_size;
-    return base + block * job->cache.block_stride + slot * row_stride + head_offset;
+  // Token `t`, a multiple of 16, whose 15 followers lie row_stride apart in the same block; null past the context.
+  const T *sixteen(int64_t t) const {
+    if (t >= context) return nullptr;
+    uint32_t size = (uint32_t)job->cache.block_size, block = (uint32_t)t / size, slot = (uint32_t)t % size;
+    return base + table[block] * job->cache.block_stride + slot * row_stride + head_offset;
   }
 };
 
 static void pack_keys(const Span<bf16> &span, int64_t first, Shape shape, bf16 *out) {
-  for (int64_t g = 0; g < kKvTile; g += 16) {
+  for (int64_t t = first; t < first + kKvTile; t += 16) {
+    const bf16 *keys = span.sixteen(t);
     for (int64_t d = 0; d < shape.padded; d += 32, out += 512) {
       const uint32_t *rows[16];
       alignas(64) uint32_t edge[16][16];  // the last 16 dims of a head whose size is an odd multiple of 16
       for (int i = 0; i < 16; i++) {
-        int64_t t = first + g + i;
-        const bf16 *key = t < span.context ? span.token(first + g) + i * span.row_stride + d : nullptr;
+        const bf16 *key = t + i < span.context ? keys + i * span.row_stride + d : nullptr;
         rows[i] = (const uint32_t *)key;
         if (!key || d + 32 <= shape.dim) continue;
         memset(edge[i], 0, 64);
@@ -55,11 +57,11 @@ static void pack_keys(const Span<bf16> &span, int64_t first, Shape shape, bf16 *
 }
 
 static void pack_keys(const Span<float> &span, int64_t first, Shape shape, float *out) {
-  for (int64_t g = 0; g < kKvTile; g += 16) {
+  for (int64_t t = first; t < first + kKvTile; t += 16) {
+    const float *keys = span.sixteen(t);
     for (int64_t d = 0; d < shape.padded; d += 16, out += 256) {
       const uint32_t *rows[16];
-      for (int i = 0; i < 16; i++)
-        rows[i] = first + g + i < span.context && d < shape.dim ? (const uint32_t *)(span.token(first + g) + i * span.row_stride + d) : nullptr;
+      for (int i = 0; i < 16; i++) rows[i] = t + i < span.context && d < shape.dim ? (const uint32_t *)(keys + i * span.row_stride + d) : nullptr;
       transpose_words((uint32_t *)out, 16, rows);
     }
   }
@@ -67,20 +69,26 @@ static void pack_keys(const Span<float> &span, int64_t first, Shape shape, float
 
 static void pack_values(const Span<bf16> &span, int64_t first, Shape shape, bf16 *out) {
   alignas(64) static const bf16 none[512] = {};
-  for (int64_t t = 0; t < kKvTile; t += 2) {
-    bf16 *pair_row = out + t / 32 * 32 * shape.dim + t % 32 / 2 * 32;
-    const bf16 *a = first + t < span.context ? span.token(first + t) + span.job->cache.kv_stride : none;
-    const bf16 *b = first + t + 1 < span.context ? span.token(first + t + 1) + span.job->cache.kv_stride : none;
-    for (int64_t d = 0; d < shape.dim; d += 16) interleave_bf16(pair_row + d * 32, a + d, b + d);
+  for (int64_t g = 0; g < kKvTile; g += 16) {
+    const bf16 *values = span.sixteen(first + g);
+    for (int64_t i = 0; i < 16; i += 2) {
+      bf16 *pair_row = out + g / 32 * 32 * shape.dim + (g % 32 + i) / 2 * 32;
+      const bf16 *a = first + g + i < span.context ? values + span.job->cache.kv_stride + i * span.row_stride : none;
+      const bf16 *b = first + g + i + 1 < span.context ? values + span.job->cache.kv_stride + (i + 1) * span.row_stride : none;
+      for (int64_t d = 0; d < shape.dim; d += 16) interleave_bf16(pair_row + d * 32, a + d, b + d);
+    }
   }
 }
 
 static void pack_values(const Span<float> &span, int64_t first, Shape shape, float *out) {
-  for (int64_t t = 0; t < kKvTile; t++) {
-    if (first + t < span.context)
-      memcpy(out + t * shape.dim, span.token(first + t) + span.job->cache.kv_stride, (size_t)shape.dim * 4);
-    else
-      memset(out + t * shape.dim, 0, (size_t)shape.dim * 4);
+  for (int64_t g = 0; g < kKvTile; g += 16) {
+    const float *values = span.sixteen(first + g);
+    for (int64_t i = 0; i < 16; i++, out += shape.dim) {
+      if (first + g + i < span.context)
+        memcpy(out, values + span.job->cache.kv_stride + i * span.row_stride, (size_t)shape.dim * 4);
+      else
+        memset(out, 0, (size_t)shape.dim * 4);
+    }
   }
 }
 
@@ -136,25 +144,26 @@ static inline F16 soft_cap(F16 x, float cap) {  // cap * tanh(x / cap)
   return set1(cap) * (set1(1.0f) - set1(2.0f) / (e + set1(1.0f)));
 }
 
-// One lane's scores to weights: scale, cap, mask, exponentials under the new maximum. Returns that maximum.
+// One lane's scores to weights: scale, cap, mask, then powers of two under the new maximum (scores and maxima count in
+// powers of two, so that no factor is left inside the exponential). Returns that maximum.
 template <class T>
-static inline float weigh(const PsAttention *job, int64_t position, int64_t first, float *scores, float old_max, T *weights, float *total) {
-  for (int64_t t = 0; t < kKvTile; t += 16) {
-    F16 s = load(scores + t) * set1(job->scale);
-    store(scores + t, job->softcap > 0 ? soft_cap(s, job->softcap) : s);
-  }
+static inline float weigh(const PsAttention *job, int64_t position, int64_t first, const float *scores, float old_max, T *weights, float *total) {
+  F16 s[kKvTile / 16], top = set1(old_max), sum = zero();
   int64_t seen_from = job->window > 0 ? position - job->window + 1 : 0;
-  if (first + kKvTile - 1 > position || first < seen_from)
-    for (int64_t t = 0; t < kKvTile; t++)
-      if (first + t > position || first + t < seen_from) scores[t] = -__builtin_inff();
-  F16 top = set1(old_max);
-  for (int64_t t = 0; t < kKvTile; t += 16) top = vmax(load(scores + t), top);
+  bool whole = first + kKvTile - 1 <= position && first >= seen_from;
+  float factor = job->softcap > 0 ? kLog2E : job->scale * kLog2E;
+  for (int64_t i = 0; i < kKvTile / 16; i++) {
+    s[i] = load(scores + i * 16);
+    if (job->softcap > 0) s[i] = soft_cap(s[i] * set1(job->scale), job->softcap);
+    s[i] = s[i] * set1(factor);
+    if (!whole) s[i] = keep_lanes(s[i], seen_from - first - i * 16, position + 1 - first - i * 16);
+    top = vmax(s[i], top);
+  }
   float new_max = max_lanes(top);
-  F16 sum = zero();
-  for (int64_t t = 0; t < kKvTile; t += 16) {
-    F16 p = vexp(load(scores + t) - set1(new_max));
+  for (int64_t i = 0; i < kKvTile / 16; i++) {
+    F16 p = vexp2(s[i] - set1(new_max));
     sum = sum + p;
-    store_from_float(weights + t, p);
+    store_from_float(weights + i * 16, p);
   }
   *total = sum_lanes(sum);
   return new_max;
@@ -171,33 +180,41 @@ struct Lanes {  // running softmax state and scratch of a piece
     keys = (T *)take(kKvTile * shape.padded * (int64_t)sizeof(T));
     values = (T *)take(kKvTile * shape.padded * (int64_t)sizeof(T));
     queries = (T *)take(kAttentionLanes * shape.padded * (int64_t)sizeof(T));
-    weights = (T *)take(16 * kKvTile * (int64_t)sizeof(T));
+    weights = (T *)take(kAttentionLanes * kKvTile * (int64_t)sizeof(T));
     sums = (float *)take(kAttentionLanes * shape.padded * 4);
-    scores = (float *)take(16 * kKvTile * 4);
-    tile = (float *)take(16 * shape.padded * 4);
+    scores = (float *)take(kAttentionLanes * kKvTile * 4);
+    tile = (float *)take(kAttentionLanes * shape.padded * 4);
     maxima = (float *)take(kAttentionLanes * 4);
     totals = (float *)take(kAttentionLanes * 4);
   }
 };
 
-// Sixteen lanes against one packed tile.
+// Lanes [from, count) against one packed tile, phase by phase, so that products of one sixteen overlap with
+// the arithmetic of another.
 template <class T, class Dots>
-static void attend_tile(const AttentionPiece *piece, const Lanes<T> &lanes, Shape shape, int64_t lane0, int64_t count, int64_t first, int64_t position0, int64_t group) {
-  Dots::scores(lanes.queries + lane0 * shape.padded, lanes.keys, shape, count, lanes.scores);
-  float before[16] = {}, after[16] = {}, total[16] = {};
-  for (int64_t i = 0; i < count; i++) {
-    int64_t lane = lane0 + i, position = position0 + (piece->lane_first + lane) / group;
-    before[i] = lanes.maxima[lane];
-    after[i] = weigh(piece->job, position, first, lanes.scores + i * kKvTile, before[i], lanes.weights + i * kKvTile, total + i);
-    lanes.maxima[lane] = after[i];
+static void attend_tile(const AttentionPiece *piece, const Lanes<T> &lanes, Shape shape, int64_t from, int64_t first, int64_t position0, int64_t group) {
+  int64_t count = piece->lane_count;
+  alignas(64) float fade[kAttentionLanes];
+  for (int64_t lane = from; lane < count; lane += 16) {
+    int64_t some = count - lane < 16 ? count - lane : 16;
+    Dots::scores(lanes.queries + lane * shape.padded, lanes.keys, shape, some, lanes.scores + lane * kKvTile);
   }
-  float fade[16];
-  store(fade, vexp(load(before) - load(after)));
-  Dots::values(lanes.weights, lanes.values, shape, count, lanes.tile);
-  for (int64_t i = 0; i < count; i++) {
-    float *sum = lanes.sums + (lane0 + i) * shape.padded, *add = lanes.tile + i * shape.padded;
-    lanes.totals[lane0 + i] = lanes.totals[lane0 + i] * fade[i] + total[i];
-    for (int64_t d = 0; d < shape.dim; d += 16) store(sum + d, fma(load(sum + d), set1(fade[i]), load(add + d)));
+  for (int64_t lane = from; lane < count; lane++) {
+    int64_t position = position0 + (uint32_t)(piece->lane_first + lane) / (uint32_t)group;
+    float before = lanes.maxima[lane], total;
+    lanes.maxima[lane] = weigh(piece->job, position, first, lanes.scores + lane * kKvTile, before, lanes.weights + lane * kKvTile, &total);
+    fade[lane] = before - lanes.maxima[lane];
+    lanes.scores[lane * kKvTile] = total;
+  }
+  for (int64_t lane = from; lane < count; lane += 16) {
+    int64_t some = count - lane < 16 ? count - lane : 16;
+    store_tail(fade + lane, vexp2(load_tail(fade + lane, some)), some);
+    Dots::values(lanes.weights + lane * kKvTile, lanes.values, shape, some, lanes.tile + lane * shape.padded);
+  }
+  for (int64_t lane = from; lane < count; lane++) {
+    float *sum = lanes.sums + lane * shape.padded, *add = lanes.tile + lane * shape.padded;
+    lanes.totals[lane] = lanes.totals[lane] * fade[lane] + lanes.scores[lane * kKvTile];
+    for (int64_t d = 0; d < shape.dim; d += 16) store(sum + d, fma(load(sum + d), set1(fade[lane]), load(add + d)));
   }
 }
 
@@ -211,9 +228,10 @@ static void attend(const AttentionPiece *piece) {
   Span<T> span = {job, (const T *)cache->base, job->block_tables + piece->row * job->ld_tables, context, cache->num_kv_heads * dim, piece->kv_head * dim};
   Lanes<T> lanes(piece->scratch, shape);
 
-  memset(lanes.queries, 0, (size_t)(kAttentionLanes * shape.padded) * sizeof(T));
-  memset(lanes.weights, 0, 16 * kKvTile * sizeof(T));
-  memset(lanes.sums, 0, (size_t)(kAttentionLanes * shape.padded) * 4);
+  int64_t padded_count = (count + 15) / 16 * 16;  // Spare lanes of a tile are zeros.
+  memset(lanes.queries, 0, (size_t)(padded_count * shape.padded) * sizeof(T));
+  memset(lanes.weights, 0, (size_t)(padded_count * kKvTile) * sizeof(T));
+  memset(lanes.sums, 0, (size_t)(count * shape.padded) * 4);
   for (int64_t i = 0; i < count; i++) {
     int64_t lane = piece->lane_first + i;
     const T *q = (const T *)job->q + (token0 + lane / group) * job->ld_q + (piece->kv_head * group + lane % group) * dim;
@@ -227,11 +245,9 @@ static void attend(const AttentionPiece *piece) {
   for (int64_t first = from / kKvTile * kKvTile; first <= highest; first += kKvTile) {
     pack_keys(span, first, shape, lanes.keys);
     pack_values(span, first, shape, lanes.values);
-    for (int64_t lane = 0; lane < count; lane += 16) {
-      int64_t some = count - lane < 16 ? count - lane : 16;
-      if (position0 + (piece->lane_first + lane + some - 1) / group < first) continue;
-      attend_tile<T, Dots>(piece, lanes, shape, lane, some, first, position0, group);
-    }
+    // Lanes are in order of position: those from some sixteen on see this tile.
+    int64_t seeing = (first - position0) * group - piece->lane_first, skipped = seeing > 0 ? seeing / 16 * 16 : 0;
+    attend_tile<T, Dots>(piece, lanes, shape, skipped, first, position0, group);
   }
   Dots::end();
   for (int64_t i = 0; i < count; i++) {

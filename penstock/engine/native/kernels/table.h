@@ -40,8 +40,8 @@ constexpr int64_t kKvTile = 64;          // tokens to a softmax step; part of th
 inline int64_t attention_scratch_bytes(int64_t head_dim) {
   int64_t padded = (head_dim + 31) / 32 * 32;
   int64_t keys = kKvTile * padded * 4, values = keys, queries = kAttentionLanes * padded * 4;
-  int64_t sums = kAttentionLanes * padded * 4, scores = 16 * kKvTile * 4 * 2, tile = 16 * padded * 4;
-  return keys + values + queries + sums + scores + tile + 2 * kAttentionLanes * 4 + 4096;
+  int64_t sums = queries, tile = queries, scores = kAttentionLanes * kKvTile * 4, weights = scores;
+  return keys + values + queries + sums + scores + weights + tile + 2 * kAttentionLanes * 4 + 4096;
 }
 
 extern const KernelTable kAvx2, kAvx512, kAvx512Bf16, kAmx;

@@ -27,6 +27,17 @@ static inline F16 operator/(F16 a, F16 b) { return {_mm512_div_ps(a.v, b.v)}; }
 static inline F16 fma(F16 a, F16 b, F16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 static inline F16 vmax(F16 a, F16 b) { return {_mm512_max_ps(a.v, b.v)}; }
 static inline F16 vmin(F16 a, F16 b) { return {_mm512_min_ps(a.v, b.v)}; }
+// Sums and maxima over lanes always pair the lanes in the same order. A NaN is any lane's maximum.
+static inline float sum_lanes(F16 a) { return _mm512_reduce_add_ps(a.v); }
+static inline float max_lanes(F16 a) {
+  float top = _mm512_reduce_max_ps(a.v);
+  return _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q) ? __builtin_nanf("") : top;
+}
+// Lanes [from, to) of a, minus infinity in the others.
+static inline F16 keep_lanes(F16 a, int64_t from, int64_t to) {
+  uint32_t below_to = to >= 16 ? 0xffffu : to <= 0 ? 0u : (1u << to) - 1, below_from = from >= 16 ? 0xffffu : from <= 0 ? 0u : (1u << from) - 1;
+  return {_mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), (__mmask16)(below_to & ~below_from), a.v)};
+}
 static inline F16 vround(F16 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 // 2^n for integral n in [-252, 252], by two multiplications so that results may be subnormal.
 static inline F16 scale2(F16 a, F16 n) { return {_mm512_scalef_ps(a.v, n.v)}; }
@@ -127,6 +138,30 @@ static inline F16 operator/(F16 x, F16 y) { return {_mm256_div_ps(x.a, y.a), _mm
 static inline F16 fma(F16 x, F16 y, F16 z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
 static inline F16 vmax(F16 x, F16 y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
 static inline F16 vmin(F16 x, F16 y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+static inline float sum_lanes(F16 x) {
+  __m256 s8 = _mm256_add_ps(x.a, x.b);
+  __m128 s4 = _mm_add_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
+  s4 = _mm_add_ps(s4, _mm_movehl_ps(s4, s4));
+  return _mm_cvtss_f32(_mm_add_ss(s4, _mm_movehdup_ps(s4)));
+}
+static inline float max_lanes(F16 x) {
+  __m256 nan = _mm256_or_ps(_mm256_cmp_ps(x.a, x.a, _CMP_UNORD_Q), _mm256_cmp_ps(x.b, x.b, _CMP_UNORD_Q));
+  if (_mm256_movemask_ps(nan)) return __builtin_nanf("");
+  __m256 m8 = _mm256_max_ps(x.a, x.b);
+  __m128 m4 = _mm_max_ps(_mm256_castps256_ps128(m8), _mm256_extractf128_ps(m8, 1));
+  m4 = _mm_max_ps(m4, _mm_movehl_ps(m4, m4));
+  return _mm_cvtss_f32(_mm_max_ss(m4, _mm_movehdup_ps(m4)));
+}
+static inline F16 keep_lanes(F16 x, int64_t from, int64_t to) {
+  __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), eight = _mm256_set1_epi32(8);
+  int low = from < 0 ? 0 : from > 16 ? 16 : (int)from, high = to < 0 ? 0 : to > 16 ? 16 : (int)to;
+  __m256i at_least = _mm256_set1_epi32(low - 1), below = _mm256_set1_epi32(high);
+  __m256 none = _mm256_set1_ps(-__builtin_inff());
+  __m256i keep_a = _mm256_and_si256(_mm256_cmpgt_epi32(lane, at_least), _mm256_cmpgt_epi32(below, lane));
+  lane = _mm256_add_epi32(lane, eight);
+  __m256i keep_b = _mm256_and_si256(_mm256_cmpgt_epi32(lane, at_least), _mm256_cmpgt_epi32(below, lane));
+  return {_mm256_blendv_ps(none, x.a, _mm256_castsi256_ps(keep_a)), _mm256_blendv_ps(none, x.b, _mm256_castsi256_ps(keep_b))};
+}
 static inline F16 vround(F16 x) { return {_mm256_round_ps(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), _mm256_round_ps(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 static inline __m256 scale2_half(__m256 x, __m256 n) {
   __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1), bias = _mm256_set1_epi32(127);
@@ -204,27 +239,28 @@ static inline void store_32(float *p, F16 a, F16 b) {
 
 static inline F16 zero() { return set1(0.0f); }
 
-// Sums and maxima over lanes always pair the lanes in the same order.
-static inline float sum_lanes(F16 a) {
-  float t[16];
-  store(t, a);
-  for (int width = 8; width > 0; width >>= 1)
-    for (int i = 0; i < width; i++) t[i] += t[i + width];
-  return t[0];
-}
-static inline float max_lanes(F16 a) {
-  float t[16];
-  store(t, a);
-  for (int width = 8; width > 0; width >>= 1)
-    for (int i = 0; i < width; i++) t[i] = t[i] > t[i + width] || t[i] != t[i] ? t[i] : t[i + width];
-  return t[0];
+// 2^x to within 2 ulp. 2^0 is exactly 1, very negative inputs give 0, large ones infinity. The clamps' operands are
+// ordered so that NaN, the second, comes through. (Coefficients: Taylor's, on [-1/2, 1/2].)
+static inline F16 vexp2(F16 x) {
+  F16 y = vmin(set1(129.0f), vmax(set1(-151.0f), x));
+  F16 n = vround(y), r = y - n;
+  F16 p = set1(1.5403530393381609e-4f);
+  p = fma(p, r, set1(1.3333558146428443e-3f));
+  p = fma(p, r, set1(9.6181291076284772e-3f));
+  p = fma(p, r, set1(5.5504108664821580e-2f));
+  p = fma(p, r, set1(2.4022650695910071e-1f));
+  p = fma(p, r, set1(6.9314718055994531e-1f));
+  p = fma(p, r, set1(1.0f));
+  return scale2(p, n);
 }
 
-// e^x to within 2 ulp: range reduction by ln 2, then a degree-6 polynomial. e^0 is exactly 1, very negative
-// inputs give 0, large ones infinity, NaN stays NaN. (Cody and Waite, Software Manual for the Elementary Functions, 1980.)
+constexpr float kLog2E = 1.44269504088896341f;
+
+// e^x to within 2 ulp, from 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; NaN and the ends as in vexp2.
+// (Cody and Waite, Software Manual for the Elementary Functions, 1980.)
 static inline F16 vexp(F16 x) {
-  F16 y = vmax(vmin(x, set1(90.0f)), set1(-104.0f));
-  F16 n = vround(y * set1(1.44269504088896341f));
+  F16 y = vmin(set1(90.0f), vmax(set1(-105.0f), x));
+  F16 n = vround(y * set1(kLog2E));
   F16 r = fma(n, set1(-0.693359375f), y);
   r = fma(n, set1(2.12194440e-4f), r);
   F16 p = set1(1.0f / 720);
@@ -234,7 +270,7 @@ static inline F16 vexp(F16 x) {
   p = fma(p, r, set1(0.5f));
   p = fma(p, r, set1(1.0f));
   p = fma(p, r, set1(1.0f));
-  return keep_nan(x, scale2(p, n));
+  return scale2(p, n);
 }
 
 static inline F16 silu(F16 x) { return x / (set1(1.0f) + vexp(zero() - x)); }
