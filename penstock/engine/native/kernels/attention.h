@@ -15,6 +15,7 @@ namespace {
 using penstock::AttentionPiece;
 using penstock::kAttentionLanes;
 using penstock::kKvTile;
+using penstock::kLanesAtOnce;
 
 constexpr float kNoMax = -1e30f;
 
@@ -180,41 +181,38 @@ struct Lanes {  // running softmax state and scratch of a piece
     keys = (T *)take(kKvTile * shape.padded * (int64_t)sizeof(T));
     values = (T *)take(kKvTile * shape.padded * (int64_t)sizeof(T));
     queries = (T *)take(kAttentionLanes * shape.padded * (int64_t)sizeof(T));
-    weights = (T *)take(kAttentionLanes * kKvTile * (int64_t)sizeof(T));
+    weights = (T *)take(kLanesAtOnce * kKvTile * (int64_t)sizeof(T));
     sums = (float *)take(kAttentionLanes * shape.padded * 4);
-    scores = (float *)take(kAttentionLanes * kKvTile * 4);
-    tile = (float *)take(kAttentionLanes * shape.padded * 4);
+    scores = (float *)take(kLanesAtOnce * kKvTile * 4);
+    tile = (float *)take(kLanesAtOnce * shape.padded * 4);
     maxima = (float *)take(kAttentionLanes * 4);
     totals = (float *)take(kAttentionLanes * 4);
   }
 };
 
-// Lanes [from, count) against one packed tile, phase by phase, so that products of one sixteen overlap with
-// the arithmetic of another.
+// `count` lanes from `lane0` against one packed tile, phase by phase, so that products of one sixteen overlap with the
+// arithmetic of another.
 template <class T, class Dots>
-static void attend_tile(const AttentionPiece *piece, const Lanes<T> &lanes, Shape shape, int64_t from, int64_t first, int64_t position0, int64_t group) {
-  int64_t count = piece->lane_count;
-  alignas(64) float fade[kAttentionLanes];
-  for (int64_t lane = from; lane < count; lane += 16) {
-    int64_t some = count - lane < 16 ? count - lane : 16;
-    Dots::scores(lanes.queries + lane * shape.padded, lanes.keys, shape, some, lanes.scores + lane * kKvTile);
+static void attend_tile(const AttentionPiece *piece, const Lanes<T> &lanes, Shape shape, int64_t lane0, int64_t count, int64_t first, int64_t position0, int64_t group) {
+  alignas(64) float fade[kLanesAtOnce] = {}, added[kLanesAtOnce];
+  const T *queries = lanes.queries + lane0 * shape.padded;
+  float *maxima = lanes.maxima + lane0, *totals = lanes.totals + lane0;
+  for (int64_t i = 0; i < count; i += 16)
+    Dots::scores(queries + i * shape.padded, lanes.keys, shape, count - i < 16 ? count - i : 16, lanes.scores + i * kKvTile);
+  for (int64_t i = 0; i < count; i++) {
+    int64_t position = position0 + (uint32_t)(piece->lane_first + lane0 + i) / (uint32_t)group;
+    float before = maxima[i];
+    maxima[i] = weigh(piece->job, position, first, lanes.scores + i * kKvTile, before, lanes.weights + i * kKvTile, added + i);
+    fade[i] = before - maxima[i];
   }
-  for (int64_t lane = from; lane < count; lane++) {
-    int64_t position = position0 + (uint32_t)(piece->lane_first + lane) / (uint32_t)group;
-    float before = lanes.maxima[lane], total;
-    lanes.maxima[lane] = weigh(piece->job, position, first, lanes.scores + lane * kKvTile, before, lanes.weights + lane * kKvTile, &total);
-    fade[lane] = before - lanes.maxima[lane];
-    lanes.scores[lane * kKvTile] = total;
+  for (int64_t i = 0; i < count; i += 16) {
+    store(fade + i, vexp2(load(fade + i)));
+    Dots::values(lanes.weights + i * kKvTile, lanes.values, shape, count - i < 16 ? count - i : 16, lanes.tile + i * shape.padded);
   }
-  for (int64_t lane = from; lane < count; lane += 16) {
-    int64_t some = count - lane < 16 ? count - lane : 16;
-    store_tail(fade + lane, vexp2(load_tail(fade + lane, some)), some);
-    Dots::values(lanes.weights + lane * kKvTile, lanes.values, shape, some, lanes.tile + lane * shape.padded);
-  }
-  for (int64_t lane = from; lane < count; lane++) {
-    float *sum = lanes.sums + lane * shape.padded, *add = lanes.tile + lane * shape.padded;
-    lanes.totals[lane] = lanes.totals[lane] * fade[lane] + lanes.scores[lane * kKvTile];
-    for (int64_t d = 0; d < shape.dim; d += 16) store(sum + d, fma(load(sum + d), set1(fade[lane]), load(add + d)));
+  for (int64_t i = 0; i < count; i++) {
+    float *sum = lanes.sums + (lane0 + i) * shape.padded, *add = lanes.tile + i * shape.padded;
+    totals[i] = totals[i] * fade[i] + added[i];
+    for (int64_t d = 0; d < shape.dim; d += 16) store(sum + d, fma(load(sum + d), set1(fade[i]), load(add + d)));
   }
 }
 
@@ -230,7 +228,7 @@ static void attend(const AttentionPiece *piece) {
 
   int64_t padded_count = (count + 15) / 16 * 16;  // Spare lanes of a tile are zeros.
   memset(lanes.queries, 0, (size_t)(padded_count * shape.padded) * sizeof(T));
-  memset(lanes.weights, 0, (size_t)(padded_count * kKvTile) * sizeof(T));
+  memset(lanes.weights, 0, (size_t)((padded_count < kLanesAtOnce ? padded_count : kLanesAtOnce) * kKvTile) * sizeof(T));
   memset(lanes.sums, 0, (size_t)(count * shape.padded) * 4);
   for (int64_t i = 0; i < count; i++) {
     int64_t lane = piece->lane_first + i;
@@ -247,7 +245,8 @@ static void attend(const AttentionPiece *piece) {
     pack_values(span, first, shape, lanes.values);
     // Lanes are in order of position: those from some sixteen on see this tile.
     int64_t seeing = (first - position0) * group - piece->lane_first, skipped = seeing > 0 ? seeing / 16 * 16 : 0;
-    attend_tile<T, Dots>(piece, lanes, shape, skipped, first, position0, group);
+    for (int64_t lane = skipped; lane < count; lane += kLanesAtOnce)
+      attend_tile<T, Dots>(piece, lanes, shape, lane, count - lane < kLanesAtOnce ? count - lane : kLanesAtOnce, first, position0, group);
   }
   Dots::end();
   for (int64_t i = 0; i < count; i++) {

@@ -69,13 +69,13 @@ static void tile_block(const char *a, int64_t a_step, int64_t a_tile, const char
     }
   }
   for (int64_t s = 0; s < steps; s++, a += a_step, w += 2048) {
-    _tile_loadd(4, a, 64);
+    _tile_stream_loadd(4, a, 64);
     _tile_loadd(6, w, 64);
     Tiles::mul_0();
     _tile_loadd(7, w + 1024, 64);
     Tiles::mul_1();
     if (Two) {
-      _tile_loadd(5, a + a_tile, 64);
+      _tile_stream_loadd(5, a + a_tile, 64);
       Tiles::mul_2();
       Tiles::mul_3();
     }
@@ -200,13 +200,28 @@ struct TileDots {
     memory_fence();
     _tile_loadd(4, weights, kKvTile * 2);
     _tile_loadd(5, weights + 32, kKvTile * 2);
-    for (int64_t d = 0; d < shape.dim; d += 16) {
+    int64_t d = 0;
+    for (; d + 32 <= shape.dim; d += 32, v += 1024, late += 1024, out += 32) {
       _tile_zero(0);
-      _tile_loadd(6, v + d * 32, 64);
+      _tile_zero(1);
+      _tile_loadd(6, v, 64);
       _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, late + d * 32, 64);
-      _tile_dpbf16ps(0, 5, 7);
-      _tile_stored(0, out + d, shape.padded * 4);
+      _tile_loadd(7, v + 512, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_loadd(6, late, 64);
+      _tile_dpbf16ps(0, 5, 6);
+      _tile_loadd(7, late + 512, 64);
+      _tile_dpbf16ps(1, 5, 7);
+      _tile_stored(0, out, shape.padded * 4);
+      _tile_stored(1, out + 16, shape.padded * 4);
+    }
+    if (d < shape.dim) {
+      _tile_zero(2);
+      _tile_loadd(6, v, 64);
+      _tile_dpbf16ps(2, 4, 6);
+      _tile_loadd(7, late, 64);
+      _tile_dpbf16ps(2, 5, 7);
+      _tile_stored(2, out, shape.padded * 4);
     }
     memory_fence();
   }

@@ -33,14 +33,15 @@ struct KernelTable {
   void (*attention)(const AttentionPiece *piece);
 };
 
-constexpr int64_t kAttentionLanes = 64;  // lanes to a work item
+constexpr int64_t kAttentionLanes = 192;  // lanes to a work item: they share the packing of keys and values
+constexpr int64_t kLanesAtOnce = 64;      // lanes whose scores are in the cache together
 constexpr int64_t kKvTile = 64;          // tokens to a softmax step; part of the numerics, so never tuned at run time
 
 // Bytes of scratch that an attention piece needs, the same for every instruction set.
 inline int64_t attention_scratch_bytes(int64_t head_dim) {
   int64_t padded = (head_dim + 31) / 32 * 32;
   int64_t keys = kKvTile * padded * 4, values = keys, queries = kAttentionLanes * padded * 4;
-  int64_t sums = queries, tile = queries, scores = kAttentionLanes * kKvTile * 4, weights = scores;
+  int64_t sums = queries, tile = kLanesAtOnce * padded * 4, scores = kLanesAtOnce * kKvTile * 4, weights = scores;
   return keys + values + queries + sums + scores + weights + tile + 2 * kAttentionLanes * 4 + 4096;
 }
 
