@@ -5,6 +5,7 @@ Time is integer nanoseconds. `now_ns` is monotonic and has no meaning outside th
 `wall_ns` is for stamps that leave it (logs, `created` fields).
 """
 
+import asyncio
 import time
 from typing import Protocol
 
@@ -65,3 +66,8 @@ class ManualClock:
 def pause(seconds: float) -> None:
     """Block this thread for `seconds`. Only for plain threads that poll; never in an event loop."""
     time.sleep(seconds)
+
+
+async def sleep(seconds: float) -> None:
+    """Let the other tasks of an event loop run for `seconds`: the one place where a loop waits for time to pass."""
+    await asyncio.sleep(seconds)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from penstock.backends.base import BackendStatus, GenerateRequest, Sink
 from penstock.backends.own_link import WorkerLink
 from penstock.backends.own_stream import OwnStream
-from penstock.clock import Clock
+from penstock.clock import Clock, sleep
 from penstock.errors import WorkerUnavailable
 from penstock.kv.hashing import token_bytes
 from penstock.protocol.address import Address
@@ -214,7 +214,7 @@ class OwnBackend:
                 pass  # Nobody listens yet.
             else:
                 await link.lost
-            await asyncio.sleep(self._delay_s)
+            await sleep(self._delay_s)
             self._delay_s = min(self._delay_s * 2, RECONNECT_MAX_S)
 
 

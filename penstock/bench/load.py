@@ -16,7 +16,7 @@ from penstock.bench.client import Client, EndpointError
 from penstock.bench.measure import Stopwatch, Tally
 from penstock.bench.prompts import Prompt
 from penstock.bench.wire import UsageReport, decode_chunk, error_text
-from penstock.clock import NS_PER_S, Clock
+from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.errors import PenstockError
 
 REFUSED_PAUSE_S = 0.1
@@ -107,7 +107,7 @@ class LoadRun:
         async def caller() -> None:
             while self._may_send() and (prompt := next(prompts, None)) is not None:
                 if not await self._one(prompt, self._clock.now_ns()):
-                    await asyncio.sleep(REFUSED_PAUSE_S)
+                    await sleep(REFUSED_PAUSE_S)
 
         async with asyncio.TaskGroup() as callers:
             for _ in range(self._level.concurrency or 1):
@@ -127,7 +127,7 @@ class LoadRun:
         async with asyncio.TaskGroup() as requests:
             while self._may_send() and (prompt := next(prompts, None)) is not None:
                 due_ns += round(chance.expovariate(rate) * NS_PER_S)
-                await asyncio.sleep(max(0, due_ns - self._clock.now_ns()) / NS_PER_S)
+                await sleep(max(0, due_ns - self._clock.now_ns()) / NS_PER_S)
                 if not self._may_send():
                     return  # The time ran out while waiting for this arrival.
                 await room.acquire()

@@ -14,6 +14,8 @@ from typing import Any
 import msgspec
 import uvloop
 
+from penstock.clock import sleep
+
 HEAD_BYTES_MAX = 64 * 1024
 BODY_BYTES_MAX = 16 * 1024 * 1024
 END: dict[str, object] = {"choices": [{"delta": {}, "finish_reason": "stop"}]}
@@ -137,7 +139,7 @@ class StandIn:
             if place == script.error_after:
                 _event(writer, _error("the script says so"))
                 break
-            await asyncio.sleep(script.gap_s if place else script.first_s)
+            await sleep(script.gap_s if place else script.first_s)
             _event(writer, {"choices": [{"delta": {"content": token}}]})
             await writer.drain()
         else:

@@ -32,7 +32,7 @@ from penstock.bench.report import (
 from penstock.cli import console
 from penstock.cli.remote import add_remote_flags, connect, no_server, pick_model
 from penstock.cli.usage import Commands, Help, number
-from penstock.clock import SystemClock
+from penstock.clock import SystemClock, sleep
 from penstock.errors import ConfigError
 
 PROBE_WORDS = (64, 256)
@@ -367,4 +367,4 @@ def _progress(level: Level, load: LoadRun) -> Generator[Callable[[], None]]:
 async def _tick(refresh: Callable[[], None]) -> None:
     while True:
         refresh()
-        await asyncio.sleep(REFRESH_S)
+        await sleep(REFRESH_S)

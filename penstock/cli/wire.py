@@ -16,7 +16,7 @@ from penstock import __version__, rng
 from penstock.backends.base import BackendStatus
 from penstock.backends.own import OwnBackend
 from penstock.cli.progress import LoadingDisplay
-from penstock.clock import NS_PER_S, Clock
+from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.config.presets import resolve, served_name
 from penstock.config.tree import Config, ModelConfig, ServerConfig
 from penstock.errors import ConfigError, OperatorError
@@ -148,7 +148,7 @@ class Stack:
         """Say in the log what happens to workers. /ready tells clients; requests get errors meanwhile."""
         known = {part.served.name: "ready" for part in self._parts}
         while True:
-            await asyncio.sleep(WATCH_S)
+            await sleep(WATCH_S)
             for part in self._parts:
                 name, status = part.served.name, part.backend.status
                 stage = "ready" if status.ready else status.stage

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from penstock import __version__
-from penstock.clock import NS_PER_S, Clock
+from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.config.tree import Config
 from penstock.errors import Draining, PenstockError
 from penstock.gateway.auth import ANYBODY, Caller, KeyRing, is_local
@@ -201,7 +201,7 @@ class Gateway:
         ticks = max(1, round(heartbeat_s / period_s))
         while True:
             before_ns = self._clock.now_ns()
-            await asyncio.sleep(period_s)
+            await sleep(period_s)
             lag_s = (self._clock.now_ns() - before_ns) / NS_PER_S - period_s
             self._metrics.event_loop_lag.observe(max(0.0, lag_s))
             self._metrics.connections.set(self._server.num_connections)
@@ -213,14 +213,14 @@ class Gateway:
         """Wait until nothing is in flight, or until the timeout."""
         deadline_ns = self._clock.now_ns() + int(timeout_s * NS_PER_S)
         while (self._services.replies or self._tasks) and self._clock.now_ns() < deadline_ns:
-            await asyncio.sleep(0.02)
+            await sleep(0.02)
 
     async def _flushed(self) -> None:
         """Give the last bytes a moment to leave."""
         for _ in range(25):
             if not self._server.num_connections:
                 return
-            await asyncio.sleep(0.02)
+            await sleep(0.02)
 
 
 def _options(route: Route) -> Response:

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable
 
 from penstock.backends.own import OwnBackend
-from penstock.clock import Clock
+from penstock.clock import Clock, sleep
 from penstock.config.launch import WorkerLaunch
 from penstock.errors import CheckpointError, ConfigError, OperatorError, PenstockError, WorkerUnavailable
 from penstock.fleet.launchers.base import ProgressCallback, WorkerSpec
@@ -159,7 +159,7 @@ class LocalWorker:
             self._restarts += 1
             stage = f"{what}; restart {self._restarts} in {delay_s:g} s"
             self.backend.report(stage=stage, note=what, restarts=self._restarts)
-            await asyncio.sleep(delay_s)
+            await sleep(delay_s)
 
     async def _run_once(self) -> str:
         """One life of the process, and how it ended, in words."""
@@ -183,7 +183,7 @@ class LocalWorker:
         startup = StallDetector(engine.startup_timeout_s, self._clock)
         stall = StallDetector(engine.stall_timeout_s, self._clock)
         while True:
-            await asyncio.sleep(interval_s)
+            await sleep(interval_s)
             ready = backend.status.ready
             if startup.observe(0, has_work=not ready):
                 what = f"the worker was not ready within {engine.startup_timeout_s:g} s"
