@@ -68,6 +68,14 @@ class Adjustments:
     def enter(self, new: NewRow) -> None:
         """Take in the parameters of a request that (re)enters the batch."""
         row, sampling = new.row, new.sampling
+        self._active[row] = (
+            sampling.repetition_penalty != 1
+            or bool(sampling.frequency_penalty or sampling.presence_penalty)
+            or bool(sampling.logit_bias)
+            or sampling.min_tokens > 0
+        )
+        if not self._active[row]:
+            return  # What the row's last request left behind is not looked at.
         self._repetition[row] = sampling.repetition_penalty
         self._frequency[row] = sampling.frequency_penalty
         self._presence[row] = sampling.presence_penalty
@@ -76,12 +84,6 @@ class Adjustments:
         self._bias_ids[row] = np.array([token_id for token_id, _ in sampling.logit_bias], np.int64)
         self._bias[row] = np.array([bias for _, bias in sampling.logit_bias], np.float32)
         self._stop_ids[row] = np.array(sampling.stop_token_ids, np.int64)
-        self._active[row] = (
-            sampling.repetition_penalty != 1
-            or bool(sampling.frequency_penalty or sampling.presence_penalty)
-            or bool(sampling.logit_bias)
-            or sampling.min_tokens > 0
-        )
 
     def apply(self, logits: Tensor, rows: Int64Array, positions: Int64Array, token_ids: Int32Array) -> Edits:
         """Change the logits of the tokens to be drawn at `positions` of `rows`; `undo` follows the draw.
