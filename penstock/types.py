@@ -38,6 +38,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Keep the smallest set of likeliest tokens whose probability reaches this."""
     min_p: float = 0.0
     """Drop tokens less likely than this share of the likeliest one."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token that was generated already."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit as often as it was generated already."""
+    repetition_penalty: float = 1.0
+    """Positive logits of tokens in the prompt or the answer are divided by it, negative ones multiplied. Above 0."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, number added to its logit); every id at most once."""
+    min_tokens: int = 0
+    """No token of `stop_token_ids` is drawn before this many others."""
     seed: int = 0
     """Key of the counter-based randomness: (seed, position, token) fixes every draw."""
     max_tokens: int = 16

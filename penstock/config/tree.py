@@ -102,6 +102,8 @@ class LimitsConfig(Branch, frozen=True, kw_only=True):
     messages_max: Positive = 2048
     tools_max: Positive = 128
     top_logprobs_max: Positive = 20
+    logit_bias_max: Positive = 1024
+    """Entries of one request's `logit_bias`."""
     prompts_max: Positive = 64
     """Prompts in one /v1/completions call."""
     concurrent_max: Positive = 10_000

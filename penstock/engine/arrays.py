@@ -2,9 +2,13 @@
 
 from typing import Any, cast
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
 
 
 def as_tensor(array: npt.NDArray[Any]) -> Tensor:

@@ -161,7 +161,7 @@ def _request(message: Submit, vocab_size: int) -> Request:
     """The scheduler's view of a submission.
 
     Raises:
-        InvalidRequest: the prompt is not a list of this model's tokens (and would break the whole batch).
+        InvalidRequest: the prompt or the bias has tokens that this model lacks (and would break the whole batch).
     """
     try:
         tokens = token_array(message.prompt)
@@ -169,6 +169,8 @@ def _request(message: Submit, vocab_size: int) -> Request:
         raise InvalidRequest("the prompt is not a whole number of tokens", param="prompt") from None
     if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
         raise InvalidRequest(f"the prompt has token ids outside 0..{vocab_size - 1}", param="prompt")
+    if any(not 0 <= token_id < vocab_size for token_id, _ in message.sampling.logit_bias):
+        raise InvalidRequest(f"logit_bias has token ids outside 0..{vocab_size - 1}", param="logit_bias")
     return Request(
         request_id=message.request_id,
         tokens=tokens,

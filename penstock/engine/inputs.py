@@ -8,14 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
-from penstock.engine.arrays import as_tensor
-from penstock.engine.attention.base import AttentionBatch, Int32Array
+from penstock.engine.adjustments import Adjustments, Edits
+from penstock.engine.arrays import Int32Array, Int64Array, as_tensor
+from penstock.engine.attention.base import AttentionBatch
 from penstock.engine.attention.slots import token_rows
 from penstock.schedule.plan import NewRow, RowWork, StepPlan
 from penstock.types import BLOCK_TOKENS
 
-Int64Array = npt.NDArray[np.int64]
 _SEED_MASK = (1 << 64) - 1
 
 
@@ -53,6 +54,7 @@ class RowTables:
         self.min_p = np.zeros(max_running, np.float32)
         self.seed = np.zeros(max_running, np.uint64)
         self.logprobs: list[int | None] = [None] * max_running
+        self._adjustments = Adjustments(max_running)
 
     def apply(self, plan: StepPlan) -> StepInputs:
         """Take in a plan's changes and lay out its step."""
@@ -69,6 +71,10 @@ class RowTables:
         """Remember drawn tokens: they are the inputs of coming steps."""
         self._token_ids[rows, positions] = token_ids
 
+    def adjust(self, logits: Tensor, rows: Int64Array, positions: Int64Array) -> Edits:
+        """Change logits as their rows' penalties, biases and minimum lengths say, until `undo`."""
+        return self._adjustments.apply(logits, rows, positions, self._token_ids)
+
     def _enter(self, new: NewRow) -> None:
         row, sampling = new.row, new.sampling
         self._token_ids[row, : len(new.token_ids)] = new.token_ids
@@ -79,6 +85,7 @@ class RowTables:
         self.min_p[row] = sampling.min_p
         self.seed[row] = sampling.seed & _SEED_MASK
         self.logprobs[row] = sampling.logprobs
+        self._adjustments.enter(new)
 
     def _append(self, work: RowWork) -> list[int]:
         """Extend a row's block table; the blocks that lie wholly beyond its computed tokens."""

@@ -72,7 +72,9 @@ class Runner:
         sampled = ()
         if len(inputs.sample_rows):
             rows = SampleRows.of(self._tables, inputs.sample_rows, inputs.sample_positions)
+            edits = self._tables.adjust(logits, inputs.sample_rows, inputs.sample_positions)
             token_ids = self._sampler.draw(logits, rows)
+            edits.undo()  # Log-probabilities are the model's own.
             self._tables.append_tokens(inputs.sample_rows, inputs.sample_positions, token_ids.numpy())
             sampled = results(logits, token_ids, inputs.sample_rows, self._tables.logprobs)
         return StepResult(plan.step, sampled, self._clock.now_ns() - start_ns)

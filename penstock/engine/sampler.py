@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.engine.arrays import as_tensor, float_list, int_list
-from penstock.engine.inputs import Int64Array, RowTables
+from penstock.engine.arrays import Int64Array, as_tensor, float_list, int_list
+from penstock.engine.inputs import RowTables
 from penstock.schedule.plan import Sampled
 from penstock.types import TokenLogprob
 

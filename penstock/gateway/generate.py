@@ -16,6 +16,7 @@ from penstock.gateway.models import ServedModel
 from penstock.gateway.prepare import (
     chat_max_tokens,
     chat_prompt,
+    check_sampling,
     choice_seed,
     completion_max_tokens,
     completion_prompt,
@@ -68,6 +69,8 @@ class Generate:
         request = parse_chat(exchange.body, self._services.config.limits)
         model, info = self._open(exchange, request, Endpoint.CHAT)
         prompt = await self._services.tokenize.run(len(exchange.body), lambda: chat_prompt(model, request))
+        max_tokens = chat_max_tokens(request, len(prompt), info)
+        check_sampling(request, max_tokens, info)
         job = _Job(
             exchange=exchange,
             caller=caller,
@@ -75,7 +78,7 @@ class Generate:
             request=request,
             answer_id=self._services.ids.take("chatcmpl"),
             prompts=[prompt],
-            max_tokens=[chat_max_tokens(request, len(prompt), info)],
+            max_tokens=[max_tokens],
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         )
         context = self._context(job)
@@ -93,6 +96,8 @@ class Generate:
             len(exchange.body),
             lambda: [completion_prompt(model, text, info, add_special_tokens=special) for text in texts],
         )
+        max_tokens = [completion_max_tokens(request, len(prompt), info) for prompt in prompts]
+        check_sampling(request, min(max_tokens), info)
         job = _Job(
             exchange=exchange,
             caller=caller,
@@ -100,7 +105,7 @@ class Generate:
             request=request,
             answer_id=self._services.ids.take("cmpl"),
             prompts=prompts,
-            max_tokens=[completion_max_tokens(request, len(prompt), info) for prompt in prompts],
+            max_tokens=max_tokens,
             logprobs=request.logprobs,
         )
         context = self._context(job)

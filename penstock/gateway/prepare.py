@@ -111,6 +111,22 @@ def completion_max_tokens(request: CompletionRequest, num_prompt: int, info: Mod
     return _room(request.max_tokens or default, num_prompt, info, "prompt")
 
 
+def check_sampling(request: GenerationRequest, max_tokens: int, info: ModelInfo) -> None:
+    """Refuse what only this model, or this prompt, makes impossible.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    if (request.min_tokens or 0) > max_tokens:
+        raise InvalidRequest(
+            f"Invalid 'min_tokens': expected at most max_tokens, which is {max_tokens} here, "
+            f"but got {request.min_tokens}.",
+            param="min_tokens",
+            code="invalid_value",
+        )
+    check_token_ids([int(key) for key in request.logit_bias or ()], info.vocab_size, "logit_bias")
+
+
 def sampling(
     model: ServedModel, request: GenerationRequest, *, max_tokens: int, logprobs: int | None, seed: int
 ) -> SamplingParams:
@@ -124,6 +140,11 @@ def sampling(
         top_k=top_k if top_p > 0 else 1,
         top_p=top_p if top_p > 0 else 1.0,
         min_p=_first(request.min_p, defaults.min_p, 0.0),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty, 1.0),
+        logit_bias=_logit_bias(request),
+        min_tokens=request.min_tokens or 0,
         seed=seed,
         max_tokens=max_tokens,
         stop_token_ids=_stop_token_ids(model, request),
@@ -136,6 +157,10 @@ def choice_seed(seed: int, choice: int) -> int:
     if choice == 0:
         return seed & (2**SEED_BITS - 1)
     return stream(seed, f"choice/{choice}").getrandbits(SEED_BITS)
+
+
+def _logit_bias(request: GenerationRequest) -> tuple[tuple[int, float], ...]:
+    return tuple((int(key), bias) for key, bias in (request.logit_bias or {}).items() if bias)
 
 
 def _stop_token_ids(model: ServedModel, request: GenerationRequest) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 Count = Annotated[int, Meta(ge=1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
 SEED_MAX = 2**63 - 1
 
 
@@ -106,7 +107,8 @@ class GenerationRequest(_Shape, frozen=True, kw_only=True):
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Bias] | None = None
+    """By token id, in decimal digits."""
 
     # Extensions, named as in vLLM.
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
@@ -114,6 +116,8 @@ class GenerationRequest(_Shape, frozen=True, kw_only=True):
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
     ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    """EOS and `stop_token_ids` are not drawn before this many tokens."""
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None

@@ -34,6 +34,8 @@ _UNKNOWN = re.compile(r"unknown field `(.*)`", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(.*)`")
 _EXPECTED = re.compile(r"^Expected `(.+?)`, got `(.+?)`$")
 _BOUND = re.compile(r"^Expected `(\w+)` (>=|<=|>|<) (\S+)$")
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
+"""Plain ASCII and one spelling per id, so that no two entries speak of one token."""
 _LENGTH = re.compile(r"^Expected `(\w+)` of length (>=|<=) (\d+)$")
 _WORDS = {
     "int": "an integer", "float": "a number", "str": "a string", "bool": "a boolean",
@@ -214,15 +216,24 @@ def _check_generation(request: GenerationRequest, limits: LimitsConfig) -> None:
         _too_big("n", limits.n_max, request.n)
     if request.stream_options is not None and not request.stream:
         _refuse("'stream_options' is only allowed when 'stream' is true.", "stream_options")
-    if request.frequency_penalty:
-        _refuse("'frequency_penalty' is not supported yet; only 0 is accepted.", "frequency_penalty")
-    if request.presence_penalty:
-        _refuse("'presence_penalty' is not supported yet; only 0 is accepted.", "presence_penalty")
-    if request.repetition_penalty not in (None, 1.0):
-        _refuse("'repetition_penalty' is not supported yet; only 1 is accepted.", "repetition_penalty")
-    if request.logit_bias:
-        _refuse("'logit_bias' is not supported yet.", "logit_bias")
+    _check_logit_bias(request.logit_bias, limits)
     _check_stop(request.stop, limits)
+
+
+def _check_logit_bias(bias: dict[str, float] | None, limits: LimitsConfig) -> None:
+    if not bias:
+        return
+    if len(bias) > limits.logit_bias_max:
+        _refuse(
+            f"'logit_bias' has {len(bias)} entries; at most {limits.logit_bias_max} are allowed.",
+            "logit_bias",
+        )
+    wrong = next((key for key in bias if not _TOKEN_ID.fullmatch(key)), None)
+    if wrong is not None:
+        _refuse(
+            f"Invalid 'logit_bias': its keys are token ids in decimal digits, but one is '{wrong[:64]}'.",
+            "logit_bias",
+        )
 
 
 def _check_stop(stop: str | list[str] | None, limits: LimitsConfig) -> None:

@@ -6,10 +6,11 @@ Owns the `tokenizers` library's object and the tables made from it. Knows nothin
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import tokenizers
+from msgspec import Meta
 
 from penstock.errors import CheckpointError, InvalidRequest
 from penstock.text.files import decode_json, read_bytes, read_optional_object
@@ -23,6 +24,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
 
 
 class _TokenizerFile(msgspec.Struct):
@@ -166,9 +168,10 @@ def _eos_ids(model_dir: Path, library: tokenizers.Tokenizer, generation: dict[st
 
 
 def _defaults(path: Path, generation: dict[str, Any]) -> GenerationDefaults:
-    if generation.get("do_sample") is False:
-        return GenerationDefaults(temperature=0.0)
     try:
-        return msgspec.convert(generation, GenerationDefaults)
+        found = msgspec.convert(generation, GenerationDefaults)
     except msgspec.ValidationError as error:
         raise CheckpointError(f"{path}: {error}") from error
+    if generation.get("do_sample") is False:  # Greedy: of these, only the penalty means something then.
+        return GenerationDefaults(temperature=0.0, repetition_penalty=found.repetition_penalty)
+    return found

@@ -27,13 +27,19 @@ def prompts() -> list[list[int]]:
 
 
 def sampling() -> list[SamplingParams]:
-    """Greedy and every filter, in turn."""
+    """Greedy, every filter and every change to the logits, in turn."""
     kinds = (
         SamplingParams(temperature=0.0, logprobs=3, max_tokens=MAX_TOKENS),
         SamplingParams(temperature=0.8, seed=11, logprobs=0, max_tokens=MAX_TOKENS),
         SamplingParams(temperature=1.3, seed=12, top_k=20, top_p=0.9, logprobs=2, max_tokens=MAX_TOKENS),
         SamplingParams(temperature=1.0, seed=13, min_p=0.05, logprobs=1, max_tokens=MAX_TOKENS),
-    )
+        SamplingParams(temperature=0.0, repetition_penalty=1.7, logprobs=2, max_tokens=MAX_TOKENS),
+        SamplingParams(
+            temperature=0.9, seed=14, top_p=0.95, presence_penalty=0.5, frequency_penalty=1.3,
+            repetition_penalty=1.2, logit_bias=((3, 2.5), (5, -100.0), (9, 4.0)),
+            stop_token_ids=tuple(range(20, 60)), min_tokens=MAX_TOKENS, logprobs=1, max_tokens=MAX_TOKENS,
+        ),
+    )  # fmt: skip
     return [kinds[index % len(kinds)] for index in range(len(LENGTHS))]
 
 
@@ -104,7 +110,13 @@ def test_the_prefix_cache_changes_nothing(case: Case) -> None:
 def test_preemption_changes_nothing(case: Case) -> None:
     random = stream(6, "preempted")
     asked = [[random.randrange(VOCAB_SIZE) for _ in range(30)] for _ in range(6)]
-    params = [SamplingParams(temperature=0.5 * (i % 2), seed=i, logprobs=2, max_tokens=40) for i in range(6)]
+    params = [
+        SamplingParams(
+            temperature=0.5 * (i % 2), seed=i, logprobs=2, max_tokens=40,
+            frequency_penalty=0.9 * (i // 2 == 1), repetition_penalty=1.5 if i // 2 == 2 else 1.0,
+        )
+        for i in range(6)
+    ]  # fmt: skip
     roomy = case.driver(prefix_cache=False)
     expected = [roomy.ask([prompt], [how])[0] for prompt, how in zip(asked, params, strict=True)]
     # Each needs 5 blocks in the end; there are enough for all to start, and not for all to finish.

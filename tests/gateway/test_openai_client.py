@@ -8,6 +8,8 @@ import warnings
 import openai
 import pytest
 
+from penstock.types import SamplingParams
+
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALL = ["Let me see. ", "<tool_", 'call>{"name": "add", ', '"arguments": {"a": 1, "b": 2}}</tool_call>']
@@ -236,6 +238,26 @@ def test_what_the_request_leaves_open(gateway, client):
     asked = gateway.requests[-1].sampling
     assert (asked.temperature, asked.top_k, asked.top_p, asked.min_p) == (0, 1, 1.0, 0.1)
     assert asked.stop_token_ids == (7,)
+    neutral = SamplingParams(
+        temperature=0.7, top_k=20, stop_token_ids=(256,), max_tokens=1, seed=left_open.seed
+    )
+    assert left_open == neutral
+
+
+def test_penalties_bias_and_minimum_length_reach_the_engine(gateway, client):
+    for create, asks in (
+        (client.chat.completions.create, {"messages": HI}),
+        (client.completions.create, {"prompt": "hi"}),
+    ):
+        create(
+            model="tiny", **asks, max_tokens=9, presence_penalty=0.5, frequency_penalty=-1.5,
+            logit_bias={"97": 100, "5": -0.25, "6": 0},
+            extra_body={"repetition_penalty": 1.25, "min_tokens": 4},
+        )  # fmt: skip
+        asked = gateway.requests[-1].sampling
+        assert (asked.presence_penalty, asked.frequency_penalty) == (0.5, -1.5)
+        assert (asked.repetition_penalty, asked.min_tokens) == (1.25, 4)
+        assert asked.logit_bias == ((97, 100.0), (5, -0.25))
 
 
 def test_chats_may_use_the_rest_of_the_context(start_module, kit):

@@ -44,6 +44,17 @@ TO_WORKER = [
     Submit(
         request_id="r", prompt=b"", sampling=SamplingParams(), cache_salt=b"s", priority=-1, fairness_key="t"
     ),
+    Submit(
+        request_id="r",
+        prompt=b"",
+        sampling=SamplingParams(
+            presence_penalty=1,
+            frequency_penalty=-2,
+            repetition_penalty=1.5,
+            logit_bias=((7, -100.0),),
+            min_tokens=3,
+        ),
+    ),
     Abort(("a", "b")),
     Drain(),
 ]

@@ -142,6 +142,14 @@ def test_do_sample_false_is_greedy(byte_level_dir: Path, tmp_path: Path) -> None
     assert tokenizer.eos_ids == (2, 1)
 
 
+@pytest.mark.parametrize("do_sample", [True, False])
+def test_repetition_penalty_has_a_default(byte_level_dir: Path, tmp_path: Path, do_sample: bool) -> None:
+    config = json.dumps({"do_sample": do_sample, "temperature": 0.7, "repetition_penalty": 1.05})
+    tokenizer = Tokenizer.load(edited(byte_level_dir, tmp_path, "generation_config.json", config))
+    expected = GenerationDefaults(temperature=0.7 if do_sample else 0.0, repetition_penalty=1.05)
+    assert tokenizer.defaults == expected
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -1,0 +1,168 @@
+"""Penalties, logit bias and minimum lengths: what requests change in their logits before a token is drawn.
+
+Owns these parameters of every row. Knows nothing about how tokens are drawn. A change is a few entries of a
+row and not a pass over the vocabulary: they are written into the logits, and taken back after the draw, so that
+log-probabilities stay those of the model.
+
+Nothing is counted along the way. Each step looks at the tokens that the row has then, as attention does, so
+there is no state that a preemption, a chunk or another row could leave wrong.
+
+The order is: repetition penalty (Keskar et al. 2019, arXiv 1909.05858), frequency and presence penalty, bias,
+then the mask of stop tokens, which wins over any bias.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from penstock.engine.arrays import Int32Array, Int64Array, as_tensor
+from penstock.schedule.plan import NewRow
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+_NO_IDS = np.empty(0, np.int64)
+_NO_VALUES = np.empty(0, np.float32)
+
+
+@dataclass(slots=True)
+class Edits:
+    """Entries of one step's logits `[num_rows, vocab_size]` that are changed for the draw."""
+
+    logits: Tensor
+    _undo: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor, Tensor]])
+
+    def change(self, rows: Int64Array, ids: Int64Array, to: Callable[[Tensor], Tensor]) -> None:
+        """Replace the entries `[n]` at (rows, ids); one that is named twice must get the same value twice."""
+        at_rows, at_ids = as_tensor(rows), as_tensor(ids)
+        before = self.logits[at_rows, at_ids]
+        self._undo.append((at_rows, at_ids, before))
+        self.logits[at_rows, at_ids] = to(before)
+
+    def undo(self) -> None:
+        """Put every entry back as it was, to the bit."""
+        while self._undo:
+            rows, ids, before = self._undo.pop()
+            self.logits[rows, ids] = before
+
+
+class Adjustments:
+    """The parameters of every row of the batch; arrays and lists of `[max_running]`."""
+
+    def __init__(self, max_running: int) -> None:
+        self._active = np.zeros(max_running, np.bool_)
+        """Rows that may change anything. The others cost nothing but this flag."""
+        self._repetition = np.ones(max_running, np.float32)
+        self._frequency = np.zeros(max_running, np.float32)
+        self._presence = np.zeros(max_running, np.float32)
+        self._num_prompt = np.zeros(max_running, np.int64)
+        self._min_known = np.zeros(max_running, np.int64)
+        """Tokens, those of the prompt included, that a row has before a stop token may be drawn."""
+        self._bias_ids = [_NO_IDS] * max_running
+        self._bias = [_NO_VALUES] * max_running
+        self._stop_ids = [_NO_IDS] * max_running
+
+    def enter(self, new: NewRow) -> None:
+        """Take in the parameters of a request that (re)enters the batch."""
+        row, sampling = new.row, new.sampling
+        self._active[row] = (
+            sampling.repetition_penalty != 1
+            or bool(sampling.frequency_penalty or sampling.presence_penalty)
+            or bool(sampling.logit_bias)
+            or sampling.min_tokens > 0
+        )
+        if not self._active[row]:
+            return  # What the row's last request left behind is not looked at.
+        self._repetition[row] = sampling.repetition_penalty
+        self._frequency[row] = sampling.frequency_penalty
+        self._presence[row] = sampling.presence_penalty
+        self._num_prompt[row] = new.num_prompt_tokens
+        self._min_known[row] = new.num_prompt_tokens + sampling.min_tokens
+        self._bias_ids[row] = np.array([token_id for token_id, _ in sampling.logit_bias], np.int64)
+        self._bias[row] = np.array([bias for _, bias in sampling.logit_bias], np.float32)
+        self._stop_ids[row] = np.array(sampling.stop_token_ids, np.int64)
+
+    def apply(self, logits: Tensor, rows: Int64Array, positions: Int64Array, token_ids: Int32Array) -> Edits:
+        """Change the logits of the tokens to be drawn at `positions` of `rows`; `undo` follows the draw.
+
+        `token_ids` `[max_running, ...]`: every row's known tokens, valid below its position.
+        """
+        edits = Edits(logits)
+        index = np.flatnonzero(self._active[rows])  # Into the rows of the logits.
+        if not len(index):
+            return edits
+        step = _Step(edits, index, rows[index], positions[index], token_ids)
+        self._penalise_repetition(step)
+        self._penalise_generated(step)
+        self._add_bias(step)
+        self._mask_stops(step)
+        return edits
+
+    def _penalise_repetition(self, step: "_Step") -> None:
+        which = np.flatnonzero(self._repetition[step.rows] != 1)
+        if not len(which):
+            return
+        known = [step.known(i, 0) for i in which.tolist()]
+        at, ids = _places(step.index[which], known)
+        penalty = as_tensor(_repeat(self._repetition[step.rows[which]], known))
+        step.edits.change(at, ids, lambda logit: torch.where(logit > 0, logit / penalty, logit * penalty))
+
+    def _penalise_generated(self, step: "_Step") -> None:
+        penalised = (self._frequency[step.rows] != 0) | (self._presence[step.rows] != 0)
+        which = np.flatnonzero(penalised)
+        if not len(which):
+            return
+        generated = [step.known(i, int(self._num_prompt[step.rows[i]])) for i in which.tolist()]
+        local, ids = _places(np.arange(len(which)), generated)
+        vocab_size = step.edits.logits.shape[1]
+        keys, counts = np.unique(local * vocab_size + ids, return_counts=True)
+        local, ids = np.divmod(keys, vocab_size)
+        rows = step.rows[which][local]
+        amount = self._frequency[rows] * counts.astype(np.float32) + self._presence[rows]
+        step.edits.change(step.index[which][local], ids, lambda logit: logit - as_tensor(amount))
+
+    def _add_bias(self, step: "_Step") -> None:
+        rows: list[int] = step.rows.tolist()
+        at, ids = _places(step.index, [self._bias_ids[row] for row in rows])
+        if len(ids):
+            bias = as_tensor(np.concatenate([self._bias[row] for row in rows]))
+            step.edits.change(at, ids, lambda logit: logit + bias)
+
+    def _mask_stops(self, step: "_Step") -> None:
+        which = np.flatnonzero(step.positions < self._min_known[step.rows])
+        if not len(which):
+            return
+        rows: list[int] = step.rows[which].tolist()
+        at, ids = _places(step.index[which], [self._stop_ids[row] for row in rows])
+        # A checkpoint may name an EOS that its vocabulary does not have.
+        exists = (ids >= 0) & (ids < step.edits.logits.shape[1])
+        step.edits.change(at[exists], ids[exists], lambda logit: torch.full_like(logit, -torch.inf))
+
+
+@dataclass(slots=True, frozen=True)
+class _Step:
+    """The rows of one step that may change anything; arrays of `[num_active]`."""
+
+    edits: Edits
+    index: Int64Array
+    """Rows of the logits."""
+    rows: Int64Array
+    """Rows of the tables."""
+    positions: Int64Array
+    token_ids: Int32Array
+
+    def known(self, i: int, first: int) -> Int32Array:
+        """The known tokens of one row from position `first` on."""
+        return self.token_ids[self.rows[i], first : self.positions[i]]
+
+
+def _places(index: Int64Array, ids: Sequence[npt.NDArray[Any]]) -> tuple[Int64Array, Int64Array]:
+    """Entries of the logits, one for every id: (rows, ids), each `[n]`."""
+    return _repeat(index, ids), np.concatenate(ids).astype(np.int64)
+
+
+def _repeat(values: npt.NDArray[Scalar], lists: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Scalar]:
+    return np.repeat(values, [len(one) for one in lists])
