@@ -104,10 +104,14 @@ def main() -> None:
         times: dict[str, list[float]] = {side: [] for side in sides}
         for _ in range(args.rounds):
             for side, each in sides.items():
-                start = clock()
+                # In bursts: torch's idle threads spin for a while after a call and would slow the next side down.
+                time.sleep(0.02)
                 each.step(computed, count)
-                times[side].append(clock() - start)
-        ms = {side: typical(taken[1:]) * 1e3 for side, taken in times.items()}
+                for _ in range(5):
+                    start = clock()
+                    each.step(computed, count)
+                    times[side].append(clock() - start)
+        ms = {side: typical(taken) * 1e3 for side, taken in times.items()}
         ratios = "  ".join(f"{side} {t:8.3f} ms {ms['torch'] / t:5.2f}x" for side, t in ms.items())
         print(f"{args.model} {name} rows={rows:<3} tokens={count:<4} {ratios}", flush=True)
 

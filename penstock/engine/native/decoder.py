@@ -118,6 +118,7 @@ class NativeDecoder:
             torch.arange(limits.max_model_len, dtype=torch.int64).float(),
             inverse_frequencies(spec.rope, spec.head_dim),
         )
+        kernels.advise_huge(cache.tensor.data_ptr(), cache.tensor.nbytes)
         self._struct = Decoder(
             layers=layers, embedding=None if reads_head else self._keep(embedding), head=head.struct,
             final_norm=self._keep(weights.take("final_norm").float()), cos=self._keep(angles.cos()),

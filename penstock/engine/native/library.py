@@ -173,6 +173,10 @@ class Kernels:
         """Whether weights of that type can be computed with on this machine."""
         return bool(self._lib.ps_supports(int(kind)))
 
+    def advise_huge(self, address: int, num_bytes: int) -> None:
+        """Ask for huge pages under a large buffer: page walks cost much when memory is read end to end."""
+        self._lib.ps_advise_huge(address, num_bytes)
+
     def pack(
         self, kind: Type, sources: tuple[int, int | None], shape: tuple[int, int, int], out: int
     ) -> None:
@@ -224,22 +228,28 @@ def _open(path: Path) -> ctypes.CDLL:
         lib = ctypes.CDLL(str(path))
         lib.ps_abi_version.restype = c_int32
         version = lib.ps_abi_version()
+        if version != ABI_VERSION:
+            raise KernelsUnavailable(
+                f"{path} has version {version}, this code wants {ABI_VERSION}: build it again"
+            )
+        _declare(lib)
     except (OSError, AttributeError) as why:
-        raise KernelsUnavailable(f"{path} cannot be loaded: {why}") from why
-    if version != ABI_VERSION:
-        raise KernelsUnavailable(
-            f"{path} has version {version}, this code wants {ABI_VERSION}: build it again"
-        )
+        raise KernelsUnavailable(f"{path} cannot be used, build it again: {why}") from why
+    return lib
+
+
+def _declare(lib: ctypes.CDLL) -> None:
+    """Types of every function; an `AttributeError` means that the library lacks one."""
     lib.ps_struct_bytes.argtypes, lib.ps_struct_bytes.restype = [c_int32], c_int64
-    assert all(lib.ps_struct_bytes(i) == sizeof(struct) for i, struct in enumerate(_STRUCTS)), (
-        "a struct differs"
-    )
+    for i, struct in enumerate(_STRUCTS):
+        if lib.ps_struct_bytes(i) != sizeof(struct):
+            raise AttributeError(f"its {struct.__name__} is another")
     lib.ps_init.argtypes, lib.ps_init.restype = [c_char_p], c_char_p
     lib.ps_set_threads.argtypes = [c_int32, c_int32, c_int32]
     lib.ps_pack.argtypes = [c_int32, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p]
     lib.ps_pack.restype = None
+    lib.ps_advise_huge.argtypes, lib.ps_advise_huge.restype = [c_void_p, c_int64], None
     lib.ps_step.argtypes, lib.ps_step.restype = [POINTER(Decoder), POINTER(Step)], c_int32
     for name, struct in _CALLS.items():
         function = getattr(lib, name)
         function.argtypes, function.restype = [POINTER(struct)], c_int32
-    return lib

@@ -5,7 +5,7 @@ a copy of its own so that the checkpoint's tensor can be let go. The same packin
 every number of rows; `kernels/pack.cpp` and `kernels/int4.h` tell the byte order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import c_void_p
 from dataclasses import dataclass
 from math import gcd
@@ -17,6 +17,7 @@ from penstock.engine.native.library import Kernels, Type, Weight
 
 PANEL = 32
 INT4_GROUPS = (32, 64, 128)
+_SLAB_VALUES = 1 << 18
 _K_STEP = {Type.F32: 1, Type.BF16: 32, Type.I8: 64}
 _TYPES = {
     torch.float32: Type.F32,
@@ -94,9 +95,12 @@ def int8(weight: Tensor, bias: Tensor | None = None) -> Matrix:
 
     Inputs are rounded to int8 too when they come, with one scale per row (W8A8); sums are exact integers.
     """
-    wide = weight.float()
-    scale = wide.abs().amax(dim=1) / 127
-    return Matrix(values=torch.round(_divide(wide, scale[:, None])).to(torch.int8), bias=bias, scale=scale)
+    values, scale = torch.empty(weight.shape, dtype=torch.int8), torch.empty(weight.shape[0])
+    for rows in _slabs(weight):
+        wide = weight[rows].float()
+        scale[rows] = wide.abs().amax(dim=1) / 127
+        values[rows] = wide.mul_(_inverse(scale[rows])[:, None]).round_().to(torch.int8)
+    return Matrix(values=values, bias=bias, scale=scale)
 
 
 def int4(weight: Tensor, bias: Tensor | None = None, *, group: int | None = None) -> Matrix:
@@ -107,11 +111,14 @@ def int4(weight: Tensor, bias: Tensor | None = None, *, group: int | None = None
     """
     n, k = weight.shape
     group = group or max(gcd(k, max(INT4_GROUPS)), min(INT4_GROUPS))
-    wide = torch.nn.functional.pad(weight.float(), (0, -k % group)).view(n, -1, group)
-    top = wide.gather(2, wide.abs().argmax(dim=2, keepdim=True))
-    scale = top[..., 0] / -8
-    values = torch.round(_divide(wide, scale[..., None])).clamp(-8, 7) + 8
-    return Matrix(values=values.view(n, -1)[:, :k].to(torch.uint8), bias=bias, scale=scale, group=group)
+    values, scale = torch.empty(weight.shape, dtype=torch.uint8), torch.empty(n, -(-k // group))
+    for rows in _slabs(weight):
+        wide = torch.nn.functional.pad(weight[rows].float(), (0, -k % group)).view(-1, scale.shape[1], group)
+        low, high = wide.amin(dim=2), wide.amax(dim=2)
+        scale[rows] = torch.where(high > -low, high, low) / -8
+        wide.mul_(_inverse(scale[rows])[..., None]).round_().clamp_(-8, 7).add_(8)
+        values[rows] = wide.flatten(1)[:, :k].to(torch.uint8)
+    return Matrix(values=values, bias=bias, scale=scale, group=group)
 
 
 def pack(kernels: Kernels, matrix: Matrix, up: Matrix | None = None) -> PackedWeight:
@@ -131,6 +138,7 @@ def pack(kernels: Kernels, matrix: Matrix, up: Matrix | None = None) -> PackedWe
     panels = -(-n * len(both) // PANEL) if up is None else -(-n // (PANEL // 2))
     size = panels * PANEL * k_padded
     data = torch.empty(size // 2 if kind is Type.I4 else size, dtype=matrix.values.dtype)
+    kernels.advise_huge(data.data_ptr(), data.nbytes)
     sources = [each.values.contiguous() for each in both]
     addresses = sources[0].data_ptr(), sources[1].data_ptr() if up is not None else None
     kernels.pack(kind, addresses, (n, k, k_padded), data.data_ptr())
@@ -158,8 +166,14 @@ def _likeness(matrix: Matrix) -> tuple[object, ...]:
     return matrix.values.shape, matrix.kind, matrix.group, matrix.bias is None, matrix.offset is None
 
 
-def _divide(values: Tensor, scale: Tensor) -> Tensor:
-    return values * torch.where(scale != 0, 1 / scale, torch.zeros_like(scale))
+def _inverse(scale: Tensor) -> Tensor:
+    return torch.where(scale != 0, 1 / scale, torch.zeros_like(scale))
+
+
+def _slabs(weight: Tensor) -> Iterator[slice]:
+    """Rows in pieces whose float32 copies stay in the cache."""
+    rows = max(1, _SLAB_VALUES // weight.shape[1])
+    return (slice(first, first + rows) for first in range(0, weight.shape[0], rows))
 
 
 def _columns(parts: Sequence[Tensor | None], panels: int) -> Tensor | None:

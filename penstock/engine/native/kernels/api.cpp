@@ -12,10 +12,9 @@ namespace {
 
 const KernelTable *table = nullptr;
 
-constexpr int64_t kRowsMax = 512;              // rows of a linear done together
-constexpr int64_t kInputBytes = 5 << 18;       // packed inputs that should stay in a core's L2
-constexpr int64_t kPartialBytes = 16 << 20;    // sums waiting between pieces of k
-constexpr int64_t kChunkBytes = 64 << 10;      // weights worth handing to a thread
+constexpr int64_t kInputBytes = 5 << 18;     // packed inputs that should stay in a core's L2
+constexpr int64_t kPartialBytes = 16 << 20;  // sums waiting between pieces of k
+constexpr int64_t kChunkBytes = 64 << 10;    // weights worth handing to a thread
 constexpr int64_t kChunksPerThread = 16;
 constexpr int64_t kRowChunkElements = 16 << 10;  // elementwise work worth handing to a thread
 
@@ -27,7 +26,8 @@ Arena arena;
 
 struct RowSplit {
   int64_t rows, per_chunk;
-  RowSplit(int64_t rows, int64_t elements_per_row) : rows(rows), per_chunk(max64(1, kRowChunkElements / max64(1, elements_per_row))) {}
+  RowSplit(int64_t rows, int64_t elements_per_row)
+      : rows(rows), per_chunk(max64(1, kRowChunkElements / max64(1, elements_per_row))) {}
   int64_t chunks() const { return ceil_div(rows, per_chunk); }
   int64_t first(int64_t chunk) const { return chunk * per_chunk; }
   int64_t last(int64_t chunk) const { return min64(rows, (chunk + 1) * per_chunk); }
@@ -73,7 +73,9 @@ void run_linear(const PsLinear *job, char *scratch) {
     float *scales = (float *)(scratch + ceil_div(plan.a_bytes, 64) * 64);
     int64_t rows = job->m <= 16 ? job->m : ceil_div(job->m, 16) * 16;
     RowSplit split(rows, w->k);
-    auto pack = [&](int64_t chunk, int) { table->pack_rows(job, split.first(chunk), split.last(chunk), scratch, scales); };
+    auto pack = [&](int64_t chunk, int) {
+      table->pack_rows(job, split.first(chunk), split.last(chunk), scratch, scales);
+    };
     parallel(split.chunks(), pack);
     piece.a = scratch, piece.lda = w->k_padded, piece.a_scale = scales;
   }
@@ -83,7 +85,9 @@ void run_linear(const PsLinear *job, char *scratch) {
     piece.partial_panel = slab;
     for (piece.k_first = 0; piece.k_first < w->k_padded; piece.k_first = piece.k_last) {
       piece.k_last = min64(w->k_padded, piece.k_first + plan.k_piece);
-      auto work = [&](int64_t chunk, int) { table->linear(&piece, slab + chunk * per_chunk, slab + min64(panels, (chunk + 1) * per_chunk)); };
+      auto work = [&](int64_t chunk, int) {
+        table->linear(&piece, slab + chunk * per_chunk, slab + min64(panels, (chunk + 1) * per_chunk));
+      };
       parallel(ceil_div(panels, per_chunk), work);
     }
   }
@@ -145,15 +149,22 @@ int32_t attention(const PsAttention *job) {
   int64_t *starts = (int64_t *)arena.at;  // first lane block of each row
   starts[0] = 0;
   for (int64_t row = 0; row < job->rows; row++)
-    starts[row + 1] = starts[row] + ceil_div((job->query_starts[row + 1] - job->query_starts[row]) * group, kAttentionLanes);
+    starts[row + 1] =
+        starts[row] + ceil_div((job->query_starts[row + 1] - job->query_starts[row]) * group, kAttentionLanes);
   auto work = [&](int64_t chunk, int worker) {
     int64_t block = chunk / heads, low = 0, high = job->rows;
     while (high - low > 1) {
       int64_t middle = (low + high) / 2;
       (starts[middle] <= block ? low : high) = middle;
     }
-    int64_t first = (block - starts[low]) * kAttentionLanes, lanes = (job->query_starts[low + 1] - job->query_starts[low]) * group;
-    AttentionPiece piece = {job, low, chunk % heads, first, min64(kAttentionLanes, lanes - first), arena.at + starts_bytes + worker * scratch};
+    int64_t first = (block - starts[low]) * kAttentionLanes,
+            lanes = (job->query_starts[low + 1] - job->query_starts[low]) * group;
+    AttentionPiece piece = {job,
+                            low,
+                            chunk % heads,
+                            first,
+                            min64(kAttentionLanes, lanes - first),
+                            arena.at + starts_bytes + worker * scratch};
     table->attention(&piece);
   };
   parallel(starts[job->rows] * heads, work);
@@ -167,7 +178,9 @@ using namespace penstock;
 PS_EXPORT int32_t ps_abi_version(void) { return PS_ABI_VERSION; }
 
 PS_EXPORT int64_t ps_struct_bytes(int32_t index) {
-  constexpr size_t sizes[] = {sizeof(PsWeight), sizeof(PsLinear), sizeof(PsNorm), sizeof(PsSiluMul), sizeof(PsKvCache), sizeof(PsRopeWrite), sizeof(PsAttention), sizeof(PsLayer), sizeof(PsDecoder), sizeof(PsStep)};
+  constexpr size_t sizes[] = {sizeof(PsWeight),  sizeof(PsLinear),    sizeof(PsNorm),      sizeof(PsSiluMul),
+                              sizeof(PsKvCache), sizeof(PsRopeWrite), sizeof(PsAttention), sizeof(PsLayer),
+                              sizeof(PsDecoder), sizeof(PsStep)};
   return index >= 0 && index < (int32_t)(sizeof sizes / sizeof *sizes) ? (int64_t)sizes[index] : -1;
 }
 
@@ -183,6 +196,16 @@ PS_EXPORT int32_t ps_set_threads(int32_t threads, int32_t spin_us, int32_t pin) 
 }
 
 PS_EXPORT int32_t ps_supports(int32_t type) { return table && (table->weight_types >> type & 1); }
+
+PS_EXPORT void ps_advise_huge(void *at, int64_t bytes) {
+  constexpr uintptr_t kHuge = 2 << 20;
+  constexpr int kCollapse = 25;  // MADV_COLLAPSE, since Linux 6.1: also moves what was touched before
+  uintptr_t first = ((uintptr_t)at + kHuge - 1) & ~(kHuge - 1),
+            last = ((uintptr_t)at + (uintptr_t)bytes) & ~(kHuge - 1);
+  if (last <= first) return;
+  madvise((void *)first, last - first, MADV_HUGEPAGE);
+  madvise((void *)first, last - first, kCollapse);
+}
 
 PS_EXPORT int32_t ps_linear(const PsLinear *job) {
   PoolLock held;

@@ -62,7 +62,8 @@ static void pack_keys(const Span<float> &span, int64_t first, Shape shape, float
     const float *keys = span.sixteen(t);
     for (int64_t d = 0; d < shape.padded; d += 16, out += 256) {
       const uint32_t *rows[16];
-      for (int i = 0; i < 16; i++) rows[i] = t + i < span.context && d < shape.dim ? (const uint32_t *)(keys + i * span.row_stride + d) : nullptr;
+      for (int i = 0; i < 16; i++)
+        rows[i] = t + i < span.context && d < shape.dim ? (const uint32_t *)(keys + i * span.row_stride + d) : nullptr;
       transpose_words((uint32_t *)out, 16, rows);
     }
   }
@@ -75,7 +76,8 @@ static void pack_values(const Span<bf16> &span, int64_t first, Shape shape, bf16
     for (int64_t i = 0; i < 16; i += 2) {
       bf16 *pair_row = out + g / 32 * 32 * shape.dim + (g % 32 + i) / 2 * 32;
       const bf16 *a = first + g + i < span.context ? values + span.job->cache.kv_stride + i * span.row_stride : none;
-      const bf16 *b = first + g + i + 1 < span.context ? values + span.job->cache.kv_stride + (i + 1) * span.row_stride : none;
+      const bf16 *b =
+          first + g + i + 1 < span.context ? values + span.job->cache.kv_stride + (i + 1) * span.row_stride : none;
       for (int64_t d = 0; d < shape.dim; d += 16) interleave_bf16(pair_row + d * 32, a + d, b + d);
     }
   }
@@ -126,7 +128,8 @@ struct VectorDots {
     for (int64_t lane = 0; lane < lanes; lane++)
       for (int64_t d = 0; d < shape.dim; d += 16) {
         F16 acc = zero();
-        for (int64_t t = 0; t < kKvTile; t += 2) acc = step(acc, v + t / 32 * 32 * shape.dim + d * 32 + t % 32 / 2 * 32, weights + lane * kKvTile + t);
+        for (int64_t t = 0; t < kKvTile; t += 2)
+          acc = step(acc, v + t / 32 * 32 * shape.dim + d * 32 + t % 32 / 2 * 32, weights + lane * kKvTile + t);
         store(out + lane * shape.padded + d, acc);
       }
   }
@@ -148,7 +151,8 @@ static inline F16 soft_cap(F16 x, float cap) {  // cap * tanh(x / cap)
 // One lane's scores to weights: scale, cap, mask, then powers of two under the new maximum (scores and maxima count in
 // powers of two, so that no factor is left inside the exponential). Returns that maximum.
 template <class T>
-static inline float weigh(const PsAttention *job, int64_t position, int64_t first, const float *scores, float old_max, T *weights, float *total) {
+static inline float weigh(const PsAttention *job, int64_t position, int64_t first, const float *scores, float old_max,
+                          T *weights, float *total) {
   F16 s[kKvTile / 16], top = set1(old_max), sum = zero();
   int64_t seen_from = job->window > 0 ? position - job->window + 1 : 0;
   bool whole = first + kKvTile - 1 <= position && first >= seen_from;
@@ -177,7 +181,11 @@ struct Lanes {  // running softmax state and scratch of a piece
 
   Lanes(void *scratch, Shape shape) {
     char *at = (char *)scratch;
-    auto take = [&at](int64_t bytes) { char *p = at; at += (bytes + 63) / 64 * 64; return p; };
+    auto take = [&at](int64_t bytes) {
+      char *p = at;
+      at += (bytes + 63) / 64 * 64;
+      return p;
+    };
     keys = (T *)take(kKvTile * shape.padded * (int64_t)sizeof(T));
     values = (T *)take(kKvTile * shape.padded * (int64_t)sizeof(T));
     queries = (T *)take(kAttentionLanes * shape.padded * (int64_t)sizeof(T));
@@ -193,21 +201,25 @@ struct Lanes {  // running softmax state and scratch of a piece
 // `count` lanes from `lane0` against one packed tile, phase by phase, so that products of one sixteen overlap with the
 // arithmetic of another.
 template <class T, class Dots>
-static void attend_tile(const AttentionPiece *piece, const Lanes<T> &lanes, Shape shape, int64_t lane0, int64_t count, int64_t first, int64_t position0, int64_t group) {
+static void attend_tile(const AttentionPiece *piece, const Lanes<T> &lanes, Shape shape, int64_t lane0, int64_t count,
+                        int64_t first, int64_t position0, int64_t group) {
   alignas(64) float fade[kLanesAtOnce] = {}, added[kLanesAtOnce];
   const T *queries = lanes.queries + lane0 * shape.padded;
   float *maxima = lanes.maxima + lane0, *totals = lanes.totals + lane0;
   for (int64_t i = 0; i < count; i += 16)
-    Dots::scores(queries + i * shape.padded, lanes.keys, shape, count - i < 16 ? count - i : 16, lanes.scores + i * kKvTile);
+    Dots::scores(queries + i * shape.padded, lanes.keys, shape, count - i < 16 ? count - i : 16,
+                 lanes.scores + i * kKvTile);
   for (int64_t i = 0; i < count; i++) {
     int64_t position = position0 + (uint32_t)(piece->lane_first + lane0 + i) / (uint32_t)group;
     float before = maxima[i];
-    maxima[i] = weigh(piece->job, position, first, lanes.scores + i * kKvTile, before, lanes.weights + i * kKvTile, added + i);
+    maxima[i] =
+        weigh(piece->job, position, first, lanes.scores + i * kKvTile, before, lanes.weights + i * kKvTile, added + i);
     fade[i] = before - maxima[i];
   }
   for (int64_t i = 0; i < count; i += 16) {
     store(fade + i, vexp2(load(fade + i)));
-    Dots::values(lanes.weights + i * kKvTile, lanes.values, shape, count - i < 16 ? count - i : 16, lanes.tile + i * shape.padded);
+    Dots::values(lanes.weights + i * kKvTile, lanes.values, shape, count - i < 16 ? count - i : 16,
+                 lanes.tile + i * shape.padded);
   }
   for (int64_t i = 0; i < count; i++) {
     float *sum = lanes.sums + (lane0 + i) * shape.padded, *add = lanes.tile + i * shape.padded;
@@ -222,8 +234,10 @@ static void attend(const AttentionPiece *piece) {
   const PsKvCache *cache = &job->cache;
   int64_t group = job->num_q_heads / cache->num_kv_heads, dim = cache->head_dim, count = piece->lane_count;
   Shape shape = {dim, (dim + 31) / 32 * 32};
-  int64_t token0 = job->query_starts[piece->row], chunk = job->query_starts[piece->row + 1] - token0, context = job->context_lens[piece->row];
-  Span<T> span = {job, (const T *)cache->base, job->block_tables + piece->row * job->ld_tables, context, cache->num_kv_heads * dim, piece->kv_head * dim};
+  int64_t token0 = job->query_starts[piece->row], chunk = job->query_starts[piece->row + 1] - token0,
+          context = job->context_lens[piece->row];
+  Span<T> span = {job,     (const T *)cache->base,    job->block_tables + piece->row * job->ld_tables,
+                  context, cache->num_kv_heads * dim, piece->kv_head * dim};
   Lanes<T> lanes(piece->scratch, shape);
 
   int64_t padded_count = (count + 15) / 16 * 16;  // Spare lanes of a tile are zeros.
@@ -232,7 +246,8 @@ static void attend(const AttentionPiece *piece) {
   memset(lanes.sums, 0, (size_t)(count * shape.padded) * 4);
   for (int64_t i = 0; i < count; i++) {
     int64_t lane = piece->lane_first + i;
-    const T *q = (const T *)job->q + (token0 + lane / group) * job->ld_q + (piece->kv_head * group + lane % group) * dim;
+    const T *q =
+        (const T *)job->q + (token0 + lane / group) * job->ld_q + (piece->kv_head * group + lane % group) * dim;
     memcpy(lanes.queries + i * shape.padded, q, (size_t)dim * sizeof(T));
     lanes.maxima[i] = kNoMax, lanes.totals[i] = 0;
   }
@@ -246,13 +261,15 @@ static void attend(const AttentionPiece *piece) {
     // Lanes are in order of position: those from some sixteen on see this tile.
     int64_t seeing = (first - position0) * group - piece->lane_first, skipped = seeing > 0 ? seeing / 16 * 16 : 0;
     for (int64_t lane = skipped; lane < count; lane += kLanesAtOnce)
-      attend_tile<T, Dots>(piece, lanes, shape, lane, count - lane < kLanesAtOnce ? count - lane : kLanesAtOnce, first, position0, group);
+      attend_tile<T, Dots>(piece, lanes, shape, lane, count - lane < kLanesAtOnce ? count - lane : kLanesAtOnce, first,
+                           position0, group);
   }
   Dots::end();
   for (int64_t i = 0; i < count; i++) {
     int64_t lane = piece->lane_first + i;
     T *out = (T *)job->out + (token0 + lane / group) * job->ld_out + (piece->kv_head * group + lane % group) * dim;
-    for (int64_t d = 0; d < dim; d += 16) store_from_float(out + d, load(lanes.sums + i * shape.padded + d) / set1(lanes.totals[i]));
+    for (int64_t d = 0; d < dim; d += 16)
+      store_from_float(out + d, load(lanes.sums + i * shape.padded + d) / set1(lanes.totals[i]));
   }
 }
 

@@ -12,12 +12,14 @@ constexpr int kRequestPermission = 0x1023, kTileData = 18;
 
 bool amx_allowed() {
   // Linux gives tile state only to processes that ask; before 5.16 it cannot be asked for.
-  return __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-int8") && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-int8") &&
+         syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
 bool has(const KernelTable *table) {
   bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   bool dots = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
   if (table == &kAmx) return dots && amx_allowed();
   if (table == &kAvx512Bf16) return dots;

@@ -21,7 +21,8 @@ static inline float root(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(
 template <class T>
 static inline void norm_row(const T *x, const float *weight, T *y, int64_t n, float eps) {
   F16 scale = set1(1.0f / root(square_sum(x, n) / (float)n + eps));
-  for (int64_t i = 0; i < n; i += 16) store_tail(y + i, load_tail(x + i, n - i) * scale * load_tail(weight + i, n - i), n - i);
+  for (int64_t i = 0; i < n; i += 16)
+    store_tail(y + i, load_tail(x + i, n - i) * scale * load_tail(weight + i, n - i), n - i);
 }
 
 template <class T>
@@ -30,7 +31,8 @@ static void norm_rows(const PsNorm *job, int64_t first, int64_t last) {
     const T *x = (const T *)job->x + r * job->ldx;
     if (job->residual) {
       T *sum = (T *)job->residual + r * job->ldr;
-      for (int64_t i = 0; i < job->n; i += 16) store_tail(sum + i, load_tail(x + i, job->n - i) + load_tail(sum + i, job->n - i), job->n - i);
+      for (int64_t i = 0; i < job->n; i += 16)
+        store_tail(sum + i, load_tail(x + i, job->n - i) + load_tail(sum + i, job->n - i), job->n - i);
       x = sum;
     }
     norm_row(x, job->weight, (T *)job->y + r * job->ldy, job->n, job->eps);
@@ -49,7 +51,8 @@ static void silu_mul_rows(const PsSiluMul *job, int64_t first, int64_t last) {
   for (int64_t r = first; r < last; r++) {
     const T *gate = (const T *)job->x + r * job->ldx, *up = gate + job->n;
     T *y = (T *)job->y + r * job->ldy;
-    for (int64_t i = 0; i < job->n; i += 16) store_tail(y + i, silu(load_tail(gate + i, job->n - i)) * load_tail(up + i, job->n - i), job->n - i);
+    for (int64_t i = 0; i < job->n; i += 16)
+      store_tail(y + i, silu(load_tail(gate + i, job->n - i)) * load_tail(up + i, job->n - i), job->n - i);
   }
 }
 
@@ -74,7 +77,8 @@ static inline void rope_head(const PsRopeWrite *job, const T *x, const float *no
   float turned[512];
   for (int64_t i = 0; i < half; i += 16) {
     int64_t left = half - i;
-    F16 a = load_tail(v + i, left), b = load_tail(v + half + i, left), c = load_tail(cos + i, left), s = load_tail(sin + i, left);
+    F16 a = load_tail(v + i, left), b = load_tail(v + half + i, left), c = load_tail(cos + i, left),
+        s = load_tail(sin + i, left);
     store_tail(turned + i, a * c - b * s, left);
     store_tail(turned + half + i, fma(b, c, a * s), left);
   }
@@ -93,7 +97,8 @@ static void rope_write_rows(const PsRopeWrite *job, int64_t first, int64_t last)
     for (int64_t h = 0; h < heads; h++) rope_head(job, x + h * dim, job->q_norm, position, q + h * dim);
     if (slot < 0) continue;
     const T *key = x + heads * dim, *value = key + kv_heads * dim;
-    T *where = (T *)cache->base + slot / cache->block_size * cache->block_stride + slot % cache->block_size * kv_heads * dim;
+    T *where =
+        (T *)cache->base + slot / cache->block_size * cache->block_stride + slot % cache->block_size * kv_heads * dim;
     for (int64_t h = 0; h < kv_heads; h++) rope_head(job, key + h * dim, job->k_norm, position, where + h * dim);
     memcpy(where + cache->kv_stride, value, (size_t)(kv_heads * dim) * sizeof(T));
   }

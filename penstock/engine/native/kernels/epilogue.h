@@ -5,6 +5,7 @@
 
 namespace {
 
+using penstock::kRowsMax;
 using penstock::LinearPiece;
 
 // Sums [rows][32] of a panel, float or exact int32; int32 get one scale per row and one per column.
@@ -55,7 +56,8 @@ static inline void finish_block(const LinearPiece *piece, int64_t panel, int64_t
   finish_typed<float>(piece->job, panel, row, rows, {sums, zero(), zero(), nullptr});
 }
 
-static inline void finish_block(const LinearPiece *piece, int64_t panel, int64_t row, int64_t rows, const int32_t *sums) {
+static inline void finish_block(const LinearPiece *piece, int64_t panel, int64_t row, int64_t rows,
+                                const int32_t *sums) {
   const float *scale = piece->job->weight->scale + panel * 32;
   finish_typed<int32_t>(piece->job, panel, row, rows, {sums, load(scale), load(scale + 16), piece->a_scale + row});
 }

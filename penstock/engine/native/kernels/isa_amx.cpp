@@ -31,7 +31,8 @@ struct Ahead {
   inline void step() {
     for (int i = 0; i < weight_lines; i++) _mm_prefetch(weights + i * 64, _MM_HINT_T1);
     weights += weight_lines * 64;
-    for (int64_t i = 0; i < rows_per_step && out_rows > 0; i++, out_rows--, out += out_stride) __builtin_prefetch(out, 1, 3);
+    for (int64_t i = 0; i < rows_per_step && out_rows > 0; i++, out_rows--, out += out_stride)
+      __builtin_prefetch(out, 1, 3);
   }
 };
 
@@ -53,16 +54,19 @@ static inline void memory_fence() { __asm__ volatile("" ::: "memory"); }
 
 // One or two tiles of rows by one panel. `a` steps by a_step bytes and its second tile lies a_tile bytes on.
 template <class Tiles, bool Two>
-static void tile_block(const char *a, int64_t a_step, int64_t a_tile, const char *w, int64_t steps, char *sums, bool fresh, Ahead ahead) {
+static void tile_block(const char *a, int64_t a_step, int64_t a_tile, const char *w, int64_t steps, char *sums,
+                       bool fresh, Ahead ahead) {
   memory_fence();
   if (fresh) {
-    _tile_zero(0); _tile_zero(1);
+    _tile_zero(0);
+    _tile_zero(1);
     if (Two) {
       _tile_zero(2);
       _tile_zero(3);
     }
   } else {
-    _tile_loadd(0, sums, 128); _tile_loadd(1, sums + 64, 128);
+    _tile_loadd(0, sums, 128);
+    _tile_loadd(1, sums + 64, 128);
     if (Two) {
       _tile_loadd(2, sums + 2048, 128);
       _tile_loadd(3, sums + 2048 + 64, 128);
@@ -81,42 +85,58 @@ static void tile_block(const char *a, int64_t a_step, int64_t a_tile, const char
     }
     ahead.step();
   }
-  _tile_stored(0, sums, 128); _tile_stored(1, sums + 64, 128);
+  _tile_stored(0, sums, 128);
+  _tile_stored(1, sums + 64, 128);
   if (Two) {
-      _tile_stored(2, sums + 2048, 128);
-      _tile_stored(3, sums + 2048 + 64, 128);
-    }
+    _tile_stored(2, sums + 2048, 128);
+    _tile_stored(3, sums + 2048 + 64, 128);
+  }
   memory_fence();
 }
+
+// k is done in slices whose weights stay in L1 while every row passes by; a row's sums wait in between, unrounded.
+constexpr int64_t kSliceSteps = 16;
 
 template <class Tiles>
 static void tile_panel(const LinearPiece *piece, int64_t panel, bool last_panel) {
   const PsLinear *job = piece->job;
   const PsWeight *w = job->weight;
-  bool ints = w->type == PS_I8;
-  int64_t per_step = ints ? 64 : 32, m = job->m, first = piece->k_first / per_step, steps = piece->k_last / per_step - first;
+  bool ints = w->type == PS_I8, done = piece->k_last == w->k_padded;
+  int64_t per_step = ints ? 64 : 32, m = job->m, first = piece->k_first / per_step,
+          steps = piece->k_last / per_step - first;
   int64_t a_step = m <= 16 ? m * 64 : 1024, a_tile = w->k_padded / per_step * 1024, blocks = (m + 31) / 32;
+  int64_t slices = blocks > 2 ? (steps + kSliceSteps - 1) / kSliceSteps : 1,
+          slice_steps = (steps + slices - 1) / slices;
+  int64_t out_width = w->epilogue == PS_SILU_MUL ? 16 : 32, out_size = job->y_type == PS_BF16 ? 2 : 4;
   const char *weights = (const char *)w->data + (panel * (w->k_padded / per_step) + first) * 2048;
   const char *next = last_panel ? weights : weights + w->k_padded / per_step * 2048;
   int lines = blocks > 1 && !last_panel ? (int)((32 + blocks - 1) / blocks) : 0;
-  alignas(64) float here[32 * 32];
-  bool done = piece->k_last == w->k_padded;
-  int64_t out_width = w->epilogue == PS_SILU_MUL ? 16 : 32, out_size = job->y_type == PS_BF16 ? 2 : 4;
-  for (int64_t row = 0; row < m; row += 32) {
-    int64_t rows = m - row < 32 ? m - row : 32;
-    const char *a = (const char *)piece->a + row / 16 * a_tile + first * a_step;
-    float *sums = piece->partial ? piece->partial + ((panel - piece->partial_panel) * piece->m_padded + row) * 32 : here;
-    char *y = (char *)job->y + (row * job->ldy + panel * out_width) * out_size;
-    Ahead ahead = {next + row / 32 * steps * lines * 64, lines, y, job->ldy * out_size, done ? rows : 0, (rows + steps - 1) / steps};
-    if (rows > 16)
-      tile_block<Tiles, true>(a, a_step, a_tile, weights, steps, (char *)sums, piece->k_first == 0, ahead);
-    else
-      tile_block<Tiles, false>(a, a_step, a_tile, weights, steps, (char *)sums, piece->k_first == 0, ahead);
-    if (!done) continue;
-    if (ints)
-      finish_block(piece, panel, row, rows, (const int32_t *)sums);
-    else
-      finish_block(piece, panel, row, rows, sums);
+  alignas(64) float here[kRowsMax * 32];
+  float *waiting = piece->partial ? piece->partial + (panel - piece->partial_panel) * piece->m_padded * 32 : here;
+  for (int64_t step = 0; step < steps; step += slice_steps) {
+    int64_t some = steps - step < slice_steps ? steps - step : slice_steps;
+    bool finish = done && step + some == steps, fresh = piece->k_first == 0 && step == 0;
+    for (int64_t row = 0; row < m; row += 32) {
+      int64_t rows = m - row < 32 ? m - row : 32;
+      const char *a = (const char *)piece->a + row / 16 * a_tile + (first + step) * a_step;
+      float *sums = fresh && finish ? here : waiting + row * 32;
+      char *y = (char *)job->y + (row * job->ldy + panel * out_width) * out_size;
+      Ahead ahead = {next + (step * blocks + row / 32 * some) * lines * 64,
+                     lines,
+                     y,
+                     job->ldy * out_size,
+                     finish ? rows : 0,
+                     (rows + some - 1) / some};
+      if (rows > 16)
+        tile_block<Tiles, true>(a, a_step, a_tile, weights + step * 2048, some, (char *)sums, fresh, ahead);
+      else
+        tile_block<Tiles, false>(a, a_step, a_tile, weights + step * 2048, some, (char *)sums, fresh, ahead);
+      if (!finish) continue;
+      if (ints)
+        finish_block(piece, panel, row, rows, (const int32_t *)sums);
+      else
+        finish_block(piece, panel, row, rows, sums);
+    }
   }
 }
 
@@ -140,7 +160,9 @@ static void amx_linear(const LinearPiece *piece, int64_t panel_first, int64_t pa
     if (type == PS_BF16)
       tile_panel<Bf16Tiles>(piece, panel, panel + 1 == panel_last);
     else if (type == PS_I4)
-      int4_panel(piece, panel, [piece](const bf16 *w, int64_t k, int64_t row, int64_t rows, float *sums) { tile_group(piece, w, k, row, rows, sums); });
+      int4_panel(piece, panel, [piece](const bf16 *w, int64_t k, int64_t row, int64_t rows, float *sums) {
+        tile_group(piece, w, k, row, rows, sums);
+      });
     else
       tile_panel<Int8Tiles>(piece, panel, panel + 1 == panel_last);
   }
@@ -178,7 +200,10 @@ struct TileDots {
   static void scores(const bf16 *q, const bf16 *keys, Shape shape, int64_t, float *out) {
     int64_t group = 16 * shape.padded;
     memory_fence();
-    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
     for (int64_t d = 0; d < shape.padded; d += 32, keys += 512) {
       _tile_loadd(4, q + d, shape.padded * 2);
       _tile_loadd(6, keys, 64);
@@ -190,8 +215,10 @@ struct TileDots {
       _tile_loadd(7, keys + 3 * group, 64);
       _tile_dpbf16ps(3, 4, 7);
     }
-    _tile_stored(0, out, kKvTile * 4); _tile_stored(1, out + 16, kKvTile * 4);
-    _tile_stored(2, out + 32, kKvTile * 4); _tile_stored(3, out + 48, kKvTile * 4);
+    _tile_stored(0, out, kKvTile * 4);
+    _tile_stored(1, out + 16, kKvTile * 4);
+    _tile_stored(2, out + 32, kKvTile * 4);
+    _tile_stored(3, out + 48, kKvTile * 4);
     memory_fence();
   }
 
@@ -237,4 +264,6 @@ static void amx_attention(const AttentionPiece *piece) {
 }  // namespace
 
 const penstock::KernelTable penstock::kAmx = {
-    "amx", 16, 1 << PS_F32 | 1 << PS_BF16 | 1 << PS_I8 | 1 << PS_I4, amx_pack_rows, amx_linear, rms_norm, silu_mul, rope_write, amx_attention};
+    "amx",         16,         1 << PS_F32 | 1 << PS_BF16 | 1 << PS_I8 | 1 << PS_I4,
+    amx_pack_rows, amx_linear, rms_norm,
+    silu_mul,      rope_write, amx_attention};

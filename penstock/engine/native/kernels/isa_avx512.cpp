@@ -3,5 +3,12 @@
 #include "elementwise.h"
 #include "linear.h"
 
-const penstock::KernelTable penstock::kAvx512 = {
-    "avx512", 0, 1 << PS_F32 | 1 << PS_BF16 | 1 << PS_I4, pack_rows_plain, vector_linear, rms_norm, silu_mul, rope_write, vector_attention};
+const penstock::KernelTable penstock::kAvx512 = {"avx512",
+                                                 0,
+                                                 1 << PS_F32 | 1 << PS_BF16 | 1 << PS_I4,
+                                                 pack_rows_plain,
+                                                 vector_linear,
+                                                 rms_norm,
+                                                 silu_mul,
+                                                 rope_write,
+                                                 vector_attention};

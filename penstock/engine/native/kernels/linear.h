@@ -18,7 +18,8 @@ constexpr int kRowBlock = 2;
 
 // R rows by one panel of bf16 weights, k in [k_first, k_last).
 template <int R>
-static void bf16_rows(const bf16 *w, const bf16 *a, int64_t lda, int64_t k_first, int64_t k_last, float *sums, bool fresh) {
+static void bf16_rows(const bf16 *w, const bf16 *a, int64_t lda, int64_t k_first, int64_t k_last, float *sums,
+                      bool fresh) {
   F16 acc[R][2];
   for (int r = 0; r < R; r++)
     for (int h = 0; h < 2; h++) acc[r][h] = fresh ? zero() : load(sums + r * 32 + h * 16);
@@ -38,7 +39,8 @@ static void bf16_rows(const bf16 *w, const bf16 *a, int64_t lda, int64_t k_first
 }
 
 template <int R>
-static void f32_rows(const float *w, const float *a, int64_t lda, int64_t k_first, int64_t k_last, float *sums, bool fresh) {
+static void f32_rows(const float *w, const float *a, int64_t lda, int64_t k_first, int64_t k_last, float *sums,
+                     bool fresh) {
   F16 acc[R][2];
   for (int r = 0; r < R; r++)
     for (int h = 0; h < 2; h++) acc[r][h] = fresh ? zero() : load(sums + r * 32 + h * 16);
@@ -91,9 +93,11 @@ static void rows_at(const LinearPiece *piece, int64_t panel, int64_t row) {
   bool fresh = piece->k_first == 0;
   int64_t lda = piece->lda;
   if (w->type == PS_BF16)
-    bf16_rows<R>((const bf16 *)w->data + panel * w->k_padded * 32, (const bf16 *)piece->a + row * lda, lda, piece->k_first, piece->k_last, sums, fresh);
+    bf16_rows<R>((const bf16 *)w->data + panel * w->k_padded * 32, (const bf16 *)piece->a + row * lda, lda,
+                 piece->k_first, piece->k_last, sums, fresh);
   else if (w->type == PS_F32)
-    f32_rows<R>((const float *)w->data + panel * w->k_padded * 32, (const float *)piece->a + row * lda, lda, piece->k_first, piece->k_last, sums, fresh);
+    f32_rows<R>((const float *)w->data + panel * w->k_padded * 32, (const float *)piece->a + row * lda, lda,
+                piece->k_first, piece->k_last, sums, fresh);
 #ifdef __AVX512VNNI__
   else if (w->type == PS_I8)
     return i8_rows<R>(piece, panel, row, (const int8_t *)piece->a + row * lda, lda);
@@ -108,7 +112,8 @@ static void vector_linear(const LinearPiece *piece, int64_t panel_first, int64_t
       int4_panel(piece, panel, [piece](const bf16 *w, int64_t k, int64_t row, int64_t rows, float *sums) {
         const bf16 *a = (const bf16 *)piece->a + row * piece->lda + k;
         int64_t group = piece->job->weight->group, r = 0;
-        for (; r + kRowBlock <= rows; r += kRowBlock) bf16_rows<kRowBlock>(w, a + r * piece->lda, piece->lda, 0, group, sums + r * 32, true);
+        for (; r + kRowBlock <= rows; r += kRowBlock)
+          bf16_rows<kRowBlock>(w, a + r * piece->lda, piece->lda, 0, group, sums + r * 32, true);
         for (; r < rows; r++) bf16_rows<1>(w, a + r * piece->lda, piece->lda, 0, group, sums + r * 32, true);
       });
       continue;
@@ -156,7 +161,7 @@ static void quantize_row(const PsLinear *job, int64_t r, int8_t *out, int64_t st
 // Rows [first, last) of x as the kernels read them: row-major, k padded with zeros, quantized for int8 weights.
 static void pack_rows_plain(const PsLinear *job, int64_t first, int64_t last, void *a, float *a_scale) {
   int64_t k = job->weight->k, padded = job->weight->k_padded;
-  for (int64_t r = first; r < last; r++) {
+  for (int64_t r = first; r < last && r < job->m; r++) {
     if (job->weight->type == PS_I8) {
       quantize_row(job, r, (int8_t *)a + r * padded, 64, a_scale + r);
       continue;

@@ -6,27 +6,30 @@
 // With a second matrix (gate and up) a panel's first half holds 16 columns of the first, its second half the same
 // columns of the second. Missing columns and inputs are zeros.
 #include "penstock_native.h"
+#include "pool.h"
 
 #include <string.h>
 
 namespace {
 
-template <class T, int kStep>
-void pack_panel(const T *first, const T *second, int64_t panel, int64_t n, int64_t k, int64_t k_padded, T *out) {
-  constexpr int64_t kBlock = 16 * kStep;  // inputs to a 1 KiB half block
-  for (int64_t k0 = 0; k0 < k_padded; k0 += kBlock)
-    for (int half = 0; half < 2; half++)
-      for (int64_t i = 0; i < 16; i++)
-        for (int64_t c = 0; c < 16; c++)
-          for (int64_t j = 0; j < kStep; j++) {
-            const T *source = second && half ? second : first;
-            int64_t column = second ? panel * 16 + c : panel * 32 + half * 16 + c, in = k0 + i * kStep + j;
-            *out++ = column < n && in < k ? source[column * k + in] : T(0);
-          }
+// Panels of 32-bit words, of two bf16 or four int8 inputs: [steps][2 halves][16 words of k][16 columns].
+void pack_words(const char *first, const char *second, int64_t panel, int64_t n, int64_t row_bytes, int64_t steps,
+                uint32_t *out) {
+  for (int64_t step = 0; step < steps; step++)
+    for (int half = 0; half < 2; half++, out += 256)
+      for (int64_t c = 0; c < 16; c++) {
+        const char *source = second && half ? second : first;
+        int64_t column = second ? panel * 16 + c : panel * 32 + half * 16 + c,
+                left = column < n ? row_bytes - step * 64 : 0;
+        uint32_t words[16] = {};
+        if (left > 0) memcpy(words, source + column * row_bytes + step * 64, (size_t)(left < 64 ? left : 64));
+        for (int64_t i = 0; i < 16; i++) out[i * 16 + c] = words[i];
+      }
 }
 
 // Values 0 to 15, one to a byte; what is missing is 8, which stands for 0.
-void pack_nibbles(const uint8_t *first, const uint8_t *second, int64_t panel, int64_t n, int64_t k, int64_t k_padded, uint8_t *out) {
+void pack_nibbles(const uint8_t *first, const uint8_t *second, int64_t panel, int64_t n, int64_t k, int64_t k_padded,
+                  uint8_t *out) {
   for (int64_t k0 = 0; k0 < k_padded; k0 += 32)
     for (int half = 0; half < 2; half++)
       for (int64_t quarter = 0; quarter < 4; quarter++)
@@ -42,7 +45,8 @@ void pack_nibbles(const uint8_t *first, const uint8_t *second, int64_t panel, in
           }
 }
 
-void pack_floats(const float *first, const float *second, int64_t panel, int64_t n, int64_t k, int64_t k_padded, float *out) {
+void pack_floats(const float *first, const float *second, int64_t panel, int64_t n, int64_t k, int64_t k_padded,
+                 float *out) {
   for (int64_t in = 0; in < k_padded; in++)
     for (int64_t c = 0; c < 32; c++) {
       const float *source = second && c >= 16 ? second : first;
@@ -53,17 +57,21 @@ void pack_floats(const float *first, const float *second, int64_t panel, int64_t
 
 }  // namespace
 
-PS_EXPORT void ps_pack(int32_t type, const void *first, const void *second, int64_t n, int64_t k, int64_t k_padded, void *out) {
+PS_EXPORT void ps_pack(int32_t type, const void *first, const void *second, int64_t n, int64_t k, int64_t k_padded,
+                       void *out) {
   int64_t width = second ? 16 : 32, panels = (n + width - 1) / width;
-  for (int64_t p = 0; p < panels; p++) {
+  auto pack = [=](int64_t p, int) {
     int64_t at = p * 32 * k_padded;
     if (type == PS_BF16)
-      pack_panel<uint16_t, 2>((const uint16_t *)first, (const uint16_t *)second, p, n, k, k_padded, (uint16_t *)out + at);
+      pack_words((const char *)first, (const char *)second, p, n, k * 2, k_padded / 32,
+                 (uint32_t *)((uint16_t *)out + at));
     else if (type == PS_I8)
-      pack_panel<int8_t, 4>((const int8_t *)first, (const int8_t *)second, p, n, k, k_padded, (int8_t *)out + at);
+      pack_words((const char *)first, (const char *)second, p, n, k, k_padded / 64, (uint32_t *)((int8_t *)out + at));
     else if (type == PS_I4)
       pack_nibbles((const uint8_t *)first, (const uint8_t *)second, p, n, k, k_padded, (uint8_t *)out + at / 2);
     else
       pack_floats((const float *)first, (const float *)second, p, n, k, k_padded, (float *)out + at);
-  }
+  };
+  penstock::PoolLock held;
+  penstock::parallel(panels, pack);
 }

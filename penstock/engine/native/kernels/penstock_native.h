@@ -22,8 +22,9 @@ struct PsWeight {
   int64_t k_padded;     // k rounded up to the type's step
   int64_t panels;       // panels of 32 columns
   int32_t type;         // PsType
-  int32_t epilogue;     // PsEpilogue: with SILU_MUL a panel is 16 gate columns, then their 16 up columns, and gives 16 outputs
-  int32_t group;        // I4: inputs per scale
+  int32_t
+      epilogue;  // PsEpilogue: with SILU_MUL a panel is 16 gate columns, then their 16 up columns, and gives 16 outputs
+  int32_t group;  // I4: inputs per scale
   int32_t reserved;
 };
 
@@ -37,10 +38,10 @@ struct PsLinear {
 };
 
 struct PsNorm {
-  const void *x;       // [m, n]
-  void *residual;      // [m, n] or null: residual += x first, and the sum is what gets normalized
-  const float *weight; // [n]
-  void *y;             // [m, n]
+  const void *x;        // [m, n]
+  void *residual;       // [m, n] or null: residual += x first, and the sum is what gets normalized
+  const float *weight;  // [n]
+  void *y;              // [m, n]
   int64_t m, n, ldx, ldr, ldy;
   float eps;
   int32_t type;
@@ -62,13 +63,13 @@ struct PsKvCache {
 };
 
 struct PsRopeWrite {
-  const void *qkv;            // [t, (num_q_heads + 2 num_kv_heads) * head_dim], the cache's type
-  void *q;                    // [t, num_q_heads * head_dim]
-  const float *q_norm;        // [head_dim] or null
-  const float *k_norm;        // [head_dim] or null
-  const float *cos, *sin;     // [num_positions, rotary_dim / 2]
-  const int64_t *positions;   // [t]
-  const int64_t *slots;       // [t]: block * block_size + slot, or -1 to store nothing
+  const void *qkv;           // [t, (num_q_heads + 2 num_kv_heads) * head_dim], the cache's type
+  void *q;                   // [t, num_q_heads * head_dim]
+  const float *q_norm;       // [head_dim] or null
+  const float *k_norm;       // [head_dim] or null
+  const float *cos, *sin;    // [num_positions, rotary_dim / 2]
+  const int64_t *positions;  // [t]
+  const int64_t *slots;      // [t]: block * block_size + slot, or -1 to store nothing
   PsKvCache cache;
   int64_t t, ld_qkv, ld_q;
   int32_t num_q_heads, rotary_dim;
@@ -85,8 +86,8 @@ struct PsAttention {
   PsKvCache cache;
   int64_t rows, ld_tables, ld_q, ld_out;
   int32_t num_q_heads;
-  int32_t window;               // a query sees the last `window` positions including its own; 0: all
-  float scale, softcap;         // softcap 0: none
+  int32_t window;        // a query sees the last `window` positions including its own; 0: all
+  float scale, softcap;  // softcap 0: none
 };
 
 // One pre-norm block: norm, qkv, (head norms) RoPE, attention, o, +, norm, SiLU(gate) * up, down, +.
@@ -116,20 +117,26 @@ struct PsStep {
   const int64_t *token_ids;  // [t]
   const int64_t *samples;    // [num_samples] tokens whose logits are wanted
   const int32_t *block_tables, *query_starts, *context_lens;
-  float *logits;             // [num_samples, vocab]
+  float *logits;  // [num_samples, vocab]
   int64_t t, rows, ld_tables, num_samples;
 };
 
 PS_EXPORT int32_t ps_abi_version(void);
-PS_EXPORT int64_t ps_struct_bytes(int32_t index);  // size of the index-th struct of this file, for the other side to check
-PS_EXPORT const char *ps_init(const char *isa);  // best ISA, or the named one; returns its name or null. Once per process.
+PS_EXPORT int64_t
+ps_struct_bytes(int32_t index);  // size of the index-th struct of this file, for the other side to check
+PS_EXPORT const char *ps_init(
+    const char *isa);  // best ISA, or the named one; returns its name or null. Once per process.
 PS_EXPORT int32_t ps_set_threads(int32_t num_threads, int32_t spin_us, int32_t pin);
 PS_EXPORT int32_t ps_supports(int32_t weight_type);
 
+// Asks for huge pages under memory of the caller's, touched or not; a wish that may be refused.
+PS_EXPORT void ps_advise_huge(void *at, int64_t bytes);
 // `first` and perhaps `second` are [n, k], dense; I4 comes as one value from 0 to 15 to a byte.
-PS_EXPORT void ps_pack(int32_t type, const void *first, const void *second, int64_t n, int64_t k, int64_t k_padded, void *out);
+PS_EXPORT void ps_pack(int32_t type, const void *first, const void *second, int64_t n, int64_t k, int64_t k_padded,
+                       void *out);
 
-// Each returns 0, or -1 when scratch memory could not be had, or (ps_step) -2 when a table points outside of its buffer.
+// Each returns 0, or -1 when scratch memory could not be had, or (ps_step) -2 when a table points outside of its
+// buffer.
 PS_EXPORT int32_t ps_linear(const PsLinear *job);
 PS_EXPORT int32_t ps_rms_norm(const PsNorm *job);
 PS_EXPORT int32_t ps_silu_mul(const PsSiluMul *job);

@@ -23,7 +23,7 @@ constexpr uint64_t kClosed = 0xffffffffu;
 
 struct Pool {
   pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-  int wanted = 1;          // threads, the caller included
+  int wanted = 1;  // threads, the caller included
   int started = 1;
   bool pin = false;
   std::atomic<int64_t> spin_ns{50'000};
@@ -44,7 +44,9 @@ int64_t now_ns() {
   return t.tv_sec * 1'000'000'000ll + t.tv_nsec;
 }
 
-void futex(std::atomic<uint32_t> *word, int op, uint32_t value) { syscall(SYS_futex, (uint32_t *)word, op, value, nullptr, nullptr, 0); }
+void futex(std::atomic<uint32_t> *word, int op, uint32_t value) {
+  syscall(SYS_futex, (uint32_t *)word, op, value, nullptr, nullptr, 0);
+}
 
 void claim_chunks(int worker) {
   for (;;) {

@@ -17,7 +17,11 @@ struct Sizes {
   int64_t element, hidden, q, qkv, wide;
 
   explicit Sizes(const PsDecoder *d)
-      : element(d->cache.type == PS_BF16 ? 2 : 4), hidden(d->hidden), q(d->num_q_heads * d->cache.head_dim), qkv(q + 2 * d->cache.num_kv_heads * d->cache.head_dim), wide(qkv > d->intermediate ? qkv : d->intermediate) {}
+      : element(d->cache.type == PS_BF16 ? 2 : 4),
+        hidden(d->hidden),
+        q(d->num_q_heads * d->cache.head_dim),
+        qkv(q + 2 * d->cache.num_kv_heads * d->cache.head_dim),
+        wide(qkv > d->intermediate ? qkv : d->intermediate) {}
 };
 
 bool place(const Sizes &sizes, const PsStep *step, Buffers *out) {
@@ -27,11 +31,14 @@ bool place(const Sizes &sizes, const PsStep *step, Buffers *out) {
     total += (bytes + 63) / 64 * 64;
     return at;
   };
-  int64_t residual = take(t * sizes.hidden * row), normed = take(t * sizes.hidden * row), wide = take(t * sizes.wide * row), q = take(t * sizes.q * row),
-          attended = take(t * sizes.q * row), picked = take(step->num_samples * sizes.hidden * row), positions = take(t * 8), slots = take(t * 8);
+  int64_t residual = take(t * sizes.hidden * row), normed = take(t * sizes.hidden * row),
+          wide = take(t * sizes.wide * row), q = take(t * sizes.q * row), attended = take(t * sizes.q * row),
+          picked = take(step->num_samples * sizes.hidden * row), positions = take(t * 8), slots = take(t * 8);
   if (!activations.reserve(total)) return false;
   char *at = activations.at;
-  *out = {at + residual, at + normed, at + wide, at + q, at + attended, at + picked, (int64_t *)(at + positions), (int64_t *)(at + slots)};
+  *out = {
+      at + residual,          at + normed, at + wide, at + q, at + attended, at + picked, (int64_t *)(at + positions),
+      (int64_t *)(at + slots)};
   return true;
 }
 
@@ -40,9 +47,11 @@ bool locate(const PsDecoder *d, const PsStep *step, const Buffers &buffers) {
   int64_t size = d->cache.block_size;
   if (step->query_starts[0] != 0 || step->query_starts[step->rows] != step->t) return false;
   for (int64_t row = 0; row < step->rows; row++) {
-    int64_t first = step->query_starts[row], count = step->query_starts[row + 1] - first, context = step->context_lens[row];
+    int64_t first = step->query_starts[row], count = step->query_starts[row + 1] - first,
+            context = step->context_lens[row];
     const int32_t *table = step->block_tables + row * step->ld_tables;
-    if (count < 0 || context < count || context > d->num_positions || (context + size - 1) / size > step->ld_tables) return false;
+    if (count < 0 || context < count || context > d->num_positions || (context + size - 1) / size > step->ld_tables)
+      return false;
     for (int64_t block = 0; block * size < context; block++)
       if (table[block] < 0 || table[block] >= d->num_blocks) return false;
     for (int64_t i = 0; i < count; i++) {
@@ -100,8 +109,23 @@ struct Run {
     const PsLayer *l = d->layers + index;
     PsKvCache cache = d->cache;
     cache.base = (char *)cache.base + index * d->layer_stride * sizes.element;
-    PsRopeWrite rope = {buffers.wide, buffers.q, l->q_norm, l->k_norm, d->cos, d->sin, buffers.positions, buffers.slots, cache, step->t, sizes.qkv, sizes.q, d->num_q_heads, d->rotary_dim, d->eps, 0};
-    PsAttention attend = {buffers.q, buffers.attended, step->block_tables, step->query_starts, step->context_lens, cache, step->rows, step->ld_tables, sizes.q, sizes.q, d->num_q_heads, (int32_t)l->window, d->scale, d->softcap};
+    PsRopeWrite rope = {buffers.wide,      buffers.q,     l->q_norm, l->k_norm, d->cos,    d->sin,
+                        buffers.positions, buffers.slots, cache,     step->t,   sizes.qkv, sizes.q,
+                        d->num_q_heads,    d->rotary_dim, d->eps,    0};
+    PsAttention attend = {buffers.q,
+                          buffers.attended,
+                          step->block_tables,
+                          step->query_starts,
+                          step->context_lens,
+                          cache,
+                          step->rows,
+                          step->ld_tables,
+                          sizes.q,
+                          sizes.q,
+                          d->num_q_heads,
+                          (int32_t)l->window,
+                          d->scale,
+                          d->softcap};
     int32_t failed = norm(buffers.residual, l->input_norm, buffers.normed, step->t);
     failed |= multiply(&l->qkv, buffers.normed, buffers.wide, false);
     failed |= rope_write(&rope);
@@ -119,7 +143,8 @@ struct Run {
     for (int64_t i = 0; i < step->num_samples; i++) {
       if (norm(buffers.residual + step->samples[i] * bytes, d->final_norm, buffers.picked + i * bytes, 1)) return -1;
     }
-    PsLinear job = {&d->head, buffers.picked, step->logits, nullptr, step->num_samples, sizes.hidden, d->head.n, 0, d->cache.type, PS_F32};
+    PsLinear job = {&d->head, buffers.picked, step->logits, nullptr, step->num_samples, sizes.hidden, d->head.n,
+                    0,        d->cache.type,  PS_F32};
     return linear(&job);
   }
 };

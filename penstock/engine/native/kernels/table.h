@@ -7,10 +7,10 @@ namespace penstock {
 // A piece of a linear: inputs [k_first, k_last), every row. Between pieces of k the sums wait in `partial`.
 struct LinearPiece {
   const PsLinear *job;
-  const void *a;         // packed inputs, see pack_rows
-  int64_t lda;           // elements between rows of a, where a is row-major
-  const float *a_scale;  // I8: [m]; I4: sums of x, [m][groups]
-  float *partial;        // [panels of the slab][m_padded][32], or null when k is done in one piece
+  const void *a;                    // packed inputs, see pack_rows
+  int64_t lda;                      // elements between rows of a, where a is row-major
+  const float *a_scale;             // I8: [m]; I4: sums of x, [m][groups]
+  float *partial;                   // [panels of the slab][m_padded][32], or null when k is done in one piece
   int64_t m_padded, partial_panel;  // partial's first panel
   int64_t k_first, k_last;
 };
@@ -23,7 +23,7 @@ struct AttentionPiece {
 
 struct KernelTable {
   const char *name;
-  int32_t row_tile;  // rows to a packed input tile; 0: inputs stay row-major
+  int32_t row_tile;      // rows to a packed input tile; 0: inputs stay row-major
   int32_t weight_types;  // bit set of PsType
   void (*pack_rows)(const PsLinear *job, int64_t first, int64_t last, void *a, float *a_scale);
   void (*linear)(const LinearPiece *piece, int64_t panel_first, int64_t panel_last);
@@ -33,9 +33,10 @@ struct KernelTable {
   void (*attention)(const AttentionPiece *piece);
 };
 
+constexpr int64_t kRowsMax = 512;         // rows of a linear done together
 constexpr int64_t kAttentionLanes = 192;  // lanes to a work item: they share the packing of keys and values
 constexpr int64_t kLanesAtOnce = 64;      // lanes whose scores are in the cache together
-constexpr int64_t kKvTile = 64;          // tokens to a softmax step; part of the numerics, so never tuned at run time
+constexpr int64_t kKvTile = 64;           // tokens to a softmax step; part of the numerics, so never tuned at run time
 
 // Bytes of scratch that an attention piece needs, the same for every instruction set.
 inline int64_t attention_scratch_bytes(int64_t head_dim) {

@@ -35,14 +35,21 @@ static inline float max_lanes(F16 a) {
 }
 // Lanes [from, to) of a, minus infinity in the others.
 static inline F16 keep_lanes(F16 a, int64_t from, int64_t to) {
-  uint32_t below_to = to >= 16 ? 0xffffu : to <= 0 ? 0u : (1u << to) - 1, below_from = from >= 16 ? 0xffffu : from <= 0 ? 0u : (1u << from) - 1;
+  uint32_t below_to = to >= 16  ? 0xffffu
+                      : to <= 0 ? 0u
+                                : (1u << to) - 1,
+           below_from = from >= 16  ? 0xffffu
+                        : from <= 0 ? 0u
+                                    : (1u << from) - 1;
   return {_mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), (__mmask16)(below_to & ~below_from), a.v)};
 }
 static inline F16 vround(F16 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 // 2^n for integral n in [-252, 252], by two multiplications so that results may be subnormal.
 static inline F16 scale2(F16 a, F16 n) { return {_mm512_scalef_ps(a.v, n.v)}; }
 // a where x is not NaN, else x: keeps NaN visible through clamps.
-static inline F16 keep_nan(F16 x, F16 a) { return {_mm512_mask_mov_ps(a.v, _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q), x.v)}; }
+static inline F16 keep_nan(F16 x, F16 a) {
+  return {_mm512_mask_mov_ps(a.v, _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q), x.v)};
+}
 static inline F16 load_bf16(const bf16 *p) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16))};
 }
@@ -65,7 +72,9 @@ static inline void store_32(bf16 *p, F16 a, F16 b) {
 }
 #endif
 static inline void store_bf16(bf16 *p, F16 a) { _mm256_storeu_si256((__m256i *)p, to_bf16(a)); }
-static inline void store_i8(int8_t *p, F16 a) { _mm_storeu_si128((__m128i *)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a.v))); }
+static inline void store_i8(int8_t *p, F16 a) {
+  _mm_storeu_si128((__m128i *)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a.v)));
+}
 // acc + even lanes' product, then + odd lanes' product, for 16 pairs against one pair of x (as 32 bits).
 static inline F16 dot_pairs(F16 acc, const bf16 *pairs, uint32_t x) {
 #ifdef __AVX512BF16__
@@ -83,8 +92,10 @@ static inline F16 dot_pairs(F16 acc, const bf16 *pairs, uint32_t x) {
 // that of its high half, each less 8.
 static inline void expand_nibbles(const uint8_t *words, bf16 *out) {
   // The lookup uses five bits of an index, of which the fifth belongs to the next nibble: the table is there twice.
-  alignas(64) static const bf16 kValues[32] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
-                                               0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+  alignas(64) static const bf16 kValues[32] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+                                               0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+                                               0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+                                               0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
   __m512i values = _mm512_load_si512(kValues), w = _mm512_loadu_si512(words);
   _mm512_store_si512(out, _mm512_permutexvar_epi16(w, values));
   _mm512_store_si512(out + 32, _mm512_permutexvar_epi16(_mm512_srli_epi16(w, 4), values));
@@ -160,9 +171,13 @@ static inline F16 keep_lanes(F16 x, int64_t from, int64_t to) {
   __m256i keep_a = _mm256_and_si256(_mm256_cmpgt_epi32(lane, at_least), _mm256_cmpgt_epi32(below, lane));
   lane = _mm256_add_epi32(lane, eight);
   __m256i keep_b = _mm256_and_si256(_mm256_cmpgt_epi32(lane, at_least), _mm256_cmpgt_epi32(below, lane));
-  return {_mm256_blendv_ps(none, x.a, _mm256_castsi256_ps(keep_a)), _mm256_blendv_ps(none, x.b, _mm256_castsi256_ps(keep_b))};
+  return {_mm256_blendv_ps(none, x.a, _mm256_castsi256_ps(keep_a)),
+          _mm256_blendv_ps(none, x.b, _mm256_castsi256_ps(keep_b))};
 }
-static inline F16 vround(F16 x) { return {_mm256_round_ps(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), _mm256_round_ps(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+static inline F16 vround(F16 x) {
+  return {_mm256_round_ps(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+          _mm256_round_ps(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
 static inline __m256 scale2_half(__m256 x, __m256 n) {
   __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1), bias = _mm256_set1_epi32(127);
   __m256 f0 = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23));
@@ -171,10 +186,13 @@ static inline __m256 scale2_half(__m256 x, __m256 n) {
 }
 static inline F16 scale2(F16 x, F16 n) { return {scale2_half(x.a, n.a), scale2_half(x.b, n.b)}; }
 static inline F16 keep_nan(F16 x, F16 y) {
-  return {_mm256_blendv_ps(y.a, x.a, _mm256_cmp_ps(x.a, x.a, _CMP_UNORD_Q)), _mm256_blendv_ps(y.b, x.b, _mm256_cmp_ps(x.b, x.b, _CMP_UNORD_Q))};
+  return {_mm256_blendv_ps(y.a, x.a, _mm256_cmp_ps(x.a, x.a, _CMP_UNORD_Q)),
+          _mm256_blendv_ps(y.b, x.b, _mm256_cmp_ps(x.b, x.b, _CMP_UNORD_Q))};
 }
 static inline __m256 widen(__m128i h) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16)); }
-static inline F16 load_bf16(const bf16 *p) { return {widen(_mm_loadu_si128((const __m128i *)p)), widen(_mm_loadu_si128((const __m128i *)(p + 8)))}; }
+static inline F16 load_bf16(const bf16 *p) {
+  return {widen(_mm_loadu_si128((const __m128i *)p)), widen(_mm_loadu_si128((const __m128i *)(p + 8)))};
+}
 static inline __m256i round_half(__m256 x) {
   __m256i bits = _mm256_castps_si256(x);
   __m256i lsb = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -191,7 +209,8 @@ static inline void store_i8(int8_t *p, F16 x) {
   _mm_storeu_si128((__m128i *)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
 static inline F16 load(const int32_t *p) {
-  return {_mm256_cvtepi32_ps(_mm256_loadu_si256((const __m256i *)p)), _mm256_cvtepi32_ps(_mm256_loadu_si256((const __m256i *)(p + 8)))};
+  return {_mm256_cvtepi32_ps(_mm256_loadu_si256((const __m256i *)p)),
+          _mm256_cvtepi32_ps(_mm256_loadu_si256((const __m256i *)(p + 8)))};
 }
 static inline void store_32(bf16 *p, F16 a, F16 b) {
   store_bf16(p, a);
@@ -204,17 +223,21 @@ static inline __m256 dot_half(__m256 acc, __m256i w, __m256 x0, __m256 x1) {
 static inline F16 dot_pairs(F16 acc, const bf16 *pairs, uint32_t x) {
   __m256 x0 = _mm256_castsi256_ps(_mm256_set1_epi32((int)(x << 16)));
   __m256 x1 = _mm256_castsi256_ps(_mm256_set1_epi32((int)(x & 0xffff0000)));
-  return {dot_half(acc.a, _mm256_loadu_si256((const __m256i *)pairs), x0, x1), dot_half(acc.b, _mm256_loadu_si256((const __m256i *)(pairs + 16)), x0, x1)};
+  return {dot_half(acc.a, _mm256_loadu_si256((const __m256i *)pairs), x0, x1),
+          dot_half(acc.b, _mm256_loadu_si256((const __m256i *)(pairs + 16)), x0, x1)};
 }
 static inline void expand_nibbles(const uint8_t *words, bf16 *out) {
   for (int half = 0; half < 32; half += 16) {
     __m256i w = _mm256_loadu_si256((const __m256i *)(words + 2 * half));
     for (int j = 0; j < 4; j++, w = _mm256_srli_epi16(w, 4)) {
       __m256i n = _mm256_and_si256(w, _mm256_set1_epi16(15));
-      __m256i even = _mm256_and_si256(n, _mm256_set1_epi32(0xffff)), odd = _mm256_srli_epi32(n, 16), eight = _mm256_set1_epi32(8);
+      __m256i even = _mm256_and_si256(n, _mm256_set1_epi32(0xffff)), odd = _mm256_srli_epi32(n, 16),
+              eight = _mm256_set1_epi32(8);
       __m256i low = _mm256_castps_si256(_mm256_cvtepi32_ps(_mm256_sub_epi32(even, eight)));
       __m256i high = _mm256_castps_si256(_mm256_cvtepi32_ps(_mm256_sub_epi32(odd, eight)));
-      _mm256_storeu_si256((__m256i *)(out + j * 32 + half), _mm256_or_si256(_mm256_srli_epi32(low, 16), _mm256_and_si256(high, _mm256_set1_epi32((int)0xffff0000))));
+      _mm256_storeu_si256(
+          (__m256i *)(out + j * 32 + half),
+          _mm256_or_si256(_mm256_srli_epi32(low, 16), _mm256_and_si256(high, _mm256_set1_epi32((int)0xffff0000))));
     }
   }
 }
