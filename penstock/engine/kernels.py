@@ -54,7 +54,7 @@ class Kernels(Protocol):
         ...
 
     def attention(self, cache: KVCache, rotary: RotaryWeights) -> Attention:
-        """Attention over `cache` for all layers, with the model's rotation and head norms."""
+        """Attention over `cache` for all layers, with the model's rotation, head norms and `AttentionSpec`."""
         ...
 
 
@@ -63,6 +63,7 @@ class TorchKernels:
 
     def __init__(self, spec: DecoderSpec, *, max_tokens: int, device: torch.device) -> None:
         self._max_tokens = max_tokens
+        self._attention = spec.attention
         self._activation = SiluMul(spec.intermediate_size, max_tokens, device)
 
     def linear(self, weight: Tensor, bias: Tensor | None, *, rows_max: int) -> Linear:
@@ -79,4 +80,4 @@ class TorchKernels:
 
     def attention(self, cache: KVCache, rotary: RotaryWeights) -> Attention:
         """See `Kernels`."""
-        return CpuAttention(cache, rotary, max_tokens=self._max_tokens)
+        return CpuAttention(cache, rotary, self._attention, max_tokens=self._max_tokens)

@@ -21,6 +21,12 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def mistral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Mistral checkpoint, float32, with a window that begins inside blocks and tiles."""
+    return save(tiny_model("mistral", sliding_window=45), tmp_path_factory.mktemp("mistral"))
+
+
+@pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama 3 checkpoint, float32, head size and hidden size that fill no vector register."""
     model = tiny_model("llama", hidden_size=40, num_attention_heads=5, num_key_value_heads=5, head_dim=24)

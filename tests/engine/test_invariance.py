@@ -63,8 +63,11 @@ CASES = (
     "qwen3-float32-torch",
     "qwen3-bfloat16-torch",
     "llama-bfloat16-torch",
+    "mistral-float32-torch",
+    "mistral-bfloat16-torch",
     "qwen3-float32-native",
     "qwen3-bfloat16-native",
+    "mistral-bfloat16-native",
 )
 
 

@@ -29,6 +29,9 @@ CASES = {
         "llama",
         {"head_dim": 26, "num_attention_heads": 3, "num_key_value_heads": 1},
     ),
+    "mistral, no window": ("mistral", {"sliding_window": None, "num_key_value_heads": 3}),
+    "mistral, window within a block": ("mistral", {"sliding_window": 5}),
+    "mistral, window of one tile and one": ("mistral", {"sliding_window": 129, "num_attention_heads": 4}),
     "qwen2": ("qwen2", {"head_dim": None}),
     "qwen2, group of 8, tied": (
         "qwen2",
@@ -44,6 +47,8 @@ CASES = {
     "qwen3, group of 2": ("qwen3", {"num_attention_heads": 4}),
     "qwen3, group of 8, large heads": ("qwen3", {"num_attention_heads": 16, "head_dim": 64}),
 }
+
+NATIVE_CHANGES = {"mistral": {"sliding_window": 37}}
 
 
 def decode(runner: Runner, prompt: list[int], chunk: int) -> tuple[list[int], list[Sampled]]:
@@ -98,13 +103,13 @@ def test_bfloat16_logits_are_close_to_transformers_in_float32(family: str, tmp_p
     assert worst_error(model.float(), tokens, drawn, len(prompt)) <= 2e-2
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 def test_native_logits_equal_transformers(family: str, tmp_path: Path) -> None:
     try:
         Kernels()
     except KernelsUnavailable as why:
         pytest.skip(str(why))
-    model = tiny_model(family)
+    model = tiny_model(family, **NATIVE_CHANGES.get(family, {}))
     runner = tiny_runner(save(model, tmp_path), kernels="native")
     prompt = [stream(9, family).randrange(VOCAB_SIZE) for _ in range(141)]
     tokens, drawn = decode(runner, prompt, 50)

@@ -28,6 +28,7 @@ from penstock.engine.attention.slots import slot_indices
 from penstock.engine.attention.tiles import TILE_TOKENS, TileShape
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.rotary import QKRotary, RotaryWeights
+from penstock.engine.models.spec import AttentionSpec
 from penstock.types import BLOCK_TOKENS
 
 SCRATCH_BYTES_MAX = 32 * 1024 * 1024
@@ -36,11 +37,19 @@ SCRATCH_BYTES_MAX = 32 * 1024 * 1024
 class CpuAttention:
     """See `Attention` for the contract and the module for how it is kept."""
 
-    def __init__(self, cache: KVCache, rotary: RotaryWeights, *, max_tokens: int) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        rotary: RotaryWeights,
+        spec: AttentionSpec = AttentionSpec(),  # noqa: B008  (frozen)
+        *,
+        max_tokens: int,
+    ) -> None:
         self._cache = cache
-        shape = TileShape.of(cache, rotary.num_heads)
-        self._decode = DecodeAttention(cache, shape, scratch_bytes_max=SCRATCH_BYTES_MAX)
-        self._chunk = ChunkAttention(cache, shape, max_tokens=max_tokens)
+        shape = TileShape.of(cache, rotary.num_heads, spec)
+        windows = tuple(spec.window(layer) for layer in range(cache.num_layers))
+        self._decode = DecodeAttention(cache, shape, windows, scratch_bytes_max=SCRATCH_BYTES_MAX)
+        self._chunk = ChunkAttention(cache, shape, windows, max_tokens=max_tokens)
         self._table = rotary.table
         self._rotary = QKRotary(rotary, max_tokens, cache.tensor.device)
         self._num_qk = rotary.num_heads + rotary.num_kv_heads

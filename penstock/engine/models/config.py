@@ -47,6 +47,7 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_bias: bool = False
     mlp_bias: bool = False
     use_sliding_window: bool = False
+    sliding_window: int | None = None
     rope_theta: float | None = None
     rope_scaling: RopeParameters | None = None
     rope_parameters: RopeParameters | None = None
@@ -129,6 +130,15 @@ def rope(config: HfConfig) -> RopeSpec:
             original_max_position=int(_needed(given, "original_max_position_embeddings")),
         )
     raise CheckpointError(f"{CONFIG_FILE}: rope type {kind!r} is not supported (default, linear, llama3)")
+
+
+def sliding_window(config: HfConfig) -> int:
+    """Positions that a query of a windowed layer sees, its own included; 0 if there is no window.
+
+    Raises:
+        CheckpointError: the window is not positive.
+    """
+    return 0 if config.sliding_window is None else positive(config, "sliding_window")
 
 
 def _needed(given: RopeParameters, field: str) -> float:

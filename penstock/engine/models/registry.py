@@ -9,6 +9,7 @@ from pathlib import Path
 
 from penstock.engine.models.config import CONFIG_FILE, HfConfig, read_config
 from penstock.engine.models.llama import llama_spec
+from penstock.engine.models.mistral import mistral_spec
 from penstock.engine.models.names import CheckpointNames
 from penstock.engine.models.qwen2 import qwen2_spec
 from penstock.engine.models.qwen3 import qwen3_spec
@@ -26,6 +27,7 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(llama_spec),
+    "MistralForCausalLM": Family(mistral_spec),
     "Qwen2ForCausalLM": Family(qwen2_spec),
     "Qwen3ForCausalLM": Family(qwen3_spec),
 }

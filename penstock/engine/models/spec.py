@@ -24,6 +24,26 @@ class RopeSpec:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
+class AttentionSpec:
+    """How scores become weights. Plain causal attention is the default.
+
+    A window only masks: keys and values that left it stay in the cache, since other layers and the prefix
+    cache may still want their block.
+    """
+
+    scale: float | None = None
+    """Factor of the scores; None: `head_dim ** -0.5`."""
+    softcap: float = 0.0
+    """Scores s become `softcap * tanh(s / softcap)` before they are masked; 0: they stay."""
+    windows: tuple[int, ...] = ()
+    """Per layer how many positions a query sees, its own included; 0: all. Empty: no layer has a window."""
+
+    def window(self, layer: int) -> int:
+        """The window of one layer; 0: none."""
+        return self.windows[layer] if self.windows else 0
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
 class DecoderSpec:
     """The shape of a dense pre-norm decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU."""
 
@@ -39,6 +59,7 @@ class DecoderSpec:
     """Tokens of the longest context the model was made for."""
     norm_eps: float
     rope: RopeSpec
+    attention: AttentionSpec = AttentionSpec()
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False

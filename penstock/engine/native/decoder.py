@@ -124,7 +124,8 @@ class NativeDecoder:
             sin=self._keep(angles.sin()), cache=LayerCache(cache.tensor, 0).struct, layer_stride=cache.tensor.stride(1),
             num_layers=spec.num_layers, hidden=spec.hidden_size, intermediate=spec.intermediate_size,
             num_blocks=cache.tensor.shape[0], num_positions=limits.max_model_len, num_q_heads=spec.num_heads,
-            rotary_dim=spec.head_dim, eps=spec.norm_eps, scale=spec.head_dim**-0.5,
+            rotary_dim=spec.head_dim, eps=spec.norm_eps, scale=spec.attention.scale or spec.head_dim**-0.5,
+            softcap=spec.attention.softcap,
         )  # fmt: skip
         self._logits = torch.empty(limits.max_samples, spec.vocab_size)
 
@@ -164,6 +165,7 @@ class NativeDecoder:
             gate_up=packed("gate_up", spec.mlp_bias, packer.gate_up), down=packed("down", spec.mlp_bias, packer.plain),
             input_norm=norm("input_norm"), post_attention_norm=norm("post_attention_norm"),
             q_norm=norm("q_norm") if spec.qk_norm else None, k_norm=norm("k_norm") if spec.qk_norm else None,
+            window=spec.attention.window(i),
         )  # fmt: skip
 
     def _keep(self, tensor: Tensor) -> int:
