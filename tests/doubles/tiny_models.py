@@ -8,6 +8,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -19,6 +21,7 @@ from transformers.utils import logging
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
@@ -31,6 +34,23 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+PHI3 = {"head_dim": None, "hidden_size": 96, "pad_token_id": 0}
+"""Settings without which the family's defaults do not fit a tiny model."""
+
+
+def longrope(partial: float, original: int) -> dict[str, object]:
+    """Rotary settings for 16 dimensions per head, stretched to 640 positions."""
+    pairs = int(16 * partial) // 2
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 5000.0,
+        "partial_rotary_factor": partial,
+        "original_max_position_embeddings": original,
+        "short_factor": [1.0 + 0.1 * i for i in range(pairs)],
+        "long_factor": [1.5 + 0.7 * i for i in range(pairs)],
+    }
+
+
 logging.disable_progress_bar()
 
 

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from penstock.engine.attention.base import AttentionBatch
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.layers.rotary import inverse_frequencies
+from penstock.engine.layers.frequencies import inverse_frequencies
 from penstock.engine.loader import Weights
 from penstock.engine.models.decoder import DecoderLimits
 from penstock.engine.models.names import CheckpointNames, decoder_weights

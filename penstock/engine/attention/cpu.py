@@ -50,10 +50,8 @@ class CpuAttention:
         windows = tuple(spec.window(layer) for layer in range(cache.num_layers))
         self._decode = DecodeAttention(cache, shape, windows, scratch_bytes_max=SCRATCH_BYTES_MAX)
         self._chunk = ChunkAttention(cache, shape, windows, max_tokens=max_tokens)
-        self._table = rotary.table
         self._rotary = QKRotary(rotary, max_tokens, cache.tensor.device)
         self._num_qk = rotary.num_heads + rotary.num_kv_heads
-        self._angles = self._table.cos[:0], self._table.sin[:0]
         self._kv = cache.slots.new_empty(2 * max_tokens, cache.num_kv_heads, cache.head_dim)
         self._slots = torch.empty(0)
         self._single_index = torch.empty(0)
@@ -62,8 +60,7 @@ class CpuAttention:
     def begin(self, batch: AttentionBatch) -> None:
         """See `Attention`."""
         self._slots = self._layer_slots(batch)
-        positions = batch.positions
-        self._angles = self._table.cos[positions][:, None], self._table.sin[positions][:, None]
+        self._rotary.begin(batch.positions)
         starts = np.cumsum(batch.num_tokens, dtype=np.int64) - batch.num_tokens
         num_tiles = -(-(batch.num_computed + batch.num_tokens) // TILE_TOKENS)
         single = (batch.num_tokens == 1) & (num_tiles <= self._decode.tiles_max)
@@ -95,7 +92,7 @@ class CpuAttention:
         num_tokens = qkv.shape[0]
         # Keys and values one after the other, so that one indexed copy writes both.
         kv = self._kv[: 2 * num_tokens]
-        self._rotary(layer, qkv[:, : self._num_qk], self._angles, q, kv[:num_tokens])
+        self._rotary(layer, qkv[:, : self._num_qk], q, kv[:num_tokens])
         kv[num_tokens:].copy_(qkv[:, self._num_qk :])
         self._cache.slots.index_copy_(0, self._slots[layer], kv.flatten(1))
 

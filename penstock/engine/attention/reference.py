@@ -42,8 +42,8 @@ class ReferenceAttention:
         if self._weights.head_norms:
             q_norm, k_norm = self._weights.head_norms[layer]
             queries, keys = self._normed(queries, q_norm), self._normed(keys, k_norm)
-        q.copy_(self._rotated(queries))
-        kv = torch.stack((self._rotated(keys), values), dim=1).to(qkv.dtype)
+        q.copy_(self._rotated(queries, layer))
+        kv = torch.stack((self._rotated(keys, layer), values), dim=1).to(qkv.dtype)
         start = 0
         for computed, tokens, table in self._rows:
             positions = torch.arange(computed, computed + tokens)
@@ -54,11 +54,12 @@ class ReferenceAttention:
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._weights.norm_eps) * weight.float()
 
-    def _rotated(self, x: Tensor) -> Tensor:
-        cos, sin = (
-            part[self._positions][:, None] for part in (self._weights.table.cos, self._weights.table.sin)
-        )
-        return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
+    def _rotated(self, x: Tensor, layer: int) -> Tensor:
+        table = self._weights.tables[layer]
+        cos, sin = (part[self._positions][:, None] for part in (table.cos, table.sin))
+        turning, still = x[..., : table.rotary_dim], x[..., table.rotary_dim :]
+        flipped = torch.cat((turning.roll(table.rotary_dim // 2, dims=-1), torch.zeros_like(still)), dim=-1)
+        return x * cos + flipped * sin
 
     def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
         """See `Attention`."""

@@ -1,7 +1,7 @@
 """Reading `config.json`: the fields that we understand, typed, with errors that name the field.
 
 Two spellings of the rotary settings are in the wild: `rope_theta` with an optional `rope_scaling`
-(transformers 4) and `rope_parameters` (transformers 5). Both become a `RopeSpec` here.
+(transformers 4) and `rope_parameters` (transformers 5). `models/rope.py` turns both into a `RopeSpec`.
 """
 
 from pathlib import Path
@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from penstock.engine.models.spec import RopeSpec
 from penstock.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
@@ -27,6 +26,14 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
     high_freq_factor: float | None = None
     original_max_position_embeddings: int | None = None
     partial_rotary_factor: float | None = None
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    truncate: bool = True
+    short_factor: list[float] | None = None
+    long_factor: list[float] | None = None
 
 
 class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +58,7 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope_theta: float | None = None
     rope_scaling: RopeParameters | None = None
     rope_parameters: RopeParameters | None = None
+    original_max_position_embeddings: int | None = None
     partial_rotary_factor: float | None = None
     pretraining_tp: int | None = None
     quantization_config: dict[str, Any] | None = None
@@ -105,33 +113,6 @@ def heads(config: HfConfig) -> tuple[int, int, int]:
     return num_heads, num_kv_heads, head_dim
 
 
-def rope(config: HfConfig) -> RopeSpec:
-    """The rotary settings.
-
-    Raises:
-        CheckpointError: a kind of scaling that is not supported, or one of its numbers is missing.
-    """
-    given = config.rope_parameters or config.rope_scaling or RopeParameters()
-    kind = given.rope_type or given.type or "default"
-    theta = given.rope_theta or config.rope_theta or 10_000.0
-    if (given.partial_rotary_factor or config.partial_rotary_factor or 1.0) != 1.0:
-        raise CheckpointError(f"{CONFIG_FILE}: partial_rotary_factor is not supported for this architecture")
-    if kind == "default":
-        return RopeSpec(theta=theta)
-    if kind == "linear":
-        return RopeSpec(kind="linear", theta=theta, factor=_needed(given, "factor"))
-    if kind == "llama3":
-        return RopeSpec(
-            kind="llama3",
-            theta=theta,
-            factor=_needed(given, "factor"),
-            low_freq_factor=_needed(given, "low_freq_factor"),
-            high_freq_factor=_needed(given, "high_freq_factor"),
-            original_max_position=int(_needed(given, "original_max_position_embeddings")),
-        )
-    raise CheckpointError(f"{CONFIG_FILE}: rope type {kind!r} is not supported (default, linear, llama3)")
-
-
 def sliding_window(config: HfConfig) -> int:
     """Positions that a query of a windowed layer sees, its own included; 0 if there is no window.
 
@@ -139,10 +120,3 @@ def sliding_window(config: HfConfig) -> int:
         CheckpointError: the window is not positive.
     """
     return 0 if config.sliding_window is None else positive(config, "sliding_window")
-
-
-def _needed(given: RopeParameters, field: str) -> float:
-    value = getattr(given, field)
-    if not isinstance(value, int | float) or value <= 0:
-        raise CheckpointError(f"{CONFIG_FILE}: rope scaling needs {field} above zero, got {value}")
-    return float(value)

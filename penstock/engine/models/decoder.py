@@ -77,7 +77,7 @@ class Decoder:
         head = self._embedding if spec.tied_head else weights.take("head")
         self._head = kernels.linear(head, None, rows_max=limits.max_samples)
         self.rotary = RotaryWeights(
-            RotaryTable(spec.rope, spec.head_dim, limits.max_model_len, self._embedding.device),
+            _rotary_tables(spec, limits.max_model_len, self._embedding.device),
             _head_norms(spec, weights),
             spec.norm_eps,
             spec.num_heads,
@@ -155,6 +155,10 @@ def _layer(
         activation=kernels.activation(),
         down=linear("down", spec.mlp_bias),
     )
+
+
+def _rotary_tables(spec: DecoderSpec, max_len: int, device: torch.device) -> tuple[RotaryTable, ...]:
+    return (RotaryTable(spec.rope, spec.head_dim, max_len, device),) * spec.num_layers
 
 
 def _head_norms(spec: DecoderSpec, weights: WeightSource) -> tuple[tuple[Tensor, Tensor], ...]:

@@ -40,11 +40,15 @@ class CheckpointNames:
     q: str = "self_attn.q_proj"
     k: str = "self_attn.k_proj"
     v: str = "self_attn.v_proj"
+    qkv: str | None = None
+    """The three above as one tensor, if the checkpoint has them so."""
     o: str = "self_attn.o_proj"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
+    gate_up: str | None = None
+    """The two above as one tensor, gate first."""
     down: str = "mlp.down_proj"
     input_norm: str = "input_layernorm"
     post_attention_norm: str = "post_attention_layernorm"
@@ -67,29 +71,32 @@ def decoder_weights(spec: DecoderSpec, names: CheckpointNames) -> list[Weight]:
 def _layer_weights(spec: DecoderSpec, names: CheckpointNames, i: int) -> list[Weight]:
     prefix, hidden, inner = names.layer.format(i=i), spec.hidden_size, spec.intermediate_size
     q_size, kv_size = spec.q_size, spec.kv_size
+    qkv = [(names.q, q_size), (names.k, kv_size), (names.v, kv_size)]
+    if names.qkv is not None:
+        qkv = [(names.qkv, q_size + 2 * kv_size)]
+    gate_up = [(names.gate, inner), (names.up, inner)]
+    if names.gate_up is not None:
+        gate_up = [(names.gate_up, 2 * inner)]
 
     def weight(key: str, *parts: tuple[str, tuple[int, ...]], suffix: str = ".weight") -> Weight:
         return Weight(f"{i}.{key}", tuple(Part(prefix + name + suffix, shape) for name, shape in parts))
 
     weights = [
         weight("input_norm", (names.input_norm, (hidden,))),
-        weight(
-            "qkv", (names.q, (q_size, hidden)), (names.k, (kv_size, hidden)), (names.v, (kv_size, hidden))
-        ),
+        weight("qkv", *((name, (rows, hidden)) for name, rows in qkv)),
         weight("o", (names.o, (hidden, q_size))),
         weight("post_attention_norm", (names.post_attention_norm, (hidden,))),
-        weight("gate_up", (names.gate, (inner, hidden)), (names.up, (inner, hidden))),
+        weight("gate_up", *((name, (rows, hidden)) for name, rows in gate_up)),
         weight("down", (names.down, (hidden, inner))),
     ]
     if spec.qk_norm:
         weights.append(weight("q_norm", (names.q_norm, (spec.head_dim,))))
         weights.append(weight("k_norm", (names.k_norm, (spec.head_dim,))))
     if spec.qkv_bias:
-        parts = ((names.q, (q_size,)), (names.k, (kv_size,)), (names.v, (kv_size,)))
-        weights.append(weight("qkv_bias", *parts, suffix=".bias"))
+        weights.append(weight("qkv_bias", *((name, (rows,)) for name, rows in qkv), suffix=".bias"))
     if spec.o_bias:
         weights.append(weight("o_bias", (names.o, (hidden,)), suffix=".bias"))
     if spec.mlp_bias:
-        weights.append(weight("gate_up_bias", (names.gate, (inner,)), (names.up, (inner,)), suffix=".bias"))
+        weights.append(weight("gate_up_bias", *((name, (rows,)) for name, rows in gate_up), suffix=".bias"))
         weights.append(weight("down_bias", (names.down, (hidden,)), suffix=".bias"))
     return weights

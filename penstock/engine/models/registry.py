@@ -11,6 +11,7 @@ from penstock.engine.models.config import CONFIG_FILE, HfConfig, read_config
 from penstock.engine.models.llama import llama_spec
 from penstock.engine.models.mistral import mistral_spec
 from penstock.engine.models.names import CheckpointNames
+from penstock.engine.models.phi3 import PHI3_NAMES, phi3_spec
 from penstock.engine.models.qwen2 import qwen2_spec
 from penstock.engine.models.qwen3 import qwen3_spec
 from penstock.engine.models.spec import DecoderSpec
@@ -28,6 +29,7 @@ class Family:
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(llama_spec),
     "MistralForCausalLM": Family(mistral_spec),
+    "Phi3ForCausalLM": Family(phi3_spec, PHI3_NAMES),
     "Qwen2ForCausalLM": Family(qwen2_spec),
     "Qwen3ForCausalLM": Family(qwen3_spec),
 }

@@ -6,7 +6,7 @@ Knows nothing about files, tensors or where the decoder runs.
 from dataclasses import dataclass
 from typing import Literal
 
-RopeKind = Literal["default", "linear", "llama3"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -16,11 +16,27 @@ class RopeSpec:
     kind: RopeKind = "default"
     theta: float = 10_000.0
     factor: float = 1.0
-    """How many times longer than trained the context became (linear and llama3)."""
+    """How many times longer than trained the context became (linear, llama3 and yarn)."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
-    """Context of the pretraining, from which llama3 tells long wavelengths from short ones."""
+    """Context of the pretraining, which tells long wavelengths from short ones (llama3, yarn, longrope)."""
+    partial: float = 1.0
+    """Share of each head's dimensions that turns; the rest stays."""
+    attention_factor: float = 1.0
+    """Factor of rotated queries and keys (yarn and longrope)."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    """Turns within the original context above which yarn keeps a wave, and below which it slows it in full."""
+    truncate: bool = True
+    """Yarn's ramp begins and ends at whole dimensions."""
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    """Longrope's factors, one per pair of dimensions, within and beyond the original context."""
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Dimensions of a head that turn."""
+        return int(head_dim * self.partial)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

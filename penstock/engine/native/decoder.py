@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.engine.attention.base import AttentionBatch, Int32Array
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.layers.rotary import inverse_frequencies
+from penstock.engine.layers.frequencies import rotary_angles
 from penstock.engine.models.decoder import DecoderLimits, WeightSource
 from penstock.engine.models.spec import DecoderSpec
 from penstock.engine.native.library import Decoder, Kernels, Layer, Step, Type
@@ -114,17 +114,14 @@ class NativeDecoder:
         # A tied table is not kept twice: rows are read back out of the packed head, unless that was rounded.
         self._kept += [layers, head, cache.tensor]
         reads_head = spec.tied_head and head.kind is not Type.I8
-        angles = torch.outer(
-            torch.arange(limits.max_model_len, dtype=torch.int64).float(),
-            inverse_frequencies(spec.rope, spec.head_dim),
-        )
+        cos, sin = rotary_angles(spec.rope, spec.head_dim, limits.max_model_len)
         self._struct = Decoder(
             layers=layers, embedding=None if reads_head else self._keep(embedding), head=head.struct,
-            final_norm=self._keep(weights.take("final_norm").float()), cos=self._keep(angles.cos()),
-            sin=self._keep(angles.sin()), cache=LayerCache(cache.tensor, 0).struct, layer_stride=cache.tensor.stride(1),
+            final_norm=self._keep(weights.take("final_norm").float()), cos=self._keep(cos),
+            sin=self._keep(sin), cache=LayerCache(cache.tensor, 0).struct, layer_stride=cache.tensor.stride(1),
             num_layers=spec.num_layers, hidden=spec.hidden_size, intermediate=spec.intermediate_size,
             num_blocks=cache.tensor.shape[0], num_positions=limits.max_model_len, num_q_heads=spec.num_heads,
-            rotary_dim=spec.head_dim, eps=spec.norm_eps, scale=spec.attention.scale or spec.head_dim**-0.5,
+            rotary_dim=2 * cos.shape[1], eps=spec.norm_eps, scale=spec.attention.scale or spec.head_dim**-0.5,
             softcap=spec.attention.softcap,
         )  # fmt: skip
         self._logits = torch.empty(limits.max_samples, spec.vocab_size)

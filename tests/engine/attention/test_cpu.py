@@ -44,7 +44,7 @@ class Model:
     def rotary(self) -> RotaryWeights:
         table = RotaryTable(RopeSpec(), self.dim, 1024, torch.device("cpu"))
         norms = (torch.linspace(0.5, 1.5, self.dim), torch.linspace(1.5, 0.5, self.dim))
-        return RotaryWeights(table, (norms, norms), 1e-6, self.heads, self.kv_heads)
+        return RotaryWeights((table, table), (norms, norms), 1e-6, self.heads, self.kv_heads)
 
     def qkv(self, num_tokens: int, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
