@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.engine.attention.base import Attention
 from penstock.engine.attention.cpu import CpuAttention
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.layers.activation import SiluMul
+from penstock.engine.layers.activation import GeluTanhMul, SiluMul
 from penstock.engine.layers.linear import Linear, torch_linear
 from penstock.engine.layers.norm import RMSNorm
 from penstock.engine.layers.rotary import RotaryWeights
@@ -22,7 +22,7 @@ class Norm(Protocol):
     """RMSNorm with its weight inside."""
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
-        """Write the normalised rows of `x` `[num_tokens, hidden]` to `out`."""
+        """Write the normalised rows of `x` `[num_tokens, hidden]` to `out`, which may be `x`."""
         ...
 
     def add(self, residual: Tensor, x: Tensor, out: Tensor) -> None:
@@ -50,7 +50,7 @@ class Kernels(Protocol):
         ...
 
     def activation(self) -> Activation:
-        """SwiGLU's gate, with the model's inner size."""
+        """The gate that the model has, with its inner size."""
         ...
 
     def attention(self, cache: KVCache, rotary: RotaryWeights) -> Attention:
@@ -64,7 +64,8 @@ class TorchKernels:
     def __init__(self, spec: DecoderSpec, *, max_tokens: int, device: torch.device) -> None:
         self._max_tokens = max_tokens
         self._attention = spec.attention
-        self._activation = SiluMul(spec.intermediate_size, max_tokens, device)
+        gate = {"silu": SiluMul, "gelu_tanh": GeluTanhMul}[spec.activation]
+        self._activation = gate(spec.intermediate_size, max_tokens, device)
 
     def linear(self, weight: Tensor, bias: Tensor | None, *, rows_max: int) -> Linear:
         """See `Kernels`."""

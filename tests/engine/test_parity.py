@@ -23,6 +23,13 @@ YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 160,
 }
+GEMMA2 = {
+    "sliding_window": 21,
+    "query_pre_attn_scalar": 24,
+    "attn_logit_softcapping": 3.0,
+    "final_logit_softcapping": 7.0,
+}
+GEMMA3 = {"sliding_window": 33, "sliding_window_pattern": 2, "query_pre_attn_scalar": 20}
 CASES = {
     "llama2": ("llama", {"num_key_value_heads": 6}),
     "llama2, linear rope": (
@@ -44,6 +51,25 @@ CASES = {
         {
             "rope_parameters": YARN_ROPE
             | {"attention_factor": 1.3, "beta_fast": 8.0, "beta_slow": 2.0, "truncate": False}
+        },
+    ),
+    "gemma2": ("gemma2", GEMMA2),
+    "gemma2, no caps, own head": (
+        "gemma2",
+        GEMMA2
+        | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": False},
+    ),
+    "gemma3": ("gemma3", GEMMA3),
+    "gemma3, stretched, group of 6": (
+        "gemma3",
+        GEMMA3
+        | {
+            "num_key_value_heads": 1,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
         },
     ),
     "phi3, window": ("phi3", PHI3 | {"sliding_window": 21}),

@@ -34,6 +34,9 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
     truncate: bool = True
     short_factor: list[float] | None = None
     long_factor: list[float] | None = None
+    full_attention: "RopeParameters | None" = None
+    sliding_attention: "RopeParameters | None" = None
+    """Gemma 3 has settings per kind of layer instead."""
 
 
 class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,12 +52,21 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int | None = None
     max_position_embeddings: int | None = None
     rms_norm_eps: float | None = None
-    hidden_act: str = "silu"
-    tie_word_embeddings: bool = False
+    hidden_act: str | None = None
+    hidden_activation: str | None = None
+    """What Gemma calls `hidden_act`."""
+    tie_word_embeddings: bool | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
     use_sliding_window: bool = False
+    use_bidirectional_attention: bool | None = None
     sliding_window: int | None = None
+    sliding_window_pattern: int | None = None
+    layer_types: list[str] | None = None
+    query_pre_attn_scalar: float | None = None
+    attn_logit_softcapping: float | msgspec.UnsetType | None = msgspec.UNSET
+    final_logit_softcapping: float | msgspec.UnsetType | None = msgspec.UNSET
+    rope_local_base_freq: float | None = None
     rope_theta: float | None = None
     rope_scaling: RopeParameters | None = None
     rope_parameters: RopeParameters | None = None

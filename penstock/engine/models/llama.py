@@ -27,5 +27,5 @@ def llama_spec(config: HfConfig) -> DecoderSpec:
         qkv_bias=config.attention_bias,
         o_bias=config.attention_bias,
         mlp_bias=config.mlp_bias,
-        tied_head=config.tie_word_embeddings,
+        tied_head=bool(config.tie_word_embeddings),
     )

@@ -52,6 +52,9 @@ class CheckpointNames:
     down: str = "mlp.down_proj"
     input_norm: str = "input_layernorm"
     post_attention_norm: str = "post_attention_layernorm"
+    """Of the residual before the feed-forward layer (some families have another norm by this name)."""
+    attention_out_norm: str = "post_attention_layernorm"
+    mlp_out_norm: str = "post_feedforward_layernorm"
     ignored_suffixes: tuple[str, ...] = field(default=("rotary_emb.inv_freq",))
     """Tensors that some checkpoints carry and that we compute ourselves."""
 
@@ -89,6 +92,9 @@ def _layer_weights(spec: DecoderSpec, names: CheckpointNames, i: int) -> list[We
         weight("gate_up", *((name, (rows, hidden)) for name, rows in gate_up)),
         weight("down", (names.down, (hidden, inner))),
     ]
+    if spec.sublayer_norms:
+        weights.append(weight("attention_out_norm", (names.attention_out_norm, (hidden,))))
+        weights.append(weight("mlp_out_norm", (names.mlp_out_norm, (hidden,))))
     if spec.qk_norm:
         weights.append(weight("q_norm", (names.q_norm, (spec.head_dim,))))
         weights.append(weight("k_norm", (names.k_norm, (spec.head_dim,))))

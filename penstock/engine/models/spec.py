@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
+ActivationKind = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ class AttentionSpec:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class DecoderSpec:
-    """The shape of a dense pre-norm decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU."""
+    """The shape of a dense pre-norm decoder: RMSNorm, RoPE, grouped-query attention, a gated feed-forward layer."""
 
     architecture: str
     vocab_size: int
@@ -76,6 +77,17 @@ class DecoderSpec:
     norm_eps: float
     rope: RopeSpec
     attention: AttentionSpec = AttentionSpec()
+    local_rope: RopeSpec | None = None
+    """How windowed layers turn, if not as `rope` says (Gemma 3)."""
+    activation: ActivationKind = "silu"
+    """Of the gate: SwiGLU, or GeGLU with the tanh approximation (Gemma)."""
+    norm_offset: float = 0.0
+    """Added to every norm's weight (Gemma: 1)."""
+    sublayer_norms: bool = False
+    """RMSNorm over what attention and feed-forward layers give, before it is added to the residual (Gemma 2)."""
+    embedding_scale: float = 1.0
+    logit_softcap: float = 0.0
+    """Logits become `cap * tanh(logits / cap)`; 0: they stay."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -83,6 +95,12 @@ class DecoderSpec:
     """RMSNorm over every query and key head before the rotation (Qwen3)."""
     tied_head: bool = False
     """The output projection is the embedding table."""
+
+    def layer_rope(self, layer: int) -> RopeSpec:
+        """How one layer turns."""
+        if self.local_rope is not None and self.attention.window(layer):
+            return self.local_rope
+        return self.rope
 
     @property
     def group_size(self) -> int:
@@ -107,8 +125,9 @@ class DecoderSpec:
         attention += (self.q_size + 2 * self.kv_size) * self.qkv_bias + hidden * self.o_bias
         attention += 2 * self.head_dim * self.qk_norm
         mlp = 3 * hidden * inner + (2 * inner + hidden) * self.mlp_bias
+        norms = hidden * (4 if self.sublayer_norms else 2)
         embeddings = self.vocab_size * hidden * (1 if self.tied_head else 2)
-        return embeddings + hidden + self.num_layers * (attention + mlp + 2 * hidden)
+        return embeddings + hidden + self.num_layers * (attention + mlp + norms)
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Bytes that one token occupies in the KV cache, over all layers."""

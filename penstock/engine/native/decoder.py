@@ -81,6 +81,16 @@ def unsupported(spec: DecoderSpec, dtype: torch.dtype, kernels: Kernels, precisi
         return f"native kernels compute in bfloat16 or float32, not {dtype}"
     if spec.head_dim % 16 or not 16 <= spec.head_dim <= HEAD_DIM_MAX:
         return f"native attention wants a head size that is a multiple of 16 up to {HEAD_DIM_MAX}, not {spec.head_dim}"
+    foreign = {
+        "gates other than SiLU": spec.activation != "silu",
+        "norms with an offset": spec.norm_offset != 0.0,
+        "norms after sublayers": spec.sublayer_norms,
+        "scaled embeddings": spec.embedding_scale != 1.0,
+        "soft caps of logits": spec.logit_softcap != 0.0,
+        "two kinds of rotation": spec.local_rope is not None,
+    }
+    if any(foreign.values()):
+        return f"native kernels do not compute {', '.join(what for what, is_so in foreign.items() if is_so)}"
     if precision == "int4" and dtype is not torch.bfloat16:
         return f"four-bit weights are multiplied in bfloat16, not {dtype}"
     if precision == "int8" and not kernels.supports(Type.I8):
