@@ -3,6 +3,7 @@
 A device or a native library brings another `Kernels`; the decoder does not know which one it runs on.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -12,7 +13,7 @@ from penstock.engine.attention.base import Attention
 from penstock.engine.attention.cpu import CpuAttention
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.activation import GeluTanhMul, SiluMul
-from penstock.engine.layers.linear import Linear, torch_linear
+from penstock.engine.layers.linear import Linear, torch_linear, torch_linears
 from penstock.engine.layers.norm import RMSNorm
 from penstock.engine.layers.rotary import RotaryWeights
 from penstock.engine.models.spec import DecoderSpec
@@ -45,6 +46,10 @@ class Kernels(Protocol):
         """`weight` is `[out, in]`, `bias` `[out]`; both may be kept or repacked."""
         ...
 
+    def linears(self, weight: Tensor, *, count: int, rows_max: int) -> Sequence[Linear]:
+        """`count` weights (experts) stacked along the first dimension; they may share scratch."""
+        ...
+
     def norm(self, weight: Tensor, eps: float) -> Norm:
         """`weight` is `[size]`."""
         ...
@@ -70,6 +75,10 @@ class TorchKernels:
     def linear(self, weight: Tensor, bias: Tensor | None, *, rows_max: int) -> Linear:
         """See `Kernels`."""
         return torch_linear(weight, bias, rows_max=rows_max)
+
+    def linears(self, weight: Tensor, *, count: int, rows_max: int) -> Sequence[Linear]:
+        """See `Kernels`."""
+        return torch_linears(weight, None, count=count, rows_max=rows_max)
 
     def norm(self, weight: Tensor, eps: float) -> Norm:
         """See `Kernels`."""

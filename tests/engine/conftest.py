@@ -42,6 +42,12 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Mixtral checkpoint, float32."""
+    return save(tiny_model("mixtral", num_local_experts=5), tmp_path_factory.mktemp("mixtral"))
+
+
+@pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama 3 checkpoint, float32, head size and hidden size that fill no vector register."""
     model = tiny_model("llama", hidden_size=40, num_attention_heads=5, num_key_value_heads=5, head_dim=24)

@@ -67,6 +67,8 @@ CASES = (
     "gemma2-float32-torch",
     "gemma2-bfloat16-torch",
     "gemma3-float32-torch",
+    "mixtral-float32-torch",
+    "mixtral-bfloat16-torch",
     "mistral-bfloat16-torch",
     "qwen3-float32-native",
     "qwen3-bfloat16-native",

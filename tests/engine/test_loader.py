@@ -193,6 +193,8 @@ def test_a_broken_index(tmp_path: Path) -> None:
         ("gemma3", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, ["chunked"]),
         ("gemma3", {"sliding_window": None}, ["sliding_window"]),
         ("gemma3", {"query_pre_attn_scalar": 0}, ["query_pre_attn_scalar"]),
+        ("mixtral", {"num_experts_per_tok": 9}, ["num_experts_per_tok", "num_local_experts 8"]),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, ["mlp_only_layers"]),
         ("mistral", {"sliding_window": 0}, ["sliding_window"]),
         ("phi3", {"partial_rotary_factor": 0.35, "rope_parameters": None}, ["partial_rotary_factor", "0.35"]),
         ("phi3", {"rope_parameters": {"type": "su", "short_factor": [1.0]}}, ["short_factor", "8 numbers"]),

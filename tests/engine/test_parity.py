@@ -30,6 +30,12 @@ GEMMA2 = {
     "final_logit_softcapping": 7.0,
 }
 GEMMA3 = {"sliding_window": 33, "sliding_window_pattern": 2, "query_pre_attn_scalar": 20}
+QWEN3_MOE = {
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
 CASES = {
     "llama2": ("llama", {"num_key_value_heads": 6}),
     "llama2, linear rope": (
@@ -72,6 +78,9 @@ CASES = {
             },
         },
     ),
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 40}),
+    "qwen3_moe": ("qwen3_moe", QWEN3_MOE),
+    "qwen3_moe, shares as they are": ("qwen3_moe", QWEN3_MOE | {"norm_topk_prob": False}),
     "phi3, window": ("phi3", PHI3 | {"sliding_window": 21}),
     "phi3, a part turns": (
         "phi3",

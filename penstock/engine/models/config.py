@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.engine.models.spec import MoeSpec
 from penstock.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
@@ -72,6 +73,13 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope_parameters: RopeParameters | None = None
     original_max_position_embeddings: int | None = None
     partial_rotary_factor: float | None = None
+    num_local_experts: int | None = None
+    num_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    moe_intermediate_size: int | None = None
+    norm_topk_prob: bool = False
+    mlp_only_layers: list[int] | None = None
+    decoder_sparse_step: int | None = None
     pretraining_tp: int | None = None
     quantization_config: dict[str, Any] | None = None
 
@@ -132,3 +140,18 @@ def sliding_window(config: HfConfig) -> int:
         CheckpointError: the window is not positive.
     """
     return 0 if config.sliding_window is None else positive(config, "sliding_window")
+
+
+def experts(config: HfConfig, *, normalise: bool) -> MoeSpec:
+    """The mixture of experts; their number goes by two names.
+
+    Raises:
+        CheckpointError: a number is missing, or more experts are to be chosen than there are.
+    """
+    field = "num_experts" if config.num_local_experts is None else "num_local_experts"
+    num_experts, top_k = positive(config, field), positive(config, "num_experts_per_tok")
+    if top_k > num_experts:
+        raise CheckpointError(
+            f"{CONFIG_FILE}: num_experts_per_tok is {top_k}, expected at most {field} {num_experts}"
+        )
+    return MoeSpec(num_experts=num_experts, top_k=top_k, normalise=normalise)

@@ -4,12 +4,12 @@ Owns the order of operations and the activations of one step. It knows nothing a
 the device: weights come from a `WeightSource`, computing from `Kernels`, the KV cache sits behind `Attention`.
 
     token ids -> embedding -> [norm -> qkv -> (head norm) RoPE -> attention -> o -> join
-                               norm -> gate_up -> gate -> down -> join] x layers -> norm -> head -> logits
+                               norm -> gate_up -> gate -> down (or experts) -> join] x layers -> norm -> head -> logits
 
 A join adds what a sublayer gives to the residual (normalised before, for some families) and norms the sum for the next.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -21,9 +21,10 @@ from penstock.engine.attention.base import Attention
 from penstock.engine.kernels import Activation, Kernels, Norm
 from penstock.engine.layers.embedding import Embedding, ScaledEmbedding
 from penstock.engine.layers.linear import Linear
+from penstock.engine.layers.mlp import DenseMlp, Mlp, MoeMlp
 from penstock.engine.layers.rotary import RotaryTable, RotaryWeights
 from penstock.engine.layers.softcap import soft_cap_
-from penstock.engine.models.spec import DecoderSpec
+from penstock.engine.models.spec import DecoderSpec, MoeSpec
 
 
 class WeightSource(Protocol):
@@ -53,9 +54,7 @@ class _Layer:
     qkv: Linear
     o: Linear
     join_mlp: _Join
-    gate_up: Linear
-    activation: Activation
-    down: Linear
+    mlp: Mlp
     join_next: _Join
 
 
@@ -70,8 +69,8 @@ class _Rows:
     heads: Tensor
     q: Tensor
     attended: Tensor
-    gate_up: Tensor
-    gated: Tensor
+    inner: tuple[Tensor, Tensor]
+    """What the feed-forward layer computes in: gate and up, and what passes the gate."""
 
 
 class Decoder:
@@ -123,9 +122,7 @@ class Decoder:
             attention.attend(i, rows.q, rows.attended)
             layer.o(rows.attended.flatten(1), rows.delta)
             layer.join_mlp(rows.residual, rows.delta, rows.normed)
-            layer.gate_up(rows.normed, rows.gate_up)
-            layer.activation(rows.gate_up, rows.gated)
-            layer.down(rows.gated, rows.delta)
+            layer.mlp(rows.normed, rows.inner, rows.delta)
             layer.join_next(rows.residual, rows.delta, rows.normed)
         return self._sample_logits(rows.residual, samples)
 
@@ -191,10 +188,19 @@ def _layer(
         bias = weights.take(f"{i}.{key}_bias") if has_bias else None
         return kernels.linear(weights.take(f"{i}.{key}"), bias, rows_max=limits.step_tokens)
 
+    def linears(key: str) -> Sequence[Linear]:
+        count = spec.moe.num_experts if spec.moe is not None else 1
+        return kernels.linears(weights.take(f"{i}.{key}"), count=count, rows_max=limits.step_tokens)
+
     def join(key: str, norm: _Join) -> _Join:
         """The join that norms with `norm`, after the norm named `key` if the family has it."""
         return _Normed(_norm(spec, weights, kernels, key), norm) if spec.sublayer_norms else norm
 
+    gate = kernels.activation()
+    if spec.moe is None:
+        mlp = DenseMlp(linear("gate_up", spec.mlp_bias), gate, linear("down", spec.mlp_bias))
+    else:
+        mlp = _moe(spec.moe, linear("router", False), linears("gate_up"), linears("down"), gate)
     is_last = i + 1 == spec.num_layers
     next_norm = _only_add if is_last else _norm(spec, weights, kernels, f"{i + 1}.input_norm").add
     mlp_norm = _norm(spec, weights, kernels, f"{i}.post_attention_norm").add
@@ -202,9 +208,7 @@ def _layer(
         qkv=linear("qkv", spec.qkv_bias),
         o=linear("o", spec.o_bias),
         join_mlp=join(f"{i}.attention_out_norm", mlp_norm),
-        gate_up=linear("gate_up", spec.mlp_bias),
-        activation=kernels.activation(),
-        down=linear("down", spec.mlp_bias),
+        mlp=mlp,
         join_next=join(f"{i}.mlp_out_norm", next_norm),
     )
 
@@ -213,6 +217,13 @@ def _rotary_tables(spec: DecoderSpec, max_len: int, device: torch.device) -> tup
     ropes = [spec.layer_rope(i) for i in range(spec.num_layers)]
     tables = {rope: RotaryTable(rope, spec.head_dim, max_len, device) for rope in set(ropes)}
     return tuple(tables[rope] for rope in ropes)
+
+
+def _moe(
+    moe: MoeSpec, router: Linear, gate_up: Sequence[Linear], down: Sequence[Linear], gate: Activation
+) -> MoeMlp:
+    experts = [DenseMlp(into, gate, back) for into, back in zip(gate_up, down, strict=True)]
+    return MoeMlp(router, experts, top_k=moe.top_k, normalise=moe.normalise)
 
 
 def _head_norms(spec: DecoderSpec, weights: WeightSource) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -249,6 +260,5 @@ def _views(spec: DecoderSpec, buffers: dict[str, Tensor], num_tokens: int) -> _R
         heads=rows["qkv"].view(per_head),
         q=rows["q"].view(per_head),
         attended=rows["attended"].view(per_head),
-        gate_up=rows["gate_up"],
-        gated=rows["gated"],
+        inner=(rows["gate_up"], rows["gated"]),
     )

@@ -50,6 +50,11 @@ class CheckpointNames:
     gate_up: str | None = None
     """The two above as one tensor, gate first."""
     down: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    expert_gate: str = "mlp.experts.{e}.gate_proj"
+    expert_up: str = "mlp.experts.{e}.up_proj"
+    expert_down: str = "mlp.experts.{e}.down_proj"
+    """`{e}` is the expert."""
     input_norm: str = "input_layernorm"
     post_attention_norm: str = "post_attention_layernorm"
     """Of the residual before the feed-forward layer (some families have another norm by this name)."""
@@ -77,9 +82,7 @@ def _layer_weights(spec: DecoderSpec, names: CheckpointNames, i: int) -> list[We
     qkv = [(names.q, q_size), (names.k, kv_size), (names.v, kv_size)]
     if names.qkv is not None:
         qkv = [(names.qkv, q_size + 2 * kv_size)]
-    gate_up = [(names.gate, inner), (names.up, inner)]
-    if names.gate_up is not None:
-        gate_up = [(names.gate_up, 2 * inner)]
+    gate_up, down = _mlp_rows(spec, names)
 
     def weight(key: str, *parts: tuple[str, tuple[int, ...]], suffix: str = ".weight") -> Weight:
         return Weight(f"{i}.{key}", tuple(Part(prefix + name + suffix, shape) for name, shape in parts))
@@ -90,8 +93,10 @@ def _layer_weights(spec: DecoderSpec, names: CheckpointNames, i: int) -> list[We
         weight("o", (names.o, (hidden, q_size))),
         weight("post_attention_norm", (names.post_attention_norm, (hidden,))),
         weight("gate_up", *((name, (rows, hidden)) for name, rows in gate_up)),
-        weight("down", (names.down, (hidden, inner))),
+        weight("down", *((name, (rows, inner)) for name, rows in down)),
     ]
+    if spec.moe is not None:
+        weights.append(weight("router", (names.router, (spec.moe.num_experts, hidden))))
     if spec.sublayer_norms:
         weights.append(weight("attention_out_norm", (names.attention_out_norm, (hidden,))))
         weights.append(weight("mlp_out_norm", (names.mlp_out_norm, (hidden,))))
@@ -106,3 +111,19 @@ def _layer_weights(spec: DecoderSpec, names: CheckpointNames, i: int) -> list[We
         weights.append(weight("gate_up_bias", *((name, (rows,)) for name, rows in gate_up), suffix=".bias"))
         weights.append(weight("down_bias", (names.down, (hidden,)), suffix=".bias"))
     return weights
+
+
+def _mlp_rows(
+    spec: DecoderSpec, names: CheckpointNames
+) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """Names and rows of the parts of gate and up, and of down; experts one after the other."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    if spec.moe is not None:
+        numbers = range(spec.moe.num_experts)
+        gates = [(names.expert_gate.format(e=e), names.expert_up.format(e=e)) for e in numbers]
+        return [(name, inner) for pair in gates for name in pair], [
+            (names.expert_down.format(e=e), hidden) for e in numbers
+        ]
+    if names.gate_up is not None:
+        return [(names.gate_up, 2 * inner)], [(names.down, hidden)]
+    return [(names.gate, inner), (names.up, inner)], [(names.down, hidden)]

@@ -12,10 +12,12 @@ from penstock.engine.models.gemma2 import GEMMA_ACTIVATION, GEMMA_NAMES, gemma2_
 from penstock.engine.models.gemma3 import gemma3_spec
 from penstock.engine.models.llama import llama_spec
 from penstock.engine.models.mistral import mistral_spec
+from penstock.engine.models.mixtral import MIXTRAL_NAMES, mixtral_spec
 from penstock.engine.models.names import CheckpointNames
 from penstock.engine.models.phi3 import PHI3_NAMES, phi3_spec
 from penstock.engine.models.qwen2 import qwen2_spec
 from penstock.engine.models.qwen3 import qwen3_spec
+from penstock.engine.models.qwen3_moe import qwen3_moe_spec
 from penstock.engine.models.spec import DecoderSpec
 from penstock.errors import CheckpointError
 
@@ -35,9 +37,11 @@ FAMILIES: dict[str, Family] = {
     "Gemma2ForCausalLM": Family(gemma2_spec, GEMMA_NAMES, GEMMA_ACTIVATION),
     "Gemma3ForCausalLM": Family(gemma3_spec, GEMMA_NAMES, GEMMA_ACTIVATION),
     "MistralForCausalLM": Family(mistral_spec),
+    "MixtralForCausalLM": Family(mixtral_spec, MIXTRAL_NAMES),
     "Phi3ForCausalLM": Family(phi3_spec, PHI3_NAMES),
     "Qwen2ForCausalLM": Family(qwen2_spec),
     "Qwen3ForCausalLM": Family(qwen3_spec),
+    "Qwen3MoeForCausalLM": Family(qwen3_moe_spec),
 }
 
 

@@ -61,6 +61,17 @@ class AttentionSpec:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
+class MoeSpec:
+    """A mixture of experts in place of the feed-forward layer, in every layer."""
+
+    num_experts: int
+    top_k: int
+    """Experts that compute each token."""
+    normalise: bool
+    """The chosen experts' shares are scaled to sum to one."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
 class DecoderSpec:
     """The shape of a dense pre-norm decoder: RMSNorm, RoPE, grouped-query attention, a gated feed-forward layer."""
 
@@ -68,6 +79,7 @@ class DecoderSpec:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
+    """Of the feed-forward layer, or of each expert."""
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -79,6 +91,7 @@ class DecoderSpec:
     attention: AttentionSpec = AttentionSpec()
     local_rope: RopeSpec | None = None
     """How windowed layers turn, if not as `rope` says (Gemma 3)."""
+    moe: MoeSpec | None = None
     activation: ActivationKind = "silu"
     """Of the gate: SwiGLU, or GeGLU with the tanh approximation (Gemma)."""
     norm_offset: float = 0.0
@@ -125,6 +138,8 @@ class DecoderSpec:
         attention += (self.q_size + 2 * self.kv_size) * self.qkv_bias + hidden * self.o_bias
         attention += 2 * self.head_dim * self.qk_norm
         mlp = 3 * hidden * inner + (2 * inner + hidden) * self.mlp_bias
+        if self.moe is not None:
+            mlp = self.moe.num_experts * (mlp + hidden)
         norms = hidden * (4 if self.sublayer_norms else 2)
         embeddings = self.vocab_size * hidden * (1 if self.tied_head else 2)
         return embeddings + hidden + self.num_layers * (attention + mlp + norms)

@@ -82,6 +82,7 @@ def unsupported(spec: DecoderSpec, dtype: torch.dtype, kernels: Kernels, precisi
     if spec.head_dim % 16 or not 16 <= spec.head_dim <= HEAD_DIM_MAX:
         return f"native attention wants a head size that is a multiple of 16 up to {HEAD_DIM_MAX}, not {spec.head_dim}"
     foreign = {
+        "mixtures of experts": spec.moe is not None,
         "gates other than SiLU": spec.activation != "silu",
         "norms with an offset": spec.norm_offset != 0.0,
         "norms after sublayers": spec.sublayer_norms,
