@@ -3,6 +3,7 @@
 A device or a native library brings another `Kernels`; the decoder does not know which one it runs on.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor
 from penstock.engine.attention.base import Attention
 from penstock.engine.attention.cpu import CpuAttention
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.layers.activation import SiluMul
-from penstock.engine.layers.linear import Linear, torch_linear
+from penstock.engine.layers.activation import GeluTanhMul, SiluMul
+from penstock.engine.layers.linear import Linear, torch_linear, torch_linears
 from penstock.engine.layers.norm import RMSNorm
 from penstock.engine.layers.rotary import RotaryWeights
 from penstock.engine.models.spec import DecoderSpec
@@ -22,7 +23,7 @@ class Norm(Protocol):
     """RMSNorm with its weight inside."""
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
-        """Write the normalised rows of `x` `[num_tokens, hidden]` to `out`."""
+        """Write the normalised rows of `x` `[num_tokens, hidden]` to `out`, which may be `x`."""
         ...
 
     def add(self, residual: Tensor, x: Tensor, out: Tensor) -> None:
@@ -45,16 +46,20 @@ class Kernels(Protocol):
         """`weight` is `[out, in]`, `bias` `[out]`; both may be kept or repacked."""
         ...
 
+    def linears(self, weight: Tensor, *, count: int, rows_max: int) -> Sequence[Linear]:
+        """`count` weights (experts) stacked along the first dimension; they may share scratch."""
+        ...
+
     def norm(self, weight: Tensor, eps: float) -> Norm:
         """`weight` is `[size]`."""
         ...
 
     def activation(self) -> Activation:
-        """SwiGLU's gate, with the model's inner size."""
+        """The gate that the model has, with its inner size."""
         ...
 
     def attention(self, cache: KVCache, rotary: RotaryWeights) -> Attention:
-        """Attention over `cache` for all layers, with the model's rotation and head norms."""
+        """Attention over `cache` for all layers, with the model's rotation, head norms and `AttentionSpec`."""
         ...
 
 
@@ -63,11 +68,17 @@ class TorchKernels:
 
     def __init__(self, spec: DecoderSpec, *, max_tokens: int, device: torch.device) -> None:
         self._max_tokens = max_tokens
-        self._activation = SiluMul(spec.intermediate_size, max_tokens, device)
+        self._attention = spec.attention
+        gate = {"silu": SiluMul, "gelu_tanh": GeluTanhMul}[spec.activation]
+        self._activation = gate(spec.intermediate_size, max_tokens, device)
 
     def linear(self, weight: Tensor, bias: Tensor | None, *, rows_max: int) -> Linear:
         """See `Kernels`."""
         return torch_linear(weight, bias, rows_max=rows_max)
+
+    def linears(self, weight: Tensor, *, count: int, rows_max: int) -> Sequence[Linear]:
+        """See `Kernels`."""
+        return torch_linears(weight, None, count=count, rows_max=rows_max)
 
     def norm(self, weight: Tensor, eps: float) -> Norm:
         """See `Kernels`."""
@@ -79,4 +90,4 @@ class TorchKernels:
 
     def attention(self, cache: KVCache, rotary: RotaryWeights) -> Attention:
         """See `Kernels`."""
-        return CpuAttention(cache, rotary, max_tokens=self._max_tokens)
+        return CpuAttention(cache, rotary, self._attention, max_tokens=self._max_tokens)

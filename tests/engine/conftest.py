@@ -21,6 +21,33 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def mistral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Mistral checkpoint, float32, with a window that begins inside blocks and tiles."""
+    return save(tiny_model("mistral", sliding_window=45), tmp_path_factory.mktemp("mistral"))
+
+
+@pytest.fixture(scope="session")
+def gemma2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Gemma 2 checkpoint, float32, with caps that bite."""
+    model = tiny_model("gemma2", sliding_window=70, attn_logit_softcapping=3.0, final_logit_softcapping=7.0)
+    return save(model, tmp_path_factory.mktemp("gemma2"))
+
+
+@pytest.fixture(scope="session")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Gemma 3 checkpoint, float32."""
+    return save(
+        tiny_model("gemma3", sliding_window=150, sliding_window_pattern=2), tmp_path_factory.mktemp("gemma3")
+    )
+
+
+@pytest.fixture(scope="session")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Mixtral checkpoint, float32."""
+    return save(tiny_model("mixtral", num_local_experts=5), tmp_path_factory.mktemp("mixtral"))
+
+
+@pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama 3 checkpoint, float32, head size and hidden size that fill no vector register."""
     model = tiny_model("llama", hidden_size=40, num_attention_heads=5, num_key_value_heads=5, head_dim=24)

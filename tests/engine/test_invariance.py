@@ -69,8 +69,16 @@ CASES = (
     "qwen3-float32-torch",
     "qwen3-bfloat16-torch",
     "llama-bfloat16-torch",
+    "mistral-float32-torch",
+    "gemma2-float32-torch",
+    "gemma2-bfloat16-torch",
+    "gemma3-float32-torch",
+    "mixtral-float32-torch",
+    "mixtral-bfloat16-torch",
+    "mistral-bfloat16-torch",
     "qwen3-float32-native",
     "qwen3-bfloat16-native",
+    "mistral-bfloat16-native",
 )
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from engine_driver import tiny_runner
 from safetensors.torch import load_file, save_file
-from tiny_models import save, tiny_model
+from tiny_models import FAMILIES, PHI3, save, tiny_model
 
 from penstock.engine.loader import load_weights, random_weights
 from penstock.engine.models.registry import read_spec
@@ -68,10 +68,11 @@ def test_progress_ends_at_the_total(directory: Path) -> None:
     assert seen[-1] == (2 * spec.num_parameters, 2 * spec.num_parameters)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_number_of_parameters_is_right(family: str, tmp_path: Path) -> None:
     for tied in (False, True):
-        model = tiny_model(family, tie_word_embeddings=tied)
+        changes = PHI3 if family == "phi3" else {}
+        model = tiny_model(family, **changes, tie_word_embeddings=tied)
         spec, _ = read_spec(save(model, tmp_path / str(tied)))
         assert spec.num_parameters == model.num_parameters()
 
@@ -116,7 +117,9 @@ def test_random_weights_do_not_depend_on_each_other(directory: Path) -> None:
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
         ({"use_sliding_window": True}, ["use_sliding_window"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq"]),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "llama3"]),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, ["dynamic", "depend", "llama3"]),
+        ({"rope_parameters": {"rope_type": "yarn"}}, ["factor"]),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, ["short_factor", "8 numbers"]),
         ({"rope_parameters": {"rope_type": "linear"}}, ["factor"]),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
     ],
@@ -179,3 +182,38 @@ def test_a_broken_index(tmp_path: Path) -> None:
     assert "outside" in refusal(directory)
     index.write_text("[]")
     assert "weight_map" in refusal(directory)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("gemma2", {"hidden_activation": "gelu"}, ["hidden_act", "gelu_pytorch_tanh"]),
+        ("gemma2", {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        ("gemma2", {"layer_types": ["full_attention"]}, ["layer_types", "1", "3"]),
+        ("gemma3", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, ["chunked"]),
+        ("gemma3", {"sliding_window": None}, ["sliding_window"]),
+        ("gemma3", {"query_pre_attn_scalar": 0}, ["query_pre_attn_scalar"]),
+        ("mixtral", {"num_experts_per_tok": 9}, ["num_experts_per_tok", "num_local_experts 8"]),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, ["mlp_only_layers"]),
+        ("mistral", {"sliding_window": 0}, ["sliding_window"]),
+        ("phi3", {"partial_rotary_factor": 0.35, "rope_parameters": None}, ["partial_rotary_factor", "0.35"]),
+        ("phi3", {"rope_parameters": {"type": "su", "short_factor": [1.0]}}, ["short_factor", "8 numbers"]),
+    ],
+)
+def test_what_a_family_does_not_support_is_refused(
+    family: str, changes: dict[str, object], said: list[str], tmp_path: Path
+) -> None:
+    directory = save(tiny_model(family, **(PHI3 if family == "phi3" else {})), tmp_path)
+    edit_config(directory, **changes)
+    message = refusal(directory)
+    assert all(word in message for word in ["config.json", *said]), message
+
+
+def test_configs_of_transformers_4_give_the_same_gemma3(tmp_path: Path) -> None:
+    directory = save(tiny_model("gemma3", sliding_window_pattern=2), tmp_path)
+    new, _ = read_spec(directory)
+    config = json.loads((directory / "config.json").read_text())
+    del config["rope_parameters"], config["layer_types"]
+    old = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 2}
+    (directory / "config.json").write_text(json.dumps(config | old))
+    assert read_spec(directory)[0] == new

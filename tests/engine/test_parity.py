@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_driver import tiny_runner
-from tiny_models import LLAMA3_ROPE, VOCAB_SIZE, save, tiny_model
+from tiny_models import LLAMA3_ROPE, PHI3, VOCAB_SIZE, longrope, save, tiny_model
 from transformers import PreTrainedModel
 
 from penstock.engine.native import Kernels, KernelsUnavailable
@@ -17,6 +17,25 @@ from penstock.types import RequestId, SamplingParams
 DECODE_STEPS = 32
 EVERY_LOGPROB = SamplingParams(temperature=0.0, logprobs=VOCAB_SIZE)
 
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 160,
+}
+GEMMA2 = {
+    "sliding_window": 21,
+    "query_pre_attn_scalar": 24,
+    "attn_logit_softcapping": 3.0,
+    "final_logit_softcapping": 7.0,
+}
+GEMMA3 = {"sliding_window": 33, "sliding_window_pattern": 2, "query_pre_attn_scalar": 20}
+QWEN3_MOE = {
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
 CASES = {
     "llama2": ("llama", {"num_key_value_heads": 6}),
     "llama2, linear rope": (
@@ -29,6 +48,46 @@ CASES = {
         "llama",
         {"head_dim": 26, "num_attention_heads": 3, "num_key_value_heads": 1},
     ),
+    "mistral, no window": ("mistral", {"sliding_window": None, "num_key_value_heads": 3}),
+    "mistral, window within a block": ("mistral", {"sliding_window": 5}),
+    "mistral, window of one tile and one": ("mistral", {"sliding_window": 129, "num_attention_heads": 4}),
+    "llama, yarn": ("llama", {"rope_parameters": YARN_ROPE}),
+    "llama, yarn with its optional numbers": (
+        "llama",
+        {
+            "rope_parameters": YARN_ROPE
+            | {"attention_factor": 1.3, "beta_fast": 8.0, "beta_slow": 2.0, "truncate": False}
+        },
+    ),
+    "gemma2": ("gemma2", GEMMA2),
+    "gemma2, no caps, own head": (
+        "gemma2",
+        GEMMA2
+        | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": False},
+    ),
+    "gemma3": ("gemma3", GEMMA3),
+    "gemma3, stretched, group of 6": (
+        "gemma3",
+        GEMMA3
+        | {
+            "num_key_value_heads": 1,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 40}),
+    "qwen3_moe": ("qwen3_moe", QWEN3_MOE),
+    "qwen3_moe, shares as they are": ("qwen3_moe", QWEN3_MOE | {"norm_topk_prob": False}),
+    "phi3, window": ("phi3", PHI3 | {"sliding_window": 21}),
+    "phi3, a part turns": (
+        "phi3",
+        PHI3
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+    ),
+    "phi3, longrope within the original context": ("phi3", PHI3 | {"rope_parameters": longrope(0.5, 640)}),
     "qwen2": ("qwen2", {"head_dim": None}),
     "qwen2, group of 8, tied": (
         "qwen2",
@@ -43,6 +102,11 @@ CASES = {
     "qwen3, group of 3": ("qwen3", {}),
     "qwen3, group of 2": ("qwen3", {"num_attention_heads": 4}),
     "qwen3, group of 8, large heads": ("qwen3", {"num_attention_heads": 16, "head_dim": 64}),
+}
+
+NATIVE_CHANGES = {
+    "mistral": {"sliding_window": 37},
+    "phi3": PHI3 | {"rope_parameters": longrope(0.5, 640)},
 }
 
 
@@ -89,6 +153,15 @@ def test_float32_logits_equal_transformers(case: str, tmp_path: Path) -> None:
         assert worst_error(model, tokens, drawn, length) <= 1e-4
 
 
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_longrope_beyond_the_original_context(kernels: str, tmp_path: Path) -> None:
+    model = tiny_model("phi3", **PHI3, rope_parameters=longrope(1.0, 64))
+    runner = tiny_runner(save(model, tmp_path), kernels="auto" if kernels == "native" else kernels)
+    prompt = [stream(10, kernels).randrange(VOCAB_SIZE) for _ in range(131)]
+    tokens, drawn = decode(runner, prompt, 50)
+    assert worst_error(model, tokens, drawn, len(prompt)) <= 1e-4
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_bfloat16_logits_are_close_to_transformers_in_float32(family: str, tmp_path: Path) -> None:
     model = tiny_model(family, initializer_range=0.03, head_dim=8).bfloat16()
@@ -98,13 +171,13 @@ def test_bfloat16_logits_are_close_to_transformers_in_float32(family: str, tmp_p
     assert worst_error(model.float(), tokens, drawn, len(prompt)) <= 2e-2
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "phi3"])
 def test_native_logits_equal_transformers(family: str, tmp_path: Path) -> None:
     try:
         Kernels()
     except KernelsUnavailable as why:
         pytest.skip(str(why))
-    model = tiny_model(family)
+    model = tiny_model(family, **NATIVE_CHANGES.get(family, {}))
     runner = tiny_runner(save(model, tmp_path), kernels="native")
     prompt = [stream(9, family).randrange(VOCAB_SIZE) for _ in range(141)]
     tokens, drawn = decode(runner, prompt, 50)

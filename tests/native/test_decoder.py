@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from penstock.engine.attention.base import AttentionBatch
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.layers.rotary import inverse_frequencies
+from penstock.engine.layers.frequencies import inverse_frequencies
 from penstock.engine.loader import Weights
 from penstock.engine.models.decoder import DecoderLimits
 from penstock.engine.models.names import CheckpointNames, decoder_weights
@@ -192,6 +192,8 @@ def test_tables_that_point_outside_are_refused(kernels, bad):
 def test_what_is_unsupported_is_said(kernels):
     assert unsupported(SPECS["llama"], torch.bfloat16, kernels, "native") is None
     assert "head size" in unsupported(spec(head_dim=24), torch.bfloat16, kernels, "native")
+    assert "SiLU" in unsupported(spec(activation="gelu_tanh"), torch.bfloat16, kernels, "native")
+    assert "soft caps" in unsupported(spec(logit_softcap=30.0), torch.bfloat16, kernels, "native")
     assert "float16" in unsupported(spec(), torch.float16, kernels, "native")
     assert "bfloat16" in unsupported(spec(), torch.float32, kernels, "int4")
     if not kernels.supports(Type.I8):

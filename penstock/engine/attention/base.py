@@ -7,6 +7,9 @@ One step's batch is any mixture of rows: one that decodes has one new token, a c
 Token `t` of the step belongs to one row; rows lie one after another. For every row the tokens before its
 chunk are already in the cache, and those of the chunk are stored by `store` before `attend` reads them.
 
+What differs between models and layers (scale, soft cap, windows: `AttentionSpec`) is given when an implementation is
+made. Windows only mask: the KV blocks that leave one are kept.
+
 **Promise**: the bits of a token's output depend on its own query and on the keys and values at and before its
 position, and on nothing else: not on the other rows, not on how the prompt was cut into chunks, nor on whether
 its prefix was computed now or found in the cache.
@@ -62,11 +65,11 @@ class Attention(Protocol):
         ...
 
     def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """Attend from every new token to its row's positions up to its own.
+        """Attend from every new token to its row's positions up to its own, back to the layer's window if it has one.
 
         Args:
             layer: from 0.
-            q: `[num_tokens, num_heads, head_dim]` from `store`, not yet scaled by `head_dim ** -0.5`.
+            q: `[num_tokens, num_heads, head_dim]` from `store`, not yet scaled.
             out: `[num_tokens, num_heads, head_dim]` to write.
         """
         ...

@@ -1,4 +1,7 @@
-"""Attention of chunks of prompts: row by row, KV tile by KV tile, with a mask only on the diagonal."""
+"""Attention of chunks of prompts: row by row, KV tile by KV tile, with a mask only where sight ends inside a tile.
+
+A tile is computed for those queries that see any of it: with a window they lie between two bounds.
+"""
 
 import torch
 from torch import Tensor
@@ -29,12 +32,25 @@ class _Chunk:
         self.pages = (first + page_steps).flatten(2)
         """`[num_tiles, num_layers, 2 * TILE_BLOCKS]` into the cache's pages: keys, then values."""
 
+    def first_tile(self, window: int) -> int:
+        """The first tile that any of the chunk's queries sees."""
+        return max(self.computed - window + 1, 0) // TILE_TOKENS if window else 0
+
+    def seeing(self, tile: int, window: int) -> tuple[int, int]:
+        """The chunk's tokens, from first to before last, that see something of the tile."""
+        first = max(tile * TILE_TOKENS - self.computed, 0)
+        if not window:
+            return first, self.num_tokens
+        return first, min((tile + 1) * TILE_TOKENS - 1 + window - self.computed, self.num_tokens)
+
 
 class ChunkAttention:
     """Scratch and steps of the row-by-row path; takes any number of new tokens per row."""
 
-    def __init__(self, cache: KVCache, shape: TileShape, *, max_tokens: int) -> None:
-        self._cache, self._shape = cache, shape
+    def __init__(
+        self, cache: KVCache, shape: TileShape, windows: tuple[int, ...], *, max_tokens: int
+    ) -> None:
+        self._cache, self._shape, self._windows = cache, shape, windows
         self._chunks: list[_Chunk] = []
         layers = torch.arange(cache.num_layers).view(-1, 1, 1)
         self._page_steps = layers * 2 + torch.arange(2).view(1, -1, 1)
@@ -70,10 +86,11 @@ class ChunkAttention:
         top = torch.full((shape.num_kv_heads, rows), -torch.inf)
         den = torch.zeros_like(top)
         acc = torch.zeros(shape.num_kv_heads, rows, shape.head_dim)
-        for tile in range(chunk.num_tiles):
-            first = max(tile * TILE_TOKENS - chunk.computed, 0)
-            seeing = slice(first * shape.group, rows)
-            logsumexp, partial = self._tile(layer, chunk, tile, first)
+        window = self._windows[layer]
+        for tile in range(chunk.first_tile(window), chunk.num_tiles):
+            first, last = chunk.seeing(tile, window)
+            seeing = slice(first * shape.group, last * shape.group)
+            logsumexp, partial = self._tile(layer, chunk, tile, (first, last))
             top[:, seeing], keep, add = merge_factors(top[:, seeing], logsumexp)
             den[:, seeing].mul_(keep).add_(add)
             acc[:, seeing].mul_(keep[..., None]).add_(partial.float().mul_(add[..., None]))
@@ -82,10 +99,11 @@ class ChunkAttention:
             acc.view(shape.num_kv_heads, n, shape.group, -1)
         )
 
-    def _tile(self, layer: int, chunk: _Chunk, tile: int, first: int) -> tuple[Tensor, Tensor]:
-        """One tile for the chunk's tokens from `first` on: (logsumexp `[heads, rows]`, output `[heads, rows, dim]`)."""
+    def _tile(self, layer: int, chunk: _Chunk, tile: int, seeing: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """One tile for the chunk's tokens `first..last`: (logsumexp `[heads, rows]`, output `[heads, rows, dim]`)."""
         shape, heads = self._shape, self._shape.num_kv_heads
-        kept = (chunk.num_tokens - first) * shape.group
+        first, last = seeing
+        kept = (last - first) * shape.group
         rows = max(kept, shape.rows_min)
         kv = self._kv
         torch.index_select(self._cache.pages, 0, chunk.pages[tile, layer], out=kv.view(2 * TILE_BLOCKS, -1))
@@ -95,8 +113,10 @@ class ChunkAttention:
         weights = self._weights[: heads * rows * TILE_TOKENS].view_as(raw)
         partial = self._partial[: heads * rows * shape.head_dim].view(heads, rows, -1)
         torch.bmm(queries, kv[0].permute(1, 2, 0), out=raw)
-        scores.copy_(raw).mul_(shape.scale)
-        self._mask_diagonal(scores[:, :kept], chunk.computed + first - tile * TILE_TOKENS)
+        shape.score(raw, scores)
+        offset = chunk.computed + first - tile * TILE_TOKENS
+        self._mask_diagonal(scores[:, :kept], offset)
+        self._mask_window(scores[:, :kept], offset, self._windows[layer])
         torch.softmax(scores, -1, out=weights)
         raw.copy_(weights)
         torch.bmm(raw, kv[1].transpose(0, 1), out=partial)
@@ -112,3 +132,13 @@ class ChunkAttention:
             heads, crossing, self._shape.group, TILE_TOKENS
         )
         inside.add_(self._diagonal[offset : offset + crossing, None])
+
+    def _mask_window(self, scores: Tensor, offset: int, window: int) -> None:
+        """Hide keys that lie before the window; the first query has position `offset` as the tile counts."""
+        heads, rows, _ = scores.shape
+        tokens = rows // self._shape.group
+        if not window or offset + tokens <= window:
+            return
+        queries = torch.arange(offset, offset + tokens)[:, None]
+        hidden = torch.arange(TILE_TOKENS) <= queries - window
+        scores.view(heads, tokens, self._shape.group, TILE_TOKENS).masked_fill_(hidden[:, None], -torch.inf)

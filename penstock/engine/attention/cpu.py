@@ -28,6 +28,7 @@ from penstock.engine.attention.slots import slot_indices
 from penstock.engine.attention.tiles import TILE_TOKENS, TileShape
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.rotary import QKRotary, RotaryWeights
+from penstock.engine.models.spec import AttentionSpec
 from penstock.types import BLOCK_TOKENS
 
 SCRATCH_BYTES_MAX = 32 * 1024 * 1024
@@ -36,15 +37,21 @@ SCRATCH_BYTES_MAX = 32 * 1024 * 1024
 class CpuAttention:
     """See `Attention` for the contract and the module for how it is kept."""
 
-    def __init__(self, cache: KVCache, rotary: RotaryWeights, *, max_tokens: int) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        rotary: RotaryWeights,
+        spec: AttentionSpec = AttentionSpec(),  # noqa: B008  (frozen)
+        *,
+        max_tokens: int,
+    ) -> None:
         self._cache = cache
-        shape = TileShape.of(cache, rotary.num_heads)
-        self._decode = DecodeAttention(cache, shape, scratch_bytes_max=SCRATCH_BYTES_MAX)
-        self._chunk = ChunkAttention(cache, shape, max_tokens=max_tokens)
-        self._table = rotary.table
+        shape = TileShape.of(cache, rotary.num_heads, spec)
+        windows = tuple(spec.window(layer) for layer in range(cache.num_layers))
+        self._decode = DecodeAttention(cache, shape, windows, scratch_bytes_max=SCRATCH_BYTES_MAX)
+        self._chunk = ChunkAttention(cache, shape, windows, max_tokens=max_tokens)
         self._rotary = QKRotary(rotary, max_tokens, cache.tensor.device)
         self._num_qk = rotary.num_heads + rotary.num_kv_heads
-        self._angles = self._table.cos[:0], self._table.sin[:0]
         self._kv = cache.slots.new_empty(2 * max_tokens, cache.num_kv_heads, cache.head_dim)
         self._slots = torch.empty(0)
         self._single_index = torch.empty(0)
@@ -53,8 +60,7 @@ class CpuAttention:
     def begin(self, batch: AttentionBatch) -> None:
         """See `Attention`."""
         self._slots = self._layer_slots(batch)
-        positions = batch.positions
-        self._angles = self._table.cos[positions][:, None], self._table.sin[positions][:, None]
+        self._rotary.begin(batch.positions)
         starts = np.cumsum(batch.num_tokens, dtype=np.int64) - batch.num_tokens
         num_tiles = -(-(batch.num_computed + batch.num_tokens) // TILE_TOKENS)
         single = (batch.num_tokens == 1) & (num_tiles <= self._decode.tiles_max)
@@ -86,7 +92,7 @@ class CpuAttention:
         num_tokens = qkv.shape[0]
         # Keys and values one after the other, so that one indexed copy writes both.
         kv = self._kv[: 2 * num_tokens]
-        self._rotary(layer, qkv[:, : self._num_qk], self._angles, q, kv[:num_tokens])
+        self._rotary(layer, qkv[:, : self._num_qk], q, kv[:num_tokens])
         kv[num_tokens:].copy_(qkv[:, self._num_qk :])
         self._cache.slots.index_copy_(0, self._slots[layer], kv.flatten(1))
 

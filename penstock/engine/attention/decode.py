@@ -27,48 +27,63 @@ class _Group:
     """`[num_layers, 2 * num_tiles * TILE_BLOCKS]` into the cache's pages: keys, then values."""
     row_of_tile: Tensor
     mask: Tensor
-    """`[num_tiles, 1, TILE_TOKENS]` float32: 0 where a position is known, else -inf."""
+    """`[num_tiles, 1, TILE_TOKENS]` float32: 0 where a position is known and in the window, else -inf."""
     tiles_of_row: tuple[Tensor, Tensor] | None
     """Twice `[max_tiles, num_rows]` tile indices in order of position; None if every row has just one tile.
     Beyond a row's tiles the first names the unseen tile `num_tiles`, the second the row's own last tile."""
 
 
 class DecodeAttention:
-    """Scratch and steps of the batched path; sees only rows with one new token."""
+    """Scratch and steps of the batched path; sees only rows with one new token.
 
-    def __init__(self, cache: KVCache, shape: TileShape, *, scratch_bytes_max: int) -> None:
-        self._cache, self._shape = cache, shape
+    Layers with the same window share what `begin` prepares; tiles before a window are not read.
+    """
+
+    def __init__(
+        self, cache: KVCache, shape: TileShape, windows: tuple[int, ...], *, scratch_bytes_max: int
+    ) -> None:
+        self._cache, self._shape, self._windows = cache, shape, windows
         tile_bytes = 2 * TILE_BLOCKS * cache.pages.shape[1] * cache.pages.element_size()
         self.tiles_max = max(scratch_bytes_max // tile_bytes, 1)
         """A row with more tiles than this goes the way of the chunks."""
-        self._groups: list[_Group] = []
+        self._groups: dict[int, list[_Group]] = {}
+        """By window."""
         self._scratch: _Scratch | None = None
         layers = torch.arange(cache.num_layers).view(-1, 1, 1)
         self._page_steps = layers * 2 + torch.arange(2).view(1, -1, 1)
 
     def begin(self, block_tables: Int32Array, lengths: Int32Array) -> None:
         """Prepare the step's rows: `[num_rows, max_blocks]` tables and `[num_rows]` lengths, new token included."""
-        self._groups = []
-        counts = -(-lengths // TILE_TOKENS).astype(np.int64)
+        self._groups = {window: self._grouped(block_tables, lengths, window) for window in set(self._windows)}
+
+    def _grouped(self, block_tables: Int32Array, lengths: Int32Array, window: int) -> list[_Group]:
+        seen_from = np.maximum(lengths - window, 0) if window else np.zeros_like(lengths)
+        counts = -(-lengths // TILE_TOKENS) - seen_from // TILE_TOKENS
+        groups: list[_Group] = []
         first = 0
         while first < len(counts):
             fits = np.cumsum(counts[first:]) <= self.tiles_max
             last = first + max(int(fits.sum()), 1)
-            self._groups.append(self._prepare(first, last, block_tables[first:last], lengths[first:last]))
+            rows = slice(first, last)
+            groups.append(self._prepare(first, block_tables[rows], lengths[rows], seen_from[rows]))
             first = last
+        return groups
 
-    def _prepare(self, first: int, last: int, tables: Int32Array, lengths: Int32Array) -> _Group:
-        counts = -(-lengths // TILE_TOKENS).astype(np.int64)
+    def _prepare(self, first: int, tables: Int32Array, lengths: Int32Array, seen_from: Int32Array) -> _Group:
+        """Rows from `first` on; each sees its positions from `seen_from` up to its length."""
+        first_tiles = seen_from // TILE_TOKENS
+        counts = (-(-lengths // TILE_TOKENS) - first_tiles).astype(np.int64)
         num_tiles, max_tiles = int(counts.sum()), int(counts.max())
         rows = np.repeat(np.arange(len(counts)), counts)
         firsts = np.cumsum(counts) - counts
-        tile_in_row = np.arange(num_tiles) - firsts[rows]
+        tile_in_row = np.arange(num_tiles) - firsts[rows] + first_tiles[rows]
         places = tile_in_row[:, None] * TILE_BLOCKS + np.arange(TILE_BLOCKS)
         held = places * BLOCK_TOKENS < lengths[rows][:, None]
         places = np.minimum(places, tables.shape[1] - 1)
         blocks = np.where(held, tables[rows[:, None], places], self._cache.zero_block).astype(np.int64)
         positions = tile_in_row[:, None] * TILE_TOKENS + np.arange(TILE_TOKENS)
-        mask = np.where(positions < lengths[rows][:, None], np.float32(0), np.float32(-np.inf))
+        seen = (positions >= seen_from[rows][:, None]) & (positions < lengths[rows][:, None])
+        mask = np.where(seen, np.float32(0), np.float32(-np.inf))
         pages = as_tensor(blocks.reshape(-1) * self._cache.pages_per_block) + self._page_steps
         self._reserve(num_tiles)
         tiles_of_row: tuple[Tensor, Tensor] | None = None
@@ -78,7 +93,7 @@ class DecodeAttention:
             tiles_of_row = as_tensor(np.where(order < counts, firsts + order, num_tiles)), own
         return _Group(
             first,
-            last,
+            first + len(lengths),
             num_tiles,
             pages.flatten(1),
             as_tensor(rows),
@@ -94,7 +109,7 @@ class DecodeAttention:
 
     def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
         """`q`, `out`: `[num_rows, num_heads, head_dim]` in the order of `begin`."""
-        for group in self._groups:
+        for group in self._groups[self._windows[layer]]:
             self._attend_group(layer, group, q[group.first : group.last], out[group.first : group.last])
 
     def _attend_group(self, layer: int, group: _Group, q: Tensor, out: Tensor) -> None:
@@ -109,7 +124,8 @@ class DecodeAttention:
         for head in range(shape.num_kv_heads):
             k = kv[0, :, :, head].transpose(1, 2)
             torch.bmm(queries[head], k, out=raw[head])
-        scores.copy_(raw).mul_(shape.scale).add_(group.mask)
+        shape.score(raw, scores)
+        scores.add_(group.mask)
         torch.softmax(scores, -1, out=weights)
         raw.copy_(weights)
         for head in range(shape.num_kv_heads):

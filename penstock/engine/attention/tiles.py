@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine.kv_cache import KVCache
+from penstock.engine.layers.softcap import soft_cap_
+from penstock.engine.models.spec import AttentionSpec
 from penstock.types import BLOCK_TOKENS
 
 TILE_TOKENS = 128
@@ -27,16 +29,25 @@ class TileShape:
     rows_min: int
     """Query rows of one product at least."""
     scale: float
+    softcap: float
+    """See `AttentionSpec`."""
 
     @classmethod
-    def of(cls, cache: KVCache, num_heads: int) -> Self:
+    def of(cls, cache: KVCache, num_heads: int, spec: AttentionSpec) -> Self:
         """For the heads of `cache` and `num_heads` query heads."""
-        return cls(num_heads, cache.num_kv_heads, cache.head_dim, _ROWS_MIN, cache.head_dim**-0.5)
+        scale = cache.head_dim**-0.5 if spec.scale is None else spec.scale
+        return cls(num_heads, cache.num_kv_heads, cache.head_dim, _ROWS_MIN, scale, spec.softcap)
 
     @property
     def group(self) -> int:
         """Query heads per key/value head."""
         return self.num_heads // self.num_kv_heads
+
+    def score(self, products: Tensor, out: Tensor) -> None:
+        """Scores from the products of queries and keys, before any mask."""
+        out.copy_(products).mul_(self.scale)
+        if self.softcap:
+            soft_cap_(out, self.softcap)
 
 
 def logsumexp_of(scores: Tensor, weights: Tensor) -> Tensor:

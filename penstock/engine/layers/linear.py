@@ -26,13 +26,13 @@ class TorchLinear:
 
     __slots__ = ("_bias", "_pad_in", "_pad_out", "_tiles", "_transposed")
 
-    def __init__(self, transposed: Tensor, bias: Tensor | None, tiles: RowTiles) -> None:
+    def __init__(
+        self, transposed: Tensor, bias: Tensor | None, tiles: RowTiles, pads: tuple[Tensor, Tensor]
+    ) -> None:
         self._transposed = transposed
         self._bias = bias
         self._tiles = tiles
-        rows = tiles.sizes[-1]
-        self._pad_in = transposed.new_zeros(rows, transposed.shape[0])
-        self._pad_out = transposed.new_empty(rows, transposed.shape[1])
+        self._pad_in, self._pad_out = pads
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
         """See `Linear`."""
@@ -61,14 +61,25 @@ _known_tiles: dict[tuple[object, ...], RowTiles] = {}
 
 def torch_linear(weight: Tensor, bias: Tensor | None, *, rows_max: int) -> TorchLinear:
     """A layer for `weight` `[out, in]`, which it may keep or repack; made for `rows_max` rows at a time."""
-    out_features, in_features = weight.shape
+    return torch_linears(weight, bias, count=1, rows_max=rows_max)[0]
+
+
+def torch_linears(weight: Tensor, bias: Tensor | None, *, count: int, rows_max: int) -> list[TorchLinear]:
+    """As `torch_linear`, for `count` weights stacked along the first dimension: they share their scratch."""
+    out_features, in_features = weight.shape[0] // count, weight.shape[1]
     key = (in_features, out_features, weight.dtype, rows_max, torch.get_num_threads())
     tiles = _known_tiles.get(key)
     if tiles is None:
         tiles = _known_tiles[key] = RowTiles(
             agreeing_rows(in_features, out_features, weight.dtype, rows_max, _layout)
         )
-    return TorchLinear(_layout(weight), bias, tiles)
+    rows = tiles.sizes[-1]
+    pads = weight.new_zeros(rows, in_features), weight.new_empty(rows, out_features)
+    biases = (None,) * count if bias is None else bias.chunk(count)
+    return [
+        TorchLinear(_layout(part), own, tiles, pads)
+        for part, own in zip(weight.chunk(count), biases, strict=True)
+    ]
 
 
 def _layout(weight: Tensor) -> Tensor:

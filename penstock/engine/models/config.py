@@ -1,7 +1,7 @@
 """Reading `config.json`: the fields that we understand, typed, with errors that name the field.
 
 Two spellings of the rotary settings are in the wild: `rope_theta` with an optional `rope_scaling`
-(transformers 4) and `rope_parameters` (transformers 5). Both become a `RopeSpec` here.
+(transformers 4) and `rope_parameters` (transformers 5). `models/rope.py` turns both into a `RopeSpec`.
 """
 
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.engine.models.spec import RopeSpec
+from penstock.engine.models.spec import MoeSpec
 from penstock.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
@@ -27,6 +27,17 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
     high_freq_factor: float | None = None
     original_max_position_embeddings: int | None = None
     partial_rotary_factor: float | None = None
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    truncate: bool = True
+    short_factor: list[float] | None = None
+    long_factor: list[float] | None = None
+    full_attention: "RopeParameters | None" = None
+    sliding_attention: "RopeParameters | None" = None
+    """Gemma 3 has settings per kind of layer instead."""
 
 
 class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,15 +53,33 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int | None = None
     max_position_embeddings: int | None = None
     rms_norm_eps: float | None = None
-    hidden_act: str = "silu"
-    tie_word_embeddings: bool = False
+    hidden_act: str | None = None
+    hidden_activation: str | None = None
+    """What Gemma calls `hidden_act`."""
+    tie_word_embeddings: bool | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
     use_sliding_window: bool = False
+    use_bidirectional_attention: bool | None = None
+    sliding_window: int | None = None
+    sliding_window_pattern: int | None = None
+    layer_types: list[str] | None = None
+    query_pre_attn_scalar: float | None = None
+    attn_logit_softcapping: float | msgspec.UnsetType | None = msgspec.UNSET
+    final_logit_softcapping: float | msgspec.UnsetType | None = msgspec.UNSET
+    rope_local_base_freq: float | None = None
     rope_theta: float | None = None
     rope_scaling: RopeParameters | None = None
     rope_parameters: RopeParameters | None = None
+    original_max_position_embeddings: int | None = None
     partial_rotary_factor: float | None = None
+    num_local_experts: int | None = None
+    num_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    moe_intermediate_size: int | None = None
+    norm_topk_prob: bool = False
+    mlp_only_layers: list[int] | None = None
+    decoder_sparse_step: int | None = None
     pretraining_tp: int | None = None
     quantization_config: dict[str, Any] | None = None
 
@@ -104,35 +133,25 @@ def heads(config: HfConfig) -> tuple[int, int, int]:
     return num_heads, num_kv_heads, head_dim
 
 
-def rope(config: HfConfig) -> RopeSpec:
-    """The rotary settings.
+def sliding_window(config: HfConfig) -> int:
+    """Positions that a query of a windowed layer sees, its own included; 0 if there is no window.
 
     Raises:
-        CheckpointError: a kind of scaling that is not supported, or one of its numbers is missing.
+        CheckpointError: the window is not positive.
     """
-    given = config.rope_parameters or config.rope_scaling or RopeParameters()
-    kind = given.rope_type or given.type or "default"
-    theta = given.rope_theta or config.rope_theta or 10_000.0
-    if (given.partial_rotary_factor or config.partial_rotary_factor or 1.0) != 1.0:
-        raise CheckpointError(f"{CONFIG_FILE}: partial_rotary_factor is not supported for this architecture")
-    if kind == "default":
-        return RopeSpec(theta=theta)
-    if kind == "linear":
-        return RopeSpec(kind="linear", theta=theta, factor=_needed(given, "factor"))
-    if kind == "llama3":
-        return RopeSpec(
-            kind="llama3",
-            theta=theta,
-            factor=_needed(given, "factor"),
-            low_freq_factor=_needed(given, "low_freq_factor"),
-            high_freq_factor=_needed(given, "high_freq_factor"),
-            original_max_position=int(_needed(given, "original_max_position_embeddings")),
+    return 0 if config.sliding_window is None else positive(config, "sliding_window")
+
+
+def experts(config: HfConfig, *, normalise: bool) -> MoeSpec:
+    """The mixture of experts; their number goes by two names.
+
+    Raises:
+        CheckpointError: a number is missing, or more experts are to be chosen than there are.
+    """
+    field = "num_experts" if config.num_local_experts is None else "num_local_experts"
+    num_experts, top_k = positive(config, field), positive(config, "num_experts_per_tok")
+    if top_k > num_experts:
+        raise CheckpointError(
+            f"{CONFIG_FILE}: num_experts_per_tok is {top_k}, expected at most {field} {num_experts}"
         )
-    raise CheckpointError(f"{CONFIG_FILE}: rope type {kind!r} is not supported (default, linear, llama3)")
-
-
-def _needed(given: RopeParameters, field: str) -> float:
-    value = getattr(given, field)
-    if not isinstance(value, int | float) or value <= 0:
-        raise CheckpointError(f"{CONFIG_FILE}: rope scaling needs {field} above zero, got {value}")
-    return float(value)
+    return MoeSpec(num_experts=num_experts, top_k=top_k, normalise=normalise)

@@ -1,13 +1,17 @@
-"""The one decoder: pre-norm blocks of grouped-query attention and SwiGLU, driven by a `DecoderSpec`.
+"""The one decoder: pre-norm blocks of grouped-query attention and a gated MLP, driven by a `DecoderSpec`.
 
 Owns the order of operations and the activations of one step. It knows nothing about files, blocks, sampling or
 the device: weights come from a `WeightSource`, computing from `Kernels`, the KV cache sits behind `Attention`.
 
-    token ids -> embedding -> [norm -> qkv -> (head norm) RoPE -> attention -> o -> +
-                               norm -> gate_up -> SwiGLU -> down -> +] x layers -> norm -> head -> logits
+    token ids -> embedding -> [norm -> qkv -> (head norm) RoPE -> attention -> o -> join
+                               norm -> gate_up -> gate -> down (or experts) -> join] x layers -> norm -> head -> logits
+
+A join adds what a sublayer gives to the residual (normalised before, for some families) and norms the sum for the next.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -15,9 +19,12 @@ from torch import Tensor
 
 from penstock.engine.attention.base import Attention
 from penstock.engine.kernels import Activation, Kernels, Norm
+from penstock.engine.layers.embedding import Embedding, ScaledEmbedding
 from penstock.engine.layers.linear import Linear
+from penstock.engine.layers.mlp import DenseMlp, Mlp, MoeMlp
 from penstock.engine.layers.rotary import RotaryTable, RotaryWeights
-from penstock.engine.models.spec import DecoderSpec
+from penstock.engine.layers.softcap import soft_cap_
+from penstock.engine.models.spec import DecoderSpec, MoeSpec
 
 
 class WeightSource(Protocol):
@@ -38,15 +45,17 @@ class DecoderLimits:
     max_model_len: int
 
 
+_Join = Callable[[Tensor, Tensor, Tensor], None]
+"""(residual, what to add to it, where the normalised sum goes)."""
+
+
 @dataclass(slots=True, frozen=True)
 class _Layer:
-    input_norm: Norm
     qkv: Linear
     o: Linear
-    post_attention_norm: Norm
-    gate_up: Linear
-    activation: Activation
-    down: Linear
+    join_mlp: _Join
+    mlp: Mlp
+    join_next: _Join
 
 
 @dataclass(slots=True, frozen=True)
@@ -60,8 +69,8 @@ class _Rows:
     heads: Tensor
     q: Tensor
     attended: Tensor
-    gate_up: Tensor
-    gated: Tensor
+    inner: tuple[Tensor, Tensor]
+    """What the feed-forward layer computes in: gate and up, and what passes the gate."""
 
 
 class Decoder:
@@ -71,23 +80,26 @@ class Decoder:
         self, spec: DecoderSpec, weights: WeightSource, kernels: Kernels, limits: DecoderLimits
     ) -> None:
         self._spec = spec
-        self._embedding = weights.take("embedding")
+        table = weights.take("embedding")
+        self._embed = _embedding(spec, table)
+        self._first_norm = _norm(spec, weights, kernels, "0.input_norm")
         self._layers = [_layer(spec, weights, kernels, limits, i) for i in range(spec.num_layers)]
-        self._final_norm = kernels.norm(weights.take("final_norm"), spec.norm_eps)
-        head = self._embedding if spec.tied_head else weights.take("head")
+        self._final_norm = _norm(spec, weights, kernels, "final_norm")
+        head = table if spec.tied_head else weights.take("head")
         self._head = kernels.linear(head, None, rows_max=limits.max_samples)
         self.rotary = RotaryWeights(
-            RotaryTable(spec.rope, spec.head_dim, limits.max_model_len, self._embedding.device),
+            _rotary_tables(spec, limits.max_model_len, table.device),
             _head_norms(spec, weights),
             spec.norm_eps,
             spec.num_heads,
             spec.num_kv_heads,
         )
         """What attention needs of the weights: whoever wires the engine hands it on."""
-        self._buffers = _buffers(spec, self._embedding, limits.step_tokens)
-        self._samples = self._embedding.new_empty(2, limits.max_samples, spec.hidden_size)
-        self._raw_logits = self._embedding.new_empty(limits.max_samples, spec.vocab_size)
+        self._buffers = _buffers(spec, table, limits.step_tokens)
+        self._samples = table.new_empty(2, limits.max_samples, spec.hidden_size)
+        self._raw_logits = table.new_empty(limits.max_samples, spec.vocab_size)
         self._logits = torch.empty(limits.max_samples, spec.vocab_size, device=head.device)
+        self._finish = partial(soft_cap_, cap=spec.logit_softcap) if spec.logit_softcap else _as_they_are
         self._views: dict[int, _Rows] = {}
 
     def forward(self, token_ids: Tensor, samples: Tensor, attention: Attention) -> Tensor:
@@ -102,23 +114,16 @@ class Decoder:
             `[num_samples, vocab_size]` float32 logits.
         """
         rows = self._rows(token_ids.shape[0])
-        torch.index_select(self._embedding, 0, token_ids, out=rows.residual)
-        first = True
+        self._embed(token_ids, rows.residual)
+        self._first_norm(rows.residual, rows.normed)
         for i, layer in enumerate(self._layers):
-            if first:
-                layer.input_norm(rows.residual, rows.normed)
-                first = False
-            else:
-                layer.input_norm.add(rows.residual, rows.delta, rows.normed)
             layer.qkv(rows.normed, rows.qkv)
             attention.store(i, rows.heads, rows.q)
             attention.attend(i, rows.q, rows.attended)
             layer.o(rows.attended.flatten(1), rows.delta)
-            layer.post_attention_norm.add(rows.residual, rows.delta, rows.normed)
-            layer.gate_up(rows.normed, rows.gate_up)
-            layer.activation(rows.gate_up, rows.gated)
-            layer.down(rows.gated, rows.delta)
-        rows.residual.add_(rows.delta)
+            layer.join_mlp(rows.residual, rows.delta, rows.normed)
+            layer.mlp(rows.normed, rows.inner, rows.delta)
+            layer.join_next(rows.residual, rows.delta, rows.normed)
         return self._sample_logits(rows.residual, samples)
 
     def _sample_logits(self, residual: Tensor, samples: Tensor) -> Tensor:
@@ -130,6 +135,7 @@ class Decoder:
             self._final_norm(picked, normed)
             self._head(normed, raw)
             logits.copy_(raw)
+            self._finish(logits)
         return logits
 
     def _rows(self, num_tokens: int) -> _Rows:
@@ -139,6 +145,42 @@ class Decoder:
         return rows
 
 
+class _Normed:
+    """A join that norms what it adds first."""
+
+    __slots__ = ("_join", "_norm")
+
+    def __init__(self, norm: Norm, join: _Join) -> None:
+        self._norm, self._join = norm, join
+
+    def __call__(self, residual: Tensor, x: Tensor, out: Tensor) -> None:
+        self._norm(x, x)
+        self._join(residual, x, out)
+
+
+def _only_add(residual: Tensor, x: Tensor, out: Tensor) -> None:
+    """The join after the last layer: only the rows that are sampled need the final norm."""
+    residual.add_(x)
+
+
+def _as_they_are(logits: Tensor) -> Tensor:
+    return logits
+
+
+def _embedding(spec: DecoderSpec, table: Tensor) -> Embedding:
+    return Embedding(table) if spec.embedding_scale == 1.0 else ScaledEmbedding(table, spec.embedding_scale)
+
+
+def _norm(spec: DecoderSpec, weights: WeightSource, kernels: Kernels, key: str) -> Norm:
+    return kernels.norm(_norm_weight(spec, weights, key), spec.norm_eps)
+
+
+def _norm_weight(spec: DecoderSpec, weights: WeightSource, key: str) -> Tensor:
+    weight = weights.take(key)
+    # The sum stays in float32: near 1 the checkpoint's type would lose most of what was learned.
+    return weight.float() + spec.norm_offset if spec.norm_offset else weight
+
+
 def _layer(
     spec: DecoderSpec, weights: WeightSource, kernels: Kernels, limits: DecoderLimits, i: int
 ) -> _Layer:
@@ -146,21 +188,51 @@ def _layer(
         bias = weights.take(f"{i}.{key}_bias") if has_bias else None
         return kernels.linear(weights.take(f"{i}.{key}"), bias, rows_max=limits.step_tokens)
 
+    def linears(key: str) -> Sequence[Linear]:
+        count = spec.moe.num_experts if spec.moe is not None else 1
+        return kernels.linears(weights.take(f"{i}.{key}"), count=count, rows_max=limits.step_tokens)
+
+    def join(key: str, norm: _Join) -> _Join:
+        """The join that norms with `norm`, after the norm named `key` if the family has it."""
+        return _Normed(_norm(spec, weights, kernels, key), norm) if spec.sublayer_norms else norm
+
+    gate = kernels.activation()
+    if spec.moe is None:
+        mlp = DenseMlp(linear("gate_up", spec.mlp_bias), gate, linear("down", spec.mlp_bias))
+    else:
+        mlp = _moe(spec.moe, linear("router", False), linears("gate_up"), linears("down"), gate)
+    is_last = i + 1 == spec.num_layers
+    next_norm = _only_add if is_last else _norm(spec, weights, kernels, f"{i + 1}.input_norm").add
+    mlp_norm = _norm(spec, weights, kernels, f"{i}.post_attention_norm").add
     return _Layer(
-        input_norm=kernels.norm(weights.take(f"{i}.input_norm"), spec.norm_eps),
         qkv=linear("qkv", spec.qkv_bias),
         o=linear("o", spec.o_bias),
-        post_attention_norm=kernels.norm(weights.take(f"{i}.post_attention_norm"), spec.norm_eps),
-        gate_up=linear("gate_up", spec.mlp_bias),
-        activation=kernels.activation(),
-        down=linear("down", spec.mlp_bias),
+        join_mlp=join(f"{i}.attention_out_norm", mlp_norm),
+        mlp=mlp,
+        join_next=join(f"{i}.mlp_out_norm", next_norm),
     )
+
+
+def _rotary_tables(spec: DecoderSpec, max_len: int, device: torch.device) -> tuple[RotaryTable, ...]:
+    ropes = [spec.layer_rope(i) for i in range(spec.num_layers)]
+    tables = {rope: RotaryTable(rope, spec.head_dim, max_len, device) for rope in set(ropes)}
+    return tuple(tables[rope] for rope in ropes)
+
+
+def _moe(
+    moe: MoeSpec, router: Linear, gate_up: Sequence[Linear], down: Sequence[Linear], gate: Activation
+) -> MoeMlp:
+    experts = [DenseMlp(into, gate, back) for into, back in zip(gate_up, down, strict=True)]
+    return MoeMlp(router, experts, top_k=moe.top_k, normalise=moe.normalise)
 
 
 def _head_norms(spec: DecoderSpec, weights: WeightSource) -> tuple[tuple[Tensor, Tensor], ...]:
     if not spec.qk_norm:
         return ()
-    return tuple((weights.take(f"{i}.q_norm"), weights.take(f"{i}.k_norm")) for i in range(spec.num_layers))
+    return tuple(
+        (_norm_weight(spec, weights, f"{i}.q_norm"), _norm_weight(spec, weights, f"{i}.k_norm"))
+        for i in range(spec.num_layers)
+    )
 
 
 def _buffers(spec: DecoderSpec, like: Tensor, max_tokens: int) -> dict[str, Tensor]:
@@ -188,6 +260,5 @@ def _views(spec: DecoderSpec, buffers: dict[str, Tensor], num_tokens: int) -> _R
         heads=rows["qkv"].view(per_head),
         q=rows["q"].view(per_head),
         attended=rows["attended"].view(per_head),
-        gate_up=rows["gate_up"],
-        gated=rows["gated"],
+        inner=(rows["gate_up"], rows["gated"]),
     )

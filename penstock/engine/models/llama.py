@@ -1,6 +1,7 @@
 """Llama 2 and 3.x (Touvron et al. 2023, arXiv 2307.09288; Dubey et al. 2024, arXiv 2407.21783)."""
 
-from penstock.engine.models.config import HfConfig, heads, positive, rope
+from penstock.engine.models.config import HfConfig, heads, positive
+from penstock.engine.models.rope import rope
 from penstock.engine.models.spec import DecoderSpec
 
 
@@ -26,5 +27,5 @@ def llama_spec(config: HfConfig) -> DecoderSpec:
         qkv_bias=config.attention_bias,
         o_bias=config.attention_bias,
         mlp_bias=config.mlp_bias,
-        tied_head=config.tie_word_embeddings,
+        tied_head=bool(config.tie_word_embeddings),
     )

@@ -40,14 +40,26 @@ class CheckpointNames:
     q: str = "self_attn.q_proj"
     k: str = "self_attn.k_proj"
     v: str = "self_attn.v_proj"
+    qkv: str | None = None
+    """The three above as one tensor, if the checkpoint has them so."""
     o: str = "self_attn.o_proj"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
+    gate_up: str | None = None
+    """The two above as one tensor, gate first."""
     down: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    expert_gate: str = "mlp.experts.{e}.gate_proj"
+    expert_up: str = "mlp.experts.{e}.up_proj"
+    expert_down: str = "mlp.experts.{e}.down_proj"
+    """`{e}` is the expert."""
     input_norm: str = "input_layernorm"
     post_attention_norm: str = "post_attention_layernorm"
+    """Of the residual before the feed-forward layer (some families have another norm by this name)."""
+    attention_out_norm: str = "post_attention_layernorm"
+    mlp_out_norm: str = "post_feedforward_layernorm"
     ignored_suffixes: tuple[str, ...] = field(default=("rotary_emb.inv_freq",))
     """Tensors that some checkpoints carry and that we compute ourselves."""
 
@@ -67,29 +79,51 @@ def decoder_weights(spec: DecoderSpec, names: CheckpointNames) -> list[Weight]:
 def _layer_weights(spec: DecoderSpec, names: CheckpointNames, i: int) -> list[Weight]:
     prefix, hidden, inner = names.layer.format(i=i), spec.hidden_size, spec.intermediate_size
     q_size, kv_size = spec.q_size, spec.kv_size
+    qkv = [(names.q, q_size), (names.k, kv_size), (names.v, kv_size)]
+    if names.qkv is not None:
+        qkv = [(names.qkv, q_size + 2 * kv_size)]
+    gate_up, down = _mlp_rows(spec, names)
 
     def weight(key: str, *parts: tuple[str, tuple[int, ...]], suffix: str = ".weight") -> Weight:
         return Weight(f"{i}.{key}", tuple(Part(prefix + name + suffix, shape) for name, shape in parts))
 
     weights = [
         weight("input_norm", (names.input_norm, (hidden,))),
-        weight(
-            "qkv", (names.q, (q_size, hidden)), (names.k, (kv_size, hidden)), (names.v, (kv_size, hidden))
-        ),
+        weight("qkv", *((name, (rows, hidden)) for name, rows in qkv)),
         weight("o", (names.o, (hidden, q_size))),
         weight("post_attention_norm", (names.post_attention_norm, (hidden,))),
-        weight("gate_up", (names.gate, (inner, hidden)), (names.up, (inner, hidden))),
-        weight("down", (names.down, (hidden, inner))),
+        weight("gate_up", *((name, (rows, hidden)) for name, rows in gate_up)),
+        weight("down", *((name, (rows, inner)) for name, rows in down)),
     ]
+    if spec.moe is not None:
+        weights.append(weight("router", (names.router, (spec.moe.num_experts, hidden))))
+    if spec.sublayer_norms:
+        weights.append(weight("attention_out_norm", (names.attention_out_norm, (hidden,))))
+        weights.append(weight("mlp_out_norm", (names.mlp_out_norm, (hidden,))))
     if spec.qk_norm:
         weights.append(weight("q_norm", (names.q_norm, (spec.head_dim,))))
         weights.append(weight("k_norm", (names.k_norm, (spec.head_dim,))))
     if spec.qkv_bias:
-        parts = ((names.q, (q_size,)), (names.k, (kv_size,)), (names.v, (kv_size,)))
-        weights.append(weight("qkv_bias", *parts, suffix=".bias"))
+        weights.append(weight("qkv_bias", *((name, (rows,)) for name, rows in qkv), suffix=".bias"))
     if spec.o_bias:
         weights.append(weight("o_bias", (names.o, (hidden,)), suffix=".bias"))
     if spec.mlp_bias:
-        weights.append(weight("gate_up_bias", (names.gate, (inner,)), (names.up, (inner,)), suffix=".bias"))
+        weights.append(weight("gate_up_bias", *((name, (rows,)) for name, rows in gate_up), suffix=".bias"))
         weights.append(weight("down_bias", (names.down, (hidden,)), suffix=".bias"))
     return weights
+
+
+def _mlp_rows(
+    spec: DecoderSpec, names: CheckpointNames
+) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """Names and rows of the parts of gate and up, and of down; experts one after the other."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    if spec.moe is not None:
+        numbers = range(spec.moe.num_experts)
+        gates = [(names.expert_gate.format(e=e), names.expert_up.format(e=e)) for e in numbers]
+        return [(name, inner) for pair in gates for name in pair], [
+            (names.expert_down.format(e=e), hidden) for e in numbers
+        ]
+    if names.gate_up is not None:
+        return [(names.gate_up, 2 * inner)], [(names.down, hidden)]
+    return [(names.gate, inner), (names.up, inner)], [(names.down, hidden)]

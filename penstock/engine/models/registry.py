@@ -8,10 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.engine.models.config import CONFIG_FILE, HfConfig, read_config
+from penstock.engine.models.gemma2 import GEMMA_ACTIVATION, GEMMA_NAMES, gemma2_spec
+from penstock.engine.models.gemma3 import gemma3_spec
 from penstock.engine.models.llama import llama_spec
+from penstock.engine.models.mistral import mistral_spec
+from penstock.engine.models.mixtral import MIXTRAL_NAMES, mixtral_spec
 from penstock.engine.models.names import CheckpointNames
+from penstock.engine.models.phi3 import PHI3_NAMES, phi3_spec
 from penstock.engine.models.qwen2 import qwen2_spec
 from penstock.engine.models.qwen3 import qwen3_spec
+from penstock.engine.models.qwen3_moe import qwen3_moe_spec
 from penstock.engine.models.spec import DecoderSpec
 from penstock.errors import CheckpointError
 
@@ -22,12 +28,20 @@ class Family:
 
     spec: Callable[[HfConfig], DecoderSpec]
     names: CheckpointNames = CheckpointNames()  # noqa: RUF009  (frozen)
+    activation: str = "silu"
+    """What `hidden_act` must say."""
 
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(llama_spec),
+    "Gemma2ForCausalLM": Family(gemma2_spec, GEMMA_NAMES, GEMMA_ACTIVATION),
+    "Gemma3ForCausalLM": Family(gemma3_spec, GEMMA_NAMES, GEMMA_ACTIVATION),
+    "MistralForCausalLM": Family(mistral_spec),
+    "MixtralForCausalLM": Family(mixtral_spec, MIXTRAL_NAMES),
+    "Phi3ForCausalLM": Family(phi3_spec, PHI3_NAMES),
     "Qwen2ForCausalLM": Family(qwen2_spec),
     "Qwen3ForCausalLM": Family(qwen3_spec),
+    "Qwen3MoeForCausalLM": Family(qwen3_moe_spec),
 }
 
 
@@ -51,6 +65,9 @@ def read_spec(directory: Path) -> tuple[DecoderSpec, CheckpointNames]:
         raise CheckpointError(
             f"{path}: architecture {given} is not supported; expected one of {', '.join(FAMILIES)}"
         )
-    if config.hidden_act != "silu":
-        raise CheckpointError(f"{path}: hidden_act {config.hidden_act!r} is not supported; expected 'silu'")
+    activation = config.hidden_activation or config.hidden_act or family.activation
+    if activation != family.activation:
+        raise CheckpointError(
+            f"{path}: hidden_act {activation!r} is not supported; expected {family.activation!r}"
+        )
     return family.spec(config), family.names

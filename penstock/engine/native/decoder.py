@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.engine.attention.base import AttentionBatch, Int32Array
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.layers.rotary import inverse_frequencies
+from penstock.engine.layers.frequencies import rotary_angles
 from penstock.engine.models.decoder import DecoderLimits, WeightSource
 from penstock.engine.models.spec import DecoderSpec
 from penstock.engine.native.library import Decoder, Kernels, Layer, Step, Type
@@ -81,6 +81,17 @@ def unsupported(spec: DecoderSpec, dtype: torch.dtype, kernels: Kernels, precisi
         return f"native kernels compute in bfloat16 or float32, not {dtype}"
     if spec.head_dim % 16 or not 16 <= spec.head_dim <= HEAD_DIM_MAX:
         return f"native attention wants a head size that is a multiple of 16 up to {HEAD_DIM_MAX}, not {spec.head_dim}"
+    foreign = {
+        "mixtures of experts": spec.moe is not None,
+        "gates other than SiLU": spec.activation != "silu",
+        "norms with an offset": spec.norm_offset != 0.0,
+        "norms after sublayers": spec.sublayer_norms,
+        "scaled embeddings": spec.embedding_scale != 1.0,
+        "soft caps of logits": spec.logit_softcap != 0.0,
+        "two kinds of rotation": spec.local_rope is not None,
+    }
+    if any(foreign.values()):
+        return f"native kernels do not compute {', '.join(what for what, is_so in foreign.items() if is_so)}"
     if precision == "int4" and dtype is not torch.bfloat16:
         return f"four-bit weights are multiplied in bfloat16, not {dtype}"
     if precision == "int8" and not kernels.supports(Type.I8):
@@ -114,18 +125,16 @@ class NativeDecoder:
         # A tied table is not kept twice: rows are read back out of the packed head, unless that was rounded.
         self._kept += [layers, head, cache.tensor]
         reads_head = spec.tied_head and head.kind is not Type.I8
-        angles = torch.outer(
-            torch.arange(limits.max_model_len, dtype=torch.int64).float(),
-            inverse_frequencies(spec.rope, spec.head_dim),
-        )
+        cos, sin = rotary_angles(spec.rope, spec.head_dim, limits.max_model_len)
         kernels.advise_huge(cache.tensor.data_ptr(), cache.tensor.nbytes)
         self._struct = Decoder(
             layers=layers, embedding=None if reads_head else self._keep(embedding), head=head.struct,
-            final_norm=self._keep(weights.take("final_norm").float()), cos=self._keep(angles.cos()),
-            sin=self._keep(angles.sin()), cache=LayerCache(cache.tensor, 0).struct, layer_stride=cache.tensor.stride(1),
+            final_norm=self._keep(weights.take("final_norm").float()), cos=self._keep(cos),
+            sin=self._keep(sin), cache=LayerCache(cache.tensor, 0).struct, layer_stride=cache.tensor.stride(1),
             num_layers=spec.num_layers, hidden=spec.hidden_size, intermediate=spec.intermediate_size,
             num_blocks=cache.tensor.shape[0], num_positions=limits.max_model_len, num_q_heads=spec.num_heads,
-            rotary_dim=spec.head_dim, eps=spec.norm_eps, scale=spec.head_dim**-0.5,
+            rotary_dim=2 * cos.shape[1], eps=spec.norm_eps, scale=spec.attention.scale or spec.head_dim**-0.5,
+            softcap=spec.attention.softcap,
         )  # fmt: skip
         self._logits = torch.empty(limits.max_samples, spec.vocab_size)
 
@@ -165,6 +174,7 @@ class NativeDecoder:
             gate_up=packed("gate_up", spec.mlp_bias, packer.gate_up), down=packed("down", spec.mlp_bias, packer.plain),
             input_norm=norm("input_norm"), post_attention_norm=norm("post_attention_norm"),
             q_norm=norm("q_norm") if spec.qk_norm else None, k_norm=norm("k_norm") if spec.qk_norm else None,
+            window=spec.attention.window(i),
         )  # fmt: skip
 
     def _keep(self, tensor: Tensor) -> int:

@@ -12,12 +12,18 @@ from penstock.engine.attention.cpu import CpuAttention
 from penstock.engine.attention.reference import ReferenceAttention
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.rotary import RotaryTable, RotaryWeights
-from penstock.engine.models.spec import DecoderSpec, RopeSpec
+from penstock.engine.models.spec import AttentionSpec, DecoderSpec, RopeSpec
 
 NUM_BLOCKS = 200
 MAX_TOKENS = 512
 SHAPES = [(6, 2, 16), (4, 4, 24), (8, 1, 64), (4, 2, 128), (3, 3, 26)]
 """(query heads, key/value heads, head size)."""
+SPECS = {
+    "plain": AttentionSpec(),
+    "window": AttentionSpec(windows=(0, 20)),
+    "window over tiles": AttentionSpec(windows=(0, 131)),
+    "window, cap and scale": AttentionSpec(windows=(0, 128), softcap=2.0, scale=0.4),
+}
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -38,7 +44,7 @@ class Model:
     def rotary(self) -> RotaryWeights:
         table = RotaryTable(RopeSpec(), self.dim, 1024, torch.device("cpu"))
         norms = (torch.linspace(0.5, 1.5, self.dim), torch.linspace(1.5, 0.5, self.dim))
-        return RotaryWeights(table, (norms, norms), 1e-6, self.heads, self.kv_heads)
+        return RotaryWeights((table, table), (norms, norms), 1e-6, self.heads, self.kv_heads)
 
     def qkv(self, num_tokens: int, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
@@ -74,13 +80,14 @@ def sequences(model: Model, lengths: list[int]) -> list[tuple[list[int], Tensor]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_mixed_batch_equals_the_formula(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_mixed_batch_equals_the_formula(spec: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     model = Model(*shape, dtype)
     computed, tokens = [0, 0, 127, 128, 250, 300, 40], [1, 150, 1, 1, 30, 1, 100]
     rows = sequences(model, [a + b for a, b in zip(computed, tokens, strict=True)])
     outputs = []
-    for kind in (CpuAttention(model.cache(), model.rotary(), max_tokens=MAX_TOKENS),
-                 ReferenceAttention(model.cache(), model.rotary())):  # fmt: skip
+    for kind in (CpuAttention(model.cache(), model.rotary(), SPECS[spec], max_tokens=MAX_TOKENS),
+                 ReferenceAttention(model.cache(), model.rotary(), SPECS[spec])):  # fmt: skip
         for start, (blocks, qkv) in zip(computed, rows, strict=True):
             if start:
                 run(kind, model, [(0, start, blocks)], qkv[:start])
@@ -93,16 +100,21 @@ def test_a_mixed_batch_equals_the_formula(shape: tuple[int, int, int], dtype: to
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_chunks_and_company_change_no_bit(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("shape", "spec"), [(shape, "plain") for shape in SHAPES] + [(SHAPES[0], spec) for spec in SPECS]
+)
+def test_chunks_and_company_change_no_bit(shape: tuple[int, int, int], spec: str, dtype: torch.dtype) -> None:
     model = Model(*shape, dtype)
     length = 330
     (blocks, qkv), (others, other_qkv) = sequences(model, [length, 300])
     whole = run(
-        CpuAttention(model.cache(), model.rotary(), max_tokens=MAX_TOKENS), model, [(0, length, blocks)], qkv
+        CpuAttention(model.cache(), model.rotary(), SPECS[spec], max_tokens=MAX_TOKENS),
+        model,
+        [(0, length, blocks)],
+        qkv,
     )
     for chunk in (1, 3, 16, 33, 100, 300):
-        attention = CpuAttention(model.cache(), model.rotary(), max_tokens=MAX_TOKENS)
+        attention = CpuAttention(model.cache(), model.rotary(), SPECS[spec], max_tokens=MAX_TOKENS)
         run(attention, model, [(0, 299, others)], other_qkv[:299])
         pieces = []
         for start in range(0, length, chunk):

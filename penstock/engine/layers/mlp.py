@@ -1,0 +1,78 @@
+"""Feed-forward layers: one gated network for every token, or a router that picks some experts for each.
+
+Own the order of operations; weights sit in `Linear`s, activations in the caller's scratch.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.engine.arrays import int_list
+from penstock.engine.layers.linear import Linear
+
+Gate = Callable[[Tensor, Tensor], None]
+Scratch = tuple[Tensor, Tensor]
+"""`[num_tokens, 2 * size]` and `[num_tokens, size]`; contents mean nothing between calls."""
+
+
+class Mlp(Protocol):
+    """A feed-forward layer, chosen when the decoder is built."""
+
+    def __call__(self, x: Tensor, scratch: Scratch, out: Tensor) -> None:
+        """Write to `out` from `x`, both `[num_tokens, hidden]`."""
+        ...
+
+
+class DenseMlp:
+    """`down(gate(gate_up(x)))`."""
+
+    __slots__ = ("_down", "_gate", "_gate_up")
+
+    def __init__(self, gate_up: Linear, gate: Gate, down: Linear) -> None:
+        self._gate_up, self._gate, self._down = gate_up, gate, down
+
+    def __call__(self, x: Tensor, scratch: Scratch, out: Tensor) -> None:
+        """See `Mlp`."""
+        gate_up, gated = scratch
+        self._gate_up(x, gate_up)
+        self._gate(gate_up, gated)
+        self._down(gated, out)
+
+
+class MoeMlp:
+    """The weighted sum of the `top_k` most probable experts of each token (Shazeer et al. 2017, arXiv 1701.06538).
+
+    Experts are added in order of their numbers, in float32, so a token's bits do not depend on who else chose them.
+    """
+
+    __slots__ = ("_experts", "_normalise", "_router", "_top_k")
+
+    def __init__(self, router: Linear, experts: Sequence[DenseMlp], *, top_k: int, normalise: bool) -> None:
+        self._router, self._experts = router, experts
+        self._top_k, self._normalise = top_k, normalise
+
+    def __call__(self, x: Tensor, scratch: Scratch, out: Tensor) -> None:
+        """See `Mlp`."""
+        shares, chosen = self._routes(x)
+        total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+        counts = torch.bincount(chosen.flatten(), minlength=len(self._experts))
+        for expert, count in enumerate(int_list(counts)):
+            if not count:
+                continue
+            tokens, places = torch.where(chosen == expert)
+            given = x.new_empty(count, x.shape[1])
+            room = scratch[0][:count], scratch[1][:count]
+            self._experts[expert](x.index_select(0, tokens), room, given)
+            total.index_add_(0, tokens, given.float().mul_(shares[tokens, places, None]))
+        out.copy_(total)
+
+    def _routes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Each token's experts and their shares, both `[num_tokens, top_k]`."""
+        logits = x.new_empty(x.shape[0], len(self._experts))
+        self._router(x, logits)
+        shares, chosen = torch.topk(torch.softmax(logits.float(), -1), self._top_k)
+        if self._normalise:
+            shares = shares / shares.sum(-1, keepdim=True)
+        return shares, chosen

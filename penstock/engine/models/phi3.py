@@ -1,0 +1,45 @@
+"""Phi-3, Phi-3.5 and Phi-4 text models (Abdin et al. 2024, arXiv 2404.14219): fused projections, LongRoPE."""
+
+from dataclasses import replace
+
+import msgspec
+
+from penstock.engine.models.config import CONFIG_FILE, HfConfig, RopeParameters, sliding_window
+from penstock.engine.models.llama import llama_spec
+from penstock.engine.models.names import CheckpointNames
+from penstock.engine.models.rope import partial_rope
+from penstock.engine.models.spec import AttentionSpec, DecoderSpec
+from penstock.errors import CheckpointError
+
+PHI3_NAMES = CheckpointNames(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj")
+
+
+def phi3_spec(config: HfConfig) -> DecoderSpec:
+    """The decoder that a `Phi3ForCausalLM` config describes.
+
+    Raises:
+        CheckpointError: a field is missing, or its value is not supported.
+    """
+    given = config.rope_parameters or config.rope_scaling or RopeParameters()
+    if (given.rope_type or given.type) in ("su", "yarn"):
+        # What this family's first checkpoints called longrope.
+        given = msgspec.structs.replace(given, rope_type="longrope")
+    turning = partial_rope(msgspec.structs.replace(config, rope_parameters=given))
+    whole = msgspec.structs.replace(
+        config,
+        rope_parameters=RopeParameters(),
+        partial_rotary_factor=None,
+        attention_bias=False,
+        mlp_bias=False,
+    )
+    spec, window = llama_spec(whole), sliding_window(config)
+    if turning.rotary_dim(spec.head_dim) % 2 or not 0 < turning.partial <= 1:
+        raise CheckpointError(
+            f"{CONFIG_FILE}: partial_rotary_factor {turning.partial} must give an even number of head_dim {spec.head_dim}"
+        )
+    return replace(
+        spec,
+        architecture="Phi3ForCausalLM",
+        rope=turning,
+        attention=AttentionSpec(windows=(window,) * spec.num_layers if window else ()),
+    )
