@@ -1,6 +1,6 @@
 """Tests of the native kernels run on every instruction set of this machine; where none was built they are skipped.
 
-PENSTOCK_TEST_KERNELS names another build of the library, such as one with sanitizers (docs/design/005).
+PENSTOCK_TEST_KERNELS names another build of the library, such as one with sanitizers (docs/design/003).
 """
 
 import os

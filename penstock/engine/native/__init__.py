@@ -2,7 +2,7 @@
 
 `Kernels()` loads the library or raises `KernelsUnavailable` with the reason; whoever wires the engine asks
 once and falls back to torch. `weights` packs, `ops` computes; `kernels/` is the C++.
-Why and how: docs/design/005-native-cpu-kernels.md.
+Why and how: docs/design/003-native-cpu-kernels.md.
 """
 
 from penstock.engine.native.library import Kernels, KernelsUnavailable
