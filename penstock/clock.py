@@ -63,11 +63,6 @@ class ManualClock:
         self._now_ns += ns
 
 
-def pause(seconds: float) -> None:
-    """Block this thread for `seconds`. Only for plain threads that poll; never in an event loop."""
-    time.sleep(seconds)
-
-
 async def sleep(seconds: float) -> None:
     """Let the other tasks of an event loop run for `seconds`: the one place where a loop waits for time to pass."""
     await asyncio.sleep(seconds)

@@ -9,7 +9,6 @@ import enum
 import http
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from email.utils import formatdate
 from typing import Protocol
 
 from penstock.gateway.tally import Tally
@@ -203,11 +202,6 @@ class Exchange:
             lines.append(b"connection: keep-alive")
         lines.append(b"")
         return b"\r\n".join(lines)
-
-
-def http_date(wall_s: int) -> bytes:
-    """A `Date` header's value (RFC 9110, section 5.6.7)."""
-    return formatdate(wall_s, usegmt=True).encode()
 
 
 _PHRASES = {status.value: status.phrase.encode() for status in http.HTTPStatus}

@@ -81,11 +81,6 @@ class Reply:
         self._settled = False
         self.exchange.on_disconnect = self._client_left
 
-    @property
-    def is_over(self) -> bool:
-        """Nothing more goes to the client."""
-        return self._is_over
-
     def start(self, backend: Backend, streams: Sequence[tuple[GenerateRequest, Sink]]) -> None:
         """Start every stream. If one cannot start, none runs and the client gets the error."""
         if not self.exchange.is_open:

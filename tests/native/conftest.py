@@ -1,9 +1,12 @@
-"""Tests of the native kernels run on every instruction set of this machine; where none was built they are skipped.
+"""Tests of the native kernels run on every instruction set of this machine; without a C++ compiler they are skipped,
+and with one a library that is not there fails them.
 
 PENSTOCK_TEST_KERNELS names another build of the library, such as one with sanitizers (docs/design/003).
 """
 
 import os
+import platform
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ import torch
 from penstock.engine.native import Kernels, KernelsUnavailable
 from penstock.engine.native.library import LIBRARY
 
+CAN_BUILD = platform.machine() == "x86_64" and shutil.which("g++") is not None
 ISAS = ("amx", "avx512_bf16", "avx512", "avx2")
 
 
@@ -26,8 +30,10 @@ def one_torch_thread():
 @pytest.fixture(params=ISAS)
 def kernels(request):
     """The library on one instruction set; tests of threads ask for more."""
+    library = Path(os.environ.get("PENSTOCK_TEST_KERNELS", LIBRARY))
+    assert library.exists() or not CAN_BUILD, f"{library} was not built, though it could have been"
     try:
-        loaded = Kernels(Path(os.environ.get("PENSTOCK_TEST_KERNELS", LIBRARY)), request.param)
+        loaded = Kernels(library, request.param)
     except KernelsUnavailable as why:
         pytest.skip(str(why))
     loaded.set_threads(1)
