@@ -16,10 +16,11 @@ from penstock import rng
 from penstock.clock import NS_PER_MS, SystemClock
 from penstock.kv.hashing import BlockHasher, token_array
 from penstock.kv.manager import KVManager, blocks_for
+from penstock.schedule.limits import Limits
 from penstock.schedule.plan import Sampled, StepPlan, StepResult
 from penstock.schedule.queue import FCFSQueue
 from penstock.schedule.request import Request
-from penstock.schedule.scheduler import Limits, Scheduler
+from penstock.schedule.scheduler import Scheduler
 from penstock.types import RequestId, SamplingParams
 
 CLOCK = SystemClock()

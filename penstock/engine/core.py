@@ -16,10 +16,11 @@ from penstock.errors import Draining, InvalidRequest, PenstockError
 from penstock.kv.hashing import BlockHasher, token_array
 from penstock.kv.manager import KVManager
 from penstock.protocol.worker import Finish, ModelInfo, Output, Stats, Submit
+from penstock.schedule.limits import Limits
 from penstock.schedule.plan import RequestOutput, StepPlan, StepResult
 from penstock.schedule.queue import FCFSQueue
 from penstock.schedule.request import Request
-from penstock.schedule.scheduler import Limits, Scheduler
+from penstock.schedule.scheduler import Scheduler
 from penstock.types import FinishReason, RequestId, Usage
 
 Outputs = dict[int, list[Output]]

@@ -8,10 +8,11 @@ from checking_runner import CheckingRunner, expected_tokens
 from penstock.clock import ManualClock
 from penstock.kv.hashing import BlockHasher, token_array
 from penstock.kv.manager import KVManager
+from penstock.schedule.limits import Limits
 from penstock.schedule.plan import RequestOutput, StepPlan
 from penstock.schedule.queue import FCFSQueue
 from penstock.schedule.request import Request
-from penstock.schedule.scheduler import Limits, Scheduler
+from penstock.schedule.scheduler import Scheduler
 from penstock.types import RequestId, SamplingParams
 
 STEP_NS = 1000

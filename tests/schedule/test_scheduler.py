@@ -6,9 +6,9 @@ from scheduled_engine import STEP_NS, ScheduledEngine
 from penstock.config.tree import EngineConfig
 from penstock.errors import ContextTooLong, InvalidRequest, Overloaded
 from penstock.kv.hashing import token_array
+from penstock.schedule.limits import Limits
 from penstock.schedule.plan import RequestOutput, Sampled, StepPlan, StepResult
 from penstock.schedule.request import Request
-from penstock.schedule.scheduler import Limits
 from penstock.types import FinishReason, RequestId, SamplingParams, TokenLogprob, Usage
 
 STOP = 5

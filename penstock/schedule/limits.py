@@ -1,0 +1,55 @@
+"""The bounds of a batch, and which requests can never run within them."""
+
+from dataclasses import dataclass
+
+from penstock.config.tree import EngineConfig
+from penstock.errors import ContextTooLong, InvalidRequest
+from penstock.kv.manager import blocks_for
+from penstock.schedule.request import Request
+from penstock.types import BLOCK_TOKENS
+
+
+@dataclass(slots=True, frozen=True)
+class Limits:
+    """The bounds of a batch."""
+
+    step_tokens: int
+    """Tokens computed in one step at most."""
+    max_running: int
+    """Requests in the batch at most: never more than `step_tokens`, since a decode row is never skipped."""
+    max_model_len: int
+    """Tokens of prompt and answer together."""
+
+    @classmethod
+    def of(cls, config: EngineConfig, max_model_len: int) -> "Limits":
+        """The bounds that a config asks for, with the model length that was settled on."""
+        return cls(config.step_tokens, min(config.max_running, config.step_tokens), max_model_len)
+
+    def num_tokens_max(self, request: Request) -> int:
+        """How many tokens prompt and answer of the request may have together."""
+        return min(request.num_prompt + request.sampling.max_tokens, self.max_model_len)
+
+    def check_fits(self, request: Request, num_blocks: int) -> None:
+        """Refuse what can never run, before anything is done for it.
+
+        Raises:
+            InvalidRequest: an empty prompt, or no token to generate.
+            ContextTooLong: it does not fit the model's context, or not even an empty cache of `num_blocks`.
+        """
+        if not request.num_prompt:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        if request.sampling.max_tokens < 1:
+            raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
+        if request.num_prompt >= self.max_model_len:
+            raise ContextTooLong(
+                f"the prompt has {request.num_prompt} tokens; with at least one token of answer the model takes "
+                f"{self.max_model_len}",
+                param="prompt",
+            )
+        num_tokens = self.num_tokens_max(request) - 1  # The last token is drawn but never computed.
+        if blocks_for(num_tokens) > num_blocks:
+            raise ContextTooLong(
+                f"prompt and answer of up to {num_tokens + 1} tokens do not fit the KV cache, which holds "
+                f"{num_blocks * BLOCK_TOKENS}",
+                param="prompt" if blocks_for(request.num_prompt) > num_blocks else "max_tokens",
+            )

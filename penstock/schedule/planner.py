@@ -1,0 +1,129 @@
+"""Chooses a step's work: who is computed, how many tokens of whom, and who must give way."""
+
+from penstock.clock import Clock
+from penstock.kv.manager import KVManager, blocks_for
+from penstock.schedule.batch import Batch
+from penstock.schedule.limits import Limits
+from penstock.schedule.queue import WaitingQueue
+from penstock.schedule.request import Request, Status
+from penstock.schedule.statistics import Counters
+from penstock.schedule.step import StepBuilder
+from penstock.types import RequestId
+
+_RUNNING = Status.RUNNING
+
+
+class Planner:
+    """Moves requests from the queue into the batch and back, and fills steps with their work."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        manager: KVManager,
+        clock: Clock,
+        queue: WaitingQueue,
+        batch: Batch,
+        counters: Counters,
+    ) -> None:
+        self._limits = limits
+        self._manager, self._clock, self._queue = manager, clock, queue
+        self._batch, self._counters = batch, counters
+        self._blocked: tuple[RequestId, int] | None = None
+        """The head that found no room, after so many releases."""
+
+    def plan(self, step: StepBuilder) -> None:
+        """Fill a step. Rows that decode come first, then running prompts, then the head of the queue."""
+        self._plan_running(step)
+        self._admit(step)
+
+    def _plan_running(self, step: StepBuilder) -> None:
+        """One token for every row that decodes, then chunks for running prompts while the budget lasts."""
+        prompts: list[Request] = []
+        for request in self._batch.running.copy():  # Victims leave the list meanwhile.
+            if len(request.tokens) - request.num_computed > 1:
+                prompts.append(request)
+            elif request.status is _RUNNING:
+                self._extend_or_preempt(request, 1, step)
+        for request in prompts:
+            if step.budget and request.status is _RUNNING:
+                self._extend_or_preempt(request, min(request.num_pending, step.budget), step)
+
+    def _extend_or_preempt(self, request: Request, num_tokens: int, step: StepBuilder) -> None:
+        """Plan `num_tokens` of a running request; if blocks run out, preempt from the last in order.
+
+        The first in order is preempted only by itself, which `submit` made impossible (alone it fits): so
+        some request always advances, and ends.
+        """
+        end = request.num_computed + num_tokens
+        while (blocks := self._manager.extend(request.table, end)) is None:
+            victim = self._batch.running[-1]
+            step.drop(victim)
+            self._preempt(victim)
+            if victim is request:
+                return
+        step.add(request, num_tokens, blocks)
+
+    def _preempt(self, victim: Request) -> None:
+        """Take everything from a running request; its full blocks stay cached, so resuming is a prefix hit.
+
+        It is not admitted again in the same step: it needs all that it gave up, and somebody took of that.
+        """
+        self._batch.leave(victim)
+        self._batch.release(victim)
+        victim.move_to(Status.PREEMPTED)
+        victim.num_computed = 0
+        victim.num_preemptions += 1
+        self._counters.preemptions += 1
+        self._queue.requeue(victim)
+
+    def _admit(self, step: StepBuilder) -> None:
+        """Start waiting requests while there is budget, a row, and room for the head of the queue.
+
+        The head is never skipped: short prompts would starve long ones.
+        """
+        reserved = -1
+        while step.budget and len(self._batch.running) < self._limits.max_running:
+            head = self._queue.peek()
+            if head is None or self._blocked == (head.request_id, self._batch.releases):
+                return
+            if reserved < 0:
+                reserved = sum(map(_blocks_owed, self._batch.running))
+            if not self._try_start(head, step, reserved):
+                return
+            reserved += _blocks_owed(head)
+
+    def _try_start(self, request: Request, step: StepBuilder, reserved: int) -> bool:
+        """Start the head of the queue if all its known tokens fit beside `reserved` blocks for those that run.
+
+        Without that reserve a new prompt would take the blocks that decoding rows need a few steps later,
+        and be preempted for them at once. A refusal is remembered until blocks are released: looking a long
+        prompt up is not free.
+        """
+        hits = self._manager.match_prefix(request.table, request.tokens)
+        missing = blocks_for(len(request.tokens)) - len(hits)
+        if missing + reserved > self._manager.num_available_after(hits):
+            assert self._batch.running, "a lone request must fit"
+            self._blocked = (request.request_id, self._batch.releases)
+            return False
+        head = self._queue.pop()
+        assert head is request
+        self._start(request, hits)
+        num_tokens = min(request.num_pending, step.budget)
+        blocks = self._manager.extend(request.table, request.num_computed + num_tokens)
+        assert blocks is not None  # There was room for more than that.
+        step.add_new(request, num_tokens, hits + blocks)
+        return True
+
+    def _start(self, request: Request, hits: tuple[int, ...]) -> None:
+        """Put the request into the batch, and note when it first got there."""
+        self._batch.enter(request, hits)
+        if request.started_ns is None:
+            request.started_ns = self._clock.now_ns()
+            request.num_cached = request.num_computed
+            self._counters.prompt_tokens += request.num_prompt
+            self._counters.cached_tokens += request.num_cached
+
+
+def _blocks_owed(request: Request) -> int:
+    """Blocks that a running request will soon ask for: for the rest of its known tokens, and one to go on."""
+    return blocks_for(len(request.tokens)) - len(request.table.blocks) + 1

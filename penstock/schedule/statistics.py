@@ -1,0 +1,31 @@
+"""What the scheduler counts, for those who watch it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counted since the start."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class SchedulerStatistics:
+    """Gauges, and counters since the start."""
+
+    step: int
+    running: int
+    waiting: int
+    blocks_total: int
+    blocks_used: int
+    blocks_cached: int
+    prompt_tokens: int
+    """Of requests that started."""
+    cached_tokens: int
+    """Of `prompt_tokens`, what the prefix cache had."""
+    generated_tokens: int
+    preemptions: int
