@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from penstock.kv.events import NO_KV_EVENTS, KVEventSink
 from penstock.kv.hashing import BlockHash
 
 
@@ -43,12 +44,15 @@ class BlockPool:
         "_hash_of",
         "_owner",
         "_references",
+        "events",
         "num_blocks",
     )
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks > 0, num_blocks
         self.num_blocks = num_blocks
+        self.events: KVEventSink = NO_KV_EVENTS
+        """Is told which names come and go. May be exchanged at any time."""
         self._free = list(range(num_blocks - 1, -1, -1))  # A stack: the last freed is the first taken.
         self._cached: OrderedDict[int, None] = OrderedDict()  # Least recently used first.
         self._block_of: dict[BlockHash, int] = {}
@@ -131,16 +135,20 @@ class BlockPool:
     def forget(self, blocks: Iterable[int]) -> None:
         """Take the names off `blocks` (their content is bad): holders keep them, nobody new hits them."""
         for block in blocks:
-            self._unname(block)
-            if block in self._cached:
-                del self._cached[block]
-                self._free.append(block)
+            if (name := self._unname(block)) is not None:
+                self.events.removed(name)
 
     def clear_cache(self) -> int:
         """Forget every name (the weights changed, or an operator asked). Returns how many there were."""
         named = list(self._block_of.values())
-        self.forget(named)
+        for block in named:
+            self._unname(block)
+        self.events.cleared()
         return len(named)
+
+    def names(self) -> tuple[BlockHash, ...]:
+        """Every name that can be hit now, in the order in which they were given."""
+        return tuple(self._block_of)
 
     def statistics(self) -> PoolStatistics:
         """Gauges and counters, O(1)."""
@@ -180,18 +188,27 @@ class BlockPool:
         return self._owner[block]
 
     def _take(self, owner: bytes) -> int:
-        if self._free:
-            block = self._free.pop()
-        else:
-            block, _ = self._cached.popitem(last=False)
-            self._unname(block)
-            self._evictions += 1
+        if not self._free:
+            self._evict()
+        block = self._free.pop()
         self._references[block] = 1
         self._owner[block] = owner
         return block
 
-    def _unname(self, block: int) -> None:
+    def _evict(self) -> None:
+        """Make the least recently used cached block a free one."""
+        name = self._unname(next(iter(self._cached)))
+        assert name is not None
+        self.events.removed(name)
+        self._evictions += 1
+
+    def _unname(self, block: int) -> BlockHash | None:
+        """Take the name off a block, and return it; without one, a block that nobody holds is free."""
         name = self._hash_of[block]
         if name is not None:
             del self._block_of[name]
             self._hash_of[block] = None
+            if block in self._cached:
+                del self._cached[block]
+                self._free.append(block)
+        return name

@@ -22,6 +22,8 @@ from penstock.types import BLOCK_TOKENS
 BlockHash = NewType("BlockHash", bytes)
 """32 bytes. Also the root of a chain, which names no block."""
 
+PUBLIC = b"\x00penstock public region"
+"""The namespace of blocks whose tokens an operator declared public: every tenant may hit them. No tenant's salt."""
 DIGEST_BYTES = 32
 TOKEN_BYTES = 4
 BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES

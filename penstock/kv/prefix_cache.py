@@ -69,9 +69,18 @@ class HashedPrefixCache:
         """Name every block that became full since the last call."""
         num_full = num_computed // BLOCK_TOKENS
         self._hash(table, tokens, num_full)
-        for index in range(table.num_published, num_full):
-            self._pool.publish(table.blocks[index], table.hashes[index])
+        first = table.num_published
+        for index in range(first, num_full):
+            if not self._pool.publish(table.blocks[index], table.hashes[index]):
+                self._announce(table, tokens, first, index)
+                first = index + 1
+        self._announce(table, tokens, first, num_full)
         table.num_published = num_full
+
+    def _announce(self, table: BlockTable, tokens: "array[int]", first: int, end: int) -> None:
+        """Tell who listens that these blocks can be hit."""
+        if first < end:
+            self._pool.events.stored(table.hashes, first, end, tokens, owner=table.owner)
 
     def _hash(self, table: BlockTable, tokens: "array[int]", num_blocks: int) -> None:
         """Extend the table's chain to `num_blocks`; what was hashed before is not hashed again."""
