@@ -56,10 +56,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Tokens that end the answer (the model's EOS ids included, unless the client ignores them)."""
     logprobs: int | None = None
     """Report the chosen token's log-probability and this many alternatives; None reports nothing."""
+    prompt_logprobs: int | None = None
+    """The same for every token of the prompt but the first, which nothing precedes."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability (natural log, of the unscaled distribution) of one generated token."""
+    """Log-probability (natural log, of the unscaled distribution) of one token, given those before it."""
 
     token_id: int
     logprob: float

@@ -132,11 +132,11 @@ class EngineCore:
         if output.finish is not None:
             finish = _finish(output)
             del self._live[output.request_id]
-        elif not live.heard:
+        elif output.token_ids and not live.heard:
             live.heard = True
             usage = live.request.usage(self._clock.now_ns())
         logprobs = None if output.logprob is None else (output.logprob,)
-        told = Output(output.request_id, output.token_ids, logprobs, finish, usage)
+        told = Output(output.request_id, output.token_ids, logprobs, finish, usage, output.prompt_logprobs)
         self._outbox.setdefault(live.owner, []).append(told)
 
     def _end_with(self, owner: int, request_id: RequestId, error: PenstockError) -> None:

@@ -14,6 +14,7 @@ from penstock.engine.adjustments import Adjustments, Edits
 from penstock.engine.arrays import Int32Array, Int64Array, as_tensor
 from penstock.engine.attention.base import AttentionBatch
 from penstock.engine.attention.slots import token_rows
+from penstock.engine.scoring import ScoredChunk
 from penstock.schedule.plan import NewRow, RowWork, StepPlan
 from penstock.types import BLOCK_TOKENS
 
@@ -26,12 +27,15 @@ class StepInputs:
 
     token_ids: Int64Array
     """`[num_tokens]`"""
-    sample_tokens: Int64Array
-    """`[num_samples]` indices of the tokens whose logits are drawn from."""
+    logit_tokens: Int64Array
+    """`[num_samples + num_scored]` indices of the tokens whose logits are wanted: first those that are drawn from, then
+    those that score the prompt token that follows them."""
     sample_rows: Int64Array
     """`[num_samples]` their rows in the tables."""
     sample_positions: Int64Array
     """`[num_samples]` positions of the tokens to be drawn."""
+    scored: list[ScoredChunk]
+    """Whose rows the latter are."""
     batch: AttentionBatch
     fresh_blocks: list[int]
     """Blocks of this step that hold nothing of their row yet."""
@@ -54,6 +58,8 @@ class RowTables:
         self.min_p = np.zeros(max_running, np.float32)
         self.seed = np.zeros(max_running, np.uint64)
         self.logprobs: list[int | None] = [None] * max_running
+        self._prompt_logprobs = [0] * max_running
+        self._num_prompt = [0] * max_running
         self._adjustments = Adjustments(max_running)
 
     def apply(self, plan: StepPlan) -> StepInputs:
@@ -65,7 +71,8 @@ class RowTables:
         computed = np.fromiter((work.num_computed for work in plan.work), np.int32, len(plan.work))
         num_tokens = np.fromiter((work.num_tokens for work in plan.work), np.int32, len(plan.work))
         samples = np.fromiter((work.samples for work in plan.work), np.bool_, len(plan.work))
-        return self._lay_out(rows, computed, num_tokens, samples, fresh)
+        scores = [index for index, work in enumerate(plan.work) if work.scores]
+        return self._lay_out(rows, computed, num_tokens, samples, scores, fresh)
 
     def append_tokens(self, rows: Int64Array, positions: Int64Array, token_ids: Int64Array) -> None:
         """Remember drawn tokens: they are the inputs of coming steps."""
@@ -85,6 +92,8 @@ class RowTables:
         self.min_p[row] = sampling.min_p
         self.seed[row] = sampling.seed & _SEED_MASK
         self.logprobs[row] = sampling.logprobs
+        self._prompt_logprobs[row] = sampling.prompt_logprobs or 0
+        self._num_prompt[row] = new.num_prompt_tokens
         self._adjustments.enter(new)
 
     def _append(self, work: RowWork) -> list[int]:
@@ -103,6 +112,7 @@ class RowTables:
         computed: Int32Array,
         num_tokens: Int32Array,
         samples: npt.NDArray[np.bool_],
+        scores: list[int],
         fresh: list[int],
     ) -> StepInputs:
         ends = np.cumsum(num_tokens, dtype=np.int64)
@@ -113,11 +123,23 @@ class RowTables:
             token_of_row, positions = rows[work_of_token], computed[work_of_token] + offsets
         width = -(-int((computed + num_tokens).max()) // BLOCK_TOKENS)
         sampled = np.flatnonzero(samples)
+        logit_tokens, scored = ends[sampled] - 1, list[ScoredChunk]()
+        for index in scores:
+            first = int(ends[index] - num_tokens[index])
+            scored.append(self._scored_chunk(int(rows[index]), int(computed[index]), int(num_tokens[index])))
+            logit_tokens = np.append(logit_tokens, np.arange(first, first + len(scored[-1].targets)))
         return StepInputs(
             token_ids=self._token_ids[token_of_row, positions].astype(np.int64),
-            sample_tokens=ends[sampled] - 1,
+            logit_tokens=logit_tokens,
             sample_rows=rows[sampled],
             sample_positions=(computed + num_tokens)[sampled].astype(np.int64),
+            scored=scored,
             batch=AttentionBatch(computed, num_tokens, as_tensor(positions), self._blocks[rows, :width]),
             fresh_blocks=fresh,
         )
+
+    def _scored_chunk(self, row: int, first: int, num_tokens: int) -> ScoredChunk:
+        """The prompt tokens after each of `num_tokens` from position `first` on."""
+        end = min(first + num_tokens + 1, self._num_prompt[row])
+        targets = self._token_ids[row, first + 1 : end].astype(np.int64)
+        return ScoredChunk(row, as_tensor(targets), self._prompt_logprobs[row])

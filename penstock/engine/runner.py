@@ -22,10 +22,11 @@ from penstock.engine.models.decoder import DecoderLimits
 from penstock.engine.models.registry import read_spec
 from penstock.engine.native.library import Kernels as NativeKernels
 from penstock.engine.sampler import Sampler, SampleRows, results
+from penstock.engine.scoring import score_chunks
 from penstock.engine.wiring import StepModel, native_kernels, wire_model
 from penstock.errors import ConfigError
 from penstock.protocol.worker import ModelInfo
-from penstock.schedule.plan import NewRow, RowWork, StepPlan, StepResult
+from penstock.schedule.plan import SCORED_TOKENS_MAX, NewRow, RowWork, StepPlan, StepResult
 from penstock.types import BLOCK_TOKENS, RequestId, SamplingParams
 
 OnProgress = Callable[[str, int, int], None]
@@ -67,17 +68,19 @@ class Runner:
         inputs = self._tables.apply(plan)
         self._cache.clear(inputs.fresh_blocks)
         logits = self._model.compute(
-            as_tensor(inputs.token_ids), as_tensor(inputs.sample_tokens), inputs.batch
+            as_tensor(inputs.token_ids), as_tensor(inputs.logit_tokens), inputs.batch
         )
-        sampled = ()
-        if len(inputs.sample_rows):
+        num_samples = len(inputs.sample_rows)
+        scored = score_chunks(logits[num_samples:], inputs.scored) if inputs.scored else ()
+        sampled, logits = (), logits[:num_samples]
+        if num_samples:
             rows = SampleRows.of(self._tables, inputs.sample_rows, inputs.sample_positions)
             edits = self._tables.adjust(logits, inputs.sample_rows, inputs.sample_positions)
             token_ids = self._sampler.draw(logits, rows)
             edits.undo()  # Log-probabilities are the model's own.
             self._tables.append_tokens(inputs.sample_rows, inputs.sample_positions, token_ids.numpy())
             sampled = results(logits, token_ids, inputs.sample_rows, self._tables.logprobs)
-        return StepResult(plan.step, sampled, self._clock.now_ns() - start_ns)
+        return StepResult(plan.step, sampled, scored, self._clock.now_ns() - start_ns)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -149,7 +152,9 @@ def load_runner(model_path: Path, config: EngineConfig, clock: Clock, on_progres
         max_running=min(config.max_running, config.step_tokens),
     )
     limits = DecoderLimits(
-        step_tokens=config.step_tokens, max_samples=info.max_running, max_model_len=info.max_model_len
+        step_tokens=config.step_tokens,
+        max_samples=info.max_running + SCORED_TOKENS_MAX,
+        max_model_len=info.max_model_len,
     )
     with torch.inference_mode():
         cache = KVCache(spec, budget.num_blocks, dtype, device)

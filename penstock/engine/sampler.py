@@ -16,12 +16,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.engine.arrays import Int64Array, as_tensor, float_list, int_list
+from penstock.engine.arrays import Int64Array, as_tensor, int_list
 from penstock.engine.inputs import RowTables
+from penstock.engine.scoring import NOT_NUMBERS, logprobs_of
 from penstock.schedule.plan import Sampled
-from penstock.types import TokenLogprob
 
-NOT_NUMBERS = "the model's logits for this request are not finite numbers"
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing by them would overflow."""
 CANDIDATES = 256
@@ -209,16 +208,6 @@ def results(
         elif count is None:
             packed.append(Sampled(row, token_id))
         else:
-            packed.append(Sampled(row, token_id, _logprob(logits[index], token_id, count)))
+            one = slice(index, index + 1)
+            packed.append(Sampled(row, token_id, *logprobs_of(logits[one], token_ids[one], count)))
     return tuple(packed)
-
-
-def _logprob(logits: Tensor, token_id: int, count: int) -> TokenLogprob:
-    """Log-probabilities of the unscaled distribution for one row `[vocab_size]`."""
-    logprobs = torch.log_softmax(logits, -1)
-    top: list[tuple[int, float]] = []
-    if count > 0:
-        values, ids = logprobs[None].topk(min(count, logprobs.shape[0]))
-        pairs = zip(int_list(ids[0]), float_list(values[0]), strict=True)
-        top = sorted(pairs, key=lambda pair: (-pair[1], pair[0]))
-    return TokenLogprob(token_id, float(logprobs[token_id]), tuple(top))

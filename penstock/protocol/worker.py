@@ -21,7 +21,7 @@ import msgspec
 
 from penstock.types import FinishReason, RequestId, SamplingParams, TokenLogprob, Usage
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 _LENGTH = struct.Struct("<I")
 
@@ -120,6 +120,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     finish: Finish | None = None
     usage: Usage | None = None
     """Sent with the first tokens: what was used up to there. Whoever ends a stream early accounts from it."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the next prompt tokens, from the second on, if they were asked for; told before the first new token."""
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag="step"):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from penstock.config.tree import EngineConfig
 from penstock.errors import ContextTooLong, InvalidRequest
 from penstock.kv.manager import blocks_for
+from penstock.schedule.plan import SCORED_TOKENS_MAX
 from penstock.schedule.request import Request
 from penstock.types import BLOCK_TOKENS
 
@@ -19,6 +20,8 @@ class Limits:
     """Requests in the batch at most: never more than `step_tokens`, since a decode row is never skipped."""
     max_model_len: int
     """Tokens of prompt and answer together."""
+    scored_tokens: int = SCORED_TOKENS_MAX
+    """Prompt tokens of a step whose log-probabilities are wanted, at most: each is a row of logits."""
 
     @classmethod
     def of(cls, config: EngineConfig, max_model_len: int) -> "Limits":

@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 
 from penstock.types import FinishReason, RequestId, SamplingParams, TokenLogprob, Usage
 
+SCORED_TOKENS_MAX = 64
+"""Prompt tokens whose log-probabilities one step computes at most. Logits of a vocabulary of 150,000 take 600 KB a
+token: a whole chunk's would be the largest tensor of the engine."""
+
 
 @dataclass(slots=True, frozen=True)
 class NewRow:
@@ -36,6 +40,8 @@ class RowWork:
     """Whether the chunk ends at the last known token, so that a next token is drawn."""
     new_blocks: tuple[int, ...] = ()
     """Block ids appended to the row's block table before this step (prefix hits included)."""
+    scores: bool = False
+    """Whether the log-probability of every prompt token that follows a token of this chunk is wanted."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -67,11 +73,25 @@ class Sampled:
 
 
 @dataclass(slots=True, frozen=True)
+class Scored:
+    """Log-probabilities of the prompt tokens that follow those of one row's chunk: one each, in order."""
+
+    row: int
+    logprobs: tuple[TokenLogprob, ...]
+    error: str | None = None
+    """The row's logits were not numbers: this request fails, the others go on."""
+
+
+@dataclass(slots=True, frozen=True)
 class StepResult:
-    """What the runner computed for a plan: one `Sampled` for every work item with `samples`, in plan order."""
+    """What the runner computed for a plan.
+
+    One `Sampled` for every work item with `samples`, and one `Scored` for every one with `scores`, in plan order.
+    """
 
     step: int
     sampled: tuple[Sampled, ...]
+    scored: tuple[Scored, ...] = ()
     compute_ns: int = 0
     """Time in the forward pass and the sampler (for the step-time model and host-time accounting)."""
 
@@ -84,6 +104,8 @@ class RequestOutput:
     token_ids: tuple[int, ...]
     """New tokens of the answer; a token that stopped it is not among them."""
     logprob: TokenLogprob | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the next prompt tokens, from the second on. All of them are told before the first new token is."""
     finish: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None

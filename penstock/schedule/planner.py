@@ -8,7 +8,7 @@ from penstock.schedule.queue import WaitingQueue
 from penstock.schedule.request import Request, Status
 from penstock.schedule.statistics import Counters
 from penstock.schedule.step import StepBuilder
-from penstock.types import RequestId
+from penstock.types import BLOCK_TOKENS, RequestId
 
 _RUNNING = Status.RUNNING
 
@@ -45,8 +45,8 @@ class Planner:
             elif request.status is _RUNNING:
                 self._extend_or_preempt(request, 1, step)
         for request in prompts:
-            if step.budget and request.status is _RUNNING:
-                self._extend_or_preempt(request, min(request.num_pending, step.budget), step)
+            if request.status is _RUNNING and (num_tokens := step.room(request)):
+                self._extend_or_preempt(request, num_tokens, step)
 
     def _extend_or_preempt(self, request: Request, num_tokens: int, step: StepBuilder) -> None:
         """Plan `num_tokens` of a running request; if blocks run out, preempt from the last in order.
@@ -86,6 +86,8 @@ class Planner:
             head = self._queue.peek()
             if head is None or self._blocked == (head.request_id, self._batch.releases):
                 return
+            if head.wants_scores and not step.scored_budget:
+                return
             if reserved < 0:
                 reserved = sum(map(_blocks_owed, self._batch.running))
             if not self._try_start(head, step, reserved):
@@ -100,6 +102,7 @@ class Planner:
         prompt up is not free.
         """
         hits = self._manager.match_prefix(request.table, request.tokens)
+        hits = hits[: request.num_skippable // BLOCK_TOKENS]
         missing = blocks_for(len(request.tokens)) - len(hits)
         if missing + reserved > self._manager.num_available_after(hits):
             assert self._batch.running, "a lone request must fit"
@@ -108,7 +111,7 @@ class Planner:
         head = self._queue.pop()
         assert head is request
         self._start(request, hits)
-        num_tokens = min(request.num_pending, step.budget)
+        num_tokens = step.room(request)
         blocks = self._manager.extend(request.table, request.num_computed + num_tokens)
         assert blocks is not None  # There was room for more than that.
         step.add_new(request, num_tokens, hits + blocks)

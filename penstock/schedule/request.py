@@ -5,7 +5,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from penstock.kv.prefix_cache import BlockTable
-from penstock.types import RequestId, SamplingParams, Usage
+from penstock.types import RequestId, SamplingParams, TokenLogprob, Usage
 
 
 class Status(enum.Enum):
@@ -48,6 +48,8 @@ class Request:
     """Leading tokens whose KV is stored."""
     num_tokens_max: int = 0
     """Prompt and answer together may have this many tokens. Set by `submit`."""
+    num_scored: int = 1
+    """Leading prompt tokens whose log-probability was told, if that is wanted. The first has none."""
     status: Status = Status.WAITING
     row: int = -1
     """Index into the runner's tables while running, else -1."""
@@ -69,6 +71,27 @@ class Request:
     def num_pending(self) -> int:
         """Known tokens that are not computed yet: the debt that steps pay off. 1 while decoding."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether log-probabilities of the prompt are asked for and not all told yet."""
+        return self.sampling.prompt_logprobs is not None and self.num_scored < self.num_prompt
+
+    @property
+    def scores_next(self) -> bool:
+        """Whether the next token's logits give the log-probability of a prompt token that is asked for."""
+        return self.sampling.prompt_logprobs is not None and self.num_computed + 1 < self.num_prompt
+
+    @property
+    def num_skippable(self) -> int:
+        """Leading tokens that need not be computed if their KV is found: nobody waits for their logits."""
+        return self.num_scored - 1 if self.wants_scores else len(self.tokens)
+
+    def take_scores(self, first: int, logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
+        """Count in what a chunk from position `first` on scored; what was not told before (it may resume)."""
+        news = logprobs[self.num_scored - 1 - first :]
+        self.num_scored += len(news)
+        return news
 
     @property
     def num_generated(self) -> int:

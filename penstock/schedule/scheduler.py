@@ -20,7 +20,7 @@ from penstock.errors import InvalidRequest
 from penstock.kv.manager import KVManager
 from penstock.schedule.batch import Batch
 from penstock.schedule.limits import Limits
-from penstock.schedule.plan import RequestOutput, Sampled, StepOutcome, StepPlan, StepResult
+from penstock.schedule.plan import RequestOutput, Sampled, Scored, StepOutcome, StepPlan, StepResult
 from penstock.schedule.planner import Planner
 from penstock.schedule.queue import WaitingQueue
 from penstock.schedule.request import Request, Status
@@ -88,7 +88,7 @@ class Scheduler:
         Rows that decode come first and are never skipped, then running prompts, then the head of the queue.
         """
         assert self._in_flight is None, "apply the plan in flight first"
-        step = StepBuilder(self.limits.step_tokens)
+        step = StepBuilder(self.limits.step_tokens, self.limits.scored_tokens)
         self._planner.plan(step)
         if not step.has_work:
             assert not self._requests, "a request is left behind"
@@ -105,18 +105,23 @@ class Scheduler:
         self._in_flight = None
         now_ns = self._clock.now_ns()
         outcome = StepOutcome()
-        drawn = iter(result.sampled)
+        drawn, scored = iter(result.sampled), iter(result.scored)
         for work in plan.work:
             draw = next(drawn) if work.samples else None
+            scores = next(scored) if work.scores else None
             request = self._batch.rows[work.row]
             if request.status is not _RUNNING:
                 continue  # Aborted in flight.
             request.num_computed = computed = work.num_computed + work.num_tokens
             self._manager.publish_computed(request.table, request.tokens, computed)
-            if draw is not None:
+            if scores is not None:
+                assert scores.row == work.row, (scores.row, work.row)
+                outcome.outputs.append(self._score(request, scores, work.num_computed, now_ns))
+            if draw is not None and request.status is _RUNNING:
                 assert draw.row == work.row, (draw.row, work.row)
                 outcome.outputs.append(self._append(request, draw, now_ns))
         assert next(drawn, None) is None, "more was sampled than was asked for"
+        assert next(scored, None) is None, "more was scored than was asked for"
         self._release_condemned()
         return outcome
 
@@ -162,6 +167,13 @@ class Scheduler:
             assert request.num_computed <= len(request.table.blocks) * BLOCK_TOKENS
 
     # --- taking a result in -----------------------------------------------------------------------
+
+    def _score(self, request: Request, scores: Scored, first: int, now_ns: int) -> RequestOutput:
+        """Log-probabilities of prompt tokens that follow those from position `first` on."""
+        if scores.error is not None:
+            return self._finish(request, FinishReason.ERROR, now_ns, error=scores.error)
+        news = request.take_scores(first, scores.logprobs)
+        return RequestOutput(request.request_id, (), prompt_logprobs=news)
 
     def _append(self, request: Request, draw: Sampled, now_ns: int) -> RequestOutput:
         """One more token for a request: it goes on, or it ends here."""

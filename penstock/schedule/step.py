@@ -7,11 +7,13 @@ from penstock.schedule.request import Request
 class StepBuilder:
     """Collects one step's work. Never holds more tokens than its budget, nor a row twice."""
 
-    __slots__ = ("_new_rows", "_work", "budget")
+    __slots__ = ("_new_rows", "_work", "budget", "scored_budget")
 
-    def __init__(self, step_tokens: int) -> None:
+    def __init__(self, step_tokens: int, scored_tokens: int) -> None:
         self.budget = step_tokens
         """Tokens that may still be added."""
+        self.scored_budget = scored_tokens
+        """Tokens with a log-probability each that may still be added."""
         self._new_rows: list[NewRow] = []
         self._work: list[RowWork] = []
 
@@ -20,13 +22,20 @@ class StepBuilder:
         """Whether there is anything to compute."""
         return bool(self._work)
 
+    def room(self, request: Request) -> int:
+        """How many of the request's pending tokens the step may take. Logits of whole chunks are dear."""
+        tokens = min(request.num_pending, self.budget)
+        return min(tokens, self.scored_budget) if request.scores_next else tokens
+
     def add(self, request: Request, num_tokens: int, blocks: tuple[int, ...]) -> None:
         """Compute the request's next `num_tokens` tokens, after adding `blocks` to its table."""
-        computed = request.num_computed
+        computed, scores = request.num_computed, request.scores_next
         samples = computed + num_tokens == len(request.tokens)
         self.budget -= num_tokens
+        self.scored_budget -= num_tokens * scores
         assert self.budget >= 0, "over the token budget"
-        self._work.append(RowWork(request.row, computed, num_tokens, samples, blocks))
+        assert self.scored_budget >= 0, "more log-probabilities than there are rows of logits"
+        self._work.append(RowWork(request.row, computed, num_tokens, samples, blocks, scores))
 
     def add_new(self, request: Request, num_tokens: int, blocks: tuple[int, ...]) -> None:
         """The same for a request that (re)enters the batch: the runner is told all about it."""
@@ -42,6 +51,7 @@ class StepBuilder:
         for index, work in enumerate(self._work):
             if work.row == request.row:
                 self.budget += work.num_tokens
+                self.scored_budget += work.num_tokens * work.scores
                 del self._work[index]
                 return
 

@@ -8,8 +8,8 @@ wrong tokens, a block that was reused too early.
 
 from dataclasses import dataclass, field
 
-from penstock.schedule.plan import NewRow, RowWork, Sampled, StepPlan, StepResult
-from penstock.types import BLOCK_TOKENS, RequestId, SamplingParams
+from penstock.schedule.plan import NewRow, RowWork, Sampled, Scored, StepPlan, StepResult
+from penstock.types import BLOCK_TOKENS, RequestId, SamplingParams, TokenLogprob
 
 _MODULUS = (1 << 61) - 1
 _EMPTY = -1
@@ -39,6 +39,14 @@ def expected_tokens(
     return tuple(answer)
 
 
+def expected_scores(prompt: tuple[int, ...], *, salt: bytes = b"") -> list[TokenLogprob]:
+    """What every prompt token but the first must be told to score."""
+    return [
+        TokenLogprob(i + 1, -float(fingerprint))
+        for i, fingerprint in enumerate(_fingerprints(salt, prompt)[:-1])
+    ]
+
+
 def _fingerprints(salt: bytes, tokens: tuple[int, ...]) -> list[int]:
     fingerprint = int.from_bytes(salt, "big") % _MODULUS
     return [fingerprint := _fold(fingerprint, token) for token in tokens]
@@ -50,6 +58,7 @@ class _Row:
     seed: int
     fingerprints: list[int]
     """One for every known token."""
+    num_prompt: int
     blocks: list[int] = field(default_factory=list[int])
     num_computed: int | None = None
     """Known from the row's first work on."""
@@ -80,13 +89,13 @@ class CheckingRunner:
         for work in plan.work:
             self._write(work)
         sampled = [self._sample(work) for work in plan.work if self._read(work)]
-        return StepResult(plan.step, tuple(sampled))
+        return StepResult(plan.step, tuple(sampled), self._score(plan))
 
     def _enter(self, new: NewRow) -> None:
         assert new.row not in self._rows, f"row {new.row} is given away twice"
         assert 0 <= new.row < self._max_running, f"row {new.row} is out of bounds"
         fingerprints = _fingerprints(self.salts.get(new.request_id, b""), new.token_ids)
-        self._rows[new.row] = _Row(new.request_id, new.sampling.seed, fingerprints)
+        self._rows[new.row] = _Row(new.request_id, new.sampling.seed, fingerprints, new.num_prompt_tokens)
 
     def _write(self, work: RowWork) -> None:
         """Store the chunk's fingerprints where the block table says."""
@@ -123,6 +132,18 @@ class CheckingRunner:
         token = draw_token(row.seed, row.fingerprints[-1], self.vocab_size)
         row.fingerprints.append(_fold(row.fingerprints[-1], token))
         return Sampled(work.row, token)
+
+    def _score(self, plan: StepPlan) -> tuple[Scored, ...]:
+        """A prompt token's log-probability is minus the fingerprint of what it follows: it cannot be mixed up."""
+        scored: list[Scored] = []
+        for work in plan.work:
+            if work.scores:
+                row = self._rows[work.row]
+                ends = range(work.num_computed, min(work.num_computed + work.num_tokens, row.num_prompt - 1))
+                found = tuple(TokenLogprob(i + 1, -float(row.fingerprints[i])) for i in ends)
+                error = "the logits are not numbers" if row.request_id in self.broken else None
+                scored.append(Scored(work.row, () if error else found, error))
+        return tuple(scored)
 
     def _slot(self, row: _Row, position: int) -> int:
         return row.blocks[position // BLOCK_TOKENS] * BLOCK_TOKENS + position % BLOCK_TOKENS

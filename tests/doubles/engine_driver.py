@@ -26,6 +26,7 @@ def tiny_runner(path: Path, **config: object) -> Runner:
 class Answer:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: FinishReason | None = None
     cached_tokens: int = 0
     error: str | None = None
@@ -53,6 +54,7 @@ class Driver:
                 answer = answers[output.request_id]
                 answer.token_ids += output.token_ids
                 answer.logprobs += output.logprobs or ()
+                answer.prompt_logprobs += output.prompt_logprobs
                 if output.finish is not None:
                     answer.finish = output.finish.reason
                     answer.error = output.finish.error

@@ -3,7 +3,7 @@
 from collections import defaultdict
 
 import pytest
-from checking_runner import CheckingRunner, expected_tokens
+from checking_runner import CheckingRunner, expected_scores, expected_tokens
 
 from penstock.clock import ManualClock
 from penstock.kv.hashing import BlockHasher, token_array
@@ -13,7 +13,7 @@ from penstock.schedule.plan import RequestOutput, StepPlan
 from penstock.schedule.queue import FCFSQueue
 from penstock.schedule.request import Request
 from penstock.schedule.scheduler import Scheduler
-from penstock.types import RequestId, SamplingParams
+from penstock.types import RequestId, SamplingParams, TokenLogprob
 
 STEP_NS = 1000
 
@@ -42,6 +42,7 @@ class ScheduledEngine:
         self.runner = CheckingRunner(num_blocks=num_blocks, max_running=max_running)
         self.requests: dict[str, Request] = {}
         self.got: dict[str, list[int]] = defaultdict(list)
+        self.scores: dict[str, list[TokenLogprob]] = defaultdict(list)
         self.ends: dict[str, RequestOutput] = {}
         self.plans: list[StepPlan] = []
         self.in_flight: StepPlan | None = None
@@ -63,7 +64,9 @@ class ScheduledEngine:
         name = output.request_id
         assert name not in self.ends, f"{name} is heard of after its end"
         assert (output.finish is None) == (output.usage is None)
+        assert not (output.prompt_logprobs and self.got[name]), f"{name}: prompt scored after its first token"
         self.got[name].extend(output.token_ids)
+        self.scores[name].extend(output.prompt_logprobs)
         if output.finish is not None:
             self.ends[name] = output
 
@@ -113,6 +116,12 @@ class ScheduledEngine:
         assert not self.scheduler.has_work
         assert self.scheduler.live_requests() == ()
         assert self.kv.statistics().used == 0
+
+    def expected_scores(self, name: str) -> list[TokenLogprob]:
+        request = self.requests[name]
+        if request.sampling.prompt_logprobs is None:
+            return []
+        return expected_scores(tuple(request.tokens[: request.num_prompt]), salt=request.salt)
 
     def expected(self, name: str) -> tuple[int, ...]:
         request = self.requests[name]

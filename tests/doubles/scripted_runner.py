@@ -9,7 +9,7 @@ import threading
 import time
 
 from penstock.protocol.worker import ModelInfo
-from penstock.schedule.plan import NewRow, Sampled, StepPlan, StepResult
+from penstock.schedule.plan import NewRow, Sampled, Scored, StepPlan, StepResult
 from penstock.types import BLOCK_TOKENS, TokenLogprob
 
 HANG, CRASH, NOT_A_NUMBER, DIE = 1, 2, 3, 4
@@ -64,7 +64,23 @@ class ScriptedRunner:
         sampled = [
             self._sample(work.row, work.num_computed + work.num_tokens) for work in plan.work if work.samples
         ]
-        return StepResult(plan.step, tuple(sampled), compute_ns=1000)
+        scored = tuple(
+            self._score(work.row, work.num_computed, work.num_tokens) for work in plan.work if work.scores
+        )
+        return StepResult(plan.step, tuple(sampled), scored, compute_ns=1000)
+
+    def _score(self, row: int, first: int, num_tokens: int) -> Scored:
+        """The log-probability of the token at position i is -i."""
+        new = self._rows[row]
+        count = new.sampling.prompt_logprobs
+        end = min(first + num_tokens + 1, new.num_prompt_tokens)
+        return Scored(
+            row,
+            tuple(
+                TokenLogprob(new.token_ids[i], -float(i), tuple((97 + k, -0.5 - k) for k in range(count)))
+                for i in range(first + 1, end)
+            ),
+        )
 
     def _sample(self, row: int, position: int) -> Sampled:
         new = self._rows[row]

@@ -33,7 +33,9 @@ def sampling() -> list[SamplingParams]:
         SamplingParams(temperature=0.8, seed=11, logprobs=0, max_tokens=MAX_TOKENS),
         SamplingParams(temperature=1.3, seed=12, top_k=20, top_p=0.9, logprobs=2, max_tokens=MAX_TOKENS),
         SamplingParams(temperature=1.0, seed=13, min_p=0.05, logprobs=1, max_tokens=MAX_TOKENS),
-        SamplingParams(temperature=0.0, repetition_penalty=1.7, logprobs=2, max_tokens=MAX_TOKENS),
+        SamplingParams(
+            temperature=0.0, repetition_penalty=1.7, logprobs=2, prompt_logprobs=2, max_tokens=MAX_TOKENS
+        ),
         SamplingParams(
             temperature=0.9, seed=14, top_p=0.95, presence_penalty=0.5, frequency_penalty=1.3,
             repetition_penalty=1.2, logit_bias=((3, 2.5), (5, -100.0), (9, 4.0)),
@@ -52,6 +54,8 @@ def check_same(answers: list[Answer], expected: list[Answer]) -> None:
         assert len(other.token_ids) == MAX_TOKENS
         assert answer.token_ids == other.token_ids, f"prompt of {length} tokens"
         assert answer.logprobs == other.logprobs, f"prompt of {length} tokens"
+        assert answer.prompt_logprobs == other.prompt_logprobs, f"prompt of {length} tokens"
+        assert len(answer.prompt_logprobs) in (0, length - 1)
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,7 @@ def test_preemption_changes_nothing(case: Case) -> None:
         SamplingParams(
             temperature=0.5 * (i % 2), seed=i, logprobs=2, max_tokens=40,
             frequency_penalty=0.9 * (i // 2 == 1), repetition_penalty=1.5 if i // 2 == 2 else 1.0,
+            prompt_logprobs=1 if i > 2 else None,
         )
         for i in range(6)
     ]  # fmt: skip
@@ -134,3 +139,5 @@ def test_preemption_changes_nothing(case: Case) -> None:
     assert tight.core.stats().preemptions > 0
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
     assert [answer.logprobs for answer in answers] == [answer.logprobs for answer in expected]
+    assert [answer.prompt_logprobs for answer in answers] == [answer.prompt_logprobs for answer in expected]
+    assert [len(answer.prompt_logprobs) for answer in answers] == [0, 0, 0, 29, 29, 29]

@@ -30,6 +30,8 @@ def prompt_of(family: int, shared: int, length: int) -> list[int]:
 def check_end(engine: ScheduledEngine, name: str, end: RequestOutput) -> None:
     """The tokens are those that the request gets alone, or their beginning if it was cut short."""
     expected, got = engine.expected(name), tuple(engine.got[name])
+    scores, told = engine.expected_scores(name), engine.scores[name]
+    assert told == scores if got else told == scores[: len(told)]
     assert end.usage is not None
     assert end.usage.cached_tokens < end.usage.prompt_tokens
     assert min(end.usage.queue_ns, end.usage.prefill_ns, end.usage.decode_ns) >= 0
@@ -63,6 +65,7 @@ requests = st.fixed_dictionaries(
         "salt": st.sampled_from([b"", b"", b"bob"]),
         "seed": st.integers(0, 3),
         "stop_token_ids": st.sampled_from(STOPS),
+        "prompt_logprobs": st.sampled_from([None, None, 0]),
     }
 )
 
@@ -170,6 +173,7 @@ def run_trace(seed: int) -> Counter[str]:
             seed=number,
             max_tokens=chance.randint(1, 90),
             stop_token_ids=stops,
+            prompt_logprobs=chance.choice([None, None, 0]),
         )
         if not chance.randrange(20):
             engine.runner.broken.add(RequestId(f"r{number}"))

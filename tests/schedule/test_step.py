@@ -16,7 +16,7 @@ def make(row: int, num_computed: int = 0) -> Request:
 
 
 def test_work_is_taken_from_the_budget_and_samples_at_the_last_token() -> None:
-    step = StepBuilder(12)
+    step = StepBuilder(12, 64)
     assert not step.has_work
     step.add(make(0, 9), 1, ())
     step.add(make(1, 0), 6, (4,))
@@ -33,7 +33,7 @@ def test_work_is_taken_from_the_budget_and_samples_at_the_last_token() -> None:
 
 
 def test_dropped_work_gives_its_budget_back() -> None:
-    step = StepBuilder(12)
+    step = StepBuilder(12, 64)
     keep, drop = make(0), make(1)
     step.add(keep, 4, ())
     step.add(drop, 6, ())
@@ -45,4 +45,4 @@ def test_dropped_work_gives_its_budget_back() -> None:
 
 def test_going_over_the_budget_is_a_bug() -> None:
     with pytest.raises(AssertionError, match="budget"):
-        StepBuilder(3).add(make(0), 4, ())
+        StepBuilder(3, 64).add(make(0), 4, ())
