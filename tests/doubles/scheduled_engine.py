@@ -30,6 +30,7 @@ class ScheduledEngine:
         max_model_len: int = 1000,
         prefix_cache: bool = True,
         max_waiting: int = 100,
+        scored_tokens: int = 64,
     ) -> None:
         hasher = BlockHasher(key=bytes(32), model="m", kv_dtype="float32")
         if prefix_cache:
@@ -37,7 +38,7 @@ class ScheduledEngine:
         else:
             self.kv = KVManager.without_prefix_cache(num_blocks)
         self.clock = ManualClock(now_ns=7)
-        limits = Limits(step_tokens, min(max_running, step_tokens), max_model_len)
+        limits = Limits(step_tokens, min(max_running, step_tokens), max_model_len, scored_tokens)
         self.scheduler = Scheduler(limits, self.kv, self.clock, FCFSQueue(max_waiting))
         self.runner = CheckingRunner(num_blocks=num_blocks, max_running=max_running)
         self.requests: dict[str, Request] = {}
@@ -77,6 +78,7 @@ class ScheduledEngine:
             limits = self.scheduler.limits
             assert 0 < plan.num_tokens <= limits.step_tokens
             assert len(plan.work) <= limits.max_running
+            assert sum(work.num_tokens for work in plan.work if work.scores) <= limits.scored_tokens
         return plan
 
     def finish_step(self) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_driver import tiny_runner
+from engine_driver import Driver, tiny_runner
 from tiny_models import LLAMA3_ROPE, PHI3, VOCAB_SIZE, longrope, save, tiny_model
 from transformers import PreTrainedModel
 
@@ -151,6 +151,27 @@ def test_float32_logits_equal_transformers(case: str, tmp_path: Path) -> None:
         tokens, drawn = decode(runner, prompt, chunk)
         assert len(drawn) == DECODE_STEPS + 1
         assert worst_error(model, tokens, drawn, length) <= 1e-4
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+@pytest.mark.parametrize("step_tokens", [7, 512])
+def test_prompt_logprobs_equal_transformers(kernels: str, step_tokens: int, tmp_path: Path) -> None:
+    model = tiny_model("qwen3")
+    driver = Driver(
+        save(model, tmp_path), kernels="auto" if kernels == "native" else kernels, step_tokens=step_tokens
+    )
+    prompt = [stream(12, kernels).randrange(VOCAB_SIZE) for _ in range(150)]
+    params = SamplingParams(temperature=0.0, prompt_logprobs=VOCAB_SIZE, max_tokens=1)
+    found = driver.ask([prompt], [params])[0].prompt_logprobs
+    assert [each.token_id for each in found] == prompt[1:]
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+    for position, each in enumerate(found):
+        ours = torch.empty(VOCAB_SIZE)
+        for token_id, logprob in each.top:
+            ours[token_id] = logprob
+        assert float((ours - expected[position]).abs().max()) <= 1e-4
+        assert each.logprob == float(ours[each.token_id])
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])

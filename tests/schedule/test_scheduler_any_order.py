@@ -79,6 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_running=st.integers(2, 6),
         max_model_len=st.integers(20, 120),
         prefix_cache=st.booleans(),
+        scored_tokens=st.integers(1, 30),
     )
     def start(self, **limits) -> None:
         self.engine = ScheduledEngine(**limits, max_waiting=1000)
@@ -159,6 +160,7 @@ def run_trace(seed: int) -> Counter[str]:
         step_tokens=chance.choice([5, 16, 33, 64]),
         max_running=chance.randint(3, 8),
         max_model_len=140,
+        scored_tokens=chance.choice([1, 17, 64]),
     )
     seen: Counter[str] = Counter()
     for number in range(120):
