@@ -154,13 +154,13 @@ TestSchedulerMachine.settings = settings(
 
 def run_trace(seed: int) -> Counter[str]:
     """One long run from a seed; returns how often what is hard to get right really happened."""
-    chance = rng.stream(seed, "scheduler trace")
+    chance, scoring = rng.stream(seed, "scheduler trace"), rng.stream(seed, "scheduler trace, scores")
     engine = ScheduledEngine(
         num_blocks=chance.randint(9, 24),
         step_tokens=chance.choice([5, 16, 33, 64]),
         max_running=chance.randint(3, 8),
         max_model_len=140,
-        scored_tokens=chance.choice([1, 17, 64]),
+        scored_tokens=scoring.choice([17, 64]),
     )
     seen: Counter[str] = Counter()
     for number in range(120):
@@ -175,7 +175,7 @@ def run_trace(seed: int) -> Counter[str]:
             seed=number,
             max_tokens=chance.randint(1, 90),
             stop_token_ids=stops,
-            prompt_logprobs=chance.choice([None, None, 0]),
+            prompt_logprobs=scoring.choice([None] * 5 + [0]),
         )
         if not chance.randrange(20):
             engine.runner.broken.add(RequestId(f"r{number}"))
