@@ -209,5 +209,6 @@ def results(
             packed.append(Sampled(row, token_id))
         else:
             one = slice(index, index + 1)
-            packed.append(Sampled(row, token_id, *logprobs_of(logits[one], token_ids[one], count)))
+            (logprob,) = logprobs_of(logits[one], token_ids[one], count)
+            packed.append(Sampled(row, token_id, logprob))
     return tuple(packed)
