@@ -1,0 +1,83 @@
+"""Steps in device memory, for the operations of `engine/gpu`: rows with scattered blocks and known contents."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.engine.gpu.step import DeviceStep, RowState, StepBuffer, StepInputs, StepLimits
+from penstock.engine.gpu.worklist import WorkList, WorkListLimits
+from penstock.engine.kv_cache import KVCache
+from penstock.engine.layers.rotary import RotaryTable, RotaryWeights
+from penstock.engine.models.spec import DecoderSpec, RopeSpec
+
+CPU = torch.device("cpu")
+MAX_LEN = 1600
+NUM_BLOCKS = 400
+
+
+def limits(
+    *, max_running: int = 8, step_tokens: int = 256, chunk_queries: int = 8, max_model_len: int = MAX_LEN
+) -> StepLimits:
+    work = WorkListLimits.of(max_running=max_running, step_tokens=step_tokens, chunk_queries=chunk_queries)
+    return StepLimits(
+        max_running=max_running, step_tokens=step_tokens, max_model_len=max_model_len, work=work
+    )
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The shape of attention in a test."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    dtype: torch.dtype = torch.float32
+    rope: RopeSpec = RopeSpec()  # noqa: RUF009  (frozen)
+    qk_norm: bool = True
+
+    def cache(self) -> KVCache:
+        spec = DecoderSpec(
+            architecture="", vocab_size=1, hidden_size=1, intermediate_size=1, num_layers=2, num_heads=self.heads,
+            num_kv_heads=self.kv_heads, head_dim=self.dim, max_position=MAX_LEN, norm_eps=1e-6, rope=self.rope,
+        )  # fmt: skip
+        return KVCache(spec, NUM_BLOCKS, self.dtype, CPU)
+
+    def rotary(self) -> RotaryWeights:
+        table = RotaryTable(self.rope, self.dim, MAX_LEN, CPU)
+        norms = (torch.linspace(0.5, 1.5, self.dim), torch.linspace(1.5, 0.5, self.dim))
+        return RotaryWeights(
+            (table, table), (norms, norms) if self.qk_norm else (), 1e-6, self.heads, self.kv_heads
+        )
+
+    def qkv(self, num_tokens: int, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        shape = (num_tokens, self.heads + 2 * self.kv_heads, self.dim)
+        return torch.randn(shape, generator=generator).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Row:
+    computed: int
+    num_tokens: int
+    samples: bool = False
+
+
+def device_step(
+    rows: list[Row], bounds: StepLimits, *, padding: int = 0, state: RowState | None = None
+) -> DeviceStep:
+    """A filled step, not yet prepared. Rows sit in the tables from the last one down, their blocks anywhere."""
+    state = state or RowState.allocate(bounds, CPU)
+    places = np.arange(bounds.max_running - 1, bounds.max_running - 1 - len(rows), -1, dtype=np.int32)
+    blocks = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(7)).int()
+    for place, row in zip(places.tolist(), rows, strict=True):
+        held = -(-(row.computed + row.num_tokens) // 16)
+        state.block_tables[place, :held], blocks = blocks[:held], blocks[held:]
+    buffer = StepBuffer(bounds, CPU)
+    computed = np.array([row.computed for row in rows], np.int32)
+    num_tokens = np.array([row.num_tokens for row in rows], np.int32)
+    sampled = np.flatnonzero([row.samples for row in rows]).astype(np.int32)
+    buffer.fill(places, computed, num_tokens, sampled, WorkList.of(places, computed, num_tokens, bounds.work))
+    inputs = StepInputs.allocate(bounds, CPU).head(int(num_tokens.sum()) + padding, len(sampled) + padding)
+    return DeviceStep(buffer, state, inputs, bool((num_tokens == 1).all()))
