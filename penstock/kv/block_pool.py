@@ -1,21 +1,33 @@
 """Counts the KV blocks: which are free, which are held, which are only kept because they may be hit again.
 
-A block is in exactly one of three states:
+A block is in exactly one of four states:
 
-    free    holds nothing worth keeping             --allocate-->  used
-    used    some request reads it (references > 0)  --free-->      cached if it has a hash, else free
-    cached  nobody reads it, its hash may be hit    --acquire-->   used    or evicted by --allocate-->  used
+    free      holds nothing worth keeping             --allocate-->   used
+    used      some request reads it (references > 0)  --free-->       draining, cached or free
+    draining  given up, but an epoch holds it still   --end_epoch-->  cached if it has a hash, else free
+    cached    nobody reads it, its hash may be hit    --acquire-->    used    or evicted by --allocate-->  used
+
+An *epoch* is anything that touches blocks for a while after it was decided: a step in flight, a copy. A block
+that an epoch holds is not given to anybody else before `end_epoch`, whoever frees it meanwhile; a hit on its
+hash is fine, since its content stays. Epochs may end in any order, and several may hold one block. (The idea is
+epoch-based reclamation; Fraser, "Practical lock-freedom", 2004.)
 
 The pool knows blocks only by number: not what is in them, and not which request holds which.
 Every operation is O(1) per block, and no order depends on a set or on hashing.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NewType
 
 from penstock.kv.events import NO_KV_EVENTS, KVEventSink
 from penstock.kv.hashing import BlockHash
+
+Epoch = NewType("Epoch", int)
+"""Counts up from 1; 0 is the epoch of what was never touched, and is always over."""
+
+NEVER = Epoch(0)
 
 
 @dataclass(slots=True, frozen=True)
@@ -26,6 +38,7 @@ class PoolStatistics:
     free: int
     used: int
     cached: int
+    draining: int
     evictions: int
     """Cached blocks that were taken for new content."""
     duplicates: int
@@ -42,6 +55,10 @@ class BlockPool:
         "_evictions",
         "_free",
         "_hash_of",
+        "_held_by",
+        "_last_epoch",
+        "_num_draining",
+        "_num_holds",
         "_owner",
         "_references",
         "events",
@@ -59,6 +76,10 @@ class BlockPool:
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._references = [0] * num_blocks
         self._owner: list[bytes] = [b""] * num_blocks
+        self._held_by: dict[Epoch, list[int]] = {}  # Open epochs, and the blocks that each holds.
+        self._num_holds = [0] * num_blocks  # How many of those hold the block.
+        self._num_draining = 0
+        self._last_epoch = NEVER
         self._evictions = 0
         self._duplicates = 0
 
@@ -90,14 +111,18 @@ class BlockPool:
         return tuple(hits)
 
     def num_idle(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` nobody holds: acquiring those takes from `num_available`."""
-        references = self._references
-        return sum(1 for block in blocks if not references[block])
+        """How many of `blocks` nobody holds, no epoch either: acquiring those takes from `num_available`."""
+        references, holds = self._references, self._num_holds
+        return sum(1 for block in blocks if not references[block] and not holds[block])
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """Hold blocks that `lookup` found: one reference more for each."""
         for block in blocks:
-            if not self._references[block]:
+            if self._references[block]:
+                pass
+            elif self._num_holds[block]:
+                self._num_draining -= 1
+            else:
                 del self._cached[block]  # KeyError here would mean a block that was evicted meanwhile.
             self._references[block] += 1
 
@@ -127,10 +152,47 @@ class BlockPool:
             self._references[block] -= 1
             if self._references[block]:
                 continue
-            if self._hash_of[block] is None:
-                self._free.append(block)
+            if self._num_holds[block]:
+                self._num_draining += 1
             else:
-                self._cached[block] = None
+                self._put_away(block)
+
+    def begin_epoch(self) -> Epoch:
+        """Something starts that will touch blocks; it must be ended once."""
+        self._last_epoch = epoch = Epoch(self._last_epoch + 1)
+        self._held_by[epoch] = []
+        return epoch
+
+    def hold(self, blocks: Sequence[int], epoch: Epoch) -> None:
+        """Give none of `blocks` (head first, held by somebody) to anybody else before `epoch` is over.
+
+        Nothing to do if it is over already. Call it before `free`; blocks that stay with their request need no
+        hold, so a step costs nothing here for those that go on.
+        """
+        assert epoch <= self._last_epoch, f"epoch {epoch} has not begun"
+        held = self._held_by.get(epoch)
+        if held is None:
+            return
+        for block in reversed(blocks):  # They are put away in this order: see `free`.
+            assert self._references[block], f"block {block} is held by an epoch but by nobody else"
+            self._num_holds[block] += 1
+            held.append(block)
+
+    def end_epoch(self, epoch: Epoch) -> int:
+        """Whatever `epoch` stands for touches nothing any more. Returns how many blocks may be reused now."""
+        reusable = 0
+        for block in self._held_by.pop(epoch):
+            self._num_holds[block] -= 1
+            if not self._num_holds[block] and not self._references[block]:
+                self._num_draining -= 1
+                self._put_away(block)
+                reusable += 1
+        return reusable
+
+    @property
+    def num_draining(self) -> int:
+        """Blocks that nobody has and that epochs hold: they will be available without anybody giving way."""
+        return self._num_draining
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Take the names off `blocks` (their content is bad): holders keep them, nobody new hits them."""
@@ -156,8 +218,9 @@ class BlockPool:
         return PoolStatistics(
             total=self.num_blocks,
             free=free,
-            used=self.num_blocks - free - cached,
+            used=self.num_blocks - free - cached - self._num_draining,
             cached=cached,
+            draining=self._num_draining,
             evictions=self._evictions,
             duplicates=self._duplicates,
         )
@@ -170,7 +233,14 @@ class BlockPool:
         assert not free & cached, "free and cached"
         assert not free & used, "free and used"
         assert not cached & used, "cached and used"
-        assert len(free) + len(cached) + len(used) == self.num_blocks, "a block is lost"
+        draining = {block for block, count in enumerate(self._num_holds) if count} - used
+        assert not draining & (free | cached), "a block may be reused while an epoch holds it"
+        assert len(draining) == self._num_draining, "draining blocks are miscounted"
+        assert len(free) + len(cached) + len(used) + len(draining) == self.num_blocks, "a block is lost"
+        holds = Counter(block for held in self._held_by.values() for block in held)
+        assert all(holds[block] == count for block, count in enumerate(self._num_holds)), (
+            "holds do not add up"
+        )
         assert all(count >= 0 for count in self._references), "negative references"
         named = {block: name for name, block in self._block_of.items()}
         assert len(named) == len(self._block_of), "a block has two names"
@@ -194,6 +264,13 @@ class BlockPool:
         self._references[block] = 1
         self._owner[block] = owner
         return block
+
+    def _put_away(self, block: int) -> None:
+        """Make a block that nobody holds any more available."""
+        if self._hash_of[block] is None:
+            self._free.append(block)
+        else:
+            self._cached[block] = None
 
     def _evict(self) -> None:
         """Make the least recently used cached block a free one."""

@@ -11,7 +11,7 @@ nothing of steps, budgets or tensors.
 
 from array import array
 
-from penstock.kv.block_pool import BlockPool, PoolStatistics
+from penstock.kv.block_pool import NEVER, BlockPool, Epoch, PoolStatistics
 from penstock.kv.hashing import BlockHasher
 from penstock.kv.prefix_cache import BlockTable, HashedPrefixCache, NoPrefixCache, PrefixCache
 from penstock.types import BLOCK_TOKENS
@@ -81,10 +81,14 @@ class KVManager:
         if num_computed // BLOCK_TOKENS > table.num_published:
             self._cache.publish(table, tokens, num_computed)
 
-    def release(self, table: BlockTable, *, bad: bool = False) -> None:
-        """Give every block of the table back; full ones stay cached unless their content is `bad`."""
+    def release(self, table: BlockTable, *, last_used: Epoch = NEVER, bad: bool = False) -> None:
+        """Give every block of the table back; full ones stay cached unless their content is `bad`.
+
+        None of them is reused before the epoch that used them last is over.
+        """
         if bad:
             self.pool.forget(table.blocks)
+        self.pool.hold(table.blocks, last_used)
         self.pool.free(table.blocks)
         table.blocks.clear()
         table.num_published = 0

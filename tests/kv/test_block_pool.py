@@ -3,7 +3,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.kv.block_pool import BlockPool
+from penstock.kv.block_pool import BlockPool, Epoch
 from penstock.kv.hashing import BlockHash
 
 
@@ -27,8 +27,9 @@ def lookup(pool: BlockPool, *numbers: int, owner: bytes = b"") -> tuple[int, ...
 def states(pool: BlockPool) -> tuple[int, int, int]:
     pool.check_invariants()
     now = pool.statistics()
-    assert now.free + now.used + now.cached == now.total
+    assert now.free + now.used + now.cached + now.draining == now.total
     assert now.free + now.cached == pool.num_available
+    assert now.draining == pool.num_draining
     return now.free, now.used, now.cached
 
 
@@ -158,6 +159,81 @@ def test_clear_cache_forgets_everything() -> None:
     pool.free(held)
 
 
+def test_a_freed_block_is_reused_only_after_the_epoch_that_holds_it() -> None:
+    pool = BlockPool(4)
+    blocks = fill(pool, 1, 2) + (pool.allocate(1) or ())
+    epoch = pool.begin_epoch()
+    pool.hold(blocks, epoch)
+    pool.free(blocks)
+    assert states(pool) == (1, 0, 0)
+    assert pool.num_draining == 3
+    assert pool.allocate(2) is None
+    assert pool.end_epoch(epoch) == 3
+    assert states(pool) == (2, 0, 2)
+    assert pool.allocate(4) == (2, 3, 1, 0), "free ones, then the tail before the head"
+
+
+def test_a_hold_on_an_epoch_that_is_over_holds_nothing() -> None:
+    pool = BlockPool(4)
+    epoch = pool.begin_epoch()
+    pool.end_epoch(epoch)
+    blocks = fill(pool, 1)
+    pool.hold(blocks, epoch)
+    pool.free(blocks)
+    assert states(pool) == (3, 0, 1)
+
+
+def test_a_draining_block_may_be_hit_and_then_stays_with_who_hit_it() -> None:
+    pool = BlockPool(4)
+    epoch, blocks = pool.begin_epoch(), fill(pool, 1, 2)
+    pool.hold(blocks, epoch)
+    pool.free(blocks)
+    hits = lookup(pool, 1)
+    assert hits == blocks[:1]
+    available = pool.num_available
+    assert pool.num_idle(hits) == 0, "a hit on it takes nothing from what is available"
+    pool.acquire(hits)
+    assert pool.num_available == available
+    assert pool.end_epoch(epoch) == 1
+    assert states(pool) == (2, 1, 1)
+
+
+def test_epochs_end_in_any_order_and_the_last_one_lets_go() -> None:
+    pool = BlockPool(2)
+    step, copy = pool.begin_epoch(), pool.begin_epoch()
+    blocks = fill(pool, 1)
+    pool.hold(blocks, step)
+    pool.hold(blocks, copy)
+    pool.free(blocks)
+    assert pool.end_epoch(copy) == 0
+    assert pool.num_draining == 1
+    assert pool.end_epoch(step) == 1
+    assert states(pool) == (1, 0, 1)
+
+
+def test_what_is_forgotten_while_it_drains_becomes_free() -> None:
+    pool = BlockPool(2)
+    epoch, blocks = pool.begin_epoch(), fill(pool, 1)
+    pool.hold(blocks, epoch)
+    pool.free(blocks)
+    pool.forget(blocks)
+    assert lookup(pool, 1) == ()
+    pool.end_epoch(epoch)
+    assert states(pool) == (2, 0, 0)
+
+
+def test_misused_epochs_are_bugs() -> None:
+    pool = BlockPool(2)
+    with pytest.raises(AssertionError, match="has not begun"):
+        pool.hold((), Epoch(1))
+    epoch = pool.begin_epoch()
+    with pytest.raises(AssertionError, match="nobody else"):
+        pool.hold((0,), epoch)
+    pool.end_epoch(epoch)
+    with pytest.raises(KeyError):
+        pool.end_epoch(epoch)
+
+
 class PoolMachine(RuleBasedStateMachine):
     """The pool against a model of dicts and lists: who holds what, and which content a hit must find."""
 
@@ -166,10 +242,12 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(num_blocks)
         self.holders: list[list[int]] = []  # Blocks of each holder, head first.
         self.content: dict[int, int] = {}  # Block -> the number it was published under.
+        self.epochs: dict[Epoch, set[int]] = {}  # Those that are open, and what they touch.
 
     def check_not_held(self, blocks: tuple[int, ...]) -> None:
         held = {block for holder in self.holders for block in holder}
         assert not held & set(blocks), "a held block was given to someone else"
+        assert not set().union(*self.epochs.values()) & set(blocks), "a block was reused too early"
 
     @rule(count=st.integers(0, 6))
     def allocate(self, count: int) -> None:
@@ -211,8 +289,26 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
     def free(self, data) -> None:
+        """Give up a holder's blocks, which any number of epochs touch still."""
         index = data.draw(st.integers(0, len(self.holders) - 1))
-        self.pool.free(self.holders.pop(index))
+        blocks = self.holders.pop(index)
+        touching = st.lists(st.sampled_from(sorted(self.epochs)), unique=True) if self.epochs else st.just([])
+        for epoch in data.draw(touching):
+            self.pool.hold(blocks, epoch)
+            self.epochs[epoch].update(blocks)
+        self.pool.free(blocks)
+
+    @rule()
+    def begin_epoch(self) -> None:
+        self.epochs[self.pool.begin_epoch()] = set()
+
+    @precondition(lambda self: self.epochs)
+    @rule(data=st.data())
+    def end_epoch(self, data) -> None:
+        epoch = data.draw(st.sampled_from(sorted(self.epochs)))
+        available = self.pool.num_available
+        del self.epochs[epoch]
+        assert self.pool.end_epoch(epoch) == self.pool.num_available - available
 
     @precondition(lambda self: self.content)
     @rule(data=st.data())
@@ -232,8 +328,10 @@ class PoolMachine(RuleBasedStateMachine):
             return
         _, used, cached = states(self.pool)
         held = {block for holder in self.holders for block in holder}
+        touched = set().union(*self.epochs.values())
         assert used == len(held)
-        assert cached == len(set(self.content) - held)
+        assert cached == len(set(self.content) - held - touched)
+        assert self.pool.num_draining == len(touched - held)
         for block in held:
             count = sum(holder.count(block) for holder in self.holders)
             assert self.pool.num_references(block) == count
@@ -242,7 +340,10 @@ class PoolMachine(RuleBasedStateMachine):
         if hasattr(self, "pool"):
             for holder in self.holders:
                 self.pool.free(holder)
-            assert states(self.pool)[1] == 0
+            for epoch in self.epochs:
+                self.pool.end_epoch(epoch)
+            free, used, cached = states(self.pool)
+            assert (free + cached, used) == (self.pool.num_blocks, 0)
 
 
 TestPoolMachine = PoolMachine.TestCase

@@ -1,8 +1,11 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from penstock.kv.block_pool import Epoch
 from penstock.kv.hashing import BlockHasher, token_array
 from penstock.kv.manager import KVManager, blocks_for
 from penstock.kv.prefix_cache import BlockTable
@@ -165,6 +168,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.cached = cached
         self.open: list[tuple[BlockTable, object, list[int]]] = []  # (table, tokens, [num_computed])
         self.slots: dict[tuple[int, int], object] = {}
+        self.in_flight: dict[Epoch, tuple[BlockTable, object, list[int]]] = {}  # Released, still read.
 
     def check_reads(self, table: BlockTable, tokens, num_computed: int) -> None:
         for position in range(num_computed):
@@ -205,16 +209,29 @@ class ManagerMachine(RuleBasedStateMachine):
         computed[0] = end
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data(), bad=st.booleans())
-    def release(self, data, bad: bool) -> None:
-        table, _, _ = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
-        self.kv.release(table, bad=bad)
+    @rule(data=st.data(), bad=st.booleans(), in_flight=st.booleans())
+    def release(self, data, bad: bool, in_flight: bool) -> None:
+        """Sometimes while a step still reads the blocks: its reader must find them unchanged to its end."""
+        table, tokens, computed = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
+        if in_flight:
+            epoch = self.kv.pool.begin_epoch()
+            self.in_flight[epoch] = (replace(table, blocks=list(table.blocks)), tokens, computed)
+            self.kv.release(table, last_used=epoch, bad=bad)
+        else:
+            self.kv.release(table, bad=bad)
+
+    @precondition(lambda self: self.in_flight)
+    @rule(data=st.data())
+    def end_step(self, data) -> None:
+        epoch = data.draw(st.sampled_from(sorted(self.in_flight)))
+        del self.in_flight[epoch]
+        self.kv.pool.end_epoch(epoch)
 
     @invariant()
     def consistent(self) -> None:
         if hasattr(self, "kv"):
             self.kv.check_invariants([table for table, _, _ in self.open])
-            for table, tokens, computed in self.open:
+            for table, tokens, computed in [*self.open, *self.in_flight.values()]:
                 self.check_reads(table, tokens, computed[0])
 
     def teardown(self) -> None:
