@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable
 
 from penstock.backends.base import BackendStatus, GenerateRequest, Sink
+from penstock.backends.own_kv import KVEventListener, KVSubscription
 from penstock.backends.own_link import WorkerLink
 from penstock.backends.own_stream import OwnStream
 from penstock.clock import Clock, sleep
@@ -21,6 +22,7 @@ from penstock.protocol.worker import (
     Drain,
     Failed,
     FromWorker,
+    KVEvents,
     Loading,
     Ready,
     Stats,
@@ -52,6 +54,7 @@ class OwnBackend:
         self._status = BackendStatus()
         self._link: WorkerLink | None = None
         self._streams: dict[RequestId, OwnStream] = {}
+        self._kv: KVSubscription | None = None
         self._draining = False
         self._idle = asyncio.Event()
         self._connecting: asyncio.Task[None] | None = None
@@ -82,6 +85,13 @@ class OwnBackend:
         """Connect, now or as soon as somebody listens there, and again after every loss."""
         assert self._connecting is None, "already connected"
         self._connecting = asyncio.create_task(self._stay_connected(address), name=f"connect {address}")
+
+    def hear_kv_events(self, listener: KVEventListener) -> None:
+        """Tell `listener` from now on what can be hit in the worker's KV cache. Call it once."""
+        assert self._kv is None, "there is a listener already"
+        self._kv = KVSubscription(listener)
+        if self._link is not None:
+            self._link.send(self._kv.request())
 
     def generate(self, request: GenerateRequest, sink: Sink) -> OwnStream:
         """See `Backend.generate`.
@@ -151,6 +161,8 @@ class OwnBackend:
     def on_link_up(self, link: WorkerLink) -> None:
         """Connected: the worker will say at once how far it is."""
         self._link = link
+        if self._kv is not None:
+            link.send(self._kv.request())
 
     def on_message(self, message: FromWorker) -> None:
         """One message from the worker; outputs first, for they are nearly all there is."""
@@ -164,6 +176,9 @@ class OwnBackend:
         elif isinstance(message, Stats):
             self._status.stats = message
             self.progress = message.step
+        elif isinstance(message, KVEvents):
+            if self._kv is not None:
+                self._kv.push(message)
         else:
             self._on_state(message)
 

@@ -27,7 +27,11 @@ class LinkOwner(Protocol):
         ...
 
     def on_message(self, message: FromWorker) -> None:
-        """One message, in order."""
+        """One message, in order.
+
+        Raises:
+            ProtocolError: it makes no sense here; the link is closed.
+        """
         ...
 
     def on_link_lost(self, why: str) -> None:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 
 from penstock.config.presets import served_name
-from penstock.config.tree import Config
+from penstock.config.tree import Config, EngineConfig
 from penstock.errors import ConfigError
 
 
@@ -47,6 +47,7 @@ def _model_problems(config: Config) -> Iterator[str]:
     if not config.models:
         yield "models: at least one is needed"
     seen: dict[str, int] = {}
+    listening: dict[str, str] = {}
     for i, model in enumerate(config.models):
         name = served_name(model)
         if not model.path:
@@ -57,8 +58,39 @@ def _model_problems(config: Config) -> Iterator[str]:
             yield f"models[{i}].name: {name!r} is the name of models[{seen[name]}] already"
         seen.setdefault(name, i)
         engine = model.engine
+        yield from _kv_event_problems(engine, f"models[{i}].engine.kv_events", listening)
         if engine.step_tokens < engine.max_running:
             yield (
                 f"models[{i}].engine.step_tokens: {engine.step_tokens} is below max_running "
                 f"({engine.max_running}): every running request needs a token of each step"
             )
+
+
+_TCP = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):([0-9]{1,5})")
+_IPC = re.compile(r"ipc://[^\x00]{1,100}")
+
+
+def _kv_event_problems(engine: EngineConfig, key: str, listening: dict[str, str]) -> Iterator[str]:
+    """What is wrong with the ZeroMQ addresses; `listening` says which key has taken an address already."""
+    events = engine.kv_events
+    if not events.endpoint:
+        if events.replay_endpoint:
+            yield f"{key}.replay_endpoint: of no use without {key}.endpoint"
+        return
+    if not engine.prefix_cache:
+        yield f"{key}.endpoint: of no use without prefix_cache, since nothing is ever cached"
+    for name, address in (("endpoint", events.endpoint), ("replay_endpoint", events.replay_endpoint)):
+        if not address:
+            continue
+        tcp = _TCP.fullmatch(address)
+        if tcp is None and _IPC.fullmatch(address) is None:
+            yield f"{key}.{name}: expected tcp://ADDRESS:PORT or ipc://PATH, got {address!r}"
+        elif tcp is not None and not 0 < int(tcp[2]) <= 65_535:
+            yield f"{key}.{name}: expected a port from 1 to 65535, got {tcp[2]}"
+        elif name == "endpoint" and events.connect:
+            if tcp is not None and tcp[1] == "*":
+                yield f"{key}.endpoint: with connect it needs the address of a subscriber, got {address!r}"
+        elif address in listening:
+            yield f"{key}.{name}: {address} is taken by {listening[address]}"
+        else:
+            listening[address] = f"{key}.{name}"

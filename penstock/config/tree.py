@@ -19,6 +19,25 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A part of the tree: frozen, and closed to keys it does not know."""
 
 
+class KVEventsConfig(Branch, frozen=True, kw_only=True):
+    """What the worker tells of its KV blocks, in vLLM's layout. Off until there is an endpoint; see docs/engine.md."""
+
+    endpoint: str = ""
+    """ZeroMQ PUB address: "tcp://127.0.0.1:5557", "tcp://*:5557", "ipc:///run/kv"; empty publishes nothing."""
+    connect: bool = False
+    """Connect to a subscriber that listens at `endpoint` (a name or an address), instead of listening there."""
+    replay_endpoint: str = ""
+    """ZeroMQ ROUTER address from which missed batches are sent again; empty offers none."""
+    topic: str = ""
+    """First frame of every message; llm-d wants "kv@<pod>@<model>"."""
+    buffer_steps: Positive = 10_000
+    """Batches (one per step that changed something) kept for whoever missed some."""
+    hwm: Positive = 100_000
+    """Batches queued for one slow subscriber, and for the publishing thread; over it they are dropped."""
+    token_ids: Literal["none", "public", "all"] = "public"
+    """Whose token ids the events hold: nobody's, those of the public prefixes, or every tenant's."""
+
+
 class EngineConfig(Branch, frozen=True, kw_only=True):
     """How one engine worker computes."""
 
@@ -43,6 +62,7 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     """Requests queued in the engine at most; one more is refused as overloaded."""
     prefix_cache: bool = True
     """Keep the KV blocks of finished requests and reuse them for equal prefixes of the same tenant."""
+    kv_events: KVEventsConfig = KVEventsConfig()
     load_format: Literal["safetensors", "random"] = "safetensors"
     """"random" makes weights up from the config's shapes, for benchmarks."""
     seed: int = 0

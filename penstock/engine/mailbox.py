@@ -1,7 +1,7 @@
 """What the socket thread tells the step thread, and the queue in between.
 
 The queue needs no bound of its own: the server lets in at most `max_running + max_waiting` living requests,
-and each can post at most one submission and one abort.
+and each can post at most one submission and one abort; a connection subscribes to KV events at most once.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,16 @@ class DrainAsked:
     """Finish what runs, then exit."""
 
 
-Mail = Submitted | Aborted | DrainAsked
+@dataclass(slots=True, frozen=True)
+class KVEventsAsked:
+    """A gateway wants to hear of KV events from this one on."""
+
+    connection: ConnectionId
+    epoch: int
+    from_sequence: int
+
+
+Mail = Submitted | Aborted | DrainAsked | KVEventsAsked
 
 
 class Mailbox:

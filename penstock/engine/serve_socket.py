@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +18,15 @@ from typing import cast
 import uvloop
 
 from penstock.clock import Clock
-from penstock.engine.mailbox import Aborted, ConnectionId, DrainAsked, Mailbox, Submitted
+from penstock.engine.mailbox import Aborted, ConnectionId, DrainAsked, KVEventsAsked, Mailbox, Submitted
 from penstock.protocol.address import Address, UnixAddress
 from penstock.protocol.worker import (
     Abort,
-    Drain,
     Failed,
     Finish,
     FrameDecoder,
     FromWorker,
+    KVEvents,
     Loading,
     Output,
     ProtocolError,
@@ -34,6 +34,8 @@ from penstock.protocol.worker import (
     Stats,
     StepOutput,
     Submit,
+    SubscribeKVEvents,
+    ToWorker,
     decode_to_worker,
     encode,
 )
@@ -90,6 +92,14 @@ class WorkerServer:
         """Send one step's outputs: one frame and one write for each connection."""
         self._loop.call_soon_threadsafe(self._publish, step, outputs, stats)
 
+    def publish_kv_events(self, news: KVEvents) -> None:
+        """Send one batch to whoever subscribed."""
+        self._loop.call_soon_threadsafe(self._publish_kv_events, news)
+
+    def start_kv_events(self, connection_id: ConnectionId, news: Sequence[KVEvents]) -> None:
+        """Send a new subscriber what it missed; from now on it gets what is published."""
+        self._loop.call_soon_threadsafe(self._start_kv_events, connection_id, news)
+
     def close(self) -> None:
         """Send what is unsent, close every connection, stop listening and end the thread."""
         self._loop.call_soon_threadsafe(self._closing.set)
@@ -144,6 +154,18 @@ class WorkerServer:
         if self._stats_timer is None:
             self._stats_timer = self._loop.call_later(STATS_INTERVAL_S, self._send_stats)
 
+    def _publish_kv_events(self, news: KVEvents) -> None:
+        if subscribers := [each for each in self._connections.values() if each.hears_kv_events]:
+            frame = encode(news)
+            for connection in subscribers:
+                connection.send(frame)
+
+    def _start_kv_events(self, connection_id: ConnectionId, news: Sequence[KVEvents]) -> None:
+        if connection := self._connections.get(connection_id):
+            connection.hears_kv_events = True
+            for each in news:
+                connection.send(encode(each))
+
     def _send_stats(self) -> None:
         """Send the latest figures. The next step arms the timer again: an idle worker never wakes."""
         self._stats_timer = None
@@ -187,6 +209,8 @@ class _Connection(asyncio.Protocol):
         self.id = connection_id
         self.living: dict[RequestId, bool] = {}
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.hears_kv_events = False
+        self._asked_kv_events = False
         self._server = server
         self._decoder = FrameDecoder()
         self._transport: asyncio.Transport | None = None
@@ -234,11 +258,13 @@ class _Connection(asyncio.Protocol):
                 self._server.num_requests -= 1
         self.send(encode(StepOutput(step, tuple(outputs))))
 
-    def _handle(self, message: Submit | Abort | Drain) -> None:
+    def _handle(self, message: ToWorker) -> None:
         if isinstance(message, Submit):
             self._submit(message)
         elif isinstance(message, Abort):
             self._abort(message.request_ids)
+        elif isinstance(message, SubscribeKVEvents):
+            self._subscribe(message)
         else:
             self._server.mailbox.post(DrainAsked())
 
@@ -256,6 +282,12 @@ class _Connection(asyncio.Protocol):
         if fresh := tuple(each for each in request_ids if self.living.get(each) is False):
             self.living.update(dict.fromkeys(fresh, True))
             self._server.mailbox.post(Aborted(self.id, fresh))
+
+    def _subscribe(self, message: SubscribeKVEvents) -> None:
+        if self._asked_kv_events:
+            raise ProtocolError("KV events were subscribed to twice")
+        self._asked_kv_events = True
+        self._server.mailbox.post(KVEventsAsked(self.id, message.epoch, message.from_sequence))
 
     def _refuse(self, request_id: RequestId, kind: str, words: str) -> None:
         finish = Finish(reason=FinishReason.ERROR, usage=Usage(), error=words, error_kind=kind)

@@ -26,7 +26,9 @@ import msgspec
 from penstock.clock import NS_PER_MS, Clock, SystemClock
 from penstock.config.launch import WorkerLaunch
 from penstock.engine.core import EngineCore, Runner, build_core
-from penstock.engine.mailbox import Aborted, DrainAsked, Mail, Mailbox, Submitted
+from penstock.engine.kv_feed import KVEventFeed
+from penstock.engine.kv_publisher import open_publisher
+from penstock.engine.mailbox import Aborted, DrainAsked, KVEventsAsked, Mailbox, Submitted
 from penstock.engine.serve_socket import ServerLimits, WorkerServer
 from penstock.errors import OperatorError
 from penstock.protocol.address import parse_address
@@ -59,14 +61,17 @@ def main() -> int:
     server = WorkerServer(parse_address(launch.address), mailbox, limits, clock)
     server.start()
     try:
+        publisher = open_publisher(config.kv_events)  # First, for it may be refused.
         core = load(launch, server, clock)
+        feed = KVEventFeed(core.kv_pool, config.kv_events, clock, publisher)
         ready.set()
-        run_steps(core, mailbox, server)
+        run_steps(core, mailbox, server, feed)
     except OperatorError as error:
         return _fail(server, error, EXIT_CANNOT_SERVE)
     except Exception as error:  # noqa: BLE001 The process boundary: whatever it is, it is told, and it ends us.
         traceback.print_exc()
         return _fail(server, error, EXIT_FAILED)
+    feed.close()
     server.close()
     return 0
 
@@ -92,14 +97,18 @@ def load(launch: WorkerLaunch, server: WorkerServer, clock: Clock) -> EngineCore
     return core
 
 
-def run_steps(core: EngineCore, mailbox: Mailbox, server: WorkerServer) -> None:
+def run_steps(core: EngineCore, mailbox: Mailbox, server: WorkerServer, feed: KVEventFeed) -> None:
     """The step loop. Returns when it was asked to drain and nothing is left to do."""
     draining, step = False, 0
     while core.has_work or not draining:
         mail = mailbox.take(wait=not core.has_work)
         for each in mail:
             draining |= isinstance(each, DrainAsked)
-            _deliver(each, core)
+            if isinstance(each, KVEventsAsked):
+                _tell_kv_events(server, feed)
+                server.start_kv_events(each.connection, feed.subscribe(each.epoch, each.from_sequence))
+            else:
+                _deliver(each, core)
         if mail:
             # Before the step: should it never return, then the gateway knows that there was work.
             server.publish(step, {}, core.stats())
@@ -107,6 +116,12 @@ def run_steps(core: EngineCore, mailbox: Mailbox, server: WorkerServer) -> None:
             outputs, stats = core.step(), core.stats()
             step = stats.step
             server.publish(step, outputs, stats)
+        _tell_kv_events(server, feed)
+
+
+def _tell_kv_events(server: WorkerServer, feed: KVEventFeed) -> None:
+    if (news := feed.flush()) is not None:
+        server.publish_kv_events(news)
 
 
 def read_launch(stdin: int) -> WorkerLaunch:
@@ -128,7 +143,7 @@ def read_launch(stdin: int) -> WorkerLaunch:
     return launch
 
 
-def _deliver(mail: Mail, core: EngineCore) -> None:
+def _deliver(mail: Submitted | Aborted | DrainAsked, core: EngineCore) -> None:
     if isinstance(mail, Submitted):
         core.submit(mail.connection, mail.submit, mail.arrived_ns)
     elif isinstance(mail, Aborted):

@@ -11,6 +11,8 @@ token costs neither side a system call of its own. This module knows no sockets:
        |  <-- StepOutput*                    |   each request: any number of tokens, exactly one finish
        |  Abort -->                          |   answered by a finish with reason "abort"
        |  <-- Stats                          |   on a timer while anything changes
+       |  SubscribeKVEvents -->              |   once; then
+       |  <-- KVEvents*                      |   what changed in the KV cache, one per step that changed something
        |  Drain -->                          |   finish what runs, refuse what is new, then exit
 """
 
@@ -56,6 +58,15 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """Finish running requests, refuse new ones, then exit."""
+
+
+class SubscribeKVEvents(msgspec.Struct, frozen=True, tag="subscribe_kv_events"):
+    """Tell this connection what can be hit in the KV cache, from now on: `KVEvents`."""
+
+    epoch: int = 0
+    """Of the `KVEvents` heard last; 0 for a first subscription."""
+    from_sequence: int = 0
+    """The first number that is wanted: one more than the last that was heard."""
 
 
 # --- worker to gateway ---------------------------------------------------------------------------
@@ -150,8 +161,23 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Of `step_ns`, what was not the model's forward pass and sampling."""
 
 
-ToWorker = Submit | Abort | Drain
-FromWorker = Loading | Ready | Failed | StepOutput | Stats
+class KVEvents(msgspec.Struct, frozen=True, kw_only=True, tag="kv_events", omit_defaults=True):
+    """One numbered batch of KV events. Numbers have no gaps on a connection, except before a snapshot."""
+
+    epoch: int
+    """Names this numbering: another one (the worker is a new process) counts anew."""
+    sequence: int
+    payload: bytes
+    """The batch as `penstock.kv.events.encode_batch` makes it."""
+    snapshot: bool = False
+    """What was asked for is not known any more: this tells of all blocks that can be hit, as of `sequence`. It
+    opens with `AllBlocksCleared`."""
+    more: bool = False
+    """The snapshot goes on in the next message, which has the same number."""
+
+
+ToWorker = Submit | Abort | Drain | SubscribeKVEvents
+FromWorker = Loading | Ready | Failed | StepOutput | Stats | KVEvents
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker = msgspec.msgpack.Decoder(ToWorker)

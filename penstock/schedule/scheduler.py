@@ -17,6 +17,7 @@ the step that last read it. Both already pass through one place each, so callers
 
 from penstock.clock import Clock
 from penstock.errors import InvalidRequest
+from penstock.kv.block_pool import BlockPool
 from penstock.kv.manager import KVManager
 from penstock.schedule.batch import Batch
 from penstock.schedule.limits import Limits
@@ -129,6 +130,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether any request is waiting or running."""
         return bool(self._requests)
+
+    @property
+    def kv_pool(self) -> BlockPool:
+        """The blocks that it gives out."""
+        return self._manager.pool
 
     def live_requests(self) -> tuple[RequestId, ...]:
         """Every request that has not ended, oldest submission first."""

@@ -1,16 +1,32 @@
 import pytest
 
 from penstock.config.checks import check, is_loopback
-from penstock.config.tree import AuthConfig, Config, EngineConfig, LimitsConfig, ModelConfig, ServerConfig
+from penstock.config.tree import (
+    AuthConfig,
+    Config,
+    EngineConfig,
+    KVEventsConfig,
+    LimitsConfig,
+    ModelConfig,
+    ServerConfig,
+)
 from penstock.errors import ConfigError
 
 KEYS = AuthConfig(keys=("k",))
+ANYWHERE = "tcp://*:5557"
+
+
+def kv_events(*, prefix_cache: bool = True, **settings) -> Config:
+    engine = EngineConfig(prefix_cache=prefix_cache, kv_events=KVEventsConfig(**settings))
+    return Config(models=(ModelConfig(path="a", engine=engine),))
 
 
 def test_the_defaults_are_fine() -> None:
     check(Config())
     check(Config(server=ServerConfig(host="0.0.0.0"), auth=KEYS))
     check(Config(auth=AuthConfig(disabled=True)))
+    check(kv_events(endpoint=ANYWHERE, replay_endpoint="ipc:///tmp/replay"))
+    check(kv_events(endpoint="tcp://router.example:5557", connect=True))
 
 
 @pytest.mark.parametrize(
@@ -34,6 +50,22 @@ def test_the_defaults_are_fine() -> None:
             Config(models=(ModelConfig(path="a", engine=EngineConfig(step_tokens=16)),)),
             r"models\[0\]\.engine\.step_tokens: 16 is below max_running \(64\)",
         ),
+        (kv_events(replay_endpoint=ANYWHERE), r"models\[0\]\.engine\.kv_events\.replay_endpoint: of no use"),
+        (kv_events(endpoint="localhost"), r"models\[0\]\.engine\.kv_events\.endpoint: expected tcp://"),
+        (kv_events(endpoint="tcp://*:0"), r"kv_events\.endpoint: expected a port from 1 to 65535, got 0"),
+        (
+            kv_events(endpoint=ANYWHERE, replay_endpoint="tcp://:1"),
+            r"kv_events\.replay_endpoint: expected tcp://ADDRESS:PORT or ipc://PATH, got 'tcp://:1'",
+        ),
+        (
+            kv_events(endpoint=ANYWHERE, replay_endpoint=ANYWHERE),
+            r"kv_events\.replay_endpoint: tcp://\*:5557 is taken by models\[0\]\.engine\.kv_events\.endpoint",
+        ),
+        (
+            kv_events(endpoint=ANYWHERE, connect=True),
+            r"kv_events\.endpoint: with connect it needs the address",
+        ),
+        (kv_events(prefix_cache=False, endpoint=ANYWHERE), r"kv_events\.endpoint: of no use without prefix_"),
         (Config(limits=LimitsConfig(n_max=9, concurrent_max=8)), r"limits\.n_max: above"),
     ],
 )

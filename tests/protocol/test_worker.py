@@ -13,6 +13,7 @@ from penstock.protocol.worker import (
     Failed,
     Finish,
     FrameDecoder,
+    KVEvents,
     Loading,
     ModelInfo,
     Output,
@@ -21,6 +22,7 @@ from penstock.protocol.worker import (
     Stats,
     StepOutput,
     Submit,
+    SubscribeKVEvents,
     decode_from_worker,
     decode_to_worker,
     encode,
@@ -57,6 +59,8 @@ TO_WORKER = [
     ),
     Abort(("a", "b")),
     Drain(),
+    SubscribeKVEvents(),
+    SubscribeKVEvents(2**63 - 1, 7),
 ]
 FROM_WORKER = [
     Loading("importing"),
@@ -68,6 +72,8 @@ FROM_WORKER = [
     ),
     StepOutput(8, (Output("r", (), None, Finish(reason=FinishReason.STOP, usage=USAGE, stop_token_id=2)),)),
     Stats(step=1, running=2, waiting=3, blocks_total=4, blocks_used=5, blocks_cached=6),
+    KVEvents(epoch=2**63 - 1, sequence=0, payload=b"p"),
+    KVEvents(epoch=1, sequence=-1, payload=b"", snapshot=True, more=True),
 ]
 STREAM = b"".join(encode(message) for message in FROM_WORKER)
 
