@@ -34,11 +34,12 @@ class GenerateRequest:
 
 @dataclass(slots=True, frozen=True)
 class TextLogprob:
-    """One generated token as OpenAI's `logprobs` shows it."""
+    """One token as OpenAI's `logprobs` shows it."""
 
     token: str
     token_bytes: bytes
-    logprob: float
+    logprob: float | None
+    """None for the first token of a prompt, which nothing precedes."""
     top: tuple[tuple[str, bytes, float], ...] = ()
 
 
@@ -51,6 +52,8 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TextLogprob, ...] = ()
+    prompt_logprobs: tuple[TextLogprob, ...] = ()
+    """Of the next prompt tokens, from the second on, if they were asked for. They come before the answer, on their own."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -134,6 +134,12 @@ class _FakeStream:
         if token is None:
             self._end(FinishReason.STOP, last=self._stop.finish())
             return
+        if not self.num_tokens and self._request.sampling.prompt_logprobs is not None:
+            self._sink.on_delta(
+                Delta("", (), (), self._prompt_logprobs(self._request.sampling.prompt_logprobs))
+            )
+            if self._done:
+                return  # The sink left.
         self.num_tokens += 1
         self._first_ns = self._first_ns or self._clock.now_ns()
         text, matched = self._stop.push(token)
@@ -181,10 +187,16 @@ class _FakeStream:
 
     def _logprobs(self, token: str) -> tuple[TextLogprob, ...]:
         wanted = self._request.sampling.logprobs
-        if wanted is None:
-            return ()
-        top = tuple((WORDS[i % len(WORDS)], WORDS[i % len(WORDS)].encode(), -1.0 - i) for i in range(wanted))
-        return (TextLogprob(token, token.encode(), -0.5, top),)
+        return () if wanted is None else (_logprob(token, wanted),)
+
+    def _prompt_logprobs(self, wanted: int) -> tuple[TextLogprob, ...]:
+        """Token ids stand for the prompt's tokens: there is no tokenizer here."""
+        return tuple(_logprob(str(token_id), wanted) for token_id in self._request.prompt_token_ids[1:])
+
+
+def _logprob(token: str, wanted: int) -> TextLogprob:
+    top = tuple((WORDS[i % len(WORDS)], WORDS[i % len(WORDS)].encode(), -1.0 - i) for i in range(wanted))
+    return TextLogprob(token, token.encode(), -0.5, top)
 
 
 _INFO = ModelInfo(

@@ -80,6 +80,10 @@ class OwnStream:
             self._push_last(output, output.finish)
             return
         token_ids = output.token_ids
+        if not token_ids:
+            found = tuple(self._text_logprob(each) for each in output.prompt_logprobs)
+            self._sink.on_delta(Delta("", (), (), found))
+            return
         self._num_tokens += len(token_ids)
         text = self._push_text(token_ids)
         if self._stop is not None:

@@ -8,7 +8,7 @@ from penstock.backends.base import Delta, Finish, TextLogprob
 from penstock.errors import PenstockError
 from penstock.gateway.exchange import Response
 from penstock.gateway.http_errors import error_response
-from penstock.gateway.logprobs import chat_logprobs, completion_logprobs
+from penstock.gateway.logprobs import Echo, chat_logprobs, completion_logprobs, echoed_logprobs
 from penstock.gateway.reply import Context, Reply
 from penstock.protocol.openai import (
     AnswerMessage,
@@ -26,13 +26,14 @@ from penstock.types import FinishReason
 class CollectSink:
     """Keeps one choice's output. Bounded by the request's max_tokens."""
 
-    __slots__ = ("_index", "_reply", "_texts", "logprobs", "reason")
+    __slots__ = ("_index", "_reply", "_texts", "logprobs", "prompt_logprobs", "reason")
 
     def __init__(self, reply: Reply, index: int) -> None:
         self._reply = reply
         self._index = index
         self._texts: list[str] = []
         self.logprobs: list[TextLogprob] = []
+        self.prompt_logprobs: list[TextLogprob] = []
         self.reason = FinishReason.ABORT
 
     @property
@@ -42,6 +43,9 @@ class CollectSink:
 
     def on_delta(self, delta: Delta) -> None:
         """More output."""
+        if delta.prompt_logprobs:
+            self.prompt_logprobs.extend(delta.prompt_logprobs)
+            return
         if not self._texts:
             self._reply.first_output()
         self._texts.append(delta.text)
@@ -130,7 +134,7 @@ class WholeCompletion(WholeReply):
 
     __slots__ = ("_echoes", "_with_logprobs")
 
-    def __init__(self, context: Context, *, echoes: Sequence[str], with_logprobs: bool) -> None:
+    def __init__(self, context: Context, *, echoes: Sequence[Echo], with_logprobs: bool) -> None:
         super().__init__(context)
         self._echoes = echoes
         self._with_logprobs = with_logprobs
@@ -143,14 +147,16 @@ class WholeCompletion(WholeReply):
             created=self.context.head.created,
             model=self.context.head.model,
             system_fingerprint=self.context.head.fingerprint,
-            choices=[
-                CompletionChoice(
-                    index=i,
-                    text=self._echoes[i] + sink.text,
-                    logprobs=completion_logprobs(sink.logprobs, 0) if self._with_logprobs else None,
-                    finish_reason=sink.reason.value,
-                )
-                for i, sink in enumerate(self.sinks)
-            ],
+            choices=[self._choice(i, sink) for i, sink in enumerate(self.sinks)],
             usage=self.tally.usage(),
+        )
+
+    def _choice(self, index: int, sink: CollectSink) -> CompletionChoice:
+        echo = self._echoes[index]
+        shown = [*echoed_logprobs(echo, sink.prompt_logprobs), *sink.logprobs]
+        return CompletionChoice(
+            index=index,
+            text=echo.text + sink.text,
+            logprobs=completion_logprobs(shown, 0) if self._with_logprobs else None,
+            finish_reason=sink.reason.value,
         )

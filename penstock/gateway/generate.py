@@ -7,11 +7,12 @@ reply with one sink per choice. After that everything is pushed (reply.py, relay
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.backends.base import GenerateRequest, Sink
+from penstock.backends.base import GenerateRequest, Sink, TextLogprob
 from penstock.clock import NS_PER_S
 from penstock.gateway.auth import Caller
 from penstock.gateway.collect import WholeChat, WholeCompletion
 from penstock.gateway.exchange import Exchange
+from penstock.gateway.logprobs import Echo
 from penstock.gateway.models import ServedModel
 from penstock.gateway.prepare import (
     chat_max_tokens,
@@ -48,6 +49,7 @@ class _Job:
     max_tokens: Sequence[int]
     """By prompt."""
     logprobs: int | None
+    prompt_logprobs: int | None = None
 
     @property
     def choices_per_prompt(self) -> int:
@@ -107,9 +109,10 @@ class Generate:
             prompts=prompts,
             max_tokens=max_tokens,
             logprobs=request.logprobs,
+            prompt_logprobs=request.logprobs if request.echo else None,
         )
         context = self._context(job)
-        echoes = _echoes(model, request, texts)
+        echoes = _echoes(model, request, texts, prompts)
         kind = _completion_stream if request.stream else _completion_whole
         self._start(job, *kind(context, job, echoes))
 
@@ -164,6 +167,7 @@ def _requests(job: _Job) -> list[GenerateRequest]:
                         request,
                         max_tokens=max_tokens,
                         logprobs=job.logprobs,
+                        prompt_logprobs=job.prompt_logprobs,
                         seed=choice_seed(seed, choice),
                     ),
                     stop=stop,
@@ -208,29 +212,40 @@ def _chat_whole(context: Context, job: _Job) -> tuple[Reply, Sequence[Sink]]:
     return reply, reply.sinks
 
 
-def _completion_stream(context: Context, job: _Job, echoes: Sequence[str]) -> tuple[Reply, Sequence[Sink]]:
+def _completion_stream(context: Context, job: _Job, echoes: Sequence[Echo]) -> tuple[Reply, Sequence[Sink]]:
     reply = StreamReply(context, CompletionChunks.KIND)
     sinks: list[Sink] = []
     for i in range(job.num_choices):
-        chunks = CompletionChunks(context.head, i)
+        chunks, echo = CompletionChunks(context.head, i), echoes[i // job.choices_per_prompt]
         if job.logprobs is not None:
-            sinks.append(CompletionLogprobsSink(reply, chunks, i))
+            sinks.append(CompletionLogprobsSink(reply, chunks, i, echo))
         else:
-            echo = echoes[i // job.choices_per_prompt]
-            sinks.append(TextSink(reply, chunks, i, chunks.text(echo) if echo else b""))
+            sinks.append(TextSink(reply, chunks, i, chunks.text(echo.text) if echo.text else b""))
     return reply, sinks
 
 
-def _completion_whole(context: Context, job: _Job, echoes: Sequence[str]) -> tuple[Reply, Sequence[Sink]]:
+def _completion_whole(context: Context, job: _Job, echoes: Sequence[Echo]) -> tuple[Reply, Sequence[Sink]]:
     by_choice = [echoes[i // job.choices_per_prompt] for i in range(job.num_choices)]
     reply = WholeCompletion(context, echoes=by_choice, with_logprobs=job.logprobs is not None)
     return reply, reply.sinks
 
 
-def _echoes(model: ServedModel, request: CompletionRequest, prompts: Sequence[str | list[int]]) -> list[str]:
-    """The text that goes in front of each prompt's answers."""
+def _echoes(
+    model: ServedModel,
+    request: CompletionRequest,
+    texts: Sequence[str | list[int]],
+    prompts: Sequence[Sequence[int]],
+) -> list[Echo]:
+    """What goes in front of each prompt's answers; `prompts` are the tokens of `texts`."""
     if not request.echo:
-        return [""] * len(prompts)
+        return [Echo()] * len(texts)
+    tokenizer = model.tokenizer
     return [
-        p if isinstance(p, str) else model.tokenizer.decode(p, skip_special_tokens=False) for p in prompts
+        Echo(
+            text if isinstance(text, str) else tokenizer.decode(text, skip_special_tokens=False),
+            TextLogprob(tokenizer.token_text(prompt[0]), tokenizer.token_bytes(prompt[0]), None)
+            if request.logprobs is not None
+            else None,
+        )
+        for text, prompt in zip(texts, prompts, strict=True)
     ]

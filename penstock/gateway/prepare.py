@@ -128,7 +128,13 @@ def check_sampling(request: GenerationRequest, max_tokens: int, info: ModelInfo)
 
 
 def sampling(
-    model: ServedModel, request: GenerationRequest, *, max_tokens: int, logprobs: int | None, seed: int
+    model: ServedModel,
+    request: GenerationRequest,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    seed: int,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """Sampling parameters of one choice, open ones filled in."""
     defaults = model.tokenizer.defaults
@@ -149,6 +155,7 @@ def sampling(
         max_tokens=max_tokens,
         stop_token_ids=_stop_token_ids(model, request),
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
 
 

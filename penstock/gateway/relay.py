@@ -8,12 +8,14 @@ The response's head is held back until the first output, so that a worker which 
 503 and not a broken 200. A heartbeat sends it too, if the first output takes long.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 
-from penstock.backends.base import Delta, Finish
+from penstock.backends.base import Delta, Finish, TextLogprob
 from penstock.errors import PenstockError
 from penstock.gateway.http_errors import error_body, error_response
-from penstock.gateway.logprobs import chat_logprobs, completion_logprobs
+from penstock.gateway.logprobs import Echo, chat_logprobs, completion_logprobs, echoed_logprobs
 from penstock.gateway.reply import Context, Reply
 from penstock.protocol.openai import AnswerToolCall, CalledFunction
 from penstock.protocol.sse import DONE, HEARTBEAT, event
@@ -158,22 +160,34 @@ class ChatSink(TextSink):
 
 
 class CompletionLogprobsSink(TextSink):
-    """A plain completion's choice with log-probabilities."""
+    """A plain completion's choice with log-probabilities; an echoed prompt's are one chunk, the first."""
 
-    __slots__ = ("_chunks", "_offset")
+    __slots__ = ("_chunks", "_echo", "_offset", "_prompt")
 
-    def __init__(self, reply: StreamReply, chunks: CompletionChunks, index: int) -> None:
+    def __init__(self, reply: StreamReply, chunks: CompletionChunks, index: int, echo: Echo) -> None:
         super().__init__(reply, chunks, index, b"")
-        self._chunks = chunks
+        self._chunks, self._echo = chunks, echo
         self._offset = 0
+        self._prompt: list[TextLogprob] = []  # Bounded by the model's context.
 
     def on_delta(self, delta: Delta) -> None:
         """More output."""
+        if delta.prompt_logprobs:
+            self._prompt.extend(delta.prompt_logprobs)
+            return
         if not self._began:
             self._begin()
-        shown = completion_logprobs(delta.logprobs, self._offset)
+        self._write(delta.text, delta.logprobs)
+
+    def _begin(self) -> None:
+        super()._begin()
+        if self._echo.first is not None:
+            self._write(self._echo.text, echoed_logprobs(self._echo, self._prompt))
+
+    def _write(self, text: str, logprobs: Sequence[TextLogprob]) -> None:
+        shown = completion_logprobs(logprobs, self._offset)
         self._offset += sum(len(token) for token in shown.tokens)
-        self._exchange.write(self._chunks.text_with_logprobs(delta.text, shown))
+        self._exchange.write(self._chunks.text_with_logprobs(text, shown))
 
 
 def streamed_call(call: ToolCall, ids: IdSource) -> AnswerToolCall:

@@ -235,12 +235,12 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """`choices[].logprobs` of a plain completion: four lists of equal length."""
+    """`choices[].logprobs` of a plain completion: four lists of equal length; an echoed prompt's first token has null."""
 
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
 
 
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

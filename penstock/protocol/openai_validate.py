@@ -81,8 +81,6 @@ def parse_completion(body: bytes, limits: LimitsConfig) -> CompletionRequest:
         _refuse("'suffix' is not supported.", "suffix")
     if request.best_of is not None and request.best_of != (request.n or 1):
         _refuse("'best_of' other than 'n' is not supported.", "best_of")
-    if request.echo and request.logprobs is not None:
-        _refuse("'echo' together with 'logprobs' is not supported yet.", "echo")
     return request
 
 

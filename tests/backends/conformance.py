@@ -69,11 +69,13 @@ class Requests:
         self, *, seed: int = 0, max_tokens: int = 12, stop: tuple[str, ...] = (), **more: object
     ) -> GenerateRequest:
         self._count += 1
-        logprobs = more.pop("logprobs", None)
+        logprobs, prompt_logprobs = more.pop("logprobs", None), more.pop("prompt_logprobs", None)
         return GenerateRequest(
             request_id=RequestId(f"r-{self._count}"),
             prompt_token_ids=(10, 11, 12),
-            sampling=SamplingParams(seed=seed, max_tokens=max_tokens, logprobs=logprobs),
+            sampling=SamplingParams(
+                seed=seed, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs
+            ),
             stop=stop,
             **more,
         )
@@ -236,6 +238,22 @@ class BackendConformance:
             assert len(found) == recorder.num_tokens
             assert all(len(each.top) == 2 and each.logprob <= 0 for each in found)
             assert "".join(each.token for each in found) == recorder.text
+
+        self.run(check)
+
+    def test_prompt_logprobs_come_before_the_answer(self) -> None:
+        async def check(backend: Backend, requests: Requests) -> None:
+            recorder, _ = self.start(backend, requests.make(prompt_logprobs=1, max_tokens=3))
+            await recorder.end()
+            found = [each for delta in recorder.deltas for each in delta.prompt_logprobs]
+            assert len(found) == 2  # Of three prompt tokens the first has none.
+            assert all(len(each.top) == 1 and each.logprob is not None for each in found)
+            kinds = [bool(delta.prompt_logprobs) for delta in recorder.deltas]
+            assert kinds == sorted(kinds, reverse=True)
+            assert all(
+                not (delta.text or delta.token_ids) for delta in recorder.deltas if delta.prompt_logprobs
+            )
+            assert recorder.num_tokens == 3
 
         self.run(check)
 

@@ -193,6 +193,24 @@ def test_several_prompts(gateway, client, prompt):
     assert [len(r.prompt_token_ids) for r in gateway.requests[-4:]] == [2, 2, 3, 3]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["abc", "a"])
+def test_echo_with_logprobs(talk, prompt, stream):
+    answer = talk.completions.create(model="tiny", prompt=prompt, echo=True, logprobs=2, stream=stream)
+    choices = [chunk.choices[0] for chunk in answer] if stream else [answer.choices[0]]
+    assert "".join(choice.text for choice in choices) == prompt + "Hello 水!"
+    shown = [choice.logprobs for choice in choices if choice.logprobs]
+    assert [item for each in shown for item in each.tokens][-4:] == ["Hel", "lo ", "水", "!"]
+    logprobs = [item for each in shown for item in each.token_logprobs]
+    assert logprobs == [None] + [-0.5] * (len(prompt) - 1 + 4)
+    tops = [item for each in shown for item in each.top_logprobs]
+    assert tops[0] is None
+    assert [len(top) for top in tops[1:]] == [2] * (len(logprobs) - 1)
+    offsets = [item for each in shown for item in each.text_offset]
+    assert offsets[0] == 0
+    assert offsets == sorted(offsets)
+
+
 def test_echo(talk):
     assert talk.completions.create(model="tiny", prompt="ab", echo=True).choices[0].text == "abHello 水!"
     ids = [65 - 33, 66 - 33]

@@ -247,7 +247,6 @@ COMPLETION_REFUSED = [
     (completion(best_of=2), "best_of", "not supported"),
     (completion(logprobs=21), "logprobs", "at most 20"),
     (completion(logprobs=True), "logprobs", "expected an integer"),
-    (completion(echo=True, logprobs=1), "echo", "not supported yet"),
     (completion(mesages=[]), "mesages", "Unrecognized request argument supplied: mesages."),
 ]
 
