@@ -38,6 +38,14 @@ class KVEventsConfig(Branch, frozen=True, kw_only=True):
     """Whose token ids the events hold: nobody's, those of the public prefixes, or every tenant's."""
 
 
+class ClassTarget(Branch, frozen=True, kw_only=True):
+    """The inter-token time that one priority class is promised."""
+
+    priority: int
+    itl_ms: Annotated[float, Meta(ge=0)]
+    """Milliseconds; 0 is automatic, as in `itl_target_ms`."""
+
+
 class EngineConfig(Branch, frozen=True, kw_only=True):
     """How one engine worker computes."""
 
@@ -60,6 +68,13 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     """Requests in one batch at most."""
     max_waiting: Positive = 1024
     """Requests queued in the engine at most; one more is refused as overloaded."""
+    itl_target_ms: Annotated[float, Meta(ge=0)] = 0.0
+    """Prompts may not push the time between two tokens of running answers over this many milliseconds. 0 is
+    automatic: one waiting prompt never doubles it, and the more wait the more they get (schedule/prefill_budget.py)."""
+    itl_targets: Annotated[tuple[ClassTarget, ...], Meta(max_length=64)] = ()
+    """Other targets for single priority classes; the strictest class that is decoding counts."""
+    prefill_tokens_min: Positive = 16
+    """Prompt tokens that a step takes whatever the target says, so that no prompt starves."""
     prefix_cache: bool = True
     """Keep the KV blocks of finished requests and reuse them for equal prefixes of the same tenant."""
     kv_events: KVEventsConfig = KVEventsConfig()

@@ -19,6 +19,7 @@ from penstock.kv.manager import KVManager
 from penstock.protocol.worker import Finish, ModelInfo, Output, Stats, Submit
 from penstock.schedule.limits import Limits
 from penstock.schedule.plan import RequestOutput, StepPlan, StepResult
+from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
 from penstock.schedule.queue import FCFSQueue
 from penstock.schedule.request import Request
 from penstock.schedule.scheduler import Scheduler
@@ -161,7 +162,10 @@ def build_core(runner: Runner, config: EngineConfig, hash_key: bytes, clock: Clo
     else:
         manager = KVManager.without_prefix_cache(info.num_blocks)
     limits = Limits.of(config, info.max_model_len)
-    return EngineCore(Scheduler(limits, manager, clock, FCFSQueue(config.max_waiting)), runner, clock)
+    queue = FCFSQueue(config.max_waiting)
+    return EngineCore(
+        Scheduler(limits, manager, clock, queue, PrefillBudget(LatencyTargets.of(config))), runner, clock
+    )
 
 
 def _request(message: Submit, vocab_size: int) -> Request:

@@ -54,6 +54,8 @@ class StepPlan:
     """Ordered: rows that decode first, then chunks of prompts."""
     freed_rows: tuple[int, ...] = ()
     """Rows whose request finished or was preempted since the last plan; applied before `new_rows`."""
+    planned_ns: int = 0
+    """When the plan was made, on the engine's clock."""
 
     @property
     def num_tokens(self) -> int:

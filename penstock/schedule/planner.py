@@ -1,9 +1,10 @@
 """Chooses a step's work: who is computed, how many tokens of whom, and who must give way."""
 
 from penstock.clock import Clock
-from penstock.kv.manager import KVManager, blocks_for
+from penstock.kv.manager import blocks_for
 from penstock.schedule.batch import Batch
 from penstock.schedule.limits import Limits
+from penstock.schedule.prefill_budget import PrefillBudget
 from penstock.schedule.queue import WaitingQueue
 from penstock.schedule.request import Request, Status
 from penstock.schedule.statistics import Counters
@@ -19,34 +20,50 @@ class Planner:
     def __init__(
         self,
         limits: Limits,
-        manager: KVManager,
+        prefill: PrefillBudget,
         clock: Clock,
         queue: WaitingQueue,
         batch: Batch,
         counters: Counters,
     ) -> None:
         self._limits = limits
-        self._manager, self._clock, self._queue = manager, clock, queue
+        self._manager, self._prefill = batch.manager, prefill
+        self._clock, self._queue = clock, queue
         self._batch, self._counters = batch, counters
         self._blocked: tuple[RequestId, int] | None = None
         """The head that found no room, after so many releases."""
 
     def plan(self, step: StepBuilder) -> None:
         """Fill a step. Rows that decode come first, then running prompts, then the head of the queue."""
+        step.planned_ns = self._clock.now_ns()
         self._plan_running(step)
         self._admit(step)
 
     def _plan_running(self, step: StepBuilder) -> None:
-        """One token for every row that decodes, then chunks for running prompts while the budget lasts."""
+        """One token for every row that decodes, then chunks for running prompts while their share lasts."""
         prompts: list[Request] = []
         for request in self._batch.running.copy():  # Victims leave the list meanwhile.
             if len(request.tokens) - request.num_computed > 1:
                 prompts.append(request)
             elif request.status is _RUNNING:
                 self._extend_or_preempt(request, 1, step)
+        self._open_prompts(step, len(prompts))
         for request in prompts:
-            if request.status is _RUNNING and (num_tokens := step.room(request)):
+            if not step.takes_prompts:
+                return
+            if request.status is _RUNNING and (num_tokens := step.room(request, request.num_computed)):
                 self._extend_or_preempt(request, num_tokens, step)
+
+    def _open_prompts(self, step: StepBuilder, num_running: int) -> None:
+        """Settle what prompts may take of the step, beside the rows that decode in it."""
+        head = self._queue.peek()
+        can_start = head is not None and self._blocked != (head.request_id, self._batch.releases)
+        free_rows = self._limits.max_running - len(self._batch.running)
+        num_prompts = num_running + can_start * min(len(self._queue), free_rows)
+        if num_prompts:
+            # All rows in the step so far decode.
+            classes = {self._batch.rows[row].priority for row in step.rows()}
+            step.prompts = self._prefill.open(step.load(), classes, num_prompts)
 
     def _extend_or_preempt(self, request: Request, num_tokens: int, step: StepBuilder) -> None:
         """Plan `num_tokens` of a running request; if blocks run out, preempt from the last in order.
@@ -82,11 +99,9 @@ class Planner:
         The head is never skipped: short prompts would starve long ones.
         """
         reserved = -1
-        while step.budget and len(self._batch.running) < self._limits.max_running:
+        while step.takes_prompts and len(self._batch.running) < self._limits.max_running:
             head = self._queue.peek()
             if head is None or self._blocked == (head.request_id, self._batch.releases):
-                return
-            if head.wants_scores and not step.scored_budget:
                 return
             if reserved < 0:
                 reserved = sum(map(_blocks_owed, self._batch.running))
@@ -108,10 +123,12 @@ class Planner:
             assert self._batch.running, "a lone request must fit"
             self._blocked = (request.request_id, self._batch.releases)
             return False
+        num_tokens = step.room(request, len(hits) * BLOCK_TOKENS)
+        if not num_tokens:
+            return False
         head = self._queue.pop()
         assert head is request
         self._start(request, hits)
-        num_tokens = step.room(request)
         blocks = self._manager.extend(request.table, request.num_computed + num_tokens)
         assert blocks is not None  # There was room for more than that.
         step.add_new(request, num_tokens, hits + blocks)

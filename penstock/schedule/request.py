@@ -77,10 +77,9 @@ class Request:
         """Whether log-probabilities of the prompt are asked for and not all told yet."""
         return self.sampling.prompt_logprobs is not None and self.num_scored < self.num_prompt
 
-    @property
-    def scores_next(self) -> bool:
-        """Whether the next token's logits give the log-probability of a prompt token that is asked for."""
-        return self.sampling.prompt_logprobs is not None and self.num_computed + 1 < self.num_prompt
+    def scores_after(self, num_computed: int) -> bool:
+        """Whether logits after so many tokens give the log-probability of a prompt token that is asked for."""
+        return self.sampling.prompt_logprobs is not None and num_computed + 1 < self.num_prompt
 
     @property
     def num_skippable(self) -> int:

@@ -23,6 +23,7 @@ from penstock.schedule.batch import Batch
 from penstock.schedule.limits import Limits
 from penstock.schedule.plan import RequestOutput, Sampled, Scored, StepOutcome, StepPlan, StepResult
 from penstock.schedule.planner import Planner
+from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
 from penstock.schedule.queue import WaitingQueue
 from penstock.schedule.request import Request, Status
 from penstock.schedule.statistics import Counters, SchedulerStatistics
@@ -35,14 +36,22 @@ _RUNNING = Status.RUNNING
 class Scheduler:
     """Owns every live request, the waiting order, the rows and the KV blocks of one engine."""
 
-    def __init__(self, limits: Limits, manager: KVManager, clock: Clock, queue: WaitingQueue) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        manager: KVManager,
+        clock: Clock,
+        queue: WaitingQueue,
+        prefill: PrefillBudget | None = None,
+    ) -> None:
         assert 0 < limits.max_running <= limits.step_tokens, limits
         self.limits = limits
+        self._prefill = prefill or PrefillBudget(LatencyTargets())
         self._manager, self._clock, self._queue = manager, clock, queue
         self._requests: dict[RequestId, Request] = {}  # Every one that has not ended.
         self._batch = Batch(manager, limits.max_running)
         self._counters = Counters()
-        self._planner = Planner(limits, manager, clock, queue, self._batch, self._counters)
+        self._planner = Planner(limits, self._prefill, clock, queue, self._batch, self._counters)
         self._in_flight: StepPlan | None = None
         self._condemned: list[Request] = []  # Aborted while the step in flight may still write their blocks.
         self._step = 0
@@ -105,6 +114,7 @@ class Scheduler:
         assert plan.step == result.step, (plan.step, result.step)
         self._in_flight = None
         now_ns = self._clock.now_ns()
+        self._prefill.observe(plan, now_ns)
         outcome = StepOutcome()
         drawn, scored = iter(result.sampled), iter(result.scored)
         for work in plan.work:

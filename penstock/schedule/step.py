@@ -1,19 +1,27 @@
 """A plan in the making: what the step has taken of its budget so far."""
 
+from collections.abc import Iterator
+
 from penstock.schedule.plan import NewRow, RowWork, StepPlan
+from penstock.schedule.prefill_budget import PromptShare
 from penstock.schedule.request import Request
+from penstock.schedule.step_time import StepLoad
 
 
 class StepBuilder:
     """Collects one step's work. Never holds more tokens than its budget, nor a row twice."""
 
-    __slots__ = ("_new_rows", "_work", "budget", "scored_budget")
+    __slots__ = ("_new_rows", "_work", "budget", "planned_ns", "prompts", "scored_budget")
 
     def __init__(self, step_tokens: int, scored_tokens: int) -> None:
         self.budget = step_tokens
         """Tokens that may still be added."""
         self.scored_budget = scored_tokens
         """Tokens with a log-probability each that may still be added."""
+        self.planned_ns = 0
+        """When planning began."""
+        self.prompts: PromptShare | None = None
+        """What prompts may take of the step; None if there are none."""
         self._new_rows: list[NewRow] = []
         self._work: list[RowWork] = []
 
@@ -22,14 +30,32 @@ class StepBuilder:
         """Whether there is anything to compute."""
         return bool(self._work)
 
-    def room(self, request: Request) -> int:
-        """How many of the request's pending tokens the step may take. Logits of whole chunks are dear."""
-        tokens = min(request.num_pending, self.budget)
-        return min(tokens, self.scored_budget) if request.scores_next else tokens
+    @property
+    def takes_prompts(self) -> bool:
+        """Whether a prompt may still get a part of the step."""
+        return self.budget > 0 and self.prompts is not None and not self.prompts.closed
+
+    def rows(self) -> Iterator[int]:
+        """The rows that have work so far."""
+        return (work.row for work in self._work)
+
+    def load(self) -> StepLoad:
+        """What the step costs so far."""
+        return StepLoad.of(self._work)
+
+    def room(self, request: Request, num_computed: int) -> int:
+        """How many of a prompt's tokens after `num_computed` the step may take now; 0 if it must wait.
+
+        Bounded by the step's tokens, by its time, and by its rows of logits if whole chunks need them.
+        """
+        room = min(self.budget, self.scored_budget) if request.scores_after(num_computed) else self.budget
+        if not room or self.prompts is None:
+            return 0
+        return self.prompts.grant(num_computed, len(request.tokens) - num_computed, room)
 
     def add(self, request: Request, num_tokens: int, blocks: tuple[int, ...]) -> None:
         """Compute the request's next `num_tokens` tokens, after adding `blocks` to its table."""
-        computed, scores = request.num_computed, request.scores_next
+        computed, scores = request.num_computed, request.scores_after(request.num_computed)
         samples = computed + num_tokens == len(request.tokens)
         self.budget -= num_tokens
         self.scored_budget -= num_tokens * scores
@@ -57,4 +83,4 @@ class StepBuilder:
 
     def build(self, step: int, freed_rows: tuple[int, ...]) -> StepPlan:
         """The finished plan."""
-        return StepPlan(step, tuple(self._new_rows), tuple(self._work), freed_rows)
+        return StepPlan(step, tuple(self._new_rows), tuple(self._work), freed_rows, self.planned_ns)

@@ -10,6 +10,7 @@ from penstock.kv.hashing import BlockHasher, token_array
 from penstock.kv.manager import KVManager
 from penstock.schedule.limits import Limits
 from penstock.schedule.plan import RequestOutput, StepPlan
+from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
 from penstock.schedule.queue import FCFSQueue
 from penstock.schedule.request import Request
 from penstock.schedule.scheduler import Scheduler
@@ -31,6 +32,7 @@ class ScheduledEngine:
         prefix_cache: bool = True,
         max_waiting: int = 100,
         scored_tokens: int = 64,
+        targets: LatencyTargets | None = None,
     ) -> None:
         hasher = BlockHasher(key=bytes(32), model="m", kv_dtype="float32")
         if prefix_cache:
@@ -39,7 +41,8 @@ class ScheduledEngine:
             self.kv = KVManager.without_prefix_cache(num_blocks)
         self.clock = ManualClock(now_ns=7)
         limits = Limits(step_tokens, min(max_running, step_tokens), max_model_len, scored_tokens)
-        self.scheduler = Scheduler(limits, self.kv, self.clock, FCFSQueue(max_waiting))
+        prefill = PrefillBudget(targets or LatencyTargets())
+        self.scheduler = Scheduler(limits, self.kv, self.clock, FCFSQueue(max_waiting), prefill)
         self.runner = CheckingRunner(num_blocks=num_blocks, max_running=max_running)
         self.requests: dict[str, Request] = {}
         self.got: dict[str, list[int]] = defaultdict(list)

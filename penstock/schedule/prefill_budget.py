@@ -1,0 +1,161 @@
+"""How many prompt tokens a step takes, so that running streams keep their pace and no prompt starves.
+
+A step costs every decoding row the time of the whole step. So prompts get what is left of a time limit:
+
+    limit = inter-token target of the strictest class that decodes             (a target is configured)
+    limit = (step without prompts) x (1 + STRETCH x prompts that wait)         (automatic, the default)
+
+The automatic limit is a bargain between those who read and those who wait. One prompt, however long, never
+doubles the inter-token time. When many wait, a strict limit would be the end of throughput: prompts would
+arrive faster than they are let in and rows would run half empty, so each that waits may add its own stretch.
+With nobody decoding there is no limit but the step's token budget.
+
+Prompts are finished one after another: a budget split among many gives all of them a late first token. For
+the same reason a prompt joins others that end in the same step only if that pays: the `j` that would be done
+sooner without it lose its time, and those behind save one step's fixed cost.
+
+The law of step times is fitted while running (`step_time.py`). Where it does not know yet, chunks are small.
+"""
+
+from dataclasses import dataclass
+from math import inf, sqrt
+
+from penstock.config.tree import EngineConfig
+from penstock.schedule.plan import StepPlan
+from penstock.schedule.step_time import StepLoad, StepTimeModel
+
+STRETCH = 0.7
+"""What one waiting prompt may add to a step, in steps without prompts: below 1, less what predictions err."""
+UNTRUSTED_TOKENS = 64
+"""Prompt tokens of a step with decoding rows for each waiting prompt, while the law is not trusted."""
+_DECODE_EVERY = 4
+"""Of steps that only decode, which are much alike, one in so many is learnt from: host time is dear."""
+_NO_LIMIT = 1 << 60
+_NS_PER_MS = 1_000_000
+
+
+@dataclass(slots=True, frozen=True)
+class LatencyTargets:
+    """Inter-token times that prompts must not push a step over; 0 is automatic."""
+
+    default_ns: int = 0
+    by_priority: tuple[tuple[int, int], ...] = ()
+    """(priority class, its target) where it is not the default."""
+    tokens_min: int = 16
+    """Prompt tokens that every step with prompts takes, whatever the limit says: nothing starves."""
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> "LatencyTargets":
+        """The targets of a config."""
+        return cls(
+            round(config.itl_target_ms * _NS_PER_MS),
+            tuple((each.priority, round(each.itl_ms * _NS_PER_MS)) for each in config.itl_targets),
+            config.prefill_tokens_min,
+        )
+
+    def of_class(self, priority: int) -> int:
+        """The target of a priority class, in nanoseconds; 0 is automatic."""
+        return next((target for known, target in self.by_priority if known == priority), self.default_ns)
+
+
+class PrefillBudget:
+    """Learns what steps cost, and opens a `PromptShare` for every step that has prompts."""
+
+    __slots__ = ("_last_ns", "model", "targets")
+
+    def __init__(self, targets: LatencyTargets) -> None:
+        self.targets, self.model = targets, StepTimeModel()
+        self._last_ns = 0
+
+    def observe(self, plan: StepPlan, now_ns: int) -> None:
+        """Learn from a step that is over now.
+
+        It took the time since it was planned; or since the step before it was over, if that ran meanwhile.
+        """
+        began_ns, self._last_ns = max(plan.planned_ns, self._last_ns), now_ns
+        if plan.work[-1].num_tokens > 1 or plan.step % _DECODE_EVERY == 0:
+            self.model.observe(StepLoad.of(plan.work), now_ns - began_ns)
+
+    def open(self, decoding: StepLoad, priorities: set[int], num_prompts: int) -> "PromptShare":
+        """The share of prompts in a step whose decode rows are `decoding`, of classes `priorities`.
+
+        `num_prompts` is how many prompts are not finished or not started, at least 1.
+        """
+        base_ns = self.model.predict_ns(decoding)
+        automatic_ns = base_ns * (1 + STRETCH * num_prompts)
+        targets = {self.targets.of_class(priority) for priority in priorities}
+        limit_ns = min((target or automatic_ns for target in targets), default=inf)
+        return PromptShare(self.model, decoding, limit_ns, num_prompts, self.targets.tokens_min)
+
+
+class PromptShare:
+    """One step's share of prompts: ask `grant` prompt by prompt, in order, until it is `closed`."""
+
+    __slots__ = (
+        "_base_ns",
+        "_cautious",
+        "_ending",
+        "_limit_ns",
+        "_load",
+        "_model",
+        "_num_prompts",
+        "_tokens_min",
+        "closed",
+    )
+
+    def __init__(
+        self, model: StepTimeModel, decoding: StepLoad, limit_ns: float, num_prompts: int, tokens_min: int
+    ) -> None:
+        self._model, self._load, self._limit_ns = model, decoding, limit_ns
+        self._num_prompts, self._tokens_min = num_prompts, tokens_min
+        self._base_ns = model.predict_ns(decoding)
+        self._cautious = UNTRUSTED_TOKENS * num_prompts  # What the step may still take without trust.
+        self._ending = 0  # Prompts that end in this step: any other one closes the share.
+        self.closed = False
+        """Whether no further prompt gets anything."""
+
+    def grant(self, num_computed: int, num_pending: int, tokens_left: int) -> int:
+        """How many of a prompt's `num_pending` tokens this step takes, after `num_computed` stored ones.
+
+        At most `tokens_left`, which must not be 0. The first prompt of a step gets at least one; 0 closes.
+        """
+        wanted = min(num_pending, tokens_left)
+        num_tokens = wanted if self._limit_ns == inf else self._within_limit(num_computed, wanted)
+        if not self._ending:
+            num_tokens = max(num_tokens, min(self._tokens_min, wanted))
+        elif num_tokens and not self._pays(num_computed, num_tokens):
+            num_tokens = 0
+        if num_tokens:
+            self._load = self._load.plus(num_computed, num_tokens)
+            self._cautious -= num_tokens
+        self._ending += num_tokens == num_pending
+        self.closed = num_tokens < num_pending
+        return num_tokens
+
+    def _within_limit(self, num_computed: int, wanted: int) -> int:
+        """The part of `wanted` that fits the time; a cautious one if the law knows too little of such a step."""
+        in_time, cautious = min(wanted, self._in_time(num_computed)), min(wanted, max(self._cautious, 0))
+        trusted = self._model.trusts(self._load.plus(num_computed, max(in_time, cautious)))
+        return in_time if trusted else cautious
+
+    def _in_time(self, num_computed: int) -> int:
+        """The longest chunk that keeps the predicted time of the step within its limit."""
+        cost = self._model.cost
+        left_ns = self._limit_ns - cost.predict_ns(self._load.plus(num_computed, 0))
+        if left_ns <= 0:
+            return 0
+        # A token at position p attends to p tokens: linear x n + pair / 2 x n^2 <= left.
+        linear_ns = cost.token_ns + cost.kv_read_ns + cost.pair_ns * (num_computed + 0.5)
+        root = sqrt(linear_ns * linear_ns + 2 * cost.pair_ns * left_ns)
+        return _NO_LIMIT if linear_ns + root <= 0 else int(min(2 * left_ns / (linear_ns + root), _NO_LIMIT))
+
+    def _pays(self, num_computed: int, num_tokens: int) -> bool:
+        """Whether one more prompt in this step makes the mean first token come sooner.
+
+        The prompts that end in it already wait for this one's time; itself and all behind save a step's base.
+        """
+        after = self._load.plus(num_computed, num_tokens)
+        if not self._model.trusts(after):
+            return True
+        cost_ns = self._model.predict_ns(after) - self._model.predict_ns(self._load)
+        return cost_ns * self._ending <= self._base_ns * (self._num_prompts - self._ending)

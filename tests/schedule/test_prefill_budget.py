@@ -1,0 +1,199 @@
+"""The share of prompts, alone and in the scheduler on a scripted machine."""
+
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduled_engine import ScheduledEngine
+
+from penstock.config.tree import ClassTarget, EngineConfig
+from penstock.rng import stream
+from penstock.schedule.plan import StepPlan
+from penstock.schedule.prefill_budget import (
+    STRETCH,
+    UNTRUSTED_TOKENS,
+    LatencyTargets,
+    PrefillBudget,
+    PromptShare,
+)
+from penstock.schedule.step_time import StepCost, StepLoad, StepTimeModel
+
+LAW = StepCost(fixed_ns=4_000_000, token_ns=50_000, sequence_ns=0, kv_read_ns=20, pair_ns=5)
+
+
+def taught(law: StepCost = LAW) -> StepTimeModel:
+    model, chance = StepTimeModel(), stream(3, "steps")
+    for _ in range(300):
+        rows = chance.randint(1, 16)
+        load = StepLoad(rows, rows, rows * chance.randint(10, 2000))
+        if chance.random() < 0.5:
+            load = load.plus(chance.randint(0, 2000), chance.randint(1, 512))
+        model.observe(load, round(law.predict_ns(load)))
+    return model
+
+
+def share(
+    *, limit_ms: float = inf, rows: int = 8, num_prompts: int = 1, model: StepTimeModel | None = None
+) -> PromptShare:
+    decoding = StepLoad(rows, rows, rows * 500)
+    return PromptShare(model or taught(), decoding, limit_ms * 1e6, num_prompts, tokens_min=16)
+
+
+def test_targets_of_a_config() -> None:
+    config = EngineConfig(itl_target_ms=50, itl_targets=(ClassTarget(priority=-1, itl_ms=20.5),))
+    targets = LatencyTargets.of(config)
+    assert targets.of_class(-1) == 20_500_000
+    assert targets.of_class(0) == targets.of_class(3) == 50_000_000
+    assert LatencyTargets.of(EngineConfig()).of_class(0) == 0
+
+
+def test_without_a_limit_prompts_take_all_there_is() -> None:
+    assert share().grant(0, 10_000, 512) == 512
+
+
+def test_a_chunk_fills_the_time_and_no_more() -> None:
+    step = share(limit_ms=10)
+    tokens = step.grant(1000, 5000, 4096)
+    load = StepLoad(8, 8, 4000)
+    assert LAW.predict_ns(load.plus(1000, tokens)) == pytest.approx(10e6, rel=0.02)
+    assert step.closed
+
+
+def test_a_longer_context_makes_chunks_shorter() -> None:
+    sizes = [share(limit_ms=10).grant(start, 10**6, 10**6) for start in (0, 1000, 2000, 4000)]
+    assert sizes == sorted(set(sizes), reverse=True)
+
+
+def test_the_least_is_granted_even_over_the_limit_but_only_to_the_first() -> None:
+    step = share(limit_ms=1)
+    assert step.grant(0, 5000, 4096) == 16
+    assert share(limit_ms=1).grant(0, 5, 4096) == 5
+    step = share(limit_ms=1, num_prompts=9)
+    assert step.grant(0, 5, 4096) == 5
+    assert step.grant(0, 5, 4096) == 0
+    assert step.closed
+
+
+def test_chunks_are_small_while_the_law_is_unknown() -> None:
+    assert share(limit_ms=1000, model=StepTimeModel()).grant(0, 5000, 4096) == UNTRUSTED_TOKENS
+    step = share(limit_ms=1000, num_prompts=3, model=StepTimeModel())
+    assert step.grant(0, 100, 4096) == 100
+    assert step.grant(0, 100, 4096) == 3 * UNTRUSTED_TOKENS - 100
+
+
+def test_short_prompts_share_a_step_when_its_fixed_cost_is_what_they_pay() -> None:
+    dear_start = taught(StepCost(20_000_000, 10_000, 0, 0, 0))
+    step = share(rows=0, num_prompts=8, model=dear_start)
+    assert [step.grant(0, 100, 512 - 100 * i) for i in range(4)] == [100] * 4
+    dear_tokens = taught(StepCost(1_000_000, 500_000, 0, 0, 0))
+    step = share(rows=0, num_prompts=8, model=dear_tokens)
+    assert [step.grant(0, 100, 512 - 100 * i) for i in range(2)] == [100, 0]
+
+
+def test_the_strictest_class_that_decodes_sets_the_limit() -> None:
+    budget = PrefillBudget(LatencyTargets(default_ns=12_000_000, by_priority=((-1, 8_000_000), (5, 0))))
+    budget.model = taught()
+    decoding = StepLoad(8, 8, 4000)
+
+    def tokens(*classes: int) -> int:
+        return budget.open(decoding, set(classes), 1).grant(0, 10**6, 4096)
+
+    assert tokens() == 4096
+    assert tokens(-1) == tokens(-1, 0) < tokens(0)
+    automatic = LAW.predict_ns(decoding) * (1 + STRETCH)
+    assert LAW.predict_ns(decoding.plus(0, tokens(5))) == pytest.approx(automatic, rel=0.03)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 3000)), min_size=1, max_size=8),
+    st.floats(0.1, 100),
+    st.integers(0, 32),
+    st.integers(1, 8192),
+    st.booleans(),
+)
+def test_grants_keep_their_promises(prompts, limit_ms, rows, budget, knows) -> None:
+    model = _TAUGHT if knows else StepTimeModel()
+    step = share(limit_ms=limit_ms if rows else inf, rows=rows, num_prompts=len(prompts), model=model)
+    left, load, unfinished = budget, StepLoad(rows, rows, rows * 500), 0
+    for index, (computed, pending) in enumerate(prompts):
+        if step.closed or not left:
+            break
+        tokens = step.grant(computed, pending, left)
+        assert 0 <= tokens <= min(pending, left)
+        assert tokens or index, "the first prompt always advances"
+        left -= tokens
+        unfinished += tokens < pending
+        load = load.plus(computed, tokens) if tokens else load
+    assert unfinished <= 1, "prompts are finished one after another"
+    if rows and knows and budget - left > 16:
+        assert model.predict_ns(load) <= limit_ms * 1e6 * 1.001
+
+
+_TAUGHT = taught()
+
+
+# --- in the scheduler ------------------------------------------------------------------------------
+
+
+class TimedEngine(ScheduledEngine):
+    """Steps take what `LAW` says."""
+
+    def finish_step(self) -> None:
+        assert self.in_flight is not None
+        self.clock.advance(self.time_of(self.in_flight))
+        super().finish_step()
+
+    def time_of(self, plan: StepPlan) -> int:
+        return round(LAW.predict_ns(StepLoad.of(plan.work)))
+
+
+def warm(**settings) -> TimedEngine:
+    engine = TimedEngine(num_blocks=2000, step_tokens=512, max_running=40, max_model_len=20_000, **settings)
+    for count in (1, 2, 4):
+        for index in range(count):
+            engine.submit(f"warm{count}.{index}", [index] * 60 * count, max_tokens=12)
+        engine.run()
+    return engine
+
+
+def test_a_long_prompt_never_doubles_the_time_between_tokens() -> None:
+    engine = warm()
+    for index in range(8):
+        engine.submit(f"r{index}", [index] * 50, max_tokens=300)
+    for _ in range(20):
+        alone = engine.time_of(engine.step())
+    engine.submit("long", [99] * 1500, max_tokens=2)
+    times = []
+    while not engine.got["long"]:
+        plan = engine.step()
+        assert len(plan.work) == 9
+        times.append(engine.time_of(plan))
+    assert max(times) < 2 * alone
+    assert min(times[:-1]) > 1.4 * alone  # It is not starved either.
+
+
+def test_everybody_at_once_is_answered_one_after_another() -> None:
+    engine = warm()
+    for index in range(32):
+        engine.submit(f"r{index}", [index] * 110, max_tokens=40)
+    first: dict[str, int] = {}
+    while len(first) < 32:
+        plan = engine.step()
+        assert sum(1 for work in plan.work if not work.samples) <= 1
+        first |= {name: engine.clock.now_ns() for name in engine.got if name[0] == "r" and name not in first}
+    order = sorted(first, key=first.__getitem__)
+    assert order == [f"r{index}" for index in range(32)]
+    assert len(set(first.values())) >= 6
+
+
+def test_an_impossible_target_slows_prompts_down_and_starves_none() -> None:
+    engine = warm(targets=LatencyTargets(default_ns=1))
+    for index in range(5):
+        engine.submit(f"r{index}", [index] * 200, max_tokens=80)
+    engine.run()
+    assert all(tuple(engine.got[name]) == engine.expected(name) for name in engine.requests)
+    mixed = [plan for plan in engine.plans if plan.work[0].num_tokens == 1 and plan.work[-1].num_tokens > 1]
+    assert mixed
+    assert all(plan.num_tokens <= len(plan.work) - 1 + 16 for plan in mixed[-10:])
