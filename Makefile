@@ -6,7 +6,7 @@ DEV := scripts/setup.sh dev
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test check format bench train-demo clean
+.PHONY: help serve chat test check format bench bench-engine train-demo clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,12 @@ format:  ## rewrite the sources in the house format
 bench:  ## TTFT, TPOT and throughput of the demo model at concurrency 1, 8, 32, and the relay's CPU per chunk
 	@$(DEV)
 	@$(BIN)/python bench/serve_bench.py $(ARGS)
+
+bench-engine:  ## our engine beside vLLM and llama.cpp on the same models (installs both; about an hour; ARGS=--quick for ten minutes)
+	@$(DEV)
+	@bench/peers/install_vllm.sh || echo "vLLM could not be installed: its rows will be missing" >&2
+	@bench/peers/install_llama_cpp.sh || echo "llama.cpp could not be built: its rows will be missing" >&2
+	@$(BIN)/python bench/engine_bench.py $(ARGS)
 
 train-demo:  ## make the demo models again from nothing (two cores: under two hours; a GPU is used if there is one)
 	@$(DEV)

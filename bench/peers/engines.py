@@ -1,0 +1,174 @@
+"""What is compared: each engine in each of its precisions, and how its server is started with its best settings."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from penstock.config.load import parse_config
+from penstock.errors import ConfigError
+
+OUT = Path(__file__).resolve().parents[1] / "out"
+PEERS = OUT / "peers"
+VLLM = PEERS / "vllm" / "bin"
+LLAMA_CPP = PEERS / "llama.cpp" / "bin"
+CONTEXT = 2048
+STREAMS_MAX = 32
+KV_GIB = 1
+INSTALL = {
+    "vllm": "bench/peers/install_vllm.sh",
+    "llama.cpp": "bench/peers/install_llama_cpp.sh",
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An engine in one precision. `precision` is how it is asked for: a dtype, `quantization` or file type."""
+
+    engine: str
+    precision: str
+    bits: int
+    """Per weight; figures of 16 bits are compared with those of 16 bits."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine} {self.precision}"
+
+
+VARIANTS = (
+    Variant("ours", "bf16", 16),
+    Variant("ours", "int8", 8),
+    Variant("ours", "int4", 4),
+    Variant("vllm", "bf16", 16),
+    Variant("llama.cpp", "bf16", 16),
+    Variant("llama.cpp", "f16", 16),
+    Variant("llama.cpp", "q8_0", 8),
+    Variant("llama.cpp", "q4_0", 4),
+)
+"""In the order of the tables. f16 is llama.cpp's faster 16-bit type on processors without bfloat16 instructions."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A server's command line and what it adds to the environment."""
+
+    command: tuple[str, ...]
+    environment: dict[str, str] = field(default_factory=dict)
+    files: dict[Path, str] = field(default_factory=dict)
+    """What must be on disk before, and its text."""
+
+
+def missing(variant: Variant) -> str:
+    """Why this variant cannot run here, or an empty string."""
+    if variant.engine == "ours":
+        return _unknown_setting(variant.precision)
+    program = {"vllm": VLLM / "vllm", "llama.cpp": LLAMA_CPP / "llama-server"}[variant.engine]
+    installed = program.exists() and any(program.parents[1].glob(".installed-*"))
+    return "" if installed else f"not installed: run {INSTALL[variant.engine]} (make bench-engine does)"
+
+
+def launch(variant: Variant, model: Path, port: int) -> Launch:
+    """How to serve the model directory `model` on a port of the loopback interface."""
+    starters = {"ours": _ours, "vllm": _vllm, "llama.cpp": _llama_cpp}
+    return starters[variant.engine](variant.precision, model, port)
+
+
+def versions(variants: list[Variant]) -> dict[str, str]:
+    """The version that each engine reports of itself."""
+    found: dict[str, str] = {}
+    for engine in dict.fromkeys(variant.engine for variant in variants):
+        if engine == "vllm":
+            code = "from importlib.metadata import version; print(version('vllm'), 'torch', version('torch'))"
+            found[engine] = _output([str(VLLM / "python"), "-c", code])
+        elif engine == "llama.cpp":
+            stamp = next(LLAMA_CPP.parent.glob(".installed-*"))
+            package = stamp.name.removeprefix(".installed-")
+            found[engine] = (
+                f"llama-cpp-python {package}'s sources, {(LLAMA_CPP / 'commit').read_text().strip()}"
+            )
+    return found
+
+
+def _ours(precision: str, model: Path, port: int) -> Launch:
+    config = OUT / f"engine-bench-{model.name}-{precision}.yaml"
+    flags = ("serve", "-c", str(config), "--port", str(port), "--no-auth", "--log-level", "warning")
+    text = yaml.safe_dump(_our_config(precision, model))
+    return Launch((sys.executable, "-m", "penstock", *flags), files={config: text})
+
+
+def _our_config(precision: str, model: Path) -> dict[str, object]:
+    engine: dict[str, object] = {
+        "dtype": "bfloat16",
+        "max_model_len": CONTEXT,
+        "max_running": STREAMS_MAX,
+        "kv_memory_bytes": KV_GIB * 1024**3,
+    }
+    if precision != "bf16":
+        engine["quantization"] = precision
+    return {"models": [{"path": str(model), "name": model.name, "engine": engine}]}
+
+
+def _unknown_setting(precision: str) -> str:
+    try:
+        parse_config(json.dumps(_our_config(precision, Path("model"))))
+    except ConfigError as error:
+        return f"this version cannot: {error}"
+    return ""
+
+
+def _vllm(precision: str, model: Path, port: int) -> Launch:
+    dtype = {"bf16": "bfloat16"}[precision]
+    flags = ("--dtype", dtype, "--max-model-len", str(CONTEXT), "--max-num-seqs", str(STREAMS_MAX))
+    served = ("--served-model-name", model.name, "--host", "127.0.0.1", "--port", str(port))
+    cores = sorted(os.sched_getaffinity(0))
+    environment = {
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(core) for core in cores),
+        "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
+        "VLLM_CACHE_ROOT": str(PEERS / "vllm-cache"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PATH": f"{VLLM}:{os.environ.get('PATH', '')}",
+    }
+    return Launch((str(VLLM / "vllm"), "serve", str(model), *flags, *served), environment)
+
+
+def _llama_cpp(precision: str, model: Path, port: int) -> Launch:
+    threads = str(len(os.sched_getaffinity(0)))
+    file = gguf_path(model, precision)
+    # Every stream has its own part of the context; no copies of prompts in main memory: no prompt comes again.
+    slots = ("--parallel", str(STREAMS_MAX), "--ctx-size", str(CONTEXT * STREAMS_MAX), "--cache-ram", "0")
+    flags = ("--threads", threads, "--threads-batch", threads, "--flash-attn", "on", "--jinja", *slots)
+    served = ("--alias", model.name, "--host", "127.0.0.1", "--port", str(port), "--offline")
+    return Launch((str(LLAMA_CPP / "llama-server"), "--model", str(file), *flags, *served))
+
+
+def gguf_path(model: Path, precision: str) -> Path:
+    """Where llama.cpp's file of a model directory lives."""
+    return model.parent / "gguf" / f"{model.name}-{precision}.gguf"
+
+
+def make_gguf(model: Path, precision: str) -> None:
+    """Convert to bfloat16 with our converter, and from there with llama.cpp's own quantizer; kept for the next run.
+
+    Raises:
+        subprocess.CalledProcessError: the quantizer failed.
+    """
+    from peers.gguf import convert
+
+    base, target = gguf_path(model, "bf16"), gguf_path(model, precision)
+    base.parent.mkdir(parents=True, exist_ok=True)
+    if not base.exists():
+        convert(model, base)
+    if not target.exists():
+        partial = target.with_suffix(".partial")
+        command = [str(LLAMA_CPP / "llama-quantize"), str(base), str(partial), precision.upper()]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        partial.rename(target)
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()

@@ -1,0 +1,224 @@
+"""The measurements of one server: load levels, a shared prefix, and a long prompt that arrives among streams."""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from peers.figures import Arrival, Level, PrefixTimes
+from penstock.bench.client import Client, Endpoint, Response
+from penstock.bench.load import Level as LoadLevel
+from penstock.bench.load import LoadRun, Shape, probe
+from penstock.bench.prompts import Prompt, PromptPlan, made, sentence
+from penstock.bench.prompts import probe as probe_prompt
+from penstock.bench.report import level_report
+from penstock.bench.stats import percentile
+from penstock.bench.wire import SseReader, decode_chunk
+from penstock.clock import NS_PER_MS, SystemClock, sleep
+
+OUTPUT_TOKENS = 64
+PROMPT_TOKENS = 110
+PREFIX_TOKENS = 1500
+LONG_WORDS = 1000
+PREFIX_REPEATS = 3
+STREAMS = 8
+QUIET_TOKENS = 24
+"""What each stream receives before the long prompt is sent: the measure of undisturbed gaps."""
+STREAM_TOKENS_MAX = 1500
+TOGETHER_NS = NS_PER_MS // 2
+"""Pieces closer than this came from one step, or waited together: between them there is no gap to speak of."""
+STREAM_WAIT_S = 300.0
+POLL_S = 0.005
+PROBE_WORDS = (8, 72)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What one server is asked to do."""
+
+    seed: int
+    levels: tuple[int, ...]
+    requests: tuple[int, ...]
+    """How many to send, level by level."""
+    prefix: bool
+    arrival: bool
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """How words become tokens on this server (measured)."""
+
+    per_word: float
+    overhead: float
+
+
+class Bench:
+    """Measures the server at `url`, whose model is called `model`."""
+
+    def __init__(self, url: str, model: str, plan: Plan, tag: str) -> None:
+        self._client = Client(Endpoint.parse(url))
+        self._clock = SystemClock()
+        self._plan, self._tag = plan, tag
+        self._shape = Shape(model=model, output_tokens=OUTPUT_TOKENS)
+        self._tokens = Tokens(1.0, 0.0)
+
+    async def calibrate(self) -> None:
+        """Two probes tell tokens per word and what the chat template adds; then every path is warmed up."""
+        short = Shape(model=self._shape.model, output_tokens=1)
+        counts = [
+            (
+                await probe(self._client, short, probe_prompt(self._plan.seed, f"{self._tag} probe", words))
+            ).prompt_tokens
+            for words in PROBE_WORDS
+        ]
+        per_word = max(0.1, (counts[1] - counts[0]) / (PROBE_WORDS[1] - PROBE_WORDS[0]))
+        self._tokens = Tokens(per_word, max(0.0, counts[0] - per_word * PROBE_WORDS[0]))
+        for callers in self._plan.levels:
+            warm = Shape(model=self._shape.model, output_tokens=8)
+            level = LoadLevel(name=f"warm{callers}", requests_max=callers, concurrency=callers)
+            await LoadRun(self._client, warm, level, seed=1, clock=self._clock).run(self._prompts(level.name))
+
+    async def level(self, callers: int, requests: int) -> Level:
+        """One closed-loop level."""
+        level = LoadLevel(name=f"c{callers}", requests_max=requests, concurrency=callers)
+        run = LoadRun(self._client, self._shape, level, seed=self._plan.seed, clock=self._clock)
+        await run.run(self._prompts(level.name))
+        report = level_report(level, run)
+        return Level(
+            callers=callers,
+            requests=report.requests_ok,
+            failed=report.requests_failed,
+            errors=report.errors,
+            prompt_tokens=report.prompt_tokens,
+            cached_tokens=report.cached_tokens,
+            output_tokens=report.output_tokens,
+            output_tokens_per_s=report.output_tokens_per_s,
+            ttft_p50_ms=report.ttft_ms.p50,
+            ttft_p95_ms=report.ttft_ms.p95,
+            tpot_p50_ms=report.tpot_ms.p50,
+            tpot_p95_ms=report.tpot_ms.p95,
+        )
+
+    async def prefix(self) -> PrefixTimes:
+        """TTFT of a prompt whose first tokens nobody has sent before, then of one that shares them."""
+        times: dict[str, list[float]] = {"miss": [], "hit": []}
+        words = round(PREFIX_TOKENS / self._tokens.per_word)
+        for number in range(PREFIX_REPEATS):
+            shared = f"{self._tag} {number} " + sentence(self._plan.seed, f"{self._tag}/{number}", words)
+            for kind, ending in (("miss", "water river stone"), ("hit", "light house garden")):
+                sink = Gaps(self._clock)
+                sent_ns = self._clock.now_ns()
+                await self._stream(f"{shared} {ending}", 4, sink)
+                times[kind].append((sink.stamps[0] - sent_ns) / NS_PER_MS)
+        return PrefixTimes(miss_ms=_median(times["miss"]), hit_ms=_median(times["hit"]))
+
+    async def arrival(self) -> Arrival:
+        """Gaps between the tokens of running streams before a long prompt arrives and until its first token."""
+        sinks = [Gaps(self._clock) for _ in range(STREAMS)]
+        prompts = self._prompts("arrival")
+        async with asyncio.timeout(STREAM_WAIT_S):
+            tasks = [
+                asyncio.ensure_future(self._stream(_text(next(prompts)), STREAM_TOKENS_MAX, sink))
+                for sink in sinks
+            ]
+            try:
+                await _until(lambda: all(len(sink.stamps) >= QUIET_TOKENS for sink in sinks), tasks)
+                sent_ns = self._clock.now_ns()
+                long = Gaps(self._clock)
+                text = f"{self._tag} long " + sentence(self._plan.seed, f"{self._tag}/long", LONG_WORDS)
+                await self._stream(text, 1, long)
+                # A stream that was held up all the while has its long gap only once its next token is there.
+                await _until(lambda: all(sink.stamps[-1] > long.stamps[0] for sink in sinks), tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()  # Closes its connection: servers stop generating for it.
+                await asyncio.gather(*tasks, return_exceptions=True)
+        before, during = gaps_around(sinks, sent_ns, long.stamps[0])
+        return Arrival(
+            ttft_ms=(long.stamps[0] - sent_ns) / NS_PER_MS,
+            before_p50_ms=percentile(before, 0.5) / NS_PER_MS,
+            before_p99_ms=percentile(before, 0.99) / NS_PER_MS,
+            during_p50_ms=percentile(during, 0.5) / NS_PER_MS,
+            during_p99_ms=percentile(during, 0.99) / NS_PER_MS,
+            during_max_ms=during[-1] / NS_PER_MS,
+        )
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    def _prompts(self, run: str) -> Iterator[Prompt]:
+        plan = PromptPlan(
+            seed=self._plan.seed,
+            run=f"{self._tag} {run}",
+            prompt_tokens=PROMPT_TOKENS,
+            shared_tokens=0,
+            tokens_per_word=self._tokens.per_word,
+            overhead_tokens=self._tokens.overhead,
+        )
+        return made(plan)
+
+    async def _stream(self, text: str, max_tokens: int, sink: "Gaps") -> Response:
+        prompt = Prompt(({"role": "user", "content": text},), max_tokens)
+        response = await self._client.post("/chat/completions", self._shape.body(prompt), sink)
+        if response.status != 200 or not sink.stamps:
+            raise RuntimeError(f"HTTP {response.status}: {response.body[:200]!r}")
+        return response
+
+
+class Gaps:
+    """When each piece of a streamed answer arrived. A `BodySink`."""
+
+    def __init__(self, clock: SystemClock) -> None:
+        self._clock, self._reader = clock, SseReader()
+        self.stamps: list[int] = []
+        """Nanoseconds, one per piece of output; what arrives together is one piece to the reader."""
+
+    def on_bytes(self, data: bytes) -> None:
+        now_ns = self._clock.now_ns()
+        for event in self._reader.feed(data):
+            is_output = event != b"[DONE]" and any(choice.is_output for choice in _decode(event))
+            if is_output and (not self.stamps or now_ns - self.stamps[-1] >= TOGETHER_NS):
+                self.stamps.append(now_ns)
+
+
+def gaps_around(sinks: list[Gaps], sent_ns: int, first_ns: int) -> tuple[list[int], list[int]]:
+    """Gaps between one stream's pieces, of all streams, in order of size: before `sent_ns`, and from then to `first_ns`.
+
+    A gap that spans the sending or the first token belongs to the second group: the arrival may have made it longer.
+    Before the last stream has its first token, gaps are the arrival of streams among each other and do not count.
+    """
+    start_ns = max(sink.stamps[0] for sink in sinks)
+    gaps = [pair for sink in sinks for pair in itertools.pairwise(sink.stamps)]
+    before = [end - start for start, end in gaps if start >= start_ns and end <= sent_ns]
+    during = [end - start for start, end in gaps if end > sent_ns and start < first_ns]
+    return sorted(before), sorted(during)
+
+
+async def _until(reached: Callable[[], bool], streams: list["asyncio.Task[Response]"]) -> None:
+    """Wait for it while the streams run.
+
+    Raises:
+        RuntimeError: one of the streams ended first.
+    """
+    while not reached():
+        if any(stream.done() for stream in streams):
+            raise RuntimeError("a running stream ended before the long prompt was answered")
+        await sleep(POLL_S)
+
+
+def _decode(event: bytes) -> tuple:
+    try:
+        return decode_chunk(event).choices
+    except msgspec.DecodeError:
+        return ()
+
+
+def _text(prompt: Prompt) -> str:
+    return str(prompt.messages[0]["content"])
+
+
+def _median(values: list[float]) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]

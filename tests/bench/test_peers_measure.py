@@ -1,0 +1,53 @@
+"""What is measured of a server, against an endpoint that plays a script."""
+
+import asyncio
+
+from peers.measure import Bench, Gaps, Plan, gaps_around
+
+from penstock.bench.stand_in import Script, StandIn
+from penstock.clock import NS_PER_MS, ManualClock
+
+PLAN = Plan(seed=1, levels=(2,), requests=(4,), prefix=True, arrival=True)
+
+
+def stamped(*at_ms: int) -> Gaps:
+    gaps = Gaps(ManualClock())
+    gaps.stamps = [one * NS_PER_MS for one in at_ms]
+    return gaps
+
+
+def test_gaps_count_as_the_arrivals_from_the_one_that_spans_it():
+    sinks = [stamped(0, 10, 20, 30, 70, 80, 90), stamped(5, 15, 25, 65)]
+    before, during = gaps_around(sinks, 32 * NS_PER_MS, 75 * NS_PER_MS)
+    assert before == [10 * NS_PER_MS] * 4
+    assert [gap // NS_PER_MS for gap in during] == [10, 40, 40]
+
+
+def test_pieces_that_arrive_together_are_one():
+    clock = ManualClock()
+    gaps, event = Gaps(clock), b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
+    gaps.on_bytes(event + event)
+    clock.advance(NS_PER_MS // 10)
+    gaps.on_bytes(event)
+    clock.advance(2 * NS_PER_MS)
+    gaps.on_bytes(event + b'data: {"choices":[{"delta":{}}]}\n\ndata: [DONE]\n\n')
+    assert len(gaps.stamps) == 2
+
+
+def test_a_server_is_measured_whole():
+    async def run() -> None:
+        async with StandIn(Script(gap_s=0.001)).listening() as url:
+            bench = Bench(url, "scripted", PLAN, "r1")
+            await bench.calibrate()
+            level = await bench.level(2, 4)
+            assert (level.requests, level.failed, level.output_tokens) == (4, 0, 4 * 64)
+            assert level.output_tokens_per_s > 0
+            prefix = await bench.prefix()
+            assert prefix.miss_ms > 0
+            assert prefix.hit_ms > 0
+            arrival = await bench.arrival()
+            assert 0 < arrival.before_p50_ms <= arrival.before_p99_ms
+            assert arrival.during_p50_ms <= arrival.during_p99_ms <= arrival.during_max_ms
+            await bench.close()
+
+    asyncio.run(run())
