@@ -50,8 +50,9 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     """How one engine worker computes."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """"auto": the first CUDA device if torch sees one, else the CPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """"auto": bfloat16 where the processor multiplies it natively, else float32."""
+    """"auto": bfloat16 on a GPU and where the processor multiplies it natively, else float32."""
     kernels: Literal["auto", "native", "torch"] = "auto"
     """"auto": the native kernels where they were built and can compute the model, else torch."""
     threads: Annotated[int, Meta(ge=0)] = 0
@@ -60,8 +61,15 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     """Tokens of prompt and answer together; 0 takes the model's own limit."""
     kv_memory_bytes: Annotated[int, Meta(ge=0)] = 0
     """Memory for the KV cache; 0 takes `kv_memory_fraction` of what is free after loading."""
-    kv_memory_fraction: Fraction = 0.3
-    """Share of the free memory for the KV cache when `kv_memory_bytes` is 0 (capped: see engine/memory.py)."""
+    kv_memory_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Share of the free memory for the KV cache when `kv_memory_bytes` is 0. 0 takes the device's own: 0.3 of a CPU's (and
+    4 GiB at most), 0.92 of a GPU's."""
+    graphs_max: Annotated[int, Meta(ge=0)] = 64
+    """CUDA graphs kept at most; 0: every kernel of every step is launched by itself."""
+    graph_tokens_max: Positive = 512
+    """Steps of more tokens than this are not captured into graphs, unless all their rows decode."""
+    graph_memory_bytes_max: Positive = 1024 * 1024 * 1024
+    """GPU memory set aside for graphs."""
     step_tokens: Positive = 512
     """Token budget of one step: decode rows first, the rest goes to chunks of prompts."""
     max_running: Positive = 64

@@ -61,9 +61,9 @@ class Adjustments:
         self._num_prompt = np.zeros(max_running, np.int64)
         self._min_known = np.zeros(max_running, np.int64)
         """Tokens, those of the prompt included, that a row has before a stop token may be drawn."""
-        self._bias_ids = [_NO_IDS] * max_running
-        self._bias = [_NO_VALUES] * max_running
-        self._stop_ids = [_NO_IDS] * max_running
+        self._bias_ids: list[Int64Array] = [_NO_IDS] * max_running
+        self._bias: list[npt.NDArray[np.float32]] = [_NO_VALUES] * max_running
+        self._stop_ids: list[Int64Array] = [_NO_IDS] * max_running
 
     def enter(self, new: NewRow) -> None:
         """Take in the parameters of a request that (re)enters the batch."""

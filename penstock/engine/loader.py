@@ -24,6 +24,7 @@ from penstock.errors import CheckpointError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+CPU = torch.device("cpu")
 _DTYPES = ("F32", "F16", "BF16", "F64")
 
 OnProgress = Callable[[int, int], None]
@@ -68,8 +69,9 @@ def load_weights(
     names: CheckpointNames,
     dtype: torch.dtype,
     on_progress: OnProgress,
+    device: torch.device = CPU,
 ) -> Weights:
-    """Read all weights of the model in `directory`.
+    """Read all weights of the model in `directory`, one tensor after another, straight into the device's memory.
 
     Raises:
         CheckpointError: a file is missing, truncated or corrupt; a tensor is missing, unknown, or has
@@ -83,37 +85,42 @@ def load_weights(
         tensors: dict[str, Tensor] = {}
         done = 0
         for weight in wanted:
-            tensors[weight.key] = _read(weight, stored, dtype)
+            tensors[weight.key] = _read(weight, stored, dtype, device)
             done += tensors[weight.key].nbytes
             on_progress(done, total)
     return Weights(tensors)
 
 
-def random_weights(spec: DecoderSpec, dtype: torch.dtype, seed: int, on_progress: OnProgress) -> Weights:
-    """Made-up weights of the right shapes, the same for the same seed. Activations stay in a sane range."""
+def random_weights(
+    spec: DecoderSpec, dtype: torch.dtype, seed: int, on_progress: OnProgress, device: torch.device = CPU
+) -> Weights:
+    """Made-up weights of the right shapes, the same for the same seed on the same kind of device.
+
+    Activations stay in a sane range.
+    """
     wanted = decoder_weights(spec, CheckpointNames())
     total = sum(prod(weight.shape) for weight in wanted) * dtype.itemsize
     tensors: dict[str, Tensor] = {}
     done = 0
     for weight in wanted:
-        tensors[weight.key] = _random(weight, dtype, seed)
+        tensors[weight.key] = _random(weight, dtype, seed, device)
         done += tensors[weight.key].nbytes
         on_progress(done, total)
     return Weights(tensors)
 
 
-def _random(weight: Weight, dtype: torch.dtype, seed: int) -> Tensor:
+def _random(weight: Weight, dtype: torch.dtype, seed: int, device: torch.device) -> Tensor:
     if weight.key.endswith("norm"):
-        return torch.ones(weight.shape, dtype=dtype)
+        return torch.ones(weight.shape, dtype=dtype, device=device)
     digest = hashlib.blake2b(f"{seed}/{weight.key}".encode(), digest_size=7).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "big"))
     # Uniform with the variance of the usual initialisation: several times faster to make than normal.
     bound = (3.0 / weight.shape[-1]) ** 0.5
-    return torch.empty(weight.shape, dtype=dtype).uniform_(-bound, bound, generator=generator)
+    return torch.empty(weight.shape, dtype=dtype, device=device).uniform_(-bound, bound, generator=generator)
 
 
-def _read(weight: Weight, stored: dict[str, _Stored], dtype: torch.dtype) -> Tensor:
-    target = torch.empty(weight.shape, dtype=dtype)
+def _read(weight: Weight, stored: dict[str, _Stored], dtype: torch.dtype, device: torch.device) -> Tensor:
+    target = torch.empty(weight.shape, dtype=dtype, device=device)
     start = 0
     for part in weight.parts:
         source = stored[part.name]

@@ -12,6 +12,9 @@ from penstock.types import BLOCK_TOKENS
 
 CPU_KV_BYTES_MAX = 4 * 1024**3
 """The KV cache takes no more than this of a CPU's memory unless `kv_memory_bytes` says so."""
+CPU_KV_FRACTION = 0.3
+GPU_KV_FRACTION = 0.92
+"""Of what is left when weights, buffers and the largest step have had theirs: nothing else lives there."""
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -35,7 +38,27 @@ def free_memory_bytes() -> int:
     return min(free, max(limit - used, 0))
 
 
-def plan_kv(config: EngineConfig, spec: DecoderSpec, *, bytes_per_value: int, free_bytes: int) -> KVBudget:
+@dataclass(slots=True, frozen=True)
+class Share:
+    """What part of the free memory the KV cache gets if no setting says it."""
+
+    fraction: float
+    bytes_max: int | None
+    """More is not taken unless `kv_memory_bytes` says so; None: there is no such bound."""
+
+
+CPU_SHARE = Share(CPU_KV_FRACTION, CPU_KV_BYTES_MAX)
+GPU_SHARE = Share(GPU_KV_FRACTION, None)
+
+
+def plan_kv(
+    config: EngineConfig,
+    spec: DecoderSpec,
+    *,
+    bytes_per_value: int,
+    free_bytes: int,
+    share: Share = CPU_SHARE,
+) -> KVBudget:
     """Choose the number of blocks, and settle the context length.
 
     Raises:
@@ -47,7 +70,7 @@ def plan_kv(config: EngineConfig, spec: DecoderSpec, *, bytes_per_value: int, fr
             f"engine.max_model_len is {asked_len}, but the model was made for {spec.max_position} tokens at most"
         )
     block_bytes = BLOCK_TOKENS * spec.kv_bytes_per_token(bytes_per_value)
-    num_blocks = _affordable_bytes(config, free_bytes) // block_bytes
+    num_blocks = _affordable_bytes(config, free_bytes, share) // block_bytes
     if not config.kv_memory_bytes:
         # More than every request at its longest would never be used up.
         num_blocks = min(num_blocks, config.max_running * _blocks(asked_len))
@@ -64,12 +87,15 @@ def plan_kv(config: EngineConfig, spec: DecoderSpec, *, bytes_per_value: int, fr
     return KVBudget(num_blocks, min(asked_len, num_blocks * BLOCK_TOKENS))
 
 
-def _affordable_bytes(config: EngineConfig, free_bytes: int) -> int:
+def _affordable_bytes(config: EngineConfig, free_bytes: int, share: Share) -> int:
     if config.kv_memory_bytes > free_bytes:
         raise ConfigError(
             f"engine.kv_memory_bytes is {config.kv_memory_bytes}, but only {free_bytes} bytes are free"
         )
-    return config.kv_memory_bytes or min(int(free_bytes * config.kv_memory_fraction), CPU_KV_BYTES_MAX)
+    if config.kv_memory_bytes:
+        return config.kv_memory_bytes
+    affordable = int(free_bytes * (config.kv_memory_fraction or share.fraction))
+    return affordable if share.bytes_max is None else min(affordable, share.bytes_max)
 
 
 def _blocks(tokens: int) -> int:

@@ -14,6 +14,8 @@ import torch
 from penstock.clock import Clock
 from penstock.config.tree import EngineConfig
 from penstock.engine.arrays import as_tensor
+from penstock.engine.gpu.load import cuda_target, load_on_device
+from penstock.engine.gpu.runner import DeviceRunner
 from penstock.engine.inputs import RowTables
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.loader import load_weights, random_weights
@@ -24,7 +26,6 @@ from penstock.engine.native.library import Kernels as NativeKernels
 from penstock.engine.sampler import Sampler, SampleRows, results
 from penstock.engine.scoring import score_chunks
 from penstock.engine.wiring import StepModel, native_kernels, wire_model
-from penstock.errors import ConfigError
 from penstock.protocol.worker import ModelInfo
 from penstock.schedule.plan import SCORED_TOKENS_MAX, NewRow, RowWork, StepPlan, StepResult
 from penstock.types import BLOCK_TOKENS, RequestId, SamplingParams
@@ -102,13 +103,15 @@ class Runner:
 
 def build_runner(
     model_path: str | Path, config: EngineConfig, clock: Clock, on_progress: OnProgress
-) -> Runner:
-    """What a worker process calls at its start: takes the processor's cores, then `load_runner`.
+) -> "Runner | DeviceRunner":
+    """What a worker process calls at its start: a CUDA device's runner if there is one, else one on every core.
 
     Raises:
         CheckpointError: the directory does not hold a model that can be served.
         ConfigError: a setting that is impossible on this machine or with this model.
     """
+    if (target := cuda_target(config, clock)) is not None:
+        return load_on_device(Path(model_path), target, on_progress)
     threads = config.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     runner = load_runner(Path(model_path), config, clock, on_progress)
@@ -120,13 +123,13 @@ def build_runner(
 
 
 def load_runner(model_path: Path, config: EngineConfig, clock: Clock, on_progress: OnProgress) -> Runner:
-    """Load the model in `model_path` and wire a runner for it. `warm_up` is left to the caller.
+    """Load the model in `model_path` and wire a runner on the CPU for it. `warm_up` is left to the caller.
 
     Raises:
         CheckpointError: the directory does not hold a model that can be served.
         ConfigError: a setting that is impossible on this machine or with this model.
     """
-    device, dtype = _device(config), _dtype(config)
+    device, dtype = torch.device("cpu"), _dtype(config)
     on_progress("reading the configuration", 0, 0)
     spec, names = read_spec(model_path)
     native = native_kernels(config, spec, dtype)
@@ -162,12 +165,6 @@ def load_runner(model_path: Path, config: EngineConfig, clock: Clock, on_progres
     return Runner(
         RunnerParts(info=info, model=model, cache=cache, clock=clock, step_tokens=config.step_tokens)
     )
-
-
-def _device(config: EngineConfig) -> torch.device:
-    if config.device == "cuda":
-        raise ConfigError("engine.device is cuda, but this version computes on the CPU only")
-    return torch.device("cpu")
 
 
 def _dtype(config: EngineConfig) -> torch.dtype:

@@ -1,7 +1,7 @@
 import pytest
 
 from penstock.config.tree import EngineConfig
-from penstock.engine.memory import CPU_KV_BYTES_MAX, KVBudget, free_memory_bytes, plan_kv
+from penstock.engine.memory import CPU_KV_BYTES_MAX, GPU_SHARE, KVBudget, free_memory_bytes, plan_kv
 from penstock.engine.models.spec import DecoderSpec, RopeSpec
 from penstock.errors import ConfigError
 
@@ -54,3 +54,10 @@ def test_impossible_settings_are_named() -> None:
 
 def test_this_machine_has_memory() -> None:
     assert free_memory_bytes() > 0
+
+
+def test_a_device_of_its_own_gives_more_and_without_the_bound() -> None:
+    budget = plan_kv(
+        EngineConfig(max_running=100_000), SPEC, bytes_per_value=2, free_bytes=64 * GIB, share=GPU_SHARE
+    )
+    assert budget.num_blocks == int(64 * GIB * GPU_SHARE.fraction) // BLOCK_BYTES

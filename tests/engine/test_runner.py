@@ -78,11 +78,6 @@ def test_compute_time_comes_from_the_clock(qwen3: Path) -> None:
     assert runner.run(StepPlan(1, (new_row(0, [1]),), (RowWork(0, 0, 1, True, (0,)),))).compute_ns == 5
 
 
-def test_cuda_is_refused_by_name(qwen3: Path) -> None:
-    with pytest.raises(ConfigError, match=r"engine.device"):
-        tiny_runner(qwen3, device="cuda")
-
-
 def test_loading_tells_its_stages(qwen3: Path) -> None:
     stages: list[tuple[str, int, int]] = []
     config = EngineConfig(dtype="float32", kernels="torch", kv_memory_bytes=1 << 20)

@@ -1,6 +1,6 @@
 """`Kernels` for a device: matrix products by torch (cuBLAS on a GPU), everything else by `Ops`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -8,6 +8,7 @@ from torch import Tensor
 from penstock.engine.gpu.attention import DeviceAttention
 from penstock.engine.gpu.ops import Ops
 from penstock.engine.gpu.step import StepLimits
+from penstock.engine.kernels import Activation
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.linear import Linear
 from penstock.engine.layers.rotary import RotaryWeights
@@ -68,7 +69,7 @@ class DeviceKernels:
         """See `Kernels`."""
         return DeviceNorm(self._ops, weight, eps)
 
-    def activation(self) -> Callable[[Tensor, Tensor], None]:
+    def activation(self) -> Activation:
         """See `Kernels`."""
         return self._ops.silu_mul if self._spec.activation == "silu" else self._ops.gelu_tanh_mul
 

@@ -81,6 +81,8 @@ class Decoder:
     ) -> None:
         self._spec = spec
         table = weights.take("embedding")
+        self.dtype = table.dtype
+        """Of weights, activations and the KV cache."""
         self._embed = _embedding(spec, table)
         self._first_norm = _norm(spec, weights, kernels, "0.input_norm")
         self._layers = [_layer(spec, weights, kernels, limits, i) for i in range(spec.num_layers)]
@@ -98,7 +100,8 @@ class Decoder:
         self._buffers = _buffers(spec, table, limits.step_tokens)
         self._samples = table.new_empty(2, limits.max_samples, spec.hidden_size)
         self._raw_logits = table.new_empty(limits.max_samples, spec.vocab_size)
-        self._logits = torch.empty(limits.max_samples, spec.vocab_size, device=head.device)
+        self.logits = torch.empty(limits.max_samples, spec.vocab_size, device=head.device)
+        """What `forward` writes to, from the first row on."""
         self._finish = partial(soft_cap_, cap=spec.logit_softcap) if spec.logit_softcap else _as_they_are
         self._views: dict[int, _Rows] = {}
 
@@ -129,7 +132,7 @@ class Decoder:
     def _sample_logits(self, residual: Tensor, samples: Tensor) -> Tensor:
         num_samples = samples.shape[0]
         picked, normed = self._samples[0, :num_samples], self._samples[1, :num_samples]
-        raw, logits = self._raw_logits[:num_samples], self._logits[:num_samples]
+        raw, logits = self._raw_logits[:num_samples], self.logits[:num_samples]
         if num_samples:
             torch.index_select(residual, 0, samples, out=picked)
             self._final_norm(picked, normed)

@@ -1,0 +1,214 @@
+"""Puts a device's engine together: weights straight into its memory, buffers, the largest step, and the rest for the KV cache."""
+
+import gc
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from penstock.clock import Clock
+from penstock.config.tree import EngineConfig
+from penstock.engine.gpu.graphs import GraphLimits
+from penstock.engine.gpu.layers import DeviceKernels
+from penstock.engine.gpu.ops import Ops
+from penstock.engine.gpu.platform import CudaPlatform, Platform
+from penstock.engine.gpu.runner import DeviceParts, DeviceRunner
+from penstock.engine.gpu.step import StepLimits
+from penstock.engine.gpu.torch_ops import TorchOps
+from penstock.engine.gpu.worklist import WorkListLimits
+from penstock.engine.gpu.worst_case import blocks_of, largest_step
+from penstock.engine.kv_cache import KVCache
+from penstock.engine.loader import load_weights, random_weights
+from penstock.engine.memory import CPU_SHARE, GPU_SHARE, KVBudget, free_memory_bytes, plan_kv
+from penstock.engine.models.decoder import Decoder, DecoderLimits, WeightSource
+from penstock.engine.models.registry import read_spec
+from penstock.engine.models.spec import DecoderSpec
+from penstock.errors import ConfigError
+from penstock.protocol.worker import ModelInfo
+from penstock.schedule.plan import SCORED_TOKENS_MAX
+from penstock.types import BLOCK_TOKENS
+
+OnStage = Callable[[str, int, int], None]
+"""Called with (stage in words, done, total)."""
+_cuda = cast(Any, torch.cuda)  # Its stubs leave most types open.
+_TILE_ROWS = 64
+"""Rows of the attention kernel's query tile."""
+
+
+@dataclass(slots=True, frozen=True)
+class Target:
+    """What a model is built for."""
+
+    config: EngineConfig
+    platform: Platform
+    ops: Ops
+    clock: Clock
+
+
+def cuda_target(config: EngineConfig, clock: Clock) -> Target | None:
+    """The CUDA device, if the config wants one or leaves it open and torch sees one.
+
+    Raises:
+        ConfigError: the config insists on a device that is not there, or on kernels that it does not have.
+    """
+    if config.device == "cpu":
+        return None
+    if not _cuda.is_available():
+        if config.device == "cuda":
+            raise ConfigError(
+                f"engine.device is cuda, but torch sees no CUDA device (torch {torch.__version__})"
+            )
+        return None
+    if config.kernels == "native":
+        raise ConfigError("engine.kernels is native, but engine.device is cuda: those kernels are for CPUs")
+    return Target(
+        config, CudaPlatform(torch.device("cuda", _cuda.current_device())), _cuda_ops(config), clock
+    )
+
+
+def load_on_device(model_path: Path, target: Target, on_progress: OnStage) -> DeviceRunner:
+    """Load the model in `model_path` and wire a runner for it. `warm_up` is left to the caller.
+
+    Raises:
+        CheckpointError: the directory does not hold a model that can be served.
+        ConfigError: a setting that is impossible on this device or with this model.
+    """
+    config, device = target.config, target.platform.device
+    spec, names = read_spec(model_path)
+    dtype = device_dtype(config, device)
+
+    def on_bytes(done: int, total: int) -> None:
+        on_progress("loading weights", done, total)
+
+    if config.load_format == "random":
+        weights = random_weights(spec, dtype, config.seed, on_bytes, device)
+    else:
+        weights = load_weights(model_path, spec, names, dtype, on_bytes, device)
+    on_progress("preparing kernels", 0, 0)
+    return build_on_device(model_path.name, spec, weights, target)
+
+
+def build_on_device(name: str, spec: DecoderSpec, weights: WeightSource, target: Target) -> DeviceRunner:
+    """A runner for `weights`, which it takes. Dtype and device are those of the weights.
+
+    Raises:
+        ConfigError: a setting that is impossible on this device or with this model.
+    """
+    builder = _Builder(name, spec, weights, target)
+    return builder.runner(builder.budget())
+
+
+def device_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    """What the config says, or bfloat16 on a GPU."""
+    if config.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.float32 if config.dtype == "float32" else torch.bfloat16
+
+
+class _Builder:
+    """The model on its device, around which runners with caches of any size can be made."""
+
+    @torch.inference_mode()
+    def __init__(self, name: str, spec: DecoderSpec, weights: WeightSource, target: Target) -> None:
+        self._name, self._spec, self._target = name, spec, target
+        config = target.config
+        self._max_running = min(config.max_running, config.step_tokens)
+        # The longest context that may be asked for; what the memory allows may be less.
+        self._limits = self._step_limits(min(config.max_model_len or spec.max_position, spec.max_position))
+        self._kernels = DeviceKernels(target.ops, spec, self._limits)
+        sizes = DecoderLimits(
+            step_tokens=config.step_tokens,
+            max_samples=self._max_running + SCORED_TOKENS_MAX,
+            max_model_len=self._limits.max_model_len,
+        )
+        self._decoder = Decoder(spec, weights, self._kernels, sizes)
+        self._dtype = self._decoder.dtype
+
+    def budget(self) -> KVBudget:
+        """How many blocks the memory allows, after everything else has had its part."""
+        config, spec = self._target.config, self._spec
+        on_cpu = self._target.platform.device.type == "cpu"
+        free = free_memory_bytes() if on_cpu else self._free_for_cache()
+        share = CPU_SHARE if on_cpu else GPU_SHARE
+        return plan_kv(config, spec, bytes_per_value=self._dtype.itemsize, free_bytes=free, share=share)
+
+    @torch.inference_mode()
+    def runner(self, budget: KVBudget) -> DeviceRunner:
+        """A runner with its own cache and buffers."""
+        target, config, spec = self._target, self._target.config, self._spec
+        limits = self._step_limits(budget.max_model_len)
+        cache = KVCache(spec, budget.num_blocks, self._dtype, target.platform.device)
+        info = ModelInfo(
+            model=self._name,
+            architecture=spec.architecture,
+            dtype=str(self._dtype).removeprefix("torch."),
+            num_parameters=spec.num_parameters,
+            vocab_size=spec.vocab_size,
+            max_model_len=budget.max_model_len,
+            num_blocks=budget.num_blocks,
+            block_tokens=BLOCK_TOKENS,
+            max_running=self._max_running,
+        )
+        graphs = GraphLimits(
+            max_running=self._max_running,
+            tokens_max=min(config.graph_tokens_max, config.step_tokens),
+            # A router of experts asks the device how many tokens each has: that cannot be captured.
+            count_max=0 if spec.moe is not None else config.graphs_max,
+            memory_bytes_max=config.graph_memory_bytes_max,
+        )
+        parts = DeviceParts(
+            info=info,
+            platform=target.platform,
+            ops=target.ops,
+            decoder=self._decoder,
+            attention=self._kernels.attention(cache, self._decoder.rotary),
+            limits=limits,
+            graphs=graphs,
+            clock=target.clock,
+        )
+        return DeviceRunner(parts)
+
+    def _free_for_cache(self) -> int:
+        """Bytes of a GPU that are free once buffers, graphs and the largest step have theirs: measured by running it."""
+        limits = self._limits
+        enough = self._max_running + -(-limits.step_tokens // BLOCK_TOKENS)
+        budget = KVBudget(enough, min(limits.max_model_len, enough * BLOCK_TOKENS))
+        plan = largest_step(limits, enough)
+        assert blocks_of(plan) <= enough
+        _cuda.reset_peak_memory_stats()
+        before = int(_cuda.memory_allocated())
+        trial = self.runner(budget)
+        cache_bytes = (enough + 1) * BLOCK_TOKENS * self._spec.kv_bytes_per_token(self._dtype.itemsize)
+        trial.run(plan)
+        taken = int(_cuda.max_memory_allocated()) - before - cache_bytes
+        del trial
+        gc.collect()
+        _cuda.empty_cache()
+        free, _ = cast("tuple[int, int]", _cuda.mem_get_info())
+        graphs = self._target.config.graph_memory_bytes_max if self._target.config.graphs_max else 0
+        return max(free - taken - graphs, 0)
+
+    def _step_limits(self, max_model_len: int) -> StepLimits:
+        step_tokens = self._target.config.step_tokens
+        work = WorkListLimits.of(
+            max_running=self._max_running,
+            step_tokens=step_tokens,
+            chunk_queries=max(_TILE_ROWS // self._spec.group_size, 1),
+        )
+        return StepLimits(
+            max_running=self._max_running, step_tokens=step_tokens, max_model_len=max_model_len, work=work
+        )
+
+
+def _cuda_ops(config: EngineConfig) -> Ops:
+    """Triton's kernels, or their twins in torch if the config says so."""
+    if config.kernels == "torch":
+        return TorchOps()
+    try:
+        module = importlib.import_module("penstock.engine.gpu.triton_ops")
+    except ImportError as error:
+        raise ConfigError(f"engine.device is cuda, but its kernels need triton: {error}") from error
+    return cast(Ops, module.TritonOps())

@@ -1,0 +1,132 @@
+"""What differs between devices for whoever launches work: staging memory, events, graphs.
+
+On the CPU work is done when the call returns, so events are nothing and a graph is the call itself: the same runner
+code runs, and is tested, on either.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+_cuda = cast(Any, torch.cuda)  # Its stubs leave most types open.
+
+
+class Mark(Protocol):
+    """A point in the device's queue."""
+
+    def wait(self) -> None:
+        """Return once everything launched before the mark is done."""
+        ...
+
+
+class Graph(Protocol):
+    """Captured work on fixed buffers."""
+
+    def replay(self) -> None:
+        """Launch it again."""
+        ...
+
+
+class Platform(Protocol):
+    """One device and its queue of work."""
+
+    device: torch.device
+
+    def staging(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Zeroed host memory that copies to and from the device without stopping the host."""
+        ...
+
+    def mark(self) -> Mark:
+        """Remember the end of what is launched so far."""
+        ...
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """Record what `run` launches; it was run before, so that nothing is set up lazily any more."""
+        ...
+
+    def allocated_bytes(self) -> int:
+        """Device memory that this process has taken; 0 where nobody counts."""
+        ...
+
+
+class _Done:
+    def wait(self) -> None:
+        """Nothing is ever under way."""
+
+
+class _Again:
+    """A graph of a device that works while the host waits."""
+
+    __slots__ = ("_run",)
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+
+    def replay(self) -> None:
+        self._run()
+
+
+class CpuPlatform:
+    """See `Platform`: everything at once."""
+
+    device = torch.device("cpu")
+    _done = _Done()
+
+    def staging(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """See `Platform`."""
+        return torch.zeros(shape, dtype=dtype)
+
+    def mark(self) -> Mark:
+        """See `Platform`."""
+        return self._done
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """See `Platform`."""
+        return _Again(run)
+
+    def allocated_bytes(self) -> int:
+        """See `Platform`."""
+        return 0
+
+
+class _CudaMark:
+    __slots__ = ("_event",)
+
+    def __init__(self) -> None:
+        self._event = _cuda.Event()
+        self._event.record()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class CudaPlatform:
+    """See `Platform`: one CUDA device, its current stream, and one memory pool for all graphs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pool: object | None = None
+
+    def staging(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """See `Platform`."""
+        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+
+    def mark(self) -> Mark:
+        """See `Platform`."""
+        return _CudaMark()
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """See `Platform`."""
+        if self._pool is None:
+            # Steps run one after another, so all graphs may use the same scratch.
+            self._pool = _cuda.graph_pool_handle()
+        graph = _cuda.CUDAGraph()
+        with _cuda.graph(graph, pool=self._pool):
+            run()
+        return cast(Graph, graph)
+
+    def allocated_bytes(self) -> int:
+        """See `Platform`."""
+        return int(_cuda.memory_reserved(self.device))

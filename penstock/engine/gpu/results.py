@@ -1,0 +1,190 @@
+"""From the device back to the host: what a step drew, in host memory that is read only once the step is done."""
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from penstock.engine.arrays import float_list, int_list
+from penstock.engine.gpu.platform import Mark, Platform
+from penstock.engine.gpu.rows import HostRows, HostStep
+from penstock.engine.gpu.staging import Staging
+from penstock.engine.gpu.step import Drawn, RowState, StepBuffer, StepLimits
+from penstock.engine.scoring import NOT_NUMBERS
+from penstock.schedule.plan import Sampled, Scored
+from penstock.types import TokenLogprob
+
+
+@dataclass(slots=True)
+class Wanted:
+    """Log-probabilities that were asked for: one per row of logits."""
+
+    counts: list[int]
+    """Alternatives of each."""
+    targets: Tensor
+    """`[n]` int64 on the host, as are the rest: whose log-probability."""
+    chosen: Tensor
+    values: Tensor
+    """`[n, max(counts)]`"""
+    ids: Tensor
+    healthy: Tensor
+
+    def at(self, index: int) -> TokenLogprob:
+        """One of them."""
+        count = self.counts[index]
+        pairs = zip(int_list(self.ids[index])[:count], float_list(self.values[index])[:count], strict=True)
+        top = tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0])))
+        return TokenLogprob(int(self.targets[index]), float(self.chosen[index]), top)
+
+
+class LogprobReader:
+    """Computes log-probabilities on the device and brings them to the host."""
+
+    def __init__(self, platform: Platform) -> None:
+        self._platform = platform
+        self._host: dict[str, Tensor] = {}
+
+    def read(self, logits: Tensor, targets: Tensor, counts: list[int]) -> Wanted:
+        """Start copying those of `targets` `[n]` under the unscaled distributions `[n, vocab_size]`."""
+        logprobs = torch.log_softmax(logits, -1)
+        chosen = logprobs.gather(1, targets[:, None])[:, 0]
+        values, ids = logprobs.topk(min(max(counts), logits.shape[1]), dim=-1)
+        healthy = logits.amax(-1).isfinite()  # A NaN anywhere is the maximum.
+        found = {"targets": targets, "chosen": chosen, "values": values, "ids": ids, "healthy": healthy}
+        return Wanted(counts, **{name: self._to_host(name, tensor) for name, tensor in found.items()})
+
+    def _to_host(self, name: str, tensor: Tensor) -> Tensor:
+        host = self._host.get(name)
+        if host is None or host.numel() < tensor.numel():
+            size = 1 << max(tensor.numel() - 1, 255).bit_length()
+            host = self._host[name] = self._platform.staging((size,), tensor.dtype)
+        view = host[: tensor.numel()].view(tensor.shape)
+        return view.copy_(tensor, non_blocking=True)
+
+
+@dataclass(slots=True, frozen=True)
+class ScoredRow:
+    """A row of the step whose prompt tokens are scored: its logits are `count` of those that are read."""
+
+    row: int
+    count: int
+
+
+@dataclass(slots=True)
+class Flight:
+    """One step under way: what it reads from the host, and where its results arrive. Used again when it is collected."""
+
+    buffer: StepBuffer
+    staging: Staging
+    drawn: Drawn
+    """On the host."""
+    sampled_reader: LogprobReader
+    scored_reader: LogprobReader
+    step: int = 0
+    started_ns: int = 0
+    rows: list[int] = field(default_factory=list[int])
+    """Rows of the tables that draw."""
+    logprobs: dict[int, int] = field(default_factory=dict[int, int])
+    """From the place among `rows` to the place in `sampled`, of rows whose log-probability is wanted."""
+    sampled: Wanted | None = None
+    scored_rows: list[ScoredRow] = field(default_factory=list[ScoredRow])
+    scored: Wanted | None = None
+    mark: Mark | None = None
+
+    @classmethod
+    def allocate(cls, platform: Platform, limits: StepLimits) -> "Flight":
+        """Host memory for steps of these limits."""
+        pinned = platform.device.type == "cuda"
+        return cls(
+            buffer=StepBuffer(limits, torch.device("cpu"), pinned=pinned),
+            staging=Staging(platform),
+            drawn=Drawn(
+                platform.staging((limits.max_running,), torch.int32),
+                platform.staging((limits.max_running,), torch.bool),
+            ),
+            sampled_reader=LogprobReader(platform),
+            scored_reader=LogprobReader(platform),
+        )
+
+    def read_drawn(self, drawn: Drawn, host: HostStep) -> None:
+        """Start copying the drawn tokens."""
+        self.rows = cast("list[int]", cast(Any, host.sample_rows).tolist())
+        count = len(self.rows)
+        self.drawn.token_ids[:count].copy_(drawn.token_ids[:count], non_blocking=True)
+        self.drawn.healthy[:count].copy_(drawn.healthy[:count], non_blocking=True)
+
+    def read_logprobs(self, logits: Tensor, drawn: Drawn, wanted: list[int | None]) -> None:
+        """Start copying the log-probabilities of drawn tokens; `logits` are the model's own."""
+        places = [place for place, row in enumerate(self.rows) if wanted[row] is not None]
+        self.logprobs = {place: index for index, place in enumerate(places)}
+        self.sampled = None
+        if places:
+            index = self.staging.put(torch.tensor(places).numpy())
+            counts = [wanted[self.rows[place]] or 0 for place in places]
+            targets = drawn.token_ids.index_select(0, index).long()
+            self.sampled = self.sampled_reader.read(logits.index_select(0, index), targets, counts)
+
+    def read_scores(self, logits: Tensor, targets: Tensor, scored: list[ScoredRow], rows: HostRows) -> None:
+        """Start copying the log-probabilities of prompt tokens: `logits` `[sum of counts, vocab_size]`."""
+        self.scored_rows, self.scored = scored, None
+        counts = [rows.prompt_logprobs[one.row] for one in scored for _ in range(one.count)]
+        if counts:
+            self.scored = self.scored_reader.read(logits, targets, counts)
+
+    def results(self) -> tuple[tuple[Sampled, ...], tuple[Scored, ...]]:
+        """Everything the step found; its mark has been waited for."""
+        count = len(self.rows)
+        tokens, healthy = int_list(self.drawn.token_ids[:count]), int_list(self.drawn.healthy[:count])
+        sampled = tuple(
+            self._sampled(place, row, token, bool(ok))
+            for place, (row, token, ok) in enumerate(zip(self.rows, tokens, healthy, strict=True))
+        )
+        return sampled, tuple(self._scores())
+
+    def _sampled(self, place: int, row: int, token: int, healthy: bool) -> Sampled:
+        if not healthy:
+            return Sampled(row, 0, error=NOT_NUMBERS)
+        if self.sampled is None or place not in self.logprobs:
+            return Sampled(row, token)
+        return Sampled(row, token, self.sampled.at(self.logprobs[place]))
+
+    def _scores(self) -> list[Scored]:
+        scored: list[Scored] = []
+        first = 0
+        for one in self.scored_rows:
+            places = range(first, first + one.count)
+            first += one.count
+            wanted = self.scored
+            if wanted is None:
+                scored.append(Scored(one.row, ()))
+            elif bool(wanted.healthy[places.start : places.stop].all()):
+                scored.append(Scored(one.row, tuple(wanted.at(place) for place in places)))
+            else:
+                scored.append(Scored(one.row, (), error=NOT_NUMBERS))
+        return scored
+
+
+def scored_targets(
+    host: HostStep, rows: HostRows, state: RowState, staging: Staging
+) -> tuple[Tensor, Tensor, list[ScoredRow]]:
+    """Which tokens' logits score a prompt token, those prompt tokens, and whose they are.
+
+    Returns:
+        Indices into the step's tokens and target ids, both `[n]` int64 on the device, and the rows in plan order.
+    """
+    starts = (host.num_tokens.cumsum() - host.num_tokens).tolist()
+    scored: list[ScoredRow] = []
+    tokens: list[int] = []
+    places: list[int] = []
+    width = state.token_ids.shape[1]
+    for index in host.scoring:
+        row, first, num_tokens = (int(of[index]) for of in (host.rows, host.computed, host.num_tokens))
+        count = min(first + num_tokens + 1, rows.num_prompt[row]) - (first + 1)
+        scored.append(ScoredRow(row, count))
+        tokens += range(starts[index], starts[index] + count)
+        places += range(row * width + first + 1, row * width + first + 1 + count)
+    targets = state.token_ids.view(-1).index_select(
+        0, staging.put(torch.tensor(places, dtype=torch.int64).numpy())
+    )
+    return staging.put(torch.tensor(tokens, dtype=torch.int64).numpy()), targets.long(), scored
