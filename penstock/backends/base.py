@@ -28,6 +28,9 @@ class GenerateRequest:
     """Keep the matched stop string in the text."""
     skip_special_tokens: bool = True
     cache_salt: bytes = b""
+    """Prefix-cache namespace of the tenant."""
+    public_tokens: int = 0
+    """Leading prompt tokens that the operator declared public; see `gateway/public.py`."""
     priority: int = 0
     fairness_key: str = ""
 

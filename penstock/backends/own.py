@@ -110,6 +110,7 @@ class OwnBackend:
                 prompt=token_bytes(request.prompt_token_ids),
                 sampling=request.sampling,
                 cache_salt=request.cache_salt,
+                public_tokens=request.public_tokens,
                 priority=request.priority,
                 fairness_key=request.fairness_key,
             )

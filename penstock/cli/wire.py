@@ -24,6 +24,7 @@ from penstock.fleet.launchers.base import LaunchedWorker, WorkerSpec
 from penstock.fleet.launchers.local import LocalLauncher
 from penstock.gateway.app import Gateway
 from penstock.gateway.models import ServedModel
+from penstock.gateway.public import PublicPrefixes
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 from penstock.text.chat import ChatTemplate
@@ -201,13 +202,15 @@ def _friendlier(error: ConfigError, server: ServerConfig) -> ConfigError:
 def _make_part(model: ModelConfig, clock: Clock) -> _Part:
     directory, name = resolve(model.path), ModelName(served_name(model))
     tokenizer = Tokenizer.load(directory)
+    template = ChatTemplate.load(directory, wall_ns=clock.wall_ns)
     backend = OwnBackend(tokenizer, clock)
     served = ServedModel(
         name=name,
         backend=backend,
         tokenizer=tokenizer,
-        template=ChatTemplate.load(directory, wall_ns=clock.wall_ns),
+        template=template,
         created_s=_changed_s(directory),
+        public_prefixes=PublicPrefixes.of(model.public_prefixes, tokenizer, template),
     )
     spec = WorkerSpec(
         worker_id=WorkerId(f"{name}-0"), model_path=str(directory), model_name=name, engine=model.engine

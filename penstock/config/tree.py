@@ -106,6 +106,8 @@ class ModelConfig(Branch, frozen=True, kw_only=True):
     """A Hugging Face model directory, a hub id, or the name of a built-in demo model."""
     name: str = ""
     """The name clients use; empty takes the last part of the path."""
+    public_prefixes: Annotated[tuple[str, ...], Meta(max_length=64)] = ()
+    """Texts (of system prompts, of plain prompts) that are nobody's secret: all tenants share their cached KV."""
     engine: EngineConfig = EngineConfig()
 
 

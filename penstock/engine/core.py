@@ -14,7 +14,7 @@ from penstock.clock import Clock
 from penstock.config.tree import EngineConfig
 from penstock.errors import Draining, InvalidRequest, PenstockError
 from penstock.kv.block_pool import BlockPool
-from penstock.kv.hashing import BlockHasher, token_array
+from penstock.kv.hashing import PUBLIC, BlockHasher, token_array
 from penstock.kv.manager import KVManager
 from penstock.protocol.worker import Finish, ModelInfo, Output, Stats, Submit
 from penstock.schedule.limits import Limits
@@ -172,7 +172,8 @@ def _request(message: Submit, vocab_size: int) -> Request:
     """The scheduler's view of a submission.
 
     Raises:
-        InvalidRequest: the prompt or the bias has tokens that this model lacks (and would break the whole batch).
+        InvalidRequest: the prompt or the bias has tokens that this model lacks (and would break the whole batch), or
+            the namespace is none that a tenant may have.
     """
     try:
         tokens = token_array(message.prompt)
@@ -182,11 +183,19 @@ def _request(message: Submit, vocab_size: int) -> Request:
         raise InvalidRequest(f"the prompt has token ids outside 0..{vocab_size - 1}", param="prompt")
     if any(not 0 <= token_id < vocab_size for token_id, _ in message.sampling.logit_bias):
         raise InvalidRequest(f"logit_bias has token ids outside 0..{vocab_size - 1}", param="logit_bias")
+    if not 0 <= message.public_tokens <= len(tokens):
+        raise InvalidRequest(
+            f"public_tokens is {message.public_tokens}, but the prompt has {len(tokens)}",
+            param="public_tokens",
+        )
+    if message.cache_salt == PUBLIC:
+        raise InvalidRequest("this salt is reserved", param="cache_salt")
     return Request(
         request_id=message.request_id,
         tokens=tokens,
         sampling=message.sampling,
         salt=message.cache_salt,
+        public_tokens=message.public_tokens,
         priority=message.priority,
         fairness_key=message.fairness_key,
     )

@@ -157,6 +157,7 @@ def _requests(job: _Job) -> list[GenerateRequest]:
     request, stop, found = job.request, _stops(job.request), list[GenerateRequest]()
     for prompt, max_tokens in zip(job.prompts, job.max_tokens, strict=True):
         seed = fresh_seed() if request.seed is None else request.seed
+        public_tokens = job.model.public_prefixes.num_tokens_of(prompt)
         for choice in range(job.choices_per_prompt):
             found.append(
                 GenerateRequest(
@@ -175,6 +176,7 @@ def _requests(job: _Job) -> list[GenerateRequest]:
                     # The tags around a tool call are special tokens in some vocabularies.
                     skip_special_tokens=request.skip_special_tokens is not False and not _uses_tools(request),
                     cache_salt=job.caller.cache_salt,
+                    public_tokens=public_tokens,
                     fairness_key=job.caller.fairness_key,
                 )
             )

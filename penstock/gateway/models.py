@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from penstock.backends.base import Backend
 from penstock.errors import NotFound, WorkerUnavailable
+from penstock.gateway.public import NO_PUBLIC_PREFIXES, PublicPrefixes
 from penstock.protocol.openai import ModelCard
 from penstock.protocol.worker import ModelInfo
 from penstock.text.chat import ChatTemplate
@@ -26,6 +27,8 @@ class ServedModel:
     """When it was loaded, in seconds since the epoch."""
     tool_parser: Callable[[], ToolParser] = HermesToolParser
     """Makes one answer's parser of tool calls."""
+    public_prefixes: PublicPrefixes = NO_PUBLIC_PREFIXES
+    """What prompts may begin with that is no tenant's secret."""
 
     def info(self) -> ModelInfo:
         """What the worker said of itself.

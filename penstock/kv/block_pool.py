@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import NewType
 
 from penstock.kv.events import NO_KV_EVENTS, KVEventSink
-from penstock.kv.hashing import BlockHash
+from penstock.kv.hashing import PUBLIC, BlockHash
 
 Epoch = NewType("Epoch", int)
 """Counts up from 1; 0 is the epoch of what was never touched, and is always over."""
@@ -88,15 +88,15 @@ class BlockPool:
         """Blocks that `allocate` could give now: free ones and cached ones."""
         return len(self._free) + len(self._cached)
 
-    def allocate(self, count: int, *, owner: bytes = b"") -> tuple[int, ...] | None:
+    def allocate(self, count: int, *, owner: bytes = b"", num_public: int = 0) -> tuple[int, ...] | None:
         """Take `count` blocks for new content, evicting cached ones when no free one is left.
 
         None, and nothing changes, if there are not that many. `owner` is the namespace (the tenant's
-        salt) whose tokens the blocks will hold.
+        salt) whose tokens the blocks will hold; the first `num_public` of them are everybody's.
         """
         if count > self.num_available:
             return None
-        return tuple([self._take(owner) for _ in range(count)])
+        return tuple([self._take(PUBLIC if i < num_public else owner) for i in range(count)])
 
     def lookup(self, hashes: Iterable[BlockHash], *, owner: bytes = b"") -> tuple[int, ...]:
         """The blocks of the longest known prefix of a hash chain. Changes nothing: `acquire` them to hold them."""
@@ -106,7 +106,7 @@ class BlockPool:
             if block is None:
                 break
             # The salt is part of the hash, so this can only fail if a tenant's wall is broken.
-            assert self._owner[block] == owner, f"block {block} belongs to another namespace"
+            assert self._owner[block] in (owner, PUBLIC), f"block {block} belongs to another namespace"
             hits.append(block)
         return tuple(hits)
 

@@ -4,8 +4,15 @@
     hash_0 = H(key, root   || tokens 0..15)
     hash_1 = H(key, hash_0 || tokens 16..31)   ...
 
-Two blocks have the same hash exactly when everything that decides their KV is the same, and only for one
-tenant: so the engine's prefix cache, the router's locality index and the simulator can share this one name.
+A prompt may begin in the public region, with blocks that an operator declared to be anybody's. There the root is
+without a salt, and the salt is mixed in where the first private block begins:
+
+    public root = H(key, model, KV dtype, adapter)
+    hash_0      = H(key, public root || tokens 0..15)       equal for every tenant
+    hash_1      = H(key, H(key, hash_0, tenant salt) || tokens 16..31)      this tenant's own
+
+Two blocks have the same hash exactly when everything that decides their KV is the same, and, outside of the public
+region, only for one tenant: so the engine's prefix cache, the router's locality index and the simulator can share this one name.
 H is BLAKE2b (RFC 7693) with a secret key: without the key nobody can look for collisions or recompute the
 hash of a guessed prompt. This module knows neither where blocks live nor who asks.
 """
@@ -77,6 +84,19 @@ class BlockHasher:
         for part in (*self._identity, adapter.encode(), salt):
             # The length goes first, so that no two lists of parts spell the same bytes.
             hasher.update(struct.pack("<Q", len(part)) + part)
+        return BlockHash(hasher.digest())
+
+    def public_root(self, *, adapter: str = "") -> BlockHash:
+        """The parent of every first block in the public region, which is no tenant's."""
+        hasher = hashlib.blake2b(key=self._key, digest_size=DIGEST_BYTES, person=b"penstock public")
+        for part in (*self._identity, adapter.encode()):
+            hasher.update(struct.pack("<Q", len(part)) + part)
+        return BlockHash(hasher.digest())
+
+    def enter(self, parent: BlockHash, *, salt: bytes) -> BlockHash:
+        """The parent of the first private block after `parent`, the last public one. It names no block."""
+        hasher = hashlib.blake2b(key=self._key, digest_size=DIGEST_BYTES, person=b"penstock enter")
+        hasher.update(parent + salt)
         return BlockHash(hasher.digest())
 
     def extend(self, parent: BlockHash, tokens: bytes) -> list[BlockHash]:

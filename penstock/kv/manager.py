@@ -12,7 +12,7 @@ nothing of steps, budgets or tensors.
 from array import array
 
 from penstock.kv.block_pool import NEVER, BlockPool, Epoch, PoolStatistics
-from penstock.kv.hashing import BlockHasher
+from penstock.kv.hashing import PUBLIC, BlockHasher
 from penstock.kv.prefix_cache import BlockTable, HashedPrefixCache, NoPrefixCache, PrefixCache
 from penstock.types import BLOCK_TOKENS
 
@@ -41,9 +41,15 @@ class KVManager:
         """A manager over a new pool that computes everything anew."""
         return cls(BlockPool(num_blocks), NoPrefixCache())
 
-    def open(self, salt: bytes, *, adapter: str = "") -> BlockTable:
-        """An empty table in the namespace `salt`, which is where its hits may come from."""
-        return BlockTable(owner=salt, root=self._cache.root(salt, adapter))
+    def open(self, salt: bytes, *, adapter: str = "", public_tokens: int = 0) -> BlockTable:
+        """An empty table in the namespace `salt`, which is where its hits may come from.
+
+        Whole blocks of the first `public_tokens` tokens are in the public region instead, which all tenants share.
+        """
+        assert salt != PUBLIC, "no tenant's salt"
+        num_public = public_tokens // BLOCK_TOKENS
+        root = self._cache.root(salt, adapter, public=num_public > 0)
+        return BlockTable(owner=salt, root=root, num_public=num_public)
 
     def match_prefix(self, table: BlockTable, tokens: "array[int]") -> tuple[int, ...]:
         """Cached blocks for the longest prefix of `tokens`: a look, nothing is held yet.
@@ -71,7 +77,8 @@ class KVManager:
         missing = blocks_for(num_tokens) - len(table.blocks)
         if missing <= 0:
             return ()
-        new = self.pool.allocate(missing, owner=table.owner)
+        num_public = table.num_public_from(len(table.blocks))
+        new = self.pool.allocate(missing, owner=table.owner, num_public=num_public)
         if new is not None:
             table.blocks.extend(new)
         return new
@@ -108,8 +115,10 @@ class KVManager:
         for table in tables:
             assert len(set(table.blocks)) == len(table.blocks), "a block is twice in one table"
             assert table.num_published <= len(table.blocks), "published more than it holds"
-            for block in table.blocks:
+            for index, block in enumerate(table.blocks):
                 held[block] += 1
-                assert self.pool.owner(block) == table.owner, f"block {block} is another namespace's"
+                assert self.pool.owner(block) == table.owner_of(index), (
+                    f"block {block} is another namespace's"
+                )
         for block, count in enumerate(held):
             assert self.pool.num_references(block) == count, f"block {block}: references do not add up"

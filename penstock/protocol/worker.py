@@ -44,6 +44,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit", omit_defau
     sampling: SamplingParams
     cache_salt: bytes = b""
     """Prefix-cache namespace, set by the gateway from the authenticated tenant, never by the caller."""
+    public_tokens: int = 0
+    """Leading prompt tokens that the gateway's operator declared public: whole blocks of them are shared by all tenants."""
     priority: int = 0
     """Smaller goes first."""
     fairness_key: str = ""

@@ -35,6 +35,8 @@ class Request:
     sampling: SamplingParams
     salt: bytes = b""
     """Prefix-cache namespace of the tenant."""
+    public_tokens: int = 0
+    """Leading tokens of the prompt that are nobody's: whole blocks of them are shared by all tenants."""
     priority: int = 0
     """Smaller goes first."""
     fairness_key: str = ""

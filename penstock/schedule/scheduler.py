@@ -76,7 +76,7 @@ class Scheduler:
         request.arrival_ns = self._clock.now_ns() if arrived_ns is None else arrived_ns
         self._submitted += 1
         request.order = (request.priority, request.arrival_ns, self._submitted)
-        request.table = self._manager.open(request.salt)
+        request.table = self._manager.open(request.salt, public_tokens=request.public_tokens)
         self._queue.push(request)
         self._requests[request.request_id] = request
 

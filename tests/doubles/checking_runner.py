@@ -13,6 +13,8 @@ from penstock.types import BLOCK_TOKENS, RequestId, SamplingParams, TokenLogprob
 
 _MODULUS = (1 << 61) - 1
 _EMPTY = -1
+_PUBLIC = 12_345_678_901
+"""Where fingerprints start in the public region: not where those without a salt do."""
 
 
 def _fold(fingerprint: int, token: int) -> int:
@@ -25,31 +27,48 @@ def draw_token(seed: int, fingerprint: int, vocab_size: int) -> int:
 
 
 def expected_tokens(
-    prompt: tuple[int, ...], sampling: SamplingParams, *, salt: bytes = b"", vocab_size: int = 97
+    prompt: tuple[int, ...],
+    sampling: SamplingParams,
+    *,
+    salt: bytes = b"",
+    num_public: int = 0,
+    vocab_size: int = 97,
 ) -> tuple[int, ...]:
     """What any correct schedule must generate for a prompt; a stop token is left out."""
-    fingerprint = _fingerprints(salt, prompt)[-1]
+    fingerprints = _fingerprints(salt, prompt, num_public)
     answer: list[int] = []
     while len(answer) < sampling.max_tokens:
-        token = draw_token(sampling.seed, fingerprint, vocab_size)
+        token = draw_token(sampling.seed, fingerprints[-1], vocab_size)
         if token in sampling.stop_token_ids:
             break
         answer.append(token)
-        fingerprint = _fold(fingerprint, token)
+        fingerprints.append(_after(fingerprints, token, salt, num_public))
     return tuple(answer)
 
 
-def expected_scores(prompt: tuple[int, ...], *, salt: bytes = b"") -> list[TokenLogprob]:
+def expected_scores(prompt: tuple[int, ...], *, salt: bytes = b"", num_public: int = 0) -> list[TokenLogprob]:
     """What every prompt token but the first must be told to score."""
     return [
         TokenLogprob(i + 1, -float(fingerprint))
-        for i, fingerprint in enumerate(_fingerprints(salt, prompt)[:-1])
+        for i, fingerprint in enumerate(_fingerprints(salt, prompt, num_public)[:-1])
     ]
 
 
-def _fingerprints(salt: bytes, tokens: tuple[int, ...]) -> list[int]:
-    fingerprint = int.from_bytes(salt, "big") % _MODULUS
-    return [fingerprint := _fold(fingerprint, token) for token in tokens]
+def _fingerprints(salt: bytes, tokens: tuple[int, ...], num_public: int = 0) -> list[int]:
+    """Of every prefix. The salt goes in where the private part begins."""
+    found: list[int] = []
+    for token in tokens:
+        found.append(_after(found, token, salt, num_public))
+    return found
+
+
+def _after(before: list[int], token: int, salt: bytes, num_public: int) -> int:
+    """The fingerprint of one more token."""
+    last = before[-1] if before else _PUBLIC
+    if len(before) == num_public:
+        secret = int.from_bytes(salt, "big") % _MODULUS
+        last = _fold(last, secret) if before else secret
+    return _fold(last, token)
 
 
 @dataclass(slots=True)
@@ -71,6 +90,8 @@ class CheckingRunner:
         self.vocab_size = vocab_size
         self.salts: dict[RequestId, bytes] = {}
         """Namespaces of requests that have one: part of their fingerprints."""
+        self.public: dict[RequestId, int] = {}
+        """Leading tokens in the public region, whole blocks: their fingerprints have no namespace."""
         self.broken: set[RequestId] = set()
         """Requests whose logits are NaN."""
         self._max_running = max_running
@@ -94,8 +115,12 @@ class CheckingRunner:
     def _enter(self, new: NewRow) -> None:
         assert new.row not in self._rows, f"row {new.row} is given away twice"
         assert 0 <= new.row < self._max_running, f"row {new.row} is out of bounds"
-        fingerprints = _fingerprints(self.salts.get(new.request_id, b""), new.token_ids)
+        salt, num_public = self._namespace(new.request_id)
+        fingerprints = _fingerprints(salt, new.token_ids, num_public)
         self._rows[new.row] = _Row(new.request_id, new.sampling.seed, fingerprints, new.num_prompt_tokens)
+
+    def _namespace(self, request_id: RequestId) -> tuple[bytes, int]:
+        return self.salts.get(request_id, b""), self.public.get(request_id, 0)
 
     def _write(self, work: RowWork) -> None:
         """Store the chunk's fingerprints where the block table says."""
@@ -130,7 +155,7 @@ class CheckingRunner:
         if row.request_id in self.broken:
             return Sampled(work.row, 0, error="the logits are not numbers")
         token = draw_token(row.seed, row.fingerprints[-1], self.vocab_size)
-        row.fingerprints.append(_fold(row.fingerprints[-1], token))
+        row.fingerprints.append(_after(row.fingerprints, token, *self._namespace(row.request_id)))
         return Sampled(work.row, token)
 
     def _score(self, plan: StepPlan) -> tuple[Scored, ...]:

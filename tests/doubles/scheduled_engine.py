@@ -14,7 +14,7 @@ from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
 from penstock.schedule.queue import FCFSQueue
 from penstock.schedule.request import Request
 from penstock.schedule.scheduler import Scheduler
-from penstock.types import RequestId, SamplingParams, TokenLogprob
+from penstock.types import BLOCK_TOKENS, RequestId, SamplingParams, TokenLogprob
 
 STEP_NS = 1000
 
@@ -51,18 +51,22 @@ class ScheduledEngine:
         self.plans: list[StepPlan] = []
         self.in_flight: StepPlan | None = None
 
-    def submit(self, name: str, prompt, *, salt: bytes = b"", priority: int = 0, **sampling) -> None:
+    def submit(
+        self, name: str, prompt, *, salt: bytes = b"", public_tokens: int = 0, priority: int = 0, **sampling
+    ) -> None:
         """Sampling has 4 tokens at most and no stop token, unless said otherwise."""
         request = Request(
             request_id=RequestId(name),
             tokens=token_array(prompt),
             sampling=SamplingParams(**{"max_tokens": 4, **sampling}),
             salt=salt,
+            public_tokens=public_tokens,
             priority=priority,
         )
         self.scheduler.submit(request)
         self.requests[name] = request
         self.runner.salts[request.request_id] = salt
+        self.runner.public[request.request_id] = num_public(request)
 
     def hear(self, output: RequestOutput) -> None:
         name = output.request_id
@@ -126,10 +130,18 @@ class ScheduledEngine:
         request = self.requests[name]
         if request.sampling.prompt_logprobs is None:
             return []
-        return expected_scores(tuple(request.tokens[: request.num_prompt]), salt=request.salt)
+        return expected_scores(
+            tuple(request.tokens[: request.num_prompt]), salt=request.salt, num_public=num_public(request)
+        )
 
     def expected(self, name: str) -> tuple[int, ...]:
         request = self.requests[name]
         prompt = tuple(request.tokens[: request.num_prompt])
         room = self.scheduler.limits.max_model_len - request.num_prompt
-        return expected_tokens(prompt, request.sampling, salt=request.salt)[:room]
+        known = {"salt": request.salt, "num_public": num_public(request)}
+        return expected_tokens(prompt, request.sampling, **known)[:room]
+
+
+def num_public(request: Request) -> int:
+    """Tokens in the public region: whole blocks only."""
+    return request.public_tokens // BLOCK_TOKENS * BLOCK_TOKENS

@@ -1,11 +1,13 @@
 from array import array
 
+import msgspec
 import pytest
 from scripted_runner import EOS, NOT_A_NUMBER, VOCAB_SIZE, ScriptedRunner, scripted_token
 
 from penstock.clock import ManualClock
 from penstock.config.tree import EngineConfig
 from penstock.engine.core import EngineCore, build_core
+from penstock.kv.hashing import PUBLIC
 from penstock.protocol.worker import Output, Submit
 from penstock.types import FinishReason, RequestId, SamplingParams
 
@@ -74,6 +76,18 @@ def test_a_prefix_of_the_same_tenant_is_found_again() -> None:
     assert last.finish.usage.cached_tokens == 96
 
 
+def test_a_public_prefix_is_found_again_by_another_tenant() -> None:
+    engine, prompt = core(), tuple(range(32, 132))
+    cached: dict[str, int] = {}
+    for name, salt, public_tokens in (("a", b"alice", 40), ("b", b"bob", 40), ("c", b"bob", 0)):
+        message = msgspec.structs.replace(submit(name, prompt), cache_salt=salt, public_tokens=public_tokens)
+        engine.submit(1, message, 0)
+        (last,) = (output for output in run(engine)[1, name] if output.finish)
+        assert last.finish is not None
+        cached[name] = last.finish.usage.cached_tokens
+    assert cached == {"a": 0, "b": 32, "c": 0}
+
+
 def test_nan_logits_end_one_request() -> None:
     engine = core()
     engine.submit(1, submit("bad", (NOT_A_NUMBER, 5)), 0)
@@ -95,8 +109,20 @@ def test_nan_logits_end_one_request() -> None:
         (submit("x", (-1,)), "InvalidRequest"),
         (submit("x", (5,) * 70_000), "ContextTooLong"),
         (Submit(request_id=RequestId("x"), prompt=b"\1\2\3", sampling=SamplingParams()), "InvalidRequest"),
+        (msgspec.structs.replace(submit("x"), public_tokens=-1), "InvalidRequest"),
+        (msgspec.structs.replace(submit("x"), public_tokens=4), "InvalidRequest"),
+        (msgspec.structs.replace(submit("x"), cache_salt=PUBLIC), "InvalidRequest"),
     ],
-    ids=["empty", "over the vocabulary", "negative", "too long", "torn"],
+    ids=[
+        "empty",
+        "over the vocabulary",
+        "negative",
+        "too long",
+        "torn",
+        "public before it begins",
+        "public after its end",
+        "reserved",
+    ],
 )
 def test_a_request_that_cannot_be_taken_ends_with_the_reason(message: Submit, kind: str) -> None:
     engine = core()

@@ -19,6 +19,7 @@ from penstock.clock import SystemClock
 from penstock.config.tree import AuthConfig, Config, LimitsConfig, LogConfig, RelayConfig, ServerConfig
 from penstock.gateway.app import Gateway
 from penstock.gateway.models import ServedModel
+from penstock.gateway.public import PublicPrefixes
 from penstock.rng import IdSource
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
@@ -55,12 +56,19 @@ def tiny_tokenizer() -> Tokenizer:
 class RunningGateway:
     """A gateway in a thread, and handles to look inside it."""
 
-    def __init__(self, config: Config, script: Script = endless_words, *, step_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        config: Config,
+        script: Script = endless_words,
+        *,
+        step_s: float = 0.0,
+        public: tuple[str, ...] = (),
+    ) -> None:
         self.clock = SystemClock()
         self.config = config
         self.log_text = io.StringIO()
         self.requests = []
-        self._script, self._step_s = script, step_s
+        self._script, self._step_s, self._public = script, step_s, public
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._main, daemon=True)
         self._thread.start()
@@ -74,12 +82,15 @@ class RunningGateway:
         self._stop = asyncio.Event()
         self.backend = FakeBackend(self.clock, script=self._recorded, step_s=self._step_s)
         self.metrics = Metrics(["tiny"], version="test")
+        tokenizer = tiny_tokenizer()
+        template = ChatTemplate({"default": TEMPLATE}, special_tokens={}, wall_ns=self.clock.wall_ns)
         model = ServedModel(
             name=ModelName("tiny"),
             backend=self.backend,
-            tokenizer=tiny_tokenizer(),
-            template=ChatTemplate({"default": TEMPLATE}, special_tokens={}, wall_ns=self.clock.wall_ns),
+            tokenizer=tokenizer,
+            template=template,
             created_s=1_700_000_000,
+            public_prefixes=PublicPrefixes.of(self._public, tokenizer, template),
         )
         self.gateway = Gateway(
             self.config,

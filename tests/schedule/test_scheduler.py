@@ -238,6 +238,23 @@ def test_a_shared_prefix_is_computed_once_per_tenant() -> None:
     assert engine.scheduler.statistics().prompt_tokens == 3 * 49
 
 
+def test_tenants_share_exactly_the_public_blocks() -> None:
+    engine = ScheduledEngine()
+    tokens = list(range(64))
+    names = [
+        ("a1", b"alice", 40),
+        ("b1", b"bob", 40),
+        ("b2", b"bob", 40),
+        ("c1", b"carol", 0),
+        ("d", b"", 64),
+    ]
+    for name, salt, public_tokens in names:
+        engine.submit(name, [*tokens, 90], salt=salt, public_tokens=public_tokens)
+        engine.run()
+    cached = {name: end.usage.cached_tokens for name, end in engine.ends.items() if end.usage}
+    assert cached == {"a1": 0, "b1": 32, "b2": 64, "c1": 0, "d": 32}
+
+
 def test_blocks_run_out_and_the_last_that_came_is_preempted_and_resumes() -> None:
     engine = ScheduledEngine(num_blocks=8, step_tokens=32)
     for name, start in (("a", 0), ("b", 200)):

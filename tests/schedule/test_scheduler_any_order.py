@@ -63,6 +63,7 @@ requests = st.fixed_dictionaries(
         "max_tokens": st.integers(1, 60),
         "priority": st.integers(0, 2),
         "salt": st.sampled_from([b"", b"", b"bob"]),
+        "public": st.sampled_from([0, 0, 16, 24, 100]),
         "seed": st.integers(0, 3),
         "stop_token_ids": st.sampled_from(STOPS),
         "prompt_logprobs": st.sampled_from([None, None, 0]),
@@ -92,6 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.submitted += 1
             rest = dict(fields)
             prompt = prompt_of(rest.pop("family"), rest.pop("shared"), rest.pop("length"))
+            rest["public_tokens"] = min(rest.pop("public"), len(prompt))
             try:
                 self.engine.submit(name, prompt, **rest)
             except ContextTooLong:
@@ -155,6 +157,7 @@ TestSchedulerMachine.settings = settings(
 def run_trace(seed: int) -> Counter[str]:
     """One long run from a seed; returns how often what is hard to get right really happened."""
     chance, scoring = rng.stream(seed, "scheduler trace"), rng.stream(seed, "scheduler trace, scores")
+    openness = rng.stream(seed, "scheduler trace, public prefixes")
     engine = ScheduledEngine(
         num_blocks=chance.randint(9, 24),
         step_tokens=chance.choice([5, 16, 33, 64]),
@@ -171,6 +174,7 @@ def run_trace(seed: int) -> Counter[str]:
             f"r{number}",
             prompt,
             salt=salt,
+            public_tokens=min(openness.choice([0, 0, 16, 32]), len(prompt)),
             priority=chance.randint(0, 1),
             seed=number,
             max_tokens=chance.randint(1, 90),
