@@ -16,7 +16,17 @@ from pathlib import Path
 
 import msgspec
 import uvloop
-from peers.engines import OUT, STREAMS_MAX, VARIANTS, Variant, launch, make_gguf, missing, versions
+from peers.engines import (
+    OUT,
+    STREAMS_MAX,
+    VARIANTS,
+    Variant,
+    launch,
+    make_gguf,
+    missing,
+    our_settings,
+    versions,
+)
 from peers.figures import Run, Verdict, judge
 from peers.goals import goals
 from peers.measure import OUTPUT_TOKENS, PROMPT_TOKENS, Bench, Plan
@@ -217,6 +227,7 @@ def document(
             "rounds": args.rounds,
             "levels": args.levels,
             "seed": args.seed,
+            "engine": {one.name: our_settings(one.precision) for one in variants if one.engine == "ours"},
             "prompt_tokens": PROMPT_TOKENS,
             "output_tokens": OUTPUT_TOKENS,
             "requests": {

@@ -100,16 +100,19 @@ def _ours(precision: str, model: Path, port: int) -> Launch:
     return Launch((sys.executable, "-m", "penstock", *flags), files={config: text})
 
 
-def _our_config(precision: str, model: Path) -> dict[str, object]:
+def our_settings(precision: str) -> dict[str, object]:
+    """The `engine` branch of our configuration."""
     engine: dict[str, object] = {
         "dtype": "bfloat16",
         "max_model_len": CONTEXT,
         "max_running": STREAMS_MAX,
         "kv_memory_bytes": KV_GIB * 1024**3,
     }
-    if precision != "bf16":
-        engine["quantization"] = precision
-    return {"models": [{"path": str(model), "name": model.name, "engine": engine}]}
+    return engine if precision == "bf16" else {**engine, "quantization": precision}
+
+
+def _our_config(precision: str, model: Path) -> dict[str, object]:
+    return {"models": [{"path": str(model), "name": model.name, "engine": our_settings(precision)}]}
 
 
 def _unknown_setting(precision: str) -> str:

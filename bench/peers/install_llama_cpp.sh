@@ -14,11 +14,15 @@ for tool in cmake c++ make; do
     command -v "$tool" >/dev/null || { say "llama.cpp is built from source: please install cmake, make and g++"; exit 1; }
 done
 say "building llama.cpp (from llama-cpp-python $version) into $root (about ten minutes)"
-rm -rf "$root" && mkdir -p "$root/source"
-python=${PYTHON:-${VENV:-.venv}/bin/python}
-"$python" -m pip download --disable-pip-version-check --quiet --no-deps --no-binary :all: \
-    -d "$root" "llama-cpp-python==$version"
-tar xzf "$root/llama_cpp_python-$version.tar.gz" -C "$root/source" --strip-components=1
+# An interrupted build goes on where it was.
+if [ ! -e "$root/source/.unpacked-$version" ]; then
+    rm -rf "$root" && mkdir -p "$root/source"
+    python=${PYTHON:-${VENV:-.venv}/bin/python}
+    "$python" -m pip download --disable-pip-version-check --quiet --no-deps --no-binary :all: \
+        -d "$root" "llama-cpp-python==$version"
+    tar xzf "$root/llama_cpp_python-$version.tar.gz" -C "$root/source" --strip-components=1
+    touch "$root/source/.unpacked-$version"
+fi
 # GGML_NATIVE: every instruction set that this processor has. No web page, TLS or tests: none of them is measured.
 cmake -S "$root/source/vendor/llama.cpp" -B "$root/build" -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
     -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF \

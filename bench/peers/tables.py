@@ -40,9 +40,11 @@ def level_table(runs: list[Run], model: str, callers: int) -> Table:
     for variant in _variants(runs, model):
         cells: list[str] = []
         for place, column in enumerate(shown):
-            cells.append(_figure(runs, model, variant, column))
             if place in rated:
+                cells.append(_figure(runs, model, variant, column))
                 cells.append(_times(runs, model, variant, column))
+            else:
+                cells.append(_middle(spread(values(runs, model, variant, column).values()), column.digits))
         failed = sum(
             level.failed
             for run in runs
