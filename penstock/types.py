@@ -76,6 +76,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens whose KV was found in the prefix cache."""
+    host_cached_tokens: int = 0
+    """Of those, what had to be brought back from host memory."""
     queue_ns: int = 0
     prefill_ns: int = 0
     decode_ns: int = 0

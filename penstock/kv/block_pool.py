@@ -60,6 +60,8 @@ class BlockPool:
         "_num_draining",
         "_num_holds",
         "_owner",
+        "_publication",
+        "_publications",
         "_references",
         "events",
         "num_blocks",
@@ -80,6 +82,8 @@ class BlockPool:
         self._num_holds = [0] * num_blocks  # How many of those hold the block.
         self._num_draining = 0
         self._last_epoch = NEVER
+        self._publication = [0] * num_blocks
+        self._publications = 0
         self._evictions = 0
         self._duplicates = 0
 
@@ -139,6 +143,8 @@ class BlockPool:
         assert self._hash_of[block] is None, f"block {block} already has another name"
         self._block_of[block_hash] = block
         self._hash_of[block] = block_hash
+        self._publications += 1
+        self._publication[block] = self._publications
         return True
 
     def free(self, blocks: Sequence[int]) -> None:
@@ -194,6 +200,11 @@ class BlockPool:
         """Blocks that nobody has and that epochs hold: they will be available without anybody giving way."""
         return self._num_draining
 
+    def demote(self, block: int) -> None:
+        """Make a cached block the first to be evicted: it is cheaper to get back than the others."""
+        if block in self._cached:
+            self._cached.move_to_end(block, last=False)
+
     def forget(self, blocks: Iterable[int]) -> None:
         """Take the names off `blocks` (their content is bad): holders keep them, nobody new hits them."""
         for block in blocks:
@@ -246,12 +257,21 @@ class BlockPool:
         assert len(named) == len(self._block_of), "a block has two names"
         for block, name in enumerate(self._hash_of):
             assert named.get(block) == name, f"block {block} and its name disagree"
+            assert bool(self._publication[block]) == (name is not None), f"block {block}: name without number"
             assert name is None or block not in free, f"free block {block} has a name"
             assert name is not None or block not in cached, f"cached block {block} has no name"
 
     def num_references(self, block: int) -> int:
         """How many requests hold `block`."""
         return self._references[block]
+
+    def name(self, block: int) -> BlockHash | None:
+        """The hash under which `block` may be hit."""
+        return self._hash_of[block]
+
+    def publication(self, block: int) -> int:
+        """A number that is new with every `publish`; 0 without a name. While it lasts, so does the content."""
+        return self._publication[block]
 
     def owner(self, block: int) -> bytes:
         """The namespace whose tokens `block` holds (of its last holder, if it is free)."""
@@ -285,6 +305,7 @@ class BlockPool:
         if name is not None:
             del self._block_of[name]
             self._hash_of[block] = None
+            self._publication[block] = 0
             if block in self._cached:
                 del self._cached[block]
                 self._free.append(block)

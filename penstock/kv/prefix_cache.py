@@ -9,6 +9,7 @@ from typing import Protocol
 
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.hashing import PUBLIC, BlockHash, BlockHasher, token_bytes
+from penstock.kv.host_tier import HostTier
 from penstock.types import BLOCK_TOKENS
 
 
@@ -33,6 +34,10 @@ class BlockTable:
     hashes: list[BlockHash] = field(default_factory=list[BlockHash])
     num_published: int = 0
     """Leading blocks that are full and were offered to the cache."""
+    awaits: set[int] = field(default_factory=set[int])
+    """Host slots whose content is still on its way into `blocks`."""
+    broken: bool = False
+    """One of those copies failed: the table can only be released."""
 
     def owner_of(self, index: int) -> bytes:
         """The namespace of the block at `index`."""
@@ -43,6 +48,41 @@ class BlockTable:
         return max(0, self.num_public - index)
 
 
+ABSENT = -1
+"""In a `PrefixMatch`: no device block holds this part of the prefix."""
+
+
+@dataclass(slots=True, frozen=True)
+class PrefixMatch:
+    """The longest prefix whose KV exists somewhere, block by block; nothing is held yet.
+
+    blocks   | 7 (cached) | 3 (cached) | ABSENT | ABSENT | 9 (being loaded) | 4 (cached) |
+    loads                                 slot 5   slot 0
+    awaits                                                   slot 2
+    """
+
+    blocks: tuple[int, ...] = ()
+    loads: tuple[int, ...] = ()
+    """Host slots with the content of the `ABSENT` blocks, in order."""
+    awaits: tuple[int, ...] = ()
+    """Host slots that are being loaded into blocks of this match for somebody else."""
+
+    @property
+    def num_present(self) -> int:
+        """Blocks of the match that are on the device; the others are allocated by `adopt`."""
+        return len(self.blocks) - len(self.loads)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that need not be computed."""
+        return len(self.blocks) * BLOCK_TOKENS
+
+    @property
+    def num_host_tokens(self) -> int:
+        """Of those, what comes out of host memory."""
+        return (len(self.loads) + len(self.awaits)) * BLOCK_TOKENS
+
+
 class PrefixCache(Protocol):
     """Finds computed blocks again."""
 
@@ -50,8 +90,8 @@ class PrefixCache(Protocol):
         """Where a request's hash chain starts: in the public region, or in its tenant's namespace."""
         ...
 
-    def match(self, table: BlockTable, tokens: "array[int]") -> tuple[int, ...]:
-        """The blocks of the longest cached prefix of `tokens`, always leaving at least one token to compute."""
+    def match(self, table: BlockTable, tokens: "array[int]", num_tokens_max: int) -> PrefixMatch:
+        """The longest known prefix of `tokens`, of at most so many tokens."""
         ...
 
     def publish(self, table: BlockTable, tokens: "array[int]", num_computed: int) -> None:
@@ -60,12 +100,12 @@ class PrefixCache(Protocol):
 
 
 class HashedPrefixCache:
-    """Blocks are found by their chained hash; the pool keeps them until it needs the room."""
+    """Blocks are found by their chained hash, on the device or in host memory."""
 
-    __slots__ = ("_hasher", "_pool")
+    __slots__ = ("_hasher", "_host", "_pool")
 
-    def __init__(self, pool: BlockPool, hasher: BlockHasher) -> None:
-        self._pool, self._hasher = pool, hasher
+    def __init__(self, pool: BlockPool, hasher: BlockHasher, host: HostTier) -> None:
+        self._pool, self._hasher, self._host = pool, hasher, host
 
     def root(self, salt: bytes, adapter: str, *, public: bool) -> BlockHash:
         """See `BlockHasher.root` and `BlockHasher.public_root`."""
@@ -73,11 +113,28 @@ class HashedPrefixCache:
             return self._hasher.public_root(adapter=adapter)
         return self._hasher.root(salt=salt, adapter=adapter)
 
-    def match(self, table: BlockTable, tokens: "array[int]") -> tuple[int, ...]:
-        """A hit never covers the last known token: it is computed again, so that there are logits to sample."""
-        num_blocks = (len(tokens) - 1) // BLOCK_TOKENS
+    def match(self, table: BlockTable, tokens: "array[int]", num_tokens_max: int) -> PrefixMatch:
+        """Look block by block, on the device as far as that goes, then wherever the next one is."""
+        num_blocks = num_tokens_max // BLOCK_TOKENS
         self._hash(table, tokens, num_blocks)
-        return self._pool.lookup(table.hashes[:num_blocks], owner=table.owner)
+        hashes = table.hashes[:num_blocks]
+        hits = self._pool.lookup(hashes, owner=table.owner)
+        if len(hits) == num_blocks or not self._host.limits.num_slots:
+            return PrefixMatch(hits)
+        return self._match_further(hits, hashes[len(hits) :], table.owner)
+
+    def _match_further(self, hits: tuple[int, ...], hashes: list[BlockHash], owner: bytes) -> PrefixMatch:
+        """Go on after device hits: from here on each block is wherever it is."""
+        blocks, loads, awaits = list(hits), list[int](), list[int]()
+        for block_hash in hashes:
+            if here := self._pool.lookup((block_hash,), owner=owner):
+                blocks += here
+            elif found := self._host.find(block_hash, owner=owner):
+                blocks.append(ABSENT if found.block is None else found.block)
+                (loads if found.block is None else awaits).append(found.slot)
+            else:
+                break
+        return PrefixMatch(tuple(blocks), tuple(loads), tuple(awaits))
 
     def publish(self, table: BlockTable, tokens: "array[int]", num_computed: int) -> None:
         """Name every block that became full since the last call."""
@@ -120,9 +177,9 @@ class NoPrefixCache:
         """No chain starts here."""
         return BlockHash(b"")
 
-    def match(self, table: BlockTable, tokens: "array[int]") -> tuple[int, ...]:
+    def match(self, table: BlockTable, tokens: "array[int]", num_tokens_max: int) -> PrefixMatch:
         """Never a hit."""
-        return ()
+        return PrefixMatch()
 
     def publish(self, table: BlockTable, tokens: "array[int]", num_computed: int) -> None:
         """Blocks stay private and are free again when released."""

@@ -3,9 +3,9 @@
 from bisect import bisect_left, insort
 
 from penstock.kv.manager import KVManager
+from penstock.kv.prefix_cache import PrefixMatch
 from penstock.schedule.request import Request, Status
 from penstock.schedule.rows import RowTable
-from penstock.types import BLOCK_TOKENS
 
 
 class Batch:
@@ -19,11 +19,11 @@ class Batch:
         self.releases = 0
         """How often blocks were given back: what found no room may look again."""
 
-    def enter(self, request: Request, hits: tuple[int, ...]) -> None:
-        """Give the request a row and its cached prefix."""
-        self.manager.adopt(request.table, hits)
-        request.num_computed = len(hits) * BLOCK_TOKENS
-        request.move_to(Status.RUNNING)
+    def enter(self, request: Request, match: PrefixMatch) -> None:
+        """Give the request a row and its cached prefix; it is loading if a part of that is in host memory."""
+        self.manager.adopt(request.table, match)
+        request.num_computed = match.num_tokens
+        request.move_to(Status.LOADING if request.table.awaits else Status.RUNNING)
         self.rows.assign(request)
         insort(self.running, request, key=_order)
 
@@ -33,9 +33,9 @@ class Batch:
         left = self.running.pop(index)
         assert left is request
 
-    def release(self, request: Request, *, bad: bool = False) -> None:
+    def release(self, request: Request, *, bad: bool = False, preempted: bool = False) -> None:
         """Give back a request's row and blocks. No step may be using them."""
-        self.manager.release(request.table, bad=bad)
+        self.manager.release(request.table, bad=bad, preempted=preempted)
         self.rows.release(request)
         self.releases += 1
 

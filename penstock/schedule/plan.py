@@ -7,6 +7,7 @@ known one, the row also samples the next. Prefill, chunks, decode and prefix hit
 
 from dataclasses import dataclass, field
 
+from penstock.kv.host_tier import BlockCopy, Copied
 from penstock.types import FinishReason, RequestId, SamplingParams, TokenLogprob, Usage
 
 SCORED_TOKENS_MAX = 64
@@ -25,6 +26,8 @@ class NewRow:
     """Every known token (after a preemption this includes generated ones)."""
     num_prompt_tokens: int
     sampling: SamplingParams
+    blocks: tuple[int, ...] = ()
+    """Block ids the row starts with, if it enters before its first work: parts of its prefix are still loading."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -46,7 +49,11 @@ class RowWork:
 
 @dataclass(slots=True, frozen=True)
 class StepPlan:
-    """What one engine step computes, as a change against what the runner already holds."""
+    """What one engine step computes, as a change against what the runner already holds.
+
+    Copies run beside this step and later ones. A plan without `work` has nothing to do but to wait for one: it
+    starts its copies and returns when at least one of those under way has ended.
+    """
 
     step: int
     new_rows: tuple[NewRow, ...]
@@ -56,6 +63,10 @@ class StepPlan:
     """Rows whose request finished or was preempted since the last plan; applied before `new_rows`."""
     planned_ns: int = 0
     """When the plan was made, on the engine's clock."""
+    copies_out: tuple[BlockCopy, ...] = ()
+    """Blocks to copy to host memory from now on. A block may change during its copy: then nobody uses the copy."""
+    copies_in: tuple[BlockCopy, ...] = ()
+    """Blocks to fill from host memory from now on. No work reads them before their end was reported."""
 
     @property
     def num_tokens(self) -> int:
@@ -96,6 +107,8 @@ class StepResult:
     scored: tuple[Scored, ...] = ()
     compute_ns: int = 0
     """Time in the forward pass and the sampler (for the step-time model and host-time accounting)."""
+    copied: tuple[Copied, ...] = ()
+    """Copies that ended since the last result, whichever plan started them."""
 
 
 @dataclass(slots=True)

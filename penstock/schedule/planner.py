@@ -2,6 +2,7 @@
 
 from penstock.clock import Clock
 from penstock.kv.manager import blocks_for
+from penstock.kv.prefix_cache import PrefixMatch
 from penstock.schedule.batch import Batch
 from penstock.schedule.limits import Limits
 from penstock.schedule.prefill_budget import PrefillBudget
@@ -9,9 +10,9 @@ from penstock.schedule.queue import WaitingQueue
 from penstock.schedule.request import Request, Status
 from penstock.schedule.statistics import Counters
 from penstock.schedule.step import StepBuilder
-from penstock.types import BLOCK_TOKENS, RequestId
+from penstock.types import RequestId
 
-_RUNNING = Status.RUNNING
+_RUNNING, _LOADING = Status.RUNNING, Status.LOADING
 
 
 class Planner:
@@ -43,6 +44,8 @@ class Planner:
         """One token for every row that decodes, then chunks for running prompts while their share lasts."""
         prompts: list[Request] = []
         for request in self._batch.running.copy():  # Victims leave the list meanwhile.
+            if request.status is _LOADING and not self._end_loading(request):
+                continue
             if len(request.tokens) - request.num_computed > 1:
                 prompts.append(request)
             elif request.status is _RUNNING:
@@ -65,6 +68,17 @@ class Planner:
             classes = {self._batch.rows[row].priority for row in step.rows()}
             step.prompts = self._prefill.open(step.load(), classes, num_prompts)
 
+    def _end_loading(self, request: Request) -> bool:
+        """Whether the request's prefix has arrived. If a copy failed it starts anew, and computes that part."""
+        if request.table.broken:
+            self._send_back(request)
+            return False
+        if request.table.awaits:
+            return False
+        request.move_to(_RUNNING)
+        self._count_start(request)
+        return True
+
     def _extend_or_preempt(self, request: Request, num_tokens: int, step: StepBuilder) -> None:
         """Plan `num_tokens` of a running request; if blocks run out, preempt from the last in order.
 
@@ -85,13 +99,17 @@ class Planner:
 
         It is not admitted again in the same step: it needs all that it gave up, and somebody took of that.
         """
-        self._batch.leave(victim)
-        self._batch.release(victim)
-        victim.move_to(Status.PREEMPTED)
-        victim.num_computed = 0
         victim.num_preemptions += 1
         self._counters.preemptions += 1
-        self._queue.requeue(victim)
+        self._send_back(victim, preempted=True)
+
+    def _send_back(self, request: Request, *, preempted: bool = False) -> None:
+        """Out of the batch, into the queue."""
+        self._batch.leave(request)
+        self._batch.release(request, preempted=preempted)
+        request.move_to(Status.PREEMPTED)
+        request.num_computed = 0
+        self._queue.requeue(request)
 
     def _admit(self, step: StepBuilder) -> None:
         """Start waiting requests while there is budget, a row, and room for the head of the queue.
@@ -116,32 +134,44 @@ class Planner:
         and be preempted for them at once. A refusal is remembered until blocks are released: looking a long
         prompt up is not free.
         """
-        hits = self._manager.match_prefix(request.table, request.tokens)
-        hits = hits[: request.num_skippable // BLOCK_TOKENS]
-        missing = blocks_for(len(request.tokens)) - len(hits)
-        if missing + reserved > self._manager.num_available_after(hits):
-            assert self._batch.running, "a lone request must fit"
+        match = self._manager.match_prefix(request.table, request.tokens, request.num_skippable)
+        missing = blocks_for(len(request.tokens)) - match.num_present
+        if missing + reserved > self._manager.num_available_after(match):
+            # Nobody may run, but loads that nobody awaits any more hold their blocks to their end.
+            assert self._batch.running or self._manager.host.busy, "a lone request must fit"
             self._blocked = (request.request_id, self._batch.releases)
             return False
-        num_tokens = step.room(request, len(hits) * BLOCK_TOKENS)
-        if not num_tokens:
-            return False
+        num_tokens = step.room(request, match.num_tokens)
+        if not num_tokens and not match.num_host_tokens:
+            return False  # Loading takes nothing of the step.
         head = self._queue.pop()
         assert head is request
-        self._start(request, hits)
+        self._start(request, match)
+        if request.status is _LOADING:
+            step.enter(request)
+            return True
         blocks = self._manager.extend(request.table, request.num_computed + num_tokens)
         assert blocks is not None  # There was room for more than that.
-        step.add_new(request, num_tokens, hits + blocks)
+        step.add_new(request, num_tokens, match.blocks + blocks)
         return True
 
-    def _start(self, request: Request, hits: tuple[int, ...]) -> None:
-        """Put the request into the batch, and note when it first got there."""
-        self._batch.enter(request, hits)
+    def _start(self, request: Request, match: PrefixMatch) -> None:
+        """Put the request into the batch, where it runs, or loads a part of its prefix first."""
+        self._batch.enter(request, match)
         if request.started_ns is None:
-            request.started_ns = self._clock.now_ns()
-            request.num_cached = request.num_computed
-            self._counters.prompt_tokens += request.num_prompt
-            self._counters.cached_tokens += request.num_cached
+            request.num_host_cached = match.num_host_tokens
+        if request.status is _RUNNING:
+            self._count_start(request)
+
+    def _count_start(self, request: Request) -> None:
+        """Note when a request could first be computed, and how much of it was there already."""
+        if request.started_ns is not None:
+            return
+        request.started_ns = self._clock.now_ns()
+        request.num_cached = request.num_computed
+        self._counters.prompt_tokens += request.num_prompt
+        self._counters.cached_tokens += request.num_cached
+        self._counters.host_cached_tokens += request.num_host_cached
 
 
 def _blocks_owed(request: Request) -> int:

@@ -12,15 +12,19 @@ class Status(enum.Enum):
     """Where a request stands. See `TRANSITIONS`."""
 
     WAITING = "waiting"  # Submitted, never scheduled yet.
+    LOADING = (
+        "loading"  # Has a row and KV blocks; parts of its prefix are still on their way from host memory.
+    )
     RUNNING = "running"  # Has a row; holds KV blocks.
     PREEMPTED = "preempted"  # Was running, gave its blocks up, waits to go on.
     FINISHED = "finished"  # Ended: for whatever reason, and for good.
 
 
 TRANSITIONS: dict[Status, tuple[Status, ...]] = {
-    Status.WAITING: (Status.RUNNING, Status.FINISHED),
+    Status.WAITING: (Status.LOADING, Status.RUNNING, Status.FINISHED),
+    Status.LOADING: (Status.RUNNING, Status.PREEMPTED, Status.FINISHED),
     Status.RUNNING: (Status.PREEMPTED, Status.FINISHED),
-    Status.PREEMPTED: (Status.RUNNING, Status.FINISHED),
+    Status.PREEMPTED: (Status.LOADING, Status.RUNNING, Status.FINISHED),
     Status.FINISHED: (),
 }
 
@@ -47,7 +51,7 @@ class Request:
     table: BlockTable = field(init=False)
     """Set by `submit`: which blocks hold the KV."""
     num_computed: int = 0
-    """Leading tokens whose KV is stored."""
+    """Leading tokens whose KV is stored, or will be when the request is no longer loading."""
     num_tokens_max: int = 0
     """Prompt and answer together may have this many tokens. Set by `submit`."""
     num_scored: int = 1
@@ -60,6 +64,8 @@ class Request:
 
     num_cached: int = 0
     """Prompt tokens that were found in the prefix cache when the request first started."""
+    num_host_cached: int = 0
+    """Of those, what came out of host memory."""
     num_preemptions: int = 0
     arrival_ns: int = 0
     started_ns: int | None = None
@@ -68,6 +74,11 @@ class Request:
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
         self.stop_token_ids = frozenset(self.sampling.stop_token_ids)
+
+    @property
+    def in_batch(self) -> bool:
+        """Whether it has a row and holds blocks."""
+        return self.status is Status.RUNNING or self.status is Status.LOADING
 
     @property
     def num_pending(self) -> int:
@@ -107,7 +118,7 @@ class Request:
     def usage(self, now_ns: int) -> Usage:
         """What the request used up to now.
 
-        Queue: submitted to first scheduled. Prefill: from there to the first token. Decode: the rest, time
+        Queue: submitted to first computed, loading from host memory included. Prefill: from there to the first token. Decode: the rest, time
         spent preempted included.
         """
         started_ns = now_ns if self.started_ns is None else self.started_ns
@@ -116,6 +127,7 @@ class Request:
             prompt_tokens=self.num_prompt,
             completion_tokens=self.num_generated,
             cached_tokens=self.num_cached,
+            host_cached_tokens=self.num_host_cached,
             queue_ns=started_ns - self.arrival_ns,
             prefill_ns=first_token_ns - started_ns,
             decode_ns=now_ns - first_token_ns,

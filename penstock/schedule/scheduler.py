@@ -5,8 +5,10 @@ it decodes, a chunk of the prompt before that, the whole history after a preempt
 cache knows (the rule is vLLM v1's; the idea of iteration-level batching is Orca's, OSDI 2022).
 
     submit -> waiting -- schedule --> running -- apply: EOS, stop token, length, error --> finished
-                 ^                      |
-                 +---- preempted <------+   out of blocks: give all up, resume later as a prefix hit
+                 ^  |                   ^ |
+                 |  +-- loading --------+ |     a part of its prefix is in host memory: wait for the copies
+                 |         |              |
+                 +---- preempted <--------+     out of blocks: give all up, resume later as a prefix hit
 
 The scheduler knows numbers of tokens and of blocks. Tensors, text, sockets and threads it does not know.
 
@@ -88,23 +90,26 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return None
-        if request.status is not _RUNNING:
+        if not request.in_batch:
             self._queue.remove(request)
         return self._finish(request, FinishReason.ABORT, self._clock.now_ns())
 
     def schedule(self) -> StepPlan | None:
         """Choose the next step's work; None when there is nothing to do.
 
-        Rows that decode come first and are never skipped, then running prompts, then the head of the queue.
+        Rows that decode come first and are never skipped, then running prompts, then the head of the queue. With
+        nothing to compute, but blocks on their way to or from host memory, the plan is to wait for those.
         """
         assert self._in_flight is None, "apply the plan in flight first"
+        self._manager.host.tick(self._clock.now_ns())
         step = StepBuilder(self.limits.step_tokens, self.limits.scored_tokens)
         self._planner.plan(step)
-        if not step.has_work:
+        copies = self._manager.take_copies()
+        if not step.has_work and not self._manager.host.busy:
             assert not self._requests, "a request is left behind"
             return None
         self._step += 1
-        self._in_flight = step.build(self._step, self._batch.rows.report_freed())
+        self._in_flight = step.build(self._step, self._batch.rows.report_freed(), copies)
         return self._in_flight
 
     def apply(self, result: StepResult) -> StepOutcome:
@@ -114,8 +119,12 @@ class Scheduler:
         assert plan.step == result.step, (plan.step, result.step)
         self._in_flight = None
         now_ns = self._clock.now_ns()
-        self._prefill.observe(plan, now_ns)
+        if plan.work:
+            self._prefill.observe(plan, now_ns)
         outcome = StepOutcome()
+        if result.copied:
+            self._manager.finish_copies(result.copied)
+            self._batch.releases += 1  # Blocks that copies held may be free now.
         drawn, scored = iter(result.sampled), iter(result.scored)
         for work in plan.work:
             draw = next(drawn) if work.samples else None
@@ -146,6 +155,11 @@ class Scheduler:
         """The blocks that it gives out."""
         return self._manager.pool
 
+    @property
+    def due_ns(self) -> int | None:
+        """When to call `schedule` although no request has come: blocks have been idle for long. None for never."""
+        return self._manager.host.due_ns
+
     def live_requests(self) -> tuple[RequestId, ...]:
         """Every request that has not ended, oldest submission first."""
         return tuple(self._requests)
@@ -162,8 +176,10 @@ class Scheduler:
             blocks_cached=blocks.cached,
             prompt_tokens=self._counters.prompt_tokens,
             cached_tokens=self._counters.cached_tokens,
+            host_cached_tokens=self._counters.host_cached_tokens,
             generated_tokens=self._counters.generated_tokens,
             preemptions=self._counters.preemptions,
+            host=self._manager.host.statistics(),
         )
 
     def check_invariants(self) -> None:
@@ -176,9 +192,13 @@ class Scheduler:
         assert orders == sorted(set(orders)), "running requests are out of order"
         assert len(self._batch.running) + len(self._queue) == len(self._requests), "a request is lost"
         for request in self._requests.values():
-            running = request.status is _RUNNING
-            assert running == (request.row >= 0), f"{request.request_id}: row and status disagree"
-            assert running or not request.num_computed, f"{request.request_id} has KV but does not run"
+            in_batch = request.in_batch
+            assert in_batch == (request.row >= 0), f"{request.request_id}: row and status disagree"
+            assert in_batch or not request.num_computed, f"{request.request_id} has KV but does not run"
+            waits = request.table.awaits or request.table.broken
+            assert not waits or request.status is Status.LOADING, (
+                f"{request.request_id} does not wait for its KV"
+            )
             assert 0 <= request.num_computed < len(request.tokens) < request.num_tokens_max
             assert request.num_computed <= len(request.table.blocks) * BLOCK_TOKENS
 
@@ -215,9 +235,9 @@ class Scheduler:
     ) -> RequestOutput:
         """End a request for good. What it held is free now, or once the step in flight is applied."""
         del self._requests[request.request_id]
-        was_running = request.status is _RUNNING
+        was_in_batch = request.in_batch
         request.move_to(Status.FINISHED)
-        if was_running:
+        if was_in_batch:
             self._batch.leave(request)
             if self._in_flight is None:
                 self._batch.release(request, bad=error is not None)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from penstock.kv.host_tier import HostStatistics
+
 
 @dataclass(slots=True)
 class Counters:
@@ -9,6 +11,7 @@ class Counters:
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    host_cached_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
 
@@ -27,5 +30,9 @@ class SchedulerStatistics:
     """Of requests that started."""
     cached_tokens: int
     """Of `prompt_tokens`, what the prefix cache had."""
+    host_cached_tokens: int
+    """Of `cached_tokens`, what came back from host memory."""
     generated_tokens: int
     preemptions: int
+    host: HostStatistics
+    """The KV cache's host tier."""

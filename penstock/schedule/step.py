@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from penstock.kv.host_tier import NO_COPIES, Copies
 from penstock.schedule.plan import NewRow, RowWork, StepPlan
 from penstock.schedule.prefill_budget import PromptShare
 from penstock.schedule.request import Request
@@ -65,12 +66,18 @@ class StepBuilder:
 
     def add_new(self, request: Request, num_tokens: int, blocks: tuple[int, ...]) -> None:
         """The same for a request that (re)enters the batch: the runner is told all about it."""
-        self._new_rows.append(
-            NewRow(
-                request.request_id, request.row, tuple(request.tokens), request.num_prompt, request.sampling
-            )
-        )
+        self._enter(request, ())
         self.add(request, num_tokens, blocks)
+
+    def enter(self, request: Request) -> None:
+        """Tell the runner about a request that has a row and blocks, but no work yet: it is loading."""
+        self._enter(request, tuple(request.table.blocks))
+
+    def _enter(self, request: Request, blocks: tuple[int, ...]) -> None:
+        tokens = tuple(request.tokens)
+        self._new_rows.append(
+            NewRow(request.request_id, request.row, tokens, request.num_prompt, request.sampling, blocks)
+        )
 
     def drop(self, request: Request) -> None:
         """Take a running request's work out again, if it has any: it is being preempted."""
@@ -81,6 +88,7 @@ class StepBuilder:
                 del self._work[index]
                 return
 
-    def build(self, step: int, freed_rows: tuple[int, ...]) -> StepPlan:
+    def build(self, step: int, freed_rows: tuple[int, ...], copies: Copies = NO_COPIES) -> StepPlan:
         """The finished plan."""
-        return StepPlan(step, tuple(self._new_rows), tuple(self._work), freed_rows, self.planned_ns)
+        new_rows, work = tuple(self._new_rows), tuple(self._work)
+        return StepPlan(step, new_rows, work, freed_rows, self.planned_ns, copies.out, copies.into)

@@ -8,6 +8,7 @@ wrong tokens, a block that was reused too early.
 
 from dataclasses import dataclass, field
 
+from penstock.kv.host_tier import BlockCopy, Copied
 from penstock.schedule.plan import NewRow, RowWork, Sampled, Scored, StepPlan, StepResult
 from penstock.types import BLOCK_TOKENS, RequestId, SamplingParams, TokenLogprob
 
@@ -83,10 +84,22 @@ class _Row:
     """Known from the row's first work on."""
 
 
+@dataclass(slots=True)
+class _Copying:
+    """A copy under way. What arrives was read half at its beginning and half at its end."""
+
+    copy: BlockCopy
+    out: bool
+    began: list[int]
+    steps_left: int
+
+
 class CheckingRunner:
     """Runs plans on fingerprints. A broken promise is an AssertionError that says which."""
 
-    def __init__(self, *, num_blocks: int, max_running: int, vocab_size: int = 97) -> None:
+    def __init__(
+        self, *, num_blocks: int, max_running: int, vocab_size: int = 97, num_host_slots: int = 0
+    ) -> None:
         self.vocab_size = vocab_size
         self.salts: dict[RequestId, bytes] = {}
         """Namespaces of requests that have one: part of their fingerprints."""
@@ -94,6 +107,12 @@ class CheckingRunner:
         """Leading tokens in the public region, whole blocks: their fingerprints have no namespace."""
         self.broken: set[RequestId] = set()
         """Requests whose logits are NaN."""
+        self.copy_steps = 1
+        """A copy ends with the n-th step after the one that began it; waiting ends the oldest at once."""
+        self.broken_slots: set[int] = set()
+        """Host slots whose copies fail."""
+        self._host = [[_EMPTY] * BLOCK_TOKENS for _ in range(num_host_slots)]
+        self._copying: list[_Copying] = []
         self._max_running = max_running
         self._rows: dict[int, _Row] = {}
         self._slots = [_EMPTY] * (num_blocks * BLOCK_TOKENS)
@@ -106,18 +125,60 @@ class CheckingRunner:
         for new in plan.new_rows:
             self._enter(new)
         assert len({work.row for work in plan.work}) == len(plan.work), "a row is twice in one step"
+        self._begin_copies(plan)
         self._written.clear()
         for work in plan.work:
             self._write(work)
         sampled = [self._sample(work) for work in plan.work if self._read(work)]
-        return StepResult(plan.step, tuple(sampled), self._score(plan))
+        copied = self._end_copies(waits=not plan.work)
+        return StepResult(plan.step, tuple(sampled), self._score(plan), copied=copied)
+
+    def _begin_copies(self, plan: StepPlan) -> None:
+        for copying in self._copying:
+            copying.steps_left -= 1
+        slots = {copying.copy.slot for copying in self._copying}
+        for copy, out in [*((c, True) for c in plan.copies_out), *((c, False) for c in plan.copies_in)]:
+            assert copy.slot not in slots, f"host slot {copy.slot} has two copies at a time"
+            slots.add(copy.slot)
+            began = self._device(copy.block) if out else list(self._host[copy.slot])
+            self._copying.append(_Copying(copy, out, began, self.copy_steps))
+            if not out:
+                self._fill(copy.block, [_EMPTY] * BLOCK_TOKENS)
+
+    def _end_copies(self, *, waits: bool) -> tuple[Copied, ...]:
+        assert self._copying or not waits, "an empty plan would wait for ever"
+        if waits and all(copying.steps_left > 0 for copying in self._copying):
+            self._copying[0].steps_left = 0
+        ended = [copying for copying in self._copying if copying.steps_left <= 0]
+        self._copying = [copying for copying in self._copying if copying.steps_left > 0]
+        return tuple(Copied(each.copy.slot, self._end_copy(each)) for each in ended)
+
+    def _end_copy(self, copying: _Copying) -> bool:
+        block, slot = copying.copy
+        half = BLOCK_TOKENS // 2
+        ok = slot not in self.broken_slots
+        source = self._device(block) if copying.out else self._host[slot]
+        arrived = copying.began[:half] + source[half:] if ok else [_EMPTY] * BLOCK_TOKENS
+        if copying.out:
+            self._host[slot] = arrived
+        else:
+            self._fill(block, arrived)
+        return ok
+
+    def _device(self, block: int) -> list[int]:
+        return self._slots[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
+
+    def _fill(self, block: int, content: list[int]) -> None:
+        self._slots[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS] = content
 
     def _enter(self, new: NewRow) -> None:
         assert new.row not in self._rows, f"row {new.row} is given away twice"
         assert 0 <= new.row < self._max_running, f"row {new.row} is out of bounds"
         salt, num_public = self._namespace(new.request_id)
         fingerprints = _fingerprints(salt, new.token_ids, num_public)
-        self._rows[new.row] = _Row(new.request_id, new.sampling.seed, fingerprints, new.num_prompt_tokens)
+        self._rows[new.row] = _Row(
+            new.request_id, new.sampling.seed, fingerprints, new.num_prompt_tokens, list(new.blocks)
+        )
 
     def _namespace(self, request_id: RequestId) -> tuple[bytes, int]:
         return self.salts.get(request_id, b""), self.public.get(request_id, 0)

@@ -7,6 +7,7 @@ from checking_runner import CheckingRunner, expected_scores, expected_tokens
 
 from penstock.clock import ManualClock
 from penstock.kv.hashing import BlockHasher, token_array
+from penstock.kv.host_tier import HostLimits
 from penstock.kv.manager import KVManager
 from penstock.schedule.limits import Limits
 from penstock.schedule.plan import RequestOutput, StepPlan
@@ -17,6 +18,7 @@ from penstock.schedule.scheduler import Scheduler
 from penstock.types import BLOCK_TOKENS, RequestId, SamplingParams, TokenLogprob
 
 STEP_NS = 1000
+IDLE_NS = 20 * STEP_NS
 
 
 class ScheduledEngine:
@@ -33,17 +35,22 @@ class ScheduledEngine:
         max_waiting: int = 100,
         scored_tokens: int = 64,
         targets: LatencyTargets | None = None,
+        host_slots: int = 0,
+        loads_max: int = 4,
     ) -> None:
         hasher = BlockHasher(key=bytes(32), model="m", kv_dtype="float32")
         if prefix_cache:
-            self.kv = KVManager.with_prefix_cache(num_blocks, hasher)
+            host = HostLimits(num_slots=host_slots, idle_ns=IDLE_NS, loads_max=loads_max, stores_max=4)
+            self.kv = KVManager.with_prefix_cache(num_blocks, hasher, host)
         else:
             self.kv = KVManager.without_prefix_cache(num_blocks)
         self.clock = ManualClock(now_ns=7)
         limits = Limits(step_tokens, min(max_running, step_tokens), max_model_len, scored_tokens)
         prefill = PrefillBudget(targets or LatencyTargets())
         self.scheduler = Scheduler(limits, self.kv, self.clock, FCFSQueue(max_waiting), prefill)
-        self.runner = CheckingRunner(num_blocks=num_blocks, max_running=max_running)
+        self.runner = CheckingRunner(
+            num_blocks=num_blocks, max_running=max_running, num_host_slots=host_slots
+        )
         self.requests: dict[str, Request] = {}
         self.got: dict[str, list[int]] = defaultdict(list)
         self.scores: dict[str, list[TokenLogprob]] = defaultdict(list)
@@ -83,7 +90,8 @@ class ScheduledEngine:
         if plan is not None:
             self.plans.append(plan)
             limits = self.scheduler.limits
-            assert 0 < plan.num_tokens <= limits.step_tokens
+            assert plan.num_tokens <= limits.step_tokens
+            assert plan.work or self.kv.host.busy, "an empty plan has nothing to wait for"
             assert len(plan.work) <= limits.max_running
             assert sum(work.num_tokens for work in plan.work if work.scores) <= limits.scored_tokens
         return plan

@@ -24,7 +24,7 @@ def compute(kv: KVManager, table: BlockTable, tokens) -> None:
 
 
 def cached_tokens(kv: KVManager, tokens, salt: bytes = b"", adapter: str = "") -> int:
-    return 16 * len(kv.match_prefix(kv.open(salt, adapter=adapter), tokens))
+    return kv.match_prefix(kv.open(salt, adapter=adapter), tokens).num_tokens
 
 
 def test_blocks_for() -> None:
@@ -93,7 +93,7 @@ def test_equal_prompts_computed_side_by_side_do_not_mix() -> None:
             assert kv.extend(table, num_computed) is not None
             kv.publish_computed(table, tokens, num_computed)
             kv.check_invariants([first, second])
-    assert kv.match_prefix(kv.open(b""), tokens) == tuple(first.blocks[:2])
+    assert kv.match_prefix(kv.open(b""), tokens).blocks == tuple(first.blocks[:2])
     kv.release(first)
     kv.check_invariants([second])
     kv.release(second)
@@ -110,7 +110,7 @@ def test_a_released_table_finds_itself_again() -> None:
     blocks, hashes = list(table.blocks), list(table.hashes)
     kv.release(table)
     hits = kv.match_prefix(table, tokens)
-    assert list(hits) == blocks[:3]
+    assert list(hits.blocks) == blocks[:3]
     assert table.hashes == hashes
     assert kv.num_available_after(hits) == 13
     kv.adopt(table, hits)
@@ -188,9 +188,9 @@ class ManagerMachine(RuleBasedStateMachine):
         available = self.kv.num_available_after(hits)
         self.kv.adopt(table, hits)
         assert self.kv.pool.num_available == available
-        assert len(hits) * 16 < length
-        self.check_reads(table, tokens, len(hits) * 16)
-        self.open.append((table, tokens, [len(hits) * 16]))
+        assert hits.num_tokens < length
+        self.check_reads(table, tokens, hits.num_tokens)
+        self.open.append((table, tokens, [hits.num_tokens]))
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), count=st.integers(1, 30))

@@ -16,6 +16,7 @@ from scheduled_engine import ScheduledEngine
 from penstock import rng
 from penstock.errors import ContextTooLong
 from penstock.schedule.plan import RequestOutput
+from penstock.schedule.request import Status
 from penstock.types import FinishReason, RequestId
 
 STOPS = ((), (), (5,), tuple(range(20)))
@@ -81,9 +82,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len=st.integers(20, 120),
         prefix_cache=st.booleans(),
         scored_tokens=st.integers(1, 30),
+        host_slots=st.sampled_from([0, 3, 12]),
+        loads_max=st.integers(1, 4),
+        copy_steps=st.integers(0, 3),
     )
-    def start(self, **limits) -> None:
+    def start(self, copy_steps: int, **limits) -> None:
         self.engine = ScheduledEngine(**limits, max_waiting=1000)
+        self.engine.runner.copy_steps = copy_steps
         self.submitted = 0
 
     @rule(batch=st.lists(requests, min_size=1, max_size=5))
@@ -105,8 +110,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.engine.in_flight is not None:
             self.engine.finish_step()
         else:
-            live = self.engine.scheduler.has_work
-            assert (self.engine.plan() is not None) == live
+            has_work = self.engine.scheduler.has_work
+            assert (self.engine.plan() is not None) == (has_work or self.engine.kv.host.busy)
 
     @rule(count=st.integers(1, 40))
     def steps(self, count: int) -> None:
@@ -129,9 +134,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         if live:
             self.engine.runner.broken.add(live[pick % len(live)])
 
+    @rule(slot=st.integers(0, 11))
+    def break_copies(self, slot: int) -> None:
+        self.engine.runner.broken_slots = {slot}
+
     @rule()
-    def clear_cache(self) -> None:
-        self.engine.kv.clear_cache()
+    def mend_copies(self) -> None:
+        self.engine.runner.broken_slots.clear()
+
+    @rule(really=st.integers(0, 3))
+    def clear_cache(self, really: int) -> None:
+        if not really:
+            self.engine.kv.clear_cache()
 
     @invariant()
     def consistent(self) -> None:
@@ -143,6 +157,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             finish_and_check(self.engine)
             event(f"preempted: {self.engine.scheduler.statistics().preemptions > 0}")
             event(f"hits: {self.engine.scheduler.statistics().cached_tokens > 0}")
+            event(f"host hits: {self.engine.scheduler.statistics().host_cached_tokens > 0}")
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
@@ -154,17 +169,20 @@ TestSchedulerMachine.settings = settings(
 )
 
 
-def run_trace(seed: int) -> Counter[str]:
+def run_trace(seed: int, *, host_tier: bool = False) -> Counter[str]:
     """One long run from a seed; returns how often what is hard to get right really happened."""
     chance, scoring = rng.stream(seed, "scheduler trace"), rng.stream(seed, "scheduler trace, scores")
     openness = rng.stream(seed, "scheduler trace, public prefixes")
+    hosting = rng.stream(seed, "scheduler trace, host tier")
     engine = ScheduledEngine(
         num_blocks=chance.randint(9, 24),
         step_tokens=chance.choice([5, 16, 33, 64]),
         max_running=chance.randint(3, 8),
         max_model_len=140,
         scored_tokens=scoring.choice([17, 64]),
+        host_slots=hosting.choice([6, 30]) if host_tier else 0,
     )
+    engine.runner.copy_steps = hosting.randint(1, 4)
     seen: Counter[str] = Counter()
     for number in range(120):
         prompt = prompt_of(chance.randint(0, 2), chance.choice([0, 16, 40]), chance.randint(1, 50))
@@ -183,10 +201,12 @@ def run_trace(seed: int) -> Counter[str]:
         )
         if not chance.randrange(20):
             engine.runner.broken.add(RequestId(f"r{number}"))
+        engine.runner.broken_slots = set() if hosting.randrange(3) else {0, 1}
         for _ in range(chance.choice([0, 0, 1, 3, 20])):
             engine.plan()
             if not chance.randrange(12) and (live := engine.scheduler.live_requests()):
-                name = chance.choice(live)
+                loading = [name for name in live if engine.requests[name].status is Status.LOADING]
+                name = chance.choice(loading or live)
                 seen[f"aborted {engine.requests[name].status.value}"] += 1
                 engine.abort(name)
             if engine.in_flight is not None:
@@ -196,6 +216,8 @@ def run_trace(seed: int) -> Counter[str]:
     seen += Counter(end.finish.value for end in engine.ends.values() if end.finish)
     now, pool = engine.scheduler.statistics(), engine.kv.statistics()
     seen += Counter(preempted=now.preemptions, cached=now.cached_tokens)
+    host = now.host
+    seen += Counter(stores=host.stores, loads=host.loads, failures=host.failures, discarded=host.discarded)
     return seen + Counter(evicted=pool.evictions, duplicates=pool.duplicates)
 
 
@@ -204,4 +226,11 @@ def test_long_traces_end_with_every_block_free(seeds) -> None:
     seen = sum((run_trace(seed) for seed in seeds), Counter())
     wanted = {"preempted", "cached", "evicted", "duplicates", "stop", "length", "error", "abort"}
     wanted |= {"aborted waiting", "aborted running", "aborted preempted"}
+    assert not wanted - set(seen), seen
+
+
+@pytest.mark.parametrize("seeds", [range(20, 28), range(28, 36)], ids=str)
+def test_long_traces_with_a_host_tier_end_with_every_block_free(seeds) -> None:
+    seen = sum((run_trace(seed, host_tier=True) for seed in seeds), Counter())
+    wanted = {"preempted", "stores", "loads", "failures", "discarded", "aborted loading"}
     assert not wanted - set(seen), seen
