@@ -75,8 +75,8 @@ class RowTables:
         return self._lay_out(rows, computed, num_tokens, samples, scores, fresh)
 
     def append_tokens(self, rows: Int64Array, positions: Int64Array, token_ids: Int64Array) -> None:
-        """Remember drawn tokens: they are the inputs of coming steps."""
-        self._token_ids[rows, positions] = token_ids
+        """Remember drawn tokens: they are the inputs of coming steps. A failed row's (-1) is any token that exists."""
+        self._token_ids[rows, positions] = np.maximum(token_ids, 0)
 
     def adjust(self, logits: Tensor, rows: Int64Array, positions: Int64Array) -> Edits:
         """Change logits as their rows' penalties, biases and minimum lengths say, until `undo`."""

@@ -23,7 +23,8 @@ from penstock.engine.memory import free_memory_bytes, plan_kv
 from penstock.engine.models.decoder import DecoderLimits
 from penstock.engine.models.registry import read_spec
 from penstock.engine.native.library import Kernels as NativeKernels
-from penstock.engine.sampler import Sampler, SampleRows, results
+from penstock.engine.native.sampler import NativeSampler
+from penstock.engine.sampler import Sampler, SampleRows, TokenSampler, results
 from penstock.engine.scoring import score_chunks
 from penstock.engine.wiring import StepModel, native_kernels, wire_model
 from penstock.protocol.worker import ModelInfo
@@ -41,6 +42,7 @@ class RunnerParts:
     info: ModelInfo
     model: StepModel
     cache: KVCache
+    sampler: TokenSampler
     clock: Clock
     step_tokens: int
 
@@ -54,7 +56,7 @@ class Runner:
         self._clock = parts.clock
         self._step_tokens = parts.step_tokens
         self._tables = RowTables(max_running=parts.info.max_running, max_model_len=parts.info.max_model_len)
-        self._sampler = Sampler(parts.info.vocab_size)
+        self._sampler = parts.sampler
 
     @property
     def kernels(self) -> str:
@@ -162,8 +164,11 @@ def load_runner(model_path: Path, config: EngineConfig, clock: Clock, on_progres
     with torch.inference_mode():
         cache = KVCache(spec, budget.num_blocks, dtype, device)
         model = wire_model(spec, weights, limits, cache, native)
+    sampler = Sampler(spec.vocab_size) if native is None else NativeSampler(native)
     return Runner(
-        RunnerParts(info=info, model=model, cache=cache, clock=clock, step_tokens=config.step_tokens)
+        RunnerParts(
+            info=info, model=model, cache=cache, sampler=sampler, clock=clock, step_tokens=config.step_tokens
+        )
     )
 
 

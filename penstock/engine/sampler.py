@@ -10,6 +10,7 @@ exactly as many tokens as it says. All operations look at one row only.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,10 +32,15 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
-def row_keys(seeds: npt.NDArray[np.uint64], positions: Int64Array) -> tuple[Tensor, Tensor]:
-    """Two int32 keys `[num_rows, 1]` per (seed, position), by SplitMix64 (Steele et al. 2014)."""
+def key_pairs(seeds: npt.NDArray[np.uint64], positions: Int64Array) -> npt.NDArray[np.int32]:
+    """Two int32 keys `[num_rows, 2]` per (seed, position), by SplitMix64 (Steele et al. 2014)."""
     mixed = _split_mix(_split_mix(seeds + _GOLDEN) + positions.astype(np.uint64) * _GOLDEN)
-    halves = as_tensor(mixed.view(np.int32).reshape(-1, 2))
+    return mixed.view(np.int32).reshape(-1, 2)
+
+
+def row_keys(seeds: npt.NDArray[np.uint64], positions: Int64Array) -> tuple[Tensor, Tensor]:
+    """`key_pairs` as two columns `[num_rows, 1]`."""
+    halves = as_tensor(key_pairs(seeds, positions))
     return halves[:, :1], halves[:, 1:]
 
 
@@ -96,8 +102,16 @@ class SampleRows:
         )
 
 
+class TokenSampler(Protocol):
+    """Draws the next token of every row."""
+
+    def draw(self, logits: Tensor, rows: SampleRows) -> Tensor:
+        """`[num_rows]` int64 from `[num_rows, vocab_size]` float32 logits; -1 where they are not finite numbers."""
+        ...
+
+
 class Sampler:
-    """Draws for a whole batch at once. Stateless but for constants."""
+    """Draws for a whole batch at once, in torch. Stateless but for constants."""
 
     def __init__(self, vocab_size: int, *, candidates: int = CANDIDATES) -> None:
         self._vocab_size = vocab_size
@@ -105,7 +119,11 @@ class Sampler:
         self._token_ids = torch.arange(vocab_size, dtype=torch.int32)[None]
 
     def draw(self, logits: Tensor, rows: SampleRows) -> Tensor:
-        """The next token of every row: `[num_rows]` int64, from `[num_rows, vocab_size]` finite float32 logits."""
+        """See `TokenSampler`."""
+        token_ids = self._draw(logits, rows)
+        return token_ids.masked_fill_(logits.amax(-1).isfinite().logical_not_(), -1)  # A NaN is the maximum.
+
+    def _draw(self, logits: Tensor, rows: SampleRows) -> Tensor:
         token_ids = logits.argmax(-1)
         random = rows.temperature >= GREEDY_BELOW
         if not random.any():
@@ -122,7 +140,7 @@ class Sampler:
     def _draw_plain(self, scaled: Tensor, rows: SampleRows) -> Tensor:
         scores = scaled - exponential(self._token_ids, row_keys(rows.seed, rows.position)).log_()
         if rows.min_p.any():
-            scores.masked_fill_(scaled < _min_p_bound(rows), -torch.inf)
+            scores.masked_fill_(scaled < as_tensor(min_p_bounds(rows))[:, None], -torch.inf)
         return scores.argmax(-1)
 
     def _draw_filtered(self, scaled: Tensor, rows: SampleRows) -> Tensor:
@@ -147,7 +165,7 @@ def _draw_among(scaled: Tensor, rows: SampleRows, count: int) -> tuple[Tensor, I
     scores = values - exponential(token_ids.int(), row_keys(rows.seed, rows.position)).log_()
     dropped = torch.arange(count) >= num_kept
     if rows.min_p.any():
-        dropped |= values < _min_p_bound(rows)
+        dropped |= values < as_tensor(min_p_bounds(rows))[:, None]
     best = scores.masked_fill_(dropped, -torch.inf).argmax(-1, keepdim=True)
     drawn = token_ids.gather(1, best)[:, 0]
     if count == scaled.shape[1]:
@@ -162,10 +180,10 @@ def _scale(logits: Tensor, rows: SampleRows) -> Tensor:
     return (logits - logits.amax(-1, keepdim=True)).div_(as_tensor(rows.temperature)[:, None])
 
 
-def _min_p_bound(rows: SampleRows) -> Tensor:
-    """The scaled logit below which min-p drops a token; -inf where it is off. At 1 the likeliest stays."""
+def min_p_bounds(rows: SampleRows) -> npt.NDArray[np.float32]:
+    """The scaled logits below which min-p drops a token; -inf where it is off. At 1 the likeliest stays."""
     with np.errstate(divide="ignore"):
-        return as_tensor(np.log(rows.min_p))[:, None]
+        return np.log(rows.min_p)
 
 
 def _ranked_top(scaled: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -197,13 +215,12 @@ def _num_kept(scaled: Tensor, values: Tensor, rows: SampleRows) -> Tensor:
 def results(
     logits: Tensor, token_ids: Tensor, rows: Int64Array, wanted: list[int | None]
 ) -> tuple[Sampled, ...]:
-    """Pack what was drawn, with log-probabilities where wanted; a row without finite logits gets an error."""
-    healthy = int_list(logits.amax(-1).isfinite())  # A NaN anywhere is the maximum.
+    """Pack what was drawn, with log-probabilities where wanted; a row whose draw is -1 gets an error."""
     drawn = int_list(token_ids)
     packed: list[Sampled] = []
     for index, (row, token_id) in enumerate(zip(int_list(as_tensor(rows)), drawn, strict=True)):
         count = wanted[row]
-        if not healthy[index]:
+        if token_id < 0:
             packed.append(Sampled(row, 0, error=NOT_NUMBERS))
         elif count is None:
             packed.append(Sampled(row, token_id))

@@ -168,6 +168,7 @@ def test_rows_without_finite_logits_fail_alone() -> None:
     logits = torch.randn(4, 100)
     logits[1, 3], logits[2, 7] = torch.nan, torch.inf
     drawn = Sampler(100).draw(logits, rows(4, top_p=0.9))
+    assert drawn[1:3].tolist() == [-1, -1]
     packed = results(logits, drawn, np.array([5, 0, 2, 3]), [None] * 6)
     assert [sampled.row for sampled in packed] == [5, 0, 2, 3]
     assert [sampled.error for sampled in packed] == [None, NOT_NUMBERS, NOT_NUMBERS, None]

@@ -36,7 +36,7 @@ UNITS: dict[str, tuple[str, ...]] = {
 # or the same row could get other bits in another batch.
 FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off", "-fno-strict-aliasing",
-    "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized",
+    "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-psabi",
 )  # fmt: skip
 LINK = ("-shared", "-static-libstdc++", "-static-libgcc", "-lpthread")
 

@@ -12,7 +12,7 @@ from enum import IntEnum
 from pathlib import Path
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
-ABI_VERSION = 2
+ABI_VERSION = 3
 _OUT_OF_BOUNDS = -2
 
 
@@ -132,14 +132,25 @@ class Step(Structure):
     ]  # fmt: skip
 
 
+class Sample(Structure):
+    """`PsSample`: one draw from every row of logits."""
+
+    _fields_ = [
+        ("logits", c_void_p), ("temperature", c_void_p), ("top_k", c_void_p), ("top_p", c_void_p),
+        ("min_p_bound", c_void_p), ("keys", c_void_p), ("token_ids", c_void_p),
+        ("rows", c_int64), ("vocab", c_int64), ("ld_logits", c_int64), ("greedy_below", c_float), ("reserved", c_int32),
+    ]  # fmt: skip
+
+
 _CALLS: dict[str, type[Structure]] = {
     "ps_linear": Linear,
     "ps_rms_norm": Norm,
     "ps_silu_mul": SiluMul,
     "ps_rope_write": RopeWrite,
     "ps_attention": Attention,
+    "ps_sample": Sample,
 }
-_STRUCTS = (Weight, Linear, Norm, SiluMul, KvCache, RopeWrite, Attention, Layer, Decoder, Step)
+_STRUCTS = (Weight, Linear, Norm, SiluMul, KvCache, RopeWrite, Attention, Layer, Decoder, Step, Sample)
 """In the order of `ps_struct_bytes`."""
 
 
@@ -202,6 +213,10 @@ class Kernels:
     def attention(self, job: Attention) -> None:
         """Run `ps_attention`."""
         self._call(self._lib.ps_attention, job)
+
+    def sample(self, job: Sample) -> None:
+        """Run `ps_sample`."""
+        self._call(self._lib.ps_sample, job)
 
     def step(self, decoder: Decoder, step: Step) -> None:
         """Run `ps_step`.

@@ -171,6 +171,14 @@ int32_t attention(const PsAttention *job) {
   return 0;
 }
 
+int32_t sample(const PsSample *job) {
+  int64_t scratch = ceil_div(sample_scratch_bytes(job->vocab), 4096) * 4096;
+  if (!arena.reserve(scratch * num_threads())) return -1;
+  auto work = [&](int64_t row, int worker) { table->sample_row(job, row, arena.at + worker * scratch); };
+  parallel(job->rows, work);
+  return 0;
+}
+
 }  // namespace penstock
 
 using namespace penstock;
@@ -180,7 +188,7 @@ PS_EXPORT int32_t ps_abi_version(void) { return PS_ABI_VERSION; }
 PS_EXPORT int64_t ps_struct_bytes(int32_t index) {
   constexpr size_t sizes[] = {sizeof(PsWeight),  sizeof(PsLinear),    sizeof(PsNorm),      sizeof(PsSiluMul),
                               sizeof(PsKvCache), sizeof(PsRopeWrite), sizeof(PsAttention), sizeof(PsLayer),
-                              sizeof(PsDecoder), sizeof(PsStep)};
+                              sizeof(PsDecoder), sizeof(PsStep),   sizeof(PsSample)};
   return index >= 0 && index < (int32_t)(sizeof sizes / sizeof *sizes) ? (int64_t)sizes[index] : -1;
 }
 
@@ -226,6 +234,10 @@ PS_EXPORT int32_t ps_rope_write(const PsRopeWrite *job) {
 PS_EXPORT int32_t ps_attention(const PsAttention *job) {
   PoolLock held;
   return attention(job);
+}
+PS_EXPORT int32_t ps_sample(const PsSample *job) {
+  PoolLock held;
+  return sample(job);
 }
 PS_EXPORT int32_t ps_step(const PsDecoder *decoder, const PsStep *job) {
   PoolLock held;

@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "sample.h"
 
 namespace {
 
@@ -266,4 +267,4 @@ static void amx_attention(const AttentionPiece *piece) {
 const penstock::KernelTable penstock::kAmx = {
     "amx",         16,         1 << PS_F32 | 1 << PS_BF16 | 1 << PS_I8 | 1 << PS_I4,
     amx_pack_rows, amx_linear, rms_norm,
-    silu_mul,      rope_write, amx_attention};
+    silu_mul,      rope_write, amx_attention, sample_row};

@@ -2,6 +2,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "sample.h"
 
 const penstock::KernelTable penstock::kAvx512 = {"avx512",
                                                  0,
@@ -11,4 +12,5 @@ const penstock::KernelTable penstock::kAvx512 = {"avx512",
                                                  rms_norm,
                                                  silu_mul,
                                                  rope_write,
-                                                 vector_attention};
+                                                 vector_attention,
+                                                 sample_row};

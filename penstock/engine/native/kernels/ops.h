@@ -8,6 +8,7 @@ int32_t rms_norm(const PsNorm *job);
 int32_t silu_mul(const PsSiluMul *job);
 int32_t rope_write(const PsRopeWrite *job);
 int32_t attention(const PsAttention *job);
+int32_t sample(const PsSample *job);
 int32_t step(const PsDecoder *decoder, const PsStep *step);
 
 // Memory that lives as long as the process and only grows; calls use it one at a time, under the pool's lock.

@@ -5,7 +5,7 @@
 #pragma once
 #include <stdint.h>
 
-#define PS_ABI_VERSION 2
+#define PS_ABI_VERSION 3
 #define PS_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum PsType : int32_t { PS_F32 = 0, PS_BF16 = 1, PS_I8 = 2, PS_I4 = 3 };
@@ -121,6 +121,20 @@ struct PsStep {
   int64_t t, rows, ld_tables, num_samples;
 };
 
+// Draws one token from every row of logits; see engine/sampler.py for what it means.
+struct PsSample {
+  const float *logits;       // [rows, vocab]
+  const float *temperature;  // [rows]; below `greedy_below`: the likeliest token
+  const int64_t *top_k;      // [rows], 0: off
+  const double *top_p;       // [rows], 1: off
+  const float *min_p_bound;  // [rows], log of min-p: scaled logits below are dropped
+  const int32_t *keys;       // [rows, 2] of the counter-based randomness
+  int64_t *token_ids;        // [rows] out; -1 where the logits are not finite numbers
+  int64_t rows, vocab, ld_logits;
+  float greedy_below;
+  int32_t reserved;
+};
+
 PS_EXPORT int32_t ps_abi_version(void);
 PS_EXPORT int64_t
 ps_struct_bytes(int32_t index);  // size of the index-th struct of this file, for the other side to check
@@ -142,4 +156,5 @@ PS_EXPORT int32_t ps_rms_norm(const PsNorm *job);
 PS_EXPORT int32_t ps_silu_mul(const PsSiluMul *job);
 PS_EXPORT int32_t ps_rope_write(const PsRopeWrite *job);
 PS_EXPORT int32_t ps_attention(const PsAttention *job);
+PS_EXPORT int32_t ps_sample(const PsSample *job);
 PS_EXPORT int32_t ps_step(const PsDecoder *decoder, const PsStep *step);

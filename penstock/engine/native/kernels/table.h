@@ -31,6 +31,7 @@ struct KernelTable {
   void (*silu_mul)(const PsSiluMul *job, int64_t first, int64_t last);
   void (*rope_write)(const PsRopeWrite *job, int64_t first, int64_t last);
   void (*attention)(const AttentionPiece *piece);
+  void (*sample_row)(const PsSample *job, int64_t row, void *scratch);  // see sample_scratch_bytes
 };
 
 constexpr int64_t kRowsMax = 512;         // rows of a linear done together
@@ -45,6 +46,10 @@ inline int64_t attention_scratch_bytes(int64_t head_dim) {
   int64_t sums = queries, tile = kLanesAtOnce * padded * 4, scores = kLanesAtOnce * kKvTile * 4, weights = scores;
   return keys + values + queries + sums + scores + weights + tile + 2 * kAttentionLanes * 4 + 4096;
 }
+
+constexpr int32_t kSampleBins = 4096;  // of the histogram that finds where top-k and top-p cut
+
+inline int64_t sample_scratch_bytes(int64_t vocab) { return kSampleBins * 12 + vocab * 8 + vocab / 4 + 64; }
 
 extern const KernelTable kAvx2, kAvx512, kAvx512Bf16, kAmx;
 

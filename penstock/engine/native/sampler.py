@@ -1,0 +1,39 @@
+"""Drawing tokens with the native kernels: the same draws as `engine/sampler.py`, without sorting a vocabulary.
+
+A histogram of how far logits lie below the largest finds the interval in which top-k or top-p cuts, and only the
+tokens in that one are ranked. Scores differ from the torch twin's by rounding of the logarithm, so a draw differs only
+where two tokens' scores are equal to the last bits.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.engine.arrays import as_tensor
+from penstock.engine.native.library import Kernels, Sample
+from penstock.engine.sampler import GREEDY_BELOW, SampleRows, key_pairs, min_p_bounds
+
+
+class NativeSampler:
+    """See `TokenSampler`. Rows are drawn on the kernels' threads, each by itself."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def draw(self, logits: Tensor, rows: SampleRows) -> Tensor:
+        """See `TokenSampler`; rows of logits have unit inner stride."""
+        num_rows, vocab_size = logits.shape
+        assert logits.dtype is torch.float32
+        assert logits.stride(1) == 1
+        keys = key_pairs(rows.seed, rows.position)
+        bounds = min_p_bounds(rows)
+        token_ids = np.empty(num_rows, np.int64)
+        self._kernels.sample(
+            Sample(
+                logits=logits.data_ptr(), temperature=rows.temperature.ctypes.data, top_k=rows.top_k.ctypes.data,
+                top_p=rows.top_p.ctypes.data, min_p_bound=bounds.ctypes.data, keys=keys.ctypes.data,
+                token_ids=token_ids.ctypes.data, rows=num_rows, vocab=vocab_size,
+                ld_logits=logits.stride(0), greedy_below=GREEDY_BELOW,
+            )
+        )  # fmt: skip
+        return as_tensor(token_ids)

@@ -1,0 +1,101 @@
+"""The native sampler draws what the torch sampler draws, on every instruction set."""
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.engine.native.sampler import NativeSampler
+from penstock.engine.sampler import Sampler, SampleRows
+
+CASES = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 1e-3},
+    {"temperature": 0.6},
+    {"temperature": 8.0},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"top_k": 1},
+    {"top_k": 40},
+    {"top_k": 2999, "temperature": 3.0},
+    {"top_k": 3000},
+    {"top_k": 10**9},
+    {"top_p": 1e-9},
+    {"top_p": 0.5},
+    {"top_p": 0.95, "temperature": 2.0},
+    {"top_p": 0.999999, "temperature": 20.0},
+    {"top_k": 50, "top_p": 0.9, "min_p": 0.01, "temperature": 1.5},
+]
+
+
+def rows(cases: list[dict[str, float]], *, first: int = 0) -> SampleRows:
+    def column(name: str, default: float, dtype: type) -> np.ndarray:
+        return np.array([case.get(name, default) for case in cases], dtype)
+
+    return SampleRows(
+        column("temperature", 1.0, np.float32),
+        column("top_k", 0, np.int64),
+        column("top_p", 1.0, np.float64),
+        column("min_p", 0.0, np.float32),
+        np.arange(len(cases), dtype=np.uint64) * 77 + 3,
+        np.arange(first, first + len(cases)),
+    )
+
+
+@pytest.mark.parametrize("vocab_size", [1, 5, 16, 257, 3000])
+@pytest.mark.parametrize("spread", [0.0, 0.5, 4.0])
+def test_draws_are_those_of_the_torch_sampler(kernels, rng, vocab_size: int, spread: float) -> None:
+    cases = CASES * 30
+    # bfloat16 makes many ties, which must rank by lowest id.
+    logits = (torch.randn(len(cases), vocab_size, generator=rng) * spread).bfloat16().float()
+    ours = NativeSampler(kernels).draw(logits, rows(cases))
+    expected = Sampler(vocab_size).draw(logits, rows(cases))
+    differ = (ours != expected).nonzero()[:, 0].tolist()
+    assert len(differ) <= 1, [cases[i] for i in differ]  # Scores are rounded in different places.
+
+
+def test_a_row_depends_on_itself_alone(kernels, rng) -> None:
+    logits = torch.randn(len(CASES), 700, generator=rng)
+    sampler = NativeSampler(kernels)
+    alone = [
+        sampler.draw(logits[i : i + 1], rows(CASES).pick(np.array([i]))).item() for i in range(len(CASES))
+    ]
+    kernels.set_threads(3)
+    assert sampler.draw(logits, rows(CASES)).tolist() == alone
+    wider = torch.full((len(CASES), 1000), torch.nan)
+    wider[:, :700] = logits
+    assert sampler.draw(wider[:, :700], rows(CASES)).tolist() == alone
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("where", [0, 15, 16, 99])
+def test_rows_that_are_not_numbers_draw_nothing(kernels, rng, bad: float, where: int) -> None:
+    logits = torch.randn(3, 100, generator=rng)
+    logits[1, where] = bad
+    drawn = NativeSampler(kernels).draw(logits, rows([{}, {"top_p": 0.5}, {"top_k": 3}])).tolist()
+    assert drawn[0] >= 0
+    assert drawn[2] >= 0
+    assert (drawn[1] == -1) == (bad != -torch.inf)  # A masked token is a number's absence, not a fault.
+    logits[1] = -torch.inf
+    assert NativeSampler(kernels).draw(logits, rows([{}, {}, {}]))[1] == -1
+
+
+def test_the_distribution_is_right(kernels) -> None:
+    draws = 100_000
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, -20.0, 0.0])
+    params = SampleRows(
+        np.full(draws, 1.5, np.float32),
+        np.full(draws, 5),
+        np.full(draws, 1.0),
+        np.zeros(draws, np.float32),
+        np.full(draws, 9, np.uint64),
+        np.arange(draws),
+    )
+    counts = np.bincount(NativeSampler(kernels).draw(logits.expand(draws, -1), params), minlength=7)
+    kept = np.exp(logits.double().numpy() / 1.5)
+    kept[[2, 5]] = 0.0
+    expected = kept / kept.sum() * draws
+    assert counts[[2, 5]].tolist() == [0, 0]
+    seen = expected > 0
+    # Chance exceeds this bound for 4 degrees of freedom once in about 3 million.
+    assert float(((counts - expected)[seen] ** 2 / expected[seen]).sum()) < 36.0
