@@ -11,9 +11,10 @@ from penstock.engine.gpu.worklist import WorkList, WorkListLimits
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.rotary import RotaryTable, RotaryWeights
 from penstock.engine.models.spec import DecoderSpec, RopeSpec
+from penstock.engine.sampler import SampleRows
 
 CPU = torch.device("cpu")
-MAX_LEN = 1600
+MAX_LEN = 1200
 NUM_BLOCKS = 400
 
 
@@ -81,3 +82,20 @@ def device_step(
     buffer.fill(places, computed, num_tokens, sampled, WorkList.of(places, computed, num_tokens, bounds.work))
     inputs = StepInputs.allocate(bounds, CPU).head(int(num_tokens.sum()) + padding, len(sampled) + padding)
     return DeviceStep(buffer, state, inputs, bool((num_tokens == 1).all()))
+
+
+def sampling_state(state: RowState, rows: list[tuple[float, int, float, float, int]]) -> SampleRows:
+    """Write (temperature, top k, top p, min p, seed) to the last rows, downwards; the same for the engine's sampler."""
+    columns = [np.array(column) for column in zip(*rows, strict=True)]
+    seeds = np.array([row[4] for row in rows], np.uint64)
+    places = torch.arange(state.nobody - 1, state.nobody - 1 - len(rows), -1)
+    for table, column in zip(
+        (state.temperature, state.top_k, state.top_p, state.min_p), columns, strict=False
+    ):
+        table[places] = torch.from_numpy(column).to(table.dtype)
+    state.seed[places] = torch.from_numpy(seeds.view(np.int64))
+    positions = np.arange(40, 40 + len(rows), dtype=np.int64)
+    return SampleRows(
+        columns[0].astype(np.float32), columns[1].astype(np.int64), columns[2].astype(np.float64),
+        columns[3].astype(np.float32), seeds, positions,
+    )  # fmt: skip

@@ -5,18 +5,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from device_steps import CPU, Row, device_step, limits
+from device_steps import CPU, Row, device_step, limits, sampling_state
 
 from penstock.engine.attention.base import AttentionBatch
 from penstock.engine.gpu.layers import DeviceKernels
-from penstock.engine.gpu.step import Drawn, RowState
+from penstock.engine.gpu.step import Drawn
 from penstock.engine.gpu.torch_ops import TorchOps
 from penstock.engine.kernels import Kernels, TorchKernels
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.loader import load_weights
 from penstock.engine.models.decoder import Decoder, DecoderLimits
 from penstock.engine.models.registry import read_spec
-from penstock.engine.sampler import Sampler, SampleRows
+from penstock.engine.sampler import Sampler
 
 FAMILIES = ["qwen3", "mistral", "gemma2", "gemma3", "mixtral", "llama"]
 
@@ -84,23 +84,6 @@ def test_prepare_lays_out_tokens_and_samples_and_pads_with_nobody() -> None:
     assert inputs.sample_tokens.tolist() == [0, 8, 0, 0]
     assert inputs.sample_rows.tolist() == [7, 5, 8, 8]
     assert inputs.sample_positions.tolist() == [18, 3, 0, 0]
-
-
-def sampling_state(state: RowState, rows: list[tuple[float, int, float, float, int]]) -> SampleRows:
-    """Write (temperature, top k, top p, min p, seed) to the last rows, downwards; the same for the engine's sampler."""
-    columns = [np.array(column) for column in zip(*rows, strict=True)]
-    seeds = np.array([row[4] for row in rows], np.uint64)
-    places = torch.arange(state.nobody - 1, state.nobody - 1 - len(rows), -1)
-    for table, column in zip(
-        (state.temperature, state.top_k, state.top_p, state.min_p), columns, strict=False
-    ):
-        table[places] = torch.from_numpy(column).to(table.dtype)
-    state.seed[places] = torch.from_numpy(seeds.view(np.int64))
-    positions = np.arange(40, 40 + len(rows), dtype=np.int64)
-    return SampleRows(
-        columns[0].astype(np.float32), columns[1].astype(np.int64), columns[2].astype(np.float64),
-        columns[3].astype(np.float32), seeds, positions,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(4))

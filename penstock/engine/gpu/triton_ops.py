@@ -1,0 +1,151 @@
+# pyright: basic, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
+"""Launches the Triton kernels: sizes, grids and tile shapes. See `Ops` for what each computes.
+
+Tile shapes are chosen by arithmetic for Hopper and compile there without spills; none has been timed on a GPU yet.
+Importing this needs triton, which torch for CUDA brings along.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from triton import next_power_of_2
+
+from penstock.engine.gpu.kernels import attention, gate, norm, prepare, rotary, sampler
+from penstock.engine.gpu.ops import AttentionLayer, HeadRotation, Partials
+from penstock.engine.gpu.step import NUM_COMBINES, NUM_ITEMS, NUM_SAMPLES, NUM_TOKENS, DeviceStep, Drawn
+from penstock.engine.gpu.worklist import COMBINE_FIELDS, ITEM_FIELDS, KV_TILE, SPLITS_MAX
+from penstock.engine.kv_cache import KVCache
+from penstock.engine.sampler import GREEDY_BELOW
+from penstock.types import BLOCK_TOKENS
+
+CHUNK_ROWS = 64
+"""Query rows of a tile of a chunk: one warpgroup's matrix product."""
+_SMALL_ROWS = 16
+"""The fewest rows that the matrix units take."""
+_PROGRAMS_PER_PROCESSOR = 2
+"""What fits by registers: up to 255 per thread (compiled for sm_90)."""
+_DECODE_STAGES, _STAGES = 5, 3
+"""Two of them fetch block tables ahead; the rest are tiles of keys and values in flight."""
+_GATE_BLOCK = 1024
+_HEADS_PER_PROGRAM = 8
+_TOKENS_PER_PROGRAM = 128
+_SAMPLER_BLOCK = 4096
+
+
+def chunk_queries(group_size: int) -> int:
+    """`WorkListLimits.chunk_queries` for models with this many query heads per key/value head."""
+    return max(CHUNK_ROWS // group_size, 1)
+
+
+class TritonOps:
+    """See `Ops`."""
+
+    name = "triton"
+
+    def __init__(self, device: torch.device, *, num_programs: int = 0) -> None:
+        """`num_programs`: the grid of attention; 0: what fills the device."""
+        if not num_programs:
+            processors = torch.cuda.get_device_properties(device).multi_processor_count
+            num_programs = processors * _PROGRAMS_PER_PROCESSOR
+        self._num_programs = num_programs
+
+    def prepare(self, step: DeviceStep, slots_per_block: int) -> None:
+        """See `Ops`."""
+        buffer, state, inputs = step.buffer, step.state, step.inputs
+        num_tokens, num_samples = inputs.token_ids.shape[0], inputs.sample_rows.shape[0]
+        programs = -(-num_tokens // _TOKENS_PER_PROGRAM) + -(-num_samples // _TOKENS_PER_PROGRAM)
+        max_rows = buffer.rows.shape[0]
+        prepare.prepare[(programs,)](
+            buffer.counts, buffer.rows, buffer.computed, buffer.starts, buffer.sampled, max_rows, state.token_ids,
+            state.block_tables, state.nobody, state.token_ids.stride(0), state.block_tables.stride(0),
+            slots_per_block, inputs.token_ids, inputs.positions, inputs.slots, inputs.token_rows,
+            inputs.sample_tokens, inputs.sample_rows, inputs.sample_positions, num_tokens, num_samples,
+            BLOCK=_TOKENS_PER_PROGRAM, BLOCK_TOKENS=BLOCK_TOKENS, STEPS=max_rows.bit_length(),
+            NUM_TOKENS=NUM_TOKENS, NUM_SAMPLES=NUM_SAMPLES, num_warps=4,
+        )  # fmt: skip
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        """See `Ops`."""
+        self._norm(x, x, weight, eps, out, add=False)
+
+    def add_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        """See `Ops`."""
+        self._norm(residual, x, weight, eps, out, add=True)
+
+    def _norm(
+        self, residual: Tensor, x: Tensor, weight: Tensor, eps: float, out: Tensor, *, add: bool
+    ) -> None:
+        block = next_power_of_2(x.shape[1])
+        norm.norm[(x.shape[0],)](
+            residual, x, weight, out, x.shape[1], eps, BLOCK=block, ADD=add, num_warps=min(max(block // 512, 1), 16)
+        )  # fmt: skip
+
+    def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        """See `Ops`."""
+        self._gate(gate_up, out, gelu=False)
+
+    def gelu_tanh_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        """See `Ops`."""
+        self._gate(gate_up, out, gelu=True)
+
+    def _gate(self, gate_up: Tensor, out: Tensor, *, gelu: bool) -> None:
+        num_tokens, size = out.shape
+        gate.gate_mul[(num_tokens, -(-size // _GATE_BLOCK))](
+            gate_up, out, size, BLOCK=_GATE_BLOCK, GELU=gelu, num_warps=4
+        )
+
+    def rotate_store(
+        self, qkv: Tensor, q: Tensor, cache: KVCache, layer: int, step: DeviceStep, rotation: HeadRotation
+    ) -> None:
+        """See `Ops`."""
+        table, norms = rotation.table, rotation.norms
+        q_norm, k_norm = norms if norms is not None else (table.cos, table.cos)
+        grid = (qkv.shape[0], -(-qkv.shape[1] // _HEADS_PER_PROGRAM))
+        rotary.rotate_store[grid](
+            qkv, q, cache.tensor, step.inputs.slots, step.inputs.positions, table.cos, table.sin, q_norm, k_norm,
+            layer, rotation.eps, NUM_HEADS=q.shape[1], KV_HEADS=cache.num_kv_heads, HEAD_DIM=cache.head_dim,
+            DIM=next_power_of_2(cache.head_dim), ROTARY_DIM=table.rotary_dim, BLOCK_TOKENS=BLOCK_TOKENS,
+            HEADS=_HEADS_PER_PROGRAM, NORM=norms is not None, num_warps=4,
+        )  # fmt: skip
+
+    def attend(
+        self,
+        q: Tensor,
+        out: Tensor,
+        cache: KVCache,
+        step: DeviceStep,
+        how: AttentionLayer,
+        partials: Partials,
+    ) -> None:
+        """See `Ops`."""
+        buffer, tables = step.buffer, step.state.block_tables
+        num_heads, head_dim = q.shape[1], cache.head_dim
+        dim = max(next_power_of_2(head_dim), 16)
+        group = num_heads // cache.num_kv_heads
+        small = max(next_power_of_2(group), _SMALL_ROWS)
+        scale = how.scale if how.softcap else how.scale * math.log2(math.e)
+        stages = _DECODE_STAGES if step.decode_only else _STAGES
+        attention.attend[(self._num_programs,)](
+            q, out, cache.tensor, tables, buffer.items, buffer.counts, partials.outputs, partials.logsumexps,
+            how.layer, scale, how.softcap, how.window, tables.stride(0), cache.tensor.stride(0),
+            NUM_HEADS=num_heads, KV_HEADS=cache.num_kv_heads, HEAD_DIM=head_dim, DIM=dim, BLOCK_TOKENS=BLOCK_TOKENS,
+            TILE=KV_TILE, SMALL=small, LARGE=max(CHUNK_ROWS, small), ITEM_FIELDS=ITEM_FIELDS, NUM_ITEMS=NUM_ITEMS,
+            CHUNKS=not step.decode_only, SOFTCAP=how.softcap > 0, WINDOW=how.window > 0, num_warps=4,
+            num_stages=2 if dim > 128 else stages,
+        )  # fmt: skip
+        attention.combine[(self._num_programs,)](
+            out, buffer.combines, buffer.counts, partials.outputs, partials.logsumexps, NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim, DIM=dim, SPLITS=SPLITS_MAX, COMBINE_FIELDS=COMBINE_FIELDS, NUM_COMBINES=NUM_COMBINES,
+            num_warps=2,
+        )  # fmt: skip
+
+    def sample(self, logits: Tensor, step: DeviceStep, drawn: Drawn) -> None:
+        """See `Ops`."""
+        state, inputs = step.state, step.inputs
+        block = min(_SAMPLER_BLOCK, next_power_of_2(logits.shape[1]))
+        sampler.sample[(logits.shape[0],)](
+            logits, inputs.sample_rows, inputs.sample_positions, state.temperature, state.top_k, state.top_p,
+            state.min_p, state.seed, state.token_ids, drawn.token_ids, drawn.healthy, logits.shape[1],
+            state.token_ids.stride(0), GREEDY_BELOW=GREEDY_BELOW, BLOCK=block, num_warps=8,
+        )  # fmt: skip
