@@ -76,6 +76,8 @@ class GraphCache:
         self._graphs: dict[StepKind, Graph] = {}
         self._uses: dict[StepKind, int] = {}
         self._bytes = 0
+        self.enabled = limits.count_max > 0
+        """Whether steps are padded and replayed; off, each runs as it is."""
         self.replays = 0
         """Steps that were launched from a graph."""
 
@@ -85,7 +87,7 @@ class GraphCache:
 
     def launch(self, step: StepKind) -> StepKind:
         """Launch a step; returns what it was padded to."""
-        bucket = self._buckets.fit(step) if self._limits.count_max else None
+        bucket = self._buckets.fit(step) if self.enabled else None
         if bucket is None:
             self._run(step)
             return step

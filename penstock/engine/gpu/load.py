@@ -64,9 +64,8 @@ def cuda_target(config: EngineConfig, clock: Clock) -> Target | None:
         return None
     if config.kernels == "native":
         raise ConfigError("engine.kernels is native, but engine.device is cuda: those kernels are for CPUs")
-    return Target(
-        config, CudaPlatform(torch.device("cuda", _cuda.current_device())), _cuda_ops(config), clock
-    )
+    device = torch.device("cuda", _cuda.current_device())
+    return Target(config, CudaPlatform(device), _cuda_ops(config, device), clock)
 
 
 def load_on_device(model_path: Path, target: Target, on_progress: OnStage) -> DeviceRunner:
@@ -164,6 +163,7 @@ class _Builder:
             platform=target.platform,
             ops=target.ops,
             decoder=self._decoder,
+            cache=cache,
             attention=self._kernels.attention(cache, self._decoder.rotary),
             limits=limits,
             graphs=graphs,
@@ -203,7 +203,7 @@ class _Builder:
         )
 
 
-def _cuda_ops(config: EngineConfig) -> Ops:
+def _cuda_ops(config: EngineConfig, device: torch.device) -> Ops:
     """Triton's kernels, or their twins in torch if the config says so."""
     if config.kernels == "torch":
         return TorchOps()
@@ -211,4 +211,4 @@ def _cuda_ops(config: EngineConfig) -> Ops:
         module = importlib.import_module("penstock.engine.gpu.triton_ops")
     except ImportError as error:
         raise ConfigError(f"engine.device is cuda, but its kernels need triton: {error}") from error
-    return cast(Ops, module.TritonOps())
+    return cast(Ops, module.TritonOps(device))

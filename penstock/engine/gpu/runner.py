@@ -23,6 +23,7 @@ from penstock.engine.gpu.results import Flight, scored_targets
 from penstock.engine.gpu.rows import HostRows, HostStep
 from penstock.engine.gpu.step import DeviceStep, Drawn, RowState, StepBuffer, StepInputs, StepLimits
 from penstock.engine.gpu.worklist import WorkList
+from penstock.engine.kv_cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.protocol.worker import ModelInfo
 from penstock.schedule.plan import NewRow, RowWork, StepPlan, StepResult
@@ -42,6 +43,7 @@ class DeviceParts:
     platform: Platform
     ops: Ops
     decoder: Decoder
+    cache: KVCache
     attention: DeviceAttention
     limits: StepLimits
     graphs: GraphLimits
@@ -56,6 +58,8 @@ class DeviceRunner:
         self.info = parts.info
         self.kernels = f"{parts.platform.device.type} {parts.ops.name}"
         """What computes, for people."""
+        self.cache = parts.cache
+        """Keys and values; whoever copies blocks does so in the device's queue."""
         self._ops, self._decoder, self._attention = parts.ops, parts.decoder, parts.attention
         self._platform, self._limits, self._clock = parts.platform, parts.limits, parts.clock
         device = parts.platform.device

@@ -202,7 +202,7 @@ def test_whatever_earlier_owners_left_in_blocks_does_not_come_back(qwen3: Path) 
     plans = decode_plans(2, 13)
     clean = [runner.run(plan).sampled for plan in plans]
     with torch.inference_mode():
-        runner._attention._cache.tensor[:-1].fill_(torch.nan)
+        runner.cache.tensor[:-1].fill_(torch.nan)
     assert [runner.run(plan).sampled for plan in plans] == clean
 
 

@@ -1,0 +1,162 @@
+"""What the sections share: the device, timing on it, model shapes, and figures that are on disk at once."""
+
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.clock import SystemClock
+from penstock.config.tree import EngineConfig
+from penstock.engine.gpu.load import Target, build_on_device, cuda_target
+from penstock.engine.gpu.ops import Ops
+from penstock.engine.gpu.platform import CpuPlatform, Platform
+from penstock.engine.gpu.runner import DeviceRunner
+from penstock.engine.gpu.torch_ops import TorchOps
+from penstock.engine.loader import random_weights
+from penstock.engine.models.spec import DecoderSpec, RopeSpec
+
+CLOCK = SystemClock()
+NOMINAL = {"H200": (4.8e12, 989e12), "H100": (3.35e12, 989e12)}
+"""Bytes and bf16 operations per second on the maker's sheet."""
+
+
+class Report:
+    """Figures of one section; every `put` is on disk when it returns."""
+
+    def __init__(self, path: Path) -> None:
+        self.found: dict[str, Any] = {}
+        self._path = path
+
+    def put(self, name: str, value: Any) -> None:  # noqa: ANN401
+        self.found[name] = value
+        self._path.write_text(json.dumps(self.found))
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where and how large."""
+
+    cpu: bool
+    tiny: bool
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu" if self.cpu else "cuda")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.cpu else torch.bfloat16
+
+    def target(self, **settings: object) -> Target:
+        """The engine's own choice on a GPU; the twins on the CPU."""
+        if self.cpu:
+            config = EngineConfig(device="cpu", kernels="torch", **settings)
+            return Target(config, CpuPlatform(), TorchOps(), CLOCK)
+        target = cuda_target(EngineConfig(device="cuda", **settings), CLOCK)
+        assert target is not None
+        return target
+
+    def ops(self) -> Ops:
+        return self.target().ops
+
+    def platform(self) -> Platform:
+        return self.target().platform
+
+    def sync(self) -> None:
+        if not self.cpu:
+            torch.cuda.synchronize()
+
+    def nominal(self) -> tuple[float, float] | None:
+        """(bytes/s, bf16 operations/s) of the sheet, if we know the device."""
+        if self.cpu:
+            return None
+        name = torch.cuda.get_device_name()
+        return next((rates for model, rates in NOMINAL.items() if model in name), None)
+
+    def seconds(self, run: Callable[[], None], *, calls: int = 10, repeats: int = 7) -> float:
+        """Median time of one call. On a GPU `calls` of them are replayed from a graph, so launching is no part of it."""
+        if self.cpu:
+            run()
+            return statistics.median(self._once(run) for _ in range(3))
+        run()
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(calls):
+                run()
+        times: list[float] = []
+        for _ in range(repeats):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3 / calls)
+        return statistics.median(times)
+
+    def _once(self, run: Callable[[], None]) -> float:
+        start_ns = CLOCK.now_ns()
+        run()
+        return (CLOCK.now_ns() - start_ns) / 1e9
+
+
+def shape(name: str, *, tiny: bool) -> DecoderSpec:
+    """The decoder of a published model; tiny: of the same kind, and small enough for a test."""
+    llama = name.startswith("llama")
+    hidden, inner, layers, heads, kv_heads, vocab, tied = {
+        "qwen3-0.6b": (1024, 3072, 28, 16, 8, 151_936, True),
+        "llama-3-8b": (4096, 14_336, 32, 32, 8, 128_256, False),
+        "qwen3-14b": (5120, 17_408, 40, 40, 8, 151_936, False),
+    }[name]
+    if tiny:
+        hidden, inner, layers, heads, kv_heads, vocab = 32, 64, 2, 4, 2, 101
+    return DecoderSpec(
+        architecture="LlamaForCausalLM" if llama else "Qwen3ForCausalLM",
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=16 if tiny else 128,
+        max_position=131_072 if not tiny else 512,
+        norm_eps=1e-6,
+        rope=RopeSpec(theta=500_000.0 if llama else 1_000_000.0),
+        qk_norm=not llama,
+        tied_head=tied,
+    )
+
+
+@dataclass
+class Built:
+    """A runner and what it took to get it."""
+
+    runner: DeviceRunner
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def build(bench: Bench, spec: DecoderSpec, **settings: object) -> Built:
+    """A warm runner with random weights and a cache full of random numbers (zeros would flatter)."""
+    seconds: dict[str, float] = {}
+    start_ns = CLOCK.now_ns()
+    weights = random_weights(spec, bench.dtype, 0, lambda _done, _total: None, bench.device)
+    bench.sync()
+    seconds["weights"] = (CLOCK.now_ns() - start_ns) / 1e9
+    start_ns = CLOCK.now_ns()
+    runner = build_on_device("bench", spec, weights, bench.target(**settings))
+    bench.sync()
+    seconds["build"] = (CLOCK.now_ns() - start_ns) / 1e9
+    start_ns = CLOCK.now_ns()
+    runner.warm_up()
+    bench.sync()
+    seconds["warm_up"] = (CLOCK.now_ns() - start_ns) / 1e9
+    with torch.inference_mode():
+        for block in range(0, runner.info.num_blocks, 256):
+            runner.cache.tensor[block : min(block + 256, runner.info.num_blocks)].normal_()
+    bench.sync()
+    return Built(runner, {name: round(value, 3) for name, value in seconds.items()})

@@ -1,0 +1,175 @@
+"""Whole models on the device against the reference on the CPU and against transformers, on tiny random checkpoints.
+
+float32: the same tokens as the CPU's runner for every kind of sampling, log-probabilities up to rounding. bf16: log-probabilities
+of fixed prompts (so that one other token does not change all that follow). Invariance: a batch, graphs and overlap
+change no token.
+"""
+
+import sys
+import tempfile
+from array import array
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import CLOCK, Bench, Report
+
+from penstock.config.tree import EngineConfig
+from penstock.engine.core import Runner as AnyRunner
+from penstock.engine.core import build_core
+from penstock.engine.gpu.load import load_on_device
+from penstock.engine.gpu.runner import DeviceRunner
+from penstock.engine.runner import load_runner
+from penstock.protocol.worker import Submit
+from penstock.rng import stream
+from penstock.types import RequestId, SamplingParams, TokenLogprob
+
+FAMILIES = ("qwen3", "llama", "gemma2", "mistral", "mixtral", "qwen2")
+LENGTHS = (1, 9, 33, 130, 200)
+FLOAT32_LIMIT, BFLOAT16_LIMIT = 2e-3, 1.5e-1
+"""Largest difference of a log-probability. float32 products on matrix units may have tf32 inputs (2**-11)."""
+MAX_TOKENS = 10
+VOCAB_SIZE = 211
+KINDS = (
+    SamplingParams(temperature=0.0, logprobs=3, max_tokens=MAX_TOKENS),
+    SamplingParams(temperature=0.8, seed=11, logprobs=0, max_tokens=MAX_TOKENS),
+    SamplingParams(temperature=1.3, seed=12, top_k=20, top_p=0.9, logprobs=2, max_tokens=MAX_TOKENS),
+    SamplingParams(temperature=1.0, seed=13, min_p=0.05, logprobs=1, max_tokens=MAX_TOKENS),
+    SamplingParams(
+        temperature=0.9, seed=14, top_p=0.95, presence_penalty=0.5, frequency_penalty=1.3, repetition_penalty=1.2,
+        logit_bias=((3, 2.5), (5, -100.0)), stop_token_ids=tuple(range(20, 60)), min_tokens=MAX_TOKENS, logprobs=1,
+        max_tokens=MAX_TOKENS,
+    ),
+)  # fmt: skip
+SCORED = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+Answer = tuple[list[int], list[TokenLogprob]]
+
+
+def run(bench: Bench, report: Report) -> None:
+    # The tests' own makers of checkpoints; they need transformers.
+    sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "doubles"))
+    import tiny_models
+
+    torch.set_num_threads(1 if bench.tiny else 8)
+    found: dict[str, Any] = {}
+    for family in FAMILIES[:1] if bench.tiny else FAMILIES:
+        with tempfile.TemporaryDirectory() as directory:
+            try:
+                model = tiny_models.tiny_model(family)
+                found[family] = check_family(bench, model, tiny_models.save(model, Path(directory)))
+            except Exception as error:  # noqa: BLE001 One family's failure is a finding.
+                found[family] = {"ok": False, "error": f"{type(error).__name__}: {error}"[:500]}
+        report.put("families", found)
+    wrong = [family for family, one in found.items() if not one["ok"]]
+    report.put("summary", f"{len(found)} families, wrong: {', '.join(wrong) or 'none'}")
+    if wrong:
+        report.put("error", f"families that differ from the reference: {', '.join(wrong)}")
+
+
+def check_family(bench: Bench, model: Any, path: Path) -> dict[str, Any]:  # noqa: ANN401
+    reference = load_runner(path, settings(kernels="torch"), CLOCK, quiet)
+    ours = on_device(bench, path, dtype="float32")
+    expected = ask(reference, prompts(bench), KINDS)
+    batched = ask(ours, prompts(bench), KINDS)
+    found: dict[str, Any] = {
+        "float32_same_tokens": tokens_of(batched) == tokens_of(expected),
+        "float32_largest_difference": difference(batched, expected),
+        "graph_replays": ours.graphs.replays,
+    }
+    alone = [ask(ours, [prompt], [how])[0] for prompt, how in zip(prompts(bench), kinds(bench), strict=True)]
+    ours.graphs.enabled = False
+    eager = ask(ours, prompts(bench), KINDS)
+    found["alone_same_tokens"] = tokens_of(alone) == tokens_of(batched)
+    found["eager_same_tokens"] = tokens_of(eager) == tokens_of(batched)
+    scores = ask(on_device(bench, path, dtype="bfloat16"), prompts(bench)[1:], [SCORED])
+    plain = ask(reference, prompts(bench)[1:], [SCORED])
+    found["bfloat16_largest_difference"] = difference(scores, plain)
+    found["transformers_largest_difference"] = max(
+        against_transformers(model, prompt, answer[1])
+        for prompt, answer in zip(prompts(bench)[1:], ask(ours, prompts(bench)[1:], [SCORED]), strict=True)
+    )
+    found["ok"] = (
+        found["float32_same_tokens"]
+        and found["alone_same_tokens"]
+        and found["eager_same_tokens"]
+        and found["float32_largest_difference"] <= FLOAT32_LIMIT
+        and found["transformers_largest_difference"] <= FLOAT32_LIMIT
+        and found["bfloat16_largest_difference"] <= BFLOAT16_LIMIT
+    )
+    return found
+
+
+def settings(**changes: object) -> EngineConfig:
+    base: dict[str, object] = {
+        "device": "cpu", "dtype": "float32", "kv_memory_bytes": 8 << 20, "max_running": 8, "step_tokens": 64,
+        "max_model_len": 256,
+    }  # fmt: skip
+    return EngineConfig(**(base | changes))
+
+
+def on_device(bench: Bench, path: Path, *, dtype: str) -> DeviceRunner:
+    sizes = {
+        "dtype": dtype,
+        "kv_memory_bytes": 8 << 20,
+        "max_running": 8,
+        "step_tokens": 64,
+        "max_model_len": 256,
+    }
+    return load_on_device(path, bench.target(**sizes), quiet)
+
+
+def quiet(_stage: str, _done: int, _total: int) -> None:
+    """Nobody watches the loading."""
+
+
+def prompts(bench: Bench) -> list[list[int]]:
+    random = stream(5, "prompts")
+    lengths = (1, 9, 33) if bench.tiny else LENGTHS
+    return [[random.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+
+def kinds(bench: Bench) -> list[SamplingParams]:
+    return [KINDS[index % len(KINDS)] for index in range(len(prompts(bench)))]
+
+
+def ask(
+    runner: AnyRunner, asked: list[list[int]], how: tuple[SamplingParams, ...] | list[SamplingParams]
+) -> list[Answer]:
+    """Tokens and log-probabilities (of the prompt, then of the answer) of requests that start together."""
+    core = build_core(runner, settings(prefix_cache=False), b"k" * 32, CLOCK)
+    answers: dict[str, Answer] = {}
+    for index, prompt in enumerate(asked):
+        request_id = RequestId(f"r{index}")
+        answers[request_id] = ([], [])
+        message = Submit(
+            request_id=request_id, prompt=array("i", prompt).tobytes(), sampling=how[index % len(how)]
+        )
+        core.submit(0, message, 0)
+    while core.has_work:
+        for output in core.step().get(0, []):
+            tokens, logprobs = answers[output.request_id]
+            tokens += output.token_ids
+            logprobs += (*output.prompt_logprobs, *(output.logprobs or ()))
+            assert output.finish is None or output.finish.error is None, output.finish
+    return list(answers.values())
+
+
+def tokens_of(answers: list[Answer]) -> list[list[int]]:
+    return [tokens for tokens, _ in answers]
+
+
+def difference(ours: list[Answer], theirs: list[Answer]) -> float:
+    """The largest between log-probabilities of the same tokens."""
+    pairs = [
+        (a, b) for one, other in zip(ours, theirs, strict=True) for a, b in zip(one[1], other[1], strict=True)
+    ]
+    return max((abs(a.logprob - b.logprob) for a, b in pairs if a.token_id == b.token_id), default=0.0)
+
+
+@torch.inference_mode()
+def against_transformers(model: Any, prompt: list[int], scores: list[TokenLogprob]) -> float:  # noqa: ANN401
+    logits = model(torch.tensor([prompt])).logits[0].float()
+    expected = torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    assert [one.token_id for one in scores[: len(prompt) - 1]] == prompt[1:]
+    found = torch.tensor([one.logprob for one in scores[: len(prompt) - 1]])
+    return float((found - expected).abs().max())

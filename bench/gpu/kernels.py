@@ -1,0 +1,278 @@
+"""Every kernel against its twin, and how near it comes to the device's ceilings as measured here."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from ceilings import copy_rate, gemm_rate, void
+from common import Bench, Report, shape
+from steps import Case, Rows, case
+from torch import Tensor
+
+from penstock.engine.gpu.ops import AttentionLayer, Ops
+from penstock.engine.gpu.step import Drawn
+from penstock.engine.gpu.torch_ops import TorchOps
+from penstock.engine.models.spec import DecoderSpec
+
+LIMIT = 1e-2
+"""Relative error of a bf16 result: one rounding is 2**-9."""
+MIXED: Rows = [(0, 200), (1024, 1), (77, 33), (511, 1), (300, 16), (15, 1), (2000, 5)]
+
+
+@torch.inference_mode()
+def run(bench: Bench, report: Report) -> None:
+    ops = bench.ops()
+    report.put("ops", ops.name)
+    checks: dict[str, Any] = {}
+    for name, check in CHECKS.items():
+        try:
+            checks[name] = check(bench, ops)
+        except Exception as error:  # noqa: BLE001 One kernel's failure is a finding.
+            checks[name] = {"ok": False, "error": f"{type(error).__name__}: {error}"[:500]}
+        report.put("checks", checks)
+    wrong = [name for name, found in checks.items() if not found["ok"]]
+    report.put("summary", f"{len(checks)} checks, wrong: {', '.join(wrong) or 'none'}")
+    rates = {"copy": copy_rate(bench), "gemm": gemm_rate(bench)}
+    report.put("measured_here", rates)
+    figures: dict[str, Any] = {}
+    for name, measure in figures_of(bench, ops):
+        seconds, moved, flops = measure()
+        figures[name] = {
+            "us": round(seconds * 1e6, 2),
+            "gb_per_s": round(moved / seconds / 1e9, 1),
+            "of_copy": round(moved / seconds / rates["copy"], 4),
+            "tflops": round(flops / seconds / 1e12, 2),
+            "of_gemm": round(flops / seconds / rates["gemm"], 4),
+        }
+        report.put("figures", figures)
+    if wrong:
+        report.put("error", f"kernels that differ from their twins: {', '.join(wrong)}")
+
+
+# --- against the twins ------------------------------------------------------------------------------
+
+
+def compare(ours: Tensor, twin: Tensor) -> dict[str, Any]:
+    ours, twin = ours.double(), twin.double()
+    error = float((ours - twin).norm() / twin.norm())
+    return {"ok": error <= LIMIT, "relative_error": error}  # NaN is not below anything.
+
+
+def spec_of(bench: Bench) -> DecoderSpec:
+    spec = shape("qwen3-14b", tiny=bench.tiny)
+    return spec if bench.tiny else replace(spec, num_heads=32, vocab_size=151_936)
+
+
+def rows_of(bench: Bench) -> Rows:
+    return [(0, 9), (33, 1), (17, 3)] if bench.tiny else MIXED
+
+
+def check_prepare(bench: Bench, ops: Ops) -> dict[str, Any]:
+    found = []
+    for each in (ops, TorchOps()):
+        one = case(bench, spec_of(bench), rows_of(bench))
+        one.step.state.token_ids.copy_(
+            torch.arange(one.step.state.token_ids.numel()).view_as(one.step.state.token_ids) % 97
+        )
+        each.prepare(one.step, one.slots_per_block)
+        inputs = one.step.inputs
+        found.append(
+            [inputs.token_ids, inputs.positions, inputs.slots, inputs.sample_tokens, inputs.sample_positions]
+        )
+    return {"ok": all(torch.equal(a, b) for a, b in zip(*found, strict=True))}
+
+
+def check_norm(bench: Bench, ops: Ops) -> dict[str, Any]:
+    found = []
+    for each in (ops, TorchOps()):
+        x, residual, weight = (random(bench, n, 1024, seed=n) for n in (33, 34, 1))
+        residual, out = residual[:33].clone(), torch.full_like(x, torch.nan)
+        each.add_norm(residual, x, weight[0], 1e-6, out)
+        each.norm(out, weight[0], 1e-6, out)
+        found.append(torch.cat((out, residual)))
+    return compare(*found)
+
+
+def check_gate(bench: Bench, ops: Ops) -> dict[str, Any]:
+    found = []
+    for each in (ops, TorchOps()):
+        x, out = (
+            random(bench, 33, 2 * 768, seed=5),
+            torch.full((2, 33, 768), torch.nan, dtype=bench.dtype, device=bench.device),
+        )
+        each.silu_mul(x, out[0])
+        each.gelu_tanh_mul(x, out[1])
+        found.append(out)
+    return compare(*found)
+
+
+def check_rotate_store(bench: Bench, ops: Ops) -> dict[str, Any]:
+    found = []
+    for each in (ops, TorchOps()):
+        one = prepared(bench, each, rows_of(bench))
+        qkv, q = one.heads(3, all_heads=True), torch.full_like(one.heads(4, all_heads=False), torch.nan)
+        each.rotate_store(qkv, q, one.cache, 1, one.step, one.rotation)
+        kv = one.cache.slots.view(-1, one.spec.kv_size)
+        place = one.step.inputs.slots + 2 * 16
+        found.append(torch.cat((q.flatten(), kv[place].flatten(), kv[place + 16].flatten())))
+    return compare(*found)
+
+
+def check_attend(
+    bench: Bench, ops: Ops, *, rows: Rows | None = None, window: int = 0, softcap: float = 0.0
+) -> dict[str, Any]:
+    found = []
+    for each in (ops, TorchOps()):
+        torch.manual_seed(1)
+        one = prepared(bench, each, rows or rows_of(bench))
+        qkv, q = one.heads(3, all_heads=True), one.heads(4, all_heads=False)
+        TorchOps().rotate_store(qkv, q, one.cache, 1, one.step, one.rotation)
+        out = torch.full_like(q, torch.nan)
+        how = AttentionLayer(1, one.spec.head_dim**-0.5, softcap, window)
+        each.attend(q, out, one.cache, one.step, how, one.partials)
+        found.append(out)
+    return compare(*found)
+
+
+def check_sample(bench: Bench, ops: Ops) -> dict[str, Any]:
+    found = []
+    spec = spec_of(bench)
+    for each in (ops, TorchOps()):
+        one = prepared(bench, each, [(5 + row, 1) for row in range(24)])
+        state, index = one.step.state, torch.arange(25, device=bench.device)
+        state.temperature.copy_((index % 4).float() * 0.5)
+        state.top_k.copy_((index % 3) * 20)
+        state.top_p.copy_(1.0 - (index % 2) * 0.2)
+        state.min_p.copy_((index % 5 == 4) * 0.05)
+        state.seed.copy_(index.long() * 7 - 40)
+        logits = 3 * random(bench, 24, spec.vocab_size, seed=9).float()
+        drawn = Drawn.allocate(24, bench.device)
+        each.sample(logits, one.step, drawn)
+        found.append(torch.cat((drawn.token_ids, drawn.healthy.int())))
+    return {"ok": torch.equal(*found), "rows_that_differ": int((found[0] != found[1]).sum())}
+
+
+CHECKS: dict[str, Callable[[Bench, Ops], dict[str, Any]]] = {
+    "prepare": check_prepare,
+    "norm": check_norm,
+    "gate": check_gate,
+    "rotate_store": check_rotate_store,
+    "attend mixed": check_attend,
+    "attend decode": lambda bench, ops: check_attend(
+        bench, ops, rows=[(n, 1) for n in (0, 15, 16, 100, 517)]
+    ),
+    "attend window": lambda bench, ops: check_attend(bench, ops, window=20),
+    "attend softcap": lambda bench, ops: check_attend(bench, ops, softcap=5.0),
+    "sample": check_sample,
+}
+
+
+def random(bench: Bench, *size: int, seed: int) -> Tensor:
+    generator = torch.Generator(bench.device).manual_seed(seed)
+    return torch.randn(size, generator=generator, device=bench.device, dtype=bench.dtype)
+
+
+def prepared(bench: Bench, ops: Ops, rows: Rows) -> Case:
+    torch.manual_seed(2)
+    one = case(bench, spec_of(bench), rows)
+    ops.prepare(one.step, one.slots_per_block)
+    return one
+
+
+# --- against the ceilings ---------------------------------------------------------------------------
+
+Figure = Callable[[], tuple[float, float, float]]
+"""(seconds, bytes that must move, operations) of one call."""
+
+
+def figures_of(bench: Bench, ops: Ops) -> list[tuple[str, Figure]]:
+    spec = shape("llama-3-8b", tiny=bench.tiny)
+    batches = (1, 3) if bench.tiny else (1, 8, 64, 256)
+    chunks = (32,) if bench.tiny else (2048, 8192)
+    context = 40 if bench.tiny else 1024
+    figures: list[tuple[str, Figure]] = [
+        (f"attend decode {batch}", lambda batch=batch: attend(bench, ops, spec, [(context, 1)] * batch))
+        for batch in batches
+    ]
+    figures += [
+        (f"attend prefill {tokens}", lambda tokens=tokens: attend(bench, ops, spec, [(0, tokens)]))
+        for tokens in chunks
+    ]
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    matrices = {
+        "qkv": (hidden, spec.q_size + 2 * spec.kv_size), "o": (spec.q_size, hidden), "gate_up": (hidden, 2 * inner),
+        "down": (inner, hidden), "head": (hidden, spec.vocab_size),
+    }  # fmt: skip
+    for name, (k, n) in matrices.items():
+        figures += [(f"{name} {m}", lambda m=m, k=k, n=n: gemm(bench, m, k, n)) for m in (*batches, max(chunks))
+                    if name != "head" or m in batches]  # fmt: skip
+    figures.append(("add_norm", lambda: elementwise(bench, ops, max(chunks), hidden, inner)[0]()))
+    figures.append(("silu_mul", lambda: elementwise(bench, ops, max(chunks), hidden, inner)[1]()))
+    figures += [(f"sample {batch}", lambda batch=batch: sample(bench, ops, spec, batch)) for batch in batches]
+    return figures
+
+
+def attend(bench: Bench, ops: Ops, spec: DecoderSpec, rows: Rows) -> tuple[float, float, float]:
+    # Layers enough that their keys and values do not stay in the device's cache between calls.
+    layers = 2 if bench.tiny else 8
+    one = case(bench, spec, rows, layers=layers)
+    one.cache.tensor[:-1].normal_()
+    ops.prepare(one.step, one.slots_per_block)
+    q = one.heads(4, all_heads=False)
+    out, scale = torch.empty_like(q), spec.head_dim**-0.5
+
+    def all_layers() -> None:
+        for layer in range(layers):
+            ops.attend(q, out, one.cache, one.step, AttentionLayer(layer, scale, 0.0, 0), one.partials)
+
+    seconds = bench.seconds(all_layers, calls=2) / layers
+    size = bench.dtype.itemsize
+    moved = sum((known + new) * 2 * spec.kv_size + 2 * new * spec.q_size for known, new in rows) * size
+    pairs = sum(new * known + new * (new + 1) // 2 for known, new in rows)
+    return seconds, moved, 4.0 * pairs * spec.q_size
+
+
+def gemm(bench: Bench, m: int, k: int, n: int) -> tuple[float, float, float]:
+    # Several weights in turn, so that none stays in the device's cache.
+    copies = 2 if bench.tiny else max(2, min(16, (256 << 20) // (k * n * bench.dtype.itemsize)))
+    weights = [random(bench, n, k, seed=i).t() for i in range(copies)]
+    x, out = random(bench, m, k, seed=99), torch.empty(m, n, dtype=bench.dtype, device=bench.device)
+
+    def all_weights() -> None:
+        for weight in weights:
+            torch.mm(x, weight, out=out)
+
+    seconds = bench.seconds(all_weights, calls=2) / copies
+    return seconds, float((k * n + m * (k + n)) * bench.dtype.itemsize), 2.0 * m * k * n
+
+
+def elementwise(bench: Bench, ops: Ops, tokens: int, hidden: int, inner: int) -> tuple[Figure, Figure]:
+    size = bench.dtype.itemsize
+
+    def add_norm() -> tuple[float, float, float]:
+        residual, x = random(bench, tokens, hidden, seed=1), random(bench, tokens, hidden, seed=2)
+        weight, out = random(bench, hidden, seed=3), torch.empty_like(x)
+        seconds = bench.seconds(lambda: ops.add_norm(residual, x, weight, 1e-6, out))
+        return seconds, 4.0 * tokens * hidden * size, 0.0
+
+    def silu_mul() -> tuple[float, float, float]:
+        x = random(bench, tokens, 2 * inner, seed=1)
+        out = torch.empty(tokens, inner, dtype=bench.dtype, device=bench.device)
+        seconds = bench.seconds(lambda: ops.silu_mul(x, out))
+        return seconds, 3.0 * tokens * inner * size, 0.0
+
+    return add_norm, silu_mul
+
+
+def sample(bench: Bench, ops: Ops, spec: DecoderSpec, batch: int) -> tuple[float, float, float]:
+    one = case(bench, spec, [(5, 1)] * batch)
+    ops.prepare(one.step, one.slots_per_block)
+    one.step.state.temperature.fill_(0.8)
+    one.step.state.top_p.fill_(0.95)
+    logits, drawn = (
+        3 * random(bench, batch, spec.vocab_size, seed=9).float(),
+        Drawn.allocate(batch, bench.device),
+    )
+    seconds = bench.seconds(lambda: void(ops.sample(logits, one.step, drawn)), calls=3)
+    return seconds, 4.0 * batch * spec.vocab_size, 0.0

@@ -1,0 +1,148 @@
+"""Runs the sections one after another, each in a process and a time limit of its own, and merges what they wrote.
+
+A section that fails, hangs or breaks the device is an error text in the JSON; the others go on. A section writes what
+it has found whenever it has found something, so one that is stopped leaves the rest of its figures.
+"""
+
+import argparse
+import datetime
+import importlib
+import json
+import os
+import subprocess
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from common import CLOCK, Bench, Report
+
+ROOT = Path(__file__).parents[2]
+TOTAL_S = 520
+"""Sections that would begin later than this do not begin."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A module's `run`, and the seconds it may take."""
+
+    name: str
+    module: str
+    limit_s: int
+    arguments: tuple[str, ...] = ()
+
+
+SECTIONS = (
+    Section("ceilings", "ceilings", 60),
+    Section("kernels", "kernels", 100),
+    Section("correctness", "correctness", 110),
+    Section("qwen3-0.6b", "models", 80, ("qwen3-0.6b",)),
+    Section("llama-3-8b", "models", 90, ("llama-3-8b",)),
+    Section("qwen3-14b", "models", 100, ("qwen3-14b",)),
+    Section("throughput", "throughput", 110),
+)
+
+
+def main() -> int:
+    options = parse()
+    bench = Bench(cpu=options.cpu, tiny=options.tiny)
+    if options.section:
+        run_section(next(one for one in SECTIONS if one.name == options.section), bench, options.out)
+        return 0
+    wanted = options.sections.split(",") if options.sections else [one.name for one in SECTIONS]
+    results = run_all([one for one in SECTIONS if one.name in wanted], bench, options)
+    print(summary(results), flush=True)
+    return int(any("error" in results["sections"][name] for name in results["sections"]))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sections", default="", help="some of: " + ",".join(one.name for one in SECTIONS))
+    default = os.environ.get("OUT") or str(ROOT / "docs" / "results")
+    parser.add_argument("--out", type=Path, default=Path(default), help="directory of the JSON")
+    parser.add_argument(
+        "--cpu", action="store_true", help="the kernels' twins on the CPU: to test this script"
+    )
+    parser.add_argument("--tiny", action="store_true", help="shapes of a few thousand parameters")
+    parser.add_argument("--in-process", action="store_true", help="no process per section")
+    parser.add_argument("--section", default="", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def run_all(sections: list[Section], bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
+    started_ns = CLOCK.now_ns()
+    options.out.mkdir(parents=True, exist_ok=True)
+    day = datetime.datetime.fromtimestamp(CLOCK.wall_ns() / 1e9, datetime.UTC).date().isoformat()
+    path = options.out / f"{day}-gpu.json"
+    results: dict[str, Any] = {
+        "schema": "penstock.gpu/1",
+        "cpu": bench.cpu,
+        "tiny": bench.tiny,
+        "sections": {},
+    }
+    for section in sections:
+        gone_s = (CLOCK.now_ns() - started_ns) / 1e9
+        print(f"[{gone_s:5.0f} s] {section.name}", flush=True)
+        limit_s = min(section.limit_s, TOTAL_S - gone_s)
+        if limit_s < 5:
+            found: dict[str, Any] = {"error": "not begun: the time is used up"}
+        elif options.in_process:
+            found = run_section(section, bench, options.out)
+            part_of(section, options.out).unlink()
+        else:
+            found = in_a_process(section, bench, options.out, limit_s)
+        results["sections"][section.name] = found
+        results["seconds"] = round((CLOCK.now_ns() - started_ns) / 1e9, 1)
+        path.write_text(json.dumps(results, indent=1) + "\n")
+        for name, value in found.items():
+            print(f"    {name}: {json.dumps(value)}"[:400], flush=True)
+    print(path, flush=True)
+    return results
+
+
+def run_section(section: Section, bench: Bench, out: Path) -> dict[str, Any]:
+    """Run a section here; what it finds is in its file at any time."""
+    report = Report(part_of(section, out))
+    started_ns = CLOCK.now_ns()
+    try:
+        importlib.import_module(section.module).run(bench, report, *section.arguments)
+    except Exception as error:  # noqa: BLE001 Whatever it is, the other sections go on.
+        report.put("error", f"{type(error).__name__}: {error}"[:2000])
+        report.put("traceback", traceback.format_exc()[-4000:])
+    report.put("seconds", round((CLOCK.now_ns() - started_ns) / 1e9, 1))
+    return report.found
+
+
+def in_a_process(section: Section, bench: Bench, out: Path, limit_s: float) -> dict[str, Any]:
+    flags = [flag for flag, on in (("--cpu", bench.cpu), ("--tiny", bench.tiny)) if on]
+    command = [sys.executable, __file__, "--section", section.name, "--out", str(out), *flags]
+    part = part_of(section, out)
+    part.unlink(missing_ok=True)
+    why = ""
+    try:
+        done = subprocess.run(command, timeout=limit_s, stdout=sys.stderr, check=False)
+        why = f"the process ended with {done.returncode}" if done.returncode else ""
+    except subprocess.TimeoutExpired:
+        why = f"stopped after {limit_s:.0f} s"
+    found = json.loads(part.read_text()) if part.exists() else {}
+    part.unlink(missing_ok=True)
+    return {**found, "error": why} if why and "error" not in found else found
+
+
+def part_of(section: Section, out: Path) -> Path:
+    return out / f".gpu-{section.name}.json"
+
+
+def summary(results: dict[str, Any]) -> str:
+    lines = ["", f"{'section':14} {'seconds':>8}  outcome"]
+    for name, found in results["sections"].items():
+        outcome = found.get("error", "").splitlines()[0] if "error" in found else found.get("summary", "done")
+        lines.append(f"{name:14} {found.get('seconds', 0):8.1f}  {outcome}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
