@@ -142,13 +142,13 @@ class Built:
 
 def build(bench: Bench, spec: DecoderSpec, **settings: object) -> Built:
     """A warm runner with random weights and a cache full of random numbers (zeros would flatter)."""
-    seconds: dict[str, float] = {}
+    target, seconds = bench.target(**settings), dict[str, float]()
     start_ns = CLOCK.now_ns()
     weights = random_weights(spec, bench.dtype, 0, lambda _done, _total: None, bench.device)
     bench.sync()
     seconds["weights"] = (CLOCK.now_ns() - start_ns) / 1e9
     start_ns = CLOCK.now_ns()
-    runner = build_on_device("bench", spec, weights, bench.target(**settings))
+    runner = build_on_device("bench", spec, weights, target)
     bench.sync()
     seconds["build"] = (CLOCK.now_ns() - start_ns) / 1e9
     start_ns = CLOCK.now_ns()
