@@ -128,9 +128,9 @@ class GraphCache:
         return len(self._graphs) < self._limits.count_max and self._bytes < self._limits.memory_bytes_max
 
     def _capture(self, bucket: StepKind) -> Graph:
-        before = self._platform.allocated_bytes()
+        before = self._platform.reserved_bytes()
         graph = self._graphs[bucket] = self._platform.capture(lambda: self._run(bucket))
-        self._bytes += max(self._platform.allocated_bytes() - before, 0)
+        self._bytes += max(self._platform.reserved_bytes() - before, 0)
         return graph
 
 

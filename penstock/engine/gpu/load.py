@@ -1,6 +1,5 @@
 """Puts a device's engine together: weights straight into its memory, buffers, the largest step, and the rest for the KV cache."""
 
-import gc
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from penstock.engine.gpu.worklist import WorkListLimits
 from penstock.engine.gpu.worst_case import blocks_of, largest_step
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.loader import load_weights, random_weights
-from penstock.engine.memory import CPU_SHARE, GPU_SHARE, KVBudget, free_memory_bytes, plan_kv
+from penstock.engine.memory import KVBudget, plan_kv
 from penstock.engine.models.decoder import Decoder, DecoderLimits, WeightSource
 from penstock.engine.models.registry import read_spec
 from penstock.engine.models.spec import DecoderSpec
@@ -128,11 +127,17 @@ class _Builder:
 
     def budget(self) -> KVBudget:
         """How many blocks the memory allows, after everything else has had its part."""
-        config, spec = self._target.config, self._spec
-        on_cpu = self._target.platform.device.type == "cpu"
-        free = free_memory_bytes() if on_cpu else self._free_for_cache()
-        share = CPU_SHARE if on_cpu else GPU_SHARE
-        return plan_kv(config, spec, bytes_per_value=self._dtype.itemsize, free_bytes=free, share=share)
+        target = self._target
+        # First the steps, so that what they set up once and for all is not counted as free.
+        taken = target.platform.peak_bytes(self._run_largest_step)
+        graphs = target.config.graph_memory_bytes_max if taken and target.config.graphs_max else 0
+        return plan_kv(
+            target.config,
+            self._spec,
+            bytes_per_value=self._dtype.itemsize,
+            free_bytes=max(target.platform.free_bytes() - taken - graphs, 0),
+            share=target.platform.share,
+        )
 
     @torch.inference_mode()
     def runner(self, budget: KVBudget) -> DeviceRunner:
@@ -171,25 +176,10 @@ class _Builder:
         )
         return DeviceRunner(parts)
 
-    def _free_for_cache(self) -> int:
-        """Bytes of a GPU that are free once buffers, graphs and the largest step have theirs: measured by running it."""
-        limits = self._limits
-        enough = self._max_running + -(-limits.step_tokens // BLOCK_TOKENS)
-        budget = KVBudget(enough, min(limits.max_model_len, enough * BLOCK_TOKENS))
-        plan = largest_step(limits, enough)
-        assert blocks_of(plan) <= enough
-        _cuda.reset_peak_memory_stats()
-        before = int(_cuda.memory_allocated())
-        trial = self.runner(budget)
-        cache_bytes = (enough + 1) * BLOCK_TOKENS * self._spec.kv_bytes_per_token(self._dtype.itemsize)
-        trial.run(plan)
-        taken = int(_cuda.max_memory_allocated()) - before - cache_bytes
-        del trial
-        gc.collect()
-        _cuda.empty_cache()
-        free, _ = cast("tuple[int, int]", _cuda.mem_get_info())
-        graphs = self._target.config.graph_memory_bytes_max if self._target.config.graphs_max else 0
-        return max(free - taken - graphs, 0)
+    def _run_largest_step(self) -> None:
+        """With the tables of the longest context, and a cache for this step only: it is taken for a margin."""
+        plan = largest_step(self._limits, self._max_running + -(-self._limits.step_tokens // BLOCK_TOKENS))
+        self.runner(KVBudget(blocks_of(plan), self._limits.max_model_len)).run(plan)
 
     def _step_limits(self, max_model_len: int) -> StepLimits:
         step_tokens = self._target.config.step_tokens

@@ -4,11 +4,14 @@ On the CPU work is done when the call returns, so events are nothing and a graph
 code runs, and is tested, on either.
 """
 
+import gc
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+
+from penstock.engine.memory import CPU_SHARE, GPU_SHARE, Share, free_memory_bytes
 
 _cuda = cast(Any, torch.cuda)  # Its stubs leave most types open.
 
@@ -33,6 +36,8 @@ class Platform(Protocol):
     """One device and its queue of work."""
 
     device: torch.device
+    share: Share
+    """What a KV cache gets of the free memory."""
 
     def staging(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Zeroed host memory that copies to and from the device without stopping the host."""
@@ -46,8 +51,19 @@ class Platform(Protocol):
         """Record what `run` launches; it was run before, so that nothing is set up lazily any more."""
         ...
 
-    def allocated_bytes(self) -> int:
+    def reserved_bytes(self) -> int:
         """Device memory that this process has taken; 0 where nobody counts."""
+        ...
+
+    def peak_bytes(self, run: Callable[[], None]) -> int:
+        """Run something, and give the most device memory that it had taken at any time; 0 where nobody counts.
+
+        It is returned to the device afterwards.
+        """
+        ...
+
+    def free_bytes(self) -> int:
+        """Memory that a KV cache could have now."""
         ...
 
 
@@ -72,6 +88,7 @@ class CpuPlatform:
     """See `Platform`: everything at once."""
 
     device = torch.device("cpu")
+    share = CPU_SHARE
     _done = _Done()
 
     def staging(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -86,9 +103,17 @@ class CpuPlatform:
         """See `Platform`."""
         return _Again(run)
 
-    def allocated_bytes(self) -> int:
+    def reserved_bytes(self) -> int:
         """See `Platform`."""
         return 0
+
+    def peak_bytes(self, run: Callable[[], None]) -> int:
+        """See `Platform`; not run, since nobody counts."""
+        return 0
+
+    def free_bytes(self) -> int:
+        """See `Platform`."""
+        return free_memory_bytes()
 
 
 class _CudaMark:
@@ -107,6 +132,7 @@ class CudaPlatform:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.share = GPU_SHARE
         self._pool: object | None = None
 
     def staging(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -127,6 +153,21 @@ class CudaPlatform:
             run()
         return cast(Graph, graph)
 
-    def allocated_bytes(self) -> int:
+    def reserved_bytes(self) -> int:
         """See `Platform`."""
         return int(_cuda.memory_reserved(self.device))
+
+    def peak_bytes(self, run: Callable[[], None]) -> int:
+        """See `Platform`."""
+        _cuda.reset_peak_memory_stats(self.device)
+        before = int(_cuda.memory_allocated(self.device))
+        run()
+        taken = int(_cuda.max_memory_allocated(self.device)) - before
+        gc.collect()
+        _cuda.empty_cache()
+        return taken
+
+    def free_bytes(self) -> int:
+        """See `Platform`."""
+        free, _ = cast("tuple[int, int]", _cuda.mem_get_info(self.device))
+        return free

@@ -12,8 +12,10 @@ from penstock.engine.gpu.rows import HostRows, HostStep
 from penstock.engine.gpu.staging import Staging
 from penstock.engine.gpu.step import Drawn, RowState, StepBuffer, StepLimits
 from penstock.engine.scoring import NOT_NUMBERS
-from penstock.schedule.plan import Sampled, Scored
+from penstock.schedule.plan import SCORED_TOKENS_MAX, Sampled, Scored
 from penstock.types import TokenLogprob
+
+_ALTERNATIVES = 20
 
 
 @dataclass(slots=True)
@@ -41,9 +43,17 @@ class Wanted:
 class LogprobReader:
     """Computes log-probabilities on the device and brings them to the host."""
 
-    def __init__(self, platform: Platform) -> None:
+    def __init__(self, platform: Platform, rows: int) -> None:
+        """Room for `rows` with a usual number of alternatives; more is made when it is asked for."""
         self._platform = platform
-        self._host: dict[str, Tensor] = {}
+        sizes = {
+            "targets": (rows, torch.int64),
+            "chosen": (rows, torch.float32),
+            "values": (rows * _ALTERNATIVES, torch.float32),
+            "ids": (rows * _ALTERNATIVES, torch.int64),
+            "healthy": (rows, torch.bool),
+        }
+        self._host = {name: platform.staging((size,), dtype) for name, (size, dtype) in sizes.items()}
 
     def read(self, logits: Tensor, targets: Tensor, counts: list[int]) -> Wanted:
         """Start copying those of `targets` `[n]` under the unscaled distributions `[n, vocab_size]`."""
@@ -55,9 +65,9 @@ class LogprobReader:
         return Wanted(counts, **{name: self._to_host(name, tensor) for name, tensor in found.items()})
 
     def _to_host(self, name: str, tensor: Tensor) -> Tensor:
-        host = self._host.get(name)
-        if host is None or host.numel() < tensor.numel():
-            size = 1 << max(tensor.numel() - 1, 255).bit_length()
+        host = self._host[name]
+        if host.numel() < tensor.numel():
+            size = 1 << (tensor.numel() - 1).bit_length()
             host = self._host[name] = self._platform.staging((size,), tensor.dtype)
         view = host[: tensor.numel()].view(tensor.shape)
         return view.copy_(tensor, non_blocking=True)
@@ -103,8 +113,8 @@ class Flight:
                 platform.staging((limits.max_running,), torch.int32),
                 platform.staging((limits.max_running,), torch.bool),
             ),
-            sampled_reader=LogprobReader(platform),
-            scored_reader=LogprobReader(platform),
+            sampled_reader=LogprobReader(platform, limits.max_running),
+            scored_reader=LogprobReader(platform, SCORED_TOKENS_MAX),
         )
 
     def read_drawn(self, drawn: Drawn, host: HostStep) -> None:

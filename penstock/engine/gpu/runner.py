@@ -23,11 +23,12 @@ from penstock.engine.gpu.results import Flight, scored_targets
 from penstock.engine.gpu.rows import HostRows, HostStep
 from penstock.engine.gpu.step import DeviceStep, Drawn, RowState, StepBuffer, StepInputs, StepLimits
 from penstock.engine.gpu.worklist import WorkList
+from penstock.engine.gpu.worst_case import largest_step
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.protocol.worker import ModelInfo
 from penstock.schedule.plan import NewRow, RowWork, StepPlan, StepResult
-from penstock.types import BLOCK_TOKENS, RequestId, SamplingParams
+from penstock.types import RequestId, SamplingParams
 
 FLIGHTS = 3
 """Steps under way at most: more than the scheduler ever plans ahead."""
@@ -117,17 +118,13 @@ class DeviceRunner:
             return not self._under_way and self.graphs.capture_next()
 
     def warm_up(self) -> None:
-        """Run the shapes that come first in real life, and capture the graphs of decoding as far as time allows.
+        """Run the step that takes the most memory, then capture the graphs of decoding as far as time allows.
 
-        Must be called while no row is live: it uses the first row and the first blocks.
+        Must be called while no row is live: it uses all rows and the first blocks.
         """
-        info = self.info
-        num_tokens = min(self._limits.step_tokens, info.max_model_len - 1, info.num_blocks * BLOCK_TOKENS - 1)
-        blocks = tuple(range(-(-(num_tokens + 1) // BLOCK_TOKENS)))
-        sampling = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1)
-        new = NewRow(RequestId("warm-up"), 0, (0,) * num_tokens, num_tokens, sampling)
-        self.run(StepPlan(0, (new,), (RowWork(0, 0, num_tokens, samples=True, new_blocks=blocks),)))
-        self.run(StepPlan(0, (), (RowWork(0, num_tokens, 1, samples=True),)))
+        self.run(largest_step(self._limits, self.info.num_blocks))
+        new = NewRow(RequestId("warm-up"), 0, (0,), 1, SamplingParams(temperature=1.0, top_p=0.9))
+        self.run(StepPlan(0, (new,), (RowWork(0, 0, 1, samples=True, new_blocks=(0,)),)))
         started_ns = self._clock.now_ns()
         with torch.inference_mode():
             for step in self.graphs.decode_steps():

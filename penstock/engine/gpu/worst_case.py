@@ -26,7 +26,10 @@ def largest_step(limits: StepLimits, num_blocks: int) -> StepPlan:
     count = min(limits.max_running, limits.step_tokens, num_blocks)
     longest = min(limits.max_model_len - 1, (num_blocks // count) * BLOCK_TOKENS)
     lengths = [min(limits.step_tokens // count, longest)] * count
-    lengths[0] = min(lengths[0] + limits.step_tokens - sum(lengths), longest)
+    # The first takes what is left of the tokens, as far as its blocks go.
+    left = num_blocks - (count - 1) * -(-lengths[0] // BLOCK_TOKENS)
+    rest = limits.step_tokens - sum(lengths[1:])
+    lengths[0] = min(rest, limits.max_model_len - 1, left * BLOCK_TOKENS)
     new_rows: list[NewRow] = []
     work: list[RowWork] = []
     block = 0

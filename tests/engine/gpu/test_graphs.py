@@ -31,7 +31,7 @@ class Recorded(CpuPlatform):
         self.captured += 1
         return super().capture(run)
 
-    def allocated_bytes(self) -> int:
+    def reserved_bytes(self) -> int:
         return self.captured * self._bytes_each
 
 
