@@ -17,8 +17,8 @@ import torch
 from penstock.engine.native import Kernels
 from penstock.engine.native.ops import LayerCache, Rows, paged_attention
 
-NUM_LAYERS = 24
-SHAPES = {"0.5B (14 heads, 2 KV heads, 64)": (14, 2, 64), "8B (32 heads, 8 KV heads, 128)": (32, 8, 128)}
+NUM_LAYERS = 12
+SHAPES = {"0.5B (14 heads, 2 KV heads, 64)": (14, 2, 64), "1.7B (16 heads, 8 KV heads, 128)": (16, 8, 128)}
 CONTEXTS = {"1 x 8192": (1, 8192), "8 x 1024": (8, 1024), "32 x 256": (32, 256)}
 PAGES = (16, 64, 128)
 

@@ -13,7 +13,6 @@ from typing import Protocol
 from penstock.clock import Clock
 from penstock.config.tree import EngineConfig
 from penstock.errors import Draining, InvalidRequest, PenstockError
-from penstock.kv.block_pool import BlockPool
 from penstock.kv.hashing import PUBLIC, BlockHasher, token_array
 from penstock.kv.manager import KVManager
 from penstock.protocol.worker import Finish, ModelInfo, Output, Stats, Submit
@@ -71,9 +70,9 @@ class EngineCore:
         return bool(self._live or self._outbox)
 
     @property
-    def kv_pool(self) -> BlockPool:
+    def kv(self) -> KVManager:
         """The KV blocks, for whoever tells of their events."""
-        return self._scheduler.kv_pool
+        return self._scheduler.kv
 
     def submit(self, owner: int, message: Submit, arrived_ns: int) -> None:
         """Queue a request; one that cannot be taken ends in the next `step` with the reason."""

@@ -10,8 +10,9 @@ first batch, so every subscriber can know all that can be hit.
 from penstock.clock import Clock
 from penstock.config.tree import KVEventsConfig
 from penstock.engine.kv_publisher import KVPublisher
-from penstock.kv.block_pool import BlockPool
 from penstock.kv.events import (
+    DEVICE,
+    HOST,
     AllBlocksCleared,
     KVEvent,
     KVEventHistory,
@@ -20,6 +21,7 @@ from penstock.kv.events import (
     encode_batch,
     stored_event,
 )
+from penstock.kv.manager import KVManager
 from penstock.protocol.worker import KVEvents
 from penstock.rng import fresh_seed
 
@@ -28,14 +30,14 @@ SNAPSHOT_HASHES_MAX = 65_536
 
 
 class KVEventFeed:
-    """The events of one pool. Call `flush` after everything that may have changed it."""
+    """The events of one manager's blocks. Call `flush` after everything that may have changed it."""
 
     def __init__(
-        self, pool: BlockPool, config: KVEventsConfig, clock: Clock, publisher: KVPublisher | None = None
+        self, kv: KVManager, config: KVEventsConfig, clock: Clock, publisher: KVPublisher | None = None
     ) -> None:
         self.epoch = fresh_seed() | 1
         """Names this numbering; never 0."""
-        self._pool, self._clock = pool, clock
+        self._kv, self._clock = kv, clock
         self._history = KVEventHistory(config.buffer_steps)
         self._log = KVEventLog(config.token_ids)
         self._listening = False
@@ -69,8 +71,8 @@ class KVEventFeed:
     def _listen(self) -> None:
         if not self._listening:
             self._listening = True
-            self._pool.events = self._log
-            if self._pool.names():
+            self._kv.pool.events = self._log
+            if self._kv.pool.names() or self._kv.host.names():
                 for events in self._all_blocks():
                     self._number(events)
 
@@ -82,9 +84,10 @@ class KVEventFeed:
 
     def _all_blocks(self) -> list[tuple[KVEvent, ...]]:
         """Everything that can be hit, as events: parents and tokens are not known any more."""
-        names = self._pool.names()
+        tiers = ((DEVICE, self._kv.pool.names()), (HOST, self._kv.host.names()))
         parts: list[tuple[KVEvent, ...]] = [
-            (stored_event(names[i : i + SNAPSHOT_HASHES_MAX]),)
+            (stored_event(names[i : i + SNAPSHOT_HASHES_MAX], medium=medium),)
+            for medium, names in tiers
             for i in range(0, len(names), SNAPSHOT_HASHES_MAX)
         ]
         return [(AllBlocksCleared(), *parts[0]), *parts[1:]] if parts else [(AllBlocksCleared(),)]

@@ -63,7 +63,7 @@ def main() -> int:
     try:
         publisher = open_publisher(config.kv_events)  # First, for it may be refused.
         core = load(launch, server, clock)
-        feed = KVEventFeed(core.kv_pool, config.kv_events, clock, publisher)
+        feed = KVEventFeed(core.kv, config.kv_events, clock, publisher)
         ready.set()
         run_steps(core, mailbox, server, feed)
     except OperatorError as error:

@@ -372,6 +372,11 @@ class HostTier:
         self._counts.used = self.limits.num_slots - len(self._free)
         return self._counts
 
+    def names(self) -> tuple[BlockHash, ...]:
+        """Every hash that can be brought back from here."""
+        storing = Slot.STORING
+        return tuple(name for name, slot in self._slot_of.items() if self._state[slot] is not storing)
+
     def loading_blocks(self) -> list[int]:
         """The device blocks that loads hold, one reference each."""
         return [self._block[slot] for slot, state in enumerate(self._state) if state is Slot.LOADING]

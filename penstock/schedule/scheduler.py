@@ -19,7 +19,6 @@ the step that last read it. Both already pass through one place each, so callers
 
 from penstock.clock import Clock
 from penstock.errors import InvalidRequest
-from penstock.kv.block_pool import BlockPool
 from penstock.kv.manager import KVManager
 from penstock.schedule.batch import Batch
 from penstock.schedule.limits import Limits
@@ -151,9 +150,9 @@ class Scheduler:
         return bool(self._requests)
 
     @property
-    def kv_pool(self) -> BlockPool:
+    def kv(self) -> KVManager:
         """The blocks that it gives out."""
-        return self._manager.pool
+        return self._manager
 
     @property
     def due_ns(self) -> int | None:

@@ -4,6 +4,7 @@ from collections import defaultdict
 
 import pytest
 from checking_runner import CheckingRunner, expected_scores, expected_tokens
+from event_index import EventIndex
 
 from penstock.clock import ManualClock
 from penstock.kv.hashing import BlockHasher, token_array
@@ -44,6 +45,7 @@ class ScheduledEngine:
             self.kv = KVManager.with_prefix_cache(num_blocks, hasher, host)
         else:
             self.kv = KVManager.without_prefix_cache(num_blocks)
+        self.events = EventIndex(self.kv)
         self.clock = ManualClock(now_ns=7)
         limits = Limits(step_tokens, min(max_running, step_tokens), max_model_len, scored_tokens)
         prefill = PrefillBudget(targets or LatencyTargets())
@@ -109,6 +111,7 @@ class ScheduledEngine:
         if plan is not None:
             self.finish_step()
         self.scheduler.check_invariants()
+        self.events.check()
         return plan
 
     def abort(self, name: str) -> RequestOutput | None:

@@ -7,19 +7,17 @@ blocks are ever another's. A failing seed is in the test's name.
 
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from random import Random
 
 import pytest
 from checking_runner import CheckingRunner, expected_tokens
+from event_index import EventIndex
 
 from penstock import rng
 from penstock.clock import ManualClock
-from penstock.config.tree import EngineConfig, KVEventsConfig
+from penstock.config.tree import EngineConfig
 from penstock.engine.core import EngineCore, Outputs, build_core
-from penstock.engine.kv_feed import KVEventFeed
-from penstock.kv.events import AllBlocksCleared, BlockStored, decode_batch
-from penstock.kv.hashing import PUBLIC, BlockHash
+from penstock.kv.hashing import PUBLIC
 from penstock.protocol.worker import Finish, ModelInfo, Submit
 from penstock.types import BLOCK_TOKENS, FinishReason, RequestId, SamplingParams
 
@@ -50,24 +48,6 @@ class Runner(CheckingRunner):
         pass
 
 
-class Wall:
-    """Hears what the pool tells, and that a name only ever belongs to one namespace."""
-
-    def __init__(self, behind) -> None:
-        self._behind = behind
-        self.owner_of: dict[BlockHash, bytes] = {}
-
-    def stored(
-        self, hashes: Sequence[BlockHash], first: int, end: int, tokens: "array[int]", *, owner: bytes
-    ) -> None:
-        for block_hash in hashes[first:end]:
-            assert self.owner_of.setdefault(block_hash, owner) == owner, "a name in two namespaces"
-        self._behind.stored(hashes, first, end, tokens, owner=owner)
-
-    def __getattr__(self, name: str):
-        return getattr(self._behind, name)
-
-
 class Gateways:
     """Three connections that do whatever comes to mind, and keep book of what they hear."""
 
@@ -80,11 +60,7 @@ class Gateways:
             step_tokens=chance.choice([8, 17, 64]), max_running=max_running, max_waiting=chance.randint(6, 30)
         )
         self.core: EngineCore = build_core(self.runner, config, b"k" * 32, ManualClock())
-        self.feed = KVEventFeed(self.core.kv_pool, KVEventsConfig(token_ids="public"), ManualClock())
-        self.feed.subscribe(0, 0)
-        self.wall = Wall(self.core.kv_pool.events)
-        self.core.kv_pool.events = self.wall
-        self.index: set[bytes] = set()
+        self.events = EventIndex(self.core.kv)
         self.sent: dict[str, tuple[int, Submit]] = {}
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.ends: dict[str, Finish] = {}
@@ -140,19 +116,7 @@ class Gateways:
 
     def step(self) -> None:
         self.hear(self.core.step())
-        news = self.feed.flush()
-        for event in decode_batch(news.payload).events if news else ():
-            if isinstance(event, AllBlocksCleared):
-                self.index.clear()
-            elif isinstance(event, BlockStored):
-                self.index.update(event.block_hashes)
-                public = {self.wall.owner_of[BlockHash(each)] == PUBLIC for each in event.block_hashes}
-                assert len(public) == 1, "an event is of one namespace"
-                assert bool(event.token_ids) == public.pop(), "only public tokens are told"
-            else:
-                self.index.difference_update(event.block_hashes)
-        assert self.index == set(self.core.kv_pool.names())
-        self.core.kv_pool.check_invariants()
+        self.events.check()
 
     def hear(self, outputs: Outputs) -> None:
         for owner, found in outputs.items():
@@ -210,7 +174,7 @@ def run_trace(seed: int) -> Counter[str]:
         for _ in range(chance.choice([0, 1, 3, 12])):
             gateways.step()
         if not chance.randrange(25):
-            gateways.core.kv_pool.clear_cache()
+            gateways.core.kv.clear_cache()
     gateways.finish()
     return gateways.seen
 
@@ -241,7 +205,7 @@ def test_equal_traces_of_two_tenants_are_apart_in_cache_and_events() -> None:
         hits.setdefault(salt, 0)
         assert gateways.ends[name].usage.cached_tokens == (80 if turn % 2 else 0)
     names: dict[bytes, set[bytes]] = defaultdict(set)
-    for block_hash, owner in gateways.wall.owner_of.items():
+    for block_hash, owner in gateways.events.owner_of.items():
         names[owner].add(block_hash)
     assert set(names) == {b"alice", b"bob"}
     assert len(names[b"alice"]) == len(names[b"bob"]) == 5

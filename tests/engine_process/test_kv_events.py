@@ -16,6 +16,7 @@ from penstock.errors import ConfigError
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.events import AllBlocksCleared, BlockStored, KVEventBatch, Numbered, decode_batch
 from penstock.kv.hashing import BlockHash, token_array
+from penstock.kv.manager import KVManager
 from penstock.protocol.worker import KVEvents, Ready, StepOutput, SubscribeKVEvents
 
 TIMEOUT_MS = 20_000
@@ -27,8 +28,8 @@ TOPIC = b"kv@here"
 
 
 def feed(**settings: object) -> tuple[BlockPool, KVEventFeed]:
-    pool = BlockPool(8)
-    return pool, KVEventFeed(pool, KVEventsConfig(**settings), ManualClock(wall_ns=5 * NS_PER_S))
+    kv = KVManager.without_prefix_cache(8)
+    return kv.pool, KVEventFeed(kv, KVEventsConfig(**settings), ManualClock(wall_ns=5 * NS_PER_S))
 
 
 def name(number: int) -> BlockHash:

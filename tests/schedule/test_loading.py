@@ -64,6 +64,21 @@ def test_a_prefix_in_host_memory_is_loaded_and_then_hit() -> None:
     assert (now.cached_tokens, now.host_cached_tokens, now.host.loads) == (32, 32, 2)
 
 
+def test_public_blocks_come_back_from_host_memory_for_every_tenant_and_nothing_after_them() -> None:
+    engine = ScheduledEngine(host_slots=16, num_blocks=8)
+    engine.submit("first", PROMPT, salt=b"alice", public_tokens=20)
+    engine.run()
+    engine.clock.advance(IDLE_NS)
+    engine.run()
+    for name, salt, cached in (("same", b"alice", 32), ("other", b"bob", 16)):
+        evict_all(engine)
+        engine.submit(name, PROMPT, salt=salt, public_tokens=20)
+        engine.run()
+        usage = engine.ends[name].usage
+        assert usage is not None
+        assert (usage.cached_tokens, usage.host_cached_tokens) == (cached, cached)
+
+
 def test_the_other_tenant_gets_nothing_from_host_memory() -> None:
     engine = ScheduledEngine(host_slots=16, num_blocks=8)
     engine.submit("first", PROMPT, salt=b"alice")

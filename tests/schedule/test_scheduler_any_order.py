@@ -151,6 +151,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def consistent(self) -> None:
         if hasattr(self, "engine"):
             self.engine.scheduler.check_invariants()
+            self.engine.events.check()
 
     def teardown(self) -> None:
         if hasattr(self, "engine"):
