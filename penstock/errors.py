@@ -3,7 +3,8 @@
     PenstockError
     ├── ClientError            the caller must change something; a retry fails the same way
     │   ├── InvalidRequest         a field is missing, mistyped or out of range     (400)
-    │   │   └── ContextTooLong     prompt and answer do not fit the model           (400)
+    │   │   ├── ContextTooLong     prompt and answer do not fit the model           (400)
+    │   │   └── KVQuotaExceeded    they do not fit what one tenant may hold         (400)
     │   ├── Unauthenticated        no key, or a wrong one                           (401)
     │   ├── NotFound               no such path or model                            (404)
     │   ├── MethodNotAllowed       the path exists, this verb on it does not        (405)
@@ -47,6 +48,13 @@ class ContextTooLong(InvalidRequest):
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message, param=param, code="context_length_exceeded")
+
+
+class KVQuotaExceeded(InvalidRequest):
+    """Prompt and answer alone need more KV blocks than one tenant may hold."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message, param=param, code="kv_quota_exceeded")
 
 
 class Unauthenticated(ClientError):

@@ -81,3 +81,10 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     queue_ns: int = 0
     prefill_ns: int = 0
     decode_ns: int = 0
+    steps: int = 0
+    """Engine steps that computed something of the request."""
+    computed_tokens: int = 0
+    """Tokens run through the model: cached ones are not, and after a preemption some are twice."""
+    preemptions: int = 0
+    kv_block_ns: int = 0
+    """KV blocks held, integrated over time; / 1e9 makes block-seconds."""

@@ -11,6 +11,8 @@ relay's hot path, so all that is only needed at the ends stays out of it.
 
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from penstock.backends.base import Delta, Finish, GenerateRequest, Sink, TextLogprob
 from penstock.clock import Clock
 from penstock.errors import (
@@ -18,6 +20,7 @@ from penstock.errors import (
     Draining,
     EngineFault,
     InvalidRequest,
+    KVQuotaExceeded,
     Overloaded,
     PenstockError,
     StreamBroken,
@@ -32,7 +35,15 @@ from penstock.types import FinishReason, RequestId, TokenLogprob, Usage
 
 _KINDS: dict[str, type[PenstockError]] = {
     kind.__name__: kind
-    for kind in (ContextTooLong, Draining, EngineFault, InvalidRequest, Overloaded, WorkerUnavailable)
+    for kind in (
+        ContextTooLong,
+        Draining,
+        EngineFault,
+        InvalidRequest,
+        KVQuotaExceeded,
+        Overloaded,
+        WorkerUnavailable,
+    )
 }
 
 
@@ -144,15 +155,8 @@ class OwnStream:
 
     def _usage_here(self) -> Usage:
         """What was used, as far as it arrived here: the worker's own count of the rest is not awaited."""
-        usage = self._usage
-        return Usage(
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=self._num_tokens,
-            cached_tokens=usage.cached_tokens,
-            queue_ns=usage.queue_ns,
-            prefill_ns=usage.prefill_ns,
-            decode_ns=self._clock.now_ns() - self._first_ns if self._first_ns else 0,
-        )
+        decode_ns = self._clock.now_ns() - self._first_ns if self._first_ns else 0
+        return replace(self._usage, completion_tokens=self._num_tokens, decode_ns=decode_ns)
 
     def _delta(self, text: str, output: Output) -> Delta:
         found = output.logprobs or ()

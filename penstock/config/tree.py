@@ -46,6 +46,15 @@ class ClassTarget(Branch, frozen=True, kw_only=True):
     """Milliseconds; 0 is automatic, as in `itl_target_ms`."""
 
 
+class FairWeight(Branch, frozen=True, kw_only=True):
+    """How much one tenant's share is worth."""
+
+    key: str
+    """The fairness key: the first eight hexadecimal digits of the salt that the gateway makes of an API key."""
+    weight: Annotated[float, Meta(gt=0)]
+    """2 is served twice as much as 1 while both have work waiting."""
+
+
 class EngineConfig(Branch, frozen=True, kw_only=True):
     """How one engine worker computes."""
 
@@ -76,6 +85,21 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     """Requests in one batch at most."""
     max_waiting: Positive = 1024
     """Requests queued in the engine at most; one more is refused as overloaded."""
+    scheduling: Literal["fair", "priority", "fcfs"] = "fair"
+    """Who starts next. "fair": the tenant that was served least, and its own requests by aged priority; the default,
+    because with one tenant it is "priority" and with several none can crowd out the others. "priority": by class,
+    and waiting makes up for class. "fcfs": strictly by class, then arrival: lower classes may starve."""
+    priority_ageing_s: Seconds = 10.0
+    """Waiting this long makes up for one priority class."""
+    starvation_s: Seconds = 60.0
+    """Who came this much later never starts first, whatever the classes."""
+    fair_weights: Annotated[tuple[FairWeight, ...], Meta(max_length=4096)] = ()
+    """Tenants whose share is not 1."""
+    kv_quota_fraction: Fraction = 1.0
+    """Share of the KV cache that one tenant's running requests may hold; 1 is no quota. Whoever is over it starts
+    nothing new and is preempted first; what could never fit it is refused."""
+    preemptions_max: Annotated[int, Meta(ge=0)] = 3
+    """After so many preemptions a request gives way only when all others of its class are as often preempted."""
     itl_target_ms: Annotated[float, Meta(ge=0)] = 0.0
     """Prompts may not push the time between two tokens of running answers over this many milliseconds. 0 is
     automatic: one waiting prompt never doubles it, and the more wait the more they get (schedule/prefill_budget.py)."""

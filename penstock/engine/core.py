@@ -17,9 +17,9 @@ from penstock.kv.hashing import PUBLIC, BlockHasher, token_array
 from penstock.kv.manager import KVManager
 from penstock.protocol.worker import Finish, ModelInfo, Output, Stats, Submit
 from penstock.schedule.limits import Limits
+from penstock.schedule.order import waiting_queue
 from penstock.schedule.plan import RequestOutput, StepPlan, StepResult
 from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
-from penstock.schedule.queue import FCFSQueue
 from penstock.schedule.request import Request
 from penstock.schedule.scheduler import Scheduler
 from penstock.types import FinishReason, RequestId, Usage
@@ -161,10 +161,9 @@ def build_core(runner: Runner, config: EngineConfig, hash_key: bytes, clock: Clo
     else:
         manager = KVManager.without_prefix_cache(info.num_blocks)
     limits = Limits.of(config, info.max_model_len)
-    queue = FCFSQueue(config.max_waiting)
-    return EngineCore(
-        Scheduler(limits, manager, clock, queue, PrefillBudget(LatencyTargets.of(config))), runner, clock
-    )
+    prefill = PrefillBudget(LatencyTargets.of(config))
+    scheduler = Scheduler(limits, manager, clock, waiting_queue(config), prefill)
+    return EngineCore(scheduler, runner, clock)
 
 
 def _request(message: Submit, vocab_size: int) -> Request:

@@ -63,6 +63,7 @@ class BlockPool:
         "_publication",
         "_publications",
         "_references",
+        "_used_by",
         "events",
         "num_blocks",
     )
@@ -78,6 +79,7 @@ class BlockPool:
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._references = [0] * num_blocks
         self._owner: list[bytes] = [b""] * num_blocks
+        self._used_by: dict[bytes, int] = {}  # Used blocks by owner; no zeros.
         self._held_by: dict[Epoch, list[int]] = {}  # Open epochs, and the blocks that each holds.
         self._num_holds = [0] * num_blocks  # How many of those hold the block.
         self._num_draining = 0
@@ -122,13 +124,14 @@ class BlockPool:
     def acquire(self, blocks: Iterable[int]) -> None:
         """Hold blocks that `lookup` found: one reference more for each."""
         for block in blocks:
-            if self._references[block]:
-                pass
-            elif self._num_holds[block]:
+            self._references[block] += 1
+            if self._references[block] > 1:
+                continue
+            self._count_used(self._owner[block], 1)
+            if self._num_holds[block]:
                 self._num_draining -= 1
             else:
                 del self._cached[block]  # KeyError here would mean a block that was evicted meanwhile.
-            self._references[block] += 1
 
     def publish(self, block: int, block_hash: BlockHash) -> bool:
         """Name a used block whose content is now complete, so that others may hit it.
@@ -158,6 +161,7 @@ class BlockPool:
             self._references[block] -= 1
             if self._references[block]:
                 continue
+            self._count_used(self._owner[block], -1)
             if self._num_holds[block]:
                 self._num_draining += 1
             else:
@@ -252,6 +256,8 @@ class BlockPool:
         assert all(holds[block] == count for block, count in enumerate(self._num_holds)), (
             "holds do not add up"
         )
+        used_by = Counter(self._owner[block] for block in used)
+        assert used_by == self._used_by, "blocks used by owner do not add up"
         assert all(count >= 0 for count in self._references), "negative references"
         named = {block: name for name, block in self._block_of.items()}
         assert len(named) == len(self._block_of), "a block has two names"
@@ -273,15 +279,27 @@ class BlockPool:
         """A number that is new with every `publish`; 0 without a name. While it lasts, so does the content."""
         return self._publication[block]
 
+    def num_used_by(self, owner: bytes) -> int:
+        """How many blocks of the namespace are used, each counted once."""
+        return self._used_by.get(owner, 0)
+
     def owner(self, block: int) -> bytes:
         """The namespace whose tokens `block` holds (of its last holder, if it is free)."""
         return self._owner[block]
+
+    def _count_used(self, owner: bytes, change: int) -> None:
+        count = self._used_by.get(owner, 0) + change
+        if count:
+            self._used_by[owner] = count
+        else:
+            del self._used_by[owner]
 
     def _take(self, owner: bytes) -> int:
         if not self._free:
             self._evict()
         block = self._free.pop()
         self._references[block] = 1
+        self._count_used(owner, 1)
         self._owner[block] = owner
         return block
 

@@ -22,7 +22,7 @@ class Batch:
     def enter(self, request: Request, match: PrefixMatch) -> None:
         """Give the request a row and its cached prefix; it is loading if a part of that is in host memory."""
         self.manager.adopt(request.table, match)
-        request.num_computed = match.num_tokens
+        request.num_computed = request.num_found = match.num_tokens
         request.move_to(Status.LOADING if request.table.awaits else Status.RUNNING)
         self.rows.assign(request)
         insort(self.running, request, key=_order)

@@ -23,10 +23,21 @@ class Limits:
     scored_tokens: int = SCORED_TOKENS_MAX
     """Prompt tokens of a step whose log-probabilities are wanted, at most: each is a row of logits."""
 
+    preemptions_max: int = 3
+    """Preemptions of a request before it is shielded within its class."""
+    kv_quota_fraction: float = 1.0
+    """Share of the KV blocks that one tenant may hold."""
+
     @classmethod
     def of(cls, config: EngineConfig, max_model_len: int) -> "Limits":
         """The bounds that a config asks for, with the model length that was settled on."""
-        return cls(config.step_tokens, min(config.max_running, config.step_tokens), max_model_len)
+        return cls(
+            config.step_tokens,
+            min(config.max_running, config.step_tokens),
+            max_model_len,
+            preemptions_max=config.preemptions_max,
+            kv_quota_fraction=config.kv_quota_fraction,
+        )
 
     def num_tokens_max(self, request: Request) -> int:
         """How many tokens prompt and answer of the request may have together."""

@@ -5,6 +5,7 @@ is stored). A step computes `num_tokens` more of a request's known tokens; when 
 known one, the row also samples the next. Prefill, chunks, decode and prefix hits are all this one rule.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.kv.host_tier import BlockCopy, Copied
@@ -22,8 +23,9 @@ class NewRow:
     request_id: RequestId
     row: int
     """Stable index into the runner's tables while the request runs; below `max_running`."""
-    token_ids: tuple[int, ...]
-    """Every known token (after a preemption this includes generated ones)."""
+    token_ids: Sequence[int]
+    """Every known token (after a preemption this includes generated ones). From the scheduler an int32 array of its
+    own: at 128K tokens a tuple would cost milliseconds, and the array is a buffer that tables can copy."""
     num_prompt_tokens: int
     sampling: SamplingParams
     blocks: tuple[int, ...] = ()

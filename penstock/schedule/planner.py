@@ -7,9 +7,12 @@ from penstock.schedule.batch import Batch
 from penstock.schedule.limits import Limits
 from penstock.schedule.prefill_budget import PrefillBudget
 from penstock.schedule.queue import WaitingQueue
+from penstock.schedule.quota import KVQuota
 from penstock.schedule.request import Request, Status
+from penstock.schedule.reserve import AdmissionReserve
 from penstock.schedule.statistics import Counters
 from penstock.schedule.step import StepBuilder
+from penstock.schedule.victim import VictimChoice
 from penstock.types import RequestId
 
 _RUNNING, _LOADING = Status.RUNNING, Status.LOADING
@@ -26,25 +29,49 @@ class Planner:
         queue: WaitingQueue,
         batch: Batch,
         counters: Counters,
+        quota: KVQuota,
     ) -> None:
         self._limits = limits
         self._manager, self._prefill = batch.manager, prefill
         self._clock, self._queue = clock, queue
         self._batch, self._counters = batch, counters
-        self._blocked: tuple[RequestId, int] | None = None
-        """The head that found no room, after so many releases."""
+        self._quota, self.reserve = quota, AdmissionReserve()
+        self._victims = VictimChoice(batch.manager.pool, limits.preemptions_max, quota.is_over)
+        self._blocked: tuple[RequestId, int, int] | None = None
+        """The head that found no room, after so many releases, at a level of the reserve."""
+        self._unparked_at = 0
+        """How many releases there were when parked requests were last let back into the queue."""
 
     def plan(self, step: StepBuilder) -> None:
-        """Fill a step. Rows that decode come first, then running prompts, then the head of the queue."""
+        """Fill a step. Rows that decode come first, then running prompts, then the head of the queue.
+
+        Nothing is admitted while blocks are so short that somebody had to give way.
+        """
         step.planned_ns = self._clock.now_ns()
+        preemptions = self._counters.preemptions
+        self._let_parked_back()
         self._plan_running(step)
-        self._admit(step)
+        preempted = self._counters.preemptions > preemptions
+        self.reserve.step_over(preempted=preempted)
+        if not preempted:
+            self._admit(step)
+
+    def charge_running(self) -> None:
+        """Count what running requests have generated against their shares: before the order matters, not per token."""
+        for request in self._batch.running:
+            self.charge_generated(request)
+
+    def charge_generated(self, request: Request) -> None:
+        """The same for one request."""
+        if news := request.num_generated - request.num_charged:
+            request.num_charged += news
+            self._queue.charge(request, generated=news)
 
     def _plan_running(self, step: StepBuilder) -> None:
         """One token for every row that decodes, then chunks for running prompts while their share lasts."""
         prompts: list[Request] = []
         for request in self._batch.running.copy():  # Victims leave the list meanwhile.
-            if request.status is _LOADING and not self._end_loading(request):
+            if request.status is _LOADING and not self._end_loading(request, step.planned_ns):
                 continue
             if len(request.tokens) - request.num_computed > 1:
                 prompts.append(request)
@@ -60,7 +87,7 @@ class Planner:
     def _open_prompts(self, step: StepBuilder, num_running: int) -> None:
         """Settle what prompts may take of the step, beside the rows that decode in it."""
         head = self._queue.peek()
-        can_start = head is not None and self._blocked != (head.request_id, self._batch.releases)
+        can_start = head is not None and not self._is_blocked(head)
         free_rows = self._limits.max_running - len(self._batch.running)
         num_prompts = num_running + can_start * min(len(self._queue), free_rows)
         if num_prompts:
@@ -68,10 +95,10 @@ class Planner:
             classes = {self._batch.rows[row].priority for row in step.rows()}
             step.prompts = self._prefill.open(step.load(), classes, num_prompts)
 
-    def _end_loading(self, request: Request) -> bool:
+    def _end_loading(self, request: Request, now_ns: int) -> bool:
         """Whether the request's prefix has arrived. If a copy failed it starts anew, and computes that part."""
         if request.table.broken:
-            self._send_back(request)
+            self._send_back(request, now_ns)
             return False
         if request.table.awaits:
             return False
@@ -80,35 +107,35 @@ class Planner:
         return True
 
     def _extend_or_preempt(self, request: Request, num_tokens: int, step: StepBuilder) -> None:
-        """Plan `num_tokens` of a running request; if blocks run out, preempt from the last in order.
-
-        The first in order is preempted only by itself, which `submit` made impossible (alone it fits): so
-        some request always advances, and ends.
-        """
+        """Plan `num_tokens` of a running request; if blocks run out, others must give way, or it itself."""
         end = request.num_computed + num_tokens
         while (blocks := self._manager.extend(request.table, end)) is None:
-            victim = self._batch.running[-1]
+            victim = self._victims.choose(self._batch.running)
             step.drop(victim)
-            self._preempt(victim)
+            self._preempt(victim, step.planned_ns)
             if victim is request:
                 return
+        if blocks:
+            request.count_blocks(step.planned_ns, len(request.table.blocks))
         step.add(request, num_tokens, blocks)
 
-    def _preempt(self, victim: Request) -> None:
+    def _preempt(self, victim: Request, now_ns: int) -> None:
         """Take everything from a running request; its full blocks stay cached, so resuming is a prefix hit.
 
         It is not admitted again in the same step: it needs all that it gave up, and somebody took of that.
         """
         victim.num_preemptions += 1
         self._counters.preemptions += 1
-        self._send_back(victim, preempted=True)
+        self._send_back(victim, now_ns, preempted=True)
 
-    def _send_back(self, request: Request, *, preempted: bool = False) -> None:
+    def _send_back(self, request: Request, now_ns: int, *, preempted: bool = False) -> None:
         """Out of the batch, into the queue."""
+        request.count_blocks(now_ns, 0)
         self._batch.leave(request)
         self._batch.release(request, preempted=preempted)
         request.move_to(Status.PREEMPTED)
-        request.num_computed = 0
+        request.num_run_before += request.num_computed - request.num_found
+        request.num_computed = request.num_found = 0
         self._queue.requeue(request)
 
     def _admit(self, step: StepBuilder) -> None:
@@ -117,29 +144,36 @@ class Planner:
         The head is never skipped: short prompts would starve long ones.
         """
         reserved = -1
+        if step.takes_prompts and len(self._queue):
+            self.charge_running()
         while step.takes_prompts and len(self._batch.running) < self._limits.max_running:
             head = self._queue.peek()
-            if head is None or self._blocked == (head.request_id, self._batch.releases):
+            if head is None or self._is_blocked(head):
                 return
+            match = self._manager.match_prefix(head.table, head.tokens, head.num_skippable)
+            if self._is_over_quota(head, match):
+                if not self._quota.park(head):
+                    return
+                self._queue.remove(head)
+                continue
             if reserved < 0:
-                reserved = sum(map(_blocks_owed, self._batch.running))
-            if not self._try_start(head, step, reserved):
+                reserved = sum(map(self.reserve.blocks_owed, self._batch.running))
+            if not self._try_start(head, match, step, reserved):
                 return
-            reserved += _blocks_owed(head)
+            reserved += self.reserve.blocks_owed(head)
 
-    def _try_start(self, request: Request, step: StepBuilder, reserved: int) -> bool:
+    def _try_start(self, request: Request, match: PrefixMatch, step: StepBuilder, reserved: int) -> bool:
         """Start the head of the queue if all its known tokens fit beside `reserved` blocks for those that run.
 
         Without that reserve a new prompt would take the blocks that decoding rows need a few steps later,
-        and be preempted for them at once. A refusal is remembered until blocks are released: looking a long
-        prompt up is not free.
+        and be preempted for them at once. A refusal is remembered until blocks are released or less is
+        reserved: looking a long prompt up is not free.
         """
-        match = self._manager.match_prefix(request.table, request.tokens, request.num_skippable)
         missing = blocks_for(len(request.tokens)) - match.num_present
         if missing + reserved > self._manager.num_available_after(match):
             # Nobody may run, but loads that nobody awaits any more hold their blocks to their end.
             assert self._batch.running or self._manager.host.busy, "a lone request must fit"
-            self._blocked = (request.request_id, self._batch.releases)
+            self._blocked = (request.request_id, self._batch.releases, self.reserve.level)
             return False
         num_tokens = step.room(request, match.num_tokens)
         if not num_tokens and not match.num_host_tokens:
@@ -147,13 +181,37 @@ class Planner:
         head = self._queue.pop()
         assert head is request
         self._start(request, match)
+        request.count_blocks(step.planned_ns, len(request.table.blocks))
+        self._let_back(request.salt)
         if request.status is _LOADING:
             step.enter(request)
             return True
         blocks = self._manager.extend(request.table, request.num_computed + num_tokens)
         assert blocks is not None  # There was room for more than that.
+        request.count_blocks(step.planned_ns, len(request.table.blocks))
         step.add_new(request, num_tokens, match.blocks + blocks)
         return True
+
+    def _is_blocked(self, head: Request) -> bool:
+        """Whether the head was refused, and nothing has changed since that could let it in."""
+        return self._blocked == (head.request_id, self._batch.releases, self.reserve.level)
+
+    def _is_over_quota(self, head: Request, match: PrefixMatch) -> bool:
+        """Whether the head must wait for its own tenant, or behind a request of it that does."""
+        idle = self._manager.pool.num_idle(match.blocks)
+        num_new = blocks_for(len(head.tokens)) - len(match.blocks) + idle
+        return self._quota.is_behind(head) or not self._quota.admits(head, num_new)
+
+    def _let_parked_back(self) -> None:
+        """After blocks were released: the first parked request of every tenant may ask again."""
+        if self._unparked_at != self._batch.releases:
+            self._unparked_at = self._batch.releases
+            for salt in self._quota.tenants():
+                self._let_back(salt)
+
+    def _let_back(self, salt: bytes) -> None:
+        if (parked := self._quota.unpark(salt)) is not None:
+            self._queue.requeue(parked)
 
     def _start(self, request: Request, match: PrefixMatch) -> None:
         """Put the request into the batch, where it runs, or loads a part of its prefix first."""
@@ -169,11 +227,7 @@ class Planner:
             return
         request.started_ns = self._clock.now_ns()
         request.num_cached = request.num_computed
+        self._queue.charge(request, prompt=request.num_prompt - request.num_cached, cached=request.num_cached)
         self._counters.prompt_tokens += request.num_prompt
         self._counters.cached_tokens += request.num_cached
         self._counters.host_cached_tokens += request.num_host_cached
-
-
-def _blocks_owed(request: Request) -> int:
-    """Blocks that a running request will soon ask for: for the rest of its known tokens, and one to go on."""
-    return blocks_for(len(request.tokens)) - len(request.table.blocks) + 1

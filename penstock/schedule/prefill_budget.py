@@ -133,10 +133,18 @@ class PromptShare:
         return num_tokens
 
     def _within_limit(self, num_computed: int, wanted: int) -> int:
-        """The part of `wanted` that fits the time; a cautious one if the law knows too little of such a step."""
+        """The part of `wanted` that fits the time; less if the law knows too little of such a step.
+
+        Then half of it is asked about, and so on down to a cautious size. Since the law may be extrapolated
+        somewhat, chunks grow from step to step, and it learns what it did not know.
+        """
         in_time, cautious = min(wanted, self._in_time(num_computed)), min(wanted, max(self._cautious, 0))
-        trusted = self._model.trusts(self._load.plus(num_computed, max(in_time, cautious)))
-        return in_time if trusted else cautious
+        num_tokens = max(in_time, cautious)
+        while not self._model.trusts(self._load.plus(num_computed, num_tokens)):
+            if num_tokens <= cautious:
+                return cautious
+            num_tokens = max(num_tokens // 2, cautious)
+        return min(num_tokens, in_time)
 
     def _in_time(self, num_computed: int) -> int:
         """The longest chunk that keeps the predicted time of the step within its limit."""

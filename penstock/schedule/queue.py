@@ -1,9 +1,11 @@
 """The order in which waiting requests start. A plug: the scheduler only ever asks for the head.
 
-`FCFSQueue` is first come, first served within a priority class. Other orders (ageing, fair shares by a
-virtual token counter) implement the same `WaitingQueue`.
+FCFSQueue     smaller priority first, then earlier arrival: a class can starve those below it
+AgeingQueue   the same, but a class is only worth so many seconds of waiting: nobody starves
+FairQueue     by tenant: whoever was served least goes first (fair_queue.py)
 """
 
+from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
@@ -39,24 +41,32 @@ class WaitingQueue(Protocol):
         """Take a request out that is in the queue (it was aborted)."""
         ...
 
+    def charge(self, request: Request, *, prompt: int = 0, cached: int = 0, generated: int = 0) -> None:
+        """Count what a request was given: prompt tokens computed, prompt tokens found cached, tokens drawn."""
+        ...
+
     def __len__(self) -> int:
         """How many wait."""
         ...
 
 
-class FCFSQueue:
-    """Smaller priority first, then earlier arrival. O(log n) to add and to take, wherever it stands.
+Order = tuple[int, int, int]
+"""Unique to a request; smaller goes first."""
+
+
+class OrderedQueue:
+    """Requests by a key that does not change while they wait. O(log n) to add and to take, wherever it stands.
 
     A preempted request keeps its arrival, so it is before all of its class that never ran: those
     arrived later, or they would have been admitted before it.
     """
 
-    __slots__ = ("_capacity", "_heap", "_waiting")
+    __slots__ = ("_capacity", "_heap", "_key", "_waiting")
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, key: Callable[[Request], Order]) -> None:
         assert capacity > 0, capacity
-        self._capacity = capacity
-        self._heap: list[tuple[tuple[int, int, int], RequestId]] = []
+        self._capacity, self._key = capacity, key
+        self._heap: list[tuple[Order, RequestId]] = []
         # What really waits. Removed requests leave their heap entry behind until it surfaces.
         self._waiting: dict[RequestId, Request] = {}
 
@@ -70,14 +80,14 @@ class FCFSQueue:
         """See `WaitingQueue.requeue`. At most as many as can run come on top of the capacity."""
         assert request.request_id not in self._waiting, f"{request.request_id} waits already"
         self._waiting[request.request_id] = request
-        heappush(self._heap, (request.order, request.request_id))
+        heappush(self._heap, (self._key(request), request.request_id))
 
     def peek(self) -> Request | None:
         """See `WaitingQueue.peek`."""
         while self._heap:
             order, request_id = self._heap[0]
             request = self._waiting.get(request_id)
-            if request is not None and request.order == order:
+            if request is not None and self._key(request) == order:
                 return request
             heappop(self._heap)
         return None
@@ -95,9 +105,52 @@ class FCFSQueue:
         del self._waiting[request.request_id]
         if len(self._heap) > 2 * len(self._waiting) + 16:
             # Most entries are of requests that left: rebuild, so that aborts cannot grow the heap.
-            self._heap = [(waiting.order, key) for key, waiting in self._waiting.items()]
+            self._heap = [(self._key(waiting), name) for name, waiting in self._waiting.items()]
             heapify(self._heap)
+
+    def charge(self, request: Request, *, prompt: int = 0, cached: int = 0, generated: int = 0) -> None:
+        """See `WaitingQueue.charge`. Changes nothing: the order is settled on arrival."""
 
     def __len__(self) -> int:
         """See `WaitingQueue.__len__`."""
         return len(self._waiting)
+
+
+class FCFSQueue(OrderedQueue):
+    """Smaller priority first, then earlier arrival."""
+
+    __slots__ = ()
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, by_class)
+
+
+class AgeingQueue(OrderedQueue):
+    """Smaller priority first, but waiting makes up for it: see `aged_order`."""
+
+    __slots__ = ()
+
+    def __init__(self, capacity: int, *, ageing_ns: int, starvation_ns: int) -> None:
+        super().__init__(capacity, aged_order(ageing_ns, starvation_ns))
+
+
+def by_class(request: Request) -> Order:
+    """The order that `submit` gave: class, arrival, submission."""
+    return request.order
+
+
+def aged_order(ageing_ns: int, starvation_ns: int) -> Callable[[Request], Order]:
+    """Arrival, later by `ageing_ns` for each class down, and by no more than `starvation_ns` in all.
+
+    Everybody ages alike, so who is before whom never changes while both wait, and the order needs no clock:
+    a request of class 2 that has waited for 2 x `ageing_ns` stands level with a fresh one of class 0. The
+    starvation clock: who came more than `starvation_ns` later never goes first, whatever the classes.
+    """
+    most = starvation_ns // 2
+
+    def key(request: Request) -> Order:
+        priority, arrival_ns, number = request.order
+        handicap_ns = min(max(priority * ageing_ns, -most), most)
+        return arrival_ns + handicap_ns, arrival_ns, number
+
+    return key

@@ -67,6 +67,19 @@ class Request:
     num_host_cached: int = 0
     """Of those, what came out of host memory."""
     num_preemptions: int = 0
+    num_steps: int = 0
+    """Steps that computed something of it."""
+    num_found: int = 0
+    """Of `num_computed`, tokens that were found cached when the request last entered the batch."""
+    num_run_before: int = 0
+    """Tokens that were computed before it last entered the batch."""
+    num_charged: int = 0
+    """Generated tokens that were counted against its tenant's share."""
+    kv_block_ns: int = 0
+    """KV blocks held x nanoseconds, up to `held_since_ns`."""
+    num_held: int = 0
+    """KV blocks held since then."""
+    held_since_ns: int = 0
     arrival_ns: int = 0
     started_ns: int | None = None
     first_token_ns: int | None = None
@@ -115,6 +128,11 @@ class Request:
         assert status in TRANSITIONS[self.status], f"{self.request_id}: {self.status} -> {status}"
         self.status = status
 
+    def count_blocks(self, now_ns: int, num_held: int) -> None:
+        """From now on the request holds `num_held` blocks."""
+        self.kv_block_ns += self.num_held * (now_ns - self.held_since_ns)
+        self.num_held, self.held_since_ns = num_held, now_ns
+
     def usage(self, now_ns: int) -> Usage:
         """What the request used up to now.
 
@@ -131,4 +149,8 @@ class Request:
             queue_ns=started_ns - self.arrival_ns,
             prefill_ns=first_token_ns - started_ns,
             decode_ns=now_ns - first_token_ns,
+            steps=self.num_steps,
+            computed_tokens=self.num_run_before + self.num_computed - self.num_found,
+            preemptions=self.num_preemptions,
+            kv_block_ns=self.kv_block_ns + self.num_held * (now_ns - self.held_since_ns),
         )

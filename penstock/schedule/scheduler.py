@@ -26,6 +26,7 @@ from penstock.schedule.plan import RequestOutput, Sampled, Scored, StepOutcome, 
 from penstock.schedule.planner import Planner
 from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
 from penstock.schedule.queue import WaitingQueue
+from penstock.schedule.quota import KVQuota
 from penstock.schedule.request import Request, Status
 from penstock.schedule.statistics import Counters, SchedulerStatistics
 from penstock.schedule.step import StepBuilder
@@ -52,7 +53,8 @@ class Scheduler:
         self._requests: dict[RequestId, Request] = {}  # Every one that has not ended.
         self._batch = Batch(manager, limits.max_running)
         self._counters = Counters()
-        self._planner = Planner(limits, self._prefill, clock, queue, self._batch, self._counters)
+        self._quota = KVQuota(manager.pool, limits.kv_quota_fraction)
+        self._planner = Planner(limits, self._prefill, clock, queue, self._batch, self._counters, self._quota)
         self._in_flight: StepPlan | None = None
         self._condemned: list[Request] = []  # Aborted while the step in flight may still write their blocks.
         self._step = 0
@@ -68,16 +70,19 @@ class Scheduler:
         Raises:
             InvalidRequest: an empty prompt, no token to generate, or an id that is already in use.
             ContextTooLong: it does not fit the model's context, or not even an empty KV cache.
+            KVQuotaExceeded: it does not fit what its tenant may hold of the KV cache.
             Overloaded: too many requests wait.
         """
         if request.request_id in self._requests:
             raise InvalidRequest(f"request {request.request_id} is already running", param="request_id")
         self.limits.check_fits(request, self._manager.pool.num_blocks)
         request.num_tokens_max = self.limits.num_tokens_max(request)
+        self._quota.check_fits(request, request.num_tokens_max - 1)  # The last is drawn but never computed.
         request.arrival_ns = self._clock.now_ns() if arrived_ns is None else arrived_ns
         self._submitted += 1
         request.order = (request.priority, request.arrival_ns, self._submitted)
         request.table = self._manager.open(request.salt, public_tokens=request.public_tokens)
+        self._planner.charge_running()
         self._queue.push(request)
         self._requests[request.request_id] = request
 
@@ -89,7 +94,7 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return None
-        if not request.in_batch:
+        if not request.in_batch and not self._quota.remove(request):
             self._queue.remove(request)
         return self._finish(request, FinishReason.ABORT, self._clock.now_ns())
 
@@ -132,6 +137,7 @@ class Scheduler:
             if request.status is not _RUNNING:
                 continue  # Aborted in flight.
             request.num_computed = computed = work.num_computed + work.num_tokens
+            request.num_steps += 1
             self._manager.publish_computed(request.table, request.tokens, computed)
             if scores is not None:
                 assert scores.row == work.row, (scores.row, work.row)
@@ -169,7 +175,7 @@ class Scheduler:
         return SchedulerStatistics(
             step=self._step,
             running=len(self._batch.running),
-            waiting=len(self._queue),
+            waiting=len(self._queue) + len(self._quota),
             blocks_total=blocks.total,
             blocks_used=blocks.used,
             blocks_cached=blocks.cached,
@@ -189,7 +195,8 @@ class Scheduler:
         assert self._in_flight is not None or not self._condemned, "condemned without a step in flight"
         orders = [request.order for request in self._batch.running]
         assert orders == sorted(set(orders)), "running requests are out of order"
-        assert len(self._batch.running) + len(self._queue) == len(self._requests), "a request is lost"
+        waiting = len(self._queue) + len(self._quota)
+        assert len(self._batch.running) + waiting == len(self._requests), "a request is lost"
         for request in self._requests.values():
             in_batch = request.in_batch
             assert in_batch == (request.row >= 0), f"{request.request_id}: row and status disagree"
@@ -236,6 +243,8 @@ class Scheduler:
         del self._requests[request.request_id]
         was_in_batch = request.in_batch
         request.move_to(Status.FINISHED)
+        self._planner.reserve.estimate.learn(request)
+        self._planner.charge_generated(request)
         if was_in_batch:
             self._batch.leave(request)
             if self._in_flight is None:

@@ -74,7 +74,7 @@ class StepBuilder:
         self._enter(request, tuple(request.table.blocks))
 
     def _enter(self, request: Request, blocks: tuple[int, ...]) -> None:
-        tokens = tuple(request.tokens)
+        tokens = request.tokens[:]
         self._new_rows.append(
             NewRow(request.request_id, request.row, tokens, request.num_prompt, request.sampling, blocks)
         )

@@ -13,7 +13,7 @@ from penstock.kv.manager import KVManager
 from penstock.schedule.limits import Limits
 from penstock.schedule.plan import RequestOutput, StepPlan
 from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
-from penstock.schedule.queue import FCFSQueue
+from penstock.schedule.queue import FCFSQueue, WaitingQueue
 from penstock.schedule.request import Request
 from penstock.schedule.scheduler import Scheduler
 from penstock.types import BLOCK_TOKENS, RequestId, SamplingParams, TokenLogprob
@@ -38,6 +38,9 @@ class ScheduledEngine:
         targets: LatencyTargets | None = None,
         host_slots: int = 0,
         loads_max: int = 4,
+        queue: WaitingQueue | None = None,
+        preemptions_max: int = 3,
+        kv_quota_fraction: float = 1.0,
     ) -> None:
         hasher = BlockHasher(key=bytes(32), model="m", kv_dtype="float32")
         if prefix_cache:
@@ -47,9 +50,16 @@ class ScheduledEngine:
             self.kv = KVManager.without_prefix_cache(num_blocks)
         self.events = EventIndex(self.kv)
         self.clock = ManualClock(now_ns=7)
-        limits = Limits(step_tokens, min(max_running, step_tokens), max_model_len, scored_tokens)
+        limits = Limits(
+            step_tokens,
+            min(max_running, step_tokens),
+            max_model_len,
+            scored_tokens,
+            preemptions_max,
+            kv_quota_fraction,
+        )
         prefill = PrefillBudget(targets or LatencyTargets())
-        self.scheduler = Scheduler(limits, self.kv, self.clock, FCFSQueue(max_waiting), prefill)
+        self.scheduler = Scheduler(limits, self.kv, self.clock, queue or FCFSQueue(max_waiting), prefill)
         self.runner = CheckingRunner(
             num_blocks=num_blocks, max_running=max_running, num_host_slots=host_slots
         )
@@ -61,7 +71,15 @@ class ScheduledEngine:
         self.in_flight: StepPlan | None = None
 
     def submit(
-        self, name: str, prompt, *, salt: bytes = b"", public_tokens: int = 0, priority: int = 0, **sampling
+        self,
+        name: str,
+        prompt,
+        *,
+        salt: bytes = b"",
+        public_tokens: int = 0,
+        priority: int = 0,
+        fairness_key: str = "",
+        **sampling,
     ) -> None:
         """Sampling has 4 tokens at most and no stop token, unless said otherwise."""
         request = Request(
@@ -71,6 +89,7 @@ class ScheduledEngine:
             salt=salt,
             public_tokens=public_tokens,
             priority=priority,
+            fairness_key=fairness_key,
         )
         self.scheduler.submit(request)
         self.requests[name] = request

@@ -111,6 +111,13 @@ def test_the_batch_changes_nothing(case: Case, chunk: int) -> None:
     check_same(driver.ask(prompts(), sampling()), case.expected)
 
 
+@pytest.mark.parametrize("target_ms", [0.0, 1e-6])
+def test_the_latency_target_changes_nothing(case: Case, target_ms: float) -> None:
+    """Chunks by the measured time of steps, or the least that the config allows: whoever computes does not care."""
+    driver = case.driver(prefix_cache=False, itl_target_ms=target_ms, prefill_tokens_min=5)
+    check_same(driver.ask(prompts(), sampling()), case.expected)
+
+
 def test_the_prefix_cache_changes_nothing(case: Case) -> None:
     driver = case.driver()
     check_same(one_by_one(driver), case.expected)

@@ -188,6 +188,21 @@ def test_everybody_at_once_is_answered_one_after_another() -> None:
     assert len(set(first.values())) >= 6
 
 
+def test_caution_does_not_last() -> None:
+    """Chunks of one size teach nothing about others: they must grow while the law is not trusted."""
+    engine = TimedEngine(num_blocks=2000, step_tokens=512, max_running=4, max_model_len=20_000)
+    engine.submit("a", [1], max_tokens=600)
+    engine.step()
+    engine.submit("b", [2] * 8000, max_tokens=1)
+    sizes = []
+    while not engine.got["b"]:
+        plan = engine.step()
+        sizes.append(plan.work[-1].num_tokens)
+        assert engine.time_of(plan) < 3.2 * LAW.predict_ns(StepLoad(1, 1, 50))
+    assert sizes[0] == UNTRUSTED_TOKENS
+    assert sizes[20] == pytest.approx(STRETCH * LAW.fixed_ns / LAW.token_ns, rel=0.4)
+
+
 def test_an_impossible_target_slows_prompts_down_and_starves_none() -> None:
     engine = warm(targets=LatencyTargets(default_ns=1))
     for index in range(5):

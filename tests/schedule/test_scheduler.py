@@ -163,11 +163,20 @@ def test_usage_divides_a_life_into_queue_prefill_and_decode() -> None:
         queue_ns=3 * STEP_NS,
         prefill_ns=3 * STEP_NS,
         decode_ns=3 * STEP_NS,
+        steps=6,
+        computed_tokens=43,
+        kv_block_ns=(1 + 2 + 3 + 3 + 3 + 3) * STEP_NS,
     )
     engine.submit("again", range(40), max_tokens=1)
     engine.run()
     assert engine.ends["again"].usage == Usage(
-        prompt_tokens=40, completion_tokens=1, cached_tokens=32, prefill_ns=STEP_NS
+        prompt_tokens=40,
+        completion_tokens=1,
+        cached_tokens=32,
+        prefill_ns=STEP_NS,
+        steps=1,
+        computed_tokens=8,
+        kv_block_ns=3 * STEP_NS,
     )
 
 

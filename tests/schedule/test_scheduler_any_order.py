@@ -14,7 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from scheduled_engine import ScheduledEngine
 
 from penstock import rng
-from penstock.errors import ContextTooLong
+from penstock.config.tree import EngineConfig
+from penstock.errors import ContextTooLong, KVQuotaExceeded
+from penstock.schedule.order import waiting_queue
 from penstock.schedule.plan import RequestOutput
 from penstock.schedule.request import Status
 from penstock.types import FinishReason, RequestId
@@ -35,7 +37,12 @@ def check_end(engine: ScheduledEngine, name: str, end: RequestOutput) -> None:
     assert told == scores if got else told == scores[: len(told)]
     assert end.usage is not None
     assert end.usage.cached_tokens < end.usage.prompt_tokens
-    assert min(end.usage.queue_ns, end.usage.prefill_ns, end.usage.decode_ns) >= 0
+    assert min(end.usage.queue_ns, end.usage.prefill_ns, end.usage.decode_ns, end.usage.kv_block_ns) >= 0
+    assert end.usage.preemptions == engine.requests[name].num_preemptions
+    assert end.usage.steps <= end.usage.computed_tokens
+    if not end.usage.preemptions and end.finish in (FinishReason.STOP, FinishReason.LENGTH):
+        known = end.usage.prompt_tokens + end.usage.completion_tokens - 1
+        assert end.usage.computed_tokens == known - end.usage.cached_tokens
     if end.finish in (FinishReason.STOP, FinishReason.LENGTH):
         assert got == expected
         assert (end.finish is FinishReason.STOP) == (end.usage.completion_tokens > len(got))
@@ -85,9 +92,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         host_slots=st.sampled_from([0, 3, 12]),
         loads_max=st.integers(1, 4),
         copy_steps=st.integers(0, 3),
+        preemptions_max=st.integers(0, 3),
+        kv_quota_fraction=st.sampled_from([1.0, 1.0, 0.8, 0.4]),
+        scheduling=st.sampled_from(["fcfs", "priority", "fair"]),
     )
-    def start(self, copy_steps: int, **limits) -> None:
-        self.engine = ScheduledEngine(**limits, max_waiting=1000)
+    def start(self, scheduling: str, copy_steps: int, **limits) -> None:
+        config = EngineConfig(
+            scheduling=scheduling, max_waiting=1000, priority_ageing_s=1e-6, starvation_s=4e-6
+        )
+        self.engine = ScheduledEngine(**limits, queue=waiting_queue(config))
         self.engine.runner.copy_steps = copy_steps
         self.submitted = 0
 
@@ -100,8 +113,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt = prompt_of(rest.pop("family"), rest.pop("shared"), rest.pop("length"))
             rest["public_tokens"] = min(rest.pop("public"), len(prompt))
             try:
-                self.engine.submit(name, prompt, **rest)
-            except ContextTooLong:
+                self.engine.submit(name, prompt, fairness_key=rest["salt"].decode(), **rest)
+            except (ContextTooLong, KVQuotaExceeded):
                 assert name not in self.engine.scheduler.live_requests()
 
     @rule()

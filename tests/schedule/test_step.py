@@ -28,7 +28,7 @@ def test_work_is_taken_from_the_budget_and_samples_at_the_last_token() -> None:
         RowWork(1, 0, 6, False, (4,)),
         RowWork(2, 6, 4, True, (2, 3)),
     )
-    assert plan.new_rows == (NewRow(RequestId("r2"), 2, tuple(range(10)), 10, SamplingParams()),)
+    assert plan.new_rows == (NewRow(RequestId("r2"), 2, token_array(range(10)), 10, SamplingParams()),)
     assert (plan.step, plan.freed_rows, plan.num_tokens) == (7, (5,), 11)
 
 

@@ -1,0 +1,132 @@
+"""Fair shares between tenants: the virtual token counter (Sheng et al., "Fairness in Serving Large Language
+Models", OSDI 2024).
+
+Every fairness key has a counter of what it was served: 1 for a prompt token that was computed, 0.1 for one
+that was found cached, 2 for a token that was drawn, all divided by the key's weight. The waiting key with the
+smallest counter goes first. A key that comes back to the queue is lifted to the smallest counter of those that
+wait (if none does: to that of the key that left the queue last), so idleness earns no credit. For as long as
+two keys both have requests waiting, what they are served then differs by a bound that does not grow with time
+(theorem 4.4 there): twice the dearest of one prompt and of a batch full of answers.
+
+Nothing is idle for the sake of fairness: a lone tenant gets everything, in the order of its own requests.
+"""
+
+from collections.abc import Callable, Mapping
+from heapq import heapify, heappop, heappush, heapreplace
+
+from penstock.errors import Overloaded
+from penstock.schedule.queue import Order, OrderedQueue
+from penstock.schedule.request import Request
+
+PROMPT_COST, CACHED_COST, GENERATED_COST = 10, 1, 20
+"""Per token, in tenths of a computed prompt token."""
+_WEIGHT_UNIT = 1000
+"""Counters are integers: nothing drifts, and equal service is equal to the last unit."""
+_KEYS_MAX = 4096
+"""Counters that are kept. Over it the smallest idle ones are dropped: coming back would lift them anyway."""
+
+
+class FairQueue:
+    """Requests by key; among those of one key, by `order`."""
+
+    __slots__ = ("_capacity", "_count", "_heads", "_last", "_order", "_served", "_waiting", "_weights")
+
+    def __init__(
+        self, capacity: int, order: Callable[[Request], Order], weights: Mapping[str, float] | None = None
+    ) -> None:
+        assert capacity > 0, capacity
+        self._capacity, self._order = capacity, order
+        self._weights = dict(weights or {})
+        assert all(weight > 0 for weight in self._weights.values()), weights
+        self._served: dict[str, int] = {}
+        self._waiting: dict[str, OrderedQueue] = {}  # Keys that have something waiting.
+        self._heads: list[tuple[int, Order, str]] = []  # May be stale, but never too late for a key.
+        self._count = 0
+        self._last = ""  # The key that left the queue last.
+
+    def push(self, request: Request) -> None:
+        """See `WaitingQueue.push`."""
+        if self._count >= self._capacity:
+            raise Overloaded(f"{self._count} requests are waiting already; that is the limit")
+        key = request.fairness_key
+        if key not in self._waiting:
+            self._served[key] = max(self._served.get(key, 0), self._floor())
+            self._forget_idle()
+        self.requeue(request)
+
+    def requeue(self, request: Request) -> None:
+        """See `WaitingQueue.requeue`. No lift: a preempted request did not idle."""
+        key = request.fairness_key
+        if key not in self._waiting:
+            self._waiting[key] = OrderedQueue(self._capacity, self._order)
+        self._waiting[key].requeue(request)
+        self._count += 1
+        heappush(self._heads, self._head(key))
+
+    def peek(self) -> Request | None:
+        """See `WaitingQueue.peek`."""
+        key = self._first_key()
+        return None if key is None else self._waiting[key].peek()
+
+    def pop(self) -> Request:
+        """See `WaitingQueue.pop`."""
+        request = self.peek()
+        assert request is not None, "the queue is empty"
+        self.remove(request)
+        self._last = request.fairness_key
+        return request
+
+    def remove(self, request: Request) -> None:
+        """See `WaitingQueue.remove`. Amortised O(log n)."""
+        key = request.fairness_key
+        self._waiting[key].remove(request)
+        self._count -= 1
+        if not len(self._waiting[key]):
+            del self._waiting[key]
+        if len(self._heads) > 2 * self._count + 16:
+            self._heads = [self._head(key) for key in self._waiting]
+            heapify(self._heads)
+
+    def charge(self, request: Request, *, prompt: int = 0, cached: int = 0, generated: int = 0) -> None:
+        """See `WaitingQueue.charge`."""
+        key = request.fairness_key
+        cost = PROMPT_COST * prompt + CACHED_COST * cached + GENERATED_COST * generated
+        share = round(cost * _WEIGHT_UNIT / self._weights.get(key, 1.0))
+        self._served[key] = self._served.get(key, 0) + share
+
+    def served(self, key: str) -> float:
+        """The key's counter, in computed prompt tokens."""
+        return self._served.get(key, 0) / (PROMPT_COST * _WEIGHT_UNIT)
+
+    def __len__(self) -> int:
+        """See `WaitingQueue.__len__`."""
+        return self._count
+
+    def _head(self, key: str) -> tuple[int, Order, str]:
+        request = self._waiting[key].peek()
+        assert request is not None, "a key without requests is not waiting"
+        return self._served.get(key, 0), self._order(request), key
+
+    def _first_key(self) -> str | None:
+        """The waiting key that was served least. Counters only grow: a stale entry is early, and put right here."""
+        while self._heads:
+            entry = self._heads[0]
+            if entry[2] not in self._waiting:
+                heappop(self._heads)
+                continue
+            now = self._head(entry[2])
+            if now <= entry:
+                return entry[2]
+            heapreplace(self._heads, now)
+        return None
+
+    def _floor(self) -> int:
+        key = self._first_key()
+        return self._served.get(self._last if key is None else key, 0)
+
+    def _forget_idle(self) -> None:
+        if len(self._served) <= _KEYS_MAX:
+            return
+        idle = sorted((served, key) for key, served in self._served.items() if key not in self._waiting)
+        for _, key in idle[: len(self._served) - _KEYS_MAX // 2]:
+            del self._served[key]

@@ -1,0 +1,54 @@
+"""Who gives way when KV blocks run out.
+
+Everything is taken from a victim and it waits to be resumed, so the choice is who loses least:
+
+    1. tenants that hold more than their quota go first
+    2. then the lowest priority class
+    3. within a class: those who were not preempted too often already (the shield)
+    4. then whose work is quickest to do again
+    5. then who came last
+
+The first of all running requests in order (class, arrival) is never a victim of others. It gets its blocks by
+taking them from everybody else if need be, so it always advances and ends; then the next is the first. Hence
+every request ends, whatever the other rules say.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+from penstock.kv.block_pool import BlockPool
+from penstock.schedule.request import Request
+from penstock.types import BLOCK_TOKENS
+
+
+class VictimChoice:
+    """The rules above. `preemptions_max` is where the shield begins."""
+
+    __slots__ = ("_is_over_quota", "_pool", "_preemptions_max")
+
+    def __init__(
+        self, pool: BlockPool, preemptions_max: int, is_over_quota: Callable[[Request], bool]
+    ) -> None:
+        self._pool, self._preemptions_max, self._is_over_quota = pool, preemptions_max, is_over_quota
+
+    def choose(self, running: Sequence[Request]) -> Request:
+        """One of the running requests, which are in order and at least one. O(rows x log blocks)."""
+        return max(running[1:], key=self._rank) if len(running) > 1 else running[0]
+
+    def work_lost(self, request: Request) -> int:
+        """Stored tokens that go with the request: those in blocks that nobody else holds.
+
+        What others hold is the head of its table: sharing a block means sharing all before it.
+        """
+        pool, blocks = self._pool, request.table.blocks
+        shared = bisect_left(blocks, True, key=lambda block: pool.num_references(block) <= 1)
+        return max(request.num_computed - shared * BLOCK_TOKENS, 0)
+
+    def _rank(self, request: Request) -> tuple[bool, int, bool, int, tuple[int, int, int]]:
+        return (
+            self._is_over_quota(request),
+            request.priority,
+            request.num_preemptions < self._preemptions_max,
+            -self.work_lost(request),
+            request.order,
+        )
