@@ -14,7 +14,15 @@ from penstock.engine.kv_feed import KVEventFeed
 from penstock.engine.kv_publisher import KVPublisher, open_publisher
 from penstock.errors import ConfigError
 from penstock.kv.block_pool import BlockPool
-from penstock.kv.events import AllBlocksCleared, BlockStored, KVEventBatch, Numbered, decode_batch
+from penstock.kv.events import (
+    HOST,
+    AllBlocksCleared,
+    BlockStored,
+    KVEventBatch,
+    Numbered,
+    decode_batch,
+    stored_event,
+)
 from penstock.kv.hashing import BlockHash, token_array
 from penstock.kv.manager import KVManager
 from penstock.protocol.worker import KVEvents, Ready, StepOutput, SubscribeKVEvents
@@ -105,6 +113,15 @@ def test_a_large_snapshot_goes_out_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
         (2, True, False),
     ]
     assert hashes(news) == [{name(0), name(1)}, {name(2), name(3)}, {name(4)}]
+
+
+def test_a_snapshot_tells_of_the_host_tier_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = KVManager.without_prefix_cache(8)
+    monkeypatch.setattr(type(kv.host), "names", lambda _tier: (name(7),))
+    store(kv.pool, 1)
+    news = KVEventFeed(kv, KVEventsConfig(), ManualClock()).subscribe(9, 9)
+    events = [event for each in news for event in decode_batch(each.payload).events]
+    assert events == [AllBlocksCleared(), stored_event((name(1),)), stored_event((name(7),), medium=HOST)]
 
 
 # --- ZeroMQ ------------------------------------------------------------------------------------------
