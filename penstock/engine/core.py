@@ -65,6 +65,11 @@ class EngineCore:
         self._compute_ns = 0
 
     @property
+    def info(self) -> ModelInfo:
+        """What the runner loaded."""
+        return self._runner.info
+
+    @property
     def has_work(self) -> bool:
         """Whether a request has not ended, or its end was not told yet."""
         return bool(self._live or self._outbox)

@@ -3,6 +3,7 @@
     main thread      load, warm up, then: take mail, run a step, hand over its outputs, again
     worker-socket    an event loop with the gateways' connections (serve_socket.py)
     worker-parent    waits for the end of standard input: the parent is gone, so exit
+    worker-watchdog  ends the process when a step does not end (watchdog.py)
     worker-sigterm   waits for SIGTERM (a handler could be missed: a thread about to sleep does not run it)
 
 With no work the main thread sleeps in the mailbox. The process ends by draining (SIGTERM or `Drain`: exit
@@ -30,7 +31,8 @@ from penstock.engine.kv_feed import KVEventFeed
 from penstock.engine.kv_publisher import open_publisher
 from penstock.engine.mailbox import Aborted, DrainAsked, KVEventsAsked, Mailbox, Submitted
 from penstock.engine.serve_socket import ServerLimits, WorkerServer
-from penstock.errors import OperatorError
+from penstock.engine.watchdog import StepWatch
+from penstock.errors import EngineFault, OperatorError
 from penstock.protocol.address import parse_address
 from penstock.protocol.worker import Failed, Loading, Ready
 
@@ -64,13 +66,17 @@ def main() -> int:
         publisher = open_publisher(config.kv_events)  # First, for it may be refused.
         core = load(launch, server, clock)
         feed = KVEventFeed(core.kv, config.kv_events, clock, publisher)
-        ready.set()
-        run_steps(core, mailbox, server, feed)
+        ready.set()  # First: whoever hears that we are ready may tell us to drain.
+        server.publish(0, {}, core.stats())
+        server.announce(Ready(msgspec.structs.replace(core.info, model=launch.model_name)))
+        watch = StepWatch(config.stall_timeout_s, clock, lambda what: _end_stalled(server, what))
+        run_steps(core, mailbox, server, feed, watch)
     except OperatorError as error:
         return _fail(server, error, EXIT_CANNOT_SERVE)
     except Exception as error:  # noqa: BLE001 The process boundary: whatever it is, it is told, and it ends us.
         traceback.print_exc()
         return _fail(server, error, EXIT_FAILED)
+    watch.close()
     feed.close()
     server.close()
     return 0
@@ -92,12 +98,12 @@ def load(launch: WorkerLaunch, server: WorkerServer, clock: Clock) -> EngineCore
     core = build_core(runner, launch.engine, launch.hash_key, clock)
     gc.collect()
     gc.freeze()  # What loading made lives as long as the process: no collection looks at it again.
-    server.publish(0, {}, core.stats())
-    server.announce(Ready(msgspec.structs.replace(runner.info, model=launch.model_name)))
     return core
 
 
-def run_steps(core: EngineCore, mailbox: Mailbox, server: WorkerServer, feed: KVEventFeed) -> None:
+def run_steps(
+    core: EngineCore, mailbox: Mailbox, server: WorkerServer, feed: KVEventFeed, watch: StepWatch
+) -> None:
     """The step loop. Returns when it was asked to drain and nothing is left to do."""
     draining, step = False, 0
     while core.has_work or not draining:
@@ -113,7 +119,9 @@ def run_steps(core: EngineCore, mailbox: Mailbox, server: WorkerServer, feed: KV
             # Before the step: should it never return, then the gateway knows that there was work.
             server.publish(step, {}, core.stats())
         if core.has_work:
-            outputs, stats = core.step(), core.stats()
+            with watch:
+                outputs = core.step()
+            stats = core.stats()
             step = stats.step
             server.publish(step, outputs, stats)
         _tell_kv_events(server, feed)
@@ -158,6 +166,11 @@ def _fail(server: WorkerServer, error: Exception, exit_code: int) -> int:
     server.announce(Failed(str(error), type(error).__name__))
     server.close()
     return exit_code
+
+
+def _end_stalled(server: WorkerServer, what: str) -> None:
+    """The main thread is stuck, so nobody else can end the process."""
+    os._exit(_fail(server, EngineFault(what), EXIT_FAILED))
 
 
 def _throttled(tell: Progress, clock: Clock) -> Progress:

@@ -19,7 +19,7 @@ from raw_worker import (
     submit,
     wait_gone,
 )
-from scripted_runner import CRASH, DIE, NUM_BLOCKS, scripted_token
+from scripted_runner import CRASH, DIE, HANG, NUM_BLOCKS, scripted_token
 
 from penstock.protocol.address import UnixAddress
 from penstock.protocol.worker import Abort, Drain, Failed, Loading, Ready, Stats, StepOutput
@@ -190,6 +190,20 @@ def test_a_crash_in_a_step_is_told_and_ends_the_process() -> None:
         assert (failed.kind, failed.error) == ("ZeroDivisionError", "the script said so")
         assert worker.exit_code() == 1
         assert "Traceback" in worker.errors()
+
+
+def test_a_step_that_does_not_end_is_told_and_ends_the_process() -> None:
+    with raw_worker(stall_timeout_s=0.5) as worker:
+        client = worker.connect()
+        client.until_kind(Ready)
+        client.send(submit("a", (HANG,)))
+        failed = client.until_kind(Failed)
+        assert isinstance(failed, Failed)
+        assert failed.kind == "EngineFault"
+        assert "a step has not ended for" in failed.error
+        client.wait_closed()
+        assert worker.exit_code() == 1
+        assert "scripted_runner.py" in worker.errors()  # Every thread's stack.
 
 
 def test_a_process_that_dies_closes_its_connections() -> None:

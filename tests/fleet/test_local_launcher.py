@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import stat
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -115,7 +116,26 @@ def test_a_hung_worker_is_killed_and_replaced() -> None:
         worker.backend.generate(misbehaving(HANG), recorder)
         assert isinstance((await recorder.end()).error, WorkerUnavailable)
         await worker.wait_ready()
-        assert worker.backend.status.notes == ["the worker hung: no step in 0.4 s"]
+        (note,) = worker.backend.status.notes
+        assert note.startswith("the worker exited with code 1: a step has not ended for 0.")
+        assert any("scripted_runner.py" in line for line in made.lines)  # Where it hung.
+        assert await answer(worker, Requests()) == scripted_text(3, 3, 9)
+
+    run(check)
+
+
+def test_a_stopped_worker_is_killed_and_replaced() -> None:
+    async def check(made: Bench) -> None:
+        worker = await made.start(stall_timeout_s=0.4)
+        await worker.wait_ready()
+        recorder = Recorder()
+        worker.backend.generate(Requests().make(max_tokens=50_000), recorder)
+        await recorder.started.wait()
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGSTOP)  # Its own watchdog stands still as well.
+        assert isinstance((await recorder.end()).error, StreamBroken)
+        await worker.wait_ready()
+        assert worker.backend.status.notes == ["the worker hung: no step in 0.8 s"]
         assert await answer(worker, Requests()) == scripted_text(3, 3, 9)
 
     run(check)

@@ -30,6 +30,8 @@ from penstock.protocol.address import UnixAddress
 from penstock.types import WorkerId
 
 WATCH_INTERVAL_S = 1.0
+STALL_GRACE = 2.0
+"""A worker that does not end itself within so many of its own stall timeouts is killed."""
 TERMINATE_TIMEOUT_S = 5.0
 """From SIGTERM to SIGKILL, when nothing is left to drain."""
 
@@ -174,21 +176,25 @@ class LocalWorker:
             watch.cancel()
             await asyncio.wait([watch])
             await self._process.end(TERMINATE_TIMEOUT_S)
-        return describe_exit(self._process.exit_code) if watch.cancelled() else watch.result()
+        if not watch.cancelled():
+            return watch.result()
+        failure, what = self.backend.failure, describe_exit(self._process.exit_code)
+        return what if failure is None else f"{what}: {failure.error}"
 
     async def _watch(self) -> str:
         """Kill the process when it does not get ready in time, or hangs; returns what for."""
         engine, backend = self.spec.engine, self.backend
         interval_s = min(WATCH_INTERVAL_S, (engine.stall_timeout_s or WATCH_INTERVAL_S) / 4)
         startup = StallDetector(engine.startup_timeout_s, self._clock)
-        stall = StallDetector(engine.stall_timeout_s, self._clock)
+        # The worker notices a step that does not end by itself, and then says more than we could.
+        stall = StallDetector(STALL_GRACE * engine.stall_timeout_s, self._clock)
         while True:
             await sleep(interval_s)
             ready = backend.status.ready
             if startup.observe(0, has_work=not ready):
                 what = f"the worker was not ready within {engine.startup_timeout_s:g} s"
             elif stall.observe(backend.progress, has_work=ready and backend.has_work):
-                what = f"the worker hung: no step in {engine.stall_timeout_s:g} s"
+                what = f"the worker hung: no step in {STALL_GRACE * engine.stall_timeout_s:g} s"
             else:
                 continue
             self._process.kill()
