@@ -8,6 +8,7 @@ from penstock.clock import Clock, SystemClock
 from penstock.config.tree import EngineConfig
 from penstock.engine.core import build_core
 from penstock.engine.gpu.load import Target, load_on_device
+from penstock.engine.gpu.ops import Ops
 from penstock.engine.gpu.platform import CpuPlatform, Platform
 from penstock.engine.gpu.runner import DeviceRunner
 from penstock.engine.gpu.torch_ops import TorchOps
@@ -23,10 +24,15 @@ TINY: dict[str, object] = {
 
 
 def device_runner(
-    path: Path, *, platform: Platform | None = None, clock: Clock | None = None, **config: object
+    path: Path,
+    *,
+    platform: Platform | None = None,
+    clock: Clock | None = None,
+    ops: Ops | None = None,
+    **config: object,
 ) -> DeviceRunner:
     settings = EngineConfig(**(TINY | config))
-    target = Target(settings, platform or CpuPlatform(), TorchOps(), clock or SystemClock())
+    target = Target(settings, platform or CpuPlatform(), ops or TorchOps(), clock or SystemClock())
     return load_on_device(path, target, lambda _stage, _done, _total: None)
 
 

@@ -59,7 +59,8 @@ class LogprobReader:
         """Start copying those of `targets` `[n]` under the unscaled distributions `[n, vocab_size]`."""
         logprobs = torch.log_softmax(logits, -1)
         chosen = logprobs.gather(1, targets[:, None])[:, 0]
-        values, ids = logprobs.topk(min(max(counts), logits.shape[1]), dim=-1)
+        # One at least: what is not asked for is not looked at.
+        values, ids = logprobs.topk(min(max(*counts, 1), logits.shape[1]), dim=-1)
         healthy = logits.amax(-1).isfinite()  # A NaN anywhere is the maximum.
         found = {"targets": targets, "chosen": chosen, "values": values, "ids": ids, "healthy": healthy}
         return Wanted(counts, **{name: self._to_host(name, tensor) for name, tensor in found.items()})

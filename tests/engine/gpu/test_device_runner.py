@@ -1,6 +1,7 @@
 """The device's runner against the CPU's: the same tokens, and log-probabilities up to rounding."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.clock import ManualClock
 from penstock.config.tree import EngineConfig
+from penstock.engine.gpu import load
 from penstock.engine.gpu.platform import CpuPlatform, Mark
+from penstock.engine.gpu.triton_ops import CHUNK_ROWS, TritonOps
 from penstock.engine.runner import build_runner
 from penstock.errors import ConfigError
 from penstock.rng import stream
@@ -284,3 +287,22 @@ def test_a_device_that_is_not_there_is_refused_by_name(qwen3: Path) -> None:
     assert not torch.cuda.is_available()
     with pytest.raises(ConfigError, match=r"engine.device is cuda, but torch sees no CUDA device \(torch 2"):
         build_runner(qwen3, EngineConfig(device="cuda"), ManualClock(), lambda _stage, _done, _total: None)
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|divide by zero|invalid value):RuntimeWarning")
+def test_the_real_kernels_draw_the_same_tokens(qwen3: Path) -> None:
+    """The whole path on Triton's kernels, in its interpreter: a chunk beside a row that decodes, launched ahead."""
+    assert load.TILE_ROWS == CHUNK_ROWS
+    plans = decode_plans(1, 2)
+    late = NewRow(RequestId("late"), 5, tuple(range(40, 47)), 7, KINDS[-1])
+    plans[2] = replace(plans[2], new_rows=(late,), work=(*plans[2].work, RowWork(5, 0, 7, True, (20,))))
+    twin = device_runner(qwen3)
+    expected = [twin.run(plan).sampled for plan in plans]
+    runner = device_runner(qwen3, ops=TritonOps(torch.device("cpu"), num_programs=2), graphs_max=0)
+    for plan in plans:
+        runner.launch(plan)
+    for sampled in expected:
+        found = runner.collect().sampled
+        assert [one.token_id for one in found] == [one.token_id for one in sampled]
+        ours, theirs = ([one.logprob for one in each if one.logprob] for each in (found, sampled))
+        assert list(flat(ours)) == pytest.approx(list(flat(theirs)), abs=1e-4)
