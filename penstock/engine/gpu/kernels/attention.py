@@ -13,9 +13,9 @@ Both kinds of tile run in 4 warps in every variant of the kernel: with another n
 added up in another order, and what a row gets would depend on who else is in the step.
 
 Estimate, unmeasured: a decode step reads 2 * context * kv_heads * head_dim values once, about 2 FLOPs per byte and
-query head of the group, far below the 206 FLOP/B at which an H200 is balanced: memory-bound. 48 KiB of tiles in flight
-per program and two programs per multiprocessor should reach 75-85 % of 4.8 TB/s from about 100 MB of KV per layer step
-up; below that the launch and the tail dominate. Chunks: 64 x 64 tiles, one warpgroup; 45-55 % of the dense rate.
+query head of the group, far below the 206 FLOP/B at which an H200 is balanced: memory-bound. Two tiles of keys and values
+in flight per program (64 KiB) and two programs per multiprocessor should reach 75-85 % of 4.8 TB/s from about 100 MB per
+layer up; below that the launch and the tail dominate. Chunks: 64 x 64 tiles, one warpgroup; 45-55 % of the dense rate.
 """
 
 import triton
