@@ -12,7 +12,6 @@ import importlib
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -51,13 +50,14 @@ class FlashInferAttention:
         self._ours.begin(batch)
         lengths = batch.num_computed + batch.num_tokens
         num_blocks = -(-lengths // BLOCK_TOKENS)
-        held: npt.NDArray[np.bool_] = np.arange(batch.block_tables.shape[1]) < num_blocks[:, None]
+        held: list[int] = num_blocks.tolist()
+        blocks = np.concatenate([table[:n] for table, n in zip(batch.block_tables, held, strict=True)])
         starts, block_starts = (
             np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
             for counts in (batch.num_tokens, num_blocks)
         )
         last = (lengths - 1) % BLOCK_TOKENS + 1
-        arrays = (starts, block_starts, batch.block_tables[held], last.astype(np.int32))
+        arrays = (starts, block_starts, blocks, last.astype(np.int32))
         indices = [torch.as_tensor(array).to(self._cache.tensor.device) for array in arrays]
         for window, wrapper in self._wrappers.items():
             wrapper.plan(
