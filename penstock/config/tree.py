@@ -73,6 +73,16 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     kv_memory_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Share of the free memory for the KV cache when `kv_memory_bytes` is 0. 0 takes the device's own: 0.3 of a CPU's (and
     4 GiB at most), 0.92 of a GPU's."""
+    host_kv_memory_bytes: Annotated[int, Meta(ge=0)] = 0
+    """Host memory for KV blocks of idle sessions and preempted requests; 0 takes `host_kv_memory_fraction`."""
+    host_kv_memory_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    """Share of the free memory for that when `host_kv_memory_bytes` is 0 (4 GiB at most); 0 switches the host tier off."""
+    host_kv_idle_s: Seconds = 30.0
+    """KV blocks that no request has used for this long are copied to host memory."""
+    host_kv_loads_max: Positive = 256
+    """KV blocks on their way back from host memory at once; more wait."""
+    host_kv_stores_max: Positive = 32
+    """KV blocks on their way to host memory at once: few, since nobody waits for them and they take bandwidth."""
     graphs_max: Annotated[int, Meta(ge=0)] = 64
     """CUDA graphs kept at most; 0: every kernel of every step is launched by itself."""
     graph_tokens_max: Positive = 512

@@ -10,10 +10,11 @@ anything that this code does not expect is raised, and the process ends.
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.clock import Clock
+from penstock.clock import NS_PER_S, Clock
 from penstock.config.tree import EngineConfig
 from penstock.errors import Draining, InvalidRequest, PenstockError
 from penstock.kv.hashing import PUBLIC, BlockHasher, token_array
+from penstock.kv.host_tier import HostLimits
 from penstock.kv.manager import KVManager
 from penstock.protocol.worker import Finish, ModelInfo, Output, Stats, Submit
 from penstock.schedule.limits import Limits
@@ -54,7 +55,7 @@ class _Live:
 
 
 class EngineCore:
-    """One engine: call `step` for as long as `has_work`."""
+    """One engine: call `step` for as long as `has_work`, and after `sleep_s` without."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner, clock: Clock) -> None:
         self._scheduler, self._runner, self._clock = scheduler, runner, clock
@@ -73,6 +74,12 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether a request has not ended, or its end was not told yet."""
         return bool(self._live or self._outbox)
+
+    @property
+    def sleep_s(self) -> float | None:
+        """How long there is nothing to do if nothing comes in; then `step` moves what is idle. None for ever."""
+        due_ns = self._scheduler.due_ns
+        return None if due_ns is None else max(0, due_ns - self._clock.now_ns()) / NS_PER_S
 
     @property
     def kv(self) -> KVManager:
@@ -130,6 +137,11 @@ class EngineCore:
             blocks_cached=now.blocks_cached,
             prompt_tokens=now.prompt_tokens,
             cached_tokens=now.cached_tokens,
+            host_cached_tokens=now.host_cached_tokens,
+            host_blocks_total=now.host.total,
+            host_blocks_used=now.host.used,
+            host_stores=now.host.stores,
+            host_loads=now.host.loads,
             generated_tokens=now.generated_tokens,
             preemptions=now.preemptions,
             step_ns=self._step_ns,
@@ -162,13 +174,22 @@ def build_core(runner: Runner, config: EngineConfig, hash_key: bytes, clock: Clo
     info = runner.info
     if config.prefix_cache:
         hasher = BlockHasher(key=hash_key, model=info.model, kv_dtype=info.dtype)
-        manager = KVManager.with_prefix_cache(info.num_blocks, hasher)
+        manager = KVManager.with_prefix_cache(info.num_blocks, hasher, _host_limits(info, config))
     else:
         manager = KVManager.without_prefix_cache(info.num_blocks)
     limits = Limits.of(config, info.max_model_len)
     prefill = PrefillBudget(LatencyTargets.of(config))
     scheduler = Scheduler(limits, manager, clock, waiting_queue(config), prefill)
     return EngineCore(scheduler, runner, clock)
+
+
+def _host_limits(info: ModelInfo, config: EngineConfig) -> HostLimits:
+    return HostLimits(
+        num_slots=info.num_host_blocks,
+        idle_ns=round(config.host_kv_idle_s * NS_PER_S),
+        loads_max=config.host_kv_loads_max,
+        stores_max=config.host_kv_stores_max,
+    )
 
 
 def _request(message: Submit, vocab_size: int) -> Request:

@@ -64,8 +64,7 @@ class RowTables:
 
     def apply(self, plan: StepPlan) -> StepInputs:
         """Take in a plan's changes and lay out its step."""
-        for new in plan.new_rows:
-            self._enter(new)
+        self.enter(plan)
         fresh = [block for work in plan.work if work.new_blocks for block in self._append(work)]
         rows = np.fromiter((work.row for work in plan.work), np.int64, len(plan.work))
         computed = np.fromiter((work.num_computed for work in plan.work), np.int32, len(plan.work))
@@ -73,6 +72,11 @@ class RowTables:
         samples = np.fromiter((work.samples for work in plan.work), np.bool_, len(plan.work))
         scores = [index for index, work in enumerate(plan.work) if work.scores]
         return self._lay_out(rows, computed, num_tokens, samples, scores, fresh)
+
+    def enter(self, plan: StepPlan) -> None:
+        """Take in the rows of a plan without work: they wait for parts of their prefix."""
+        for new in plan.new_rows:
+            self._enter(new)
 
     def append_tokens(self, rows: Int64Array, positions: Int64Array, token_ids: Int64Array) -> None:
         """Remember drawn tokens: they are the inputs of coming steps. A failed row's (-1) is any token that exists."""
@@ -85,7 +89,8 @@ class RowTables:
     def _enter(self, new: NewRow) -> None:
         row, sampling = new.row, new.sampling
         self._token_ids[row, : len(new.token_ids)] = new.token_ids
-        self._num_blocks[row] = 0
+        self._num_blocks[row] = len(new.blocks)
+        self._blocks[row, : len(new.blocks)] = new.blocks
         self.temperature[row] = sampling.temperature
         self.top_k[row] = sampling.top_k
         self.top_p[row] = sampling.top_p

@@ -60,10 +60,15 @@ class Mailbox:
         """Leave a message; never blocks."""
         self._queue.put(mail)
 
-    def take(self, *, wait: bool) -> list[Mail]:
-        """Everything there is now, in order. With `wait`, block (asleep) until there is something."""
-        mail: list[Mail] = [self._queue.get()] if wait else []
+    def take(self, *, wait: bool, sleep_s: float | None = None) -> list[Mail]:
+        """Everything there is now, in order. With `wait`, block (asleep) until there is something.
+
+        With `sleep_s` too, for this long at most: then there may be nothing.
+        """
+        mail: list[Mail] = []
         try:
+            if wait:
+                mail.append(self._queue.get(timeout=sleep_s))
             while True:
                 mail.append(self._queue.get_nowait())
         except Empty:

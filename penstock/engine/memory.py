@@ -15,6 +15,8 @@ CPU_KV_BYTES_MAX = 4 * 1024**3
 CPU_KV_FRACTION = 0.3
 GPU_KV_FRACTION = 0.92
 """Of what is left when weights, buffers and the largest step have had theirs: nothing else lives there."""
+HOST_KV_BYTES_MAX = 4 * 1024**3
+"""The host tier takes no more than this unless `host_kv_memory_bytes` says so."""
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -85,6 +87,23 @@ def plan_kv(
             f"{source} leaves no room for a KV cache: {block_bytes} bytes per {BLOCK_TOKENS} tokens"
         )
     return KVBudget(num_blocks, min(asked_len, num_blocks * BLOCK_TOKENS))
+
+
+def plan_host_blocks(
+    config: EngineConfig, spec: DecoderSpec, *, bytes_per_value: int, free_bytes: int
+) -> int:
+    """How many blocks the host tier of the KV cache holds; 0 for none.
+
+    Raises:
+        ConfigError: the settings ask for more memory than there is.
+    """
+    if not config.prefix_cache:
+        return 0  # Nothing in it would ever be found.
+    asked = config.host_kv_memory_bytes
+    if asked > free_bytes:
+        raise ConfigError(f"engine.host_kv_memory_bytes is {asked}, but only {free_bytes} bytes are free")
+    given = asked or min(int(free_bytes * config.host_kv_memory_fraction), HOST_KV_BYTES_MAX)
+    return given // (BLOCK_TOKENS * spec.kv_bytes_per_token(bytes_per_value))
 
 
 def _affordable_bytes(config: EngineConfig, free_bytes: int, share: Share) -> int:

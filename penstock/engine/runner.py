@@ -16,10 +16,11 @@ from penstock.config.tree import EngineConfig
 from penstock.engine.arrays import as_tensor
 from penstock.engine.gpu.load import cuda_target, load_on_device
 from penstock.engine.gpu.runner import DeviceRunner
+from penstock.engine.host_store import HostStore, host_store
 from penstock.engine.inputs import RowTables
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.loader import load_weights, random_weights
-from penstock.engine.memory import free_memory_bytes, plan_kv
+from penstock.engine.memory import free_memory_bytes, plan_host_blocks, plan_kv
 from penstock.engine.models.decoder import DecoderLimits
 from penstock.engine.models.registry import read_spec
 from penstock.engine.native.library import Kernels as NativeKernels
@@ -45,6 +46,7 @@ class RunnerParts:
     sampler: TokenSampler
     clock: Clock
     step_tokens: int
+    host: HostStore
 
 
 class Runner:
@@ -53,7 +55,7 @@ class Runner:
     def __init__(self, parts: RunnerParts) -> None:
         self.info = parts.info
         self._model, self._cache = parts.model, parts.cache
-        self._clock = parts.clock
+        self._clock, self._host = parts.clock, parts.host
         self._step_tokens = parts.step_tokens
         self._tables = RowTables(max_running=parts.info.max_running, max_model_len=parts.info.max_model_len)
         self._sampler = parts.sampler
@@ -65,9 +67,12 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """Compute a plan's step and draw the tokens that it asks for."""
+        """Compute a plan's step and draw the tokens that it asks for; without work, wait for a copy."""
+        self._host.start(plan)
+        if not plan.work:
+            self._tables.enter(plan)
+            return StepResult(plan.step, (), copied=self._host.collect(wait=True))
         start_ns = self._clock.now_ns()
-        assert plan.work, "an empty step has nothing to run"
         inputs = self._tables.apply(plan)
         self._cache.clear(inputs.fresh_blocks)
         logits = self._model.compute(
@@ -83,7 +88,8 @@ class Runner:
             edits.undo()  # Log-probabilities are the model's own.
             self._tables.append_tokens(inputs.sample_rows, inputs.sample_positions, token_ids.numpy())
             sampled = results(logits, token_ids, inputs.sample_rows, self._tables.logprobs)
-        return StepResult(plan.step, sampled, scored, self._clock.now_ns() - start_ns)
+        compute_ns = self._clock.now_ns() - start_ns
+        return StepResult(plan.step, sampled, scored, compute_ns, self._host.collect(wait=False))
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -144,7 +150,8 @@ def load_runner(model_path: Path, config: EngineConfig, clock: Clock, on_progres
     else:
         weights = load_weights(model_path, spec, names, dtype, on_bytes)
     on_progress("preparing kernels", 0, 0)
-    budget = plan_kv(config, spec, bytes_per_value=dtype.itemsize, free_bytes=free_memory_bytes())
+    size, free = dtype.itemsize, free_memory_bytes()
+    budget = plan_kv(config, spec, bytes_per_value=size, free_bytes=free)
     info = ModelInfo(
         model=model_path.name,
         architecture=spec.architecture,
@@ -155,6 +162,7 @@ def load_runner(model_path: Path, config: EngineConfig, clock: Clock, on_progres
         num_blocks=budget.num_blocks,
         block_tokens=BLOCK_TOKENS,
         max_running=min(config.max_running, config.step_tokens),
+        num_host_blocks=plan_host_blocks(config, spec, bytes_per_value=size, free_bytes=free),
     )
     limits = DecoderLimits(
         step_tokens=config.step_tokens,
@@ -167,7 +175,13 @@ def load_runner(model_path: Path, config: EngineConfig, clock: Clock, on_progres
     sampler = Sampler(spec.vocab_size) if native is None else NativeSampler(native)
     return Runner(
         RunnerParts(
-            info=info, model=model, cache=cache, sampler=sampler, clock=clock, step_tokens=config.step_tokens
+            info=info,
+            model=model,
+            cache=cache,
+            sampler=sampler,
+            clock=clock,
+            step_tokens=config.step_tokens,
+            host=host_store(cache, info.num_host_blocks),
         )
     )
 

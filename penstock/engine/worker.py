@@ -107,7 +107,7 @@ def run_steps(
     """The step loop. Returns when it was asked to drain and nothing is left to do."""
     draining, step = False, 0
     while core.has_work or not draining:
-        mail = mailbox.take(wait=not core.has_work)
+        mail = mailbox.take(wait=not core.has_work, sleep_s=core.sleep_s)
         for each in mail:
             draining |= isinstance(each, DrainAsked)
             if isinstance(each, KVEventsAsked):
@@ -118,7 +118,7 @@ def run_steps(
         if mail:
             # Before the step: should it never return, then the gateway knows that there was work.
             server.publish(step, {}, core.stats())
-        if core.has_work:
+        if core.has_work or core.sleep_s == 0:
             with watch:
                 outputs = core.step()
             stats = core.stats()

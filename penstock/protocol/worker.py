@@ -87,6 +87,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     block_tokens: int
     max_running: int
+    num_host_blocks: int = 0
+    """Blocks that fit the host tier of the KV cache; 0: there is none."""
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
@@ -155,6 +157,15 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     blocks_cached: int
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    """Of the prompt tokens, what the prefix cache had."""
+    host_cached_tokens: int = 0
+    """Of those, what came back from host memory."""
+    host_blocks_total: int = 0
+    host_blocks_used: int = 0
+    host_stores: int = 0
+    """Blocks that were copied to host memory."""
+    host_loads: int = 0
+    """Blocks that were copied back."""
     generated_tokens: int = 0
     preemptions: int = 0
     step_ns: int = 0

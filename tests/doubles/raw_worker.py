@@ -147,14 +147,20 @@ class RawWorker:
         self.process.wait()
 
 
-def launch_line(address: Address, *, model_path: str = "scripted", **engine: object) -> bytes:
+SCRIPTED = "scripted_runner:build_runner"
+REAL = "penstock.engine.runner:build_runner"
+
+
+def launch_line(
+    address: Address, *, model_path: str = "scripted", runner: str = SCRIPTED, **engine: object
+) -> bytes:
     launch = WorkerLaunch(
         model_path=model_path,
         model_name="scripted",
         address=str(address),
         hash_key=b"secret" * 4,
         engine=EngineConfig(**engine),
-        runner="scripted_runner:build_runner",
+        runner=runner,
     )
     return msgspec.json.encode(launch) + b"\n"
 
@@ -171,7 +177,12 @@ def free_port() -> int:
 
 @contextmanager
 def raw_worker(
-    *, step_s: float = 0.0, model_path: str = "scripted", tcp: bool = False, **engine: object
+    *,
+    step_s: float = 0.0,
+    model_path: str = "scripted",
+    runner: str = SCRIPTED,
+    tcp: bool = False,
+    **engine: object,
 ) -> Iterator[RawWorker]:
     with tempfile.TemporaryDirectory() as directory:
         address = TcpAddress("127.0.0.1", free_port()) if tcp else UnixAddress(f"{directory}/w.sock")
@@ -181,7 +192,7 @@ def raw_worker(
         worker = RawWorker(process, address)
         try:
             assert process.stdin is not None
-            process.stdin.write(launch_line(address, model_path=model_path, **engine))
+            process.stdin.write(launch_line(address, model_path=model_path, runner=runner, **engine))
             process.stdin.flush()
             yield worker
         finally:

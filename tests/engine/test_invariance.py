@@ -126,6 +126,26 @@ def test_the_prefix_cache_changes_nothing(case: Case) -> None:
     check_same(warm, case.expected)
 
 
+def until_stored(driver: Driver, count: int) -> None:
+    """Step an engine without requests until `count` blocks are in host memory."""
+    while driver.core.stats().host_stores < count:
+        driver.core.step()
+
+
+def test_reloading_from_host_memory_changes_nothing(case: Case) -> None:
+    """Every prompt but the first is computed, forgotten by the device, and brought back."""
+    driver = case.driver(host_kv_idle_s=0.0, host_kv_memory_bytes=8 * 1024 * 1024)
+    check_same(one_by_one(driver), case.expected)
+    until_stored(driver, driver.core.stats().blocks_cached)
+    pool = driver.core.kv.pool
+    pool.free(pool.allocate(pool.num_available) or ())
+    assert driver.core.stats().blocks_cached == 0
+    again = driver.ask(prompts(), sampling())
+    assert driver.core.stats().host_loads > 20
+    assert sum(answer.cached_tokens for answer in again) > 300
+    check_same(again, case.expected)
+
+
 def test_preemption_changes_nothing(case: Case) -> None:
     random = stream(6, "preempted")
     asked = [[random.randrange(VOCAB_SIZE) for _ in range(30)] for _ in range(6)]
@@ -144,6 +164,7 @@ def test_preemption_changes_nothing(case: Case) -> None:
     tight = case.driver(kv_memory_bytes=14 * block_bytes)
     answers = tight.ask(asked, params)
     assert tight.core.stats().preemptions > 0
+    assert tight.core.stats().host_loads > 0, "what was preempted came back from host memory"
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
     assert [answer.logprobs for answer in answers] == [answer.logprobs for answer in expected]
     assert [answer.prompt_logprobs for answer in answers] == [answer.prompt_logprobs for answer in expected]
