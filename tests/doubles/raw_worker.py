@@ -31,7 +31,7 @@ from penstock.protocol.worker import (
 from penstock.types import RequestId, SamplingParams
 
 DOUBLES = str(Path(__file__).parent)
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 COMMAND = (sys.executable, "-m", "penstock.engine.worker")
 
 
