@@ -2,7 +2,6 @@
 
 import enum
 import errno
-import importlib.util
 import os
 import platform
 import resource
@@ -187,7 +186,7 @@ def _check_bfloat16(facts: TorchFacts) -> Check:
     detail = f"{facts.bfloat16_speedup:.1f}x the speed of float32 in a matrix product"
     if facts.bfloat16_speedup >= BFLOAT16_FAST:
         return Check("bfloat16", State.OK, detail)
-    return Check("bfloat16", State.NOTE, detail + ": models run in float32 here")
+    return Check("bfloat16", State.NOTE, detail + ": torch computes in float32 here")
 
 
 def _check_gpu(facts: TorchFacts) -> Check:
@@ -200,10 +199,18 @@ def _check_gpu(facts: TorchFacts) -> Check:
 
 
 def check_native() -> Check:
-    """Our own compiled kernels, where there are any."""
-    if importlib.util.find_spec("penstock.engine.native") is None:
-        return Check("native kernels", State.NOTE, "not in this version; torch computes everything")
-    return Check("native kernels", State.OK, "present")
+    """Our own compiled kernels: which instruction set they use here, and which types of weights they compute."""
+    from penstock.engine.native import Kernels, KernelsUnavailable  # Only doctor pays for loading them.
+    from penstock.engine.native.library import Type
+
+    try:
+        kernels = Kernels()
+    except KernelsUnavailable as why:
+        hint = "build them with: python -m penstock.engine.native.build"
+        return Check("native kernels", State.NOTE, f"none, torch computes everything: {why}", hint)
+    types = {"float32": Type.F32, "bfloat16": Type.BF16, "int8": Type.I8, "int4": Type.I4}
+    weights = ", ".join(name for name, kind in types.items() if kernels.supports(kind))
+    return Check("native kernels", State.OK, f"{kernels.isa}; weights in {weights}")
 
 
 def check_hub() -> Check:

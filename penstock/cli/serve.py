@@ -68,6 +68,11 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
         "--dtype", choices=("auto", "float32", "bfloat16"), help="how to compute (default: auto)"
     )
     engine.add_argument(
+        "--quantization",
+        choices=("none", "int8", "int4"),
+        help="round the weights while loading, for speed and memory (default: none)",
+    )
+    engine.add_argument(
         "--max-model-len",
         type=number(int, 1, 100_000_000),
         metavar="N",

@@ -50,6 +50,7 @@ def _models(args: argparse.Namespace, models: tuple[ModelConfig, ...]) -> tuple[
         models = (msgspec.structs.replace(models[0], name=args.name),)
     given = _given(
         dtype=args.dtype,
+        quantization=args.quantization,
         max_model_len=args.max_model_len,
         kv_memory_bytes=args.kv_memory,
         threads=args.threads,

@@ -61,7 +61,10 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto": the first CUDA device if torch sees one, else the CPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """"auto": bfloat16 on a GPU and where the processor multiplies it natively, else float32."""
+    """"auto": bfloat16 on a GPU and where the native kernels compute or the processor multiplies it, else float32."""
+    quantization: Literal["none", "int8", "int4"] = "none"
+    """Weights rounded when they are loaded: "int8" also rounds inputs as they come (W8A8), "int4" takes the least memory.
+    Native kernels only; "none" keeps `dtype`."""
     kernels: Literal["auto", "native", "torch"] = "auto"
     """"auto": the native kernels where they were built and can compute the model, else torch."""
     threads: Annotated[int, Meta(ge=0)] = 0

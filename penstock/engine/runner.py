@@ -6,6 +6,7 @@ queues or processes: a `StepPlan` comes in, a `StepResult` goes out.
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,10 +25,11 @@ from penstock.engine.memory import free_memory_bytes, plan_host_blocks, plan_kv
 from penstock.engine.models.decoder import DecoderLimits
 from penstock.engine.models.registry import read_spec
 from penstock.engine.native.library import Kernels as NativeKernels
+from penstock.engine.native.library import KernelsUnavailable
 from penstock.engine.native.sampler import NativeSampler
 from penstock.engine.sampler import Sampler, SampleRows, TokenSampler, results
 from penstock.engine.scoring import score_chunks
-from penstock.engine.wiring import StepModel, native_kernels, wire_model
+from penstock.engine.wiring import StepModel, choose_computing, wire_model
 from penstock.protocol.worker import ModelInfo
 from penstock.schedule.plan import SCORED_TOKENS_MAX, NewRow, RowWork, StepPlan, StepResult
 from penstock.types import BLOCK_TOKENS, RequestId, SamplingParams
@@ -122,10 +124,12 @@ def build_runner(
         return load_on_device(Path(model_path), target, on_progress)
     threads = config.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
+    if config.kernels != "torch":
+        with suppress(KernelsUnavailable):  # Then `load_runner` refuses, or computes with torch.
+            NativeKernels().set_threads(threads)  # Before loading: packing takes them too.
     runner = load_runner(Path(model_path), config, clock, on_progress)
     if runner.kernels != "torch":
         # The native kernels bring their own threads; torch's would only compete with them for the cores.
-        NativeKernels().set_threads(threads)
         torch.set_num_threads(1)
     return runner
 
@@ -137,10 +141,11 @@ def load_runner(model_path: Path, config: EngineConfig, clock: Clock, on_progres
         CheckpointError: the directory does not hold a model that can be served.
         ConfigError: a setting that is impossible on this machine or with this model.
     """
-    device, dtype = torch.device("cpu"), _dtype(config)
+    device = torch.device("cpu")
     on_progress("reading the configuration", 0, 0)
     spec, names = read_spec(model_path)
-    native = native_kernels(config, spec, dtype)
+    computing = choose_computing(config, spec)
+    dtype = computing.dtype
 
     def on_bytes(done: int, total: int) -> None:
         on_progress("loading weights", done, total)
@@ -156,6 +161,7 @@ def load_runner(model_path: Path, config: EngineConfig, clock: Clock, on_progres
         model=model_path.name,
         architecture=spec.architecture,
         dtype=str(dtype).removeprefix("torch."),
+        quantization=config.quantization,
         num_parameters=spec.num_parameters,
         vocab_size=spec.vocab_size,
         max_model_len=budget.max_model_len,
@@ -171,8 +177,8 @@ def load_runner(model_path: Path, config: EngineConfig, clock: Clock, on_progres
     )
     with torch.inference_mode():
         cache = KVCache(spec, budget.num_blocks, dtype, device)
-        model = wire_model(spec, weights, limits, cache, native)
-    sampler = Sampler(spec.vocab_size) if native is None else NativeSampler(native)
+        model = wire_model(spec, weights, limits, cache, computing)
+    sampler = Sampler(spec.vocab_size) if computing.native is None else NativeSampler(computing.native)
     return Runner(
         RunnerParts(
             info=info,
@@ -184,12 +190,3 @@ def load_runner(model_path: Path, config: EngineConfig, clock: Clock, on_progres
             host=host_store(cache, info.num_host_blocks),
         )
     )
-
-
-def _dtype(config: EngineConfig) -> torch.dtype:
-    """What the config says, or bfloat16 where the processor multiplies it natively."""
-    if config.dtype == "auto":
-        capabilities = torch.cpu.get_capabilities()
-        native = capabilities.get("avx512_bf16", False) or capabilities.get("amx_bf16", False)
-        return torch.bfloat16 if native else torch.float32
-    return torch.float32 if config.dtype == "float32" else torch.bfloat16

@@ -5,6 +5,7 @@ Decoder + CpuAttention              torch alone, any machine; the twin that the 
 """
 
 import logging
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from penstock.engine.kernels import TorchKernels
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.models.decoder import Decoder, DecoderLimits, WeightSource
 from penstock.engine.models.spec import DecoderSpec
-from penstock.engine.native.decoder import NativeAttention, NativeDecoder, unsupported
+from penstock.engine.native.decoder import NativeAttention, NativeDecoder, Precision, unsupported
 from penstock.engine.native.library import Kernels as NativeKernels
 from penstock.engine.native.library import KernelsUnavailable
 from penstock.errors import ConfigError
@@ -63,37 +64,68 @@ class _Pair(Generic[A]):
         return self._decoder.forward(token_ids, samples, self._attention)
 
 
-def native_kernels(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype) -> NativeKernels | None:
-    """The native kernels, if the config wants them and they can compute this model here.
+@dataclass(slots=True, frozen=True)
+class Computing:
+    """What computes a model, and in which precision."""
+
+    native: NativeKernels | None
+    """None: torch."""
+    dtype: torch.dtype
+    """Of activations and the KV cache, and of weights that are not quantized."""
+    precision: Precision = "native"
+    """Of the weights."""
+
+
+def choose_computing(config: EngineConfig, spec: DecoderSpec) -> Computing:
+    """The native kernels if the config wants them and they can compute this model here, else torch.
 
     Raises:
-        ConfigError: the config insists on them, and they cannot.
+        ConfigError: the config insists on what cannot be done here, by the setting's name.
     """
+    dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+    precision: Precision = "native" if config.quantization == "none" else config.quantization
+    native, reason = _native_kernels(config, spec, dtype, precision)
+    if native is not None:
+        return Computing(native, dtype, precision)
+    for setting, insists in (
+        (f"engine.kernels is {config.kernels}", config.kernels == "native"),
+        (f"engine.quantization is {config.quantization}", config.quantization != "none"),
+    ):
+        if insists:
+            raise ConfigError(f"{setting}, but {reason}")
+    if config.kernels == "auto":
+        _log.info("computing with torch, which is slower than the native kernels: %s", reason)
+    return Computing(None, _torch_dtype() if config.dtype == "auto" else dtype)
+
+
+def _native_kernels(
+    config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, precision: Precision
+) -> tuple[NativeKernels | None, str]:
+    """The kernels, or why there are none."""
     if config.kernels == "torch":
-        return None
+        return None, "engine.kernels is torch, which computes with whole weights only"
     try:
         kernels = NativeKernels()
-        reason = unsupported(spec, dtype, kernels, "native")
-        if reason is None:
-            return kernels
     except KernelsUnavailable as error:
-        reason = str(error)
-    if config.kernels == "native":
-        raise ConfigError(f"engine.kernels is native, but {reason}")
-    _log.info("computing with torch, which is slower than the native kernels: %s", reason)
-    return None
+        return None, str(error)
+    reason = unsupported(spec, dtype, kernels, precision)
+    return (kernels, "") if reason is None else (None, reason)
+
+
+def _torch_dtype() -> torch.dtype:
+    """bfloat16 where the processor multiplies it natively: elsewhere torch is far slower with it than with float32."""
+    capabilities = torch.cpu.get_capabilities()
+    fast = capabilities.get("avx512_bf16", False) or capabilities.get("amx_bf16", False)
+    return torch.bfloat16 if fast else torch.float32
 
 
 def wire_model(
-    spec: DecoderSpec,
-    weights: WeightSource,
-    limits: DecoderLimits,
-    cache: KVCache,
-    native: NativeKernels | None,
+    spec: DecoderSpec, weights: WeightSource, limits: DecoderLimits, cache: KVCache, computing: Computing
 ) -> StepModel:
     """Build the decoder for `cache` on the native kernels, or on torch without them. Takes the weights."""
+    native = computing.native
     if native is not None:
-        decoder = NativeDecoder(spec, weights, native, limits, cache)
+        decoder = NativeDecoder(spec, weights, native, limits, cache, computing.precision)
         return _Pair(f"native {native.isa}", decoder, NativeAttention())
     kernels = TorchKernels(spec, max_tokens=limits.step_tokens, device=cache.tensor.device)
     torch_decoder = Decoder(spec, weights, kernels, limits)

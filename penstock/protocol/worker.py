@@ -80,6 +80,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     architecture: str
     dtype: str
+    """Type of activations and KV cache, and of the weights unless `quantization` says otherwise."""
+    quantization: str = "none"
+    """How the weights were rounded when they were loaded: "none", "int8" or "int4"."""
     num_parameters: int
     vocab_size: int
     max_model_len: int

@@ -8,6 +8,7 @@ from penstock.cli import checks
 from penstock.cli.checks import Check, State
 from penstock.cli.main import main
 from penstock.cli.torch_facts import TorchFacts
+from penstock.engine.native import Kernels, KernelsUnavailable
 
 FACTS = TorchFacts(version="2.13.0", threads=2, bfloat16_speedup=7.0, gpus=(), cuda_build="")
 
@@ -53,6 +54,18 @@ def test_a_missing_part_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 def test_missing_packages_are_named() -> None:
     check = checks.check_packages("x", ("rich", "no-such-distribution"), "do this")
     assert check == Check("x", State.FAIL, "missing: no-such-distribution", "do this")
+
+
+def test_native_kernels_tell_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        isa = Kernels().isa
+    except KernelsUnavailable as why:
+        pytest.skip(str(why))
+    check = checks.check_native()
+    assert (check.state, check.detail.split(";")[0]) == (State.OK, isa)
+    assert "bfloat16" in check.detail
+    monkeypatch.setenv("PENSTOCK_NATIVE_ISA", "no-such-set")
+    assert checks.check_native().state is State.NOTE
 
 
 def test_a_port_in_use_is_a_warning() -> None:

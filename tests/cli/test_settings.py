@@ -48,9 +48,23 @@ def test_flag_then_environment_then_file_then_default(
 
 def test_engine_flags_count_for_every_model(tmp_path: Path) -> None:
     file = write(tmp_path, "models: [{path: a, engine: {seed: 5}}, {path: b}]")
-    argv = ("-c", file, "--dtype", "float32", "--kv-memory", "1G", "--threads", "2", "--max-model-len", "512")
+    argv = (
+        "-c",
+        file,
+        "--dtype",
+        "float32",
+        "--quantization",
+        "int8",
+        "--kv-memory",
+        "1G",
+        "--threads",
+        "2",
+        "--max-model-len",
+        "512",
+    )
     for model in effective_config(flags(*argv), {}).models:
         engine = model.engine
+        assert engine.quantization == "int8"
         assert (engine.dtype, engine.kv_memory_bytes, engine.threads, engine.max_model_len) == (
             "float32",
             1 << 30,

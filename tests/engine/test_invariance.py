@@ -8,6 +8,7 @@ from engine_driver import Answer, Driver
 from tiny_models import VOCAB_SIZE
 
 from penstock.engine.native import Kernels, KernelsUnavailable
+from penstock.engine.native.library import Type
 from penstock.rng import stream
 from penstock.types import SamplingParams
 
@@ -83,19 +84,27 @@ CASES = (
     "qwen3-float32-native",
     "qwen3-bfloat16-native",
     "mistral-bfloat16-native",
+    "qwen3-bfloat16-native-int8",
+    "qwen3-bfloat16-native-int4",
 )
 
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest) -> Case:
-    family, dtype, kernels = request.param.split("-")
+    family, dtype, kernels, *quantization = request.param.split("-")
     if kernels == "native":
         try:
-            Kernels()
+            native = Kernels()
         except KernelsUnavailable as why:
             pytest.skip(str(why))
+        if quantization == ["int8"] and not native.supports(Type.I8):
+            pytest.skip(f"{native.isa} has no int8 dot products")
     path = request.getfixturevalue(family)
-    settings: dict[str, object] = {"dtype": dtype, "kernels": kernels}
+    settings: dict[str, object] = {
+        "dtype": dtype,
+        "kernels": kernels,
+        "quantization": (*quantization, "none")[0],
+    }
     return Case(path, settings, one_by_one(Driver(path, **settings, prefix_cache=False)))
 
 

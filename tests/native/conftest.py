@@ -16,7 +16,7 @@ from penstock.engine.native import Kernels, KernelsUnavailable
 from penstock.engine.native.library import LIBRARY
 
 CAN_BUILD = platform.machine() == "x86_64" and shutil.which("g++") is not None
-ISAS = ("amx", "avx512_bf16", "avx512", "avx2")
+ISAS = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2")
 
 
 @pytest.fixture(autouse=True)

@@ -75,6 +75,10 @@ def load_on_device(model_path: Path, target: Target, on_progress: OnStage) -> De
         ConfigError: a setting that is impossible on this device or with this model.
     """
     config, device = target.config, target.platform.device
+    if config.quantization != "none":
+        raise ConfigError(
+            f"engine.quantization is {config.quantization}, but a GPU computes with whole weights only"
+        )
     spec, names = read_spec(model_path)
     dtype = device_dtype(config, device)
 

@@ -20,7 +20,8 @@ LIBRARY = HERE / LIBRARY_NAME
 
 AVX2 = ("-mavx2", "-mfma", "-mbmi2")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
-AVX512_BF16 = (*AVX512, "-mavx512bf16", "-mavx512vnni")
+AVX512_VNNI = (*AVX512, "-mavx512vnni")
+AVX512_BF16 = (*AVX512_VNNI, "-mavx512bf16")
 UNITS: dict[str, tuple[str, ...]] = {
     "api.cpp": (),
     "cpu.cpp": (),
@@ -29,6 +30,7 @@ UNITS: dict[str, tuple[str, ...]] = {
     "step.cpp": (),
     "isa_avx2.cpp": AVX2,
     "isa_avx512.cpp": AVX512,
+    "isa_avx512_vnni.cpp": AVX512_VNNI,
     "isa_avx512_bf16.cpp": AVX512_BF16,
     "isa_amx.cpp": (*AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8", "-mprfchw"),
 }

@@ -167,7 +167,7 @@ class Kernels:
         if name is None:
             raise KernelsUnavailable(f"this CPU does not have {isa or 'AVX2 and FMA'}")
         self.isa: str = name.decode()
-        """`amx`, `avx512_bf16`, `avx512` or `avx2`. Bits are equal within one of them, not between them."""
+        """`amx`, `avx512_bf16`, `avx512_vnni`, `avx512` or `avx2`. Bits are equal within one of them, not between them."""
 
     def set_threads(self, num_threads: int, *, spin_us: int = 50, pin: bool = False) -> None:
         """Compute with that many threads, the caller included; idle ones spin `spin_us`, then sleep.

@@ -20,9 +20,10 @@ bool has(const KernelTable *table) {
   bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  bool dots = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+  bool vnni = avx512 && __builtin_cpu_supports("avx512vnni"), dots = vnni && __builtin_cpu_supports("avx512bf16");
   if (table == &kAmx) return dots && amx_allowed();
   if (table == &kAvx512Bf16) return dots;
+  if (table == &kAvx512Vnni) return vnni;
   if (table == &kAvx512) return avx512;
   return avx2;
 }
@@ -31,7 +32,7 @@ bool has(const KernelTable *table) {
 
 const KernelTable *choose(const char *name) {
   __builtin_cpu_init();
-  const KernelTable *tables[] = {&kAmx, &kAvx512Bf16, &kAvx512, &kAvx2};
+  const KernelTable *tables[] = {&kAmx, &kAvx512Bf16, &kAvx512Vnni, &kAvx512, &kAvx2};
   for (const KernelTable *table : tables) {
     if (name && *name && strcmp(name, table->name)) continue;
     if (has(table)) return table;

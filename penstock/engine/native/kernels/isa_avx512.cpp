@@ -1,4 +1,4 @@
-// AVX-512 without bf16 dot products: Skylake-SP, Cascade Lake.
+// AVX-512 without dot products: Skylake-SP.
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"

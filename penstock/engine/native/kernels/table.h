@@ -51,6 +51,6 @@ constexpr int32_t kSampleBins = 4096;  // of the histogram that finds where top-
 
 inline int64_t sample_scratch_bytes(int64_t vocab) { return kSampleBins * 12 + vocab * 8 + vocab / 4 + 64; }
 
-extern const KernelTable kAvx2, kAvx512, kAvx512Bf16, kAmx;
+extern const KernelTable kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16, kAmx;
 
 }  // namespace penstock

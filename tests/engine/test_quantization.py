@@ -1,0 +1,86 @@
+"""Weights rounded while loading: how near the answers stay, what is refused, and what is told."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from engine_driver import tiny_runner
+from tiny_models import VOCAB_SIZE
+
+from penstock.engine.native import Kernels, KernelsUnavailable
+from penstock.engine.native.library import Type
+from penstock.errors import ConfigError
+from penstock.rng import stream
+from penstock.schedule.plan import NewRow, RowWork, StepPlan
+from penstock.types import BLOCK_TOKENS, RequestId, SamplingParams
+
+LENGTHS = (1, 16, 33, 130)
+BOUNDS = {"int8": (2e-3, 0.9), "int4": (0.1, 0.5)}
+"""Mean KL divergence in nats to bfloat16 at most, and share of equal greedy tokens at least. The weights are random, so
+the likeliest tokens lie close together; a trained model is kinder."""
+
+
+@pytest.fixture(scope="module", params=["int8", "int4"])
+def quantization(request: pytest.FixtureRequest) -> str:
+    try:
+        kernels = Kernels()
+    except KernelsUnavailable as why:
+        pytest.skip(str(why))
+    if request.param == "int8" and not kernels.supports(Type.I8):
+        pytest.skip(f"{kernels.isa} has no int8 dot products")
+    return request.param
+
+
+def distributions(path: Path, **config: object) -> torch.Tensor:
+    """Log-probabilities [prompts, vocab] of the token after each of some fixed prompts."""
+    runner = tiny_runner(path, dtype="bfloat16", kernels="native", **config)
+    random = stream(8, "prompts")
+    rows: list[torch.Tensor] = []
+    sampling = SamplingParams(temperature=0.0, logprobs=VOCAB_SIZE)
+    for length in LENGTHS * 8:
+        prompt = tuple(random.randrange(VOCAB_SIZE) for _ in range(length))
+        blocks = tuple(range(-(-length // BLOCK_TOKENS)))
+        new = NewRow(RequestId("r"), 0, prompt, length, sampling)
+        told = runner.run(StepPlan(1, (new,), (RowWork(0, 0, length, samples=True, new_blocks=blocks),)))
+        logprob = told.sampled[0].logprob
+        assert logprob is not None
+        row = torch.full((VOCAB_SIZE,), -torch.inf)
+        for token, value in (*logprob.top, (logprob.token_id, logprob.logprob)):
+            row[token] = value
+        rows.append(row)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_answers_stay_near_bfloat16(request: pytest.FixtureRequest, family: str, quantization: str) -> None:
+    path = request.getfixturevalue(family)
+    exact, rounded = distributions(path), distributions(path, quantization=quantization)
+    divergence = (exact.exp() * (exact - rounded)).sum(1)
+    kl_max, agreement_min = BOUNDS[quantization]
+    assert 0 < divergence.mean() < kl_max
+    assert (exact.argmax(1) == rounded.argmax(1)).float().mean() >= agreement_min
+
+
+def test_the_runner_tells(qwen3: Path, quantization: str) -> None:
+    info = tiny_runner(qwen3, dtype="bfloat16", kernels="auto", quantization=quantization).info
+    assert (info.dtype, info.quantization) == ("bfloat16", quantization)
+
+
+def test_torch_refuses_by_name(qwen3: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine.quantization is int8, but engine.kernels is torch"):
+        tiny_runner(qwen3, kernels="torch", quantization="int8")
+
+
+def test_what_the_kernels_cannot_is_refused_by_name(qwen3: Path, gemma2: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine.quantization is int4, but .*"):
+        tiny_runner(qwen3, dtype="float32", kernels="auto", quantization="int4")
+    with pytest.raises(ConfigError, match=r"engine.quantization is int4, but .*"):
+        tiny_runner(gemma2, dtype="bfloat16", kernels="auto", quantization="int4")
+
+
+def test_auto_keeps_half_the_bytes_where_native_kernels_compute(qwen3: Path) -> None:
+    try:
+        Kernels()
+    except KernelsUnavailable as why:
+        pytest.skip(str(why))
+    assert tiny_runner(qwen3, dtype="auto", kernels="auto").info.dtype == "bfloat16"
