@@ -70,9 +70,9 @@ def compare(kernels: Kernels, shape: tuple[int, int, int], rounds: int, best: bo
 
     calls = {"torch": cycle([by_torch(w) for w in plain]), "bf16": cycle([native(w) for w in packed])}
     if kernels.supports(Type.I8):
-        calls["int8"] = cycle([native(pack(kernels, int8(w))) for w in plain])
+        calls["int8"] = cycle([native(pack(kernels, int8(kernels, w))) for w in plain])
     if m <= 32:
-        calls["int4"] = cycle([native(pack(kernels, int4(w))) for w in plain])
+        calls["int4"] = cycle([native(pack(kernels, int4(kernels, w))) for w in plain])
     times = take_turns(calls, rounds, time.thread_time if best else time.perf_counter)
     typical = min if best else statistics.median
     row: dict[str, object] = {"n": n, "k": k, "m": m}

@@ -1,9 +1,15 @@
 """The KV cache tensor: where keys and values of every block lie. Which block is whose is decided elsewhere."""
 
+from math import prod
+
+import numpy as np
 import torch
 
+from penstock.engine.arrays import as_tensor
 from penstock.engine.models.spec import DecoderSpec
 from penstock.types import BLOCK_TOKENS
+
+HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
 
 class KVCache:
@@ -22,7 +28,11 @@ class KVCache:
         self.num_blocks, self.num_layers = num_blocks, spec.num_layers
         self.num_kv_heads, self.head_dim = spec.num_kv_heads, spec.head_dim
         shape = (num_blocks + 1, spec.num_layers, 2, BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim)
-        self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        self.tensor = (
+            _lazy_zeros(shape, dtype)
+            if device.type == "cpu"
+            else torch.zeros(shape, dtype=dtype, device=device)
+        )
         self.pages = self.tensor.view(-1, BLOCK_TOKENS * spec.kv_size)
         self.slots = self.tensor.view(-1, spec.kv_size)
 
@@ -40,3 +50,14 @@ class KVCache:
         """Zero blocks that change hands: a masked position is still multiplied, and 0 x NaN of an earlier owner is NaN."""
         for block in blocks:
             self.tensor[block].zero_()
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that the system hands out page by page when they are first touched.
+
+    Zeroing gigabytes at the start would cost seconds and hold memory that few requests ever use. Starts on a huge page.
+    """
+    num_bytes = prod(shape) * dtype.itemsize
+    memory = as_tensor(np.zeros(num_bytes + HUGE_PAGE_BYTES, np.uint8))
+    start = -memory.data_ptr() % HUGE_PAGE_BYTES
+    return memory[start : start + num_bytes].view(dtype).view(shape)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from device_driver import device_runner
 from engine_driver import tiny_runner
 from tiny_models import VOCAB_SIZE
 
@@ -71,11 +72,14 @@ def test_torch_refuses_by_name(qwen3: Path) -> None:
         tiny_runner(qwen3, kernels="torch", quantization="int8")
 
 
-def test_what_the_kernels_cannot_is_refused_by_name(qwen3: Path, gemma2: Path) -> None:
-    with pytest.raises(ConfigError, match=r"engine.quantization is int4, but .*"):
-        tiny_runner(qwen3, dtype="float32", kernels="auto", quantization="int4")
+def test_what_the_kernels_cannot_is_refused_by_name(gemma2: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine.quantization is int4, but .*"):
         tiny_runner(gemma2, dtype="bfloat16", kernels="auto", quantization="int4")
+
+
+def test_a_gpu_refuses_by_name(qwen3: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine.quantization is int8, but a GPU"):
+        device_runner(qwen3, quantization="int8")
 
 
 def test_auto_keeps_half_the_bytes_where_native_kernels_compute(qwen3: Path) -> None:

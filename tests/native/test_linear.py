@@ -51,10 +51,13 @@ def every_kind(kernels, rng, n, k):
     yield pack(kernels, exact(weight)), torch.bfloat16
     yield pack(kernels, exact(weight.float())), torch.float32
     yield pack(kernels, exact(weight[: n // 2]), exact(weight[n // 2 : n // 2 * 2])), torch.bfloat16
-    yield pack(kernels, int4(weight)), torch.bfloat16
-    yield pack(kernels, int4(weight[: n // 2]), int4(weight[n // 2 : n // 2 * 2])), torch.bfloat16
+    yield pack(kernels, int4(kernels, weight)), torch.bfloat16
+    yield (
+        pack(kernels, int4(kernels, weight[: n // 2]), int4(kernels, weight[n // 2 : n // 2 * 2])),
+        torch.bfloat16,
+    )
     if kernels.supports(Type.I8):
-        yield pack(kernels, int8(weight)), torch.bfloat16
+        yield pack(kernels, int8(kernels, weight)), torch.bfloat16
 
 
 @pytest.mark.parametrize(("n", "k"), [(96, 384), (70, 2050)])
@@ -86,8 +89,8 @@ def test_int8_matches_exact_integer_arithmetic(kernels, rng):
         pytest.skip("no int8 dot products")
     for n, k in SHAPES:
         weight, x = normal(rng, n, k), normal(rng, 19, k)
-        packed = pack(kernels, int8(weight))
-        values, scale = int8(weight).values, int8(weight).scale
+        packed = pack(kernels, int8(kernels, weight))
+        values, scale = int8(kernels, weight).values, int8(kernels, weight).scale
         x_scale = x.float().abs().amax(1) / 127
         rounded = torch.round(x.float() * (1 / x_scale)[:, None])
         want = (rounded.double() @ values.double().T) * x_scale[:, None].double() * scale.double()
@@ -103,7 +106,7 @@ def test_int8_gate_up(kernels, rng):
         pytest.skip("no int8 dot products")
     gate, up, x = normal(rng, 50, 128), normal(rng, 50, 128), normal(rng, 33, 128)
     want = F.silu(F.linear(x.double(), gate.double())) * F.linear(x.double(), up.double())
-    got = linear(kernels, pack(kernels, int8(gate), int8(up)), x)
+    got = linear(kernels, pack(kernels, int8(kernels, gate), int8(kernels, up)), x)
     assert (got - want).norm() / want.norm() < 0.03
 
 
@@ -123,19 +126,42 @@ def test_int4_matches_its_definition(kernels, rng, n, k, group):
         packed = pack(kernels, Matrix(values=values, bias=bias, scale=scale, offset=offset, group=group))
         for m in (1, 9, 40):
             x = normal(rng, m, k)
-            want = F.linear(x.double(), weight, bias.double())
-            assert worst(linear(kernels, packed, x, out_dtype=torch.float32), want) < 1e-5
+            got = linear(kernels, packed, x, out_dtype=torch.float32)
+            assert worst(got, F.linear(rounded_by_group(x, group), weight, bias.double())) < 1e-5
+            assert torch.equal(got, linear(kernels, packed, x.float(), out_dtype=torch.float32))
+            exact_inputs = F.linear(x.double(), weight)
+            assert (got - bias - exact_inputs).norm() / exact_inputs.norm() < 0.02
 
 
-def test_int4_rounds_to_the_nearest_of_sixteen(rng):
+def rounded_by_group(x, group):
+    """Inputs as int8 products see them, one scale for each group of a row."""
+    padded = F.pad(x.float(), (0, -x.shape[1] % group)).view(len(x), -1, group)
+    scale = padded.abs().amax(2, keepdim=True) / 127
+    rounded = torch.round(padded * torch.where(scale > 0, 1 / scale, 0))
+    return (rounded.double() * scale.double()).flatten(1)[:, : x.shape[1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_int8_rounds_to_the_nearest(kernels, rng, dtype):
+    weight = normal(rng, 9, 101, dtype=dtype)
+    weight[4] = 0
+    matrix, wide = int8(kernels, weight), weight.float()
+    assert torch.equal(matrix.scale, wide.abs().amax(1) / 127)
+    inverse = torch.where(matrix.scale > 0, 1 / matrix.scale, 0)
+    assert torch.equal(matrix.values.float(), torch.round(wide * inverse[:, None]))
+    with pytest.raises(ValueError, match="to round"):
+        int8(kernels, weight.T)
+
+
+def test_int4_rounds_to_the_nearest_of_sixteen(kernels, rng):
     weight = torch.randn(6, 256, generator=rng)
-    matrix = int4(weight, group=64)
+    matrix = int4(kernels, weight, group=64)
     step = matrix.scale.repeat_interleave(64, 1)
     back = (matrix.values.float() - 8) * step
     # Only at the end of the range without a mirror is more than half a step lost.
     assert ((back - weight).abs() <= step.abs() * torch.where(matrix.values == 15, 1.0, 0.5) + 1e-6).all()
-    assert int4(torch.zeros(2, 64)).values.unique().tolist() == [8]
-    assert [int4(torch.zeros(1, k)).group for k in (4864, 896, 96, 100)] == [128, 128, 32, 32]
+    assert int4(kernels, torch.zeros(2, 64)).values.unique().tolist() == [8]
+    assert [int4(kernels, torch.zeros(1, k)).group for k in (4864, 896, 96, 100)] == [128, 128, 32, 32]
 
 
 def test_views_with_wide_rows_and_odd_addresses(kernels, rng):

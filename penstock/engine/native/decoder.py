@@ -8,6 +8,7 @@ between them. Here a step is one call that releases the interpreter's lock. `Nat
 from collections.abc import Callable
 from ctypes import Array
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -25,7 +26,7 @@ from penstock.engine.native.weights import PackedWeight, exact, int4, int8, pack
 
 Precision = Literal["native", "int8", "int4"]
 """`native` keeps the checkpoint's type; `int8` rounds weights once and inputs as they come (W8A8); `int4` rounds
-weights to four bits with a scale per group, the head to eight, and multiplies in bfloat16."""
+weights to four bits and inputs as they come to int8, with a scale per group, the head to eight bits."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -56,9 +57,10 @@ class _Packer:
 
     def __init__(self, kernels: Kernels, precision: Precision) -> None:
         self._kernels = kernels
-        self._inner = {"native": exact, "int8": int8, "int4": int4}[precision]
+        rounded_8, rounded_4 = partial(int8, kernels), partial(int4, kernels)
+        self._inner = {"native": exact, "int8": rounded_8, "int4": rounded_4}[precision]
         # A head in four bits costs more quality than it saves time.
-        self._head = exact if precision == "native" else int8 if kernels.supports(Type.I8) else exact
+        self._head = exact if precision == "native" else rounded_8 if kernels.supports(Type.I8) else exact
 
     def plain(self, weight: Tensor, bias: Tensor | None) -> PackedWeight:
         """A weight by itself."""
@@ -92,8 +94,6 @@ def unsupported(spec: DecoderSpec, dtype: torch.dtype, kernels: Kernels, precisi
     }
     if any(foreign.values()):
         return f"native kernels do not compute {', '.join(what for what, is_so in foreign.items() if is_so)}"
-    if precision == "int4" and dtype is not torch.bfloat16:
-        return f"four-bit weights are multiplied in bfloat16, not {dtype}"
     if precision == "int8" and not kernels.supports(Type.I8):
         return f"int8 weights need dot-product instructions that this CPU ({kernels.isa}) lacks"
     return None

@@ -12,7 +12,7 @@ from enum import IntEnum
 from pathlib import Path
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
-ABI_VERSION = 3
+ABI_VERSION = 4
 _OUT_OF_BOUNDS = -2
 
 
@@ -194,6 +194,12 @@ class Kernels:
         """Pack one matrix [n, k], or gate and up; `shape` is (n, k, k_padded), the rest are addresses."""
         self._lib.ps_pack(int(kind), sources[0], sources[1], *shape, out)
 
+    def round(
+        self, kind: Type, source: tuple[Type, int], shape: tuple[int, int, int, int], out: tuple[int, int]
+    ) -> None:
+        """Round a matrix: `source` is (type, address), `shape` (n, k, row stride, group), `out` (values, scale)."""
+        self._lib.ps_round(int(kind), int(source[0]), source[1], *shape, *out)
+
     def linear(self, job: Linear) -> None:
         """Run `ps_linear`; the structs' pointers must be alive and of the stated shapes."""
         self._call(self._lib.ps_linear, job)
@@ -263,6 +269,8 @@ def _declare(lib: ctypes.CDLL) -> None:
     lib.ps_set_threads.argtypes = [c_int32, c_int32, c_int32]
     lib.ps_pack.argtypes = [c_int32, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p]
     lib.ps_pack.restype = None
+    lib.ps_round.argtypes = [c_int32, c_int32, c_void_p, *[c_int64] * 4, c_void_p, c_void_p]
+    lib.ps_round.restype = None
     lib.ps_advise_huge.argtypes, lib.ps_advise_huge.restype = [c_void_p, c_int64], None
     lib.ps_step.argtypes, lib.ps_step.restype = [POINTER(Decoder), POINTER(Step)], c_int32
     for name, struct in _CALLS.items():

@@ -20,7 +20,7 @@ _INPUTS = {
     Type.F32: (Type.F32,),
     Type.BF16: (Type.BF16,),
     Type.I8: (Type.BF16, Type.F32),
-    Type.I4: (Type.BF16,),
+    Type.I4: (Type.BF16, Type.F32),
 }
 
 

@@ -5,7 +5,7 @@ a copy of its own so that the checkpoint's tensor can be let go. The same packin
 every number of rows; `kernels/pack.cpp` and `kernels/int4.h` tell the byte order.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from ctypes import c_void_p
 from dataclasses import dataclass
 from math import gcd
@@ -17,7 +17,6 @@ from penstock.engine.native.library import Kernels, Type, Weight
 
 PANEL = 32
 INT4_GROUPS = (32, 64, 128)
-_SLAB_VALUES = 1 << 18
 _K_STEP = {Type.F32: 1, Type.BF16: 32, Type.I8: 64}
 _TYPES = {
     torch.float32: Type.F32,
@@ -90,35 +89,37 @@ def exact(weight: Tensor, bias: Tensor | None = None) -> Matrix:
     return Matrix(values=weight, bias=bias)
 
 
-def int8(weight: Tensor, bias: Tensor | None = None) -> Matrix:
+def int8(kernels: Kernels, weight: Tensor, bias: Tensor | None = None) -> Matrix:
     """Symmetric int8, one scale per output: the row's largest magnitude becomes 127.
 
     Inputs are rounded to int8 too when they come, with one scale per row (W8A8); sums are exact integers.
     """
     values, scale = torch.empty(weight.shape, dtype=torch.int8), torch.empty(weight.shape[0])
-    for rows in _slabs(weight):
-        wide = weight[rows].float()
-        scale[rows] = wide.abs().amax(dim=1) / 127
-        values[rows] = wide.mul_(_inverse(scale[rows])[:, None]).round_().to(torch.int8)
+    _round(kernels, Type.I8, weight, values, scale, 0)
     return Matrix(values=values, bias=bias, scale=scale)
 
 
-def int4(weight: Tensor, bias: Tensor | None = None, *, group: int | None = None) -> Matrix:
-    """Symmetric four bits, one scale per output and `group` inputs; inputs keep their type.
+def int4(kernels: Kernels, weight: Tensor, bias: Tensor | None = None, *, group: int | None = None) -> Matrix:
+    """Symmetric four bits, one scale per output and `group` inputs.
 
     The value of largest magnitude becomes -8, the one end of the range that has no mirror (as in GGML's Q4_0). Without a
-    `group` the largest that divides the inputs is taken.
+    `group` the largest that divides the inputs is taken. Inputs are rounded to int8 when they come, with one scale per
+    row and group.
     """
     n, k = weight.shape
     group = group or max(gcd(k, max(INT4_GROUPS)), min(INT4_GROUPS))
     values, scale = torch.empty(weight.shape, dtype=torch.uint8), torch.empty(n, -(-k // group))
-    for rows in _slabs(weight):
-        wide = torch.nn.functional.pad(weight[rows].float(), (0, -k % group)).view(-1, scale.shape[1], group)
-        low, high = wide.amin(dim=2), wide.amax(dim=2)
-        scale[rows] = torch.where(high > -low, high, low) / -8
-        wide.mul_(_inverse(scale[rows])[..., None]).round_().clamp_(-8, 7).add_(8)
-        values[rows] = wide.flatten(1)[:, :k].to(torch.uint8)
+    _round(kernels, Type.I4, weight, values, scale, group)
     return Matrix(values=values, bias=bias, scale=scale, group=group)
+
+
+def _round(kernels: Kernels, kind: Type, weight: Tensor, values: Tensor, scale: Tensor, group: int) -> None:
+    """Fill in values and scale; Matrix has the same checks, but they must come before an address leaves Python."""
+    source = {torch.float32: Type.F32, torch.bfloat16: Type.BF16}.get(weight.dtype)
+    if source is None or weight.dim() != 2 or weight.is_cuda or weight.stride(1) != 1:
+        raise ValueError(f"a weight to round must be [n, k] bfloat16 or float32, not {show(weight)}")
+    shape = (weight.shape[0], weight.shape[1], weight.stride(0), group)
+    kernels.round(kind, (source, weight.data_ptr()), shape, (values.data_ptr(), scale.data_ptr()))
 
 
 def pack(kernels: Kernels, matrix: Matrix, up: Matrix | None = None) -> PackedWeight:
@@ -164,16 +165,6 @@ def show(tensor: Tensor) -> str:
 
 def _likeness(matrix: Matrix) -> tuple[object, ...]:
     return matrix.values.shape, matrix.kind, matrix.group, matrix.bias is None, matrix.offset is None
-
-
-def _inverse(scale: Tensor) -> Tensor:
-    return torch.where(scale != 0, 1 / scale, torch.zeros_like(scale))
-
-
-def _slabs(weight: Tensor) -> Iterator[slice]:
-    """Rows in pieces whose float32 copies stay in the cache."""
-    rows = max(1, _SLAB_VALUES // weight.shape[1])
-    return (slice(first, first + rows) for first in range(0, weight.shape[0], rows))
 
 
 def _columns(parts: Sequence[Tensor | None], panels: int) -> Tensor | None:

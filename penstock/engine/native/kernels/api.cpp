@@ -8,11 +8,13 @@
 #include <sys/mman.h>
 
 namespace penstock {
-namespace {
 
 const KernelTable *table = nullptr;
 
+namespace {
+
 constexpr int64_t kInputBytes = 5 << 18;     // packed inputs that should stay in a core's L2
+constexpr int64_t kWideInputBytes = 1 << 19; // the same beside panels of weights that are read many times
 constexpr int64_t kPartialBytes = 16 << 20;  // sums waiting between pieces of k
 constexpr int64_t kChunkBytes = 64 << 10;    // weights worth handing to a thread
 constexpr int64_t kChunksPerThread = 16;
@@ -42,16 +44,17 @@ struct LinearPlan {
 
   explicit LinearPlan(const PsLinear *job) {
     const PsWeight *w = job->weight;
-    int64_t a_size = w->type == PS_I4 ? 2 : element_bytes(w->type);
-    bool tiled = table->row_tile && w->type != PS_F32;
-    packed = w->type >= PS_I8 || w->k != w->k_padded || (tiled && job->m > 1);
+    bool tiled = table->row_tile && w->type != PS_F32, wide = w->type == PS_BF16 && table->wide_inputs;
+    int64_t a_size = wide ? 4 : element_bytes(w->type);
+    packed = w->type >= PS_I8 || wide || w->k != w->k_padded || (tiled && job->m > 1);
     m_padded = job->m <= 16 ? job->m : ceil_div(job->m, 16) * 16;
     row_bytes = w->k_padded * a_size;
     a_bytes = packed ? m_padded * row_bytes : 0;
-    scale_bytes = ceil_div(m_padded * 4 * (w->type == PS_I4 ? w->k_padded / w->group : 1), 64) * 64;
+    scale_bytes = ceil_div(m_padded * (w->type == PS_I4 ? w->k_padded / w->group * 8 : 4), 64) * 64;
     k_piece = w->k_padded, slab = w->panels, partial_bytes = 0;
-    if (!tiled || w->type != PS_BF16 || a_bytes <= kInputBytes) return;
-    k_piece = max64(128, kInputBytes / (m_padded * a_size) / 64 * 64);
+    int64_t fits = wide ? kWideInputBytes : kInputBytes;
+    if (!(tiled || wide) || w->type != PS_BF16 || a_bytes <= fits) return;
+    k_piece = max64(128, fits / (m_padded * a_size) / 64 * 64);
     m_padded = ceil_div(m_padded, 32) * 32;
     slab = max64(1, min64(w->panels, kPartialBytes / (m_padded * 32 * 4)));
     partial_bytes = slab * m_padded * 32 * 4;
@@ -213,6 +216,15 @@ PS_EXPORT void ps_advise_huge(void *at, int64_t bytes) {
   if (last <= first) return;
   madvise((void *)first, last - first, MADV_HUGEPAGE);
   madvise((void *)first, last - first, kCollapse);
+}
+
+PS_EXPORT void ps_round(int32_t type, int32_t x_type, const void *x, int64_t n, int64_t k, int64_t ldx, int64_t group,
+                        void *values, float *scale) {
+  PoolLock held;
+  RoundJob job = {x, values, scale, ldx, k, group, x_type, type};
+  RowSplit split(n, k);
+  auto work = [&](int64_t chunk, int) { table->round_rows(&job, split.first(chunk), split.last(chunk)); };
+  parallel(split.chunks(), work);
 }
 
 PS_EXPORT int32_t ps_linear(const PsLinear *job) {

@@ -18,6 +18,11 @@ using penstock::kKvTile;
 using penstock::kLanesAtOnce;
 
 constexpr float kNoMax = -1e30f;
+#ifdef __AVX512F__
+constexpr int kLaneBlock = 4;
+#else
+constexpr int kLaneBlock = 2;
+#endif
 
 struct Shape {
   int64_t dim, padded;  // padded to 32
@@ -37,6 +42,17 @@ struct Span {  // where a piece's queries and cache lie
     return base + table[block] * job->cache.block_stride + slot * row_stride + head_offset;
   }
 };
+
+// A head's part of sixteen tokens lies in pieces too far apart for the hardware to see a stream.
+template <class T>
+static inline void fetch_tile(const Span<T> &span, int64_t first, int64_t dim, int64_t offset) {
+  for (int64_t t = first; t < first + kKvTile; t += 16) {
+    const T *at = span.sixteen(t);
+    for (int64_t i = 0; at && i < 16; i++)
+      for (int64_t d = 0; d < dim; d += 64 / (int64_t)sizeof(T))
+        _mm_prefetch((const char *)(at + offset + i * span.row_stride + d), _MM_HINT_T0);
+  }
+}
 
 static void pack_keys(const Span<bf16> &span, int64_t first, Shape shape, bf16 *out) {
   for (int64_t t = first; t < first + kKvTile; t += 16) {
@@ -95,51 +111,74 @@ static void pack_values(const Span<float> &span, int64_t first, Shape shape, flo
   }
 }
 
-// acc + x . column for sixteen columns at once; one step is a pair of bf16 or one float.
-static inline F16 step(F16 acc, const bf16 *columns, const bf16 *x) {
-  uint32_t pair;
-  memcpy(&pair, x, 4);
-  return dot_pairs(acc, columns, pair);
-}
-static inline F16 step(F16 acc, const float *columns, const float *x) { return fma(set1(*x), load(columns), acc); }
-static inline int64_t step_size(const bf16 *) { return 2; }
-static inline int64_t step_size(const float *) { return 1; }
-
-// Dot products on plain vectors.
+// Dot products on plain vectors. Lanes go together so that a key or value is widened once for several.
 template <class T>
 struct VectorDots {
+  using P = Product<T>;
   static void begin() {}
   static void end() {}
 
+  template <int L>
+  static inline void score_lanes(const T *q, const T *keys, Shape shape, float *out) {
+    F16 acc[L][4];
+    for (int l = 0; l < L; l++) acc[l][0] = acc[l][1] = acc[l][2] = acc[l][3] = zero();
+    for (int64_t d = 0; d < shape.padded; d += P::size) {
+      typename P::Input x[L];
+      for (int l = 0; l < L; l++) x[l] = P::input(q + l * shape.padded + d);
+      for (int g = 0; g < 4; g++) {
+        typename P::Weights key = P::weights(keys + g * 16 * shape.padded + d * 16);
+        for (int l = 0; l < L; l++) acc[l][g] = P::add(acc[l][g], key, x[l]);
+      }
+    }
+    for (int l = 0; l < L; l++)
+      for (int g = 0; g < 4; g++) store(out + l * kKvTile + g * 16, acc[l][g]);
+  }
+
+  static inline const float *value_row(const float *v, Shape shape, int64_t t, int64_t d) {
+    return v + t * shape.dim + d;
+  }
+  static inline const bf16 *value_row(const bf16 *v, Shape shape, int64_t t, int64_t d) {
+    return v + t / 32 * 32 * shape.dim + d * 32 + t % 32 / 2 * 32;
+  }
+
+  template <int L, int D>  // D times 16 dims
+  static inline void weigh_values(const T *weights, const T *v, Shape shape, int64_t d, float *out) {
+    F16 acc[L][D];
+    for (int l = 0; l < L; l++)
+      for (int i = 0; i < D; i++) acc[l][i] = zero();
+    for (int64_t t = 0; t < kKvTile; t += P::size) {
+      typename P::Input x[L];
+      for (int l = 0; l < L; l++) x[l] = P::input(weights + l * kKvTile + t);
+      for (int i = 0; i < D; i++) {
+        typename P::Weights value = P::weights(value_row(v, shape, t, d + i * 16));
+        for (int l = 0; l < L; l++) acc[l][i] = P::add(acc[l][i], value, x[l]);
+      }
+    }
+    for (int l = 0; l < L; l++)
+      for (int i = 0; i < D; i++) store(out + l * shape.padded + d + i * 16, acc[l][i]);
+  }
+
+  template <int L>
+  static inline void value_lanes(const T *weights, const T *v, Shape shape, float *out) {
+    int64_t d = 0;
+    for (; d + 64 <= shape.dim; d += 64) weigh_values<L, 4>(weights, v, shape, d, out);
+    for (; d < shape.dim; d += 16) weigh_values<L, 1>(weights, v, shape, d, out);
+  }
+
   // scores[lane][token] of `lanes` queries against the tile's keys.
   static void scores(const T *q, const T *keys, Shape shape, int64_t lanes, float *out) {
-    int64_t size = step_size(q), group = 16 * shape.padded;
-    for (int64_t lane = 0; lane < lanes; lane++) {
-      F16 acc[4] = {zero(), zero(), zero(), zero()};
-      const T *x = q + lane * shape.padded;
-      for (int64_t d = 0; d < shape.padded; d += size)
-        for (int g = 0; g < 4; g++) acc[g] = step(acc[g], keys + g * group + d * 16, x + d);
-      for (int g = 0; g < 4; g++) store(out + lane * kKvTile + g * 16, acc[g]);
-    }
+    int64_t l = 0;
+    for (; l + kLaneBlock <= lanes; l += kLaneBlock)
+      score_lanes<kLaneBlock>(q + l * shape.padded, keys, shape, out + l * kKvTile);
+    for (; l < lanes; l++) score_lanes<1>(q + l * shape.padded, keys, shape, out + l * kKvTile);
   }
 
   // out[lane][dim] = weights[lane][token] x values.
-  static void values(const bf16 *weights, const bf16 *v, Shape shape, int64_t lanes, float *out) {
-    for (int64_t lane = 0; lane < lanes; lane++)
-      for (int64_t d = 0; d < shape.dim; d += 16) {
-        F16 acc = zero();
-        for (int64_t t = 0; t < kKvTile; t += 2)
-          acc = step(acc, v + t / 32 * 32 * shape.dim + d * 32 + t % 32 / 2 * 32, weights + lane * kKvTile + t);
-        store(out + lane * shape.padded + d, acc);
-      }
-  }
-  static void values(const float *weights, const float *v, Shape shape, int64_t lanes, float *out) {
-    for (int64_t lane = 0; lane < lanes; lane++)
-      for (int64_t d = 0; d < shape.dim; d += 16) {
-        F16 acc = zero();
-        for (int64_t t = 0; t < kKvTile; t++) acc = step(acc, v + t * shape.dim + d, weights + lane * kKvTile + t);
-        store(out + lane * shape.padded + d, acc);
-      }
+  static void values(const T *weights, const T *v, Shape shape, int64_t lanes, float *out) {
+    int64_t l = 0;
+    for (; l + kLaneBlock <= lanes; l += kLaneBlock)
+      value_lanes<kLaneBlock>(weights + l * kKvTile, v, shape, out + l * shape.padded);
+    for (; l < lanes; l++) value_lanes<1>(weights + l * kKvTile, v, shape, out + l * shape.padded);
   }
 };
 
@@ -255,8 +294,11 @@ static void attend(const AttentionPiece *piece) {
   int64_t lowest = position0 + piece->lane_first / group, highest = position0 + (piece->lane_first + count - 1) / group;
   int64_t from = job->window > 0 && lowest >= job->window ? lowest - job->window + 1 : 0;
   Dots::begin();
+  fetch_tile(span, from / kKvTile * kKvTile, dim, 0);
   for (int64_t first = from / kKvTile * kKvTile; first <= highest; first += kKvTile) {
+    fetch_tile(span, first, dim, cache->kv_stride);
     pack_keys(span, first, shape, lanes.keys);
+    if (first + kKvTile <= highest) fetch_tile(span, first + kKvTile, dim, 0);
     pack_values(span, first, shape, lanes.values);
     // Lanes are in order of position: those from some sixteen on see this tile.
     int64_t seeing = (first - position0) * group - piece->lane_first, skipped = seeing > 0 ? seeing / 16 * 16 : 0;

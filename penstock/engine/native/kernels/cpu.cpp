@@ -21,6 +21,9 @@ bool has(const KernelTable *table) {
   bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   bool vnni = avx512 && __builtin_cpu_supports("avx512vnni"), dots = vnni && __builtin_cpu_supports("avx512bf16");
+#ifdef PENSTOCK_EMULATE_TILES
+  if (table == &kAmx) return vnni;
+#endif
   if (table == &kAmx) return dots && amx_allowed();
   if (table == &kAvx512Bf16) return dots;
   if (table == &kAvx512Vnni) return vnni;

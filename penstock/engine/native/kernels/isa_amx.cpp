@@ -4,7 +4,11 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "rounding.h"
 #include "sample.h"
+#ifdef PENSTOCK_EMULATE_TILES
+#include "tiles_emulated.h"
+#endif
 
 namespace {
 
@@ -53,9 +57,10 @@ struct Int8Tiles {
 // The compiler's tile loads do not say that they read memory: nothing may move across this.
 static inline void memory_fence() { __asm__ volatile("" ::: "memory"); }
 
-// One or two tiles of rows by one panel. `a` steps by a_step bytes and its second tile lies a_tile bytes on.
+// One or two tiles of rows by one panel. Rows of `a` lie a_row bytes apart, it steps by a_step bytes and its second tile
+// lies a_tile bytes on.
 template <class Tiles, bool Two>
-static void tile_block(const char *a, int64_t a_step, int64_t a_tile, const char *w, int64_t steps, char *sums,
+static void tile_block(const char *a, int64_t a_row, int64_t a_step, int64_t a_tile, const char *w, int64_t steps, char *sums,
                        bool fresh, Ahead ahead) {
   memory_fence();
   if (fresh) {
@@ -74,13 +79,13 @@ static void tile_block(const char *a, int64_t a_step, int64_t a_tile, const char
     }
   }
   for (int64_t s = 0; s < steps; s++, a += a_step, w += 2048) {
-    _tile_stream_loadd(4, a, 64);
+    _tile_stream_loadd(4, a, a_row);
     _tile_loadd(6, w, 64);
     Tiles::mul_0();
     _tile_loadd(7, w + 1024, 64);
     Tiles::mul_1();
     if (Two) {
-      _tile_stream_loadd(5, a + a_tile, 64);
+      _tile_stream_loadd(5, a + a_tile, a_row);
       Tiles::mul_2();
       Tiles::mul_3();
     }
@@ -129,9 +134,9 @@ static void tile_panel(const LinearPiece *piece, int64_t panel, bool last_panel)
                      finish ? rows : 0,
                      (rows + some - 1) / some};
       if (rows > 16)
-        tile_block<Tiles, true>(a, a_step, a_tile, weights + step * 2048, some, (char *)sums, fresh, ahead);
+        tile_block<Tiles, true>(a, 64, a_step, a_tile, weights + step * 2048, some, (char *)sums, fresh, ahead);
       else
-        tile_block<Tiles, false>(a, a_step, a_tile, weights + step * 2048, some, (char *)sums, fresh, ahead);
+        tile_block<Tiles, false>(a, 64, a_step, a_tile, weights + step * 2048, some, (char *)sums, fresh, ahead);
       if (!finish) continue;
       if (ints)
         finish_block(piece, panel, row, rows, (const int32_t *)sums);
@@ -141,29 +146,47 @@ static void tile_panel(const LinearPiece *piece, int64_t panel, bool last_panel)
   }
 }
 
-// Up to 32 rows by a group of expanded int4 weights.
-static void tile_group(const LinearPiece *piece, const bf16 *w, int64_t k, int64_t row, int64_t rows, float *sums) {
-  const PsWeight *weight = piece->job->weight;
-  int64_t m = piece->job->m, a_step = m <= 16 ? m * 64 : 1024, a_tile = weight->k_padded / 32 * 1024;
-  const char *a = (const char *)piece->a + row / 16 * a_tile + k / 32 * a_step;
+// A group's nibbles as signed bytes in the order of int8 weights: [group / 64][2 halves][16 quads][16 columns][4].
+static void expand_nibbles(const uint8_t *nibbles, int64_t group, int8_t *out) {
+  __m512i eight = _mm512_set1_epi8(8);
+  for (int64_t block = 0; block < group / 32; block++)
+    for (int64_t half = 0; half < 2; half++)
+      for (int64_t quarter = 0; quarter < 4; quarter++, nibbles += 64) {
+        int8_t *to = out + block / 2 * 2048 + half * 1024 + (block % 2 * 8 + quarter * 2) * 64;
+        Bytes64 words = load_ints(nibbles);
+        _mm512_store_si512(to, _mm512_sub_epi8(low_nibbles(words).v, eight));
+        _mm512_store_si512(to + 64, _mm512_sub_epi8(high_nibbles(words).v, eight));
+      }
+}
+
+// Integer sums are exact, so few rows may go through vectors and many through tiles. Tiles take 64 inputs at once.
+constexpr int64_t kVectorRows = 4;
+
+static void tile_int4(const LinearPiece *piece, int64_t panel) {
+  int64_t group = piece->job->weight->group, lda = piece->lda;
+  alignas(64) int8_t weights[128 * 32];
   Ahead nothing = {nullptr, 0, nullptr, 0, 0, 0};
-  if (rows > 16)
-    tile_block<Bf16Tiles, true>(a, a_step, a_tile, (const char *)w, weight->group / 32, (char *)sums, true, nothing);
-  else
-    tile_block<Bf16Tiles, false>(a, a_step, a_tile, (const char *)w, weight->group / 32, (char *)sums, true, nothing);
+  int4_panel(
+      piece, panel, [&weights, group](const uint8_t *nibbles) { expand_nibbles(nibbles, group, weights); },
+      [&](const uint8_t *, int64_t g, int64_t row, int64_t rows, int32_t *sums) {
+        const char *a = (const char *)piece->a + row * lda + g * group, *w = (const char *)weights;
+        if (rows > 16)
+          tile_block<Int8Tiles, true>(a, lda, 64, 16 * lda, w, group / 64, (char *)sums, true, nothing);
+        else
+          tile_block<Int8Tiles, false>(a, lda, 64, 16 * lda, w, group / 64, (char *)sums, true, nothing);
+      });
 }
 
 static void amx_linear(const LinearPiece *piece, int64_t panel_first, int64_t panel_last) {
   int32_t type = piece->job->weight->type;
-  if (type == PS_F32) return vector_linear(piece, panel_first, panel_last);
+  bool few = piece->job->m <= kVectorRows || piece->job->weight->group % 64;
+  if (type == PS_F32 || (type == PS_I4 && few)) return vector_linear(piece, panel_first, panel_last);
   configure(piece->job->m < 16 ? (int)piece->job->m : 16);
   for (int64_t panel = panel_first; panel < panel_last; panel++) {
     if (type == PS_BF16)
       tile_panel<Bf16Tiles>(piece, panel, panel + 1 == panel_last);
     else if (type == PS_I4)
-      int4_panel(piece, panel, [piece](const bf16 *w, int64_t k, int64_t row, int64_t rows, float *sums) {
-        tile_group(piece, w, k, row, rows, sums);
-      });
+      tile_int4(piece, panel);
     else
       tile_panel<Int8Tiles>(piece, panel, panel + 1 == panel_last);
   }
@@ -173,7 +196,7 @@ static void amx_linear(const LinearPiece *piece, int64_t panel_first, int64_t pa
 // Inputs in tile order, [row tile][k step][16 rows][64 bytes]; up to 16 rows make one tile of just those rows.
 static void amx_pack_rows(const PsLinear *job, int64_t first, int64_t last, void *out, float *a_scale) {
   const PsWeight *w = job->weight;
-  if (w->type == PS_F32) return pack_rows_plain(job, first, last, out, a_scale);
+  if (w->type == PS_F32 || w->type == PS_I4) return pack_rows_plain(job, first, last, out, a_scale);
   bool ints = w->type == PS_I8;
   int64_t m = job->m, steps = w->k_padded * (ints ? 1 : 2) / 64, whole = w->k * 2 / 64, rest = w->k * 2 % 64;
   int64_t step_bytes = (m < 16 ? m : 16) * 64;
@@ -185,7 +208,6 @@ static void amx_pack_rows(const PsLinear *job, int64_t first, int64_t last, void
     } else if (ints) {
       quantize_row(job, r, (int8_t *)to, step_bytes, a_scale + r);
     } else {
-      if (w->type == PS_I4) group_sums(job, r, a_scale + r * (w->k_padded / w->group));
       for (int64_t s = 0; s < whole; s++) memcpy(to + s * step_bytes, from + s * 64, 64);
       for (int64_t s = whole; s < steps; s++) memset(to + s * step_bytes, 0, 64);
       memcpy(to + whole * step_bytes, from + whole * 64, (size_t)rest);
@@ -265,6 +287,6 @@ static void amx_attention(const AttentionPiece *piece) {
 }  // namespace
 
 const penstock::KernelTable penstock::kAmx = {
-    "amx",         16,         1 << PS_F32 | 1 << PS_BF16 | 1 << PS_I8 | 1 << PS_I4,
+    "amx",         16,         1 << PS_F32 | 1 << PS_BF16 | 1 << PS_I8 | 1 << PS_I4, kWideInputs,
     amx_pack_rows, amx_linear, rms_norm,
-    silu_mul,      rope_write, amx_attention, sample_row};
+    silu_mul,      rope_write, amx_attention, sample_row, transpose_square, round_rows};

@@ -2,15 +2,15 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "rounding.h"
 #include "sample.h"
 
 const penstock::KernelTable penstock::kAvx2 = {"avx2",
                                                0,
-                                               1 << PS_F32 | 1 << PS_BF16 | 1 << PS_I4,
+                                               1 << PS_F32 | 1 << PS_BF16 | 1 << PS_I4, kWideInputs,
                                                pack_rows_plain,
                                                vector_linear,
                                                rms_norm,
                                                silu_mul,
                                                rope_write,
-                                               vector_attention,
-                                               sample_row};
+                                               vector_attention, sample_row, transpose_square, round_rows};

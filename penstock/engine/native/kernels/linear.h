@@ -11,14 +11,25 @@
 namespace {
 
 #ifdef __AVX512F__
-constexpr int kRowBlock = 6;
+constexpr int kRowBlock = 8;
 #else
 constexpr int kRowBlock = 2;
 #endif
 
+// Rows of bf16 as the products want them: in pairs, or where the processor has no instruction for those, as floats.
+#ifdef __AVX512BF16__
+using Wide = bf16;
+constexpr bool kWideInputs = false;
+static inline PairInput spread(const bf16 *x) { return spread_pair(x); }
+#else
+using Wide = float;
+constexpr bool kWideInputs = true;
+static inline PairInput spread(const float *x) { return {set1(x[0]), set1(x[1])}; }
+#endif
+
 // R rows by one panel of bf16 weights, k in [k_first, k_last).
 template <int R>
-static void bf16_rows(const bf16 *w, const bf16 *a, int64_t lda, int64_t k_first, int64_t k_last, float *sums,
+static void bf16_rows(const bf16 *w, const Wide *a, int64_t lda, int64_t k_first, int64_t k_last, float *sums,
                       bool fresh) {
   F16 acc[R][2];
   for (int r = 0; r < R; r++)
@@ -26,11 +37,11 @@ static void bf16_rows(const bf16 *w, const bf16 *a, int64_t lda, int64_t k_first
   for (int64_t k = k_first; k < k_last; k += 32) {
     const bf16 *block = w + k * 32;
     for (int p = 0; p < 16; p++) {
+      Pairs w0 = load_pairs(block + p * 32), w1 = load_pairs(block + 512 + p * 32);
       for (int r = 0; r < R; r++) {
-        uint32_t x;
-        memcpy(&x, a + r * lda + k + 2 * p, 4);
-        acc[r][0] = dot_pairs(acc[r][0], block + p * 32, x);
-        acc[r][1] = dot_pairs(acc[r][1], block + 512 + p * 32, x);
+        PairInput x = spread(a + r * lda + k + 2 * p);
+        acc[r][0] = dot(acc[r][0], w0, x);
+        acc[r][1] = dot(acc[r][1], w1, x);
       }
     }
   }
@@ -57,7 +68,7 @@ static void f32_rows(const float *w, const float *a, int64_t lda, int64_t k_firs
 }
 
 #ifdef __AVX512VNNI__
-// The instruction wants unsigned x: x + 128 goes in, 128 times the column's sum comes out again. Exact.
+// The instruction wants unsigned x: inputs are packed as x + 128, and 128 times the column's sum comes out again. Exact.
 template <int R>
 static void i8_rows(const LinearPiece *piece, int64_t panel, int64_t row, const int8_t *a, int64_t lda) {
   const PsWeight *w = piece->job->weight;
@@ -70,9 +81,9 @@ static void i8_rows(const LinearPiece *piece, int64_t panel, int64_t row, const 
       for (int r = 0; r < R; r++) {
         int32_t x;
         memcpy(&x, a + r * lda + k + 4 * q, 4);
-        __m512i shifted = _mm512_set1_epi32(x ^ (int)0x80808080);
-        acc[r][0] = _mm512_dpbusd_epi32(acc[r][0], shifted, w0);
-        acc[r][1] = _mm512_dpbusd_epi32(acc[r][1], shifted, w1);
+        __m512i shifted = _mm512_set1_epi32(x);
+        acc[r][0] = dot_bytes(acc[r][0], shifted, w0);
+        acc[r][1] = dot_bytes(acc[r][1], shifted, w1);
       }
     }
   int32_t sums[R * 32];
@@ -93,7 +104,7 @@ static void rows_at(const LinearPiece *piece, int64_t panel, int64_t row) {
   bool fresh = piece->k_first == 0;
   int64_t lda = piece->lda;
   if (w->type == PS_BF16)
-    bf16_rows<R>((const bf16 *)w->data + panel * w->k_padded * 32, (const bf16 *)piece->a + row * lda, lda,
+    bf16_rows<R>((const bf16 *)w->data + panel * w->k_padded * 32, (const Wide *)piece->a + row * lda, lda,
                  piece->k_first, piece->k_last, sums, fresh);
   else if (w->type == PS_F32)
     f32_rows<R>((const float *)w->data + panel * w->k_padded * 32, (const float *)piece->a + row * lda, lda,
@@ -103,37 +114,6 @@ static void rows_at(const LinearPiece *piece, int64_t panel, int64_t row) {
     return i8_rows<R>(piece, panel, row, (const int8_t *)piece->a + row * lda, lda);
 #endif
   if (piece->k_last == w->k_padded) finish_block(piece, panel, row, R, sums);
-}
-
-static void vector_linear(const LinearPiece *piece, int64_t panel_first, int64_t panel_last) {
-  int64_t m = piece->job->m;
-  for (int64_t panel = panel_first; panel < panel_last; panel++) {
-    if (piece->job->weight->type == PS_I4) {
-      int4_panel(piece, panel, [piece](const bf16 *w, int64_t k, int64_t row, int64_t rows, float *sums) {
-        const bf16 *a = (const bf16 *)piece->a + row * piece->lda + k;
-        int64_t group = piece->job->weight->group, r = 0;
-        for (; r + kRowBlock <= rows; r += kRowBlock)
-          bf16_rows<kRowBlock>(w, a + r * piece->lda, piece->lda, 0, group, sums + r * 32, true);
-        for (; r < rows; r++) bf16_rows<1>(w, a + r * piece->lda, piece->lda, 0, group, sums + r * 32, true);
-      });
-      continue;
-    }
-    int64_t row = 0;
-    for (; row + kRowBlock <= m; row += kRowBlock) rows_at<kRowBlock>(piece, panel, row);
-    for (; row < m; row++) rows_at<1>(piece, panel, row);
-  }
-}
-
-// One row's dynamic int8: scale = max |x| / 127, values rounded to nearest even. Inf and NaN come out as NaN scales.
-template <class T>
-static inline float row_scale(const T *x, int64_t k) {
-  F16 top = zero();
-  for (int64_t i = 0; i < k; i += 16) {
-    F16 v = load_tail(x + i, k - i);
-    top = keep_nan(v, vmax(vmax(v, zero() - v), top));  // The maximum of x and NaN is the second operand.
-  }
-  float most = max_lanes(top);
-  return most < 3.0e38f ? most / 127.0f : __builtin_nanf("");
 }
 
 // 64 values from x + i (zeros past k) as int8.
@@ -158,19 +138,73 @@ static void quantize_row(const PsLinear *job, int64_t r, int8_t *out, int64_t st
   }
 }
 
-// Rows [first, last) of x as the kernels read them: row-major, k padded with zeros, quantized for int8 weights.
+// Rows [first, last) of x as the kernels read them: row-major, k padded with zeros, quantized for int8 and int4 weights.
 static void pack_rows_plain(const PsLinear *job, int64_t first, int64_t last, void *a, float *a_scale) {
-  int64_t k = job->weight->k, padded = job->weight->k_padded;
+  const PsWeight *w = job->weight;
+  int64_t k = w->k, padded = w->k_padded;
   for (int64_t r = first; r < last && r < job->m; r++) {
-    if (job->weight->type == PS_I8) {
-      quantize_row(job, r, (int8_t *)a + r * padded, 64, a_scale + r);
+    const char *x = (const char *)job->x + r * job->ldx * (job->x_type == PS_BF16 ? 2 : 4);
+    if (w->type == PS_I4) {
+      quantize_groups(job, r, (int8_t *)a + r * padded, (GroupInput *)a_scale + r * (padded / w->group));
+    } else if (w->type == PS_I8) {
+      int8_t *out = (int8_t *)a + r * padded;
+      quantize_row(job, r, out, 64, a_scale + r);
+      for (int64_t i = 0; i < padded; i++) out[i] = (int8_t)(out[i] ^ 0x80);
+    } else if (w->type == PS_BF16 && kWideInputs) {
+      float *out = (float *)a + r * padded;
+      for (int64_t i = 0; i < padded; i += 16) store(out + i, i < k ? load_tail((const bf16 *)x + i, k - i) : zero());
+    } else {
+      int64_t size = w->type == PS_BF16 ? 2 : 4;
+      char *out = (char *)a + r * padded * size;
+      memcpy(out, x, (size_t)(k * size));
+      memset(out + k * size, 0, (size_t)((padded - k) * size));
+    }
+  }
+}
+
+// rows_at with as many rows as are left, R at most.
+template <int R>
+static inline void rows_left(const LinearPiece *piece, int64_t panel, int64_t row, int64_t rows) {
+  if (rows >= R) return rows_at<R>(piece, panel, row);
+  if constexpr (R > 1) rows_left<R - 1>(piece, panel, row, rows);
+}
+
+template <int R>
+static inline void nibble_rows_left(const LinearPiece *piece, const uint8_t *nibbles, int64_t g, int64_t row,
+                                    int64_t rows, int32_t *sums) {
+  const PsWeight *w = piece->job->weight;
+  if (rows >= R)
+    nibble_rows<R>(nibbles, w->group, (const int8_t *)piece->a + row * piece->lda + g * w->group, piece->lda,
+                   group_inputs(piece, row, g), w->k_padded / w->group, sums);
+  else if constexpr (R > 1)
+    nibble_rows_left<R - 1>(piece, nibbles, g, row, rows, sums);
+}
+
+// Blocks of rows that differ by one row at most: a short last one would read the weights for little.
+static inline int64_t even_block(int64_t rows) {
+  int64_t blocks = (rows + kRowBlock - 1) / kRowBlock;
+  return (rows + blocks - 1) / blocks;
+}
+
+static void vector_int4(const LinearPiece *piece, int64_t panel) {
+  int4_panel(
+      piece, panel, [](const uint8_t *) {},
+      [piece](const uint8_t *nibbles, int64_t g, int64_t row, int64_t rows, int32_t *sums) {
+        int64_t block = even_block(rows);
+        for (int64_t r = 0; r < rows; r += block)
+          nibble_rows_left<kRowBlock>(piece, nibbles, g, row + r, rows - r < block ? rows - r : block, sums + r * 32);
+      });
+}
+
+static void vector_linear(const LinearPiece *piece, int64_t panel_first, int64_t panel_last) {
+  int64_t m = piece->job->m, block = even_block(m);
+  for (int64_t panel = panel_first; panel < panel_last; panel++) {
+    if (piece->job->weight->type == PS_I4) {
+      vector_int4(piece, panel);
       continue;
     }
-    if (job->weight->type == PS_I4) group_sums(job, r, a_scale + r * (padded / job->weight->group));
-    int64_t size = job->x_type == PS_BF16 ? 2 : 4;
-    char *out = (char *)a + r * padded * size;
-    memcpy(out, (const char *)job->x + r * job->ldx * size, (size_t)(k * size));
-    memset(out + k * size, 0, (size_t)((padded - k) * size));
+    for (int64_t row = 0; row < m; row += block)
+      rows_left<kRowBlock>(piece, panel, row, m - row < block ? m - row : block);
   }
 }
 

@@ -7,24 +7,33 @@
 // columns of the second. Missing columns and inputs are zeros.
 #include "penstock_native.h"
 #include "pool.h"
+#include "table.h"
 
 #include <string.h>
 
 namespace {
 
+using Transpose = void (*)(uint32_t *out, const uint32_t *const rows[16]);
+
 // Panels of 32-bit words, of two bf16 or four int8 inputs: [steps][2 halves][16 words of k][16 columns].
 void pack_words(const char *first, const char *second, int64_t panel, int64_t n, int64_t row_bytes, int64_t steps,
-                uint32_t *out) {
+                Transpose transpose, uint32_t *out) {
   for (int64_t step = 0; step < steps; step++)
-    for (int half = 0; half < 2; half++, out += 256)
+    for (int half = 0; half < 2; half++, out += 256) {
+      const uint32_t *rows[16];
+      alignas(64) uint32_t edge[16][16];  // the last words of rows that end inside of a step
       for (int64_t c = 0; c < 16; c++) {
         const char *source = second && half ? second : first;
         int64_t column = second ? panel * 16 + c : panel * 32 + half * 16 + c,
                 left = column < n ? row_bytes - step * 64 : 0;
-        uint32_t words[16] = {};
-        if (left > 0) memcpy(words, source + column * row_bytes + step * 64, (size_t)(left < 64 ? left : 64));
-        for (int64_t i = 0; i < 16; i++) out[i * 16 + c] = words[i];
+        rows[c] = left > 0 ? (const uint32_t *)(source + column * row_bytes + step * 64) : nullptr;
+        if (left <= 0 || left >= 64) continue;
+        memset(edge[c], 0, 64);
+        memcpy(edge[c], rows[c], (size_t)left);
+        rows[c] = edge[c];
       }
+      transpose(out, rows);
+    }
 }
 
 // Values 0 to 15, one to a byte; what is missing is 8, which stands for 0.
@@ -59,14 +68,15 @@ void pack_floats(const float *first, const float *second, int64_t panel, int64_t
 
 PS_EXPORT void ps_pack(int32_t type, const void *first, const void *second, int64_t n, int64_t k, int64_t k_padded,
                        void *out) {
+  Transpose transpose = penstock::table->transpose;
   int64_t width = second ? 16 : 32, panels = (n + width - 1) / width;
   auto pack = [=](int64_t p, int) {
     int64_t at = p * 32 * k_padded;
     if (type == PS_BF16)
-      pack_words((const char *)first, (const char *)second, p, n, k * 2, k_padded / 32,
+      pack_words((const char *)first, (const char *)second, p, n, k * 2, k_padded / 32, transpose,
                  (uint32_t *)((uint16_t *)out + at));
     else if (type == PS_I8)
-      pack_words((const char *)first, (const char *)second, p, n, k, k_padded / 64, (uint32_t *)((int8_t *)out + at));
+      pack_words((const char *)first, (const char *)second, p, n, k, k_padded / 64, transpose, (uint32_t *)((int8_t *)out + at));
     else if (type == PS_I4)
       pack_nibbles((const uint8_t *)first, (const uint8_t *)second, p, n, k, k_padded, (uint8_t *)out + at / 2);
     else

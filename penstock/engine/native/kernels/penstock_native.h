@@ -5,7 +5,7 @@
 #pragma once
 #include <stdint.h>
 
-#define PS_ABI_VERSION 3
+#define PS_ABI_VERSION 4
 #define PS_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum PsType : int32_t { PS_F32 = 0, PS_BF16 = 1, PS_I8 = 2, PS_I4 = 3 };
@@ -148,6 +148,10 @@ PS_EXPORT void ps_advise_huge(void *at, int64_t bytes);
 // `first` and perhaps `second` are [n, k], dense; I4 comes as one value from 0 to 15 to a byte.
 PS_EXPORT void ps_pack(int32_t type, const void *first, const void *second, int64_t n, int64_t k, int64_t k_padded,
                        void *out);
+
+// Rounds W [n, k] of `x_type` (rows ldx apart) to int8, or to four-bit values of a byte each; `scale` [n] or [n, groups].
+PS_EXPORT void ps_round(int32_t type, int32_t x_type, const void *x, int64_t n, int64_t k, int64_t ldx, int64_t group,
+                        void *values, float *scale);
 
 // Each returns 0, or -1 when scratch memory could not be had, or (ps_step) -2 when a table points outside of its
 // buffer.

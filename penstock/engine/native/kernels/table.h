@@ -9,10 +9,18 @@ struct LinearPiece {
   const PsLinear *job;
   const void *a;                    // packed inputs, see pack_rows
   int64_t lda;                      // elements between rows of a, where a is row-major
-  const float *a_scale;             // I8: [m]; I4: sums of x, [m][groups]
+  const float *a_scale;             // I8: [m]; I4: GroupInput [m][groups]
   float *partial;                   // [panels of the slab][m_padded][32], or null when k is done in one piece
   int64_t m_padded, partial_panel;  // partial's first panel
   int64_t k_first, k_last;
+};
+
+struct RoundJob {  // W [n, k] to `type`; see rounding.h
+  const void *x;
+  void *values;  // [n, k], a byte each
+  float *scale;  // [n] or [n, groups]
+  int64_t ldx, k, group;
+  int32_t x_type, type;
 };
 
 struct AttentionPiece {
@@ -25,6 +33,7 @@ struct KernelTable {
   const char *name;
   int32_t row_tile;      // rows to a packed input tile; 0: inputs stay row-major
   int32_t weight_types;  // bit set of PsType
+  bool wide_inputs;      // inputs of bf16 weights are packed as floats
   void (*pack_rows)(const PsLinear *job, int64_t first, int64_t last, void *a, float *a_scale);
   void (*linear)(const LinearPiece *piece, int64_t panel_first, int64_t panel_last);
   void (*rms_norm)(const PsNorm *job, int64_t first, int64_t last);
@@ -32,6 +41,8 @@ struct KernelTable {
   void (*rope_write)(const PsRopeWrite *job, int64_t first, int64_t last);
   void (*attention)(const AttentionPiece *piece);
   void (*sample_row)(const PsSample *job, int64_t row, void *scratch);  // see sample_scratch_bytes
+  void (*transpose)(uint32_t *out, const uint32_t *const rows[16]);  // 16 x 16 words; a null row is zeros
+  void (*round_rows)(const RoundJob *job, int64_t first, int64_t last);
 };
 
 constexpr int64_t kRowsMax = 512;         // rows of a linear done together
@@ -51,6 +62,7 @@ constexpr int32_t kSampleBins = 4096;  // of the histogram that finds where top-
 
 inline int64_t sample_scratch_bytes(int64_t vocab) { return kSampleBins * 12 + vocab * 8 + vocab / 4 + 64; }
 
+extern const KernelTable *table;  // the chosen one
 extern const KernelTable kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16, kAmx;
 
 }  // namespace penstock

@@ -75,32 +75,60 @@ static inline void store_bf16(bf16 *p, F16 a) { _mm256_storeu_si256((__m256i *)p
 static inline void store_i8(int8_t *p, F16 a) {
   _mm_storeu_si128((__m128i *)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a.v)));
 }
-// acc + even lanes' product, then + odd lanes' product, for 16 pairs against one pair of x (as 32 bits).
-static inline F16 dot_pairs(F16 acc, const bf16 *pairs, uint32_t x) {
+// Sixteen pairs of bf16 and one pair of inputs, ready to be multiplied: where there is no instruction for it, each is
+// widened once and serves many products.
 #ifdef __AVX512BF16__
-  return {_mm512_dpbf16_ps(acc.v, (__m512bh)_mm512_loadu_si512(pairs), (__m512bh)_mm512_set1_epi32((int)x))};
-#else
-  __m512i w = _mm512_loadu_si512(pairs);
-  __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
-  __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32((int)0xffff0000)));
-  __m512 x0 = _mm512_castsi512_ps(_mm512_set1_epi32((int)(x << 16)));
-  __m512 x1 = _mm512_castsi512_ps(_mm512_set1_epi32((int)(x & 0xffff0000)));
-  return {_mm512_fmadd_ps(odd, x1, _mm512_fmadd_ps(even, x0, acc.v))};
-#endif
+struct Pairs {
+  __m512i v;
+};
+using PairInput = Pairs;
+static inline Pairs load_pairs(const bf16 *p) { return {_mm512_loadu_si512(p)}; }
+static inline PairInput spread_pair(const bf16 *x) {
+  int32_t word;
+  memcpy(&word, x, 4);
+  return {_mm512_set1_epi32(word)};
 }
-// Sixteen words of eight nibbles to four rows of 32 bf16: row j has of every word the j-th nibble of its low half, then
-// that of its high half, each less 8.
-static inline void expand_nibbles(const uint8_t *words, bf16 *out) {
-  // The lookup uses five bits of an index, of which the fifth belongs to the next nibble: the table is there twice.
-  alignas(64) static const bf16 kValues[32] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
-                                               0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
-                                               0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
-                                               0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
-  __m512i values = _mm512_load_si512(kValues), w = _mm512_loadu_si512(words);
-  _mm512_store_si512(out, _mm512_permutexvar_epi16(w, values));
-  _mm512_store_si512(out + 32, _mm512_permutexvar_epi16(_mm512_srli_epi16(w, 4), values));
-  _mm512_store_si512(out + 64, _mm512_permutexvar_epi16(_mm512_srli_epi16(w, 8), values));
-  _mm512_store_si512(out + 96, _mm512_permutexvar_epi16(_mm512_srli_epi16(w, 12), values));
+// acc + even products, then + odd products.
+static inline F16 dot(F16 acc, Pairs w, PairInput x) { return {_mm512_dpbf16_ps(acc.v, (__m512bh)w.v, (__m512bh)x.v)}; }
+#else
+struct Pairs {
+  F16 even, odd;
+};
+using PairInput = Pairs;
+static inline Pairs widen_pairs(__m512i w) {
+  return {{_mm512_castsi512_ps(_mm512_slli_epi32(w, 16))},
+          {_mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32((int)0xffff0000)))}};
+}
+static inline Pairs load_pairs(const bf16 *p) { return widen_pairs(_mm512_loadu_si512(p)); }
+static inline PairInput spread_pair(const bf16 *x) {
+  int32_t word;
+  memcpy(&word, x, 4);
+  return widen_pairs(_mm512_set1_epi32(word));
+}
+#endif
+#ifdef __AVX512VNNI__
+// As assembly because compilers copy the accumulators of the intrinsic to and fro, at twice the instructions.
+static inline __m512i dot_bytes(__m512i acc, __m512i unsigned_bytes, __m512i signed_bytes) {
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(unsigned_bytes), "v"(signed_bytes));
+  return acc;
+}
+#endif
+// Sixteen sums of products of four unsigned bytes of w, 15 at most, with four signed bytes of x (as 32 bits). Exact.
+struct Bytes64 {
+  __m512i v;
+};
+static inline Bytes64 zero_ints() { return {_mm512_setzero_si512()}; }
+static inline Bytes64 load_ints(const void *p) { return {_mm512_loadu_si512(p)}; }
+static inline void store(int32_t *p, Bytes64 a) { _mm512_storeu_si512(p, a.v); }
+static inline Bytes64 low_nibbles(Bytes64 a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
+static inline Bytes64 high_nibbles(Bytes64 a) { return low_nibbles({_mm512_srli_epi32(a.v, 4)}); }
+static inline Bytes64 dot_nibbles(Bytes64 acc, Bytes64 w, int32_t x) {
+#ifdef __AVX512VNNI__
+  return {dot_bytes(acc.v, w.v, _mm512_set1_epi32(x))};
+#else
+  __m512i pairs = _mm512_maddubs_epi16(w.v, _mm512_set1_epi32(x));
+  return {_mm512_add_epi32(acc.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
+#endif
 }
 // out[2i] = a[i], out[2i+1] = b[i] for 16 values each.
 static inline void interleave_bf16(bf16 *out, const bf16 *a, const bf16 *b) {
@@ -216,30 +244,45 @@ static inline void store_32(bf16 *p, F16 a, F16 b) {
   store_bf16(p, a);
   store_bf16(p + 16, b);
 }
-static inline __m256 dot_half(__m256 acc, __m256i w, __m256 x0, __m256 x1) {
-  acc = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(w, 16)), x0, acc);
-  return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32((int)0xffff0000))), x1, acc);
+struct Pairs {
+  F16 even, odd;
+};
+using PairInput = Pairs;
+static inline Pairs widen_pairs(__m256i a, __m256i b) {
+  __m256i high = _mm256_set1_epi32((int)0xffff0000);
+  return {{_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))},
+          {_mm256_castsi256_ps(_mm256_and_si256(a, high)), _mm256_castsi256_ps(_mm256_and_si256(b, high))}};
 }
-static inline F16 dot_pairs(F16 acc, const bf16 *pairs, uint32_t x) {
-  __m256 x0 = _mm256_castsi256_ps(_mm256_set1_epi32((int)(x << 16)));
-  __m256 x1 = _mm256_castsi256_ps(_mm256_set1_epi32((int)(x & 0xffff0000)));
-  return {dot_half(acc.a, _mm256_loadu_si256((const __m256i *)pairs), x0, x1),
-          dot_half(acc.b, _mm256_loadu_si256((const __m256i *)(pairs + 16)), x0, x1)};
+static inline Pairs load_pairs(const bf16 *p) {
+  return widen_pairs(_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)(p + 16)));
 }
-static inline void expand_nibbles(const uint8_t *words, bf16 *out) {
-  for (int half = 0; half < 32; half += 16) {
-    __m256i w = _mm256_loadu_si256((const __m256i *)(words + 2 * half));
-    for (int j = 0; j < 4; j++, w = _mm256_srli_epi16(w, 4)) {
-      __m256i n = _mm256_and_si256(w, _mm256_set1_epi16(15));
-      __m256i even = _mm256_and_si256(n, _mm256_set1_epi32(0xffff)), odd = _mm256_srli_epi32(n, 16),
-              eight = _mm256_set1_epi32(8);
-      __m256i low = _mm256_castps_si256(_mm256_cvtepi32_ps(_mm256_sub_epi32(even, eight)));
-      __m256i high = _mm256_castps_si256(_mm256_cvtepi32_ps(_mm256_sub_epi32(odd, eight)));
-      _mm256_storeu_si256(
-          (__m256i *)(out + j * 32 + half),
-          _mm256_or_si256(_mm256_srli_epi32(low, 16), _mm256_and_si256(high, _mm256_set1_epi32((int)0xffff0000))));
-    }
-  }
+static inline PairInput spread_pair(const bf16 *x) {
+  int32_t word;
+  memcpy(&word, x, 4);
+  return widen_pairs(_mm256_set1_epi32(word), _mm256_set1_epi32(word));
+}
+struct Bytes64 {
+  __m256i a, b;
+};
+static inline Bytes64 zero_ints() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+static inline Bytes64 load_ints(const void *p) {
+  return {_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)p + 1)};
+}
+static inline void store(int32_t *p, Bytes64 x) {
+  _mm256_storeu_si256((__m256i *)p, x.a);
+  _mm256_storeu_si256((__m256i *)p + 1, x.b);
+}
+static inline Bytes64 low_nibbles(Bytes64 x) {
+  __m256i mask = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
+}
+static inline Bytes64 high_nibbles(Bytes64 x) { return low_nibbles({_mm256_srli_epi32(x.a, 4), _mm256_srli_epi32(x.b, 4)}); }
+static inline __m256i dot_nibbles_half(__m256i acc, __m256i w, __m256i x) {
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
+}
+static inline Bytes64 dot_nibbles(Bytes64 acc, Bytes64 w, int32_t x) {
+  __m256i spread = _mm256_set1_epi32(x);
+  return {dot_nibbles_half(acc.a, w.a, spread), dot_nibbles_half(acc.b, w.b, spread)};
 }
 static inline void interleave_bf16(bf16 *out, const bf16 *a, const bf16 *b) {
   for (int i = 0; i < 16; i += 8) {
@@ -261,6 +304,32 @@ static inline void store_32(float *p, F16 a, F16 b) {
 }
 
 static inline F16 zero() { return set1(0.0f); }
+
+#ifndef __AVX512BF16__
+static inline F16 dot(F16 acc, Pairs w, PairInput x) { return fma(w.odd, x.odd, fma(w.even, x.even, acc)); }
+#endif
+
+// Products of sixteen columns with one input, for kernels over either type: `size` inputs to a step.
+template <class T>
+struct Product;
+template <>
+struct Product<float> {
+  using Weights = F16;
+  using Input = F16;
+  static constexpr int64_t size = 1;
+  static inline F16 weights(const float *p) { return load(p); }
+  static inline F16 input(const float *x) { return set1(*x); }
+  static inline F16 add(F16 acc, F16 w, F16 x) { return fma(x, w, acc); }
+};
+template <>
+struct Product<bf16> {
+  using Weights = Pairs;
+  using Input = PairInput;
+  static constexpr int64_t size = 2;
+  static inline Pairs weights(const bf16 *p) { return load_pairs(p); }
+  static inline PairInput input(const bf16 *x) { return spread_pair(x); }
+  static inline F16 add(F16 acc, Pairs w, PairInput x) { return dot(acc, w, x); }
+};
 
 // 2^x to within 2 ulp. 2^0 is exactly 1, very negative inputs give 0, large ones infinity. The clamps' operands are
 // ordered so that NaN, the second, comes through. (Coefficients: Taylor's, on [-1/2, 1/2].)
