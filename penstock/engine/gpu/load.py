@@ -19,9 +19,10 @@ from penstock.engine.gpu.step import StepLimits
 from penstock.engine.gpu.torch_ops import TorchOps
 from penstock.engine.gpu.worklist import WorkListLimits
 from penstock.engine.gpu.worst_case import blocks_of, largest_step
+from penstock.engine.host_store import host_store
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.loader import load_weights, random_weights
-from penstock.engine.memory import KVBudget, plan_kv
+from penstock.engine.memory import KVBudget, free_memory_bytes, plan_host_blocks, plan_kv
 from penstock.engine.models.decoder import Decoder, DecoderLimits, WeightSource
 from penstock.engine.models.registry import read_spec
 from penstock.engine.models.spec import DecoderSpec
@@ -100,7 +101,7 @@ def build_on_device(name: str, spec: DecoderSpec, weights: WeightSource, target:
         ConfigError: a setting that is impossible on this device or with this model.
     """
     builder = _Builder(name, spec, weights, target)
-    return builder.runner(builder.budget())
+    return builder.runner(builder.budget(), builder.num_host_blocks())
 
 
 def device_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
@@ -144,8 +145,8 @@ class _Builder:
         )
 
     @torch.inference_mode()
-    def runner(self, budget: KVBudget) -> DeviceRunner:
-        """A runner with its own cache and buffers."""
+    def runner(self, budget: KVBudget, num_host_blocks: int = 0) -> DeviceRunner:
+        """A runner with its own cache and buffers, and a host tier of that many blocks behind it."""
         target, config, spec = self._target, self._target.config, self._spec
         limits = self._step_limits(budget.max_model_len)
         cache = KVCache(spec, budget.num_blocks, self._dtype, target.platform.device)
@@ -159,6 +160,7 @@ class _Builder:
             num_blocks=budget.num_blocks,
             block_tokens=BLOCK_TOKENS,
             max_running=self._max_running,
+            num_host_blocks=num_host_blocks,
         )
         graphs = GraphLimits(
             max_running=self._max_running,
@@ -173,12 +175,20 @@ class _Builder:
             ops=target.ops,
             decoder=self._decoder,
             cache=cache,
+            host=host_store(cache, num_host_blocks),
             attention=self._kernels.attention(cache, self._decoder.rotary),
             limits=limits,
             graphs=graphs,
             clock=target.clock,
         )
         return DeviceRunner(parts)
+
+    def num_host_blocks(self) -> int:
+        """Blocks that the host tier has memory for."""
+        size = self._dtype.itemsize
+        return plan_host_blocks(
+            self._target.config, self._spec, bytes_per_value=size, free_bytes=free_memory_bytes()
+        )
 
     def _run_largest_step(self) -> None:
         """With the tables of the longest context, and a cache for this step only: it is taken for a margin."""

@@ -94,6 +94,8 @@ class Flight:
     scored_reader: LogprobReader
     step: int = 0
     started_ns: int = 0
+    computes: bool = True
+    """Whether there is a step at all, or only copies to wait for."""
     rows: list[int] = field(default_factory=list[int])
     """Rows of the tables that draw."""
     logprobs: dict[int, int] = field(default_factory=dict[int, int])
@@ -117,6 +119,10 @@ class Flight:
             sampled_reader=LogprobReader(platform, limits.max_running),
             scored_reader=LogprobReader(platform, SCORED_TOKENS_MAX),
         )
+
+    def clear(self) -> None:
+        """Nothing is computed: there will be no results."""
+        self.rows, self.scored_rows = [], []
 
     def read_drawn(self, drawn: Drawn, host: HostStep) -> None:
         """Start copying the drawn tokens."""

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from penstock.engine.gpu.adjust import DeviceAdjustments
 from penstock.engine.gpu.staging import Staging
 from penstock.engine.gpu.step import RowState
-from penstock.schedule.plan import NewRow, RowWork, StepPlan
+from penstock.schedule.plan import NewRow, StepPlan
 
 Int32Array = npt.NDArray[np.int32]
 _SEED_MASK = (1 << 64) - 1
@@ -80,7 +80,8 @@ class HostRows:
             self._enter(new, staging)
         if plan.new_rows:
             self._write_sampling(plan.new_rows, staging)
-        grown = [work for work in plan.work if work.new_blocks]
+        grown = [(new.row, new.blocks) for new in plan.new_rows if new.blocks]
+        grown += [(work.row, work.new_blocks) for work in plan.work if work.new_blocks]
         if grown:
             self._append_blocks(grown, staging)
 
@@ -109,18 +110,18 @@ class HostRows:
         ):
             table.index_copy_(0, rows, staging.put(values))
 
-    def _append_blocks(self, grown: list[RowWork], staging: Staging) -> None:
-        """Extend block tables, all of them with one indexed copy."""
+    def _append_blocks(self, grown: list[tuple[int, tuple[int, ...]]], staging: Staging) -> None:
+        """Extend the block tables of rows, all of them with one indexed copy."""
         width = self._state.block_tables.shape[1]
         firsts: list[int] = []
-        for work in grown:
-            held = self._num_blocks[work.row]
-            self._num_blocks[work.row] = held + len(work.new_blocks)
-            assert self._num_blocks[work.row] <= width, (work, held)
-            firsts.append(work.row * width + held)
-        counts = [len(work.new_blocks) for work in grown]
+        for row, blocks in grown:
+            held = self._num_blocks[row]
+            self._num_blocks[row] = held + len(blocks)
+            assert self._num_blocks[row] <= width, (row, held, blocks)
+            firsts.append(row * width + held)
+        counts = [len(blocks) for _, blocks in grown]
         starts = np.cumsum(counts) - counts
         places = np.repeat(np.array(firsts) - starts, counts) + np.arange(sum(counts))
-        blocks = np.array([block for work in grown for block in work.new_blocks], np.int32)
+        added = np.array([block for _, blocks in grown for block in blocks], np.int32)
         flat = self._state.block_tables.view(-1)
-        flat.index_copy_(0, staging.put(places.astype(np.int64)), staging.put(blocks))
+        flat.index_copy_(0, staging.put(places.astype(np.int64)), staging.put(added))

@@ -24,6 +24,7 @@ from penstock.engine.gpu.rows import HostRows, HostStep
 from penstock.engine.gpu.step import DeviceStep, Drawn, RowState, StepBuffer, StepInputs, StepLimits
 from penstock.engine.gpu.worklist import WorkList
 from penstock.engine.gpu.worst_case import largest_step
+from penstock.engine.host_store import HostStore
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.protocol.worker import ModelInfo
@@ -46,6 +47,7 @@ class DeviceParts:
     decoder: Decoder
     cache: KVCache
     attention: DeviceAttention
+    host: HostStore
     limits: StepLimits
     graphs: GraphLimits
     clock: Clock
@@ -60,7 +62,8 @@ class DeviceRunner:
         self.kernels = f"{parts.platform.device.type} {parts.ops.name}"
         """What computes, for people."""
         self.cache = parts.cache
-        """Keys and values; whoever copies blocks does so in the device's queue."""
+        """Keys and values."""
+        self._host = parts.host
         self._ops, self._decoder, self._attention = parts.ops, parts.decoder, parts.attention
         self._platform, self._limits, self._clock = parts.platform, parts.limits, parts.clock
         device = parts.platform.device
@@ -77,19 +80,21 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
-        """Queue a plan's step. At most `FLIGHTS` may be under way. Returns before it is computed."""
-        assert plan.work, "an empty step has nothing to run"
+        """Queue a plan's step. At most `FLIGHTS` may be under way. Returns before it is computed.
+
+        A plan without work only lets rows enter, and its `collect` waits for a copy.
+        """
         assert self._idle, "too many steps are under way: collect one first"
         flight = self._idle.popleft()
         flight.step, flight.started_ns = plan.step, self._clock.now_ns()
+        flight.computes = bool(plan.work)
         flight.staging.clear()
+        self._host.start(plan)
         self._rows.apply(plan, flight.staging)
-        host = HostStep.of(plan)
-        self._upload(flight.buffer, host)
-        if host.scoring:
-            self._launch_scoring(flight, host)
+        if flight.computes:
+            self._launch_work(flight, HostStep.of(plan))
         else:
-            self._launch_plain(flight, host)
+            flight.clear()
         flight.mark = self._platform.mark()
         self._under_way.append(flight)
 
@@ -104,7 +109,8 @@ class DeviceRunner:
         # A step that was launched behind another began when that one ended.
         compute_ns = now_ns - max(flight.started_ns, self._collected_ns)
         self._collected_ns = now_ns
-        return StepResult(flight.step, sampled, scored, compute_ns)
+        copied = self._host.collect(wait=not flight.computes)
+        return StepResult(flight.step, sampled, scored, compute_ns if flight.computes else 0, copied)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute a plan's step and draw the tokens that it asks for; nothing else may be under way."""
@@ -143,6 +149,13 @@ class DeviceRunner:
         self._buffer.flat[:used].copy_(buffer.flat[:used], non_blocking=True)
         if merges := len(work.combines):
             self._buffer.combines[:merges].copy_(buffer.combines[:merges], non_blocking=True)
+
+    def _launch_work(self, flight: Flight, host: HostStep) -> None:
+        self._upload(flight.buffer, host)
+        if host.scoring:
+            self._launch_scoring(flight, host)
+        else:
+            self._launch_plain(flight, host)
 
     def _launch_plain(self, flight: Flight, host: HostStep) -> None:
         """A step that only draws, from its graph if there is one; logits that are to be changed are drawn from apart."""

@@ -93,6 +93,19 @@ def test_every_kind_of_family(request: pytest.FixtureRequest, family: str) -> No
     check_same(DeviceDriver(path).ask(prompts(), KINDS), Driver(path).ask(prompts(), KINDS))
 
 
+def test_reloading_from_host_memory_changes_nothing(qwen3: Path, expected: list[Answer]) -> None:
+    driver = DeviceDriver(qwen3, host_kv_idle_s=0.0, host_kv_memory_bytes=4 * 1024 * 1024)
+    check_same(driver.ask(prompts(), KINDS), expected)
+    while driver.core.stats().host_stores < driver.core.stats().blocks_cached:
+        driver.core.step()
+    pool = driver.core.kv.pool
+    pool.free(pool.allocate(pool.num_available) or ())
+    assert driver.core.stats().blocks_cached == 0
+    again = driver.ask(prompts(), KINDS)
+    assert driver.core.stats().host_loads > 5
+    check_same(again, expected)
+
+
 def test_preemption_changes_nothing(qwen3: Path) -> None:
     asked = [[row * 31 + i for i in range(30)] for row in range(3)]
     params = [
