@@ -22,7 +22,8 @@ class Batch:
     def enter(self, request: Request, match: PrefixMatch) -> None:
         """Give the request a row and its cached prefix; it is loading if a part of that is in host memory."""
         self.manager.adopt(request.table, match)
-        request.num_computed = request.num_found = match.num_tokens
+        request.restart_from(match.num_tokens)
+        request.num_found = match.num_tokens
         request.move_to(Status.LOADING if request.table.awaits else Status.RUNNING)
         self.rows.assign(request)
         insort(self.running, request, key=_order)
@@ -34,8 +35,12 @@ class Batch:
         assert left is request
 
     def release(self, request: Request, *, bad: bool = False, preempted: bool = False) -> None:
-        """Give back a request's row and blocks. No step may be using them."""
-        self.manager.release(request.table, bad=bad, preempted=preempted)
+        """Give back a request's row and blocks.
+
+        Steps in flight may use both still. The runner takes plans in order, so a row may have its next request in
+        the next plan; a block waits until the last step that uses it is over.
+        """
+        self.manager.release(request.table, last_used=request.last_used, bad=bad, preempted=preempted)
         self.rows.release(request)
         self.releases += 1
 

@@ -38,7 +38,10 @@ class RowWork:
 
     row: int
     num_computed: int
-    """Tokens whose KV is already stored: the position of the first token of this chunk."""
+    """Tokens whose KV is stored when the steps before are over: the position of the first token of this chunk.
+
+    The runner knows the tokens by then: it was told them with the row, or drew them itself, maybe in the step before.
+    """
     num_tokens: int
     """How many tokens to compute now; at least 1."""
     samples: bool
@@ -62,7 +65,8 @@ class StepPlan:
     work: tuple[RowWork, ...]
     """Ordered: rows that decode first, then chunks of prompts."""
     freed_rows: tuple[int, ...] = ()
-    """Rows whose request finished or was preempted since the last plan; applied before `new_rows`."""
+    """Rows whose request finished or was preempted since the last plan; applied before `new_rows`. A plan that was
+    made before that may still have work for them, which is dropped."""
     planned_ns: int = 0
     """When the plan was made, on the engine's clock."""
     copies_out: tuple[BlockCopy, ...] = ()
@@ -111,6 +115,9 @@ class StepResult:
     """Time in the forward pass and the sampler (for the step-time model and host-time accounting)."""
     copied: tuple[Copied, ...] = ()
     """Copies that ended since the last result, whichever plan started them."""
+    out_of_memory: str | None = None
+    """Why the step could not be computed, in words. Nothing was sampled or scored then, but the rows, block tables
+    and copies are as the plan said: the same work can be planned again, in smaller steps."""
 
 
 @dataclass(slots=True)

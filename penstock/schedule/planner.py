@@ -12,6 +12,7 @@ from penstock.schedule.request import Request, Status
 from penstock.schedule.reserve import AdmissionReserve
 from penstock.schedule.statistics import Counters
 from penstock.schedule.step import StepBuilder
+from penstock.schedule.step_cap import StepCap
 from penstock.schedule.victim import VictimChoice
 from penstock.types import RequestId
 
@@ -30,31 +31,45 @@ class Planner:
         batch: Batch,
         counters: Counters,
         quota: KVQuota,
+        cap: StepCap,
     ) -> None:
         self._limits = limits
         self._manager, self._prefill = batch.manager, prefill
         self._clock, self._queue = clock, queue
-        self._batch, self._counters = batch, counters
+        self._batch, self._counters, self._cap = batch, counters, cap
         self._quota, self.reserve = quota, AdmissionReserve()
         self._victims = VictimChoice(batch.manager.pool, limits.preemptions_max, quota.is_over)
+        self.wants_rest = False
+        """A request found no blocks, but nothing can be taken from others while a step is in flight."""
+        self._at_rest = True
         self._blocked: tuple[RequestId, int, int] | None = None
         """The head that found no room, after so many releases, at a level of the reserve."""
         self._unparked_at = 0
         """How many releases there were when parked requests were last let back into the queue."""
 
-    def plan(self, step: StepBuilder) -> None:
+    def plan(self, step: StepBuilder, *, at_rest: bool) -> None:
         """Fill a step. Rows that decode come first, then running prompts, then the head of the queue.
 
-        Nothing is admitted while blocks are so short that somebody had to give way.
+        `at_rest` says that no step is in flight. Only then may requests be preempted: what they computed is
+        published and what they drew is known, so nothing of theirs is lost or on its way. Nothing is admitted
+        while blocks are so short that somebody had to give way, or will have to.
         """
         step.planned_ns = self._clock.now_ns()
+        self._at_rest, self.wants_rest = at_rest, False
         preemptions = self._counters.preemptions
         self._let_parked_back()
+        if at_rest:
+            self._shrink_batch(step.planned_ns)
         self._plan_running(step)
         preempted = self._counters.preemptions > preemptions
         self.reserve.step_over(preempted=preempted)
-        if not preempted:
+        if not preempted and not self.wants_rest:
             self._admit(step)
+
+    def _shrink_batch(self, now_ns: int) -> None:
+        """A step ran out of memory, and not even the rows that decode fit in half of it: fewer must run."""
+        while len(self._batch.running) > self._cap.tokens:
+            self._preempt(self._batch.running[-1], now_ns)
 
     def charge_running(self) -> None:
         """Count what running requests have generated against their shares: before the order matters, not per token."""
@@ -73,15 +88,17 @@ class Planner:
         for request in self._batch.running.copy():  # Victims leave the list meanwhile.
             if request.status is _LOADING and not self._end_loading(request, step.planned_ns):
                 continue
-            if len(request.tokens) - request.num_computed > 1:
+            if request.is_drawn_out:
+                continue
+            if request.num_pending > 1:
                 prompts.append(request)
             elif request.status is _RUNNING:
                 self._extend_or_preempt(request, 1, step)
         self._open_prompts(step, len(prompts))
         for request in prompts:
-            if not step.takes_prompts:
+            if self.wants_rest or not step.takes_prompts:
                 return
-            if request.status is _RUNNING and (num_tokens := step.room(request, request.num_computed)):
+            if request.status is _RUNNING and (num_tokens := step.room(request, request.num_planned)):
                 self._extend_or_preempt(request, num_tokens, step)
 
     def _open_prompts(self, step: StepBuilder, num_running: int) -> None:
@@ -107,9 +124,16 @@ class Planner:
         return True
 
     def _extend_or_preempt(self, request: Request, num_tokens: int, step: StepBuilder) -> None:
-        """Plan `num_tokens` of a running request; if blocks run out, others must give way, or it itself."""
-        end = request.num_computed + num_tokens
+        """Plan `num_tokens` of a running request; if blocks run out, others must give way, or it itself.
+
+        While a step is in flight or freed blocks are still in use, the request is left out instead, and the next
+        plan is made at rest: this happens once per preemption, so the pause costs nothing that counts.
+        """
+        end = request.num_planned + num_tokens
         while (blocks := self._manager.extend(request.table, end)) is None:
+            if not self._at_rest or self._manager.pool.num_draining:
+                self.wants_rest = True
+                return
             victim = self._victims.choose(self._batch.running)
             step.drop(victim)
             self._preempt(victim, step.planned_ns)
@@ -135,7 +159,8 @@ class Planner:
         self._batch.release(request, preempted=preempted)
         request.move_to(Status.PREEMPTED)
         request.num_run_before += request.num_computed - request.num_found
-        request.num_computed = request.num_found = 0
+        request.restart_from(0)
+        request.num_found = 0
         self._queue.requeue(request)
 
     def _admit(self, step: StepBuilder) -> None:
@@ -146,7 +171,8 @@ class Planner:
         reserved = -1
         if step.takes_prompts and len(self._queue):
             self.charge_running()
-        while step.takes_prompts and len(self._batch.running) < self._limits.max_running:
+        max_running = min(self._limits.max_running, self._cap.tokens)
+        while step.takes_prompts and len(self._batch.running) < max_running:
             head = self._queue.peek()
             if head is None or self._is_blocked(head):
                 return
@@ -171,8 +197,9 @@ class Planner:
         """
         missing = blocks_for(len(request.tokens)) - match.num_present
         if missing + reserved > self._manager.num_available_after(match):
-            # Nobody may run, but loads that nobody awaits any more hold their blocks to their end.
-            assert self._batch.running or self._manager.host.busy, "a lone request must fit"
+            # Nobody may run, but steps and loads hold blocks to their end that nobody has any more.
+            held = self._manager.pool.num_draining or self._manager.host.busy
+            assert self._batch.running or held, "a lone request must fit"
             self._blocked = (request.request_id, self._batch.releases, self.reserve.level)
             return False
         num_tokens = step.room(request, match.num_tokens)
@@ -186,7 +213,7 @@ class Planner:
         if request.status is _LOADING:
             step.enter(request)
             return True
-        blocks = self._manager.extend(request.table, request.num_computed + num_tokens)
+        blocks = self._manager.extend(request.table, request.num_planned + num_tokens)
         assert blocks is not None  # There was room for more than that.
         request.count_blocks(step.planned_ns, len(request.table.blocks))
         step.add_new(request, num_tokens, match.blocks + blocks)

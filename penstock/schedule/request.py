@@ -4,6 +4,7 @@ import enum
 from array import array
 from dataclasses import dataclass, field
 
+from penstock.kv.block_pool import NEVER, Epoch
 from penstock.kv.prefix_cache import BlockTable
 from penstock.types import RequestId, SamplingParams, TokenLogprob, Usage
 
@@ -52,6 +53,12 @@ class Request:
     """Set by `submit`: which blocks hold the KV."""
     num_computed: int = 0
     """Leading tokens whose KV is stored, or will be when the request is no longer loading."""
+    num_planned: int = 0
+    """Leading tokens whose KV is stored once the plans in flight are over."""
+    num_drawing: int = 0
+    """Tokens that the plans in flight draw. They are not known yet."""
+    last_used: Epoch = NEVER
+    """The last step that reads or writes its blocks."""
     num_tokens_max: int = 0
     """Prompt and answer together may have this many tokens. Set by `submit`."""
     num_scored: int = 1
@@ -95,8 +102,21 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """Known tokens that are not computed yet: the debt that steps pay off. 1 while decoding."""
-        return len(self.tokens) - self.num_computed
+        """Tokens that are neither computed nor planned: the debt that steps pay off. 1 while decoding.
+
+        A token that a plan in flight draws counts: the runner will know it in time.
+        """
+        return len(self.tokens) + self.num_drawing - self.num_planned
+
+    @property
+    def is_drawn_out(self) -> bool:
+        """Whether the last token it may have is drawn, or is being drawn: nothing is left to plan."""
+        return len(self.tokens) + self.num_drawing >= self.num_tokens_max
+
+    def restart_from(self, num_computed: int) -> None:
+        """Start to plan again behind `num_computed` tokens; nothing of it is in flight, or nothing that counts."""
+        self.num_computed = self.num_planned = num_computed
+        self.num_drawing = 0
 
     @property
     def wants_scores(self) -> bool:

@@ -72,6 +72,6 @@ class AdmissionReserve:
 
         At least one more than it has known tokens for: a row that decodes needs that within 16 steps.
         """
-        known = blocks_for(len(request.tokens)) - len(request.table.blocks)
+        known = blocks_for(len(request.tokens) + request.num_drawing) - len(request.table.blocks)
         expected = self.rho * self.estimate.remaining(request) if self.rho else 0.0
         return known + max(1, round(expected / BLOCK_TOKENS))

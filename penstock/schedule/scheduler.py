@@ -10,17 +10,29 @@ cache knows (the rule is vLLM v1's; the idea of iteration-level batching is Orca
                  |         |              |
                  +---- preempted <--------+     out of blocks: give all up, resume later as a prefix hit
 
-The scheduler knows numbers of tokens and of blocks. Tensors, text, sockets and threads it does not know.
+Up to two plans are in flight, so that step N+1 is ready when N ends. N+1 is then made before N's tokens are
+known: a row that samples in N is planned one more token, which the runner feeds from what it drew itself.
+Lengths are known ahead, so no request is planned past its last token. A stop token is found one step late:
+what was planned behind it is computed and dropped, and never reaches an output, a count or the prefix cache.
 
-One plan is in flight at most: `schedule` and `apply` alternate. Planning step N+1 before N's tokens are
-known will relax that: `schedule` then plans on assumed lengths, and what is freed (`_release`) waits for
-the step that last read it. Both already pass through one place each, so callers will not change.
+    schedule N    N in flight                     num_planned: computed when all plans are over
+    schedule N+1  N, N+1 in flight                num_computed: computed by plans that were applied
+    apply N       N's tokens known; ended requests free rows and blocks; the blocks wait for N+1
+    schedule N+2  ...
+
+Requests are only preempted at rest, when nothing is in flight (see `Planner`). `schedule` gives None for a
+moment when that is needed.
+
+The scheduler knows numbers of tokens and of blocks. Tensors, text, sockets and threads it does not know.
 """
+
+from collections import deque
 
 from penstock.clock import Clock
 from penstock.errors import InvalidRequest
 from penstock.kv.manager import KVManager
 from penstock.schedule.batch import Batch
+from penstock.schedule.flight import FLIGHTS_MAX, Flight
 from penstock.schedule.limits import Limits
 from penstock.schedule.plan import RequestOutput, Sampled, Scored, StepOutcome, StepPlan, StepResult
 from penstock.schedule.planner import Planner
@@ -30,6 +42,7 @@ from penstock.schedule.quota import KVQuota
 from penstock.schedule.request import Request, Status
 from penstock.schedule.statistics import Counters, SchedulerStatistics
 from penstock.schedule.step import StepBuilder
+from penstock.schedule.step_cap import StepCap
 from penstock.types import BLOCK_TOKENS, FinishReason, RequestId
 
 _RUNNING = Status.RUNNING
@@ -54,9 +67,11 @@ class Scheduler:
         self._batch = Batch(manager, limits.max_running)
         self._counters = Counters()
         self._quota = KVQuota(manager.pool, limits.kv_quota_fraction)
-        self._planner = Planner(limits, self._prefill, clock, queue, self._batch, self._counters, self._quota)
-        self._in_flight: StepPlan | None = None
-        self._condemned: list[Request] = []  # Aborted while the step in flight may still write their blocks.
+        self._cap = StepCap(limits.step_tokens)
+        self._planner = Planner(
+            limits, self._prefill, clock, queue, self._batch, self._counters, self._quota, self._cap
+        )
+        self._flights: deque[Flight] = deque()  # Oldest first, at most FLIGHTS_MAX.
         self._step = 0
         self._submitted = 0
 
@@ -89,7 +104,7 @@ class Scheduler:
     def abort(self, request_id: RequestId) -> RequestOutput | None:
         """End a request wherever it stands; its last output, or None if it is not (any longer) known.
 
-        Its blocks are free at once, or when the step in flight has been applied.
+        Its blocks are free at once, or when the steps in flight that use them have been applied.
         """
         request = self._requests.get(request_id)
         if request is None:
@@ -99,55 +114,68 @@ class Scheduler:
         return self._finish(request, FinishReason.ABORT, self._clock.now_ns())
 
     def schedule(self) -> StepPlan | None:
-        """Choose the next step's work; None when there is nothing to do.
+        """Choose the next step's work; None when there is nothing to do, or nothing before the next `apply`.
 
-        Rows that decode come first and are never skipped, then running prompts, then the head of the queue. With
-        nothing to compute, but blocks on their way to or from host memory, the plan is to wait for those.
+        Rows that decode come first, then running prompts, then the head of the queue. May be called while one
+        plan is in flight. With nothing to compute, but blocks on their way to or from host memory, the plan is to
+        wait for those; that is only planned at rest, for a step in flight brings news of them too.
         """
-        assert self._in_flight is None, "apply the plan in flight first"
-        self._manager.host.tick(self._clock.now_ns())
-        step = StepBuilder(self.limits.step_tokens, self.limits.scored_tokens)
-        self._planner.plan(step)
+        assert len(self._flights) < FLIGHTS_MAX, "apply a plan in flight first"
+        if self._flights and self._planner.wants_rest:
+            return None
+        host = self._manager.host
+        host.tick(self._clock.now_ns())
+        step = StepBuilder(self._cap.tokens, self.limits.scored_tokens)
+        self._planner.plan(step, at_rest=not self._flights)
+        if step.is_empty and self._flights:
+            return None
         copies = self._manager.take_copies()
-        if not step.has_work and not self._manager.host.busy:
+        if step.is_empty and not host.busy:
             assert not self._requests, "a request is left behind"
             return None
         self._step += 1
-        self._in_flight = step.build(self._step, self._batch.rows.report_freed(), copies)
-        return self._in_flight
+        flight = step.build(
+            self._step, self._batch.rows.report_freed(), self._manager.pool.begin_epoch(), copies
+        )
+        flight.count_in()
+        self._flights.append(flight)
+        return flight.plan
 
     def apply(self, result: StepResult) -> StepOutcome:
-        """Take in what a step computed: new tokens, ended requests, blocks that may be hit from now on."""
-        plan = self._in_flight
-        assert plan is not None, "no plan is in flight"
-        assert plan.step == result.step, (plan.step, result.step)
-        self._in_flight = None
-        now_ns = self._clock.now_ns()
-        if plan.work:
-            self._prefill.observe(plan, now_ns)
-        outcome = StepOutcome()
-        if result.copied:
-            self._manager.finish_copies(result.copied)
-            self._batch.releases += 1  # Blocks that copies held may be free now.
+        """Take in what the oldest step in flight computed: tokens, ends, blocks that may be hit from now on."""
+        assert self._flights, "no plan is in flight"
+        flight = self._flights.popleft()
+        assert flight.plan.step == result.step, (flight.plan.step, result.step)
+        reusable = self._manager.pool.end_epoch(flight.epoch)
+        self._manager.finish_copies(result.copied)
+        self._batch.releases += bool(reusable or result.copied)  # Blocks that they held may be free now.
+        outcome, now_ns = StepOutcome(), self._clock.now_ns()
+        if flight.is_void:
+            return outcome
+        if result.out_of_memory is not None:
+            self._out_of_memory(flight, result.out_of_memory, outcome, now_ns)
+            return outcome
+        self._cap.step_fitted()
+        if flight.plan.work:
+            self._prefill.observe(flight.plan, now_ns)
         drawn, scored = iter(result.sampled), iter(result.scored)
-        for work in plan.work:
+        for request, work in zip(flight.requests, flight.plan.work, strict=True):
             draw = next(drawn) if work.samples else None
             scores = next(scored) if work.scores else None
-            request = self._batch.rows[work.row]
+            assert draw is None or draw.row == work.row, (draw, work.row)
+            assert scores is None or scores.row == work.row, (scores, work.row)
             if request.status is not _RUNNING:
-                continue  # Aborted in flight.
+                continue  # It ended while this was in flight: a stop one step before, an error, an abort.
             request.num_computed = computed = work.num_computed + work.num_tokens
             request.num_steps += 1
+            request.num_drawing -= work.samples
             self._manager.publish_computed(request.table, request.tokens, computed)
             if scores is not None:
-                assert scores.row == work.row, (scores.row, work.row)
                 outcome.outputs.append(self._score(request, scores, work.num_computed, now_ns))
             if draw is not None and request.status is _RUNNING:
-                assert draw.row == work.row, (draw.row, work.row)
                 outcome.outputs.append(self._append(request, draw, now_ns))
         assert next(drawn, None) is None, "more was sampled than was asked for"
         assert next(scored, None) is None, "more was scored than was asked for"
-        self._release_condemned()
         return outcome
 
     @property
@@ -189,10 +217,9 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two calls. O(requests + blocks)."""
-        holders = [*self._batch.running, *self._condemned]
-        self._manager.check_invariants([request.table for request in holders])
-        self._batch.rows.check_invariants(holders)
-        assert self._in_flight is not None or not self._condemned, "condemned without a step in flight"
+        self._manager.check_invariants([request.table for request in self._batch.running])
+        self._batch.rows.check_invariants(self._batch.running)
+        assert len(self._flights) <= FLIGHTS_MAX
         orders = [request.order for request in self._batch.running]
         assert orders == sorted(set(orders)), "running requests are out of order"
         waiting = len(self._queue) + len(self._quota)
@@ -206,9 +233,36 @@ class Scheduler:
                 f"{request.request_id} does not wait for its KV"
             )
             assert 0 <= request.num_computed < len(request.tokens) < request.num_tokens_max
-            assert request.num_computed <= len(request.table.blocks) * BLOCK_TOKENS
+            assert request.num_planned <= len(request.table.blocks) * BLOCK_TOKENS
+            self._check_in_flight(request)
+
+    def _check_in_flight(self, request: Request) -> None:
+        """What a request expects is what the plans in flight do for it."""
+        pairs = [
+            zip(each.requests, each.plan.work, strict=True) for each in self._flights if not each.is_void
+        ]
+        work = [work for flight in pairs for owner, work in flight if owner is request]
+        name = request.request_id
+        assert request.num_planned - request.num_computed == sum(each.num_tokens for each in work), name
+        assert request.num_drawing == sum(each.samples for each in work), name
+        assert len(request.tokens) + request.num_drawing <= request.num_tokens_max, f"{name}: planned too far"
+        assert request.num_pending > 0, f"{name}: more is planned than will be known"
 
     # --- taking a result in -----------------------------------------------------------------------
+
+    def _out_of_memory(self, flight: Flight, why: str, outcome: StepOutcome, now_ns: int) -> None:
+        """A step did not fit: forget it and what was planned behind it, and go on in smaller steps, from rest.
+
+        A request whose single token does not fit alone cannot be helped: it ends, and only it.
+        """
+        for later in self._flights:
+            later.is_void = True
+        for request in self._batch.running:
+            request.restart_from(request.num_computed)
+        self._planner.wants_rest = True
+        if not self._cap.step_failed(flight.plan.num_tokens) and flight.requests[0].status is _RUNNING:
+            words = f"the engine is out of memory: {why}"
+            outcome.outputs.append(self._finish(flight.requests[0], FinishReason.ERROR, now_ns, error=words))
 
     def _score(self, request: Request, scores: Scored, first: int, now_ns: int) -> RequestOutput:
         """Log-probabilities of prompt tokens that follow those from position `first` on."""
@@ -239,7 +293,7 @@ class Scheduler:
     def _finish(
         self, request: Request, reason: FinishReason, now_ns: int, *, error: str | None = None
     ) -> RequestOutput:
-        """End a request for good. What it held is free now, or once the step in flight is applied."""
+        """End a request for good. What it held is free now, or once no step in flight uses it."""
         del self._requests[request.request_id]
         was_in_batch = request.in_batch
         request.move_to(Status.FINISHED)
@@ -247,14 +301,6 @@ class Scheduler:
         self._planner.charge_generated(request)
         if was_in_batch:
             self._batch.leave(request)
-            if self._in_flight is None:
-                self._batch.release(request, bad=error is not None)
-            else:
-                self._condemned.append(request)
+            self._batch.release(request, bad=error is not None)
         usage = request.usage(now_ns)
         return RequestOutput(request.request_id, (), finish=reason, error=error, usage=usage)
-
-    def _release_condemned(self) -> None:
-        for request in self._condemned:
-            self._batch.release(request)
-        self._condemned.clear()

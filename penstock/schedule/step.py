@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 
+from penstock.kv.block_pool import Epoch
 from penstock.kv.host_tier import NO_COPIES, Copies
+from penstock.schedule.flight import Flight
 from penstock.schedule.plan import NewRow, RowWork, StepPlan
 from penstock.schedule.prefill_budget import PromptShare
 from penstock.schedule.request import Request
@@ -12,7 +14,7 @@ from penstock.schedule.step_time import StepLoad
 class StepBuilder:
     """Collects one step's work. Never holds more tokens than its budget, nor a row twice."""
 
-    __slots__ = ("_new_rows", "_work", "budget", "planned_ns", "prompts", "scored_budget")
+    __slots__ = ("_new_rows", "_requests", "_work", "budget", "planned_ns", "prompts", "scored_budget")
 
     def __init__(self, step_tokens: int, scored_tokens: int) -> None:
         self.budget = step_tokens
@@ -25,11 +27,12 @@ class StepBuilder:
         """What prompts may take of the step; None if there are none."""
         self._new_rows: list[NewRow] = []
         self._work: list[RowWork] = []
+        self._requests: list[Request] = []  # Whose work it is.
 
     @property
-    def has_work(self) -> bool:
-        """Whether there is anything to compute."""
-        return bool(self._work)
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute, and no row for the runner to hear of."""
+        return not self._work and not self._new_rows
 
     @property
     def takes_prompts(self) -> bool:
@@ -56,13 +59,14 @@ class StepBuilder:
 
     def add(self, request: Request, num_tokens: int, blocks: tuple[int, ...]) -> None:
         """Compute the request's next `num_tokens` tokens, after adding `blocks` to its table."""
-        computed, scores = request.num_computed, request.scores_after(request.num_computed)
-        samples = computed + num_tokens == len(request.tokens)
+        start, scores = request.num_planned, request.scores_after(request.num_planned)
+        samples = num_tokens == request.num_pending
         self.budget -= num_tokens
         self.scored_budget -= num_tokens * scores
         assert self.budget >= 0, "over the token budget"
         assert self.scored_budget >= 0, "more log-probabilities than there are rows of logits"
-        self._work.append(RowWork(request.row, computed, num_tokens, samples, blocks, scores))
+        self._work.append(RowWork(request.row, start, num_tokens, samples, blocks, scores))
+        self._requests.append(request)
 
     def add_new(self, request: Request, num_tokens: int, blocks: tuple[int, ...]) -> None:
         """The same for a request that (re)enters the batch: the runner is told all about it."""
@@ -85,10 +89,13 @@ class StepBuilder:
             if work.row == request.row:
                 self.budget += work.num_tokens
                 self.scored_budget += work.num_tokens * work.scores
-                del self._work[index]
+                del self._work[index], self._requests[index]
                 return
 
-    def build(self, step: int, freed_rows: tuple[int, ...], copies: Copies = NO_COPIES) -> StepPlan:
-        """The finished plan."""
+    def build(
+        self, step: int, freed_rows: tuple[int, ...], epoch: Epoch, copies: Copies = NO_COPIES
+    ) -> Flight:
+        """The finished plan, ready to be handed to the runner."""
         new_rows, work = tuple(self._new_rows), tuple(self._work)
-        return StepPlan(step, new_rows, work, freed_rows, self.planned_ns, copies.out, copies.into)
+        plan = StepPlan(step, new_rows, work, freed_rows, self.planned_ns, copies.out, copies.into)
+        return Flight(plan, tuple(self._requests), epoch)

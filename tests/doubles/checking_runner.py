@@ -6,9 +6,11 @@ prefix, or in a step that is not over yet, is caught at once: a wrong block tabl
 wrong tokens, a block that was reused too early.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from penstock.kv.host_tier import BlockCopy, Copied
+from penstock.kv.manager import blocks_for
 from penstock.schedule.plan import NewRow, RowWork, Sampled, Scored, StepPlan, StepResult
 from penstock.types import BLOCK_TOKENS, RequestId, SamplingParams, TokenLogprob
 
@@ -79,6 +81,7 @@ class _Row:
     fingerprints: list[int]
     """One for every known token."""
     num_prompt: int
+    max_tokens: int
     blocks: list[int] = field(default_factory=list[int])
     num_computed: int | None = None
     """Known from the row's first work on."""
@@ -94,8 +97,19 @@ class _Copying:
     steps_left: int
 
 
+@dataclass(slots=True)
+class _Launched:
+    result: StepResult
+    touched: dict[int, list[_Row]] = field(default_factory=dict)
+    """Every block that the step reads or writes, and for which rows: until it is collected."""
+
+
 class CheckingRunner:
-    """Runs plans on fingerprints. A broken promise is an AssertionError that says which."""
+    """Runs plans on fingerprints. A broken promise is an AssertionError that says which.
+
+    Steps compute in order as they are launched, but count as unfinished until they are collected: a block that
+    another row writes meanwhile was reused too early.
+    """
 
     def __init__(
         self, *, num_blocks: int, max_running: int, vocab_size: int = 97, num_host_slots: int = 0
@@ -113,19 +127,65 @@ class CheckingRunner:
         """Host slots whose copies fail."""
         self._host = [[_EMPTY] * BLOCK_TOKENS for _ in range(num_host_slots)]
         self._copying: list[_Copying] = []
+        self.step_tokens_max = 1 << 60
+        """Steps with more tokens than this run out of memory."""
+        self._launched: deque[_Launched] = deque()
         self._max_running = max_running
         self._rows: dict[int, _Row] = {}
         self._slots = [_EMPTY] * (num_blocks * BLOCK_TOKENS)
         self._written: dict[int, int] = {}  # Slot -> the row that wrote it in this step.
 
     def run(self, plan: StepPlan) -> StepResult:
+        """Launch and collect."""
+        self.launch(plan)
+        return self.collect()
+
+    def collect(self) -> StepResult:
+        """The result of the oldest launched step, which is over now."""
+        return self._launched.popleft().result
+
+    def launch(self, plan: StepPlan) -> None:
         """Check the plan, store its fingerprints and draw the next tokens."""
         for row in plan.freed_rows:
             assert self._rows.pop(row, None) is not None, f"row {row} is freed but was not in use"
         for new in plan.new_rows:
             self._enter(new)
         assert len({work.row for work in plan.work}) == len(plan.work), "a row is twice in one step"
+        for work in plan.work:
+            self._rows[work.row].blocks.extend(work.new_blocks)
+        touched = self._touch(plan)
         self._begin_copies(plan)
+        if any(each.result.out_of_memory for each in self._launched):
+            # What it would read was never computed.
+            garbage = StepResult(
+                plan.step,
+                tuple(Sampled(work.row, 1) for work in plan.work if work.samples),
+                tuple(Scored(work.row, ()) for work in plan.work if work.scores),
+                copied=self._end_copies(waits=False),
+            )
+            self._launched.append(_Launched(garbage, touched))
+        elif plan.num_tokens > self.step_tokens_max:
+            copied = self._end_copies(waits=False)
+            failed = StepResult(plan.step, (), copied=copied, out_of_memory="as told")
+            self._launched.append(_Launched(failed, touched))
+        else:
+            self._launched.append(_Launched(self._compute(plan), touched))
+
+    def _touch(self, plan: StepPlan) -> dict[int, list[_Row]]:
+        """The blocks that a plan uses. Those that it writes nobody else may be using still."""
+        touched: dict[int, list[_Row]] = {}
+        for work in plan.work:
+            row = self._rows[work.row]
+            blocks = row.blocks[: blocks_for(work.num_computed + work.num_tokens)]
+            for block in blocks[work.num_computed // BLOCK_TOKENS :]:
+                for flight in self._launched:
+                    users = flight.touched.get(block, [])
+                    assert all(user is row for user in users), f"block {block} is reused while a step uses it"
+            for block in blocks:
+                touched.setdefault(block, []).append(row)
+        return touched
+
+    def _compute(self, plan: StepPlan) -> StepResult:
         self._written.clear()
         for work in plan.work:
             self._write(work)
@@ -143,6 +203,9 @@ class CheckingRunner:
             began = self._device(copy.block) if out else list(self._host[copy.slot])
             self._copying.append(_Copying(copy, out, began, self.copy_steps))
             if not out:
+                assert not any(copy.block in each.touched for each in self._launched), (
+                    f"block {copy.block} is loaded while a step uses it"
+                )
                 self._fill(copy.block, [_EMPTY] * BLOCK_TOKENS)
 
     def _end_copies(self, *, waits: bool) -> tuple[Copied, ...]:
@@ -176,8 +239,9 @@ class CheckingRunner:
         assert 0 <= new.row < self._max_running, f"row {new.row} is out of bounds"
         salt, num_public = self._namespace(new.request_id)
         fingerprints = _fingerprints(salt, new.token_ids, num_public)
+        sampling, num_prompt = new.sampling, new.num_prompt_tokens
         self._rows[new.row] = _Row(
-            new.request_id, new.sampling.seed, fingerprints, new.num_prompt_tokens, list(new.blocks)
+            new.request_id, sampling.seed, fingerprints, num_prompt, sampling.max_tokens, list(new.blocks)
         )
 
     def _namespace(self, request_id: RequestId) -> tuple[bytes, int]:
@@ -186,7 +250,6 @@ class CheckingRunner:
     def _write(self, work: RowWork) -> None:
         """Store the chunk's fingerprints where the block table says."""
         row = self._rows[work.row]
-        row.blocks.extend(work.new_blocks)
         assert row.num_computed in (None, work.num_computed), "tokens are skipped or computed twice"
         assert work.num_tokens > 0, "a row without work is planned"
         row.num_computed = end = work.num_computed + work.num_tokens
@@ -214,9 +277,11 @@ class CheckingRunner:
     def _sample(self, work: RowWork) -> Sampled:
         row = self._rows[work.row]
         if row.request_id in self.broken:
+            row.fingerprints.append(_after(row.fingerprints, 0, *self._namespace(row.request_id)))
             return Sampled(work.row, 0, error="the logits are not numbers")
         token = draw_token(row.seed, row.fingerprints[-1], self.vocab_size)
         row.fingerprints.append(_after(row.fingerprints, token, *self._namespace(row.request_id)))
+        assert len(row.fingerprints) - row.num_prompt <= row.max_tokens, "more is drawn than was asked for"
         return Sampled(work.row, token)
 
     def _score(self, plan: StepPlan) -> tuple[Scored, ...]:

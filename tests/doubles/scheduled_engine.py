@@ -1,6 +1,6 @@
 """A scheduler driven over the checking runner, with everything that was ever said about each request."""
 
-from collections import defaultdict
+from collections import defaultdict, deque
 
 import pytest
 from checking_runner import CheckingRunner, expected_scores, expected_tokens
@@ -23,7 +23,10 @@ IDLE_NS = 20 * STEP_NS
 
 
 class ScheduledEngine:
-    """Submit, step, abort; outputs are collected in `got` and `ends`, and checked as they come."""
+    """Submit, step, abort; outputs are collected in `got` and `ends`, and checked as they come.
+
+    With `overlap` every step is planned, and launched, while the one before is in flight.
+    """
 
     def __init__(
         self,
@@ -41,6 +44,7 @@ class ScheduledEngine:
         queue: WaitingQueue | None = None,
         preemptions_max: int = 3,
         kv_quota_fraction: float = 1.0,
+        overlap: bool = False,
     ) -> None:
         hasher = BlockHasher(key=bytes(32), model="m", kv_dtype="float32")
         if prefix_cache:
@@ -68,7 +72,8 @@ class ScheduledEngine:
         self.scores: dict[str, list[TokenLogprob]] = defaultdict(list)
         self.ends: dict[str, RequestOutput] = {}
         self.plans: list[StepPlan] = []
-        self.in_flight: StepPlan | None = None
+        self.overlap = overlap
+        self.flights: deque[StepPlan] = deque()
 
     def submit(
         self,
@@ -106,10 +111,16 @@ class ScheduledEngine:
         if output.finish is not None:
             self.ends[name] = output
 
+    @property
+    def in_flight(self) -> StepPlan | None:
+        return self.flights[0] if self.flights else None
+
     def plan(self) -> StepPlan | None:
-        self.in_flight = plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule()
         if plan is not None:
             self.plans.append(plan)
+            self.flights.append(plan)
+            self.runner.launch(plan)
             limits = self.scheduler.limits
             assert plan.num_tokens <= limits.step_tokens
             assert plan.work or self.kv.host.busy, "an empty plan has nothing to wait for"
@@ -118,16 +129,20 @@ class ScheduledEngine:
         return plan
 
     def finish_step(self) -> None:
-        assert self.in_flight is not None
-        result = self.runner.run(self.in_flight)
+        plan, result = self.flights.popleft(), self.runner.collect()
+        assert plan.step == result.step
         self.clock.advance(STEP_NS)
-        self.in_flight = None
         for output in self.scheduler.apply(result).outputs:
             self.hear(output)
 
     def step(self) -> StepPlan | None:
-        plan = self.plan()
-        if plan is not None:
+        """Finish a step, the next one being planned or not. None when there is nothing to do."""
+        plan = None
+        while len(self.flights) < (2 if self.overlap else 1) and (planned := self.plan()) is not None:
+            plan = planned
+            self.scheduler.check_invariants()
+        plan = plan or self.in_flight
+        if self.flights:
             self.finish_step()
         self.scheduler.check_invariants()
         self.events.check()
@@ -154,7 +169,8 @@ class ScheduledEngine:
             pytest.fail(f"not idle after {steps_max} steps")
         assert not self.scheduler.has_work
         assert self.scheduler.live_requests() == ()
-        assert self.kv.statistics().used == 0
+        now = self.kv.statistics()
+        assert now.used == now.draining == 0
 
     def expected_scores(self, name: str) -> list[TokenLogprob]:
         request = self.requests[name]

@@ -16,7 +16,7 @@ def test_counts_follow_the_tokens() -> None:
     request = make()
     assert (request.num_prompt, request.num_pending, request.num_generated) == (5, 5, 0)
     request.tokens.append(9)
-    request.num_computed = 5
+    request.restart_from(5)
     assert (request.num_prompt, request.num_pending, request.num_generated) == (5, 1, 1)
     assert request.stop_token_ids == {7}
 

@@ -348,10 +348,13 @@ def test_many_that_do_not_fit_together_all_end() -> None:
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("step_tokens", [1, 7, 16, 48, 1000])
 @pytest.mark.parametrize("num_blocks", [7, 9, 100])
-def test_tokens_do_not_depend_on_batch_chunk_cache_or_preemption(
-    prefix_cache: bool, step_tokens: int, num_blocks: int
+@pytest.mark.parametrize("overlap", [False, True])
+def test_tokens_do_not_depend_on_batch_chunk_cache_overlap_or_preemption(
+    prefix_cache: bool, step_tokens: int, num_blocks: int, overlap: bool
 ) -> None:
-    engine = ScheduledEngine(num_blocks=num_blocks, step_tokens=step_tokens, prefix_cache=prefix_cache)
+    engine = ScheduledEngine(
+        num_blocks=num_blocks, step_tokens=step_tokens, prefix_cache=prefix_cache, overlap=overlap
+    )
     for index in range(6):
         engine.submit(f"r{index}", [3] * 33 + [index // 2] * 5, max_tokens=60, seed=index)
     engine.run()
@@ -394,9 +397,10 @@ def test_abort_in_flight_keeps_the_blocks_until_the_step_is_over() -> None:
     engine.plan()
     assert engine.abort("a") is not None
     engine.scheduler.check_invariants()
-    assert engine.kv.statistics().used == 4  # The step still writes them.
-    engine.finish_step()
     assert engine.kv.statistics().used == 2
+    assert engine.kv.statistics().draining == 2  # The step still writes them.
+    engine.finish_step()
+    assert engine.kv.statistics().draining == 0
     plan = engine.step()
     assert plan is not None
     assert plan.freed_rows == (0,)
@@ -439,16 +443,17 @@ def test_an_id_may_be_used_again_after_its_end() -> None:
 # --- misuse is a bug ------------------------------------------------------------------------------
 
 
-def test_schedule_and_apply_alternate() -> None:
+def test_two_plans_are_in_flight_at_most_and_come_back_in_order() -> None:
     engine = ScheduledEngine()
     with pytest.raises(AssertionError, match="no plan"):
         engine.scheduler.apply(StepResult(1, ()))
     engine.submit("a", [1], max_tokens=5)
     engine.plan()
+    engine.plan()
     with pytest.raises(AssertionError, match="in flight"):
         engine.scheduler.schedule()
     with pytest.raises(AssertionError):
-        engine.scheduler.apply(StepResult(99, (Sampled(0, 1),)))
+        engine.scheduler.apply(StepResult(2, (Sampled(0, 1),)))
 
 
 @pytest.mark.parametrize("sampled", [(Sampled(1, 1),), (Sampled(0, 1), Sampled(1, 1))])

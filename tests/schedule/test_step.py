@@ -1,5 +1,6 @@
 import pytest
 
+from penstock.kv.block_pool import Epoch
 from penstock.kv.hashing import token_array
 from penstock.schedule.plan import NewRow, RowWork
 from penstock.schedule.request import Request
@@ -11,18 +12,21 @@ def make(row: int, num_computed: int = 0) -> Request:
     request = Request(
         request_id=RequestId(f"r{row}"), tokens=token_array(range(10)), sampling=SamplingParams()
     )
-    request.row, request.num_computed = row, num_computed
+    request.row = row
+    request.restart_from(num_computed)
     return request
 
 
 def test_work_is_taken_from_the_budget_and_samples_at_the_last_token() -> None:
     step = StepBuilder(12, 64)
-    assert not step.has_work
+    assert step.is_empty
     step.add(make(0, 9), 1, ())
     step.add(make(1, 0), 6, (4,))
     step.add_new(make(2, 6), 4, (2, 3))
     assert step.budget == 1
-    plan = step.build(7, (5,))
+    flight = step.build(7, (5,), Epoch(3))
+    plan = flight.plan
+    assert [request.row for request in flight.requests] == [0, 1, 2]
     assert plan.work == (
         RowWork(0, 9, 1, True),
         RowWork(1, 0, 6, False, (4,)),
@@ -40,7 +44,7 @@ def test_dropped_work_gives_its_budget_back() -> None:
     step.drop(drop)
     step.drop(make(2))  # Had no work: nothing to take out.
     assert step.budget == 8
-    assert [work.row for work in step.build(1, ()).work] == [0]
+    assert [work.row for work in step.build(1, (), Epoch(1)).plan.work] == [0]
 
 
 def test_going_over_the_budget_is_a_bug() -> None:

@@ -1,0 +1,30 @@
+"""A plan on its way: made, handed to the runner, and not applied yet."""
+
+from dataclasses import dataclass
+
+from penstock.kv.block_pool import Epoch
+from penstock.schedule.plan import StepPlan
+from penstock.schedule.request import Request
+
+FLIGHTS_MAX = 2
+"""One step computes while the next is planned. More would only make stops and new requests wait longer."""
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One step between `schedule` and `apply`."""
+
+    plan: StepPlan
+    requests: tuple[Request, ...]
+    """Whose work it is, beside `plan.work`: a row may belong to somebody else when the result comes."""
+    epoch: Epoch
+    """Holds the blocks of requests that end meanwhile."""
+    is_void: bool = False
+    """A step before it failed, so that it computed on nothing: its result is dropped."""
+
+    def count_in(self) -> None:
+        """Let every request know what this step will do for it."""
+        for request, work in zip(self.requests, self.plan.work, strict=True):
+            request.num_planned = work.num_computed + work.num_tokens
+            request.num_drawing += work.samples
+            request.last_used = self.epoch
