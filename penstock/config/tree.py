@@ -94,6 +94,8 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     """GPU memory set aside for graphs."""
     step_tokens: Positive = 512
     """Token budget of one step: decode rows first, the rest goes to chunks of prompts."""
+    overlap: Literal["auto", "on", "off"] = "auto"
+    """Plan and launch a step while the one before computes. "auto": on for a GPU, off on the CPU."""
     max_running: Positive = 64
     """Requests in one batch at most."""
     max_waiting: Positive = 1024

@@ -7,11 +7,13 @@ An *owner* is a number that says who asked (a connection). Trouble with one requ
 anything that this code does not expect is raised, and the process ends.
 """
 
+import logging
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.tree import EngineConfig
+from penstock.engine.steps import wire_steps
 from penstock.errors import Draining, InvalidRequest, PenstockError
 from penstock.kv.hashing import PUBLIC, BlockHasher, token_array
 from penstock.kv.host_tier import HostLimits
@@ -24,6 +26,8 @@ from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
 from penstock.schedule.request import Request
 from penstock.schedule.scheduler import Scheduler
 from penstock.types import FinishReason, RequestId, Usage
+
+_log = logging.getLogger(__name__)
 
 Outputs = dict[int, list[Output]]
 """What there is to tell each owner."""
@@ -42,7 +46,7 @@ class Runner(Protocol):
         ...
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Compute one step."""
+        """Compute one step. A runner that also has `launch` and `collect` (see `Steps`) is driven by those."""
         ...
 
 
@@ -57,8 +61,12 @@ class _Live:
 class EngineCore:
     """One engine: call `step` for as long as `has_work`, and after `sleep_s` without."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, clock: Clock) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, clock: Clock, overlap: Literal["auto", "on", "off"]
+    ) -> None:
         self._scheduler, self._runner, self._clock = scheduler, runner, clock
+        self._steps, self._depth = wire_steps(runner, runner.run, overlap)
+        self._in_flight = 0
         self._live: dict[RequestId, _Live] = {}
         self._outbox: Outputs = {}
         self._draining = False
@@ -72,8 +80,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request has not ended, or its end was not told yet."""
-        return bool(self._live or self._outbox)
+        """Whether a request has not ended, its end was not told yet, or a step is on its way."""
+        return bool(self._live or self._outbox or self._in_flight)
 
     @property
     def sleep_s(self) -> float | None:
@@ -113,12 +121,21 @@ class EngineCore:
         self._draining = True
 
     def step(self) -> Outputs:
-        """Run one step, and hand over everything there is to tell since the last one."""
+        """Finish one step, and hand over everything there is to tell since the last one.
+
+        With overlap the next step is launched before this one is waited for, so that it computes while the
+        caller tells what came of this one.
+        """
         started_ns = self._clock.now_ns()
-        plan = self._scheduler.schedule()
-        if plan is not None:
-            result = self._runner.run(plan)
+        while self._in_flight < self._depth and (plan := self._scheduler.schedule()) is not None:
+            self._steps.launch(plan)
+            self._in_flight += 1
+        if self._in_flight:
+            result = self._steps.collect()
+            self._in_flight -= 1
             self._compute_ns += result.compute_ns
+            if result.out_of_memory is not None:
+                _log.warning("a step ran out of memory and is done again in parts: %s", result.out_of_memory)
             for output in self._scheduler.apply(result).outputs:
                 self._tell(output)
         outputs, self._outbox = self._outbox, {}
@@ -180,7 +197,7 @@ def build_core(runner: Runner, config: EngineConfig, hash_key: bytes, clock: Clo
     limits = Limits.of(config, info.max_model_len)
     prefill = PrefillBudget(LatencyTargets.of(config))
     scheduler = Scheduler(limits, manager, clock, waiting_queue(config), prefill)
-    return EngineCore(scheduler, runner, clock)
+    return EngineCore(scheduler, runner, clock, config.overlap)
 
 
 def _host_limits(info: ModelInfo, config: EngineConfig) -> HostLimits:

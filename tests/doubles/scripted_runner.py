@@ -3,17 +3,20 @@
 Imported by tests, and by worker processes that tests start (`runner="scripted_runner:build_runner"`).
 """
 
+import ctypes
 import hashlib
 import os
 import threading
 import time
+from collections.abc import Callable
 
 from penstock.protocol.worker import ModelInfo
 from penstock.schedule.plan import NewRow, Sampled, Scored, StepPlan, StepResult
 from penstock.types import BLOCK_TOKENS, TokenLogprob
 
-HANG, CRASH, NOT_A_NUMBER, DIE = 1, 2, 3, 4
-"""Prompts that begin with these make the step hang, raise, give NaN, or kill the process."""
+HANG, CRASH, NOT_A_NUMBER, DIE, HANG_LOCKED = 1, 2, 3, 4, 5
+"""Prompts that begin with these make the step hang, raise, give NaN, kill the process, or hang without ever
+letting go of the interpreter's lock."""
 EOS = 256
 VOCAB_SIZE = 257
 NUM_BLOCKS = 4096
@@ -49,6 +52,8 @@ class ScriptedRunner:
         )
         self.step_s = step_s
         self.num_steps = 0
+        self.raises: Callable[[StepPlan], Exception | None] = lambda _plan: None
+        """What a step raises, if it does."""
         self._rows: dict[int, NewRow] = {}
 
     def warm_up(self) -> None:
@@ -59,6 +64,8 @@ class ScriptedRunner:
         for row in plan.freed_rows:
             self._rows.pop(row, None)
         self._rows.update((new.row, new) for new in plan.new_rows)
+        if (error := self.raises(plan)) is not None:
+            raise error
         if self.step_s:
             time.sleep(self.step_s)
         sampled = [
@@ -93,6 +100,8 @@ class ScriptedRunner:
                 return Sampled(row, 0, error="the logits are not numbers")
             case 4:
                 os.kill(os.getpid(), 9)
+            case 5:
+                ctypes.PyDLL(None).pause()
             case _:
                 pass
         token = scripted_token(new.sampling.seed, position)

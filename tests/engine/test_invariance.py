@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 from engine_driver import Answer, Driver
+from msgspec import structs
 from tiny_models import VOCAB_SIZE
 
 from penstock.engine.native import Kernels, KernelsUnavailable
 from penstock.engine.native.library import Type
 from penstock.rng import stream
-from penstock.types import SamplingParams
+from penstock.types import FinishReason, SamplingParams
 
 LENGTHS = (1, 9, 16, 33, 127, 130, 257)
 MAX_TOKENS = 12
@@ -155,7 +156,8 @@ def test_reloading_from_host_memory_changes_nothing(case: Case) -> None:
     check_same(again, case.expected)
 
 
-def test_preemption_changes_nothing(case: Case) -> None:
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_preemption_changes_nothing(case: Case, overlap: str) -> None:
     random = stream(6, "preempted")
     asked = [[random.randrange(VOCAB_SIZE) for _ in range(30)] for _ in range(6)]
     params = [
@@ -170,7 +172,7 @@ def test_preemption_changes_nothing(case: Case) -> None:
     expected = [roomy.ask([prompt], [how])[0] for prompt, how in zip(asked, params, strict=True)]
     # Each needs 5 blocks in the end; there are enough for all to start, and not for all to finish.
     block_bytes = 8 * 1024 * 1024 // roomy.runner.info.num_blocks
-    tight = case.driver(kv_memory_bytes=14 * block_bytes)
+    tight = case.driver(kv_memory_bytes=14 * block_bytes, overlap=overlap)
     answers = tight.ask(asked, params)
     assert tight.core.stats().preemptions > 0
     assert tight.core.stats().host_loads > 0, "what was preempted came back from host memory"
@@ -178,3 +180,23 @@ def test_preemption_changes_nothing(case: Case) -> None:
     assert [answer.logprobs for answer in answers] == [answer.logprobs for answer in expected]
     assert [answer.prompt_logprobs for answer in answers] == [answer.prompt_logprobs for answer in expected]
     assert [len(answer.prompt_logprobs) for answer in answers] == [0, 0, 0, 29, 29, 29]
+
+
+@pytest.mark.parametrize("chunk", [16, 512])
+def test_overlap_changes_nothing(case: Case, chunk: int) -> None:
+    """Every step is planned before the tokens of the one before are known, with the prefix cache cold and warm."""
+    driver = case.driver(overlap="on", step_tokens=chunk)
+    for _ in range(2):
+        check_same(driver.ask(prompts(), sampling()), case.expected)
+
+
+def test_overlap_and_stop_tokens_change_nothing(case: Case) -> None:
+    """The token behind a stop is computed and dropped."""
+    how = [
+        structs.replace(params, stop_token_ids=(other.token_ids[5 + index % 4],), min_tokens=3)
+        for index, (params, other) in enumerate(zip(sampling(), case.expected, strict=True))
+    ]
+    expected = case.driver(overlap="off", prefix_cache=False).ask(prompts(), how)
+    assert sum(answer.finish is FinishReason.STOP for answer in expected) > 3
+    answers = case.driver(overlap="on").ask(prompts(), how)
+    assert answers == expected

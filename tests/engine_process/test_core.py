@@ -9,13 +9,16 @@ from penstock.config.tree import EngineConfig
 from penstock.engine.core import EngineCore, build_core
 from penstock.kv.hashing import PUBLIC
 from penstock.protocol.worker import Output, Submit
+from penstock.schedule.plan import StepPlan
 from penstock.types import FinishReason, RequestId, SamplingParams
 
 PROMPT = (10, 11, 12)
 
 
-def core(clock: ManualClock | None = None, **config: object) -> EngineCore:
-    return build_core(ScriptedRunner(), EngineConfig(**config), b"k" * 32, clock or ManualClock())
+def core(
+    clock: ManualClock | None = None, runner: ScriptedRunner | None = None, **config: object
+) -> EngineCore:
+    return build_core(runner or ScriptedRunner(), EngineConfig(**config), b"k" * 32, clock or ManualClock())
 
 
 def submit(request_id: str, prompt: tuple[int, ...] = PROMPT, **sampling: object) -> Submit:
@@ -199,3 +202,73 @@ def test_eos_is_not_part_of_the_answer() -> None:
     assert finish is not None
     assert (finish.reason, finish.stop_token_id) == (FinishReason.STOP, stop)
     assert stop not in tokens(outputs)
+
+
+# --- overlap, and steps that run out of memory ------------------------------------------------------
+
+
+def test_with_overlap_the_next_step_is_launched_before_this_one_is_told() -> None:
+    runner = ScriptedRunner()
+    engine = core(runner=runner, overlap="on")
+    stop = scripted_token(5, 3 + 4)
+    engine.submit(1, submit("a", seed=5, max_tokens=50, stop_token_ids=(stop,)), 0)
+    engine.submit(1, submit("b", seed=1, max_tokens=9), 0)
+    heard = run(engine)
+    answer = [scripted_token(5, 3 + i) for i in range(5)]
+    assert tokens(heard[1, "a"]) == answer[: answer.index(stop)]
+    assert heard[1, "a"][-1].finish.usage.completion_tokens == answer.index(stop) + 1
+    assert tokens(heard[1, "b"]) == [scripted_token(1, 3 + i) for i in range(9)]
+    assert engine.stats().blocks_used == 0
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    ],
+    ids=["python", "torch on the CPU", "torch on a GPU"],
+)
+def test_a_step_out_of_memory_is_done_again_in_smaller_ones(error: Exception, overlap: str) -> None:
+    runner = ScriptedRunner()
+    runner.raises = lambda plan: error if plan.num_tokens > 20 else None
+    engine = core(runner=runner, overlap=overlap)
+    for name in "abc":
+        engine.submit(1, submit(name, tuple(range(32, 72)), seed=2, max_tokens=6), 0)
+    heard = run(engine)
+    for name in "abc":
+        assert tokens(heard[1, name]) == [scripted_token(2, 40 + i) for i in range(6)]
+    assert engine.stats().blocks_used == 0
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_a_request_that_never_fits_fails_alone(overlap: str) -> None:
+    runner = ScriptedRunner()
+    rows: dict[int, str] = {}
+
+    def raises(plan: StepPlan) -> Exception | None:
+        rows.update((new.row, new.request_id) for new in plan.new_rows)
+        return MemoryError("no room") if any(rows[work.row] == "huge" for work in plan.work) else None
+
+    runner.raises = raises
+    engine = core(runner=runner, overlap=overlap)
+    engine.submit(1, submit("huge", seed=1, max_tokens=6), 0)
+    engine.submit(1, submit("good", seed=2, max_tokens=6), 0)
+    heard = run(engine)
+    finish = heard[1, "huge"][-1].finish
+    assert (finish.reason, finish.error_kind) == (FinishReason.ERROR, "EngineFault")
+    assert "out of memory: no room" in finish.error
+    assert tokens(heard[1, "good"]) == [scripted_token(2, 3 + i) for i in range(6)]
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_any_other_error_of_a_step_is_raised(overlap: str) -> None:
+    runner = ScriptedRunner()
+    runner.raises = lambda _plan: RuntimeError("shapes do not match")
+    engine = core(runner=runner, overlap=overlap)
+    engine.submit(1, submit("a"), 0)
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        run(engine)

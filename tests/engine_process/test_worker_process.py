@@ -19,7 +19,7 @@ from raw_worker import (
     submit,
     wait_gone,
 )
-from scripted_runner import CRASH, DIE, HANG, NUM_BLOCKS, scripted_token
+from scripted_runner import CRASH, DIE, HANG, HANG_LOCKED, NUM_BLOCKS, scripted_token
 
 from penstock.protocol.address import UnixAddress
 from penstock.protocol.worker import Abort, Drain, Failed, Loading, Ready, Stats, StepOutput
@@ -204,6 +204,27 @@ def test_a_step_that_does_not_end_is_told_and_ends_the_process() -> None:
         client.wait_closed()
         assert worker.exit_code() == 1
         assert "scripted_runner.py" in worker.errors()  # Every thread's stack.
+
+
+def test_a_step_that_hangs_with_the_interpreters_lock_ends_the_process_too() -> None:
+    with raw_worker(stall_timeout_s=0.4, overlap="on") as worker:
+        client = worker.connect()
+        client.until_kind(Ready)
+        client.send(submit("a", (HANG_LOCKED,)))
+        client.wait_closed()
+        assert worker.exit_code() == 1
+        assert "scripted_runner.py" in worker.errors()
+
+
+def test_overlap_drains_to_the_last_step_in_flight() -> None:
+    with raw_worker(step_s=0.001, overlap="on") as worker:
+        client = worker.connect()
+        client.until_kind(Ready)
+        client.send(submit("a", seed=4, max_tokens=200))
+        next(client.outputs("a"))
+        client.send(Drain())
+        assert client.last("a").finish.reason is FinishReason.LENGTH
+        assert worker.exit_code() == 0
 
 
 def test_a_process_that_dies_closes_its_connections() -> None:
