@@ -135,7 +135,7 @@ class DeviceSteps:
 def wire_steps(runner: object, compute: Compute, overlap: Literal["auto", "on", "off"]) -> tuple[Steps, int]:
     """How a runner's steps are launched, and how many may be in flight.
 
-    "auto" is on where the device queues steps, and off on the processor: see docs/engine.md for what was measured.
+    "auto" is on where the device queues steps, and off on the processor: see docs/engine.md.
     """
     depth = 1 if overlap == "off" else 2
     if isinstance(runner, Steps):
