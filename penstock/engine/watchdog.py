@@ -29,6 +29,8 @@ class StepWatch:
         self._started_ns: int | None = None
         self._closed = threading.Event()
         if timeout_s > 0:
+            # Here too: the first step may take the lock for good before the watchdog has looked once.
+            faulthandler.dump_traceback_later(_LOCKED_OUT * timeout_s, exit=True)
             threading.Thread(target=self._look, name="worker-watchdog", daemon=True).start()
 
     def __enter__(self) -> None:
