@@ -10,6 +10,7 @@ turning order, so that a machine that slows down slows everybody down. docs/benc
 import argparse
 import asyncio
 import shlex
+import signal
 import sys
 import time
 from pathlib import Path
@@ -269,6 +270,7 @@ def show(done: Document) -> None:
 
 def main() -> int:
     args = parse_arguments()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # So that a server in hand is stopped too.
     if args.show:
         show(msgspec.json.decode(args.show.read_bytes(), type=Document))
         return 0
