@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.tree import EngineConfig
-from penstock.engine.steps import wire_steps
+from penstock.engine.steps import Prepares, wire_steps
 from penstock.errors import Draining, InvalidRequest, PenstockError
 from penstock.kv.hashing import PUBLIC, BlockHasher, token_array
 from penstock.kv.host_tier import HostLimits
@@ -66,12 +66,13 @@ class EngineCore:
     ) -> None:
         self._scheduler, self._runner, self._clock = scheduler, runner, clock
         self._steps, self._depth = wire_steps(runner, runner.run, overlap)
+        self._prepares = runner if isinstance(runner, Prepares) else None
         self._in_flight = 0
         self._live: dict[RequestId, _Live] = {}
         self._outbox: Outputs = {}
         self._draining = False
         self._step_ns = 0
-        self._compute_ns = 0
+        self._waited_ns = 0
 
     @property
     def info(self) -> ModelInfo:
@@ -88,6 +89,10 @@ class EngineCore:
         """How long there is nothing to do if nothing comes in; then `step` moves what is idle. None for ever."""
         due_ns = self._scheduler.due_ns
         return None if due_ns is None else max(0, due_ns - self._clock.now_ns()) / NS_PER_S
+
+    def use_idle_time(self) -> bool:
+        """Let the runner prepare one thing that will be wanted, while nothing runs. False: there is nothing."""
+        return self._prepares is not None and self._prepares.idle()
 
     @property
     def kv(self) -> KVManager:
@@ -131,9 +136,10 @@ class EngineCore:
             self._steps.launch(plan)
             self._in_flight += 1
         if self._in_flight:
+            waiting_ns = self._clock.now_ns()
             result = self._steps.collect()
+            self._waited_ns += self._clock.now_ns() - waiting_ns
             self._in_flight -= 1
-            self._compute_ns += result.compute_ns
             if result.out_of_memory is not None:
                 _log.warning("a step ran out of memory and is done again in parts: %s", result.out_of_memory)
             for output in self._scheduler.apply(result).outputs:
@@ -162,7 +168,7 @@ class EngineCore:
             generated_tokens=now.generated_tokens,
             preemptions=now.preemptions,
             step_ns=self._step_ns,
-            host_ns=self._step_ns - self._compute_ns,
+            host_ns=self._step_ns - self._waited_ns,
         )
 
     def _tell(self, output: RequestOutput) -> None:

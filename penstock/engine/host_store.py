@@ -73,56 +73,42 @@ class _Unit:
     out: bool
 
 
-class ThreadHostStore:
-    """Copies in a thread of its own, which sleeps while there is nothing to copy. Loads go before stores.
-
-    What is queued is bounded by whoever plans: `host_kv_loads_max` and `host_kv_stores_max` blocks.
-    """
+class _Copier:
+    """What the copying thread knows. It must not know the store: a store that nobody holds ends its thread."""
 
     def __init__(self, blocks: Tensor, slots: Tensor) -> None:
         self._blocks, self._slots = blocks, slots
         self._changed = threading.Condition()
         self._loads: deque[_Unit] = deque()
         self._stores: deque[_Unit] = deque()
-        self._ended: SimpleQueue[tuple[Copied, ...]] = SimpleQueue()
-        self._under_way = 0  # Units that were started and not collected.
-        threading.Thread(target=self._work, name="host-kv-copies", daemon=True).start()
+        self._closed = False
+        self.ended: SimpleQueue[tuple[Copied, ...]] = SimpleQueue()
 
-    def start(self, plan: StepPlan) -> None:
-        """See `HostStore`."""
-        if not (plan.copies_in or plan.copies_out):
-            return
+    def add(self, plan: StepPlan) -> None:
+        """Queue a plan's copies."""
         with self._changed:
             if plan.copies_in:
                 self._loads.append(_Unit(plan.copies_in, out=False))
             if plan.copies_out:
                 self._stores.append(_Unit(plan.copies_out, out=True))
             self._changed.notify()
-        self._under_way += bool(plan.copies_in) + bool(plan.copies_out)
 
-    def collect(self, *, wait: bool) -> tuple[Copied, ...]:
-        """See `HostStore`."""
-        if not self._under_way:
-            return ()
-        ended: list[Copied] = []
-        try:
-            if wait:
-                ended += self._ended.get()
-                self._under_way -= 1
-            while self._under_way:
-                ended += self._ended.get_nowait()
-                self._under_way -= 1
-        except Empty:
-            pass
-        return tuple(ended)
+    def close(self) -> None:
+        """Let the thread end."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                while not (self._loads or self._stores):
-                    self._changed.wait()
-                unit = (self._loads or self._stores).popleft()
-            self._ended.put(self._copy(unit))
+    def run(self) -> None:
+        """The thread's life."""
+        while (unit := self._next()) is not None:
+            self.ended.put(self._copy(unit))
+
+    def _next(self) -> _Unit | None:
+        with self._changed:
+            while not (self._loads or self._stores or self._closed):
+                self._changed.wait()
+            return None if self._closed else (self._loads or self._stores).popleft()
 
     def _copy(self, unit: _Unit) -> tuple[Copied, ...]:
         ok = True
@@ -133,6 +119,43 @@ class ThreadHostStore:
             _log.exception("a copy between the KV cache and host memory failed")
             ok = False
         return tuple(Copied(copy.slot, ok) for copy in unit.copies)
+
+
+class ThreadHostStore:
+    """Copies in a thread of its own, which sleeps while there is nothing to copy. Loads go before stores.
+
+    What is queued is bounded by whoever plans: `host_kv_loads_max` and `host_kv_stores_max` blocks.
+    """
+
+    def __init__(self, blocks: Tensor, slots: Tensor) -> None:
+        self._copier = _Copier(blocks, slots)
+        self._under_way = 0  # Units that were started and not collected.
+        threading.Thread(target=self._copier.run, name="host-kv-copies", daemon=True).start()
+
+    def start(self, plan: StepPlan) -> None:
+        """See `HostStore`."""
+        if plan.copies_in or plan.copies_out:
+            self._copier.add(plan)
+            self._under_way += bool(plan.copies_in) + bool(plan.copies_out)
+
+    def collect(self, *, wait: bool) -> tuple[Copied, ...]:
+        """See `HostStore`."""
+        if not self._under_way:
+            return ()
+        ended: list[Copied] = []
+        try:
+            if wait:
+                ended += self._copier.ended.get()
+                self._under_way -= 1
+            while self._under_way:
+                ended += self._copier.ended.get_nowait()
+                self._under_way -= 1
+        except Empty:
+            pass
+        return tuple(ended)
+
+    def __del__(self) -> None:
+        self._copier.close()
 
 
 class CudaHostStore:

@@ -37,6 +37,15 @@ class Steps(Protocol):
         ...
 
 
+@runtime_checkable
+class Prepares(Protocol):
+    """A runner that can make use of idle time."""
+
+    def idle(self) -> bool:
+        """Prepare one thing (capture a graph that was missed). False: there is nothing to do."""
+        ...
+
+
 def out_of_memory(error: BaseException) -> str | None:
     """The words of an error that says that memory is short; None for every other error."""
     words = str(error) or type(error).__name__

@@ -107,7 +107,8 @@ def run_steps(
     """The step loop. Returns when it was asked to drain and nothing is left to do."""
     draining, step = False, 0
     while core.has_work or not draining:
-        mail = mailbox.take(wait=not core.has_work, sleep_s=core.sleep_s)
+        wait = not core.has_work and not core.use_idle_time()
+        mail = mailbox.take(wait=wait, sleep_s=core.sleep_s)
         for each in mail:
             draining |= isinstance(each, DrainAsked)
             if isinstance(each, KVEventsAsked):

@@ -174,7 +174,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     step_ns: int = 0
     """Nanoseconds spent in steps, all told; host work and compute."""
     host_ns: int = 0
-    """Of `step_ns`, what was not the model's forward pass and sampling."""
+    """Of `step_ns`, what was not waiting for the model's forward pass and sampling."""
 
 
 class KVEvents(msgspec.Struct, frozen=True, kw_only=True, tag="kv_events", omit_defaults=True):

@@ -36,6 +36,12 @@ class EngineStats(Protocol):
     @property
     def blocks_cached(self) -> int: ...  # noqa: D102
     @property
+    def host_blocks_used(self) -> int: ...  # noqa: D102
+    @property
+    def host_stores(self) -> int: ...  # noqa: D102
+    @property
+    def host_loads(self) -> int: ...  # noqa: D102
+    @property
     def preemptions(self) -> int: ...  # noqa: D102
     @property
     def step_ns(self) -> int: ...  # noqa: D102
@@ -113,6 +119,9 @@ class ModelMetrics:
         self._waiting = table.gauge("penstock_engine_waiting").labels(model)
         blocks = table.gauge("penstock_kv_blocks")
         self._blocks = {state: blocks.labels(model, state.value) for state in BlockState}
+        self._host_blocks = table.gauge("penstock_host_kv_blocks").labels(model)
+        self._host_stores = _Followed(table.counter("penstock_host_kv_stores_total").labels(model))
+        self._host_loads = _Followed(table.counter("penstock_host_kv_loads_total").labels(model))
         self._steps = _Followed(table.counter("penstock_engine_steps_total").labels(model))
         self._step_ns = _Followed(table.counter("penstock_engine_step_seconds_total").labels(model), NS_PER_S)
         self._host_ns = _Followed(table.counter("penstock_engine_host_seconds_total").labels(model), NS_PER_S)
@@ -142,6 +151,9 @@ class ModelMetrics:
         self._blocks[BlockState.FREE].set(free)
         self._blocks[BlockState.USED].set(stats.blocks_used)
         self._blocks[BlockState.CACHED].set(stats.blocks_cached)
+        self._host_blocks.set(stats.host_blocks_used)
+        self._host_stores.follow(stats.host_stores)
+        self._host_loads.follow(stats.host_loads)
         self._steps.follow(stats.step)
         self._step_ns.follow(stats.step_ns)
         self._host_ns.follow(stats.host_ns)

@@ -1,3 +1,6 @@
+import gc
+import threading
+
 import pytest
 import torch
 
@@ -64,3 +67,16 @@ def test_without_a_host_tier_copies_are_a_bug() -> None:
     NoHostStore().start(plan())
     with pytest.raises(AssertionError, match="without a host tier"):
         NoHostStore().start(plan(out=OUT))
+
+
+def test_a_store_that_nobody_holds_ends_its_thread() -> None:
+    before = threading.active_count()
+    store = ThreadHostStore(torch.zeros(2, 4), torch.zeros(2, 4))
+    assert threading.active_count() == before + 1
+    del store
+    gc.collect()
+    for _ in range(1000):
+        if threading.active_count() == before:
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("the thread goes on")

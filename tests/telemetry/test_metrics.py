@@ -96,6 +96,9 @@ def stats(step: int, preemptions: int = 0) -> Stats:
         blocks_total=100,
         blocks_used=30,
         blocks_cached=50,
+        host_blocks_used=7,
+        host_stores=2 * step,
+        host_loads=step,
         preemptions=preemptions,
         step_ns=step * 10 * MS,
         host_ns=step * MS,
@@ -109,6 +112,9 @@ def test_engine_stats_are_followed_across_a_restart() -> None:
         model.engine_stats(sample)
     assert value(metrics, "penstock_engine_steps_total", model="m") == 160
     assert value(metrics, "penstock_engine_preemptions_total", model="m") == 6
+    assert value(metrics, "penstock_host_kv_stores_total", model="m") == 320
+    assert value(metrics, "penstock_host_kv_loads_total", model="m") == 160
+    assert value(metrics, "penstock_host_kv_blocks", model="m") == 7
     assert value(metrics, "penstock_engine_step_seconds_total", model="m") == pytest.approx(1.6)
     assert value(metrics, "penstock_engine_host_seconds_total", model="m") == pytest.approx(0.16)
     assert value(metrics, "penstock_engine_running", model="m") == 3
@@ -171,6 +177,9 @@ def test_any_object_of_the_right_shape_will_do() -> None:
         blocks_total: int = 1
         blocks_used: int = 0
         blocks_cached: int = 0
+        host_blocks_used: int = 0
+        host_stores: int = 0
+        host_loads: int = 0
         preemptions: int = 0
         step_ns: int = 0
         host_ns: int = 0

@@ -89,14 +89,21 @@ class DeviceRunner:
         flight.step, flight.started_ns = plan.step, self._clock.now_ns()
         flight.computes = bool(plan.work)
         flight.staging.clear()
+        try:
+            self._start(plan, flight)
+        except BaseException:
+            self._idle.append(flight)  # Out of memory, say: the scheduler tries a smaller step.
+            raise
+        flight.mark = self._platform.mark()
+        self._under_way.append(flight)
+
+    def _start(self, plan: StepPlan, flight: Flight) -> None:
         self._host.start(plan)
         self._rows.apply(plan, flight.staging)
         if flight.computes:
             self._launch_work(flight, HostStep.of(plan))
         else:
             flight.clear()
-        flight.mark = self._platform.mark()
-        self._under_way.append(flight)
 
     def collect(self) -> StepResult:
         """Wait for the oldest step that was launched, and give its results."""

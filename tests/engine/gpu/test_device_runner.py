@@ -15,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.clock import ManualClock
 from penstock.config.tree import EngineConfig
 from penstock.engine.gpu import load
+from penstock.engine.gpu.graphs import StepKind
 from penstock.engine.gpu.platform import CpuPlatform, Mark
+from penstock.engine.gpu.runner import FLIGHTS
 from penstock.engine.gpu.triton_ops import CHUNK_ROWS, TritonOps
 from penstock.engine.runner import build_runner
 from penstock.errors import ConfigError
@@ -280,6 +282,35 @@ def test_idle_time_captures_what_was_missed(qwen3: Path) -> None:
     assert runner.idle()
     assert not runner.idle()
     assert len(runner.graphs) == 2  # The prefill of 15 tokens and the decode step of 3.
+
+
+def test_an_engine_without_work_captures_what_was_missed(qwen3: Path) -> None:
+    driver = DeviceDriver(qwen3)
+    driver.ask([[1, 2, 3]], [SamplingParams(temperature=0.0, max_tokens=3)])
+    captured = len(driver.runner.graphs)
+    while driver.core.use_idle_time():
+        pass
+    assert len(driver.runner.graphs) > captured
+
+
+def test_a_launch_without_memory_is_done_again_in_parts(qwen3: Path) -> None:
+    prompts = [[index] * 20 for index in range(1, 6)]
+    params = [SamplingParams(temperature=0.0, max_tokens=6)] * 5
+    expected = [answer.token_ids for answer in DeviceDriver(qwen3).ask(prompts, params)]
+    driver = DeviceDriver(qwen3, graphs_max=0)
+    ran, failed = driver.runner._run, 0
+
+    def run_out(kind: StepKind) -> None:
+        nonlocal failed
+        if kind.tokens > 30:
+            failed += 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        ran(kind)
+
+    driver.runner.graphs._run = run_out
+    answers = driver.ask(prompts, params)
+    assert failed > FLIGHTS  # Or the next one would find none.
+    assert [answer.token_ids for answer in answers] == expected
 
 
 def test_compute_time_counts_from_the_end_of_the_step_before(qwen3: Path) -> None:
