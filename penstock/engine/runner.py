@@ -30,9 +30,11 @@ from penstock.engine.native.sampler import NativeSampler
 from penstock.engine.sampler import Sampler, SampleRows, TokenSampler, results
 from penstock.engine.scoring import score_chunks
 from penstock.engine.wiring import StepModel, choose_computing, wire_model
+from penstock.engine.worst_case import blocks_of, largest_step, scoring_step
 from penstock.protocol.worker import ModelInfo
-from penstock.schedule.plan import SCORED_TOKENS_MAX, NewRow, RowWork, StepPlan, StepResult
-from penstock.types import BLOCK_TOKENS, RequestId, SamplingParams
+from penstock.schedule.limits import Limits
+from penstock.schedule.plan import SCORED_TOKENS_MAX, StepPlan, StepResult
+from penstock.types import BLOCK_TOKENS
 
 OnProgress = Callable[[str, int, int], None]
 """Called with (stage in words, done, total); total 0 means unknown."""
@@ -95,20 +97,14 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run the shapes that come first in real life, so that no request pays for first calls.
+        """Run the largest steps that can come: no request pays for first calls, and no later step asks for more memory.
 
-        Must be called while no row is live: it uses the first row and the first blocks, and leaves them clean.
+        Must be called while no row is live: it uses rows and blocks from 0 on, and leaves the blocks clean.
         """
-        num_tokens = min(
-            self._step_tokens, self.info.max_model_len - 1, self.info.num_blocks * BLOCK_TOKENS - 1
-        )
-        blocks = tuple(range(-(-(num_tokens + 1) // BLOCK_TOKENS)))
-        sampling = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1)
-        new = NewRow(RequestId("warm-up"), 0, (0,) * num_tokens, num_tokens, sampling)
-        prefill = RowWork(0, 0, num_tokens, samples=True, new_blocks=blocks)
-        self.run(StepPlan(0, (new,), (prefill,)))
-        self.run(StepPlan(0, (), (RowWork(0, num_tokens, 1, samples=True),)))
-        self._cache.clear(list(blocks))
+        bounds = Limits(self._step_tokens, self.info.max_running, self.info.max_model_len)
+        for plan in (largest_step(bounds, self.info.num_blocks), scoring_step(bounds, self.info.num_blocks)):
+            self.run(plan)
+            self._cache.clear(list(range(blocks_of(plan))))
 
 
 def build_runner(

@@ -15,6 +15,9 @@ from penstock.types import TokenLogprob
 
 NOT_NUMBERS = "the model's logits for this request are not finite numbers"
 
+_AT_ONCE = 8
+"""Rows that are turned into log-probabilities together: they take the memory of their logits once more."""
+
 
 @dataclass(slots=True, frozen=True)
 class ScoredChunk:
@@ -49,7 +52,9 @@ def score_chunks(logits: Tensor, chunks: list[ScoredChunk]) -> tuple[Scored, ...
         rows = logits[first : first + len(chunk.targets)]
         first += len(chunk.targets)
         if rows.amax().isfinite():  # A NaN anywhere is the maximum.
-            scored.append(Scored(chunk.row, logprobs_of(rows, chunk.targets, chunk.count)))
+            pairs = zip(rows.split(_AT_ONCE), chunk.targets.split(_AT_ONCE), strict=True)
+            found = (each for some, targets in pairs for each in logprobs_of(some, targets, chunk.count))
+            scored.append(Scored(chunk.row, tuple(found)))
         else:
             scored.append(Scored(chunk.row, (), error=NOT_NUMBERS))
     assert first == len(logits), (first, logits.shape)

@@ -18,7 +18,6 @@ from penstock.engine.gpu.runner import DeviceParts, DeviceRunner
 from penstock.engine.gpu.step import StepLimits
 from penstock.engine.gpu.torch_ops import TorchOps
 from penstock.engine.gpu.worklist import WorkListLimits
-from penstock.engine.gpu.worst_case import blocks_of, largest_step
 from penstock.engine.host_store import host_store
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.loader import load_weights, random_weights
@@ -26,6 +25,7 @@ from penstock.engine.memory import KVBudget, free_memory_bytes, plan_host_blocks
 from penstock.engine.models.decoder import Decoder, DecoderLimits, WeightSource
 from penstock.engine.models.registry import read_spec
 from penstock.engine.models.spec import DecoderSpec
+from penstock.engine.worst_case import blocks_of, largest_step
 from penstock.errors import ConfigError
 from penstock.protocol.worker import ModelInfo
 from penstock.schedule.plan import SCORED_TOKENS_MAX

@@ -23,10 +23,10 @@ from penstock.engine.gpu.results import Flight, scored_targets
 from penstock.engine.gpu.rows import HostRows, HostStep
 from penstock.engine.gpu.step import DeviceStep, Drawn, RowState, StepBuffer, StepInputs, StepLimits
 from penstock.engine.gpu.worklist import WorkList
-from penstock.engine.gpu.worst_case import largest_step
 from penstock.engine.host_store import HostStore
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.worst_case import largest_step
 from penstock.protocol.worker import ModelInfo
 from penstock.schedule.plan import NewRow, RowWork, StepPlan, StepResult
 from penstock.types import RequestId, SamplingParams

@@ -136,7 +136,7 @@ class NativeDecoder:
             rotary_dim=2 * cos.shape[1], eps=spec.norm_eps, scale=spec.attention.scale or spec.head_dim**-0.5,
             softcap=spec.attention.softcap,
         )  # fmt: skip
-        self._logits = torch.empty(limits.max_samples, spec.vocab_size)
+        self._logits = torch.zeros(limits.max_samples, spec.vocab_size)
 
     def forward(self, token_ids: Tensor, samples: Tensor, attention: NativeAttention) -> Tensor:
         """Compute one step; `attention.begin` has been called for it.

@@ -1,13 +1,14 @@
 """The step that takes the most memory: run at start-up, so that none after it has to ask for more."""
 
-from penstock.engine.gpu.step import StepLimits
-from penstock.schedule.plan import NewRow, RowWork, StepPlan
+from typing import Protocol
+
+from penstock.kv.hashing import token_array
+from penstock.schedule.plan import SCORED_TOKENS_MAX, NewRow, RowWork, StepPlan
 from penstock.types import BLOCK_TOKENS, RequestId, SamplingParams
 
 _EVERYTHING = SamplingParams(
     temperature=1.0,
-    top_p=0.9,
-    top_k=1000,
+    top_p=0.9999,
     min_p=0.01,
     frequency_penalty=0.1,
     repetition_penalty=1.1,
@@ -18,7 +19,26 @@ _EVERYTHING = SamplingParams(
 )
 
 
-def largest_step(limits: StepLimits, num_blocks: int) -> StepPlan:
+class StepBounds(Protocol):
+    """What a step can be at most."""
+
+    @property
+    def max_running(self) -> int:
+        """Rows of the batch."""
+        ...
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one step."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and answer together."""
+        ...
+
+
+def largest_step(limits: StepBounds, num_blocks: int) -> StepPlan:
     """As many rows as may run, all of which draw with every parameter there is, and as many tokens as fit the rest.
 
     Takes rows and blocks from 0 on; nothing may be live in them.
@@ -36,7 +56,9 @@ def largest_step(limits: StepLimits, num_blocks: int) -> StepPlan:
     for row, length in enumerate(lengths):
         blocks = tuple(range(block, block + -(-length // BLOCK_TOKENS)))
         block += len(blocks)
-        new_rows.append(NewRow(RequestId(f"largest-{row}"), row, (0,) * length, length, _EVERYTHING))
+        new_rows.append(
+            NewRow(RequestId(f"largest-{row}"), row, token_array([0] * length), length, _EVERYTHING)
+        )
         work.append(RowWork(row, 0, length, samples=True, new_blocks=blocks))
     return StepPlan(0, tuple(new_rows), tuple(work))
 
@@ -44,3 +66,19 @@ def largest_step(limits: StepLimits, num_blocks: int) -> StepPlan:
 def blocks_of(plan: StepPlan) -> int:
     """Blocks that a plan of new rows takes."""
     return sum(len(work.new_blocks) for work in plan.work)
+
+
+def scoring_step(limits: StepBounds, num_blocks: int) -> StepPlan:
+    """One row whose prompt is scored: as many rows of logits as a step ever computes for that.
+
+    Takes the first row and blocks from 0 on, like `largest_step`.
+    """
+    count = min(
+        SCORED_TOKENS_MAX, limits.step_tokens, limits.max_model_len - 2, num_blocks * BLOCK_TOKENS - 1
+    )
+    prompt = token_array([0] * (count + 1))
+    new = NewRow(RequestId("scored"), 0, prompt, count + 1, SamplingParams(prompt_logprobs=20))
+    work = RowWork(
+        0, 0, count, samples=False, new_blocks=tuple(range(-(-count // BLOCK_TOKENS))), scores=True
+    )
+    return StepPlan(0, (new,), (work,))

@@ -1,0 +1,45 @@
+"""No step after start-up raises peak memory."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from penstock.engine.native import Kernels, KernelsUnavailable
+
+DOUBLES = Path(__file__).parents[1] / "doubles"
+VOCAB_SIZE = 50_000
+ALLOWED_KIB = 4 * 1024
+"""What Python itself may grow by; one row of logits is 200 KB and a step here has up to 80."""
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("shape")
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, architectures=["LlamaForCausalLM"],
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    config.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_the_worst_traffic_takes_no_more_than_start_up(shape: Path, kernels: str) -> None:
+    if kernels == "native":
+        try:
+            Kernels()
+        except KernelsUnavailable as why:
+            pytest.skip(str(why))
+    ended = subprocess.run(
+        [sys.executable, str(DOUBLES / "peak_memory.py"), str(shape), kernels],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{os.getcwd()}:{DOUBLES}"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    before, after = map(int, ended.stdout.split())
+    assert after - before <= ALLOWED_KIB, f"{before} KiB after start-up, {after} KiB after the traffic"
