@@ -23,7 +23,14 @@ def peak_kib() -> int:
 
 def main() -> None:
     path, kernels = Path(sys.argv[1]), sys.argv[2]
-    driver = Driver(path, kernels=kernels, load_format="random", max_running=16, step_tokens=256)
+    driver = Driver(
+        path,
+        kernels=kernels,
+        load_format="random",
+        max_running=16,
+        step_tokens=256,
+        host_kv_memory_fraction=0,
+    )
     vocab_size = driver.runner.info.vocab_size
     with torch.inference_mode():
         driver.runner._cache.tensor.fill_(0)
