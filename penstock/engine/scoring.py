@@ -52,8 +52,14 @@ def score_chunks(logits: Tensor, chunks: list[ScoredChunk]) -> tuple[Scored, ...
         rows = logits[first : first + len(chunk.targets)]
         first += len(chunk.targets)
         if rows.amax().isfinite():  # A NaN anywhere is the maximum.
-            pairs = zip(rows.split(_AT_ONCE), chunk.targets.split(_AT_ONCE), strict=True)
-            found = (each for some, targets in pairs for each in logprobs_of(some, targets, chunk.count))
+            cuts = range(0, len(rows), _AT_ONCE)
+            found = (
+                each
+                for cut in cuts
+                for each in logprobs_of(
+                    rows[cut : cut + _AT_ONCE], chunk.targets[cut : cut + _AT_ONCE], chunk.count
+                )
+            )
             scored.append(Scored(chunk.row, tuple(found)))
         else:
             scored.append(Scored(chunk.row, (), error=NOT_NUMBERS))
