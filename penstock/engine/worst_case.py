@@ -73,9 +73,8 @@ def scoring_step(limits: StepBounds, num_blocks: int) -> StepPlan:
 
     Takes the first row and blocks from 0 on, like `largest_step`.
     """
-    count = min(
-        SCORED_TOKENS_MAX, limits.step_tokens, limits.max_model_len - 2, num_blocks * BLOCK_TOKENS - 1
-    )
+    longest = max(1, limits.max_model_len - 2)  # The prompt is one token longer.
+    count = min(SCORED_TOKENS_MAX, limits.step_tokens, longest, num_blocks * BLOCK_TOKENS)
     prompt = token_array([0] * (count + 1))
     new = NewRow(RequestId("scored"), 0, prompt, count + 1, SamplingParams(prompt_logprobs=20))
     work = RowWork(
