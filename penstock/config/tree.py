@@ -120,7 +120,7 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     automatic: one waiting prompt never doubles it, and the more wait the more they get (schedule/prefill_budget.py)."""
     itl_targets: Annotated[tuple[ClassTarget, ...], Meta(max_length=64)] = ()
     """Other targets for single priority classes; the strictest class that is decoding counts."""
-    prefill_tokens_min: Positive = 16
+    prefill_tokens_min: Positive = 4
     """Prompt tokens that a step takes whatever the target says, so that no prompt starves."""
     prefix_cache: bool = True
     """Keep the KV blocks of finished requests and reuse them for equal prefixes of the same tenant."""

@@ -24,7 +24,7 @@ from penstock.config.tree import EngineConfig
 from penstock.schedule.plan import StepPlan
 from penstock.schedule.step_time import StepLoad, StepTimeModel
 
-STRETCH = 0.7
+STRETCH = 0.4
 """What one waiting prompt may add to a step, in steps without prompts: below 1, less what predictions err."""
 UNTRUSTED_TOKENS = 64
 """Prompt tokens of a step with decoding rows for each waiting prompt, while the law is not trusted."""
