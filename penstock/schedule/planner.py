@@ -88,9 +88,10 @@ class Planner:
         for request in self._batch.running.copy():  # Victims leave the list meanwhile.
             if request.status is _LOADING and not self._end_loading(request, step.planned_ns):
                 continue
-            if request.is_drawn_out:
-                continue
-            if request.num_pending > 1:
+            known = len(request.tokens) + request.num_drawing  # Properties cost too much in here.
+            if known >= request.num_tokens_max:
+                continue  # Its last token is drawn, or on its way.
+            if known - request.num_planned > 1:
                 prompts.append(request)
             elif request.status is _RUNNING:
                 self._extend_or_preempt(request, 1, step)
@@ -141,7 +142,10 @@ class Planner:
                 return
         if blocks:
             request.count_blocks(step.planned_ns, len(request.table.blocks))
-        step.add(request, num_tokens, blocks)
+        if num_tokens == 1 == request.num_pending:
+            step.add_decoding(request, blocks)
+        else:
+            step.add(request, num_tokens, blocks)
 
     def _preempt(self, victim: Request, now_ns: int) -> None:
         """Take everything from a running request; its full blocks stay cached, so resuming is a prefix hit.

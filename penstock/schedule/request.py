@@ -108,11 +108,6 @@ class Request:
         """
         return len(self.tokens) + self.num_drawing - self.num_planned
 
-    @property
-    def is_drawn_out(self) -> bool:
-        """Whether the last token it may have is drawn, or is being drawn: nothing is left to plan."""
-        return len(self.tokens) + self.num_drawing >= self.num_tokens_max
-
     def restart_from(self, num_computed: int) -> None:
         """Start to plan again behind `num_computed` tokens; nothing of it is in flight, or nothing that counts."""
         self.num_computed = self.num_planned = num_computed

@@ -68,6 +68,13 @@ class StepBuilder:
         self._work.append(RowWork(request.row, start, num_tokens, samples, blocks, scores))
         self._requests.append(request)
 
+    def add_decoding(self, request: Request, blocks: tuple[int, ...]) -> None:
+        """`add` for a row with one pending token, which samples and scores nothing: the most frequent call there is."""
+        self.budget -= 1
+        assert self.budget >= 0, "over the token budget"
+        self._work.append(RowWork(request.row, request.num_planned, 1, True, blocks))
+        self._requests.append(request)
+
     def add_new(self, request: Request, num_tokens: int, blocks: tuple[int, ...]) -> None:
         """The same for a request that (re)enters the batch: the runner is told all about it."""
         self._enter(request, ())
