@@ -67,7 +67,7 @@ def run(bench: Bench, report: Report) -> None:
 
 
 def check_family(bench: Bench, model: Any, path: Path) -> dict[str, Any]:  # noqa: ANN401
-    reference = load_runner(path, settings(kernels="torch"), CLOCK, quiet)
+    reference = load_runner(path, settings(kernels="torch"), quiet)
     ours = on_device(bench, path, dtype="float32")
     expected = ask(reference, prompts(bench), KINDS)
     batched = ask(ours, prompts(bench), KINDS)

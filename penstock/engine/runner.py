@@ -48,7 +48,6 @@ class RunnerParts:
     model: StepModel
     cache: KVCache
     sampler: TokenSampler
-    clock: Clock
     step_tokens: int
     host: HostStore
 
@@ -59,7 +58,7 @@ class Runner:
     def __init__(self, parts: RunnerParts) -> None:
         self.info = parts.info
         self._model, self._cache = parts.model, parts.cache
-        self._clock, self._host = parts.clock, parts.host
+        self._host = parts.host
         self._step_tokens = parts.step_tokens
         self._tables = RowTables(max_running=parts.info.max_running, max_model_len=parts.info.max_model_len)
         self._sampler = parts.sampler
@@ -76,7 +75,6 @@ class Runner:
         if not plan.work:
             self._tables.enter(plan)
             return StepResult(plan.step, (), copied=self._host.collect(wait=True))
-        start_ns = self._clock.now_ns()
         inputs = self._tables.apply(plan)
         self._cache.clear(inputs.fresh_blocks)
         logits = self._model.compute(
@@ -92,8 +90,7 @@ class Runner:
             edits.undo()  # Log-probabilities are the model's own.
             self._tables.append_tokens(inputs.sample_rows, inputs.sample_positions, token_ids.numpy())
             sampled = results(logits, token_ids, inputs.sample_rows, self._tables.logprobs)
-        compute_ns = self._clock.now_ns() - start_ns
-        return StepResult(plan.step, sampled, scored, compute_ns, self._host.collect(wait=False))
+        return StepResult(plan.step, sampled, scored, self._host.collect(wait=False))
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -123,14 +120,14 @@ def build_runner(
     if config.kernels != "torch":
         with suppress(KernelsUnavailable):  # Then `load_runner` refuses, or computes with torch.
             NativeKernels().set_threads(threads)  # Before loading: packing takes them too.
-    runner = load_runner(Path(model_path), config, clock, on_progress)
+    runner = load_runner(Path(model_path), config, on_progress)
     if runner.kernels != "torch":
         # The native kernels bring their own threads; torch's would only compete with them for the cores.
         torch.set_num_threads(1)
     return runner
 
 
-def load_runner(model_path: Path, config: EngineConfig, clock: Clock, on_progress: OnProgress) -> Runner:
+def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress) -> Runner:
     """Load the model in `model_path` and wire a runner on the CPU for it. `warm_up` is left to the caller.
 
     Raises:
@@ -181,7 +178,6 @@ def load_runner(model_path: Path, config: EngineConfig, clock: Clock, on_progres
             model=model,
             cache=cache,
             sampler=sampler,
-            clock=clock,
             step_tokens=config.step_tokens,
             host=host_store(cache, info.num_host_blocks),
         )

@@ -111,8 +111,6 @@ class StepResult:
     step: int
     sampled: tuple[Sampled, ...]
     scored: tuple[Scored, ...] = ()
-    compute_ns: int = 0
-    """Time in the forward pass and the sampler (for the step-time model and host-time accounting)."""
     copied: tuple[Copied, ...] = ()
     """Copies that ended since the last result, whichever plan started them."""
     out_of_memory: str | None = None

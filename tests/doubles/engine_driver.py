@@ -19,7 +19,7 @@ def tiny_runner(path: Path, **config: object) -> Runner:
         "kernels": "torch",
         "kv_memory_bytes": 8 * 1024 * 1024,
     } | config
-    return load_runner(path, EngineConfig(**settings), SystemClock(), lambda _stage, _done, _total: None)
+    return load_runner(path, EngineConfig(**settings), lambda _stage, _done, _total: None)
 
 
 @dataclass(slots=True)

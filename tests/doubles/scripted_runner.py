@@ -74,7 +74,7 @@ class ScriptedRunner:
         scored = tuple(
             self._score(work.row, work.num_computed, work.num_tokens) for work in plan.work if work.scores
         )
-        return StepResult(plan.step, tuple(sampled), scored, compute_ns=1000)
+        return StepResult(plan.step, tuple(sampled), scored)
 
     def _score(self, row: int, first: int, num_tokens: int) -> Scored:
         """The log-probability of the token at position i is -i."""

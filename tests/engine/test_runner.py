@@ -5,7 +5,6 @@ import torch
 from engine_driver import Driver, tiny_runner
 from tiny_models import save, tiny_model
 
-from penstock.clock import ManualClock
 from penstock.config.tree import EngineConfig
 from penstock.engine.runner import load_runner
 from penstock.errors import ConfigError
@@ -67,21 +66,10 @@ def test_nan_of_an_earlier_owner_does_not_come_back(qwen3: Path) -> None:
     assert runner.run(plan).sampled == clean.sampled
 
 
-def test_compute_time_comes_from_the_clock(qwen3: Path) -> None:
-    class Ticking(ManualClock):
-        def now_ns(self) -> int:
-            self.advance(5)
-            return super().now_ns()
-
-    config = EngineConfig(dtype="float32", kernels="torch", kv_memory_bytes=1 << 20)
-    runner = load_runner(qwen3, config, Ticking(), lambda _stage, _done, _total: None)
-    assert runner.run(StepPlan(1, (new_row(0, [1]),), (RowWork(0, 0, 1, True, (0,)),))).compute_ns == 5
-
-
 def test_loading_tells_its_stages(qwen3: Path) -> None:
     stages: list[tuple[str, int, int]] = []
     config = EngineConfig(dtype="float32", kernels="torch", kv_memory_bytes=1 << 20)
-    load_runner(qwen3, config, ManualClock(), lambda *stage: stages.append(stage))
+    load_runner(qwen3, config, lambda *stage: stages.append(stage))
     names = [name for name, _, _ in stages]
     assert names[0] == "reading the configuration"
     assert names[-1] == "preparing kernels"

@@ -93,7 +93,6 @@ class Flight:
     sampled_reader: LogprobReader
     scored_reader: LogprobReader
     step: int = 0
-    started_ns: int = 0
     computes: bool = True
     """Whether there is a step at all, or only copies to wait for."""
     rows: list[int] = field(default_factory=list[int])

@@ -76,7 +76,6 @@ class DeviceRunner:
         """What is captured; for statistics."""
         self._idle = deque(Flight.allocate(parts.platform, parts.limits) for _ in range(FLIGHTS))
         self._under_way: deque[Flight] = deque()
-        self._collected_ns = 0
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
@@ -86,8 +85,7 @@ class DeviceRunner:
         """
         assert self._idle, "too many steps are under way: collect one first"
         flight = self._idle.popleft()
-        flight.step, flight.started_ns = plan.step, self._clock.now_ns()
-        flight.computes = bool(plan.work)
+        flight.step, flight.computes = plan.step, bool(plan.work)
         flight.staging.clear()
         try:
             self._start(plan, flight)
@@ -112,12 +110,8 @@ class DeviceRunner:
         flight.mark.wait()
         sampled, scored = flight.results()
         self._idle.append(flight)
-        now_ns = self._clock.now_ns()
-        # A step that was launched behind another began when that one ended.
-        compute_ns = now_ns - max(flight.started_ns, self._collected_ns)
-        self._collected_ns = now_ns
         copied = self._host.collect(wait=not flight.computes)
-        return StepResult(flight.step, sampled, scored, compute_ns if flight.computes else 0, copied)
+        return StepResult(flight.step, sampled, scored, copied)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute a plan's step and draw the tokens that it asks for; nothing else may be under way."""

@@ -313,20 +313,6 @@ def test_a_launch_without_memory_is_done_again_in_parts(qwen3: Path) -> None:
     assert [answer.token_ids for answer in answers] == expected
 
 
-def test_compute_time_counts_from_the_end_of_the_step_before(qwen3: Path) -> None:
-    clock = ManualClock()
-    runner = device_runner(qwen3, clock=clock)
-    plans = decode_plans(1, 1)
-    clock.advance(100)
-    runner.launch(plans[0])
-    clock.advance(5)
-    runner.launch(plans[1])
-    clock.advance(5)
-    assert runner.collect().compute_ns == 10
-    clock.advance(7)
-    assert runner.collect().compute_ns == 7
-
-
 def test_a_device_that_is_not_there_is_refused_by_name(qwen3: Path) -> None:
     assert not torch.cuda.is_available()
     with pytest.raises(ConfigError, match=r"engine.device is cuda, but torch sees no CUDA device \(torch 2"):
