@@ -17,16 +17,17 @@ ALLOWED = {
     "config": "types errors",
     "kv": "types errors config",
     "schedule": "kv clock types errors config",
+    "policy": "kv clock types errors config",
     "protocol": "types errors config",
     "text": "types errors config",
-    "telemetry": "clock types errors config",
+    "telemetry": "policy clock types errors config",
     "engine": "text telemetry schedule kv protocol clock rng types errors config",
     "backends": "engine text telemetry protocol kv clock types errors config",
-    "gateway": "backends text telemetry protocol kv clock rng types errors config",
-    "fleet": "backends telemetry protocol clock rng types errors config",
+    "gateway": "backends text telemetry policy protocol kv clock rng types errors config",
+    "fleet": "backends telemetry policy protocol clock rng types errors config",
 }  # cli and bench may import anything.
 EDGE = {"cli", "bench", "__init__", "__main__"}
-PURE = {"kv", "schedule", "protocol"}
+PURE = {"kv", "policy", "schedule", "protocol"}
 OUTSIDE = {
     "asyncio", "datetime", "httpx", "os", "random", "requests", "secrets", "socket",
     "subprocess", "threading", "time", "torch", "uuid", "uvloop",

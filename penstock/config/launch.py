@@ -4,7 +4,8 @@ Standard input, because it holds a secret: arguments and environments can be rea
 The worker keeps reading afterwards; the end of the pipe means that its parent is gone.
 """
 
-from penstock.config.tree import Branch, EngineConfig
+from penstock.config.branch import Branch
+from penstock.config.tree import EngineConfig
 
 REAL_RUNNER = "penstock.engine.runner:build_runner"
 

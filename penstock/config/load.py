@@ -12,9 +12,10 @@ from typing import Any, cast
 import msgspec
 import yaml
 
+from penstock.config.branch import Branch
 from penstock.config.keys import checked, explained
 from penstock.config.notes import Notes, read_notes
-from penstock.config.tree import Branch, Config
+from penstock.config.tree import Config
 from penstock.errors import ConfigError
 
 FILE_BYTES_MAX = 1024 * 1024

@@ -1,12 +1,14 @@
-"""The notes beside the settings, read from the source of `tree.py`: Python keeps no docstrings of fields."""
+"""The notes beside the settings, read from the source of the tree: Python keeps no docstrings of fields."""
 
 import ast
 import functools
 import inspect
 from collections.abc import Mapping
 
-from penstock.config import tree
+from penstock.config import flow, ledger, tenancy, tree
 
+NOTED = (tenancy, flow, ledger, tree)
+"""The files whose classes are sections of the configuration."""
 Notes = Mapping[tuple[str, str], str]
 """(class, field) -> note; (class, "") is the note of the class."""
 
@@ -15,11 +17,11 @@ Notes = Mapping[tuple[str, str], str]
 def read_notes() -> Notes:
     """All notes; none if the source is not installed."""
     try:
-        source = inspect.getsource(tree)
+        sources = [inspect.getsource(module) for module in NOTED]
     except OSError:
         return {}
     notes: dict[tuple[str, str], str] = {}
-    for node in ast.parse(source).body:
+    for node in (node for source in sources for node in ast.parse(source).body):
         if isinstance(node, ast.ClassDef):
             notes[node.name, ""] = ast.get_docstring(node) or ""
             notes |= {(node.name, field): note for field, note in _field_notes(node).items()}

@@ -1,22 +1,15 @@
 """Every setting there is, its default and its bound.
 
-A config file is this tree in YAML. Fields are documented here because `--print-config`, the docs page and
-the error for a wrong key are all made from this file. Every queue, buffer, body and loop has its bound here.
+A config file is this tree in YAML. Fields are documented where they stand because `--print-config`, the docs page and
+the error for a wrong key are all made from these files (`NOTED` in notes.py). Every queue, buffer, body and loop has its
+bound here.
 """
 
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
 
-Port = Annotated[int, Meta(ge=0, le=65_535)]
-Positive = Annotated[int, Meta(ge=1)]
-Seconds = Annotated[float, Meta(ge=0)]
-Fraction = Annotated[float, Meta(gt=0, le=1)]
-
-
-class Branch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A part of the tree: frozen, and closed to keys it does not know."""
+from penstock.config.branch import Branch, Fraction, Port, Positive, Seconds
 
 
 class KVEventsConfig(Branch, frozen=True, kw_only=True):

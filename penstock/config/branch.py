@@ -1,0 +1,16 @@
+"""What every part of the config tree is made of."""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+Port = Annotated[int, Meta(ge=0, le=65_535)]
+Positive = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0)]
+Fraction = Annotated[float, Meta(gt=0, le=1)]
+
+
+class Branch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part of the tree: frozen, and closed to keys it does not know."""

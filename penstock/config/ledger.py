@@ -1,0 +1,1 @@
+"""Prices, budgets and the usage ledger: the sections `prices` and `ledger`."""

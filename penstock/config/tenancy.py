@@ -1,0 +1,1 @@
+"""Tenants, tiers, keys and tokens: the sections `tenants`, `tiers` and `auth`."""
