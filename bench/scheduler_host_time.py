@@ -21,21 +21,22 @@ from penstock.schedule.plan import Sampled, StepPlan, StepResult
 from penstock.schedule.queue import FCFSQueue
 from penstock.schedule.request import Request
 from penstock.schedule.scheduler import Scheduler
-from penstock.types import RequestId, SamplingParams
+from penstock.types import BLOCK_TOKENS, RequestId, SamplingParams
 
 CLOCK = SystemClock()
 
 
 def make_scheduler(rows: int, context: int, steps: int) -> Scheduler:
     """A scheduler with `rows` requests submitted that will still decode after `steps` steps."""
-    num_blocks = rows * (blocks_for(context + 2 * steps) + 2)
+    num_blocks = rows * (blocks_for(context + 2 * steps) + 3)
     hasher = BlockHasher(key=b"bench" * 4, model="bench", kv_dtype="bfloat16")
-    limits = Limits(step_tokens=8192, max_running=rows, max_model_len=context + 4 * steps)
+    limits = Limits(step_tokens=8192, max_running=rows, max_model_len=context + BLOCK_TOKENS + 4 * steps)
     manager = KVManager.with_prefix_cache(num_blocks, hasher)
     scheduler = Scheduler(limits, manager, CLOCK, FCFSQueue(rows))
     tokens = rng.stream(0, "scheduler bench")
     for index in range(rows):
-        prompt = token_array(tokens.randrange(32_000) for _ in range(context))
+        # Lengths differ, so that every step has its share of rows that fill a block and need another.
+        prompt = token_array(tokens.randrange(32_000) for _ in range(context + index % BLOCK_TOKENS))
         sampling = SamplingParams(max_tokens=4 * steps, stop_token_ids=(1, 2))
         scheduler.submit(Request(request_id=RequestId(f"r{index}"), tokens=prompt, sampling=sampling))
     return scheduler

@@ -14,7 +14,7 @@ from penstock.schedule.statistics import Counters
 from penstock.schedule.step import StepBuilder
 from penstock.schedule.step_cap import StepCap
 from penstock.schedule.victim import VictimChoice
-from penstock.types import RequestId
+from penstock.types import BLOCK_TOKENS, RequestId
 
 _RUNNING, _LOADING = Status.RUNNING, Status.LOADING
 
@@ -88,12 +88,17 @@ class Planner:
         for request in self._batch.running.copy():  # Victims leave the list meanwhile.
             if request.status is _LOADING and not self._end_loading(request, step.planned_ns):
                 continue
+            planned = request.num_planned
             known = len(request.tokens) + request.num_drawing  # Properties cost too much in here.
             if known >= request.num_tokens_max:
                 continue  # Its last token is drawn, or on its way.
-            if known - request.num_planned > 1:
+            if known - planned > 1:
                 prompts.append(request)
-            elif request.status is _RUNNING:
+            elif request.status is not _RUNNING:
+                continue  # It gave way to somebody before it.
+            elif planned % BLOCK_TOKENS:
+                step.add_decoding(request, ())  # There is room behind the token before, in the same block.
+            else:
                 self._extend_or_preempt(request, 1, step)
         self._open_prompts(step, len(prompts))
         for request in prompts:

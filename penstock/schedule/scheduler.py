@@ -158,22 +158,28 @@ class Scheduler:
         self._cap.step_fitted()
         if flight.plan.work:
             self._prefill.observe(flight.plan, now_ns)
-        drawn, scored = iter(result.sampled), iter(result.scored)
+        drawn, scored, outputs = iter(result.sampled), iter(result.scored), outcome.outputs
         for request, work in zip(flight.requests, flight.plan.work, strict=True):
-            draw = next(drawn) if work.samples else None
-            scores = next(scored) if work.scores else None
-            assert draw is None or draw.row == work.row, (draw, work.row)
-            assert scores is None or scores.row == work.row, (scores, work.row)
+            draw = scores = None
+            if work.samples:
+                draw = next(drawn)
+                assert draw.row == work.row, (draw, work.row)
+            if work.scores:
+                scores = next(scored)
+                assert scores.row == work.row, (scores, work.row)
             if request.status is not _RUNNING:
                 continue  # It ended while this was in flight: a stop one step before, an error, an abort.
-            request.num_computed = computed = work.num_computed + work.num_tokens
+            num_tokens = work.num_tokens
+            request.num_computed = computed = work.num_computed + num_tokens
             request.num_steps += 1
-            request.num_drawing -= work.samples
-            self._manager.publish_computed(request.table, request.tokens, computed)
+            if num_tokens > 1 or not computed % BLOCK_TOKENS:  # Else no block became full.
+                self._manager.publish_computed(request.table, request.tokens, computed)
             if scores is not None:
-                outcome.outputs.append(self._score(request, scores, work.num_computed, now_ns))
-            if draw is not None and request.status is _RUNNING:
-                outcome.outputs.append(self._append(request, draw, now_ns))
+                outputs.append(self._score(request, scores, work.num_computed, now_ns))
+            if draw is not None:
+                request.num_drawing -= 1
+                if request.status is _RUNNING:
+                    outputs.append(self._append(request, draw, now_ns))
         assert next(drawn, None) is None, "more was sampled than was asked for"
         assert next(scored, None) is None, "more was scored than was asked for"
         return outcome
@@ -275,8 +281,8 @@ class Scheduler:
         """One more token for a request: it goes on, or it ends here."""
         if draw.error is not None:
             return self._finish(request, FinishReason.ERROR, now_ns, error=draw.error)
-        token = draw.token_id
-        request.tokens.append(token)
+        token, tokens = draw.token_id, request.tokens
+        tokens.append(token)
         self._counters.generated_tokens += 1
         if request.first_token_ns is None:
             request.first_token_ns = now_ns
@@ -284,7 +290,7 @@ class Scheduler:
             output = self._finish(request, FinishReason.STOP, now_ns)
             output.stop_token_id = token
             return output
-        if len(request.tokens) < request.num_tokens_max:
+        if len(tokens) < request.num_tokens_max:
             return RequestOutput(request.request_id, (token,), draw.logprob)
         output = self._finish(request, FinishReason.LENGTH, now_ns)
         output.token_ids, output.logprob = (token,), draw.logprob
