@@ -20,6 +20,7 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"  # EOS, a stop token or a stop string.
     LENGTH = "length"  # max_tokens or the model's context is used up.
     TOOL_CALLS = "tool_calls"  # The answer is a tool call (set by the gateway's parser).
+    BUDGET = "budget"  # The tenant's budget is used up: the gateway stopped a running answer.
     ABORT = "abort"  # The client left, or an operator cancelled it.
     ERROR = "error"  # Something broke; the finish carries the error.
 

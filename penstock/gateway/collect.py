@@ -50,9 +50,11 @@ class CollectSink:
             self._reply.first_output()
         self._texts.append(delta.text)
         self.logprobs.extend(delta.logprobs)
+        self._reply.count(len(delta.token_ids))
 
     def on_finish(self, finish: Finish) -> None:
         """The end."""
+        finish = self._reply.ended(finish)
         self.reason = finish.reason
         self._reply.choice_finished(self._index, finish)
 

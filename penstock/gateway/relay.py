@@ -90,9 +90,11 @@ class TextSink:
             self._begin()
         if delta.text:
             self._exchange.write(self._prefix + _encode(delta.text) + self._suffix)
+        self._reply.count(len(delta.token_ids))
 
     def on_finish(self, finish: Finish) -> None:
         """The end."""
+        finish = self._reply.ended(finish)
         if finish.reason not in (FinishReason.ERROR, FinishReason.ABORT):
             if not self._began:
                 self._begin()
@@ -138,9 +140,11 @@ class ChatSink(TextSink):
         elif text:
             self._exchange.write(self._chunks.text(text))
         self._send_calls(events)
+        self._reply.count(len(delta.token_ids))
 
     def on_finish(self, finish: Finish) -> None:
         """The end; a choice that called a tool says so."""
+        finish = self._reply.ended(finish)
         if self._parser is not None and finish.reason not in (FinishReason.ERROR, FinishReason.ABORT):
             if not self._began:
                 self._begin()
@@ -178,6 +182,7 @@ class CompletionLogprobsSink(TextSink):
         if not self._began:
             self._begin()
         self._write(delta.text, delta.logprobs)
+        self._reply.count(len(delta.token_ids))
 
     def _begin(self) -> None:
         super()._begin()

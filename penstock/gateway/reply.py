@@ -5,6 +5,7 @@ leaves or one of them fails, and settles exactly once. How output reaches the cl
 of its subclasses, `StreamReply` in relay.py and `WholeReply` in collect.py.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,8 +21,20 @@ from penstock.telemetry.catalog import Outcome
 from penstock.types import FinishReason
 
 
-class Settle(Protocol):
-    """Who wants to know when a reply is over."""
+class Owner(Protocol):
+    """Who decides about a reply: when it starts, whether it may go on, and what follows when it is over."""
+
+    def began(self, reply: "Reply") -> None:
+        """The first output of any choice is here."""
+        ...
+
+    def produced(self, reply: "Reply") -> None:
+        """`reply.num_produced` has reached `reply.next_slice`. May end the reply; sets the next slice if it does not."""
+        ...
+
+    def broke(self, reply: "Reply", error: PenstockError) -> bool:
+        """The worker failed before any output. True: `start` is called again, later; False: the reply fails."""
+        ...
 
     def settled(self, reply: "Reply") -> None:
         """Nothing of this reply runs any more. Called exactly once."""
@@ -35,7 +48,7 @@ class Context:
     exchange: Exchange
     tally: Tally
     clock: Clock
-    owner: Settle
+    owner: Owner
     head: StreamHead
     ids: IdSource
 
@@ -66,38 +79,55 @@ class StreamSlots:
 
 
 class Reply:
-    """All streams of one request. Ends once: completed, failed, or the client left."""
+    """All streams of one request. Waits until it is started; ends once: completed, stopped, failed, or the client left."""
 
-    __slots__ = ("_generations", "_is_over", "_live", "_settled", "_starting", "context", "exchange", "tally")
+    __slots__ = (
+        "_broken", "_generations", "_is_over", "_live", "_settled", "_stopped", "_waiting",
+        "context", "exchange", "next_slice", "num_produced", "tally",
+    )  # fmt: skip
 
     def __init__(self, context: Context) -> None:
         self.context = context
         self.exchange = context.exchange
         self.tally = context.tally
+        self.num_produced = 0
+        """Tokens of all choices so far."""
+        self.next_slice: float = math.inf
+        """The owner hears of it when so many were produced."""
         self._generations: list[Generation] = []
         self._live = 0
-        self._starting = True
+        self._waiting = True
+        """Not started, or between two attempts."""
         self._is_over = False
         self._settled = False
+        self._stopped: FinishReason | None = None
+        self._broken: PenstockError | None = None
         self.exchange.on_disconnect = self._client_left
 
+    @property
+    def is_over(self) -> bool:
+        """Whether its end is decided; streams may still be settling."""
+        return self._is_over
+
     def start(self, backend: Backend, streams: Sequence[tuple[GenerateRequest, Sink]]) -> None:
-        """Start every stream. If one cannot start, none runs and the client gets the error."""
+        """Start every stream. If one cannot start, none runs; the owner says what happens then."""
+        assert self._waiting, "it runs already"
         if not self.exchange.is_open:
             self._over(Outcome.ABORT)  # The client left while its prompt was tokenized.
+        self._generations.clear()
         for request, sink in streams:
-            if self._is_over:
+            if self._is_over or self._broken is not None:
                 break
             self._live += 1
             try:
                 generation = backend.generate(request, sink)
             except (WorkerError, Overloaded) as error:
                 self._live -= 1
-                self.fail(error)
+                self._break(error)
                 break
             self._generations.append(generation)
-        self._starting = False
-        if self._is_over:
+        self._waiting = False
+        if self._is_over or self._broken is not None:
             self._abort_all()
         self._settle_if_idle()
 
@@ -105,15 +135,29 @@ class Reply:
         """A choice has its first output."""
         if self.tally.first_ns is None:
             self.tally.first_ns = self.context.clock.now_ns()
+            self.context.owner.began(self)
+
+    def count(self, num_tokens: int) -> None:
+        """A choice has new tokens (called by sinks, after they were passed on)."""
+        self.num_produced += num_tokens
+        if self.num_produced >= self.next_slice:
+            self.context.owner.produced(self)
+
+    def ended(self, finish: Finish) -> Finish:
+        """A stream's end as the client sees it: what the owner stopped did not fail (called by sinks first of all)."""
+        if finish.reason is FinishReason.ABORT and self._stopped is not None:
+            return Finish(reason=self._stopped, usage=finish.usage)
+        return finish
 
     def choice_finished(self, index: int, finish: Finish) -> None:
         """A stream is over (called by its sink)."""
         self._live -= 1
         self.tally.finished(index, finish.reason, finish.usage)
-        if finish.reason is FinishReason.ERROR:
-            self.fail(finish.error or EngineFault("The engine failed this request."))
-        elif finish.reason is FinishReason.ABORT:
-            self.fail(Draining("The request was cancelled by the server."))
+        if self._broken is None:
+            if finish.reason is FinishReason.ERROR:
+                self._break(finish.error or EngineFault("The engine failed this request."))
+            elif finish.reason is FinishReason.ABORT:
+                self.fail(Draining("The request was cancelled by the server."))
         self._settle_if_idle()
 
     def fail(self, error: PenstockError) -> None:
@@ -123,6 +167,14 @@ class Reply:
         self._over(outcome_of(error))
         self._abort_all()
         self.send_error(error)
+        self._settle_if_idle()
+
+    def stop(self, reason: FinishReason) -> None:
+        """End every choice now with `reason`, as a good end with what there is."""
+        if self._is_over:
+            return
+        self._stopped = reason
+        self._abort_all()
 
     def heartbeat(self, ticks: int) -> None:
         """Called now and then; a reply that streams shows that it lives after `ticks` silent calls."""
@@ -135,8 +187,25 @@ class Reply:
         """Tell the client that its request failed."""
         raise NotImplementedError
 
+    def _break(self, error: PenstockError) -> None:
+        """The worker failed us: another attempt only if the client has seen nothing and the error allows it."""
+        if self._is_over:
+            return
+        if error.retry_safe and self.tally.first_ns is None:
+            self._broken = error
+            self._abort_all()
+        else:
+            self.fail(error)
+
     def _settle_if_idle(self) -> None:
-        if self._starting or self._live > 0 or self._settled:
+        if self._live > 0 or self._settled or (self._waiting and not self._is_over):
+            return
+        if self._broken is not None and not self._is_over:
+            error, self._broken, self._waiting = self._broken, None, True
+            self.tally.usages.clear()
+            if self.context.owner.broke(self, error):
+                return
+            self.fail(error)
             return
         self._settled = True
         self.tally.ended_ns = self.context.clock.now_ns()
@@ -149,11 +218,12 @@ class Reply:
         if not self._is_over:
             self._over(Outcome.ABORT)
             self._abort_all()
+            self._settle_if_idle()
 
     def _over(self, outcome: Outcome) -> None:
         self._is_over = True
         self.tally.outcome = outcome
 
     def _abort_all(self) -> None:
-        for generation in self._generations:
+        for generation in list(self._generations):
             generation.abort()

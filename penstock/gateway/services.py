@@ -25,6 +25,16 @@ class RunningReplies:
         """A reply is about to start; its slots are taken already."""
         self._replies.add(reply)
 
+    def began(self, reply: Reply) -> None:
+        """Nothing follows from a first output."""
+
+    def produced(self, reply: Reply) -> None:
+        """Nobody asked for slices."""
+
+    def broke(self, reply: Reply, error: PenstockError) -> bool:
+        """There is one worker for each model: no other could be tried."""
+        return False
+
     def settled(self, reply: Reply) -> None:
         """A reply is over."""
         self._replies.remove(reply)

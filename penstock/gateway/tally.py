@@ -13,6 +13,7 @@ _OUTCOMES: Mapping[FinishReason, Outcome] = {
     FinishReason.STOP: Outcome.STOP,
     FinishReason.LENGTH: Outcome.LENGTH,
     FinishReason.TOOL_CALLS: Outcome.TOOL_CALLS,
+    FinishReason.BUDGET: Outcome.BUDGET,
 }
 
 

@@ -19,11 +19,12 @@ class Endpoint(enum.StrEnum):
 
 
 class Outcome(enum.StrEnum):
-    """How a request ended, as operators count it. The first three are answers."""
+    """How a request ended, as operators count it. The first four are answers."""
 
     STOP = "stop"
     LENGTH = "length"
     TOOL_CALLS = "tool_calls"
+    BUDGET = "budget"  # The tenant's budget ended it early.
     ABORT = "abort"  # The client left.
     ERROR = "error"  # A worker or the server failed.
     REJECTED = "rejected"  # The request itself was wrong (4xx).
