@@ -181,6 +181,8 @@ class LimitsConfig(Branch, frozen=True, kw_only=True):
     top_logprobs_max: Positive = 20
     logit_bias_max: Positive = 1024
     """Entries of one request's `logit_bias`."""
+    json_values_max: Positive = 100_000
+    """Strings, objects and arrays in one JSON body: looking through them takes time that others wait."""
     prompts_max: Positive = 64
     """Prompts in one /v1/completions call."""
     concurrent_max: Positive = 10_000

@@ -11,6 +11,7 @@ closing with unread bytes would reset the connection and could destroy the answe
 
 import asyncio
 import enum
+import re
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -26,6 +27,11 @@ LINGER_S = 2
 WRITE_HIGH_WATER_BYTES = 64 * 1024
 HEADERS_MAX = 100
 """Header fields of one request; clients send about ten."""
+FRAMING_BYTES_PER_BYTE = 8
+"""A chunked body of single bytes has five bytes of framing for each; more is no body but an attack."""
+_HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=:%\[\]-]*")
+"""`host [":" port]` of RFC 9112, section 3.2. Repeated Host fields are joined by ", " and so do not match."""
+_UPGRADE_FIELDS = frozenset({b"upgrade", b"connection", b"http2-settings"})
 
 
 class State(enum.Enum):
@@ -82,7 +88,7 @@ class Connection(asyncio.Protocol):
 
     __slots__ = (
         "_body", "_client", "_deadline_ns", "_exchange", "_head_bytes", "_headers",
-        "_parser", "_raw_bytes", "_server", "_state", "_transport", "_url", "paused",
+        "_parser", "_raw_bytes", "_server", "_state", "_transport", "_upgrades", "_url", "paused",
     )  # fmt: skip
 
     def __init__(self, server: Surroundings) -> None:
@@ -100,6 +106,7 @@ class Connection(asyncio.Protocol):
         self._headers: dict[bytes, bytes] = {}
         self._head_bytes = 0
         self._raw_bytes = 0
+        self._upgrades = False
         self._body = bytearray()
 
     # --- asyncio ---------------------------------------------------------------------------------
@@ -127,8 +134,8 @@ class Connection(asyncio.Protocol):
         was_idle = self._state is State.IDLE
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._pipelined()  # The parser stops after such a request; answer it and close.
+        except httptools.HttpParserUpgrade as stop:
+            self._after_upgrade(data[int(stop.args[0]) :])
         except httptools.HttpParserError as error:
             if self._reads():
                 self._malformed(error)
@@ -136,8 +143,10 @@ class Connection(asyncio.Protocol):
             self._within_bounds(len(data))  # The head may have begun in these bytes.
 
     def eof_received(self) -> bool:
-        """The client has closed its side. Nobody half-closes to wait for an answer: it left."""
-        if self._exchange is not None:
+        """The client has closed its side. Nobody half-closes to wait for an answer: it left, unless it was cut short."""
+        if self._state in (State.HEAD, State.BODY):
+            self._fail(HttpFault(400, "The connection ended in the middle of a request."))
+        elif self._exchange is not None:
             exchange, self._exchange = self._exchange, None
             exchange.disconnected()
             self._wait(LINGER_S)  # Closing waits for buffered bytes, which this client may never read.
@@ -195,6 +204,9 @@ class Connection(asyncio.Protocol):
             return
         if self._has_body() and (refusal := self._server.app.refuse(self._head())):
             self._refuse(refusal)
+            return
+        if self._parser.should_upgrade() and self._has_body():
+            self._upgrades = True  # `_after_upgrade` goes on.
             return
         self._move(State.BODY)
         self._wait(self._server.config.body_timeout_s)
@@ -313,8 +325,9 @@ class Connection(asyncio.Protocol):
         if self._state is State.BODY:
             # The body proper is counted in `on_body`; this bounds chunk headers and trailers.
             self._raw_bytes += num_bytes
-            if self._raw_bytes > 8 * self._server.config.body_bytes_max + WRITE_HIGH_WATER_BYTES:
-                self._fail(self._too_large())
+            most = FRAMING_BYTES_PER_BYTE * len(self._body) + self._server.config.header_bytes_max
+            if self._raw_bytes - num_bytes > most:
+                self._fail(HttpFault(400, "The body is nearly all chunk extensions or trailers."))
                 return False
         return True
 
@@ -326,14 +339,36 @@ class Connection(asyncio.Protocol):
         return True
 
     def _head_fault(self) -> ClientError | None:
-        if self._parser.get_http_version() == "1.1" and b"host" not in self._headers:
-            return HttpFault(400, "An HTTP/1.1 request needs a Host header.")
+        if fault := self._shape_fault():
+            return fault
         if self._headers.get(b"expect", b"100-continue").lower() != b"100-continue":
             return HttpFault(417, "The only expectation that can be met is 100-continue.")
         length = self._headers.get(b"content-length", b"0")
         # The parser has checked that it is a number.
         if length.isdigit() and int(length[:19]) > self._server.config.body_bytes_max:
             return self._too_large()
+        return None
+
+    def _shape_fault(self) -> HttpFault | None:
+        """What the parser lets pass and a proxy in front might read in another way than we."""
+        version, headers = self._parser.get_http_version(), self._headers
+        if version not in ("1.1", "1.0"):
+            return HttpFault(400, "This server speaks HTTP/1.1.")
+        if version == "1.1" and b"host" not in headers:
+            return HttpFault(400, "An HTTP/1.1 request needs a Host header.")
+        if not _HOST.fullmatch(headers.get(b"host", b"")):
+            return HttpFault(400, "A request needs one Host header with one valid name.")
+        if not self._url.startswith(b"/") and self._url != b"*":
+            return HttpFault(400, "The request target must be a path: this server is not a proxy.")
+        if coding := headers.get(b"transfer-encoding"):
+            if coding.lower() != b"chunked":
+                return HttpFault(400, "The only transfer coding that is understood is chunked.")
+            if version == "1.0":
+                return HttpFault(400, "HTTP/1.0 has no Transfer-Encoding.")
+        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            return HttpFault(
+                415, "Compressed bodies are not accepted. Send the body without Content-Encoding."
+            )
         return None
 
     def _has_body(self) -> bool:
@@ -345,6 +380,26 @@ class Connection(asyncio.Protocol):
     def _pipelined(self) -> None:
         if self._exchange is not None:
             self._exchange.close_after()
+
+    def _after_upgrade(self, rest: bytes) -> None:
+        """The parser stops behind the head of a request that asks for another protocol, which is never granted.
+
+        Without a body the request is complete. With one (Java's client asks for HTTP/2 in this way) a new parser is
+        given the head again without the wish.
+        """
+        if not self._upgrades:
+            self._pipelined()
+            return
+        lines = [
+            b"%b %b HTTP/%b"
+            % (self._parser.get_method(), self._url, self._parser.get_http_version().encode())
+        ]
+        lines += [b"%b: %b" % (k, v) for k, v in self._headers.items() if k not in _UPGRADE_FIELDS]
+        if b"close" in self._headers.get(b"connection", b"").lower():
+            lines.append(b"connection: close")
+        self._parser = httptools.HttpRequestParser(self)
+        self._reset()
+        self.data_received(b"\r\n".join([*lines, b"", b""]) + rest)
 
     def _malformed(self, error: Exception) -> None:
         if self._state is State.BUSY:

@@ -43,7 +43,7 @@ RETRY_AFTER_S = 1.0
 
 
 class HttpFault(ClientError):
-    """The request is not acceptable as HTTP, whatever it is about: 400, 408, 417, 431."""
+    """The request is not acceptable as HTTP, whatever it is about: 400, 408, 415, 417, 431."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)

@@ -100,7 +100,7 @@ class Inspect:
 
     async def detokenize(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /v1/detokenize`."""
-        request = parse_detokenize(exchange.body)
+        request = parse_detokenize(exchange.body, self._services.config.limits)
         model = self._services.models.get(request.model)
         check_token_ids(request.tokens, model.info().vocab_size, "tokens")
         text = await self._services.tokenize.run(

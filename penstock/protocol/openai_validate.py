@@ -15,6 +15,7 @@ import msgspec
 
 from penstock.config.tree import LimitsConfig
 from penstock.errors import InvalidRequest
+from penstock.protocol.json_keys import TooManyValues, repeated_key
 from penstock.protocol.openai import (
     ChatRequest,
     CompletionRequest,
@@ -55,7 +56,7 @@ def parse_chat(body: bytes, limits: LimitsConfig) -> ChatRequest:
     Raises:
         InvalidRequest: naming the field.
     """
-    request = _decode(_chat, body)
+    request = _decode(_chat, body, limits)
     _check_generation(request, limits)
     check_messages(request.messages, limits)
     check_tools(request.tools, limits)
@@ -72,7 +73,7 @@ def parse_completion(body: bytes, limits: LimitsConfig) -> CompletionRequest:
     Raises:
         InvalidRequest: naming the field.
     """
-    request = _decode(_completion, body)
+    request = _decode(_completion, body, limits)
     _check_generation(request, limits)
     prompts_of(request, limits)
     if request.logprobs is not None and request.logprobs > limits.top_logprobs_max:
@@ -90,7 +91,7 @@ def parse_tokenize(body: bytes, limits: LimitsConfig) -> TokenizeRequest:
     Raises:
         InvalidRequest: naming the field.
     """
-    request = _decode(_tokenize, body)
+    request = _decode(_tokenize, body, limits)
     if (request.prompt is None) == (request.messages is None):
         _refuse("Give exactly one of 'prompt' and 'messages'.", "prompt")
     if request.messages is not None:
@@ -100,13 +101,13 @@ def parse_tokenize(body: bytes, limits: LimitsConfig) -> TokenizeRequest:
     return request
 
 
-def parse_detokenize(body: bytes) -> DetokenizeRequest:
+def parse_detokenize(body: bytes, limits: LimitsConfig) -> DetokenizeRequest:
     """Read and check `/v1/detokenize`.
 
     Raises:
         InvalidRequest: naming the field.
     """
-    return _decode(_detokenize, body)
+    return _decode(_detokenize, body, limits)
 
 
 def prompts_of(request: CompletionRequest, limits: LimitsConfig) -> list[str | list[int]]:
@@ -309,9 +310,9 @@ def _check_depth(value: object, where: str) -> None:
 # --- from msgspec's findings to OpenAI's words -----------------------------------------------------
 
 
-def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+def _decode(decoder: msgspec.json.Decoder[T], body: bytes, limits: LimitsConfig) -> T:
     try:
-        return decoder.decode(body)
+        request = decoder.decode(body)
     except msgspec.ValidationError as error:
         raise _explain(str(error), decoder) from None
     except UnicodeDecodeError:
@@ -322,6 +323,20 @@ def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         _refuse(f"We could not parse the JSON body of your request: {where}.", None, "invalid_json")
     except RecursionError:
         _refuse("The JSON body is nested too deeply.", None, "invalid_json")
+    _check_keys(body, limits.json_values_max)
+    return request
+
+
+def _check_keys(body: bytes, values_max: int) -> None:
+    try:
+        key = repeated_key(body, values_max)
+    except TooManyValues:
+        _refuse(
+            f"The JSON body holds more than {values_max} strings, objects and arrays.", None, "invalid_json"
+        )
+    if key is not None:
+        shown = key[:64]
+        _refuse(f"The JSON body has the key '{shown}' twice in one object.", shown, "invalid_json")
 
 
 def _bad_utf8_at(body: bytes) -> str:
