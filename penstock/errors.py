@@ -6,6 +6,7 @@
     │   │   ├── ContextTooLong     prompt and answer do not fit the model           (400)
     │   │   └── KVQuotaExceeded    they do not fit what one tenant may hold         (400)
     │   ├── Unauthenticated        no key, or a wrong one                           (401)
+    │   ├── Forbidden              the caller is known and may not use this         (403)
     │   ├── NotFound               no such path or model                            (404)
     │   ├── MethodNotAllowed       the path exists, this verb on it does not        (405)
     │   └── TooLarge               the body or the header is over its bound         (413)
@@ -59,6 +60,10 @@ class KVQuotaExceeded(InvalidRequest):
 
 class Unauthenticated(ClientError):
     """No API key was given, or it is not one of ours."""
+
+
+class Forbidden(ClientError):
+    """The caller is who it says, but its tenant may not use this."""
 
 
 class NotFound(ClientError):

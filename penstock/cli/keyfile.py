@@ -9,7 +9,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from penstock.config.checks import is_loopback
+from penstock.config.hosts import is_loopback
 
 KEY_BYTES_MAX = 4096
 

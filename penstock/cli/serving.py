@@ -24,8 +24,8 @@ from penstock.cli.progress import loading_display
 from penstock.cli.signals import StopSignals
 from penstock.cli.wire import Stack
 from penstock.clock import NS_PER_S, Clock
-from penstock.config.checks import is_loopback
-from penstock.config.tree import AuthConfig, Config
+from penstock.config.hosts import is_loopback
+from penstock.config.tree import Config
 from penstock.telemetry.log import Log
 
 EXIT_ABORTED = 130
@@ -53,9 +53,15 @@ class _Serving:
         if not config.auth.keys and not config.auth.disabled:
             # Settings made sure that this is a loopback address.
             self._new_key = f"sk-{rng.fresh_token()}"
-            config = msgspec.structs.replace(config, auth=AuthConfig(keys=(self._new_key,)))
+            auth = msgspec.structs.replace(config.auth, keys=(self._new_key,))
+            config = msgspec.structs.replace(config, auth=auth)
         self._config = config
-        self._log = Log(config.log, clock, stream=console.current_stderr(), secrets=config.auth.keys)
+        self._log = Log(
+            config.log,
+            clock,
+            stream=console.current_stderr(),
+            secrets=(*config.auth.keys, config.auth.secret),
+        )
         self._log.adopt("asyncio")
         self._stack = Stack(config, clock, self._log)
 

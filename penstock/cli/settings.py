@@ -10,7 +10,8 @@ import msgspec
 
 from penstock.config.checks import check
 from penstock.config.load import dump_config, load_config, with_environment
-from penstock.config.tree import AuthConfig, Config, EngineConfig, LogConfig, ModelConfig
+from penstock.config.tenancy import AuthConfig
+from penstock.config.tree import Config, EngineConfig, LogConfig, ModelConfig
 from penstock.errors import ConfigError
 
 HIDDEN = "hidden"
@@ -66,13 +67,16 @@ def _auth(args: argparse.Namespace, auth: AuthConfig) -> AuthConfig:
     if args.no_auth and args.api_key:
         raise ConfigError("--no-auth and --api-key contradict each other")
     if args.no_auth:
-        return AuthConfig(disabled=True)
-    return AuthConfig(keys=(args.api_key,)) if args.api_key else auth
+        return msgspec.structs.replace(auth, keys=(), disabled=True)
+    return msgspec.structs.replace(auth, keys=(args.api_key,)) if args.api_key else auth
 
 
 def printable_config(config: Config) -> str:
     """The effective configuration as YAML; keys are secrets and are not shown."""
-    hidden = msgspec.structs.replace(config.auth, keys=(HIDDEN,) * len(config.auth.keys))
+    auth = config.auth
+    hidden = msgspec.structs.replace(
+        auth, keys=(HIDDEN,) * len(auth.keys), secret=HIDDEN if auth.secret else ""
+    )
     return dump_config(msgspec.structs.replace(config, auth=hidden))
 
 

@@ -1,10 +1,10 @@
 """Settings that are each fine but not together, and those that would open a door by accident."""
 
-import ipaddress
 import re
 from collections.abc import Iterator
 
 from penstock.config.presets import served_name
+from penstock.config.tenancy_checks import access_problems, tenant_problems
 from penstock.config.tree import Config, EngineConfig
 from penstock.errors import ConfigError
 
@@ -15,30 +15,17 @@ def check(config: Config) -> None:
     Raises:
         ConfigError: with one line for each thing that is wrong.
     """
-    if problems := [*_access_problems(config), *_model_problems(config)]:
+    problems = [
+        *access_problems(config.auth, config.server.host),
+        *tenant_problems(config.tenants, config.tiers, config.auth),
+        *_limit_problems(config),
+        *_model_problems(config),
+    ]
+    if problems:
         raise ConfigError("\n".join(problems))
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server bound to `host`."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _access_problems(config: Config) -> Iterator[str]:
-    host, auth = config.server.host, config.auth
-    if auth.disabled and not is_loopback(host):
-        yield f"auth.disabled: refused because server.host {host!r} is reachable from other machines"
-    elif not auth.keys and not is_loopback(host):
-        yield (
-            f"auth.keys: needed because server.host {host!r} is reachable from other machines; "
-            "set them or PENSTOCK_API_KEY"
-        )
-    for i, key in enumerate(auth.keys):
-        if not re.fullmatch(r"[!-~]{1,512}", key):
-            yield f"auth.keys[{i}]: expected 1 to 512 visible ASCII characters without spaces"
+def _limit_problems(config: Config) -> Iterator[str]:
     if config.limits.n_max > config.limits.concurrent_max:
         yield "limits.n_max: above limits.concurrent_max, so such a request could never run"
 

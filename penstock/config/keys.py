@@ -43,10 +43,15 @@ def explained(message: str, value: object, root: type[msgspec.Struct]) -> str:
     kind, found = _at(inspect.type_info(root), value, steps)
     if isinstance(kind, inspect.LiteralType):
         text = "expected one of " + ", ".join(str(choice) for choice in kind.values)
-    text = re.sub(r"`(\w+)`", lambda name: _WORDS.get(name[1], name[1]), text.partition(", got")[0])
+    text = re.sub(r"`([\w |]+)`", _plain_words, text.partition(", got")[0])
     # An API key must not come out in an error message.
     got = "" if path.startswith("auth") else f", got {_shown(found)}"
     return f"{path or 'config'}: {text[0].lower()}{text[1:]}{got}"
+
+
+def _plain_words(types: re.Match[str]) -> str:
+    """`int | null` as a person says it."""
+    return " or ".join(_WORDS.get(name, name) for name in types[1].split(" | "))
 
 
 class _Checker:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from penstock.config.branch import Branch, Fraction, Port, Positive, Seconds
+from penstock.config.tenancy import DEFAULT_TIERS, AuthConfig, TenantConfig, TierConfig
 
 
 class KVEventsConfig(Branch, frozen=True, kw_only=True):
@@ -43,7 +44,7 @@ class FairWeight(Branch, frozen=True, kw_only=True):
     """How much one tenant's share is worth."""
 
     key: str
-    """The fairness key: the first eight hexadecimal digits of the salt that the gateway makes of an API key."""
+    """The fairness key, which is the tenant's id."""
     weight: Annotated[float, Meta(gt=0)]
     """2 is served twice as much as 1 while both have work waiting."""
 
@@ -161,15 +162,6 @@ class ServerConfig(Branch, frozen=True, kw_only=True):
     """After SIGTERM or Ctrl-C running streams have this long to end."""
 
 
-class AuthConfig(Branch, frozen=True, kw_only=True):
-    """Who may call."""
-
-    keys: tuple[str, ...] = ()
-    """API keys that are accepted. Empty: one is made at start and printed (loopback only)."""
-    disabled: bool = False
-    """Accept everybody. Refused on addresses other than loopback."""
-
-
 class LimitsConfig(Branch, frozen=True, kw_only=True):
     """Bounds on what one request may ask for."""
 
@@ -216,6 +208,8 @@ class Config(Branch, frozen=True, kw_only=True):
 
     models: Annotated[tuple[ModelConfig, ...], Meta(max_length=64)] = (ModelConfig(path="penstock-demo"),)
     server: ServerConfig = ServerConfig()
+    tenants: Annotated[tuple[TenantConfig, ...], Meta(max_length=10_000)] = ()
+    tiers: Annotated[tuple[TierConfig, ...], Meta(max_length=64)] = DEFAULT_TIERS
     auth: AuthConfig = AuthConfig()
     limits: LimitsConfig = LimitsConfig()
     relay: RelayConfig = RelayConfig()

@@ -17,7 +17,7 @@ from penstock import __version__
 from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.config.tree import Config
 from penstock.errors import Draining, PenstockError
-from penstock.gateway.auth import ANYBODY, Caller, KeyRing, is_local
+from penstock.gateway.auth import ANYBODY, Caller, is_local
 from penstock.gateway.exchange import Ending, Exchange, RequestHead, Response
 from penstock.gateway.generate import Generate
 from penstock.gateway.http_errors import error_response
@@ -28,6 +28,7 @@ from penstock.gateway.routes import Access, Handler, Route, Routes
 from penstock.gateway.server import HttpServer, tick_s
 from penstock.gateway.services import RunningReplies, Services
 from penstock.gateway.tally import outcome_of
+from penstock.gateway.tenants import TenantTable
 from penstock.gateway.tokenize_pool import TokenizePool
 from penstock.rng import IdSource
 from penstock.telemetry.log import Access as AccessLine
@@ -56,7 +57,7 @@ class Gateway:
         assert config.auth.keys or config.auth.disabled, "whoever wires the gateway makes a key"
         self._config, self._clock, self._ids = config, clock, ids
         self._metrics, self._log = metrics, log
-        self._keys = KeyRing(() if config.auth.disabled else config.auth.keys)
+        self._tenants = TenantTable(config)
         slots = StreamSlots(config.limits.concurrent_max)
         self._services = Services(
             config=config,
@@ -112,7 +113,7 @@ class Gateway:
                 return _options(route)
             route.handler(head.method)
             if route.access is Access.KEY:
-                self._keys.check(head)
+                self._tenants.check(head)
         except PenstockError as error:
             return error_response(error)
         return None
@@ -173,7 +174,7 @@ class Gateway:
             return ANYBODY
         if route.access is Access.LOCAL_OR_KEY and is_local(exchange.client, exchange.head):
             return ANYBODY
-        return self._keys.check(exchange.head)
+        return self._tenants.check(exchange.head)
 
     async def _run(self, handler: Handler, exchange: Exchange, caller: Caller) -> None:
         try:

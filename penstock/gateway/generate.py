@@ -27,6 +27,7 @@ from penstock.gateway.relay import ChatSink, CompletionLogprobsSink, StreamReply
 from penstock.gateway.reply import Context, Reply
 from penstock.gateway.services import Services
 from penstock.gateway.tally import Tally
+from penstock.policy.tenant_limits import check_model
 from penstock.protocol.openai import ChatRequest, CompletionRequest, GenerationRequest
 from penstock.protocol.openai_validate import parse_chat, parse_completion, prompts_of
 from penstock.protocol.stream import ChatChunks, CompletionChunks, StreamHead
@@ -69,9 +70,9 @@ class Generate:
     async def chat(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /v1/chat/completions`."""
         request = parse_chat(exchange.body, self._services.config.limits)
-        model, info = self._open(exchange, request, Endpoint.CHAT)
+        model, info = self._open(exchange, caller, request, Endpoint.CHAT)
         prompt = await self._services.tokenize.run(len(exchange.body), lambda: chat_prompt(model, request))
-        max_tokens = chat_max_tokens(request, len(prompt), info)
+        max_tokens = chat_max_tokens(request, len(prompt), info, caller.tenant)
         check_sampling(request, max_tokens, info)
         job = _Job(
             exchange=exchange,
@@ -91,14 +92,14 @@ class Generate:
         """`POST /v1/completions`."""
         limits = self._services.config.limits
         request = parse_completion(exchange.body, limits)
-        model, info = self._open(exchange, request, Endpoint.COMPLETIONS)
+        model, info = self._open(exchange, caller, request, Endpoint.COMPLETIONS)
         texts = prompts_of(request, limits)
         special = request.add_special_tokens is not False
         prompts = await self._services.tokenize.run(
             len(exchange.body),
             lambda: [completion_prompt(model, text, info, add_special_tokens=special) for text in texts],
         )
-        max_tokens = [completion_max_tokens(request, len(prompt), info) for prompt in prompts]
+        max_tokens = [completion_max_tokens(request, len(prompt), info, caller.tenant) for prompt in prompts]
         check_sampling(request, min(max_tokens), info)
         job = _Job(
             exchange=exchange,
@@ -117,10 +118,11 @@ class Generate:
         self._start(job, *kind(context, job, echoes))
 
     def _open(
-        self, exchange: Exchange, request: GenerationRequest, endpoint: Endpoint
+        self, exchange: Exchange, caller: Caller, request: GenerationRequest, endpoint: Endpoint
     ) -> tuple[ServedModel, ModelInfo]:
         self._services.check_draining()
         model = self._services.models.get(request.model)
+        check_model(caller.tenant, model.name)
         exchange.tally = Tally(model=model.name, endpoint=endpoint, started_ns=exchange.started_ns)
         return model, model.info()
 

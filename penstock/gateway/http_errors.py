@@ -3,6 +3,7 @@
     type                  status  OpenAI's type            retry
     InvalidRequest        400     invalid_request_error    no
     Unauthenticated       401     invalid_request_error    no, WWW-Authenticate
+    Forbidden             403     permission_error         no
     NotFound              404     invalid_request_error    no
     MethodNotAllowed      405     invalid_request_error    no, Allow
     TooLarge              413     invalid_request_error    no
@@ -24,6 +25,7 @@ import msgspec
 from penstock.errors import (
     ClientError,
     Draining,
+    Forbidden,
     InvalidRequest,
     MethodNotAllowed,
     NotFound,
@@ -54,6 +56,7 @@ class HttpFault(ClientError):
 _STATUS: tuple[tuple[type[PenstockError], int, str], ...] = (
     (InvalidRequest, 400, "invalid_request_error"),
     (Unauthenticated, 401, "invalid_request_error"),
+    (Forbidden, 403, "permission_error"),
     (NotFound, 404, "invalid_request_error"),
     (MethodNotAllowed, 405, "invalid_request_error"),
     (TooLarge, 413, "invalid_request_error"),
@@ -64,6 +67,7 @@ _STATUS: tuple[tuple[type[PenstockError], int, str], ...] = (
 )
 _FALLBACK_CODES: tuple[tuple[type[PenstockError], str], ...] = (
     (Unauthenticated, "invalid_api_key"),
+    (Forbidden, "permission_denied"),
     (MethodNotAllowed, "method_not_allowed"),
     (TooLarge, "request_too_large"),
     (Draining, "draining"),

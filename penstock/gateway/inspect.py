@@ -13,6 +13,7 @@ from penstock.gateway.exchange import Exchange, Response
 from penstock.gateway.models import ServedModel
 from penstock.gateway.prepare import check_token_ids, render
 from penstock.gateway.services import Services
+from penstock.policy.tenant_limits import check_model, may_use_model
 from penstock.protocol.openai import DetokenizeAnswer, ModelList, TokenizeAnswer, TokenizeRequest
 from penstock.protocol.openai_validate import parse_detokenize, parse_tokenize
 from penstock.protocol.worker import ModelInfo, Stats
@@ -81,17 +82,18 @@ class Inspect:
 
     async def list_models(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /v1/models`."""
-        _answer(exchange, ModelList(data=[model.card() for model in self._services.models]))
+        allowed = (model for model in self._services.models if may_use_model(caller.tenant, model.name))
+        _answer(exchange, ModelList(data=[model.card() for model in allowed]))
 
     async def show_model(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /v1/models/{id}`. The id may hold slashes."""
         name = unquote(exchange.head.path.removeprefix("/v1/models/"))
-        _answer(exchange, self._services.models.get(name).card())
+        _answer(exchange, self._model(name, caller).card())
 
     async def tokenize(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /v1/tokenize`."""
         request = parse_tokenize(exchange.body, self._services.config.limits)
-        model = self._services.models.get(request.model)
+        model = self._model(request.model, caller)
         info = model.info()
         tokens = await self._services.tokenize.run(len(exchange.body), lambda: _tokens(model, request))
         _answer(
@@ -101,7 +103,7 @@ class Inspect:
     async def detokenize(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /v1/detokenize`."""
         request = parse_detokenize(exchange.body, self._services.config.limits)
-        model = self._services.models.get(request.model)
+        model = self._model(request.model, caller)
         check_token_ids(request.tokens, model.info().vocab_size, "tokens")
         text = await self._services.tokenize.run(
             len(exchange.body), lambda: model.tokenizer.decode(request.tokens, skip_special_tokens=False)
@@ -147,6 +149,11 @@ class Inspect:
         exchange.respond(
             Response(body=self._page, content_type=b"text/html; charset=utf-8", headers=PAGE_HEADERS)
         )
+
+    def _model(self, name: str | None, caller: Caller) -> ServedModel:
+        model = self._services.models.get(name)
+        check_model(caller.tenant, model.name)
+        return model
 
     def _follow(self, model: ServedModel) -> None:
         status, metrics = model.backend.status, self._metrics.model(model.name)

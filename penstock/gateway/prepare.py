@@ -12,6 +12,8 @@ import msgspec
 
 from penstock.errors import ContextTooLong, InvalidRequest
 from penstock.gateway.models import ServedModel
+from penstock.policy.tenant import NOBODY, Tenant
+from penstock.policy.tenant_limits import check_tokens, output_room
 from penstock.protocol.openai import ChatRequest, CompletionRequest, GenerationRequest, Message, ToolSpec
 from penstock.protocol.worker import ModelInfo
 from penstock.rng import stream
@@ -90,25 +92,30 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
         )
 
 
-def chat_max_tokens(request: ChatRequest, num_prompt: int, info: ModelInfo) -> int:
-    """How much a chat may answer: what was asked for, else the rest of the context.
+def chat_max_tokens(request: ChatRequest, num_prompt: int, info: ModelInfo, tenant: Tenant = NOBODY) -> int:
+    """How much a chat may answer: what was asked for, else what the context and the tenant's limits leave.
 
     Raises:
         ContextTooLong: it does not fit.
+        InvalidRequest: the tenant may not have answers that long.
     """
     asked = request.max_completion_tokens or request.max_tokens
-    return _room(asked, num_prompt, info, "messages")
+    check_tokens(tenant, num_prompt, asked, param="messages")
+    return _room(asked, num_prompt, info, tenant, "messages")
 
 
-def completion_max_tokens(request: CompletionRequest, num_prompt: int, info: ModelInfo) -> int:
-    """How much a plain completion may answer: what was asked for, else 16 tokens or the rest of the context.
+def completion_max_tokens(
+    request: CompletionRequest, num_prompt: int, info: ModelInfo, tenant: Tenant = NOBODY
+) -> int:
+    """How much a plain completion may answer: what was asked for, else 16 tokens or what is left.
 
     Raises:
         ContextTooLong: it does not fit.
+        InvalidRequest: the tenant may not have answers that long.
     """
-    rest = info.max_model_len - num_prompt
-    default = min(COMPLETION_MAX_TOKENS, rest) if rest > 0 else COMPLETION_MAX_TOKENS
-    return _room(request.max_tokens or default, num_prompt, info, "prompt")
+    check_tokens(tenant, num_prompt, request.max_tokens, param="prompt")
+    room = _room(request.max_tokens, num_prompt, info, tenant, "prompt")
+    return room if request.max_tokens else min(COMPLETION_MAX_TOKENS, room)
 
 
 def check_sampling(request: GenerationRequest, max_tokens: int, info: ModelInfo) -> None:
@@ -175,7 +182,7 @@ def _stop_token_ids(model: ServedModel, request: GenerationRequest) -> tuple[int
     return tuple(dict.fromkeys((*ends, *(request.stop_token_ids or ()))))
 
 
-def _room(asked: int | None, num_prompt: int, info: ModelInfo, param: str) -> int:
+def _room(asked: int | None, num_prompt: int, info: ModelInfo, tenant: Tenant, param: str) -> int:
     most = info.max_model_len
     if num_prompt >= most:
         raise ContextTooLong(
@@ -190,7 +197,7 @@ def _room(asked: int | None, num_prompt: int, info: ModelInfo, param: str) -> in
             f"{param} or completion.",
             param=param,
         )
-    return asked if asked is not None else most - num_prompt
+    return asked if asked is not None else output_room(tenant, num_prompt, most - num_prompt)
 
 
 def _first(*values: float | None) -> Any:  # noqa: ANN401

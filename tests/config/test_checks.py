@@ -1,6 +1,7 @@
 import pytest
 
-from penstock.config.checks import check, is_loopback
+from penstock.config.checks import check
+from penstock.config.hosts import is_loopback
 from penstock.config.tree import (
     AuthConfig,
     Config,

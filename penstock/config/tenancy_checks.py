@@ -1,0 +1,129 @@
+"""Tenants, tiers and access settings that are each fine but not together. Every problem begins with the key's name."""
+
+import re
+from collections.abc import Iterator, Sequence
+from urllib.parse import urlsplit
+
+from penstock.config.hosts import is_loopback
+from penstock.config.tenancy import AuthConfig, JwtConfig, TenantConfig, TierConfig
+
+ID = re.compile(r"[A-Za-z0-9_.:@/-]{1,128}")
+"""What a tenant may be called: it goes into headers, file names of reports and log lines as it is."""
+KEY_TENANT = "key-"
+"""Tenants that are made of `auth.keys` begin so; nobody else's name may."""
+SECRET_CHARS_MIN = 16
+LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def access_problems(auth: AuthConfig, host: str) -> Iterator[str]:
+    """What is wrong with who may call, for a server that listens on `host`."""
+    if auth.disabled and not is_loopback(host):
+        yield f"auth.disabled: refused because server.host {host!r} is reachable from other machines"
+    elif not (auth.keys or auth.keys_file or auth.jwt.issuer) and not is_loopback(host):
+        yield (
+            f"auth.keys: needed because server.host {host!r} is reachable from other machines; "
+            "set them or PENSTOCK_API_KEY, or auth.keys_file, or auth.jwt"
+        )
+    for i, key in enumerate(auth.keys):
+        if not re.fullmatch(r"[!-~]{1,512}", key):
+            yield f"auth.keys[{i}]: expected 1 to 512 visible ASCII characters without spaces"
+    if auth.secret and len(auth.secret) < SECRET_CHARS_MIN:
+        yield f"auth.secret: expected at least {SECRET_CHARS_MIN} characters"
+    yield from _jwt_problems(auth.jwt)
+
+
+def tenant_problems(
+    tenants: Sequence[TenantConfig], tiers: Sequence[TierConfig], auth: AuthConfig
+) -> Iterator[str]:
+    """What is wrong with tenants and tiers."""
+    names: dict[str, int] = {}
+    for i, tier in enumerate(tiers):
+        where = f"tiers[{i}]"
+        if not LABEL.fullmatch(tier.name):
+            yield f"{where}.name: expected 1 to 64 letters, digits and _.-, got {tier.name[:80]!r}"
+        elif tier.name in names:
+            yield f"{where}.name: {tier.name!r} is the name of tiers[{names[tier.name]}] already"
+        names.setdefault(tier.name, i)
+        yield from _allowance_problems(tier, where)
+    ids: dict[str, int] = {}
+    for i, tenant in enumerate(tenants):
+        where = f"tenants[{i}]"
+        if problem := id_problem(tenant.id):
+            yield f"{where}.id: {problem}"
+        elif tenant.id in ids:
+            yield f"{where}.id: {tenant.id!r} is the id of tenants[{ids[tenant.id]}] already"
+        ids.setdefault(tenant.id, i)
+        yield from _unknown_tier(f"{where}.tier", tenant.tier, names)
+        yield from _allowance_problems(tenant, where)
+    if auth.jwt.issuer:
+        yield from _unknown_tier("auth.jwt.default_tier", auth.jwt.default_tier, names)
+
+
+def id_problem(tenant_id: str) -> str:
+    """Why no tenant may have this id; empty if one may."""
+    if not ID.fullmatch(tenant_id):
+        return f"expected 1 to 128 letters, digits and _.:@/-, got {tenant_id[:160]!r}"
+    if tenant_id.startswith(KEY_TENANT):
+        return f"{tenant_id!r} begins with {KEY_TENANT!r}, which is for the tenants of auth.keys"
+    return ""
+
+
+def _unknown_tier(where: str, tier: str, known: dict[str, int]) -> Iterator[str]:
+    if tier and tier not in known:
+        yield f"{where}: there is no tier {tier[:80]!r}; there are {', '.join(known) or 'none'}"
+
+
+def _allowance_problems(allowed: TierConfig | TenantConfig, where: str) -> Iterator[str]:
+    if allowed.band is not None and not LABEL.fullmatch(allowed.band):
+        yield f"{where}.band: expected 1 to 64 letters, digits and _.-, got {allowed.band[:80]!r}"
+    for field in ("models", "adapters"):
+        for i, name in enumerate(getattr(allowed, field) or ()):
+            if not re.fullmatch(r"[^\s\x00-\x1f\x7f]{1,256}", name):
+                yield f"{where}.{field}[{i}]: expected 1 to 256 characters without white space"
+    context = allowed.context_tokens_max
+    for field in ("input_tokens_max", "output_tokens_max"):
+        most: int | None = getattr(allowed, field)
+        if context and most and most > context:
+            yield f"{where}.{field}: {most} is above context_tokens_max ({context}), so it can never be used"
+    day, month = allowed.budget_per_day, allowed.budget_per_month
+    if day and month and day > month:
+        yield f"{where}.budget_per_day: {day:g} is above budget_per_month ({month:g})"
+
+
+def _jwt_problems(jwt: JwtConfig) -> Iterator[str]:
+    if not jwt.issuer:
+        if jwt.jwks_url or jwt.audience:
+            yield "auth.jwt.issuer: needed, since tokens of just anybody cannot be accepted"
+        return
+    if not jwt.audience:
+        yield "auth.jwt.audience: needed, or tokens that were made for other services would be accepted"
+    for name, url in (("issuer", jwt.issuer), ("jwks_url", jwt.jwks_url)):
+        if url and (problem := _url_problem(url)):
+            yield f"auth.jwt.{name}: {problem}"
+    for name, claim in (("tenant_claim", jwt.tenant_claim), ("tier_claim", jwt.tier_claim)):
+        if not claim and name == "tier_claim":
+            continue
+        if not re.fullmatch(r"[^.\s]{1,128}(\.[^.\s]{1,128}){0,7}", claim):
+            yield f"auth.jwt.{name}: expected the name of a claim, got {claim[:80]!r}"
+    if jwt.refresh_s_min > jwt.refresh_s:
+        yield f"auth.jwt.refresh_s_min: {jwt.refresh_s_min:g} is above refresh_s ({jwt.refresh_s:g})"
+
+
+def _url_problem(url: str) -> str:
+    """Keys that come over plain HTTP could be anybody's; on this machine there is nobody in between."""
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        return f"not a URL: {error}"
+    if (
+        parts.scheme not in ("http", "https")
+        or not host
+        or parts.username
+        or parts.fragment
+        or not url.isascii()
+    ):
+        return f"expected https://HOST/PATH, got {url[:80]!r}"
+    if parts.scheme == "http" and not is_loopback(host):
+        return "refused over http: anybody in between could put in keys of their own; use https"
+    return ""
