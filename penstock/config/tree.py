@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from penstock.config.branch import Branch, Fraction, Port, Positive, Seconds
+from penstock.config.flow import RateLimitsConfig
 from penstock.config.tenancy import DEFAULT_TIERS, AuthConfig, TenantConfig, TierConfig
 
 
@@ -213,4 +214,5 @@ class Config(Branch, frozen=True, kw_only=True):
     auth: AuthConfig = AuthConfig()
     limits: LimitsConfig = LimitsConfig()
     relay: RelayConfig = RelayConfig()
+    rate_limits: RateLimitsConfig = RateLimitsConfig()
     log: LogConfig = LogConfig()
