@@ -18,7 +18,8 @@
     │   └── EngineFault            the engine failed this request alone (NaN logits)  (500)
     └── OperatorError          whoever runs the server must mend it
         ├── ConfigError            a config key or value
-        └── CheckpointError        a model directory that cannot be served
+        ├── CheckpointError        a model directory that cannot be served
+        └── LedgerError            the usage ledger's directory or database
 
 Bugs are asserts, not members of this tree. `gateway/http_errors.py` alone turns types into HTTP.
 """
@@ -124,3 +125,7 @@ class ConfigError(OperatorError):
 
 class CheckpointError(OperatorError):
     """A model directory cannot be served; the message names the file, the tensor and what was expected."""
+
+
+class LedgerError(OperatorError):
+    """The usage ledger cannot be kept or read; the message names the file."""

@@ -1,1 +1,94 @@
-"""Prices, budgets and the usage ledger: the sections `prices` and `ledger`."""
+"""Prices, budgets and the usage ledger: the sections `prices`, `budgets` and `ledger`."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from penstock.config.branch import Branch, Positive, Seconds
+
+Money = Annotated[float, Meta(ge=0, le=1_000_000_000)]
+"""In units of `prices.currency`; kept as whole millionths."""
+
+
+class PriceTier(Branch, frozen=True, kw_only=True):
+    """Other prices for long prompts: they count for the whole request."""
+
+    above_prompt_tokens: Positive
+    input: Money
+    cached_input: Money | None = None
+    output: Money
+
+
+class ModelPrice(Branch, frozen=True, kw_only=True):
+    """What one model costs its callers."""
+
+    model: str
+    """The served name; "*" stands for every model that has no entry of its own."""
+    input: Money = 0.0
+    """Per million prompt tokens."""
+    cached_input: Money | None = None
+    """Per million prompt tokens that came from the prefix cache; null takes the price of `input`."""
+    output: Money = 0.0
+    """Per million generated tokens."""
+    request: Money = 0.0
+    """Per request that generated or computed anything."""
+    tiers: Annotated[tuple[PriceTier, ...], Meta(max_length=16)] = ()
+    """By length of the prompt, thresholds rising."""
+
+
+class AcceleratorPrice(Branch, frozen=True, kw_only=True):
+    """What the machine behind a model costs whoever runs it."""
+
+    model: str
+    """The served name; "*" stands for every model that has no entry of its own."""
+    per_hour: Money
+    """One worker's price."""
+
+
+class PricesConfig(Branch, frozen=True, kw_only=True):
+    """What tokens and machines cost. Without entries every request costs 0."""
+
+    currency: str = "USD"
+    version: str = ""
+    """Stands in every record of the ledger; empty takes a fingerprint of this section, so that no change goes unseen."""
+    models: Annotated[tuple[ModelPrice, ...], Meta(max_length=1024)] = ()
+    accelerators: Annotated[tuple[AcceleratorPrice, ...], Meta(max_length=1024)] = ()
+
+
+class BudgetsConfig(Branch, frozen=True, kw_only=True):
+    """How the budgets of tiers and tenants are held; the amounts stand there."""
+
+    warn_at: Annotated[tuple[Annotated[float, Meta(gt=0, le=1)], ...], Meta(max_length=16)] = (0.5, 0.8, 1.0)
+    """Shares of a budget whose crossing is told in the log and counted."""
+    slice_tokens: Positive = 256
+    """Answer tokens that are paid for ahead; a running stream over its budget ends at the next such boundary."""
+    hard: bool = True
+    """Refuse and stop over the budget; false only warns."""
+    tenants_max: Positive = 100_000
+    """Tenants whose spending is kept in mind; further ones are looked up as if they had spent nothing."""
+
+
+class LedgerConfig(Branch, frozen=True, kw_only=True):
+    """The usage ledger: one record for every accepted request. On by default: what was not written cannot be asked for later."""
+
+    enabled: bool = True
+    directory: str = ""
+    """Where it is kept; empty takes $XDG_STATE_HOME/penstock/ledger (~/.local/state/penstock/ledger). A local disk."""
+    fsync_ms: Annotated[int, Meta(ge=1, le=60_000)] = 100
+    """What a power failure may cost at most; a process that is killed loses nothing."""
+    deliver_ms: Annotated[int, Meta(ge=1, le=60_000)] = 250
+    """How often the journal is brought to the database."""
+    deliver_records_max: Positive = 2_000
+    """Records in one transaction."""
+    segment_bytes: Annotated[int, Meta(ge=256 * 1024, le=1 << 30)] = 4 * 1024 * 1024
+    """Size of one journal file, which is set aside when it is made."""
+    segment_age_s: Seconds = 3600.0
+    """A journal file is not written to for longer than this; 0 for as long as it has room."""
+    journal_bytes_max: Positive = 256 * 1024 * 1024
+    """Journal files of one gateway process together: what the database may lag behind."""
+    buffer_bytes_max: Positive = 8 * 1024 * 1024
+    """Held in memory while the disk takes nothing; what is over it is lost, and counted."""
+    when_full: Literal["refuse", "go_on"] = "refuse"
+    """No room for the journal: refuse new requests as overloaded, or answer them without a record and count those."""
+    keep_days: Annotated[int, Meta(ge=0)] = 400
+    """Records that ended longer ago leave the database; 0 keeps all."""

@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from penstock.config.branch import Branch, Fraction, Port, Positive, Seconds
 from penstock.config.flow import RateLimitsConfig
+from penstock.config.ledger import BudgetsConfig, LedgerConfig, PricesConfig
 from penstock.config.tenancy import DEFAULT_TIERS, AuthConfig, TenantConfig, TierConfig
 
 
@@ -215,4 +216,7 @@ class Config(Branch, frozen=True, kw_only=True):
     limits: LimitsConfig = LimitsConfig()
     relay: RelayConfig = RelayConfig()
     rate_limits: RateLimitsConfig = RateLimitsConfig()
+    prices: PricesConfig = PricesConfig()
+    budgets: BudgetsConfig = BudgetsConfig()
+    ledger: LedgerConfig = LedgerConfig()
     log: LogConfig = LogConfig()

@@ -115,5 +115,12 @@ CATALOG = (
     Metric(
         "penstock_event_loop_lag_seconds", "histogram", "How late the event loop's timer was.", (), LAG_BUCKETS
     ),
+    # The usage ledger.
+    Metric("penstock_ledger_records_total", "counter", "Records of ended requests written to the journal."),
+    Metric("penstock_ledger_pending_records", "gauge", "Records in the journal that the database lacks."),
+    Metric("penstock_ledger_lost_records_total", "counter", "Records lost: the disk was full, and the buffer."),
+    Metric("penstock_ledger_sink_errors_total", "counter", "Times that the database took nothing."),
+    Metric("penstock_ledger_journal_bytes", "gauge", "Disk taken by this process's journal."),
+    Metric("penstock_ledger_open_requests", "gauge", "Accepted requests whose record is still to come."),
     Metric("penstock_build_info", "gauge", "Always 1; the version is a label.", ("version",)),
 )  # fmt: skip

@@ -49,6 +49,23 @@ class EngineStats(Protocol):
     def host_ns(self) -> int: ...  # noqa: D102
 
 
+class LedgerStats(Protocol):
+    """What the ledger tells of itself. `telemetry.ledger.LedgerStatistics` has this shape."""
+
+    @property
+    def closed(self) -> int: ...  # noqa: D102
+    @property
+    def pending(self) -> int: ...  # noqa: D102
+    @property
+    def lost(self) -> int: ...  # noqa: D102
+    @property
+    def sink_errors(self) -> int: ...  # noqa: D102
+    @property
+    def journal_bytes(self) -> int: ...  # noqa: D102
+    @property
+    def open(self) -> int: ...  # noqa: D102
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RequestRecord:
     """One ended request, as it is counted. A time that never was (no first token) is None."""
@@ -79,6 +96,12 @@ class Metrics:
         self.client_disconnects = self._table.counter("penstock_client_disconnects_total")
         self.slow_client_aborts = self._table.counter("penstock_slow_client_aborts_total")
         self.event_loop_lag = self._table.histogram("penstock_event_loop_lag_seconds")
+        self._ledger_closed = _Followed(self._table.counter("penstock_ledger_records_total"))
+        self._ledger_lost = _Followed(self._table.counter("penstock_ledger_lost_records_total"))
+        self._ledger_errors = _Followed(self._table.counter("penstock_ledger_sink_errors_total"))
+        self._ledger_pending = self._table.gauge("penstock_ledger_pending_records")
+        self._ledger_bytes = self._table.gauge("penstock_ledger_journal_bytes")
+        self._ledger_open = self._table.gauge("penstock_ledger_open_requests")
         self._table.gauge("penstock_build_info").labels(version).set(1)
 
     def model(self, name: str) -> "ModelMetrics":
@@ -92,6 +115,15 @@ class Metrics:
             assert 100 <= code <= 599, code
             child = self._by_code[code] = self._responses.labels(str(code))
         child.inc()
+
+    def ledger_stats(self, stats: LedgerStats) -> None:
+        """Take over what the ledger says."""
+        self._ledger_closed.follow(stats.closed)
+        self._ledger_lost.follow(stats.lost)
+        self._ledger_errors.follow(stats.sink_errors)
+        self._ledger_pending.set(stats.pending)
+        self._ledger_bytes.set(stats.journal_bytes)
+        self._ledger_open.set(stats.open)
 
     def render(self) -> bytes:
         """All of it in Prometheus' text format; serve it as `CONTENT_TYPE`."""

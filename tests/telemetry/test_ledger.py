@@ -1,0 +1,142 @@
+import asyncio
+from pathlib import Path
+
+import pytest
+from usage_records import MemorySink, closed, opened, progress
+
+from penstock.clock import SystemClock, sleep
+from penstock.config.ledger import LedgerConfig
+from penstock.config.tree import LogConfig
+from penstock.errors import LedgerError
+from penstock.policy.record import UsageRecord
+from penstock.telemetry import ledger_files
+from penstock.telemetry.ledger import USER_CHARS_MAX, Ledger
+from penstock.telemetry.log import Log
+from penstock.telemetry.metrics import Metrics
+
+CLOCK = SystemClock()
+LOG = Log(LogConfig(level="error"), CLOCK)
+
+
+def config(directory: Path, **changes: object) -> LedgerConfig:
+    return LedgerConfig(
+        directory=str(directory), segment_bytes=256 * 1024, deliver_ms=5, fsync_ms=5, **changes
+    )
+
+
+async def eventually(condition) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await sleep(0.005)
+
+
+def test_a_request_reaches_the_database(tmp_path: Path) -> None:
+    async def run() -> None:
+        sink = MemorySink()
+        ledger = Ledger(config(tmp_path), CLOCK, LOG, sink=sink)
+        await ledger.start()
+        ledger.open(opened("a"))
+        ledger.slice(progress("a", 4))
+        assert ledger.statistics().open == 1
+        ledger.close(closed("a"))
+        ledger.open(opened("b"))
+        await eventually(lambda: sink.records == {"a": closed("a")})
+        ledger.close(closed("b"))
+        await ledger.stop()
+        assert set(sink.records) == {"a", "b"}
+        assert sink.is_closed
+        assert ledger_files.instance_directories(tmp_path) == []
+
+    asyncio.run(run())
+
+
+def test_a_sink_that_fails_makes_nobody_wait_and_gets_everything_later(tmp_path: Path) -> None:
+    async def run() -> None:
+        sink = MemorySink()
+        sink.failures = 1
+        ledger = Ledger(config(tmp_path), CLOCK, LOG, sink=sink)
+        await ledger.start()
+        for i in range(100):
+            ledger.open(opened(f"r{i}"))
+            ledger.close(closed(f"r{i}"))
+        await eventually(lambda: ledger.statistics().sink_errors == 1)
+        assert ledger.statistics().pending == 100
+        metrics = Metrics([], version="0")
+        metrics.ledger_stats(ledger.statistics())
+        text = metrics.render().decode()
+        assert "penstock_ledger_pending_records 100.0" in text
+        assert "penstock_ledger_sink_errors_total 1.0" in text
+        await ledger.stop()
+        assert len(sink.records) == 100
+
+    asyncio.run(run())
+
+
+def test_what_the_sink_never_took_is_there_at_the_next_start(tmp_path: Path) -> None:
+    async def run() -> None:
+        broken, sink = MemorySink(), MemorySink()
+        broken.failures = 10**6
+        first = Ledger(config(tmp_path), CLOCK, LOG, sink=broken)
+        await first.start()
+        first.open(opened("a"))
+        first.close(closed("a"))
+        first.open(opened("cut"))
+        await first.stop()
+        second = Ledger(config(tmp_path), CLOCK, LOG, sink=sink)
+        await second.start()
+        assert sink.records["a"] == closed("a")
+        assert sink.records["cut"].recovered
+        await second.stop()
+
+    asyncio.run(run())
+
+
+def test_without_a_ledger_nothing_is_written(tmp_path: Path) -> None:
+    async def run() -> None:
+        ledger = Ledger(config(tmp_path / "none", enabled=False), CLOCK, LOG)
+        await ledger.start()
+        ledger.open(opened("a"))
+        ledger.slice(progress("a", 1))
+        ledger.close(closed("a"))
+        ledger.flush()
+        await ledger.stop()
+        assert ledger.statistics().closed == 0
+
+    asyncio.run(run())
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_user_field_of_any_length_is_bounded(tmp_path: Path) -> None:
+    async def run() -> UsageRecord:
+        sink = MemorySink()
+        ledger = Ledger(config(tmp_path), CLOCK, LOG, sink=sink)
+        await ledger.start()
+        record = closed("a")
+        long = UsageRecord(
+            **{**{f: getattr(record, f) for f in record.__struct_fields__}, "user": "u" * 10**6}
+        )
+        ledger.open(long)
+        ledger.close(long)
+        await ledger.stop()
+        return sink.records["a"]
+
+    assert asyncio.run(run()).user == "u" * USER_CHARS_MAX
+
+
+def test_a_directory_that_cannot_be_written_is_said_by_its_key(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    async def run() -> None:
+        await Ledger(config(tmp_path / "file" / "x"), CLOCK, LOG).start()
+
+    with pytest.raises(LedgerError, match=r"ledger\.directory: .* set ledger\.enabled: false"):
+        asyncio.run(run())
+
+
+def test_the_directory_follows_the_xdg_rules() -> None:
+    named = LedgerConfig(directory="/somewhere")
+    assert ledger_files.ledger_directory(named, {}) == Path("/somewhere")
+    assert ledger_files.ledger_directory(LedgerConfig(), {"XDG_STATE_HOME": "/s"}) == Path(
+        "/s/penstock/ledger"
+    )
+    assert ledger_files.ledger_directory(LedgerConfig(), {}) == Path.home() / ".local/state/penstock/ledger"
