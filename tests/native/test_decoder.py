@@ -11,7 +11,7 @@ from penstock.engine.models.decoder import DecoderLimits
 from penstock.engine.models.names import CheckpointNames, decoder_weights
 from penstock.engine.models.spec import DecoderSpec, RopeSpec
 from penstock.engine.native.decoder import NativeAttention, NativeDecoder, unsupported
-from penstock.engine.native.library import Type
+from penstock.engine.native.library import STEP_PARTS, Type
 
 LIMITS = DecoderLimits(step_tokens=256, max_samples=16, max_model_len=256)
 
@@ -162,6 +162,17 @@ def test_rounded_weights_stay_close(kernels, rng, precision, bound):
         exact = Exact(family, torch.bfloat16).logits(ids)[-1]
         rounded = Model(family, torch.bfloat16, kernels, precision).step([(0, 0, ids)])[0]
         assert (rounded - exact).norm() / exact.norm() < bound
+
+
+def test_a_step_tells_what_its_parts_took(kernels, rng):
+    timed, plain = (Model(SPECS["llama"], torch.float32, kernels) for _ in range(2))
+    timed.decoder.part_ns = np.zeros(len(STEP_PARTS), np.int64)
+    chunks = [(0, 0, prompt(rng, 40)), (1, 0, prompt(rng, 7))]
+    assert torch.equal(timed.step(chunks), plain.step(chunks))
+    assert (timed.decoder.part_ns > 0).all()
+    before = timed.decoder.part_ns.copy()
+    timed.step([(0, 40, [5])])
+    assert (timed.decoder.part_ns > before).all()  # They add up.
 
 
 def test_no_samples(kernels, rng):

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.arrays import Int64Array
 from penstock.engine.attention.base import AttentionBatch, Int32Array
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.frequencies import rotary_angles
@@ -137,6 +138,8 @@ class NativeDecoder:
             softcap=spec.attention.softcap,
         )  # fmt: skip
         self._logits = torch.zeros(limits.max_samples, spec.vocab_size)
+        self.part_ns: Int64Array | None = None
+        """Set to `[len(STEP_PARTS)]` zeros, every step adds what its parts took to it."""
 
     def forward(self, token_ids: Tensor, samples: Tensor, attention: NativeAttention) -> Tensor:
         """Compute one step; `attention.begin` has been called for it.
@@ -154,8 +157,9 @@ class NativeDecoder:
             Step(
                 token_ids=token_ids.data_ptr(), samples=samples.data_ptr(), block_tables=rows.block_tables.ctypes.data,
                 query_starts=rows.query_starts.ctypes.data, context_lens=rows.context_lens.ctypes.data,
-                logits=logits.data_ptr(), t=len(token_ids), rows=len(rows.context_lens),
-                ld_tables=rows.block_tables.shape[1], num_samples=len(samples),
+                logits=logits.data_ptr(), part_ns=None if self.part_ns is None else self.part_ns.ctypes.data,
+                t=len(token_ids), rows=len(rows.context_lens), ld_tables=rows.block_tables.shape[1],
+                num_samples=len(samples),
             ),
         )  # fmt: skip
         return logits

@@ -12,7 +12,7 @@ from enum import IntEnum
 from pathlib import Path
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
-ABI_VERSION = 4
+ABI_VERSION = 5
 _OUT_OF_BOUNDS = -2
 
 
@@ -27,6 +27,10 @@ class Type(IntEnum):
     BF16 = 1
     I8 = 2
     I4 = 3
+
+
+STEP_PARTS = ("norm", "qkv", "rope", "attention", "o", "gate_up", "down", "head", "rest")
+"""Whose nanoseconds `Step.part_ns` counts, in the order of `PsPart`."""
 
 
 class Weight(Structure):
@@ -127,8 +131,8 @@ class Step(Structure):
 
     _fields_ = [
         ("token_ids", c_void_p), ("samples", c_void_p), ("block_tables", c_void_p), ("query_starts", c_void_p),
-        ("context_lens", c_void_p), ("logits", c_void_p), ("t", c_int64), ("rows", c_int64), ("ld_tables", c_int64),
-        ("num_samples", c_int64),
+        ("context_lens", c_void_p), ("logits", c_void_p), ("part_ns", c_void_p), ("t", c_int64), ("rows", c_int64),
+        ("ld_tables", c_int64), ("num_samples", c_int64),
     ]  # fmt: skip
 
 

@@ -37,6 +37,8 @@ static void bf16_rows(const bf16 *w, const Wide *a, int64_t lda, int64_t k_first
   for (int64_t k = k_first; k < k_last; k += 32) {
     const bf16 *block = w + k * 32;
     for (int p = 0; p < 16; p++) {
+      fetch_ahead(block + p * 32);
+      fetch_ahead(block + 512 + p * 32);
       Pairs w0 = load_pairs(block + p * 32), w1 = load_pairs(block + 512 + p * 32);
       for (int r = 0; r < R; r++) {
         PairInput x = spread(a + r * lda + k + 2 * p);
@@ -57,6 +59,8 @@ static void f32_rows(const float *w, const float *a, int64_t lda, int64_t k_firs
     for (int h = 0; h < 2; h++) acc[r][h] = fresh ? zero() : load(sums + r * 32 + h * 16);
   for (int64_t k = k_first; k < k_last; k++) {
     F16 w0 = load(w + k * 32), w1 = load(w + k * 32 + 16);
+    fetch_ahead(w + k * 32);
+    fetch_ahead(w + k * 32 + 16);
     for (int r = 0; r < R; r++) {
       F16 x = set1(a[r * lda + k]);
       acc[r][0] = fma(x, w0, acc[r][0]);
@@ -77,6 +81,8 @@ static void i8_rows(const LinearPiece *piece, int64_t panel, int64_t row, const 
   for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = _mm512_setzero_si512();
   for (int64_t k = 0; k < w->k_padded; k += 64, block += 2048)
     for (int q = 0; q < 16; q++) {
+      fetch_ahead(block + q * 64);
+      fetch_ahead(block + 1024 + q * 64);
       __m512i w0 = _mm512_loadu_si512(block + q * 64), w1 = _mm512_loadu_si512(block + 1024 + q * 64);
       for (int r = 0; r < R; r++) {
         int32_t x;

@@ -5,10 +5,22 @@
 #pragma once
 #include <stdint.h>
 
-#define PS_ABI_VERSION 4
+#define PS_ABI_VERSION 5
 #define PS_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum PsType : int32_t { PS_F32 = 0, PS_BF16 = 1, PS_I8 = 2, PS_I4 = 3 };
+enum PsPart : int32_t {  // of a step, for PsStep::part_ns
+  PS_PART_NORM,
+  PS_PART_QKV,
+  PS_PART_ROPE,
+  PS_PART_ATTENTION,
+  PS_PART_O,
+  PS_PART_GATE_UP,
+  PS_PART_DOWN,
+  PS_PART_HEAD,
+  PS_PART_REST,
+  PS_NUM_PARTS
+};
 enum PsEpilogue : int32_t { PS_PLAIN = 0, PS_SILU_MUL = 1 };
 
 // A packed weight: W [n, k], stored in panels of 32 output columns (see pack.cpp for the byte order).
@@ -117,7 +129,8 @@ struct PsStep {
   const int64_t *token_ids;  // [t]
   const int64_t *samples;    // [num_samples] tokens whose logits are wanted
   const int32_t *block_tables, *query_starts, *context_lens;
-  float *logits;  // [num_samples, vocab]
+  float *logits;     // [num_samples, vocab]
+  int64_t *part_ns;  // [PS_NUM_PARTS] nanoseconds are added to, or null
   int64_t t, rows, ld_tables, num_samples;
 };
 

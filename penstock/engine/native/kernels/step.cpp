@@ -2,6 +2,7 @@
 #include "ops.h"
 
 #include <string.h>
+#include <time.h>
 
 namespace penstock {
 namespace {
@@ -89,11 +90,30 @@ void embed(const PsDecoder *d, const PsStep *step, const Sizes &sizes, char *out
   }
 }
 
+// Adds the time since the last call to a part's, where that is wanted.
+struct Stopwatch {
+  int64_t *part_ns, last;
+
+  explicit Stopwatch(int64_t *part_ns) : part_ns(part_ns), last(part_ns ? now() : 0) {}
+  static int64_t now() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1'000'000'000ll + t.tv_nsec;
+  }
+  int32_t lap(PsPart part, int32_t result) {
+    if (!part_ns) return result;
+    int64_t at = now();
+    part_ns[part] += at - last, last = at;
+    return result;
+  }
+};
+
 struct Run {
   const PsDecoder *d;
   const PsStep *step;
   Sizes sizes;
   Buffers buffers;
+  Stopwatch watch;
 
   int32_t norm(const void *x, const float *weight, void *y, int64_t m) const {
     PsNorm job = {x, nullptr, weight, y, m, sizes.hidden, sizes.hidden, 0, sizes.hidden, d->eps, d->cache.type};
@@ -105,7 +125,7 @@ struct Run {
     return linear(&job);
   }
 
-  int32_t layer(int64_t index) const {
+  int32_t layer(int64_t index) {
     const PsLayer *l = d->layers + index;
     PsKvCache cache = d->cache;
     cache.base = (char *)cache.base + index * d->layer_stride * sizes.element;
@@ -126,18 +146,18 @@ struct Run {
                           (int32_t)l->window,
                           d->scale,
                           d->softcap};
-    int32_t failed = norm(buffers.residual, l->input_norm, buffers.normed, step->t);
-    failed |= multiply(&l->qkv, buffers.normed, buffers.wide, false);
-    failed |= rope_write(&rope);
-    failed |= attention(&attend);
-    failed |= multiply(&l->o, buffers.attended, buffers.residual, true);
-    failed |= norm(buffers.residual, l->post_attention_norm, buffers.normed, step->t);
-    failed |= multiply(&l->gate_up, buffers.normed, buffers.wide, false);
-    failed |= multiply(&l->down, buffers.wide, buffers.residual, true);
+    int32_t failed = watch.lap(PS_PART_NORM, norm(buffers.residual, l->input_norm, buffers.normed, step->t));
+    failed |= watch.lap(PS_PART_QKV, multiply(&l->qkv, buffers.normed, buffers.wide, false));
+    failed |= watch.lap(PS_PART_ROPE, rope_write(&rope));
+    failed |= watch.lap(PS_PART_ATTENTION, attention(&attend));
+    failed |= watch.lap(PS_PART_O, multiply(&l->o, buffers.attended, buffers.residual, true));
+    failed |= watch.lap(PS_PART_NORM, norm(buffers.residual, l->post_attention_norm, buffers.normed, step->t));
+    failed |= watch.lap(PS_PART_GATE_UP, multiply(&l->gate_up, buffers.normed, buffers.wide, false));
+    failed |= watch.lap(PS_PART_DOWN, multiply(&l->down, buffers.wide, buffers.residual, true));
     return failed;
   }
 
-  int32_t logits() const {
+  int32_t logits() {
     int64_t bytes = sizes.hidden * sizes.element;
     if (!step->num_samples) return 0;
     for (int64_t i = 0; i < step->num_samples; i++) {
@@ -145,17 +165,19 @@ struct Run {
     }
     PsLinear job = {&d->head, buffers.picked, step->logits, nullptr, step->num_samples, sizes.hidden, d->head.n,
                     0,        d->cache.type,  PS_F32};
-    return linear(&job);
+    watch.lap(PS_PART_NORM, 0);
+    return watch.lap(PS_PART_HEAD, linear(&job));
   }
 };
 
 }  // namespace
 
 int32_t step(const PsDecoder *d, const PsStep *job) {
-  Run run = {d, job, Sizes(d), {}};
+  Run run = {d, job, Sizes(d), {}, Stopwatch(job->part_ns)};
   if (!place(run.sizes, job, &run.buffers)) return -1;
   if (!locate(d, job, run.buffers)) return -2;
   embed(d, job, run.sizes, run.buffers.residual);
+  run.watch.lap(PS_PART_REST, 0);
   for (int64_t i = 0; i < d->num_layers; i++)
     if (run.layer(i)) return -1;
   return run.logits();
