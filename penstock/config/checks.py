@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 
 from penstock.config.presets import served_name
+from penstock.config.routing_checks import routing_problems
 from penstock.config.tenancy_checks import access_problems, tenant_problems
 from penstock.config.tree import Config, EngineConfig
 from penstock.errors import ConfigError
@@ -20,6 +21,7 @@ def check(config: Config) -> None:
         *tenant_problems(config.tenants, config.tiers, config.auth),
         *_limit_problems(config),
         *_model_problems(config),
+        *routing_problems(config),
     ]
     if problems:
         raise ConfigError("\n".join(problems))

@@ -12,6 +12,7 @@ from msgspec import Meta
 from penstock.config.branch import Branch, Fraction, Port, Positive, Seconds
 from penstock.config.flow import RateLimitsConfig
 from penstock.config.ledger import BudgetsConfig, LedgerConfig, PricesConfig
+from penstock.config.routing import AdmissionConfig, RoutingConfig
 from penstock.config.tenancy import DEFAULT_TIERS, AuthConfig, TenantConfig, TierConfig
 
 
@@ -215,6 +216,8 @@ class Config(Branch, frozen=True, kw_only=True):
     auth: AuthConfig = AuthConfig()
     limits: LimitsConfig = LimitsConfig()
     relay: RelayConfig = RelayConfig()
+    admission: AdmissionConfig = AdmissionConfig()
+    routing: RoutingConfig = RoutingConfig()
     rate_limits: RateLimitsConfig = RateLimitsConfig()
     prices: PricesConfig = PricesConfig()
     budgets: BudgetsConfig = BudgetsConfig()
