@@ -19,7 +19,9 @@ EPILOG = """\
 A flag counts before the environment, the environment before the file, the file before the default.
 
 environment:
-  PENSTOCK_API_KEY   the key that clients must send; without one, serve makes one and prints it
+  PENSTOCK_API_KEY       the key that clients must send; without any, serve makes one and prints it
+  PENSTOCK_KEYS_FILE     file of hashed keys (see `penstock keys`)
+  PENSTOCK_AUTH_SECRET   secret of the tenants' caches, the same for all gateways of the same workers
   PENSTOCK_HOST, PENSTOCK_PORT
 
 Ctrl-C or SIGTERM lets running answers end, then stops; a second one stops at once.

@@ -22,9 +22,11 @@ from penstock.cli import banner, console
 from penstock.cli.keyfile import forget_key, save_key
 from penstock.cli.progress import loading_display
 from penstock.cli.signals import StopSignals
+from penstock.cli.state import with_secret
 from penstock.cli.wire import Stack
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.hosts import is_loopback
+from penstock.config.tenancy_checks import names_callers
 from penstock.config.tree import Config
 from penstock.telemetry.log import Log
 
@@ -50,12 +52,12 @@ class _Serving:
         self._clock, self._started_ns = clock, started_ns
         self._new_key = ""
         self._port = 0
-        if not config.auth.keys and not config.auth.disabled:
+        if not names_callers(config.auth):
             # Settings made sure that this is a loopback address.
             self._new_key = f"sk-{rng.fresh_token()}"
             auth = msgspec.structs.replace(config.auth, keys=(self._new_key,))
             config = msgspec.structs.replace(config, auth=auth)
-        self._config = config
+        config = self._config = with_secret(config)
         self._log = Log(
             config.log,
             clock,

@@ -47,6 +47,17 @@ def size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+
+
+def duration(text: str) -> int:
+    """A flag's type: a time such as 90s, 30m, 12h, 30d or 2w, in seconds; at least one second."""
+    match = re.fullmatch(r"([1-9]\d{0,8})([smhdw])", text.strip().lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 90s, 30m, 12h, 30d or 2w")
+    return int(match[1]) * _SECONDS[match[2]]
+
+
 def default_port() -> int:
     """PENSTOCK_PORT, or 8000.
 

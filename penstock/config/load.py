@@ -71,7 +71,8 @@ def convert_config(raw: object) -> Config:
 
 
 def with_environment(config: Config, environ: Mapping[str, str]) -> Config:
-    """Apply `PENSTOCK_API_KEY` (one key or several with commas), `PENSTOCK_HOST` and `PENSTOCK_PORT`.
+    """Apply `PENSTOCK_API_KEY` (one key or several with commas), `PENSTOCK_KEYS_FILE`, `PENSTOCK_AUTH_SECRET`,
+    `PENSTOCK_HOST` and `PENSTOCK_PORT`.
 
     A variable that is set to nothing counts as not set.
 
@@ -88,6 +89,10 @@ def with_environment(config: Config, environ: Mapping[str, str]) -> Config:
     keys = tuple(key for part in environ.get("PENSTOCK_API_KEY", "").split(",") if (key := part.strip()))
     if keys:
         auth = msgspec.structs.replace(auth, keys=keys)
+    if keys_file := environ.get("PENSTOCK_KEYS_FILE", "").strip():
+        auth = msgspec.structs.replace(auth, keys_file=keys_file)
+    if secret := environ.get("PENSTOCK_AUTH_SECRET", "").strip():
+        auth = msgspec.structs.replace(auth, secret=secret)
     return msgspec.structs.replace(config, server=server, auth=auth)
 
 

@@ -15,11 +15,16 @@ SECRET_CHARS_MIN = 16
 LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
+def names_callers(auth: AuthConfig) -> bool:
+    """Whether it is said who may call; if not, a key is made at start."""
+    return bool(auth.disabled or auth.keys or auth.keys_file or auth.jwt.issuer)
+
+
 def access_problems(auth: AuthConfig, host: str) -> Iterator[str]:
     """What is wrong with who may call, for a server that listens on `host`."""
     if auth.disabled and not is_loopback(host):
         yield f"auth.disabled: refused because server.host {host!r} is reachable from other machines"
-    elif not (auth.keys or auth.keys_file or auth.jwt.issuer) and not is_loopback(host):
+    elif not names_callers(auth) and not is_loopback(host):
         yield (
             f"auth.keys: needed because server.host {host!r} is reachable from other machines; "
             "set them or PENSTOCK_API_KEY, or auth.keys_file, or auth.jwt"

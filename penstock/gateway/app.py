@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from penstock import __version__
 from penstock.clock import NS_PER_S, Clock, sleep
+from penstock.config.tenancy_checks import names_callers
 from penstock.config.tree import Config
 from penstock.errors import Draining, PenstockError
 from penstock.gateway.auth import ANYBODY, Caller, is_local
@@ -28,7 +29,7 @@ from penstock.gateway.routes import Access, Handler, Route, Routes
 from penstock.gateway.server import HttpServer, tick_s
 from penstock.gateway.services import RunningReplies, Services
 from penstock.gateway.tally import outcome_of
-from penstock.gateway.tenants import TenantTable
+from penstock.gateway.tenants import read_tenants
 from penstock.gateway.tokenize_pool import TokenizePool
 from penstock.rng import IdSource
 from penstock.telemetry.log import Access as AccessLine
@@ -53,11 +54,15 @@ class Gateway:
         ids: IdSource,
         log: Log,
     ) -> None:
-        """`config.auth.keys` must hold the keys that are accepted, unless authentication is disabled."""
-        assert config.auth.keys or config.auth.disabled, "whoever wires the gateway makes a key"
+        """Make it; `config.auth` must say who may call, or that everybody may.
+
+        Raises:
+            ConfigError: the keys file cannot be read, or does not go with the tiers.
+        """
+        assert names_callers(config.auth), "whoever wires the gateway makes a key"
         self._config, self._clock, self._ids = config, clock, ids
         self._metrics, self._log = metrics, log
-        self._tenants = TenantTable(config)
+        self._tenants = read_tenants(config, clock=clock)
         slots = StreamSlots(config.limits.concurrent_max)
         self._services = Services(
             config=config,

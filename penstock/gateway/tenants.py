@@ -1,104 +1,53 @@
-"""From a key to the tenant behind it, with the limits of its tier worked in.
+"""From a request's `Authorization` header to the caller behind it.
 
     Authorization: Bearer ... ─> TenantTable ─> Caller(tenant, key_prefix)
-                                  Tenants: tier + tenant of the configuration ─> Tenant
 
 A table never changes: a reload makes a new one, and requests that run keep the tenant they came with.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-import msgspec
-
-from penstock.config.tenancy import TenantConfig, TierConfig
+from penstock.clock import NS_PER_S, Clock, SystemClock
 from penstock.config.tenancy_checks import KEY_TENANT
 from penstock.config.tree import Config
-from penstock.errors import Unauthenticated
+from penstock.errors import ConfigError, Unauthenticated
+from penstock.gateway.api_keys import ApiKey, tier_problem
 from penstock.gateway.auth import ANYBODY, Caller, credential
 from penstock.gateway.exchange import RequestHead
-from penstock.policy.tenant import Tenant
+from penstock.gateway.key_file import read_keys
+from penstock.gateway.stored_keys import StoredKeys
+from penstock.gateway.tiers import Tenants
 from penstock.rng import fresh_key
-from penstock.types import TenantId
 
-SALT_BYTES = 16
-MICROS = 1_000_000
 PREFIX_CHARS = 8
 """Shown of a key that has no id of its own."""
-_NO_TIER = TierConfig(name="none")
-
-
-class Tenants:
-    """Makes `Tenant`s. `secret` keys the cache namespaces, so that no caller can work out another's."""
-
-    def __init__(
-        self, tenants: Sequence[TenantConfig], tiers: Sequence[TierConfig], *, secret: bytes
-    ) -> None:
-        self._tiers = {tier.name: tier for tier in tiers}
-        # BLAKE2b takes keys of up to 64 bytes.
-        self._secret = hashlib.blake2b(secret, person=b"penstock-secret").digest()
-        self._known = {
-            TenantId(tenant.id): self._make(tenant, self._tiers[tenant.tier] if tenant.tier else _NO_TIER)
-            for tenant in tenants
-        }
-
-    @property
-    def tiers(self) -> frozenset[str]:
-        """Names of the tiers there are."""
-        return frozenset(self._tiers)
-
-    @property
-    def known(self) -> Mapping[TenantId, Tenant]:
-        """The tenants of the configuration."""
-        return self._known
-
-    def tenant(self, tenant_id: str, tier: str = "") -> Tenant:
-        """The tenant of this id: as configured, else a new one of the named tier (which must exist), else without limits."""
-        found = self._known.get(TenantId(tenant_id))
-        if found is not None:
-            return found
-        return self._make(TenantConfig(id=tenant_id, tier=tier), self._tiers[tier] if tier else _NO_TIER)
-
-    def _make(self, tenant: TenantConfig, tier: TierConfig) -> Tenant:
-        given = {
-            field: value
-            for field in TierConfig.__struct_fields__
-            if field != "name" and (value := getattr(tenant, field)) is not None
-        }
-        allowed = msgspec.structs.replace(tier, **given)
-        salt = hashlib.blake2b(
-            tenant.id.encode(), digest_size=SALT_BYTES, key=self._secret, person=b"penstock-salt"
-        )
-        return Tenant(
-            id=TenantId(tenant.id),
-            tier=tenant.tier,
-            weight=allowed.weight,
-            band=allowed.band,
-            requests_per_minute=allowed.requests_per_minute,
-            tokens_per_minute=allowed.tokens_per_minute,
-            concurrent_max=allowed.concurrent_max,
-            input_tokens_max=allowed.input_tokens_max,
-            output_tokens_max=allowed.output_tokens_max,
-            context_tokens_max=allowed.context_tokens_max,
-            models=frozenset(allowed.models),
-            adapters=frozenset(allowed.adapters),
-            budget_day_micros=round(allowed.budget_per_day * MICROS),
-            budget_month_micros=round(allowed.budget_per_month * MICROS),
-            degrade=allowed.degrade,
-            cache_salt=salt.digest(),
-            fairness_key=tenant.id,
-        )
 
 
 class TenantTable:
     """Who may call. Where authentication is off, everybody may."""
 
-    def __init__(self, config: Config, *, secret: bytes = b"") -> None:
-        """`secret` is the gateway's own where `auth.secret` is empty; without either, one for this process."""
-        self._open = config.auth.disabled
+    def __init__(
+        self,
+        config: Config,
+        *,
+        clock: Clock = SystemClock(),  # noqa: B008 - it has no state.
+        keys: Sequence[ApiKey] = (),
+        secret: bytes = b"",
+    ) -> None:
+        """`keys` are those of the keys file; `secret` is the gateway's own where `auth.secret` is empty.
+
+        Raises:
+            ConfigError: the keys do not go with the tiers.
+        """
+        self._open, self._clock = config.auth.disabled, clock
         secret = config.auth.secret.encode() or secret or fresh_key()
         self.tenants = Tenants(config.tenants, config.tiers, secret=secret)
+        if problem := tier_problem(keys, self.tenants.tiers, self.tenants.known):
+            raise ConfigError(f"{config.auth.keys_file}: {problem}")
         self._plain = _PlainKeys(config.auth.keys, self.tenants)
+        self._stored = StoredKeys(keys, self.tenants)
 
     def check(self, head: RequestHead) -> Caller:
         """The caller behind a request's `Authorization` header.
@@ -112,12 +61,28 @@ class TenantTable:
         """The caller behind an API key.
 
         Raises:
-            Unauthenticated: it is not one of ours.
+            Unauthenticated: it is not one of ours, or not now.
         """
-        found = self._plain.find(key)
+        found = self._stored.find(key, self._clock.wall_ns() // NS_PER_S) or self._plain.find(key)
         if found is None:
             raise Unauthenticated("Incorrect API key provided.")
         return found
+
+
+def read_tenants(config: Config, *, clock: Clock) -> TenantTable:
+    """The table of a configuration, with the keys of its keys file.
+
+    Raises:
+        ConfigError: the file cannot be read, or does not go with the tiers.
+    """
+    auth = config.auth
+    keys: Sequence[ApiKey] = ()
+    if auth.keys_file and not auth.disabled:
+        path = Path(auth.keys_file)
+        if not path.exists():
+            raise ConfigError(f"auth.keys_file: there is no {path}; `penstock keys create --file` makes it")
+        keys = read_keys(path, keys_max=auth.keys_max)
+    return TenantTable(config, clock=clock, keys=keys)
 
 
 class _PlainKeys:

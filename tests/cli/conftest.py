@@ -18,6 +18,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.
         if name.startswith("PENSTOCK_") or name in {"FORCE_COLOR", "NO_COLOR"}:
             monkeypatch.delenv(name)
     monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("PENSTOCK_STATE_DIR", str(tmp_path_factory.mktemp("state")))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
 
 

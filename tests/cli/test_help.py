@@ -13,13 +13,27 @@ from penstock.cli.main import main
 GOLDEN = Path(__file__).parent / "golden"
 
 
-@pytest.mark.parametrize("command", ["", "serve", "chat", "bench", "doctor"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "",
+        "serve",
+        "chat",
+        "bench",
+        "doctor",
+        "keys",
+        "keys create",
+        "keys list",
+        "keys rotate",
+        "keys revoke",
+    ],
+)
 def test_help_reads_as_written_down(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exited:
-        main([command, "--help"] if command else ["--help"])
+        main([*command.split(), "--help"])
     assert exited.value.code == 0
     text = capsys.readouterr().out
-    path = GOLDEN / f"help{'-' if command else ''}{command}.txt"
+    path = GOLDEN / f"{'-'.join(['help', *command.split()])}.txt"
     if os.environ.get("UPDATE_GOLDEN"):
         path.write_text(text)
     assert text == path.read_text()
@@ -43,6 +57,9 @@ def test_version_and_module() -> None:
         (["serve", "--kv-memory", "lots"], "'lots' is not a size such as 512M or 2GiB"),
         (["bench", "--concurrency", "1,x"], "'x' is not a number from 1 to 10000"),
         (["bench", "--concurrency", "1", "--rate", "2"], "not allowed with"),
+        (["keys"], "required: ACTION"),
+        (["keys", "create"], "required: --tenant"),
+        (["keys", "create", "--tenant", "a", "--expires", "soon"], "'soon' is not a time such as 90s"),
         (["chat", "--temperature", "nan"], "'nan' is not a number from 0 to 2"),
     ],
 )

@@ -1,0 +1,76 @@
+"""Tenants as the deciding parts see them: what the configuration says of one, with its tier's limits worked in."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from penstock.config.tenancy import TenantConfig, TierConfig
+from penstock.policy.tenant import Tenant
+from penstock.types import TenantId
+
+SALT_BYTES = 16
+MICROS = 1_000_000
+_NO_TIER = TierConfig(name="none")
+
+
+class Tenants:
+    """Makes `Tenant`s. `secret` keys the cache namespaces, so that no caller can work out another's."""
+
+    def __init__(
+        self, tenants: Sequence[TenantConfig], tiers: Sequence[TierConfig], *, secret: bytes
+    ) -> None:
+        self._tiers = {tier.name: tier for tier in tiers}
+        # BLAKE2b takes keys of up to 64 bytes.
+        self._secret = hashlib.blake2b(secret, person=b"penstock-secret").digest()
+        self._known = {
+            TenantId(tenant.id): self._make(tenant, self._tiers[tenant.tier] if tenant.tier else _NO_TIER)
+            for tenant in tenants
+        }
+
+    @property
+    def tiers(self) -> frozenset[str]:
+        """Names of the tiers there are."""
+        return frozenset(self._tiers)
+
+    @property
+    def known(self) -> Mapping[TenantId, Tenant]:
+        """The tenants of the configuration."""
+        return self._known
+
+    def tenant(self, tenant_id: str, tier: str = "") -> Tenant:
+        """The tenant of this id: as configured, else a new one of the named tier (which must exist), else without limits."""
+        found = self._known.get(TenantId(tenant_id))
+        if found is not None:
+            return found
+        return self._make(TenantConfig(id=tenant_id, tier=tier), self._tiers[tier] if tier else _NO_TIER)
+
+    def _make(self, tenant: TenantConfig, tier: TierConfig) -> Tenant:
+        given = {
+            field: value
+            for field in TierConfig.__struct_fields__
+            if field != "name" and (value := getattr(tenant, field)) is not None
+        }
+        allowed = msgspec.structs.replace(tier, **given)
+        salt = hashlib.blake2b(
+            tenant.id.encode(), digest_size=SALT_BYTES, key=self._secret, person=b"penstock-salt"
+        )
+        return Tenant(
+            id=TenantId(tenant.id),
+            tier=tenant.tier,
+            weight=allowed.weight,
+            band=allowed.band,
+            requests_per_minute=allowed.requests_per_minute,
+            tokens_per_minute=allowed.tokens_per_minute,
+            concurrent_max=allowed.concurrent_max,
+            input_tokens_max=allowed.input_tokens_max,
+            output_tokens_max=allowed.output_tokens_max,
+            context_tokens_max=allowed.context_tokens_max,
+            models=frozenset(allowed.models),
+            adapters=frozenset(allowed.adapters),
+            budget_day_micros=round(allowed.budget_per_day * MICROS),
+            budget_month_micros=round(allowed.budget_per_month * MICROS),
+            degrade=allowed.degrade,
+            cache_salt=salt.digest(),
+            fairness_key=tenant.id,
+        )
