@@ -4,7 +4,6 @@ import os
 import stat
 from pathlib import Path
 
-
 from penstock.cli.state import state_directory, with_secret
 from penstock.config.tenancy import AuthConfig
 from penstock.config.tree import Config
