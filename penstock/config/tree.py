@@ -193,6 +193,14 @@ class RelayConfig(Branch, frozen=True, kw_only=True):
 
     buffer_bytes_max: Positive = 1024 * 1024
     """Unsent bytes held for a slow client; over it the request is aborted."""
+    slow_client: Literal["pause", "abort"] = "pause"
+    """"pause": while a client does not keep up its text is held back, and leaves in one piece when it has caught up.
+    "abort": nothing is held back, so that the buffer fills fifty times sooner."""
+    write_timeout_s: Seconds = 30.0
+    """A client that takes none of the bytes that wait for it for this long is cut off; 0 never."""
+    flush_ms: Annotated[float, Meta(ge=0, le=1000)] = 0.0
+    """Text of one stream within this time leaves as one event, after the first, which leaves at once. 0: every token is an
+    event of its own."""
     heartbeat_s: Seconds = 15.0
     """A stream that has sent nothing for this long sends an SSE comment; 0 never."""
 

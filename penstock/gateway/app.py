@@ -76,9 +76,7 @@ class Gateway:
         self._inspect = Inspect(self._services, metrics, version=__version__)
         self._inspect.auth = not config.auth.disabled
         self._routes = Routes(Generate(self._services), self._inspect)
-        self._server = HttpServer(
-            self, config.server, buffer_bytes_max=config.relay.buffer_bytes_max, clock=clock
-        )
+        self._server = HttpServer(self, config.server, relay=config.relay, clock=clock)
         self._tasks: set[asyncio.Task[None]] = set()
         self._pulse: asyncio.Task[None] | None = None
 

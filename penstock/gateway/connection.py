@@ -12,6 +12,8 @@ closing with unread bytes would reset the connection and could destroy the answe
 import asyncio
 import enum
 import re
+import socket
+import sys
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -21,6 +23,7 @@ from penstock.clock import NS_PER_S, Clock
 from penstock.config.tree import ServerConfig
 from penstock.errors import ClientError, Overloaded, PenstockError, TooLarge
 from penstock.gateway.exchange import Exchange, RequestHead, Response
+from penstock.gateway.flush import MS_PER_S, RelayTerms
 from penstock.gateway.http_errors import HttpFault, error_response
 
 LINGER_S = 2
@@ -77,7 +80,7 @@ class Surroundings:
 
     app: Application
     config: ServerConfig
-    buffer_bytes_max: int
+    terms: RelayTerms
     clock: Clock
     connections: "set[Connection]"
     draining: bool = False
@@ -88,7 +91,8 @@ class Connection(asyncio.Protocol):
 
     __slots__ = (
         "_body", "_client", "_deadline_ns", "_exchange", "_head_bytes", "_headers",
-        "_parser", "_raw_bytes", "_server", "_state", "_transport", "_upgrades", "_url", "paused",
+        "_num_sent", "_num_written", "_parser", "_raw_bytes", "_server", "_state", "_stuck_ns", "_transport", "_upgrades",
+        "_url", "paused",
     )  # fmt: skip
 
     def __init__(self, server: Surroundings) -> None:
@@ -98,6 +102,8 @@ class Connection(asyncio.Protocol):
         self._exchange: Exchange | None = None
         self._client = ""
         self._deadline_ns: int | None = None
+        self._num_written = self._num_sent = 0
+        self._stuck_ns = 0
         self.paused = False
         self._reset()
 
@@ -114,10 +120,13 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client is here."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's do not say that they are one.
+        _end_when_unacknowledged(transport, self._server.terms.write_timeout_s)
         peer: tuple[object, ...] | str | None = transport.get_extra_info("peername")
         self._client = str(peer[0]) if isinstance(peer, tuple) else "local"
         server = self._server
-        self._transport.set_write_buffer_limits(high=min(WRITE_HIGH_WATER_BYTES, server.buffer_bytes_max))
+        self._transport.set_write_buffer_limits(
+            high=min(WRITE_HIGH_WATER_BYTES, server.terms.buffer_bytes_max)
+        )
         server.connections.add(self)
         self._wait(server.config.keepalive_timeout_s)
         if len(server.connections) > server.config.connections_max:
@@ -163,10 +172,14 @@ class Connection(asyncio.Protocol):
     def pause_writing(self) -> None:
         """The client reads slower than we write."""
         self.paused = True
+        if self._exchange is not None:
+            self._exchange.fell_behind()
 
     def resume_writing(self) -> None:
         """The client has caught up."""
         self.paused = False
+        if self._exchange is not None:
+            self._exchange.caught_up()
 
     # --- the parser ------------------------------------------------------------------------------
 
@@ -240,6 +253,7 @@ class Connection(asyncio.Protocol):
 
     def write(self, data: bytes) -> None:
         """Give bytes to the transport, which sends what one loop iteration wrote together."""
+        self._num_written += len(data)
         self._transport.write(data)
 
     def buffered_bytes(self) -> int:
@@ -264,15 +278,30 @@ class Connection(asyncio.Protocol):
     # --- the server ------------------------------------------------------------------------------
 
     def check_deadline(self, now_ns: int) -> None:
-        """Called now and then: act if this connection has run out of time."""
-        if self._deadline_ns is None or now_ns < self._deadline_ns:
+        """Called now and then: act if this connection has run out of time, or its client does not read."""
+        buffered = self._transport.get_write_buffer_size()
+        if buffered and self._stuck(now_ns, buffered):
+            if self._exchange is not None:
+                self._exchange.overrun()
+            self._transport.abort()
+        elif self._deadline_ns is None or now_ns < self._deadline_ns:
             return
-        if self._state is State.HEAD:
+        elif self._state is State.HEAD:
             self._fail(HttpFault(408, "The request's headers did not arrive in time."))
         elif self._state is State.BODY:
             self._fail(HttpFault(408, "The request's body did not arrive in time."))
+        elif buffered and self._server.terms.write_timeout_s:
+            self._wait(LINGER_S)  # A slow client that goes on reading gets all of its answer.
         else:
             self._transport.abort()
+
+    def _stuck(self, now_ns: int, buffered: int) -> bool:
+        """Whether none of the bytes that wait were taken for `write_timeout_s`."""
+        timeout_ns = int(self._server.terms.write_timeout_s * NS_PER_S)
+        num_sent = self._num_written - buffered
+        if num_sent != self._num_sent or not timeout_ns:
+            self._num_sent, self._stuck_ns = num_sent, now_ns
+        return now_ns - self._stuck_ns > timeout_ns > 0
 
     def drain(self) -> None:
         """Close when what is in flight has been answered; at once if nothing is."""
@@ -306,9 +335,11 @@ class Connection(asyncio.Protocol):
             head or self._head(),
             self,
             client=self._client,
-            buffer_bytes_max=self._server.buffer_bytes_max,
+            terms=self._server.terms,
             on_finished=self._server.app.finished,
         )
+        if self.paused:
+            exchange.fell_behind()
         exchange.started_ns = self._server.clock.now_ns()
         self._exchange = exchange
         return exchange
@@ -427,3 +458,15 @@ class Connection(asyncio.Protocol):
             self._transport.write_eof()
         else:
             self._transport.close()
+
+
+def _end_when_unacknowledged(transport: asyncio.BaseTransport, timeout_s: float) -> None:
+    """Let the kernel give up a peer that acknowledges nothing: what its send buffer holds is not seen here."""
+    found = transport.get_extra_info("socket")
+    if (
+        sys.platform == "linux"
+        and timeout_s
+        and found is not None
+        and found.family in (socket.AF_INET, socket.AF_INET6)
+    ):
+        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * MS_PER_S))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from penstock.gateway.flush import RelayTerms
 from penstock.gateway.tally import Tally
 
 JSON = b"application/json"
@@ -73,8 +74,9 @@ class Exchange:
     """A request in the hands of a handler, and the way back to the client."""
 
     __slots__ = (
-        "_buffer_max", "_chunked", "_keep_alive", "_on_finished", "_wire", "body", "client", "ending", "head", "id",
-        "idle_ticks", "is_open", "on_disconnect", "started_ns", "status", "streaming", "tally",
+        "_chunked", "_held_bytes", "_keep_alive", "_on_finished", "_wire", "body", "client", "ending", "head", "holds",
+        "id", "idle_ticks", "is_open", "on_caught_up", "on_disconnect", "started_ns", "status", "streaming", "tally",
+        "terms",
     )  # fmt: skip
 
     def __init__(
@@ -83,7 +85,7 @@ class Exchange:
         wire: Wire,
         *,
         client: str,
-        buffer_bytes_max: int,
+        terms: RelayTerms,
         on_finished: Callable[["Exchange"], None],
     ) -> None:
         self.head = head
@@ -101,8 +103,13 @@ class Exchange:
         """Whether writing still makes sense."""
         self.ending: Ending | None = None
         self.on_disconnect: Callable[[], None] | None = None
+        self.on_caught_up: Callable[[], None] | None = None
+        """Called when a slow client has read what was written."""
+        self.terms = terms
+        self.holds = terms.flusher is not None
+        """Whether text had better be held back (`hold`) than written now."""
+        self._held_bytes = 0
         self._wire = wire
-        self._buffer_max = buffer_bytes_max
         self._on_finished = on_finished
         self._keep_alive = True
         self._chunked = False
@@ -147,9 +154,39 @@ class Exchange:
         self.idle_ticks = 0
         wire = self._wire
         wire.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
-        if wire.paused and wire.buffered_bytes() > self._buffer_max:
+        if wire.paused and wire.buffered_bytes() > self.terms.buffer_bytes_max:
+            self.overrun()
+
+    @property
+    def waits(self) -> bool:
+        """Whether the client must be waited for before more is written."""
+        return self.terms.pauses and self._wire.paused
+
+    def hold(self, num_bytes: int) -> None:
+        """Bytes are held back for this client. They count against the same bound as what its transport buffers."""
+        self._held_bytes += num_bytes
+        if self._wire.paused and self._held_bytes + self._wire.buffered_bytes() > self.terms.buffer_bytes_max:
+            self.overrun()
+
+    def let_go(self) -> None:
+        """What was held back is about to be written."""
+        self._held_bytes = 0
+
+    def fell_behind(self) -> None:
+        """The transport buffers more than a mark (called by the connection)."""
+        self.holds = self.holds or self.terms.pauses
+
+    def caught_up(self) -> None:
+        """The transport's buffer is nearly empty again (called by the connection)."""
+        self.holds = self.terms.flusher is not None
+        if self.on_caught_up is not None:
+            self.on_caught_up()
+
+    def overrun(self) -> None:
+        """The client reads too slowly: give it up."""
+        if self.is_open:
             self._lost(Ending.OVERRUN)
-            wire.cut()
+            self._wire.cut()
 
     def end(self, data: bytes = b"") -> None:
         """Send the last piece and finish the stream."""

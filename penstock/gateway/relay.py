@@ -1,8 +1,8 @@
 """The hot path: from a worker's output to bytes on the client's connection, as server-sent events.
 
-One sink per choice writes straight to the transport from `on_delta`. There is no queue, task or timer per
-stream: what the client has not read is in the transport's buffer, whose bound is checked at every write
-(exchange.py). docs/design/002 has the measurements.
+One sink per choice writes straight to the transport from `on_delta`, or holds text back for a moment where flush.py
+says so. There is no queue, task or timer per stream: what the client has not read is in the transport's buffer, whose
+bound is checked at every write (exchange.py). docs/design/002 has the measurements.
 
 The response's head is held back until the first output, so that a worker which fails before it is an honest
 503 and not a broken 200. A heartbeat sends it too, if the first output takes long.
@@ -30,18 +30,38 @@ _encode = msgspec.json.Encoder().encode
 class StreamReply(Reply):
     """A reply that streams."""
 
-    __slots__ = ("_kind",)
+    __slots__ = ("_holding", "_kind")
 
     def __init__(self, context: Context, kind: str) -> None:
         """`kind` is the chunks' `object`."""
         super().__init__(context)
         self._kind = kind
+        self._holding: list[TextSink] = []
+        """Choices whose text is held back."""
+        self.exchange.on_caught_up = self._release_all
 
     def begin(self) -> None:
         """A choice has its first output: the response must have begun."""
         self.first_output()
         if not self.exchange.streaming:
             self.exchange.begin_stream()
+
+    def holding(self, sink: "TextSink") -> None:
+        """A choice holds text back from now on."""
+        self._holding.append(sink)
+        if len(self._holding) == 1 and (flusher := self.exchange.terms.flusher) is not None:
+            flusher.soon(self)
+
+    def release(self) -> None:
+        """Write what is held back; if the client must be waited for, once it has caught up."""
+        if not self.exchange.waits:
+            self._release_all()
+
+    def _release_all(self) -> None:
+        holding, self._holding = self._holding, []
+        self.exchange.let_go()
+        for sink in holding:
+            sink.release()
 
     def heartbeat(self, ticks: int) -> None:
         """Send a comment if nothing was sent for `ticks` calls."""
@@ -62,6 +82,7 @@ class StreamReply(Reply):
     def send_error(self, error: PenstockError) -> None:
         """A status if there is still time for one, else a last event and a closed connection."""
         if self.exchange.streaming:
+            self._release_all()
             self.exchange.end_broken(event(error_body(error)))
         else:
             self.exchange.respond(error_response(error))
@@ -70,7 +91,17 @@ class StreamReply(Reply):
 class TextSink:
     """Plain text of one choice: the case that is nearly all of the traffic."""
 
-    __slots__ = ("_began", "_exchange", "_finish", "_index", "_opening", "_prefix", "_reply", "_suffix")
+    __slots__ = (
+        "_began",
+        "_exchange",
+        "_finish",
+        "_held",
+        "_index",
+        "_opening",
+        "_prefix",
+        "_reply",
+        "_suffix",
+    )
 
     def __init__(
         self, reply: StreamReply, chunks: ChatChunks | CompletionChunks, index: int, opening: bytes
@@ -83,14 +114,27 @@ class TextSink:
         self._prefix, self._suffix = chunks.prefix, chunks.suffix
         self._finish = chunks.finish
         self._began = False
+        self._held = bytearray()
+        """Text that is held back, as the inside of a JSON string: such insides can be joined."""
 
     def on_delta(self, delta: Delta) -> None:
-        """More output."""
+        """More output. The first leaves at once."""
         if not self._began:
             self._begin()
-        if delta.text:
-            self._exchange.write(self._prefix + _encode(delta.text) + self._suffix)
+            if delta.text:
+                self._exchange.write(self._prefix + _encode(delta.text) + self._suffix)
+        elif delta.text:
+            if self._exchange.holds:
+                self._hold(_encode(delta.text)[1:-1])
+            else:
+                self._exchange.write(self._prefix + _encode(delta.text) + self._suffix)
         self._reply.count(len(delta.token_ids))
+
+    def release(self) -> None:
+        """Write what is held back, as one event."""
+        if self._held:
+            held, self._held = self._held, bytearray()
+            self._exchange.write(b'%b"%b"%b' % (self._prefix, held, self._suffix))
 
     def on_finish(self, finish: Finish) -> None:
         """The end."""
@@ -98,8 +142,15 @@ class TextSink:
         if finish.reason not in (FinishReason.ERROR, FinishReason.ABORT):
             if not self._began:
                 self._begin()
+            self.release()
             self._exchange.write(self._finish(finish.reason.value))
         self._reply.choice_finished(self._index, finish)
+
+    def _hold(self, piece: bytes) -> None:
+        if not self._held:
+            self._reply.holding(self)
+        self._held += piece
+        self._exchange.hold(len(piece))
 
     def _begin(self) -> None:
         self._began = True

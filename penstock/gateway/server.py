@@ -6,9 +6,10 @@ Knows connections, not requests; what answers them is the application it is give
 import asyncio
 
 from penstock.clock import Clock
-from penstock.config.tree import ServerConfig
+from penstock.config.tree import RelayConfig, ServerConfig
 from penstock.errors import ConfigError
 from penstock.gateway.connection import Application, Connection, Surroundings
+from penstock.gateway.flush import RelayTerms
 
 BACKLOG = 2048
 TICK_S_MAX = 1.0
@@ -17,22 +18,22 @@ TICK_S_MAX = 1.0
 class HttpServer:
     """One listening address. Made, started and stopped by the gateway."""
 
-    def __init__(
-        self, app: Application, config: ServerConfig, *, buffer_bytes_max: int, clock: Clock
-    ) -> None:
+    def __init__(self, app: Application, config: ServerConfig, *, relay: RelayConfig, clock: Clock) -> None:
         self._config = config
         self._clock = clock
         self._connections: set[Connection] = set()
         self._surroundings = Surroundings(
             app=app,
             config=config,
-            buffer_bytes_max=buffer_bytes_max,
+            terms=RelayTerms.of(relay),
             clock=clock,
             connections=self._connections,
         )
         self._listener: asyncio.Server | None = None
         self._tick: asyncio.TimerHandle | None = None
-        self._tick_s = tick_s(config.header_timeout_s, config.body_timeout_s, config.keepalive_timeout_s)
+        self._tick_s = tick_s(
+            config.header_timeout_s, config.body_timeout_s, config.keepalive_timeout_s, relay.write_timeout_s
+        )
 
     @property
     def num_connections(self) -> int:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from penstock.config.tree import ServerConfig
+from penstock.config.tree import RelayConfig, ServerConfig
 from penstock.errors import ConfigError
 from penstock.gateway.server import HttpServer
 
@@ -248,6 +248,6 @@ def test_too_many_connections(start, kit):
 
 def test_a_port_in_use_is_said_plainly(gateway):
     taken = ServerConfig(port=gateway.port)
-    server = HttpServer(gateway.gateway, taken, buffer_bytes_max=1000, clock=gateway.clock)
+    server = HttpServer(gateway.gateway, taken, relay=RelayConfig(), clock=gateway.clock)
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {gateway.port}"):
         asyncio.run(server.start())
