@@ -11,6 +11,7 @@
     │   ├── MethodNotAllowed       the path exists, this verb on it does not        (405)
     │   └── TooLarge               the body or the header is over its bound         (413)
     ├── Overloaded             nobody is at fault; safe to retry later              (429/503)
+    │   ├── BudgetExhausted        the tenant's money for this day or month is spent (429)
     │   └── Draining               this server is going away                        (503)
     ├── WorkerError            a worker's trouble; the caller may retry
     │   ├── WorkerUnavailable      nothing was sent yet: another worker may be tried  (503)
@@ -91,6 +92,10 @@ class Overloaded(PenstockError):
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class BudgetExhausted(Overloaded):
+    """The tenant's budget is used up; `retry_after_s` is when the day or month is over."""
 
 
 class Draining(Overloaded):

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+from penstock.config.ledger_checks import ledger_problems, price_problems
 from penstock.config.presets import served_name
 from penstock.config.routing_checks import routing_problems
 from penstock.config.tenancy_checks import access_problems, tenant_problems
@@ -22,6 +23,8 @@ def check(config: Config) -> None:
         *_limit_problems(config),
         *_model_problems(config),
         *routing_problems(config),
+        *price_problems(config.prices),
+        *ledger_problems(config.ledger),
     ]
     if problems:
         raise ConfigError("\n".join(problems))

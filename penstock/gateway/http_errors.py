@@ -8,6 +8,7 @@
     MethodNotAllowed      405     invalid_request_error    no, Allow
     TooLarge              413     invalid_request_error    no
     HttpFault             its own invalid_request_error    no
+    BudgetExhausted       429     insufficient_quota       Retry-After
     Draining              503     service_unavailable      Retry-After
     Overloaded            429     rate_limit_exceeded      Retry-After
     WorkerUnavailable     503     service_unavailable      Retry-After
@@ -23,6 +24,7 @@ import math
 import msgspec
 
 from penstock.errors import (
+    BudgetExhausted,
     ClientError,
     Draining,
     Forbidden,
@@ -60,6 +62,7 @@ _STATUS: tuple[tuple[type[PenstockError], int, str], ...] = (
     (NotFound, 404, "invalid_request_error"),
     (MethodNotAllowed, 405, "invalid_request_error"),
     (TooLarge, 413, "invalid_request_error"),
+    (BudgetExhausted, 429, "insufficient_quota"),
     (Draining, 503, "service_unavailable"),
     (Overloaded, 429, "rate_limit_exceeded"),
     (WorkerUnavailable, 503, "service_unavailable"),
@@ -70,6 +73,7 @@ _FALLBACK_CODES: tuple[tuple[type[PenstockError], str], ...] = (
     (Forbidden, "permission_denied"),
     (MethodNotAllowed, "method_not_allowed"),
     (TooLarge, "request_too_large"),
+    (BudgetExhausted, "insufficient_quota"),
     (Draining, "draining"),
     (Overloaded, "overloaded"),
     (WorkerUnavailable, "worker_unavailable"),

@@ -1,0 +1,50 @@
+import pytest
+
+from penstock.config.checks import check
+from penstock.config.ledger import AcceleratorPrice, LedgerConfig, ModelPrice, PricesConfig, PriceTier
+from penstock.config.tree import Config
+from penstock.errors import ConfigError
+
+
+def prices(*models: ModelPrice, accelerators: tuple[AcceleratorPrice, ...] = ()) -> Config:
+    return Config(prices=PricesConfig(models=models, accelerators=accelerators))
+
+
+def tiered(*thresholds: int) -> Config:
+    tiers = tuple(PriceTier(above_prompt_tokens=tokens, input=1, output=1) for tokens in thresholds)
+    return prices(ModelPrice(model="m", input=1, tiers=tiers))
+
+
+def test_a_price_list_that_is_fine() -> None:
+    check(tiered(1000, 2000))
+    check(prices(ModelPrice(model="free"), ModelPrice(model="*", output=0.000001)))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            prices(ModelPrice(model="m"), ModelPrice(model="m")),
+            r"prices\.models\[1\]\.model: 'm' has a price in",
+        ),
+        (
+            prices(
+                accelerators=(
+                    AcceleratorPrice(model="*", per_hour=1),
+                    AcceleratorPrice(model="*", per_hour=2),
+                )
+            ),
+            r"prices\.accelerators\[1\]\.model: '\*' has a price",
+        ),
+        (
+            prices(ModelPrice(model="m", output=1e-7)),
+            r"prices\.models\[0\]\.output: 1e-07 is less than a mill",
+        ),
+        (tiered(2000, 1000), r"prices\.models\[0\]\.tiers: above_prompt_tokens must rise"),
+        (tiered(1000, 1000), r"must rise from one to the next, got \[1000, 1000\]"),
+        (Config(ledger=LedgerConfig(journal_bytes_max=1)), r"ledger\.journal_bytes_max: 1 is below 4 times"),
+    ],
+)
+def test_what_is_wrong(config: Config, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(config)

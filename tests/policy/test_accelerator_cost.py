@@ -1,0 +1,102 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.clock import NS_PER_S
+from penstock.policy.accelerator_cost import HOUR_NS, AcceleratorCost, work_weight
+from penstock.types import RequestId
+
+A, B, P = RequestId("a"), RequestId("b"), RequestId("probe")
+DOLLAR_A_SECOND = 3600 * 10**6
+S = NS_PER_S
+
+
+def test_alone_it_pays_for_its_time_and_idle_time_has_an_account() -> None:
+    cost = AcceleratorCost(0, DOLLAR_A_SECOND)
+    cost.started(2 * S, A)
+    cost.worked(A, 5)
+    assert cost.settle(5 * S, A) == 3_000_000
+    accounts = cost.accounts(6 * S).micros()
+    assert (accounts.bill, accounts.requests, accounts.idle, accounts.platform) == (
+        6_000_000,
+        3_000_000,
+        3_000_000,
+        0,
+    )
+
+
+def test_together_they_pay_by_their_work() -> None:
+    cost = AcceleratorCost(0, DOLLAR_A_SECOND)
+    cost.started(0, A)
+    cost.started(0, B)
+    cost.worked(A, 30)
+    cost.worked(B, 10)
+    cost.interval(4 * S)
+    cost.worked(B, 10)
+    assert cost.settle(5 * S, A) == 3_000_000
+    assert cost.settle(5 * S, B) == 2_000_000
+
+
+def test_a_prompt_under_way_shares_equally_until_work_is_known() -> None:
+    cost = AcceleratorCost(0, DOLLAR_A_SECOND)
+    cost.started(0, A)
+    cost.started(0, B)
+    assert cost.settle(2 * S, A) == 1_000_000
+    assert cost.settle(2 * S, B) == 1_000_000
+
+
+def test_probes_are_the_platforms() -> None:
+    cost = AcceleratorCost(0, DOLLAR_A_SECOND)
+    cost.started(0, P, is_platform=True)
+    cost.worked(P, 1)
+    assert cost.settle(1 * S, P) == 0
+    assert cost.accounts(1 * S).micros().platform == 1_000_000
+
+
+def test_a_long_context_costs_more_for_equal_tokens() -> None:
+    cost = AcceleratorCost(0, DOLLAR_A_SECOND)
+    cost.started(0, A)
+    cost.started(0, B)
+    for step in range(100):
+        cost.worked(A, work_weight(computed_tokens=1, kv_tokens_read=30_000 + step))
+        cost.worked(B, work_weight(computed_tokens=1, kv_tokens_read=100 + step))
+    cost.interval(10 * S)
+    assert cost.settle(10 * S, A) > 5 * cost.settle(10 * S, B)
+
+
+def test_requests_begin_and_end_once() -> None:
+    cost = AcceleratorCost(0, 1)
+    cost.started(0, A)
+    with pytest.raises(AssertionError):
+        cost.started(0, A)
+    cost.settle(0, A)
+    with pytest.raises(KeyError):
+        cost.settle(0, A)
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_the_parts_are_the_bill_whatever_happens(data: st.DataObject) -> None:
+    """4b item 13: requests + idle + platform = price * time, to the millionth and below."""
+    price = data.draw(st.integers(0, 10**11))
+    cost, now_ns, running, paid = AcceleratorCost(7, price), 7, dict[str, bool](), 0
+    for number in range(data.draw(st.integers(0, 40))):
+        now_ns += data.draw(st.integers(0, 3 * 10**9))
+        kind = data.draw(st.sampled_from(["start", "work", "work", "interval", "settle"]))
+        if kind == "start":
+            running[f"r{number}"] = data.draw(st.booleans()) and data.draw(st.booleans())
+            cost.started(now_ns, RequestId(f"r{number}"), is_platform=running[f"r{number}"])
+        elif kind == "interval":
+            cost.interval(now_ns)
+        elif running:
+            name = RequestId(data.draw(st.sampled_from(sorted(running))))
+            if kind == "work":
+                cost.worked(name, data.draw(st.integers(0, 10**9)))
+            else:
+                del running[name]
+                paid += cost.settle(now_ns, name)
+        accounts = cost.accounts(now_ns)
+        assert accounts.bill == price * (now_ns - 7)
+        assert accounts.requests + accounts.running + accounts.idle + accounts.platform == accounts.bill
+        assert accounts.requests == paid * HOUR_NS
+        assert min(accounts.requests, accounts.running, accounts.idle, accounts.platform) >= 0
