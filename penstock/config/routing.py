@@ -92,14 +92,14 @@ class ComplexityWeights(Branch, frozen=True, kw_only=True):
     """Length of the conversation."""
     code: Weight = 0.3
     """Code in it, or asked for."""
-    reasoning: Weight = 0.4
+    reasoning: Weight = 0.5
     """Proof, analysis, comparison, planning, calculation, constraints."""
     tools: Weight = 0.25
     """Tools defined, called and answered."""
     turns: Weight = 0.1
     """Turns of the conversation."""
-    question: Weight = 0.2
-    """The shape of the last question: several parts, steps or requirements."""
+    question: Weight = 0.5
+    """The shape of the last message: its length, requirements, several questions, numbers and lists."""
     simple: Weight = 0.3
     """Taken off for greetings, thanks, look-ups, translations, summaries and extractions."""
 

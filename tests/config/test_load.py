@@ -196,6 +196,7 @@ names = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Cn
 
 
 @settings(max_examples=30)
+@settings(deadline=None)
 @given(path=names, keys=st.lists(names, max_size=3), seconds=st.floats(0, 1e9))
 def test_any_dump_loads_to_the_same_config(path: str, keys: list[str], seconds: float) -> None:
     config = Config(
