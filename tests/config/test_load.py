@@ -195,8 +195,7 @@ def test_the_dump_loads_to_the_same_config() -> None:
 names = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Cn", "Co"]), max_size=20)
 
 
-@settings(max_examples=30)
-@settings(deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(path=names, keys=st.lists(names, max_size=3), seconds=st.floats(0, 1e9))
 def test_any_dump_loads_to_the_same_config(path: str, keys: list[str], seconds: float) -> None:
     config = Config(
