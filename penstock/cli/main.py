@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from penstock import __version__
-from penstock.cli import bench, chat, doctor, keys, serve
+from penstock.cli import bench, chat, doctor, keys, serve, usage_report
 from penstock.cli.usage import Help
 from penstock.errors import ConfigError, PenstockError
 
@@ -29,6 +29,7 @@ examples:
   penstock chat "What is a penstock?"   ask once; without a question: a conversation
   penstock bench --concurrency 1,8,32   measure TTFT, TPOT and throughput
   penstock doctor                       say what works on this machine, and why not
+  penstock usage --since 7d             say what was used and what it cost
   penstock keys create --tenant acme    make an API key
 
 `penstock COMMAND --help` tells more about a command."""
@@ -41,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (serve, chat, bench, doctor, keys):
+    for command in (serve, chat, bench, doctor, keys, usage_report):
         command.add_parser(commands)
     return parser
 

@@ -7,19 +7,10 @@ from pathlib import Path
 import msgspec
 
 from penstock import rng
+from penstock.config.state import state_directory
 from penstock.config.tree import Config
 
 SECRET_BYTES_MAX = 4096
-
-
-def state_directory() -> Path:
-    """PENSTOCK_STATE_DIR, else what the XDG base directory specification says, for this user."""
-    if chosen := os.environ.get("PENSTOCK_STATE_DIR"):
-        return Path(chosen)
-    base = os.environ.get("XDG_STATE_HOME")
-    return (
-        Path(base) if base and Path(base).is_absolute() else Path.home() / ".local" / "state"
-    ) / "penstock"
 
 
 def default_keys_file() -> Path:

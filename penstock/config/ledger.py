@@ -73,7 +73,7 @@ class LedgerConfig(Branch, frozen=True, kw_only=True):
 
     enabled: bool = True
     directory: str = ""
-    """Where it is kept; empty takes $XDG_STATE_HOME/penstock/ledger (~/.local/state/penstock/ledger). A local disk."""
+    """Where it is kept; empty takes `ledger` in the state directory (PENSTOCK_STATE_DIR, ~/.local/state/penstock). A local disk."""
     fsync_ms: Annotated[int, Meta(ge=1, le=60_000)] = 100
     """What a power failure may cost at most; a process that is killed loses nothing."""
     deliver_ms: Annotated[int, Meta(ge=1, le=60_000)] = 250

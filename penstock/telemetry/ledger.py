@@ -19,10 +19,12 @@ import msgspec
 from penstock.clock import Clock
 from penstock.config.ledger import LedgerConfig
 from penstock.errors import LedgerError
+from penstock.policy.budget import Spent
 from penstock.policy.record import UsageRecord
 from penstock.telemetry import ledger_files
 from penstock.telemetry.ledger_files import Claim
 from penstock.telemetry.ledger_journal import Journal
+from penstock.telemetry.ledger_reader import LedgerReader
 from penstock.telemetry.ledger_recovery import recover_abandoned
 from penstock.telemetry.ledger_segment import Progress
 from penstock.telemetry.ledger_sink import Delivery, Follower, LedgerSink, SinkError
@@ -157,6 +159,18 @@ class Ledger:
         """Write what this iteration of the event loop has said. By itself that happens at the next one."""
         if self._journal is not None:
             self._journal.flush()
+
+    async def spent(self) -> list[Spent]:
+        """What every tenant has spent this day and month, all gateways of this directory together: for `Budgets.restore`.
+
+        Raises:
+            LedgerError: the ledger cannot be read.
+        """
+        return await asyncio.to_thread(self._spent) if self._config.enabled else []
+
+    def _spent(self) -> list[Spent]:
+        with LedgerReader(self.directory) as reader:
+            return reader.spent(self._clock.wall_ns())
 
     def statistics(self) -> LedgerStatistics:
         """For /metrics."""

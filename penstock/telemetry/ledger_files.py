@@ -18,6 +18,7 @@ from pathlib import Path
 
 from penstock.clock import Clock
 from penstock.config.ledger import LedgerConfig
+from penstock.config.state import state_directory
 from penstock.errors import LedgerError
 
 TRIES_MAX = 100
@@ -26,11 +27,8 @@ _NEW = ".new-"
 
 
 def ledger_directory(config: LedgerConfig, environ: Mapping[str, str] = os.environ) -> Path:
-    """Where the ledger is: as configured, or the user's state directory (XDG base directory specification)."""
-    if config.directory:
-        return Path(config.directory).expanduser()
-    state = environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(state).expanduser() / "penstock" / "ledger"
+    """Where the ledger is: as configured, or in the user's state directory."""
+    return Path(config.directory).expanduser() if config.directory else state_directory(environ) / "ledger"
 
 
 def database_path(directory: Path) -> Path:

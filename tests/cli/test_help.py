@@ -21,6 +21,7 @@ GOLDEN = Path(__file__).parent / "golden"
         "chat",
         "bench",
         "doctor",
+        "usage",
         "keys",
         "keys create",
         "keys list",

@@ -1,18 +1,24 @@
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
 from usage_records import MemorySink, closed, opened, progress
 
 from penstock.clock import SystemClock, sleep
-from penstock.config.ledger import LedgerConfig
+from penstock.config.ledger import BudgetsConfig, LedgerConfig
 from penstock.config.tree import LogConfig
 from penstock.errors import LedgerError
+from penstock.policy.budget import BudgetRefusal, Budgets, Spent
+from penstock.policy.calendar import DAY_NS
 from penstock.policy.record import UsageRecord
+from penstock.policy.tenant import Tenant
 from penstock.telemetry import ledger_files
 from penstock.telemetry.ledger import USER_CHARS_MAX, Ledger
+from penstock.telemetry.ledger_journal import Journal
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
+from penstock.types import TenantId
 
 CLOCK = SystemClock()
 LOG = Log(LogConfig(level="error"), CLOCK)
@@ -136,7 +142,49 @@ def test_a_directory_that_cannot_be_written_is_said_by_its_key(tmp_path: Path) -
 def test_the_directory_follows_the_xdg_rules() -> None:
     named = LedgerConfig(directory="/somewhere")
     assert ledger_files.ledger_directory(named, {}) == Path("/somewhere")
+    chosen = {"PENSTOCK_STATE_DIR": "/p", "XDG_STATE_HOME": "/s"}
+    assert ledger_files.ledger_directory(LedgerConfig(), chosen) == Path("/p/ledger")
     assert ledger_files.ledger_directory(LedgerConfig(), {"XDG_STATE_HOME": "/s"}) == Path(
         "/s/penstock/ledger"
     )
     assert ledger_files.ledger_directory(LedgerConfig(), {}) == Path.home() / ".local/state/penstock/ledger"
+
+
+def test_what_was_spent_is_known_after_a_crash(tmp_path: Path) -> None:
+    """Delivered, waiting in the journal of a dead process, and cut off: all of it counts, once."""
+    now_ns = CLOCK.wall_ns()
+    long_ago = now_ns - 63 * DAY_NS
+
+    async def run() -> tuple[Spent, ...]:
+        first = Ledger(config(tmp_path), CLOCK, LOG)
+        await first.start()
+        for name, at_ns in (("a", now_ns), ("b", long_ago)):
+            first.open(opened(name, ended_ns=at_ns))
+            first.close(closed(name, ended_ns=at_ns, cost_micros=70))
+        await first.stop()
+        dead = Journal(
+            claim := ledger_files.claim_new(tmp_path, CLOCK),
+            config(tmp_path),
+            CLOCK,
+            lambda what, _: pytest.fail(what),
+        )
+        for name in "cde":
+            dead.open(opened(name, ended_ns=now_ns))
+        dead.close(closed("c", ended_ns=now_ns, cost_micros=500))
+        dead.slice(progress("d", 4, at_ns=now_ns))
+        dead.flush()
+        os.close(claim.lock)
+        second = Ledger(config(tmp_path), CLOCK, LOG)
+        before = await second.spent()
+        await second.start()
+        after = await second.spent()
+        await second.stop()
+        return (*before, *after)
+
+    before, after = asyncio.run(run())
+    assert before == after
+    assert (before.tenant, before.day_micros, before.month_micros) == ("acme", 610, 610)
+    money = Budgets(BudgetsConfig(), wall_offset_ns=now_ns)
+    money.restore(0, [after])
+    refusal = money.reserve(0, Tenant(id=TenantId("acme"), budget_month_micros=1000), 391)
+    assert isinstance(refusal, BudgetRefusal)
