@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from penstock.config.ledger_checks import ledger_problems, price_problems
 from penstock.config.presets import served_name
+from penstock.config.queue_checks import queue_problems
 from penstock.config.routing_checks import routing_problems
 from penstock.config.tenancy_checks import access_problems, tenant_problems
 from penstock.config.tree import Config, EngineConfig
@@ -19,6 +20,7 @@ def check(config: Config) -> None:
     """
     problems = [
         *access_problems(config.auth, config.server.host),
+        *queue_problems(config.queue),
         *tenant_problems(config.tenants, config.tiers, config.auth),
         *_limit_problems(config),
         *_model_problems(config),

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from penstock.config.branch import Branch, Fraction, Port, Positive, Seconds
-from penstock.config.flow import RateLimitsConfig
+from penstock.config.flow import QueueConfig, RateLimitsConfig
 from penstock.config.ledger import BudgetsConfig, LedgerConfig, PricesConfig
 from penstock.config.routing import AdmissionConfig, RoutingConfig
 from penstock.config.tenancy import DEFAULT_TIERS, AuthConfig, TenantConfig, TierConfig
@@ -226,6 +226,7 @@ class Config(Branch, frozen=True, kw_only=True):
     relay: RelayConfig = RelayConfig()
     admission: AdmissionConfig = AdmissionConfig()
     routing: RoutingConfig = RoutingConfig()
+    queue: QueueConfig = QueueConfig()
     rate_limits: RateLimitsConfig = RateLimitsConfig()
     prices: PricesConfig = PricesConfig()
     budgets: BudgetsConfig = BudgetsConfig()

@@ -1,0 +1,263 @@
+"""One request's life as a state machine without I/O: events in, actions out.
+
+    NEW ──admit──> QUEUED ──dispatch──> STARTED ──first output──> STREAMING ──finish, fail──> ENDED
+     │               │ ^                   │                          │                         ^
+     reject          │ └──────retry────────┤                          │                         │
+     v               evict, cancel, fail   cancel, evict, stop ───────┴──> STOPPING ──finish, fail
+    ENDED            v
+                    ENDED
+
+A request that runs on a worker ends when the worker says so: whoever wants it to end earlier (the client left, the
+budget is used up, memory ran out) makes it STOPPING, the driver aborts it there, and the worker's last word has the exact
+counts. So nothing is settled from a guess, and nothing twice. Time is handed in; nothing here knows clocks or sockets.
+"""
+
+import enum
+
+import msgspec
+
+from penstock.policy.record import Outcome, UsageRecord
+from penstock.policy.tenant import NOBODY, Tenant
+from penstock.types import RequestId, Usage, WorkerId
+
+
+class State(enum.IntEnum):
+    """Where a request is."""
+
+    NEW = 0
+    QUEUED = 1
+    STARTED = 2
+    """On a worker that has sent nothing yet: it may still be tried on another."""
+    STREAMING = 3
+    STOPPING = 4
+    """Told to end; the worker's last word is awaited."""
+    ENDED = 5
+
+
+class Event(enum.IntEnum):
+    """What happens to a request."""
+
+    REJECT = 0
+    ADMIT = 1
+    DISPATCH = 2
+    RETRY = 3
+    """Its worker failed before any output, and it may be tried again."""
+    FIRST_OUTPUT = 4
+    OUTPUT = 5
+    CANCEL = 6
+    """The client left."""
+    EVICT = 7
+    """It waited too long, or gives way."""
+    STOP = 8
+    """A budget is used up: the answer ends here, as one that is finished."""
+    FINISH = 9
+    """The worker's last word."""
+    FAIL = 10
+
+
+class Action(enum.IntEnum):
+    """What the driver of the machine must do."""
+
+    REFUSE = 0
+    ENQUEUE = 1
+    LEAVE = 2
+    """Take it out of the queue."""
+    START = 3
+    ABORT = 4
+    """Tell the worker to stop; FINISH or FAIL follows."""
+    RELEASE = 5
+    """It holds nothing of its worker any more."""
+    SETTLE = 6
+    """Count what it used: exactly once for every request that was queued."""
+
+
+_ENQUEUE, _ABORT, _END, _LEAVE = (
+    (Action.ENQUEUE,),
+    (Action.ABORT,),
+    (Action.RELEASE, Action.SETTLE),
+    (Action.LEAVE, Action.SETTLE),
+)
+
+TABLE: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
+    (State.NEW, Event.REJECT): (State.ENDED, (Action.REFUSE,)),
+    (State.NEW, Event.ADMIT): (State.QUEUED, _ENQUEUE),
+    (State.QUEUED, Event.DISPATCH): (State.STARTED, (Action.START,)),
+    (State.QUEUED, Event.CANCEL): (State.ENDED, _LEAVE),
+    (State.QUEUED, Event.EVICT): (State.ENDED, _LEAVE),
+    (State.QUEUED, Event.FAIL): (State.ENDED, _LEAVE),
+    (State.STARTED, Event.RETRY): (State.QUEUED, (Action.RELEASE, Action.ENQUEUE)),
+    (State.STARTED, Event.FIRST_OUTPUT): (State.STREAMING, ()),
+    (State.STARTED, Event.CANCEL): (State.STOPPING, _ABORT),
+    (State.STARTED, Event.EVICT): (State.STOPPING, _ABORT),
+    (State.STARTED, Event.STOP): (State.STOPPING, _ABORT),
+    (State.STARTED, Event.FINISH): (State.ENDED, _END),  # An answer without a token.
+    (State.STARTED, Event.FAIL): (State.ENDED, _END),
+    (State.STREAMING, Event.FIRST_OUTPUT): (State.STREAMING, ()),  # Another of its choices.
+    (State.STREAMING, Event.OUTPUT): (State.STREAMING, ()),
+    (State.STREAMING, Event.CANCEL): (State.STOPPING, _ABORT),
+    (State.STREAMING, Event.EVICT): (State.STOPPING, _ABORT),
+    (State.STREAMING, Event.STOP): (State.STOPPING, _ABORT),
+    (State.STREAMING, Event.FINISH): (State.ENDED, _END),
+    (State.STREAMING, Event.FAIL): (State.ENDED, _END),
+    # Under way before the worker heard of it, or said by two who do not know of each other.
+    (State.STOPPING, Event.FIRST_OUTPUT): (State.STOPPING, ()),
+    (State.STOPPING, Event.OUTPUT): (State.STOPPING, ()),
+    (State.STOPPING, Event.CANCEL): (State.STOPPING, ()),
+    (State.STOPPING, Event.EVICT): (State.STOPPING, ()),
+    (State.STOPPING, Event.STOP): (State.STOPPING, ()),
+    (State.STOPPING, Event.FINISH): (State.ENDED, _END),
+    (State.STOPPING, Event.FAIL): (State.ENDED, _END),
+    (State.ENDED, Event.FIRST_OUTPUT): (State.ENDED, ()),
+    (State.ENDED, Event.OUTPUT): (State.ENDED, ()),
+    (State.ENDED, Event.CANCEL): (State.ENDED, ()),
+    (State.ENDED, Event.EVICT): (State.ENDED, ()),
+    (State.ENDED, Event.STOP): (State.ENDED, ()),
+}
+"""(state, event) -> (next state, actions). What is not here is a bug of the driver, and asserts."""
+
+_MOVES = [[TABLE.get((state, event)) for event in Event] for state in State]
+"""The same by index: two list look-ups per event."""
+
+_OUTCOME = {
+    Event.REJECT: Outcome.REJECTED,
+    Event.CANCEL: Outcome.CANCELLED,
+    Event.EVICT: Outcome.EVICTED,
+    Event.STOP: Outcome.FINISHED,
+    Event.FINISH: Outcome.FINISHED,
+    Event.FAIL: Outcome.FAILED,
+}
+"""How a request ends by the first event that decides it."""
+
+
+class Arrival(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """A parsed and counted request, as it comes to `FlowControl.arrive`."""
+
+    id: RequestId
+    """Unique for all time: the ledger knows the request by it."""
+    tenant: Tenant = NOBODY
+    route: str
+    """The model that shall answer: the name of a pool of workers."""
+    requested_model: str = ""
+    """What the client named; empty is `route`."""
+    prompt_tokens: int
+    """Of all prompts together."""
+    cached_tokens: int = 0
+    """Of them, what is expected in a prefix cache."""
+    max_tokens: int
+    """Of one choice."""
+    choices: int = 1
+    """Streams that it takes on a worker: prompts times choices of each."""
+    num_bytes: int = 0
+    """Memory that it holds while it waits: its body and its prompt tokens."""
+    deadline_ns: int = 0
+    """When the first token is wanted, for bands that are in order of deadlines; 0 says nothing."""
+    max_wait_ns: int = 0
+    """Longest wait in the queue; 0 is the band's own."""
+    endpoint: str = "chat"
+    adapter: str = ""
+    key_prefix: str = ""
+    user: str = ""
+
+
+class Flow:
+    """One request: what it is, where it is, and the times and counts that its usage record is made of."""
+
+    __slots__ = (
+        "arrival", "arrived_ns", "attempts", "cached_tokens", "completion_tokens", "dispatched_ns", "ended_ns",
+        "error", "finish_reason", "first_output_ns", "outcome", "queue_ns", "queued_ns", "reason", "route",
+        "state", "usage", "worker",
+    )  # fmt: skip
+
+    def __init__(self, arrival: Arrival, now_ns: int) -> None:
+        self.arrival = arrival
+        self.route = arrival.route
+        self.reason = ""
+        """Why the route is not the requested model, or why it was refused or evicted."""
+        self.state = State.NEW
+        self.arrived_ns = now_ns
+        self.queued_ns = self.dispatched_ns = self.first_output_ns = self.ended_ns = -1
+        """Of the last time that it was queued and dispatched; -1: never."""
+        self.queue_ns = 0
+        """Time in the queue, all visits together."""
+        self.attempts = 0
+        self.worker = WorkerId("")
+        self.cached_tokens = self.completion_tokens = 0
+        """As reported until now, all choices together."""
+        self.usage: Usage | None = None
+        """The worker's own last word."""
+        self.outcome: Outcome | None = None
+        """Set by the event that decides it, which may be before the end."""
+        self.error = self.finish_reason = ""
+
+    @property
+    def id(self) -> RequestId:
+        """The request's name."""
+        return self.arrival.id
+
+    def on(self, event: Event, now_ns: int) -> tuple[Action, ...]:
+        """Take one event; what must be done is returned. Events that race by nature change nothing after the end.
+
+        An event that the table does not have asserts.
+        """
+        move = _MOVES[self.state][event]
+        assert move is not None, f"{self.arrival.id}: {event.name} in {self.state.name}"
+        was, (state, actions) = self.state, move
+        self.state = state
+        if state is not was:
+            if was is State.QUEUED:
+                self.queue_ns += now_ns - self.queued_ns
+            if self.outcome is None and event in _OUTCOME:
+                self.outcome = _OUTCOME[event]
+            self._stamp(state, now_ns)
+        return actions
+
+    def _stamp(self, state: State, now_ns: int) -> None:
+        if state is State.QUEUED:
+            self.queued_ns = now_ns
+        elif state is State.STARTED:
+            self.dispatched_ns = now_ns
+            self.attempts += 1
+        elif state is State.STREAMING:
+            self.first_output_ns = now_ns
+        elif state is State.ENDED:
+            self.ended_ns = now_ns
+
+    def record(self, wall_ns: int) -> UsageRecord:
+        """The facts for the ledger, of a request that has ended and was queued; `wall_ns` is the date of the end.
+
+        Costs are not here: whoever knows the prices adds them. Times are the worker's own where it tells them.
+        """
+        arrival, usage = self.arrival, self.usage or Usage()
+        assert self.state is State.ENDED, f"{arrival.id} has not ended"
+        assert self.outcome is not None, "the event that ended it decided how"
+        started, first = self.dispatched_ns, self.first_output_ns
+        ran_until = first if first >= 0 else self.ended_ns
+        return UsageRecord(
+            request_id=arrival.id,
+            ended_ns=wall_ns,
+            tenant=arrival.tenant.id,
+            tier=arrival.tenant.tier,
+            key_prefix=arrival.key_prefix,
+            user=arrival.user,
+            endpoint=arrival.endpoint,
+            requested_model=arrival.requested_model or arrival.route,
+            served_model=self.route,
+            route_reason=self.reason if self.route != (arrival.requested_model or arrival.route) else "",
+            adapter=arrival.adapter,
+            worker=self.worker,
+            band=arrival.tenant.band,
+            outcome=self.outcome,
+            finish_reason=self.finish_reason,
+            error=self.error,
+            choices=arrival.choices,
+            prompt_tokens=arrival.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            completion_tokens=self.completion_tokens,
+            attempts=self.attempts,
+            queue_us=(self.queue_ns + usage.queue_ns) // 1000,
+            prefill_us=(usage.prefill_ns or (ran_until - started if started >= 0 else 0)) // 1000,
+            decode_us=(usage.decode_ns or (self.ended_ns - first if first >= 0 else 0)) // 1000,
+            total_us=(self.ended_ns - self.arrived_ns) // 1000,
+            ttft_us=(first - self.arrived_ns) // 1000 if first >= 0 else 0,
+            kv_block_us=usage.kv_block_ns // 1000,
+        )

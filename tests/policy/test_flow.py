@@ -1,0 +1,164 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.policy.flow import TABLE, Action, Arrival, Event, Flow, State
+from penstock.policy.record import Outcome
+from penstock.policy.tenant import Tenant
+from penstock.types import RequestId, TenantId, Usage, WorkerId
+
+US = 1000
+
+
+def make(**facts) -> Flow:
+    given = {"route": "m", "prompt_tokens": 10, "max_tokens": 5, **facts}
+    return Flow(Arrival(id=RequestId("r"), **given), 1000 * US)
+
+
+def walk(flow: Flow, *events: Event) -> list[Action]:
+    """The events, a microsecond apart from 1001 us on; all actions in order."""
+    return [action for i, event in enumerate(events, 1) for action in flow.on(event, (1000 + i) * US)]
+
+
+E, A = Event, Action
+RUN = (E.ADMIT, E.DISPATCH)
+LIVES = {
+    "refused": ((E.REJECT,), (A.REFUSE,), Outcome.REJECTED),
+    "an answer": (
+        (*RUN, E.FIRST_OUTPUT, E.OUTPUT, E.FINISH),
+        (A.ENQUEUE, A.START, A.RELEASE, A.SETTLE),
+        Outcome.FINISHED,
+    ),
+    "an empty answer": ((*RUN, E.FINISH), (A.ENQUEUE, A.START, A.RELEASE, A.SETTLE), Outcome.FINISHED),
+    "the client left the queue": ((E.ADMIT, E.CANCEL), (A.ENQUEUE, A.LEAVE, A.SETTLE), Outcome.CANCELLED),
+    "waited too long": ((E.ADMIT, E.EVICT), (A.ENQUEUE, A.LEAVE, A.SETTLE), Outcome.EVICTED),
+    "tried again": (
+        (*RUN, E.RETRY, E.DISPATCH, E.FINISH),
+        (A.ENQUEUE, A.START, A.RELEASE, A.ENQUEUE, A.START, A.RELEASE, A.SETTLE),
+        Outcome.FINISHED,
+    ),
+    "broke in the middle": (
+        (*RUN, E.FIRST_OUTPUT, E.FAIL),
+        (A.ENQUEUE, A.START, A.RELEASE, A.SETTLE),
+        Outcome.FAILED,
+    ),
+    "the client left, and left": (
+        (*RUN, E.FIRST_OUTPUT, E.CANCEL, E.CANCEL, E.OUTPUT, E.FINISH, E.CANCEL, E.OUTPUT),
+        (A.ENQUEUE, A.START, A.ABORT, A.RELEASE, A.SETTLE),
+        Outcome.CANCELLED,
+    ),
+    "the worker died while the client left": (
+        (*RUN, E.CANCEL, E.FAIL),
+        (A.ENQUEUE, A.START, A.ABORT, A.RELEASE, A.SETTLE),
+        Outcome.CANCELLED,
+    ),
+    "out of budget": (
+        (*RUN, E.FIRST_OUTPUT, E.STOP, E.CANCEL, E.FINISH),
+        (A.ENQUEUE, A.START, A.ABORT, A.RELEASE, A.SETTLE),
+        Outcome.FINISHED,
+    ),
+    "gave way": (
+        (*RUN, E.FIRST_OUTPUT, E.EVICT, E.FINISH),
+        (A.ENQUEUE, A.START, A.ABORT, A.RELEASE, A.SETTLE),
+        Outcome.EVICTED,
+    ),
+}
+
+
+@pytest.mark.parametrize(("events", "actions", "outcome"), LIVES.values(), ids=LIVES)
+def test_lives(events, actions, outcome) -> None:
+    flow = make()
+    assert walk(flow, *events) == list(actions)
+    assert flow.state is State.ENDED
+    assert flow.outcome is outcome
+
+
+def test_every_move_of_the_table_leads_somewhere_and_the_end_is_the_end() -> None:
+    for (state, _), (then, actions) in TABLE.items():
+        if state is State.ENDED:
+            assert then is State.ENDED
+            assert not actions
+        if A.SETTLE in actions:
+            assert then is State.ENDED
+            assert state is not State.NEW
+    for state in set(State) - {State.ENDED}:
+        assert any(where is state for where, _ in TABLE), f"no way out of {state.name}"
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        (E.DISPATCH,),
+        (E.ADMIT, E.ADMIT),
+        (E.ADMIT, E.OUTPUT),
+        (*RUN, E.FIRST_OUTPUT, E.RETRY),
+        (*RUN, E.FINISH, E.FINISH),
+    ],
+)
+def test_what_the_table_does_not_have_is_a_bug(events) -> None:
+    with pytest.raises(AssertionError):
+        walk(make(), *events)
+
+
+@given(st.lists(st.sampled_from(sorted(Event)), max_size=30))
+def test_whatever_happens_it_settles_once_and_its_times_are_in_order(events) -> None:
+    flow, actions = make(), list[Action]()
+    for i, event in enumerate(events):
+        if (flow.state, event) not in TABLE:
+            continue
+        before = flow.outcome
+        actions += flow.on(event, (1000 + i) * US)
+        assert before is None or flow.outcome is before, "an outcome that is decided stays"
+    ends = actions.count(A.SETTLE) + actions.count(A.REFUSE)
+    assert ends == (flow.state is State.ENDED)
+    assert actions.count(A.START) == flow.attempts
+    running = flow.state in (State.STARTED, State.STREAMING, State.STOPPING)
+    assert actions.count(A.START) - actions.count(A.RELEASE) == running
+    assert (flow.outcome is not None) == (flow.state in (State.STOPPING, State.ENDED))
+    if flow.state is State.ENDED and flow.outcome is not Outcome.REJECTED:
+        record = flow.record(0)
+        assert 0 <= record.queue_us <= record.total_us
+        assert record.queue_us + record.prefill_us + record.decode_us <= record.total_us
+        assert record.ttft_us <= record.total_us
+
+
+def test_the_record_has_the_times_and_counts() -> None:
+    tenant = Tenant(id=TenantId("acme"), tier="pro", band="priority")
+    flow = make(tenant=tenant, requested_model="large", key_prefix="sk-12", user="u", choices=2)
+    walk(flow, *RUN, E.RETRY, E.DISPATCH, E.FIRST_OUTPUT, E.OUTPUT)
+    flow.worker, flow.reason = WorkerId("w1"), "queue_depth"
+    flow.completion_tokens, flow.cached_tokens, flow.finish_reason = 7, 4, "stop"
+    flow.on(E.FINISH, 1010 * US)
+    record = flow.record(55)
+    assert (record.request_id, record.ended_ns, record.tenant, record.tier) == ("r", 55, "acme", "pro")
+    assert (record.requested_model, record.served_model) == ("large", "m")
+    assert (record.route_reason, record.band, record.worker) == ("queue_depth", "priority", "w1")
+    assert (record.prompt_tokens, record.cached_tokens, record.completion_tokens) == (10, 4, 7)
+    assert (record.attempts, record.choices, record.outcome, record.error) == (2, 2, Outcome.FINISHED, "")
+    # Queued at 1001, started at 1002, back at 1003, started at 1004, first output at 1005, over at 1010.
+    assert (record.queue_us, record.prefill_us, record.decode_us) == (2, 1, 5)
+    assert (record.ttft_us, record.total_us) == (5, 10)
+
+
+def test_the_worker_knows_its_own_times_best() -> None:
+    flow = make()
+    walk(flow, *RUN, E.FIRST_OUTPUT)
+    flow.usage = Usage(queue_ns=500 * US, prefill_ns=20 * US, decode_ns=30 * US, kv_block_ns=9 * US)
+    flow.on(E.FINISH, 2000 * US)
+    record = flow.record(0)
+    assert (record.queue_us, record.prefill_us, record.decode_us, record.kv_block_us) == (501, 20, 30, 9)
+
+
+def test_what_was_never_started_has_no_times_of_a_worker() -> None:
+    flow = make()
+    walk(flow, E.ADMIT, E.EVICT)
+    record = flow.record(0)
+    assert (record.queue_us, record.prefill_us, record.decode_us, record.ttft_us, record.total_us) == (
+        1,
+        0,
+        0,
+        0,
+        2,
+    )
+    assert record.attempts == 0
+    assert record.worker == ""
