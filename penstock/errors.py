@@ -12,6 +12,7 @@
     │   └── TooLarge               the body or the header is over its bound         (413)
     ├── Overloaded             nobody is at fault; safe to retry later              (429/503)
     │   ├── BudgetExhausted        the tenant's money for this day or month is spent (429)
+    │   ├── Evicted                accepted, then dropped before it was finished    (503)
     │   └── Draining               this server is going away                        (503)
     ├── WorkerError            a worker's trouble; the caller may retry
     │   ├── WorkerUnavailable      nothing was sent yet: another worker may be tried  (503)
@@ -96,6 +97,10 @@ class Overloaded(PenstockError):
 
 class BudgetExhausted(Overloaded):
     """The tenant's budget is used up; `retry_after_s` is when the day or month is over."""
+
+
+class Evicted(Overloaded):
+    """The request was accepted and then dropped: it waited too long, or gave way to more urgent ones."""
 
 
 class Draining(Overloaded):

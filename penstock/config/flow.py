@@ -73,8 +73,12 @@ class QueueConfig(Branch, frozen=True, kw_only=True):
     """What requests do while no worker of their model is ready."""
     no_worker_wait_s: Seconds = 30.0
     """How long they wait for one, then 503."""
-    shed_kv_fraction: Fraction = 0.97
+    shed_kv_above: Fraction = 0.97
     """Share of a worker's KV blocks in use over which streams of lower bands end for the sake of higher ones; 1 never."""
+    shed_kv_to: Fraction = 0.9
+    """And down to which share."""
+    shed_max: Positive = 8
+    """Requests that one report of one worker ends at most."""
 
 
 class RateLimitsConfig(Branch, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@
     TooLarge              413     invalid_request_error    no
     HttpFault             its own invalid_request_error    no
     BudgetExhausted       429     insufficient_quota       Retry-After
-    Draining              503     service_unavailable      Retry-After
+    Draining, Evicted     503     service_unavailable      Retry-After
     Overloaded            429     rate_limit_exceeded      Retry-After
     WorkerUnavailable     503     service_unavailable      Retry-After
     StreamBroken          502     api_error                no
@@ -27,6 +27,7 @@ from penstock.errors import (
     BudgetExhausted,
     ClientError,
     Draining,
+    Evicted,
     Forbidden,
     InvalidRequest,
     MethodNotAllowed,
@@ -64,6 +65,7 @@ _STATUS: tuple[tuple[type[PenstockError], int, str], ...] = (
     (TooLarge, 413, "invalid_request_error"),
     (BudgetExhausted, 429, "insufficient_quota"),
     (Draining, 503, "service_unavailable"),
+    (Evicted, 503, "service_unavailable"),
     (Overloaded, 429, "rate_limit_exceeded"),
     (WorkerUnavailable, 503, "service_unavailable"),
     (StreamBroken, 502, "api_error"),
@@ -75,6 +77,7 @@ _FALLBACK_CODES: tuple[tuple[type[PenstockError], str], ...] = (
     (TooLarge, "request_too_large"),
     (BudgetExhausted, "insufficient_quota"),
     (Draining, "draining"),
+    (Evicted, "evicted"),
     (Overloaded, "overloaded"),
     (WorkerUnavailable, "worker_unavailable"),
     (StreamBroken, "stream_broken"),

@@ -114,7 +114,7 @@ class Band:
 
     __slots__ = (
         "_heap", "_last", "_lines", "_next_line", "aside", "config", "floor", "level", "num_bytes", "num_running",
-        "served_ns", "starvation_ns", "timeout_ns", "waiting",
+        "num_tokens", "served_ns", "starvation_ns", "timeout_ns", "waiting",
     )  # fmt: skip
 
     def __init__(self, config: BandConfig, level: int) -> None:
@@ -128,6 +128,8 @@ class Band:
         self.aside: list[Work] = []
         """Too large for the room there was; tried first."""
         self.num_bytes = self.num_running = 0
+        self.num_tokens = 0
+        """Prompt tokens to compute of what waits."""
         self.served_ns = 0
         """When it last started something, or began to wait."""
         self._lines: dict[TenantId, Line] = {}
@@ -157,6 +159,7 @@ class Band:
         line.num_waiting += 1
         line.num_bytes += work.num_bytes
         self.num_bytes += work.num_bytes
+        self.num_tokens += work.prompt_tokens
         self.waiting[work.number] = work
         work.waiting = True
         if before is None or (work.order_ns, work.number) < (before.order_ns, before.number):
@@ -199,6 +202,7 @@ class Band:
         line.num_waiting -= 1
         line.num_bytes -= work.num_bytes
         self.num_bytes -= work.num_bytes
+        self.num_tokens -= work.prompt_tokens
         del self.waiting[work.number]
         work.waiting = False
         if work.aside:
@@ -284,6 +288,7 @@ class Band:
         waiting = list(self.waiting.values())
         assert all(work.waiting and work.level == self.level for work in waiting)
         assert self.num_bytes == sum(work.num_bytes for work in waiting)
+        assert self.num_tokens == sum(work.prompt_tokens for work in waiting)
         assert {id(work) for work in self.aside} == {id(work) for work in waiting if work.aside}
         entries = {id(entry[4]) for entry in self._heap if entry[3] == entry[4].entry}
         for line in self._lines.values():

@@ -68,6 +68,17 @@ class FairQueue:
         """The band that a request waits or runs in."""
         return self.bands[work.level]
 
+    def level_of(self, name: str) -> int:
+        """The index of a band; of the default one if there is none of that name."""
+        return self._levels.get(name, self._default)
+
+    def would_refuse(self, work: Work) -> bool:
+        """Whether `push` would say no. Changes nothing."""
+        level = self.level_of(work.band)
+        return self._own_bound(self.bands[level], work) is not None or isinstance(
+            self._room(level, work), Full
+        )
+
     def set_slots(self, slots: int) -> None:
         """How many streams the model's workers may be given in all: what floors that are shares are taken of."""
         if slots != self._slots:
@@ -80,12 +91,13 @@ class FairQueue:
 
         Returns those that were dropped for it: none, or the newest ones of lower bands.
         """
-        level = self._levels.get(work.band, self._default)
+        level = self.level_of(work.band)
         if (full := self._own_bound(self.bands[level], work)) is not None:
             return full
-        room = self._make_room(level, work)
+        room = self._room(level, work)
         if isinstance(room, Full):
             return room
+        dropped = self._drop_newest(level, *room) if room is not None else ()
         self._number += 1
         work.number, work.level, work.queued_ns = self._number, level, now_ns
         band = self.bands[level]
@@ -93,7 +105,7 @@ class FairQueue:
         first_come = band.config.discipline == "fifo"
         work.order_ns = work.arrived_ns if first_come else work.deadline_ns or work.expires_ns
         self._enter(now_ns, work, lift=True)
-        return room
+        return dropped
 
     def requeue(self, now_ns: int, work: Work) -> None:
         """Put back what was started and gave nothing, where its arrival belongs. Never refused: it was accepted.
@@ -106,9 +118,14 @@ class FairQueue:
         self._enter(now_ns, work, lift=False)  # It did not idle.
         band.waiting.move_to_end(work.number, last=False)
 
-    def pop(self, now_ns: int, fits: Callable[[Work], bool]) -> Work | None:
-        """Start the next request that `fits` now, charged with its estimate; None if there is none."""
+    def pop(self, now_ns: int, fits: Callable[[Work], bool], above: int | None = None) -> Work | None:
+        """Start the next request that `fits` now, charged with its estimate; None if there is none.
+
+        `above` looks only at bands before that level.
+        """
         for band in self._in_turn(now_ns):
+            if above is not None and band.level >= above:
+                continue
             work = band.take(now_ns, fits, self._config.aside_max)
             if work is not None:
                 self._started(now_ns, band, work)
@@ -227,26 +244,26 @@ class FairQueue:
             return Full("tenant", "bytes", most)
         return None
 
-    def _make_room(self, level: int, work: Work) -> Full | Sequence[Work]:
-        """Keep the bound of all bands together: by dropping the newest of the lowest band, if that may be and helps."""
+    def _room(self, level: int, work: Work) -> Full | tuple[int, int] | None:
+        """Keep the bound of all bands together: None if there is room, else the requests and bytes to drop, if that may be."""
         config = self._config
         requests = self.num_waiting + 1 - config.requests_max
         num_bytes = self.num_bytes + work.num_bytes - config.bytes_max
         if requests <= 0 and num_bytes <= 0:
-            return ()
-        full = (
-            Full("queue", "requests", config.requests_max)
-            if requests > 0
-            else Full("queue", "bytes", config.bytes_max)
-        )
+            return None
         lower = self.bands[level + 1 :] if config.when_full == "evict" else []
-        if sum(len(band.waiting) for band in lower) < requests:
-            return full
-        if sum(band.num_bytes for band in lower) < num_bytes:
-            return full
+        enough = sum(len(band.waiting) for band in lower) >= requests
+        if enough and sum(band.num_bytes for band in lower) >= num_bytes:
+            return requests, num_bytes
+        if requests > 0:
+            return Full("queue", "requests", config.requests_max)
+        return Full("queue", "bytes", config.bytes_max)
+
+    def _drop_newest(self, level: int, requests: int, num_bytes: int) -> Sequence[Work]:
+        """The newest of the lowest band, until so much is free."""
         dropped: list[Work] = []
         while requests > 0 or num_bytes > 0:
-            victim = next(band for band in reversed(lower) if band.waiting).newest()
+            victim = next(band for band in reversed(self.bands[level + 1 :]) if band.waiting).newest()
             self.remove(victim)
             dropped.append(victim)
             requests, num_bytes = requests - 1, num_bytes - victim.num_bytes

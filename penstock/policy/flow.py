@@ -163,9 +163,9 @@ class Flow:
     """One request: what it is, where it is, and the times and counts that its usage record is made of."""
 
     __slots__ = (
-        "arrival", "arrived_ns", "attempts", "cached_tokens", "completion_tokens", "dispatched_ns", "ended_ns",
-        "error", "finish_reason", "first_output_ns", "outcome", "queue_ns", "queued_ns", "reason", "route",
-        "state", "usage", "worker",
+        "arrival", "arrived_ns", "attempts", "cached_tokens", "completion_tokens", "cost_micros",
+        "dispatched_ns", "ended_ns", "error", "finish_reason", "first_output_ns", "outcome", "prompt_tokens", "queue_ns", "queued_ns",
+        "reason", "route", "state", "usage", "worker",
     )  # fmt: skip
 
     def __init__(self, arrival: Arrival, now_ns: int) -> None:
@@ -181,8 +181,14 @@ class Flow:
         """Time in the queue, all visits together."""
         self.attempts = 0
         self.worker = WorkerId("")
-        self.cached_tokens = self.completion_tokens = 0
+        self.cached_tokens = arrival.cached_tokens
+        """Expected, then as reported."""
+        self.completion_tokens = 0
         """As reported until now, all choices together."""
+        self.prompt_tokens = 0
+        """What counts of the prompt, set at the end: all of it, or nothing if no worker gave anything for it."""
+        self.cost_micros = 0
+        """By the price list, set at the end."""
         self.usage: Usage | None = None
         """The worker's own last word."""
         self.outcome: Outcome | None = None
@@ -225,7 +231,7 @@ class Flow:
     def record(self, wall_ns: int) -> UsageRecord:
         """The facts for the ledger, of a request that has ended and was queued; `wall_ns` is the date of the end.
 
-        Costs are not here: whoever knows the prices adds them. Times are the worker's own where it tells them.
+        The share of the accelerators' cost is not here: whoever knows it adds it. Times are the worker's own where it tells them.
         """
         arrival, usage = self.arrival, self.usage or Usage()
         assert self.state is State.ENDED, f"{arrival.id} has not ended"
@@ -250,7 +256,7 @@ class Flow:
             finish_reason=self.finish_reason,
             error=self.error,
             choices=arrival.choices,
-            prompt_tokens=arrival.prompt_tokens,
+            prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             completion_tokens=self.completion_tokens,
             attempts=self.attempts,
@@ -260,4 +266,5 @@ class Flow:
             total_us=(self.ended_ns - self.arrived_ns) // 1000,
             ttft_us=(first - self.arrived_ns) // 1000 if first >= 0 else 0,
             kv_block_us=usage.kv_block_ns // 1000,
+            cost_micros=self.cost_micros,
         )

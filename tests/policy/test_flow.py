@@ -128,6 +128,7 @@ def test_the_record_has_the_times_and_counts() -> None:
     walk(flow, *RUN, E.RETRY, E.DISPATCH, E.FIRST_OUTPUT, E.OUTPUT)
     flow.worker, flow.reason = WorkerId("w1"), "queue_depth"
     flow.completion_tokens, flow.cached_tokens, flow.finish_reason = 7, 4, "stop"
+    flow.prompt_tokens = 10
     flow.on(E.FINISH, 1010 * US)
     record = flow.record(55)
     assert (record.request_id, record.ended_ns, record.tenant, record.tier) == ("r", 55, "acme", "pro")

@@ -1,0 +1,89 @@
+"""What `FlowControl` answers: one struct for each thing that its driver must do."""
+
+import msgspec
+
+from penstock.errors import PenstockError
+from penstock.policy.flow import Flow
+from penstock.policy.record import Outcome
+from penstock.types import RequestId, WorkerId
+
+
+class Queued(msgspec.Struct, frozen=True, gc=False):
+    """The request is accepted: exactly one `Settled` will follow. Call `dispatch` now."""
+
+    id: RequestId
+    route: str
+    predicted_ns: int = 0
+    """Its expected time to first token; 0 where nobody predicts."""
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """It is not: nothing of it is left. The error has the message, and when to come back."""
+
+    id: RequestId
+    reason: str
+    """Which part said no, for metrics: "draining", "limits", "budget", "admission", "queue", "no_worker"."""
+    error: PenstockError
+
+
+class Diverted(msgspec.Struct, frozen=True):
+    """It should arrive again at another model, with its prompt made anew for that one. Nothing of it is left."""
+
+    id: RequestId
+    route: str
+    why: str
+
+
+class Start(msgspec.Struct, frozen=True, gc=False):
+    """Send it to this worker now."""
+
+    id: RequestId
+    route: str
+    worker_id: WorkerId
+    priority: int
+    """The band's order: what the engine's own queue goes by."""
+    attempt: int
+
+
+class Abort(msgspec.Struct, frozen=True, gc=False):
+    """Stop it on its worker; tell `ended` when the worker's last word has come."""
+
+    id: RequestId
+    worker_id: WorkerId
+
+
+class Stop(msgspec.Struct, frozen=True, gc=False):
+    """A budget is used up: end the answer here with this finish reason, abort it, and tell `ended`."""
+
+    id: RequestId
+    worker_id: WorkerId
+    finish_reason: str = "budget"
+
+
+class Settled(msgspec.Struct, frozen=True):
+    """The one end of an accepted request. `flow.record(wall_ns)` has the facts for the ledger."""
+
+    id: RequestId
+    outcome: Outcome
+    flow: Flow
+
+
+class Evict(msgspec.Struct, frozen=True):
+    """Drop it, with this error to its client.
+
+    If it only waited, `settled` is its end. If it runs on `worker_id`, abort it there and tell `ended`.
+    """
+
+    id: RequestId
+    reason: str
+    """"timeout", "no_worker", "queue_full", "memory", "drain"."""
+    error: PenstockError
+    worker_id: WorkerId | None = None
+    settled: Settled | None = None
+
+
+class Requeued(msgspec.Struct, frozen=True, gc=False):
+    """It waits again, for another attempt. Call `dispatch` now."""
+
+    id: RequestId
+    attempts: int

@@ -1,0 +1,496 @@
+"""The life of every request, before and around its worker: composes admission, limits, budgets, queues and flows.
+
+    arrive ──> admission ──> limits ──> budget ──> queue          Queued, or Refused and nothing is left of it
+    dispatch ─> what has waited too long ends, and whatever fits a worker starts, in the queue's order
+    output, ended, failed, cancel ─> the flow's next state; limits, budget and fair share follow what was really used
+
+No part knows another; all of them are pure, and so is this: the gateway drives it from its event loop, the simulator from
+its heap. Nothing here is called by itself. After `arrive`, an end, a worker's report, or at `next_ns`, call `dispatch`.
+"""
+
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from typing import cast
+
+from penstock.clock import NS_PER_S
+from penstock.config.flow import QueueConfig
+from penstock.errors import Draining, Evicted, Overloaded, PenstockError, WorkerUnavailable
+from penstock.policy.answers import (
+    Abort,
+    Diverted,
+    Evict,
+    Queued,
+    Refused,
+    Requeued,
+    Settled,
+    Start,
+    Stop,
+)
+from penstock.policy.band import Work, cost
+from penstock.policy.fair_queue import Full
+from penstock.policy.flow import Arrival, Event, Flow, State
+from penstock.policy.kv_pressure import RunningStream, blocks_to_free, choose_victims
+from penstock.policy.lane import Lane
+from penstock.policy.parts import MoneyHold, Parts, Pass, Refusal, RouteLoad, TokenHold
+from penstock.policy.record import Outcome
+from penstock.policy.room import Room, WorkerView
+from penstock.types import BLOCK_TOKENS, RequestId, Usage, WorkerId
+
+_ENDS = {
+    Outcome.CANCELLED: Event.CANCEL,
+    Outcome.EVICTED: Event.EVICT,
+}
+"""Events that decide an outcome before the worker's last word ends the request."""
+
+
+class _Life:
+    """One accepted request and what is held for it."""
+
+    __slots__ = ("budgeted", "expected", "flow", "lane", "money", "tokens", "work")
+
+    def __init__(
+        self, flow: Flow, lane: Lane, work: Work, tokens: TokenHold, money: MoneyHold, budgeted: int
+    ) -> None:
+        self.flow, self.lane, self.work, self.tokens, self.money = flow, lane, work, tokens, money
+        self.expected = work.output_tokens
+        """Answer tokens that its fair share was charged for."""
+        self.budgeted = budgeted
+        """Answer tokens that the budget holds money for."""
+
+
+class FlowControl:
+    """See the module. One per gateway process, or per simulated gateway."""
+
+    __slots__ = (
+        "_config",
+        "_dirty",
+        "_drain_ns",
+        "_lanes",
+        "_lives",
+        "_parts",
+        "_pending",
+        "_timers",
+        "_timers_set",
+    )
+
+    def __init__(self, config: QueueConfig, parts: Parts | None = None) -> None:
+        self._config, self._parts = config, parts or Parts()
+        self._lives: dict[RequestId, _Life] = {}
+        self._lanes: dict[str, Lane] = {}
+        self._dirty: dict[str, Lane] = {}
+        self._timers: list[tuple[int, int, Lane]] = []
+        self._timers_set = 0
+        self._pending: list[Start | Evict] = []
+        self._drain_ns: int | None = None
+
+    # --- from the front ---------------------------------------------------------------------------
+
+    def arrive(self, now_ns: int, arrival: Arrival) -> Queued | Diverted | Refused:
+        """Accept a request into the queue, or say why not. Its id must not be in use."""
+        assert arrival.id not in self._lives, f"{arrival.id} is here already"
+        if self._drain_ns is not None:
+            return Refused(arrival.id, "draining", Draining("this server is going away"))
+        lane = self._lane(now_ns, arrival.route)
+        if self._config.no_worker == "refuse" and not lane.rooms.num_ready:
+            return Refused(arrival.id, "no_worker", _no_worker(arrival.route))
+        parts, tenant = self._parts, arrival.tenant
+        verdict = parts.admission.decide(now_ns, arrival, self._look(now_ns, arrival))
+        if not isinstance(verdict, Pass):
+            return verdict
+        longest = arrival.max_tokens * arrival.choices
+        expected = arrival.choices * parts.lengths.expect(tenant.id, arrival.route, arrival.max_tokens)
+        held = parts.limits.reserve(now_ns, tenant, arrival.prompt_tokens, expected, request_id=arrival.id)
+        if (error := _error_of(held)) is not None:
+            return Refused(arrival.id, "limits", error)
+        tokens = cast("TokenHold", held)
+        budgeted = min(parts.slice_tokens, longest)
+        price = self._price(arrival.route, arrival.prompt_tokens, arrival.cached_tokens, budgeted)
+        reserved = parts.budgets.reserve(now_ns, tenant, price)
+        if (error := _error_of(reserved)) is not None:
+            tokens.undo(now_ns)
+            return Refused(arrival.id, "budget", error)
+        money = cast("MoneyHold", reserved)
+        work = _work(arrival, now_ns, expected)
+        dropped = lane.queue.push(now_ns, work)
+        if isinstance(dropped, Full):
+            tokens.undo(now_ns)
+            money.undo(now_ns)
+            return Refused(arrival.id, "queue", _full(dropped, lane))
+        flow = Flow(arrival, now_ns)
+        flow.on(Event.ADMIT, now_ns)
+        self._lives[arrival.id] = _Life(flow, lane, work, tokens, money, budgeted)
+        self._dirty[lane.route] = lane
+        for victim in dropped:
+            error = Evicted("gave way to a request of a higher band: the queue is full")
+            self._pending.append(self._dropped(now_ns, victim, "queue_full", error))
+        return Queued(arrival.id, arrival.route, verdict.predicted_ns)
+
+    def cancel(self, now_ns: int, request_id: RequestId) -> Settled | Abort | None:
+        """The client left. Settled if it only waited; an `Abort` if it runs; None if it has ended or is ending already."""
+        life = self._lives.get(request_id)
+        if life is None:
+            return None
+        flow = life.flow
+        was = flow.state
+        flow.on(Event.CANCEL, now_ns)
+        if was is State.QUEUED:
+            life.lane.queue.remove(life.work)
+            return self._settle(now_ns, life)
+        return Abort(request_id, flow.worker) if was is not State.STOPPING else None
+
+    def drain(self, now_ns: int, deadline_ns: int) -> None:
+        """Refuse what is new from now on; what is here may go on until the deadline, then it is evicted."""
+        self._drain_ns = max(now_ns, deadline_ns)
+
+    # --- from the workers -------------------------------------------------------------------------
+
+    def set_worker(self, now_ns: int, route: str, worker_id: WorkerId, view: WorkerView | None) -> None:
+        """Take what a worker says of itself; None: it is gone, and what ran there will be told by `failed`."""
+        lane = self._lane(now_ns, route)
+        lane.set_worker(now_ns, worker_id, view)
+        self._dirty[route] = lane
+
+    def first_output(self, now_ns: int, request_id: RequestId, *, cached_tokens: int | None = None) -> None:
+        """The first token came (of any choice); `cached_tokens` of all prompts, if the worker told."""
+        life = self._lives.get(request_id)
+        if life is None:
+            return
+        flow, arrival = life.flow, life.flow.arrival
+        if flow.state is State.STARTED:
+            life.lane.begin(flow.worker, life.work)
+            self._dirty[life.lane.route] = life.lane
+        flow.on(Event.FIRST_OUTPUT, now_ns)
+        if cached_tokens is not None:
+            flow.cached_tokens = min(cached_tokens, arrival.prompt_tokens)
+            if flow.cached_tokens != arrival.cached_tokens:
+                self._charge(life, max(life.expected, flow.completion_tokens))
+
+    def output(self, now_ns: int, request_id: RequestId, num_tokens: int) -> Stop | None:
+        """So many new tokens came, of all choices together: call it once per slice, not per token.
+
+        A `Stop` says that the budget ends here.
+        """
+        life = self._lives.get(request_id)
+        if life is None:
+            return None
+        flow = life.flow
+        if flow.state is State.STARTED:
+            self.first_output(now_ns, request_id)
+        flow.on(Event.OUTPUT, now_ns)
+        flow.completion_tokens = total = flow.completion_tokens + num_tokens
+        life.tokens.renew(now_ns, total)
+        if total > life.expected:
+            life.expected = total
+            self._charge(life, total)
+        if total < life.budgeted or flow.state is State.STOPPING:
+            return None
+        return self._next_slice(now_ns, life, total)
+
+    def ended(
+        self,
+        now_ns: int,
+        request_id: RequestId,
+        outcome: Outcome,
+        usage: Usage | None = None,
+        *,
+        finish_reason: str = "",
+        error: str = "",
+    ) -> Settled | None:
+        """The worker's last word: how it ended and what it used, all choices together. None if it had ended.
+
+        An outcome that was decided before (cancelled, evicted, out of budget) stays. Without usage what was reported counts.
+        """
+        life = self._lives.get(request_id)
+        if life is None:
+            return None
+        flow = life.flow
+        assert flow.state is not State.QUEUED, f"{request_id} runs nowhere"
+        if outcome in _ENDS:
+            flow.on(_ENDS[outcome], now_ns)
+        flow.on(Event.FAIL if outcome is Outcome.FAILED else Event.FINISH, now_ns)
+        flow.finish_reason = flow.finish_reason or finish_reason
+        flow.error = flow.error or error
+        return self._over(now_ns, life, usage)
+
+    def failed(
+        self,
+        now_ns: int,
+        request_id: RequestId,
+        error: PenstockError,
+        *,
+        retry: bool,
+        usage: Usage | None = None,
+    ) -> Settled | Requeued | None:
+        """Its worker failed, or could not be sent it. With `retry` it waits again if there was no output and tries are left."""
+        life = self._lives.get(request_id)
+        if life is None:
+            return None
+        flow, lane, work = life.flow, life.lane, life.work
+        if flow.state is State.QUEUED:
+            lane.queue.remove(work)
+            flow.on(Event.FAIL, now_ns)
+            flow.error = type(error).__name__
+            return self._settle(now_ns, life)
+        if retry and flow.state is State.STARTED and flow.attempts <= self._config.retries_max:
+            flow.on(Event.RETRY, now_ns)
+            lane.release(flow.worker, work)
+            lane.avoid[request_id] = flow.worker
+            lane.queue.requeue(now_ns, work)
+            self._dirty[lane.route] = lane
+            return Requeued(request_id, flow.attempts)
+        flow.on(Event.FAIL, now_ns)
+        flow.error = flow.error or type(error).__name__
+        return self._over(now_ns, life, usage)
+
+    # --- by the clock -----------------------------------------------------------------------------
+
+    def dispatch(self, now_ns: int) -> Sequence[Start | Evict]:
+        """What must be done now, in order."""
+        told, self._pending = self._pending, []
+        if self._drain_ns is not None and now_ns >= self._drain_ns:
+            self._evict_all(now_ns, told)
+        timers = self._timers
+        while timers and timers[0][0] <= now_ns:
+            when_ns, _, lane = heappop(timers)
+            if lane.timer_ns == when_ns:
+                lane.timer_ns = None
+                self._dirty[lane.route] = lane
+        if self._dirty:
+            dirty, self._dirty = self._dirty, {}
+            for lane in dirty.values():
+                self._serve(now_ns, lane, told)
+        return told
+
+    def shed(self, now_ns: int, route: str) -> Sequence[Evict]:
+        """Make KV memory free at workers that reported it nearly full. `dispatch` calls it after every report.
+
+        Only for the sake of a higher band that runs there or waits for the model: among equals the engine's own preemption is
+        fair, and nothing is lost by it. Lowest band first, in it whoever has the longest answer still to come; protected
+        bands never.
+        """
+        lane, told = self._lanes.get(route), list[Evict]()
+        for room in lane.rooms.take_fresh() if lane is not None else ():
+            assert lane is not None, "its rooms were just looked at"
+            lives = [self._lives[request_id] for request_id in room.begun]
+            error = Evicted("gave way to requests of a higher band: KV memory ran out")
+            for victim in self._victims(lane, room, lives):
+                told.append(self._give_way(now_ns, self._lives[RequestId(victim)], "memory", error))
+        return told
+
+    def next_ns(self, now_ns: int) -> int | None:
+        """When `dispatch` must be called if nothing happens until then; not before `now_ns`. None: not at all."""
+        timers = self._timers
+        while timers and timers[0][2].timer_ns != timers[0][0]:
+            heappop(timers)
+        first = timers[0][0] if timers else None
+        if self._pending or self._dirty:
+            first = now_ns
+        if self._drain_ns is not None and any(
+            life.flow.state is not State.STOPPING for life in self._lives.values()
+        ):
+            first = self._drain_ns if first is None else min(first, self._drain_ns)
+        return None if first is None else max(first, now_ns)
+
+    # --- to look at -------------------------------------------------------------------------------
+
+    def flow(self, request_id: RequestId) -> Flow | None:
+        """A request that was accepted and has not ended."""
+        life = self._lives.get(request_id)
+        return None if life is None else life.flow
+
+    def lane(self, route: str) -> Lane | None:
+        """A model's queue and rooms, for gauges."""
+        return self._lanes.get(route)
+
+    def __len__(self) -> int:
+        """Requests that were accepted and have not ended."""
+        return len(self._lives)
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _lane(self, now_ns: int, route: str) -> Lane:
+        lane = self._lanes.get(route)
+        if lane is None:
+            lane = self._lanes[route] = Lane(self._config, route, now_ns)
+        return lane
+
+    def _look(self, now_ns: int, arrival: Arrival) -> Callable[[str], RouteLoad]:
+        def look(route: str) -> RouteLoad:
+            return self._lane(now_ns, route).load(_work(arrival, now_ns, 0))
+
+        return look
+
+    def _serve(self, now_ns: int, lane: Lane, told: list[Start | Evict]) -> None:
+        while (late := lane.next_expired(now_ns)) is not None:
+            work, reason = late
+            waited_s = (now_ns - work.queued_ns) / NS_PER_S
+            error: PenstockError = _no_worker(lane.route)
+            if reason == "timeout":
+                error = Evicted(f"waited {waited_s:.1f} s without a turn", retry_after_s=lane.retry_after_s())
+            lane.queue.remove(work)
+            told.append(self._dropped(now_ns, work, reason, error))
+        while (start := lane.next_start(now_ns)) is not None:
+            work, room = start
+            flow = self._lives[work.id].flow
+            flow.worker = room.id
+            flow.on(Event.DISPATCH, now_ns)
+            band = lane.queue.band_of(work)
+            told.append(Start(work.id, lane.route, room.id, band.config.order, flow.attempts))
+        if self._config.shed_kv_above < 1:
+            told += self.shed(now_ns, lane.route)
+        due_ns = lane.due_ns()
+        if due_ns is not None and (lane.timer_ns is None or due_ns < lane.timer_ns):
+            lane.timer_ns = due_ns
+            self._timers_set += 1
+            heappush(self._timers, (due_ns, self._timers_set, lane))
+
+    def _dropped(self, now_ns: int, work: Work, reason: str, error: PenstockError) -> Evict:
+        """The end of one that waited and is out of the queue already."""
+        life = self._lives[work.id]
+        life.flow.reason, life.flow.error = reason, type(error).__name__
+        life.flow.on(Event.EVICT, now_ns)
+        return Evict(work.id, reason, error, settled=self._settle(now_ns, life))
+
+    def _evict_all(self, now_ns: int, told: list[Start | Evict]) -> None:
+        error = Draining("this server went away before the answer was finished")
+        for life in list(self._lives.values()):
+            if life.flow.state is State.QUEUED:
+                life.lane.queue.remove(life.work)
+                told.append(self._dropped(now_ns, life.work, "drain", error))
+            elif life.flow.state is not State.STOPPING:
+                told.append(self._give_way(now_ns, life, "drain", error))
+
+    def _give_way(self, now_ns: int, life: _Life, reason: str, error: PenstockError) -> Evict:
+        """Tell one that runs to end."""
+        flow = life.flow
+        flow.reason, flow.error = reason, type(error).__name__
+        flow.on(Event.EVICT, now_ns)
+        return Evict(flow.id, reason, error, worker_id=flow.worker)
+
+    def _victims(self, lane: Lane, room: Room, lives: Sequence[_Life]) -> Sequence[str]:
+        config, view = self._config, room.view
+        need = blocks_to_free(
+            view.kv_blocks_used, view.kv_blocks_total, above=config.shed_kv_above, to=config.shed_kv_to
+        )
+        need -= sum(_blocks(life) for life in lives if life.flow.state is State.STOPPING)
+        waiting = (band.level for band in lane.queue.bands if band.waiting)
+        best = min([*waiting, *(life.work.level for life in lives)], default=0)
+        streams = [
+            RunningStream(
+                id=life.flow.id,
+                band_order=life.work.level,
+                is_protected=lane.queue.band_of(life.work).config.protected,
+                remaining_tokens=max(0, life.expected - life.flow.completion_tokens),
+                blocks=_blocks(life),
+            )
+            for life in lives
+            if life.work.level > best and life.flow.state is not State.STOPPING
+        ]
+        return choose_victims(streams, need, victims_max=config.shed_max)
+
+    def _next_slice(self, now_ns: int, life: _Life, total: int) -> Stop | None:
+        """Hold money for the slice that begins, or end the answer here."""
+        flow, arrival = life.flow, life.flow.arrival
+        life.budgeted = min(
+            total + self._parts.slice_tokens, max(total, arrival.max_tokens * arrival.choices)
+        )
+        cached = max(flow.cached_tokens, 0)
+        price = self._price(life.lane.route, arrival.prompt_tokens, cached, life.budgeted)
+        if life.money.renew(now_ns, price):
+            return None
+        flow.on(Event.STOP, now_ns)
+        flow.finish_reason = "budget"
+        return Stop(flow.id, flow.worker)
+
+    def _charge(self, life: _Life, output_tokens: int) -> None:
+        prompt, cached = life.flow.arrival.prompt_tokens, life.flow.cached_tokens
+        life.lane.queue.charge(life.work, cost(prompt - cached, cached, output_tokens))
+
+    def _price(self, route: str, prompt: int, cached: int, output: int) -> int:
+        usage = Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=output)
+        return self._parts.prices.cost_micros(route, usage)
+
+    def _over(self, now_ns: int, life: _Life, usage: Usage | None) -> Settled:
+        """The end of one that ran: counts as the worker says them, room and share given back."""
+        flow, lane, work = life.flow, life.lane, life.work
+        arrival = flow.arrival
+        if usage is not None:
+            flow.usage = usage
+            flow.completion_tokens = usage.completion_tokens
+            flow.cached_tokens = min(usage.cached_tokens, arrival.prompt_tokens)
+        # A prompt counts once the worker has shown or told that it was read, or the client left while it was.
+        if flow.first_output_ns >= 0 or flow.outcome in (Outcome.FINISHED, Outcome.CANCELLED):
+            flow.prompt_tokens = arrival.prompt_tokens
+            self._charge(life, flow.completion_tokens)
+            each = flow.completion_tokens // arrival.choices
+            self._parts.lengths.observe(arrival.tenant.id, lane.route, each)
+        else:
+            flow.cached_tokens = flow.completion_tokens = 0
+            lane.queue.charge(work, 0)
+        lane.queue.end(work)
+        lane.release(flow.worker, work)
+        self._dirty[lane.route] = lane
+        return self._settle(now_ns, life)
+
+    def _settle(self, now_ns: int, life: _Life) -> Settled:
+        """Exactly once for each accepted request: it is out of the queue and off its worker."""
+        flow = life.flow
+        del self._lives[flow.id]
+        life.lane.avoid.pop(flow.id, None)
+        life.tokens.settle(now_ns, flow.prompt_tokens + flow.completion_tokens)
+        price = 0
+        if flow.prompt_tokens or flow.completion_tokens:
+            price = self._price(
+                life.lane.route, flow.prompt_tokens, flow.cached_tokens, flow.completion_tokens
+            )
+        flow.cost_micros = price
+        life.money.settle(now_ns, price)
+        assert flow.outcome is not None, "what has ended has an outcome"
+        return Settled(flow.id, flow.outcome, flow)
+
+
+def _error_of(answer: object) -> PenstockError | None:
+    """The error of a refusal; None of anything else."""
+    return cast("Refusal", answer).error() if hasattr(answer, "error") else None
+
+
+def _work(arrival: Arrival, now_ns: int, expected: int) -> Work:
+    tenant = arrival.tenant
+    computed = arrival.prompt_tokens - arrival.cached_tokens
+    return Work(
+        id=arrival.id,
+        band=tenant.band,
+        tenant=tenant.id,
+        weight=tenant.weight,
+        arrived_ns=now_ns,
+        deadline_ns=arrival.deadline_ns,
+        max_wait_ns=arrival.max_wait_ns,
+        num_bytes=arrival.num_bytes,
+        streams=arrival.choices,
+        blocks=-(-computed // BLOCK_TOKENS) + arrival.choices,
+        prompt_tokens=computed,
+        cached_tokens=arrival.cached_tokens,
+        output_tokens=expected,
+    )
+
+
+def _blocks(life: _Life) -> int:
+    """KV blocks that a running request holds for itself alone, as far as was told."""
+    flow = life.flow
+    tokens = flow.arrival.prompt_tokens - flow.cached_tokens + flow.completion_tokens
+    return -(-tokens // BLOCK_TOKENS)
+
+
+def _no_worker(route: str) -> WorkerUnavailable:
+    return WorkerUnavailable(f"no worker of {route!r} is ready")
+
+
+def _full(full: Full, lane: Lane) -> Overloaded:
+    whose = {
+        "tenant": "your share of the queue is",
+        "band": "the queue of your band is",
+        "queue": "the queue is",
+    }
+    return Overloaded(
+        f"{whose[full.bound]} full: {full.limit} {full.unit} at most", retry_after_s=lane.retry_after_s()
+    )

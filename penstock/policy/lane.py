@@ -1,0 +1,185 @@
+"""One model's queue and its workers' rooms, and which request starts where, next. Knows requests only as `Work`."""
+
+from penstock.clock import NS_PER_S
+from penstock.config.flow import QueueConfig
+from penstock.policy.band import Work
+from penstock.policy.fair_queue import FairQueue
+from penstock.policy.parts import RouteLoad
+from penstock.policy.room import Room, Rooms, WorkerView
+from penstock.types import WorkerId
+
+_PACE = 8
+"""The mean time between two starts follows the last so many."""
+_NOBODY = WorkerId("")
+
+
+class Lane:
+    """What waits for one model, and who could run it."""
+
+    __slots__ = (
+        "_config", "_down_ns", "_found", "_last_ns", "_no_worker_ns", "avoid", "gap_ns", "held", "queue", "rooms", "route",
+        "starting_tokens", "timer_ns",
+    )  # fmt: skip
+
+    def __init__(self, config: QueueConfig, route: str, now_ns: int) -> None:
+        self._config, self.route = config, route
+        self.queue, self.rooms = FairQueue(config), Rooms(config)
+        self.held: Work | None = None
+        """Too large for the room there was for too long: a worker is kept free for it."""
+        self.avoid: dict[str, WorkerId] = {}
+        """Requests that wait for another attempt -> the worker where the last one failed."""
+        self.starting_tokens = 0
+        """Prompt tokens of what was started and has shown no output."""
+        self.timer_ns: int | None = None
+        """The owner's: when it looks at this lane next."""
+        self.gap_ns = 0
+        """Mean time between two starts while something waited."""
+        self._last_ns: int | None = None
+        self._down_ns = now_ns
+        self._no_worker_ns = int(config.no_worker_wait_s * NS_PER_S)
+        self._found: Room | None = None
+
+    def set_worker(self, now_ns: int, worker_id: WorkerId, view: WorkerView | None) -> None:
+        """Take a worker's report, or that it is gone."""
+        before = self.rooms.num_ready
+        self.rooms.set(worker_id, view)
+        if before and not self.rooms.num_ready:
+            self._down_ns = now_ns
+        self.queue.set_slots(self.rooms.num_slots)
+
+    def next_start(self, now_ns: int) -> tuple[Work, Room] | None:
+        """The next request to start and where, taken from the queue and booked; None when nothing can start."""
+        queue, rooms = self.queue, self.rooms
+        if not queue.num_waiting:
+            self._last_ns = None
+            if self.held is not None:
+                self._unhold()
+            return None
+        work, room = self._held_fits(now_ns)
+        if work is None and rooms.has_room():
+            work = queue.pop(now_ns, self._fits)
+            room = self._found
+        if work is None and self.held is not None:
+            work, room = self._pass_held(now_ns, self.held)
+        if work is None:
+            return None
+        assert room is not None, "what fits has a place"
+        rooms.book(room, work)
+        self.starting_tokens += work.prompt_tokens
+        if self.avoid:
+            self.avoid.pop(work.id, None)
+        self._pace(now_ns)
+        return work, room
+
+    def begin(self, worker_id: WorkerId, work: Work) -> None:
+        """Its first output was seen."""
+        room = self.rooms.get(worker_id)
+        assert room is not None, f"{worker_id} is not known"
+        if room.begun.get(work.id) is False:
+            self.rooms.begin(room, work)
+            self.starting_tokens -= work.prompt_tokens
+
+    def release(self, worker_id: WorkerId, work: Work) -> None:
+        """It holds nothing of its worker any more."""
+        self.begin(worker_id, work)
+        room = self.rooms.get(worker_id)
+        assert room is not None, f"{worker_id} is not known"
+        self.rooms.release(room, work)
+
+    def next_expired(self, now_ns: int) -> tuple[Work, str] | None:
+        """One whose wait is over, still in the queue, and why."""
+        work = self.queue.expired(now_ns)
+        if work is not None:
+            return work, "timeout"
+        oldest = self._oldest()
+        if oldest is not None and self._no_worker_until(oldest) <= now_ns:
+            return oldest, "no_worker"
+        return None
+
+    def due_ns(self) -> int | None:
+        """When the lane must be looked at next, if nothing happens until then."""
+        times = [self.queue.next_ns(), None if self.held else self.queue.next_overdue_ns()]
+        oldest = self._oldest()
+        if oldest is not None:
+            times.append(self._no_worker_until(oldest))
+        return min((time for time in times if time is not None), default=None)
+
+    def retry_after_s(self) -> float:
+        """When a refused request may come back: the time that what waits takes to start, from 1 s to 60 s."""
+        return min(60.0, max(1.0, self.queue.num_waiting * self.gap_ns / NS_PER_S))
+
+    def load(self, work: Work) -> RouteLoad:
+        """How the model stands for a request that does not wait here yet."""
+        queue, rooms = self.queue, self.rooms
+        level = queue.level_of(work.band)
+        ahead = queue.bands[: level + 1]
+        has_room = rooms.has_room()
+        return RouteLoad(
+            route=self.route,
+            ready=rooms.num_ready,
+            slots=rooms.num_slots,
+            running=rooms.num_running,
+            waiting=queue.num_waiting,
+            requests_ahead=sum(len(band.waiting) for band in ahead),
+            tokens_ahead=sum(band.num_tokens for band in ahead) + self.starting_tokens,
+            has_room=has_room,
+            has_kv_room=not has_room or rooms.place(work, _NOBODY) is not None,
+            is_full=queue.would_refuse(work),
+        )
+
+    def _fits(self, work: Work) -> bool:
+        avoid = self.avoid.get(work.id, _NOBODY) if self.avoid else _NOBODY
+        self._found = self.rooms.place(work, avoid)
+        return self._found is not None
+
+    def _held_fits(self, now_ns: int) -> tuple[Work | None, Room | None]:
+        """Keep a worker free for whoever was passed over too long, until it fits there."""
+        if self.held is not None and (not self.held.waiting or self.rooms.held is None):
+            self._unhold()
+        if self.held is None:
+            work = self.queue.overdue(now_ns)
+            if work is None or self.rooms.hold(work) is None:
+                return None, None
+            self.held = work
+        held, room = self.held, self.rooms.held
+        if room is None or not room.fits(held):
+            return None, None
+        self.queue.start(now_ns, held)
+        self._unhold()
+        return held, room
+
+    def _pass_held(self, now_ns: int, held: Work) -> tuple[Work | None, Room | None]:
+        """Nobody of its band or below takes the worker that is kept free; those above may, until its band is starved."""
+        room, band = self.rooms.held, self.queue.band_of(held)
+        if room is None or room.num_free < 1 or now_ns - held.aside_ns >= band.starvation_ns:
+            return None, None
+        return self.queue.pop(now_ns, room.fits, above=held.level), room
+
+    def _unhold(self) -> None:
+        self.held = None
+        self.rooms.unhold()
+
+    def _oldest(self) -> Work | None:
+        """Who has waited longest, while there is no worker to wait for."""
+        if self.rooms.num_ready:
+            return None
+        firsts = [next(iter(band.waiting.values())) for band in self.queue.bands if band.waiting]
+        return min(firsts, key=lambda work: (work.queued_ns, work.number), default=None)
+
+    def _no_worker_until(self, oldest: Work) -> int:
+        return max(self._down_ns, oldest.queued_ns) + self._no_worker_ns
+
+    def _pace(self, now_ns: int) -> None:
+        if not self.queue.num_waiting:
+            self._last_ns = None
+            return
+        if self._last_ns is not None:
+            self.gap_ns += (now_ns - self._last_ns - self.gap_ns) // _PACE
+        self._last_ns = now_ns
+
+    def check_invariants(self) -> None:
+        """Assert that the parts agree. O(n): for tests."""
+        self.queue.check_invariants()
+        self.rooms.check_invariants()
+        assert self.starting_tokens >= 0
+        assert (self.held is None) == (self.rooms.held is None) or self.held is not None

@@ -1,0 +1,244 @@
+"""What `FlowControl` is made of beside queue and flows: small contracts, and for each the object that sets no limit.
+
+`Limiter` (rate_limit.py), `OutputLengths`, `Budgets` and `PriceList` fulfil theirs as they are; the admission
+does through `policy/gate.py`. Whoever wires a gateway or a simulation chooses.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from penstock.errors import PenstockError
+from penstock.policy.answers import Diverted, Refused
+from penstock.policy.flow import Arrival
+from penstock.policy.tenant import Tenant
+from penstock.types import TenantId, Usage
+
+
+class Refusal(Protocol):
+    """A limit or a budget that says no."""
+
+    def error(self) -> PenstockError:
+        """Why, and when to come back."""
+        ...
+
+
+class TokenHold(Protocol):
+    """Tokens reserved for one request. `settle` or `undo`, exactly once."""
+
+    def renew(self, now_ns: int, num_output_tokens: int) -> None:
+        """The answer is so long by now."""
+        ...
+
+    def settle(self, now_ns: int, actual_tokens: int) -> None:
+        """It used so many of prompt and answer."""
+        ...
+
+    def undo(self, now_ns: int) -> None:
+        """It was refused after all."""
+        ...
+
+
+class Limits(Protocol):
+    """Rate limits: `rate_limit.Limiter`."""
+
+    def reserve(
+        self, now_ns: int, tenant: Tenant, prompt_tokens: int, output_tokens: int, *, request_id: str = ""
+    ) -> TokenHold | Refusal:
+        """Take all that a request is expected to need, or nothing."""
+        ...
+
+
+class MoneyHold(Protocol):
+    """Money reserved for one request. `settle` or `undo`, exactly once."""
+
+    def renew(self, now_ns: int, total_micros: int) -> bool:
+        """Hold so much in all for the next slice; False: the request must stop."""
+        ...
+
+    def settle(self, now_ns: int, actual_micros: int) -> None:
+        """It cost so much."""
+        ...
+
+    def undo(self, now_ns: int) -> None:
+        """It was refused after all."""
+        ...
+
+
+class Budgets(Protocol):
+    """Money per day and month: `budget.Budgets`."""
+
+    def reserve(self, now_ns: int, tenant: Tenant, micros: int) -> MoneyHold | Refusal:
+        """Hold the price of the prompt and the first slice of the answer."""
+        ...
+
+
+class Prices(Protocol):
+    """What tokens cost: `price.PriceList`."""
+
+    def cost_micros(self, model: str, usage: Usage) -> int:
+        """In millionths of the currency."""
+        ...
+
+
+class Lengths(Protocol):
+    """How long answers are: `output_length.OutputLengths`."""
+
+    def expect(self, tenant: TenantId, model: str, max_tokens: int) -> int:
+        """Tokens of one answer of at most `max_tokens`."""
+        ...
+
+    def observe(self, tenant: TenantId, model: str, num_tokens: int) -> None:
+        """One answer has ended."""
+        ...
+
+
+class RouteLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """How a model stands for a request of one band that would arrive now."""
+
+    route: str
+    ready: int
+    """Workers."""
+    slots: int
+    """Streams that they take at once."""
+    running: int
+    """Streams on them, of other gateways too."""
+    waiting: int
+    """Requests in its queue, all bands."""
+    requests_ahead: int
+    """Of those, in this band and above."""
+    tokens_ahead: int
+    """Prompt tokens of those, and of what was started and has shown no output."""
+    has_room: bool
+    """Whether some worker could start a stream now."""
+    has_kv_room: bool
+    """Whether one that does has KV blocks for this request."""
+    is_full: bool
+    """Whether the queue would refuse it."""
+
+
+class Pass(msgspec.Struct, frozen=True, gc=False):
+    """Let it in."""
+
+    predicted_ns: int = 0
+    """Its expected time to first token; 0: not known."""
+
+
+class Admission(Protocol):
+    """Whether a request that would have to wait is let in, sent to another model, or turned away."""
+
+    def decide(
+        self, now_ns: int, arrival: Arrival, look: Callable[[str], RouteLoad]
+    ) -> Pass | Diverted | Refused:
+        """`look(route)` tells how a model stands for this request. Nothing is booked yet."""
+        ...
+
+
+class _NoTokenHold:
+    """Holds nothing. One object is enough for all requests."""
+
+    __slots__ = ()
+
+    def renew(self, now_ns: int, num_output_tokens: int) -> None:
+        del now_ns, num_output_tokens
+
+    def settle(self, now_ns: int, actual_tokens: int) -> None:
+        del now_ns, actual_tokens
+
+    def undo(self, now_ns: int) -> None:
+        del now_ns
+
+
+class _NoMoneyHold:
+    """Holds nothing, and is never used up."""
+
+    __slots__ = ()
+
+    def renew(self, now_ns: int, total_micros: int) -> bool:
+        del now_ns, total_micros
+        return True
+
+    def settle(self, now_ns: int, actual_micros: int) -> None:
+        del now_ns, actual_micros
+
+    def undo(self, now_ns: int) -> None:
+        del now_ns
+
+
+_NO_TOKENS, _NO_MONEY = _NoTokenHold(), _NoMoneyHold()
+_PASS = Pass()
+
+
+class NoLimits:
+    """Every tenant may use what it likes."""
+
+    __slots__ = ()
+
+    def reserve(
+        self, now_ns: int, tenant: Tenant, prompt_tokens: int, output_tokens: int, *, request_id: str = ""
+    ) -> TokenHold:
+        """Nothing to take it from."""
+        del now_ns, tenant, prompt_tokens, output_tokens, request_id
+        return _NO_TOKENS
+
+
+class NoBudgets:
+    """Nobody has a budget."""
+
+    __slots__ = ()
+
+    def reserve(self, now_ns: int, tenant: Tenant, micros: int) -> MoneyHold:
+        """Nothing to take it from."""
+        del now_ns, tenant, micros
+        return _NO_MONEY
+
+
+class Free:
+    """A price list on which everything is free."""
+
+    __slots__ = ()
+
+    def cost_micros(self, model: str, usage: Usage) -> int:
+        """Nothing."""
+        del model, usage
+        return 0
+
+
+class LongestAnswers:
+    """Expects every answer to be as long as it may be."""
+
+    __slots__ = ()
+
+    def expect(self, tenant: TenantId, model: str, max_tokens: int) -> int:
+        """The longest."""
+        del tenant, model
+        return max_tokens
+
+    def observe(self, tenant: TenantId, model: str, num_tokens: int) -> None:
+        """Nothing is learned."""
+
+
+class AdmitAll:
+    """Lets everything into the queue, whose own bounds remain."""
+
+    __slots__ = ()
+
+    def decide(self, now_ns: int, arrival: Arrival, look: Callable[[str], RouteLoad]) -> Pass:
+        """Yes."""
+        del now_ns, arrival, look
+        return _PASS
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Parts:
+    """The parts that a `FlowControl` composes."""
+
+    admission: Admission = field(default_factory=AdmitAll)
+    limits: Limits = field(default_factory=NoLimits)
+    budgets: Budgets = field(default_factory=NoBudgets)
+    prices: Prices = field(default_factory=Free)
+    lengths: Lengths = field(default_factory=LongestAnswers)
+    slice_tokens: int = 256
+    """Answer tokens between two looks at the budget."""

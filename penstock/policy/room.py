@@ -1,0 +1,261 @@
+"""Room at the workers of one model: who could start something now.
+
+What this gateway started and has not seen the end of is counted here at once; what a worker reports puts right what
+cannot be known otherwise: streams of other gateways, and KV blocks that are really free. A request that was started but
+has shown no output may not be in the last report, so its blocks count until its first output.
+"""
+
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+
+import msgspec
+
+from penstock.config.flow import QueueConfig
+from penstock.policy.band import Work
+from penstock.types import RequestId, WorkerId
+
+_LOOKS_MAX = 8
+"""Workers that are asked whether a request fits, least loaded first."""
+_LOAD_UNIT = 1 << 20
+
+
+class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker last said of itself."""
+
+    ready: bool = True
+    max_running: int = 0
+    """Streams in one batch, as our engine tells; 0: a worker that does not tell, given `queue.foreign_concurrency`."""
+    running: int = 0
+    waiting: int = 0
+    kv_blocks_total: int = 0
+    """0: it does not tell, and only streams are counted."""
+    kv_blocks_used: int = 0
+    """By requests that run; blocks that are only cached are free."""
+
+
+class Room:
+    """One worker's."""
+
+    __slots__ = (
+        "begun", "booked", "entry", "gone", "held", "id", "number", "others", "pending_blocks", "slots", "view",
+    )  # fmt: skip
+
+    def __init__(self, worker_id: WorkerId, number: int) -> None:
+        self.id, self.number = worker_id, number
+        self.view = WorkerView(ready=False)
+        self.slots = 0
+        """Streams that it may be given."""
+        self.booked = 0
+        """Streams given by us and not ended."""
+        self.others = 0
+        """Streams that it runs for others, as of its last report."""
+        self.pending_blocks = 0
+        self.begun: dict[RequestId, bool] = {}
+        """Requests here -> whether output was seen."""
+        self.gone = False
+        """Nobody reports for it any more."""
+        self.held = False
+        """Kept free for a large request."""
+        self.entry = 0
+
+    @property
+    def num_free(self) -> int:
+        """Streams that could be started."""
+        return self.slots - self.booked - self.others if self.view.ready else 0
+
+    def fits(self, work: Work) -> bool:
+        """Whether it could be started now. An idle worker takes anything: what it cannot do at all it refuses itself."""
+        if not self.view.ready:
+            return False
+        if not self.booked and not self.others:
+            return True
+        if self.num_free < min(work.streams, self.slots):
+            return False
+        total = self.view.kv_blocks_total
+        return not total or work.blocks <= total - self.view.kv_blocks_used - self.pending_blocks
+
+
+class Rooms:
+    """The workers of one model, least loaded first. O(log n) for all but `hold`, which is rare."""
+
+    __slots__ = (
+        "_config",
+        "_fresh",
+        "_heap",
+        "_next",
+        "_rooms",
+        "held",
+        "num_ready",
+        "num_running",
+        "num_slots",
+    )
+
+    def __init__(self, config: QueueConfig) -> None:
+        self._config = config
+        self._rooms: dict[WorkerId, Room] = {}
+        self._heap: list[tuple[int, int, int, Room]] = []
+        self._next = 0
+        self._fresh: dict[WorkerId, Room] = {}
+        self.held: Room | None = None
+        self.num_ready = self.num_slots = 0
+        self.num_running = 0
+        """Streams given by us and not ended, and those of others."""
+
+    def set(self, worker_id: WorkerId, view: WorkerView | None) -> Room | None:
+        """Take a worker's report; None if it is gone, or will be given nothing more."""
+        room = self._rooms.get(worker_id)
+        if room is None:
+            if view is None:
+                return None
+            room = self._rooms[worker_id] = Room(worker_id, self._next)
+            self._next += 1
+        before = (room.view.ready, room.slots if room.view.ready else 0)
+        room.view, room.gone = view or WorkerView(ready=False), view is None
+        self._fresh[room.id] = room
+        config = self._config
+        room.slots = (
+            room.view.max_running + config.worker_credit
+            if room.view.max_running
+            else config.foreign_concurrency
+        )
+        others = max(0, room.view.running + room.view.waiting - room.booked)
+        self.num_running += others - room.others
+        room.others = others
+        self.num_ready += room.view.ready - before[0]
+        self.num_slots += (room.slots if room.view.ready else 0) - before[1]
+        if not room.view.ready and room.held:
+            self.unhold()
+        if room.gone and not room.begun:
+            self._drop(room)
+        else:
+            self._enter(room)
+        return room
+
+    def get(self, worker_id: WorkerId) -> Room | None:
+        """The worker's room; None if it is not known."""
+        return self._rooms.get(worker_id)
+
+    def has_room(self) -> bool:
+        """Whether any worker, but one that is held, could start a stream."""
+        heap = self._heap
+        while heap and heap[0][2] != heap[0][3].entry:
+            heappop(heap)
+        return bool(heap)
+
+    def place(self, work: Work, avoid: WorkerId) -> Room | None:
+        """The least loaded worker on which a request fits now, if possible not the one where it failed."""
+        heap, other = self._heap, None
+        if work.streams == 1 and not avoid and self.has_room():  # The ordinary case, without a list.
+            room = heap[0][3]
+            if room.fits(work):
+                return room
+        looked: list[tuple[int, int, int, Room]] = []
+        found: Room | None = None
+        while len(looked) < _LOOKS_MAX and self.has_room():
+            room = heap[0][3]
+            if room.fits(work):
+                if room.id != avoid:
+                    found = room
+                    break
+                other = room
+            looked.append(heappop(heap))
+        for entry in looked:
+            heappush(heap, entry)
+        return found or other
+
+    def book(self, room: Room, work: Work) -> None:
+        """It was started there."""
+        room.booked += work.streams
+        self.num_running += work.streams
+        room.pending_blocks += work.blocks
+        room.begun[work.id] = False
+        self._enter(room)
+
+    def begin(self, room: Room, work: Work) -> None:
+        """Its first output was seen: its blocks are in what the worker reports from here on."""
+        if room.begun.get(work.id) is False:
+            room.begun[work.id] = True
+            room.pending_blocks -= work.blocks
+
+    def release(self, room: Room, work: Work) -> None:
+        """It holds nothing there any more."""
+        self.begin(room, work)
+        del room.begun[work.id]
+        room.booked -= work.streams
+        self.num_running -= work.streams
+        if self._rooms.get(room.id) is not room:
+            return
+        if room.gone and not room.begun:
+            self._drop(room)
+        else:
+            self._enter(room)
+
+    def hold(self, work: Work) -> Room | None:
+        """Keep one worker free for a large request: the one with the most free KV memory, then the least loaded."""
+        assert self.held is None, "one at a time"
+        ready = [room for room in self._rooms.values() if room.view.ready]
+        if not ready:
+            return None
+        best = min(
+            ready,
+            key=lambda room: (room.slots < work.streams, _blocks_short(room, work), _load(room), room.number),
+        )
+        best.held, self.held = True, best
+        best.entry += 1
+        return best
+
+    def unhold(self) -> None:
+        """Whoever it was held for has started, or left."""
+        room, self.held = self.held, None
+        if room is not None:
+            room.held = False
+            self._enter(room)
+
+    def take_fresh(self) -> list[Room]:
+        """Workers that reported since this was last asked, if they tell of KV blocks."""
+        fresh, self._fresh = self._fresh, {}
+        return [room for room in fresh.values() if room.view.kv_blocks_total and room.view.ready]
+
+    def __iter__(self) -> Iterator[Room]:
+        """All workers, also those that are not ready."""
+        return iter(self._rooms.values())
+
+    def _enter(self, room: Room) -> None:
+        room.entry += 1
+        if room.held or room.num_free < 1:
+            return
+        if len(self._heap) > 4 * len(self._rooms) + 16:
+            self._heap = [entry for entry in self._heap if entry[2] == entry[3].entry]
+            heapify(self._heap)
+        heappush(self._heap, (_load(room), room.number, room.entry, room))
+
+    def _drop(self, room: Room) -> None:
+        room.entry += 1
+        self.num_running -= room.others
+        del self._rooms[room.id]
+        self._fresh.pop(room.id, None)
+
+    def check_invariants(self) -> None:
+        """Assert that the sums agree. O(n): for tests."""
+        rooms = list(self._rooms.values())
+        assert self.num_ready == sum(room.view.ready for room in rooms)
+        assert self.num_running == sum(room.booked + room.others for room in rooms)
+        assert self.num_slots == sum(room.slots for room in rooms if room.view.ready)
+        entered = {id(entry[3]) for entry in self._heap if entry[2] == entry[3].entry}
+        for room in rooms:
+            assert room.booked >= 0, room.id
+            assert room.pending_blocks >= 0, room.id
+            assert bool(room.begun) == bool(room.booked), room.id
+            assert (id(room) in entered) == (room.num_free >= 1 and not room.held), room.id
+            assert room.held == (room is self.held), room.id
+
+
+def _load(room: Room) -> int:
+    return (room.booked + room.others) * _LOAD_UNIT // max(1, room.slots)
+
+
+def _blocks_short(room: Room, work: Work) -> int:
+    """KV blocks that must become free before the request fits."""
+    view = room.view
+    free = view.kv_blocks_total - view.kv_blocks_used - room.pending_blocks
+    return max(0, work.blocks - free) if view.kv_blocks_total else 0

@@ -1,0 +1,145 @@
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.config.flow import QueueConfig
+from penstock.policy.band import Work
+from penstock.policy.room import Rooms, WorkerView
+from penstock.types import RequestId, TenantId, WorkerId
+
+A, B, NOBODY = WorkerId("a"), WorkerId("b"), WorkerId("")
+CONFIG = QueueConfig(worker_credit=1, foreign_concurrency=3)
+
+
+def work(name: str, *, streams: int = 1, blocks: int = 0) -> Work:
+    return Work(
+        id=RequestId(name), band="default", tenant=TenantId("t"), arrived_ns=0, streams=streams, blocks=blocks
+    )
+
+
+def start(rooms: Rooms, each: Work, avoid: WorkerId = NOBODY) -> WorkerId | None:
+    room = rooms.place(each, avoid)
+    if room is None:
+        return None
+    rooms.book(room, each)
+    return room.id
+
+
+def test_streams_go_to_the_least_loaded_up_to_the_credit() -> None:
+    rooms = Rooms(CONFIG)
+    rooms.set(A, WorkerView(max_running=1))
+    rooms.set(B, WorkerView(max_running=3))
+    assert rooms.num_slots == 6
+    got = [start(rooms, work(f"r{i}")) for i in range(7)]
+    assert got == [A, B, B, A, B, B, None]
+    assert not rooms.has_room()
+
+
+@pytest.mark.parametrize(
+    ("view", "slots"), [(WorkerView(max_running=8), 9), (WorkerView(), 3), (WorkerView(ready=False), 0)]
+)
+def test_how_many_streams_a_worker_is_given(view, slots) -> None:
+    rooms = Rooms(CONFIG)
+    rooms.set(A, view)
+    assert rooms.num_slots == slots
+
+
+def test_streams_of_others_count_and_ours_are_not_counted_twice() -> None:
+    rooms = Rooms(CONFIG)
+    rooms.set(A, WorkerView(max_running=4))
+    mine = [work(f"r{i}") for i in range(2)]
+    for each in mine:
+        start(rooms, each)
+    room = rooms.set(A, WorkerView(max_running=4, running=4, waiting=0))
+    assert room is not None
+    assert (room.booked, room.others, room.num_free) == (2, 2, 1)
+    rooms.release(room, mine[0])
+    assert room.num_free == 2
+    rooms.check_invariants()
+
+
+def test_kv_blocks_count_from_the_start_until_the_first_output_and_then_by_report() -> None:
+    rooms = Rooms(CONFIG)
+    rooms.set(A, WorkerView(max_running=8, kv_blocks_total=100))
+    first = work("first", blocks=70)
+    assert start(rooms, first) == A
+    assert rooms.place(work("second", blocks=31), NOBODY) is None
+    assert rooms.place(work("third", blocks=30), NOBODY) is not None
+    room = rooms.get(A)
+    assert room is not None
+    rooms.begin(room, first)
+    rooms.set(A, WorkerView(max_running=8, kv_blocks_total=100, kv_blocks_used=60, running=1))
+    assert rooms.place(work("second", blocks=31), NOBODY) is not None
+
+
+def test_an_idle_worker_takes_anything() -> None:
+    rooms = Rooms(CONFIG)
+    rooms.set(A, WorkerView(max_running=2, kv_blocks_total=10))
+    assert start(rooms, work("huge", streams=99, blocks=1000)) == A
+
+
+def test_a_retry_goes_elsewhere_if_it_can() -> None:
+    rooms = Rooms(CONFIG)
+    rooms.set(A, WorkerView(max_running=4))
+    assert start(rooms, work("only one"), avoid=A) == A
+    rooms.set(B, WorkerView(max_running=1, running=1))
+    assert start(rooms, work("r"), avoid=A) == B
+
+
+def test_a_worker_that_is_kept_free_takes_nothing_else() -> None:
+    rooms = Rooms(CONFIG)
+    for worker in (A, B):
+        rooms.set(worker, WorkerView(max_running=4, kv_blocks_total=10, kv_blocks_used=9, running=1))
+    rooms.set(B, WorkerView(max_running=4, kv_blocks_total=10, kv_blocks_used=5, running=1))
+    room = rooms.hold(work("large", blocks=8))
+    assert room is not None
+    assert room.id == B, "it lacks least there"
+    assert [start(rooms, work(f"r{i}")) for i in range(5)] == [A] * 4 + [None]
+    rooms.unhold()
+    assert start(rooms, work("r5")) == B
+
+
+def test_a_worker_that_left_is_forgotten_once_nothing_of_it_is_open() -> None:
+    rooms = Rooms(CONFIG)
+    rooms.set(A, WorkerView(max_running=4))
+    mine = work("r")
+    start(rooms, mine)
+    room = rooms.set(A, None)
+    assert room is not None
+    assert (rooms.num_ready, rooms.num_slots, rooms.has_room()) == (0, 0, False)
+    rooms.release(room, mine)
+    assert list(rooms) == []
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=80, deadline=None)
+def test_the_sums_agree_whatever_happens(seed) -> None:
+    random, rooms = Random(seed), Rooms(CONFIG)
+    here: list[tuple[WorkerId, Work]] = []
+    for step in range(120):
+        kind = random.randrange(6)
+        if kind == 0:
+            view = WorkerView(
+                ready=random.random() < 0.8, max_running=random.randrange(4), running=random.randrange(5),
+                kv_blocks_total=random.choice([0, 20]), kv_blocks_used=random.randrange(20),
+            )  # fmt: skip
+            rooms.set(WorkerId(random.choice("abcd")), view if random.random() < 0.9 else None)
+        elif kind < 4:
+            each = work(f"r{step}", streams=random.choice([1, 1, 2]), blocks=random.randrange(12))
+            free = {room.id: room.num_free for room in rooms}
+            if (worker := start(rooms, each, avoid=random.choice([A, NOBODY]))) is not None:
+                assert free[worker] >= 1
+                here.append((worker, each))
+        elif kind == 4 and here:
+            worker, each = here.pop(random.randrange(len(here)))
+            room = rooms.get(worker)
+            assert room is not None, "a room stays while something of it is open"
+            rooms.release(room, each)
+        elif kind == 5:
+            if rooms.held is None:
+                rooms.hold(work("large", blocks=15))
+            else:
+                rooms.unhold()
+        rooms.check_invariants()
