@@ -139,6 +139,8 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The model that shall answer: the name of a pool of workers."""
     requested_model: str = ""
     """What the client named; empty is `route`."""
+    diverted: str = ""
+    """Why it is not that one: what admission or routing said."""
     prompt_tokens: int
     """Of all prompts together."""
     cached_tokens: int = 0
@@ -165,14 +167,13 @@ class Flow:
     __slots__ = (
         "arrival", "arrived_ns", "attempts", "cached_tokens", "completion_tokens", "cost_micros",
         "dispatched_ns", "ended_ns", "error", "finish_reason", "first_output_ns", "outcome", "prompt_tokens", "queue_ns", "queued_ns",
-        "reason", "route", "state", "usage", "worker",
+        "reason", "state", "usage", "worker",
     )  # fmt: skip
 
     def __init__(self, arrival: Arrival, now_ns: int) -> None:
         self.arrival = arrival
-        self.route = arrival.route
         self.reason = ""
-        """Why the route is not the requested model, or why it was refused or evicted."""
+        """Why it was evicted."""
         self.state = State.NEW
         self.arrived_ns = now_ns
         self.queued_ns = self.dispatched_ns = self.first_output_ns = self.ended_ns = -1
@@ -247,8 +248,8 @@ class Flow:
             user=arrival.user,
             endpoint=arrival.endpoint,
             requested_model=arrival.requested_model or arrival.route,
-            served_model=self.route,
-            route_reason=self.reason if self.route != (arrival.requested_model or arrival.route) else "",
+            served_model=arrival.route,
+            route_reason=arrival.diverted,
             adapter=arrival.adapter,
             worker=self.worker,
             band=arrival.tenant.band,

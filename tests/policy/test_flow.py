@@ -124,9 +124,16 @@ def test_whatever_happens_it_settles_once_and_its_times_are_in_order(events) -> 
 
 def test_the_record_has_the_times_and_counts() -> None:
     tenant = Tenant(id=TenantId("acme"), tier="pro", band="priority")
-    flow = make(tenant=tenant, requested_model="large", key_prefix="sk-12", user="u", choices=2)
+    flow = make(
+        tenant=tenant,
+        requested_model="large",
+        diverted="queue_depth",
+        key_prefix="sk-12",
+        user="u",
+        choices=2,
+    )
     walk(flow, *RUN, E.RETRY, E.DISPATCH, E.FIRST_OUTPUT, E.OUTPUT)
-    flow.worker, flow.reason = WorkerId("w1"), "queue_depth"
+    flow.worker = WorkerId("w1")
     flow.completion_tokens, flow.cached_tokens, flow.finish_reason = 7, 4, "stop"
     flow.prompt_tokens = 10
     flow.on(E.FINISH, 1010 * US)
