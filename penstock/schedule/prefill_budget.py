@@ -3,12 +3,14 @@
 A step costs every decoding row the time of the whole step. So prompts get what is left of a time limit:
 
     limit = inter-token target of the strictest class that decodes             (a target is configured)
-    limit = (step without prompts) x (1 + STRETCH x prompts that wait)         (automatic, the default)
+    limit = (step without prompts) x (1 + stretch of the first prompt + STRETCH x further ones that wait)
+                                                                               (automatic, the default)
 
 The automatic limit is a bargain between those who read and those who wait. One prompt, however long, never
-doubles the inter-token time. When many wait, a strict limit would be the end of throughput: prompts would
-arrive faster than they are let in and rows would run half empty, so each that waits may add its own stretch.
-With nobody decoding there is no limit but the step's token budget.
+doubles the inter-token time, not even that of the slowest steps but one in fifty: where steps run over their
+predictions (`overrun.py`), the first prompt's stretch is shorter. When many wait, a strict limit would be the end
+of throughput: prompts would arrive faster than they are let in and rows would run half empty, so each that waits
+may add its own stretch. With nobody decoding there is no limit but the step's token budget.
 
 Prompts are finished one after another: a budget split among many gives all of them a late first token. For
 the same reason a prompt joins others that end in the same step only if that pays: the `j` that would be done
@@ -21,15 +23,22 @@ from dataclasses import dataclass
 from math import inf, sqrt
 
 from penstock.config.tree import EngineConfig
+from penstock.schedule.overrun import Overrun
 from penstock.schedule.plan import StepPlan
 from penstock.schedule.step_time import StepLoad, StepTimeModel
 
 STRETCH = 0.4
-"""What one waiting prompt may add to a step, in steps without prompts: below 1, less what predictions err."""
+"""What every waiting prompt but the first may add to a step, in steps without prompts."""
+TIMES_MAX = 1.6
+"""What one waiting prompt may make of a step, overruns included: below 2, for meanwhile the streams grow by themselves."""
+STRETCH_MIN, STRETCH_MAX = 0.2, 0.4
+"""What it may add to the predicted time at least, however noisy the machine is, and at most, however quiet."""
 UNTRUSTED_TOKENS = 64
 """Prompt tokens of a step with decoding rows for each waiting prompt, while the law is not trusted."""
 _DECODE_EVERY = 4
 """Of steps that only decode, which are much alike, one in so many is learnt from: host time is dear."""
+_KNOWN_STEPS = 64
+"""Before the law has seen so many steps, errors are its own and not the machine's."""
 _NO_LIMIT = 1 << 60
 _NS_PER_MS = 1_000_000
 
@@ -61,10 +70,10 @@ class LatencyTargets:
 class PrefillBudget:
     """Learns what steps cost, and opens a `PromptShare` for every step that has prompts."""
 
-    __slots__ = ("_last_ns", "model", "targets")
+    __slots__ = ("_last_ns", "model", "overrun", "targets")
 
     def __init__(self, targets: LatencyTargets) -> None:
-        self.targets, self.model = targets, StepTimeModel()
+        self.targets, self.model, self.overrun = targets, StepTimeModel(), Overrun()
         self._last_ns = 0
 
     def observe(self, plan: StepPlan, now_ns: int) -> None:
@@ -73,8 +82,17 @@ class PrefillBudget:
         It took the time since it was planned; or since the step before it was over, if that ran meanwhile.
         """
         began_ns, self._last_ns = max(plan.planned_ns, self._last_ns), now_ns
-        if plan.work[-1].num_tokens > 1 or plan.step % _DECODE_EVERY == 0:
-            self.model.observe(StepLoad.of(plan.work), now_ns - began_ns)
+        has_chunk = plan.work[-1].num_tokens > 1
+        if has_chunk or plan.step % _DECODE_EVERY == 0:
+            load, step_ns = StepLoad.of(plan.work), now_ns - began_ns
+            if has_chunk and plan.work[0].num_tokens == 1 and self.model.num_observed >= _KNOWN_STEPS:
+                self.overrun.observe(step_ns / self.model.predict_ns(load))
+            self.model.observe(load, step_ns)
+
+    @property
+    def stretch(self) -> float:
+        """What one waiting prompt may add to the predicted time of a step, in steps without prompts."""
+        return min(max(TIMES_MAX / self.overrun.factor - 1, STRETCH_MIN), STRETCH_MAX)
 
     def open(self, decoding: StepLoad, priorities: set[int], num_prompts: int) -> "PromptShare":
         """The share of prompts in a step whose decode rows are `decoding`, of classes `priorities`.
@@ -82,7 +100,7 @@ class PrefillBudget:
         `num_prompts` is how many prompts are not finished or not started, at least 1.
         """
         base_ns = self.model.predict_ns(decoding)
-        automatic_ns = base_ns * (1 + STRETCH * num_prompts)
+        automatic_ns = base_ns * (1 + self.stretch + STRETCH * (num_prompts - 1))
         targets = {self.targets.of_class(priority) for priority in priorities}
         limit_ns = min((target or automatic_ns for target in targets), default=inf)
         return PromptShare(self.model, decoding, limit_ns, num_prompts, self.targets.tokens_min)
@@ -136,15 +154,18 @@ class PromptShare:
         """The part of `wanted` that fits the time; less if the law knows too little of such a step.
 
         Then half of it is asked about, and so on down to a cautious size. Since the law may be extrapolated
-        somewhat, chunks grow from step to step, and it learns what it did not know.
+        somewhat, chunks grow from step to step, and it learns what it did not know. A part below that size is taken
+        as it is if the law knows either: a small chunk that fits is not made larger because a large one is unknown.
         """
-        in_time, cautious = min(wanted, self._in_time(num_computed)), min(wanted, max(self._cautious, 0))
-        num_tokens = max(in_time, cautious)
-        while not self._model.trusts(self._load.plus(num_computed, num_tokens)):
+        num_tokens, cautious = min(wanted, self._in_time(num_computed)), min(wanted, max(self._cautious, 0))
+        while not self._trusts(num_computed, num_tokens):
             if num_tokens <= cautious:
-                return cautious
+                return num_tokens if self._trusts(num_computed, cautious) else cautious
             num_tokens = max(num_tokens // 2, cautious)
-        return min(num_tokens, in_time)
+        return num_tokens
+
+    def _trusts(self, num_computed: int, num_tokens: int) -> bool:
+        return self._model.trusts(self._load.plus(num_computed, num_tokens))
 
     def _in_time(self, num_computed: int) -> int:
         """The longest chunk that keeps the predicted time of the step within its limit."""

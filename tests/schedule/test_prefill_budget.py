@@ -12,6 +12,8 @@ from penstock.rng import stream
 from penstock.schedule.plan import StepPlan
 from penstock.schedule.prefill_budget import (
     STRETCH,
+    STRETCH_MAX,
+    STRETCH_MIN,
     UNTRUSTED_TOKENS,
     LatencyTargets,
     PrefillBudget,
@@ -82,6 +84,32 @@ def test_chunks_are_small_while_the_law_is_unknown() -> None:
     assert step.grant(0, 100, 4096) == 3 * UNTRUSTED_TOKENS - 100
 
 
+def test_caution_makes_no_chunk_larger_than_what_the_law_knows_to_fit() -> None:
+    """Small chunks are known, large ones are not: a small one that is asked for stays small."""
+    model, chance = StepTimeModel(), stream(4, "small chunks")
+    for _ in range(200):
+        load = StepLoad(8, 8, 4000 + chance.randint(0, 200)).plus(900, chance.randint(7, 9))
+        model.observe(load, round(LAW.predict_ns(load)))
+    decoding = StepLoad(8, 8, 4000)
+    assert not model.trusts(decoding.plus(900, UNTRUSTED_TOKENS))
+    fits = 8
+    limit_ms = LAW.predict_ns(decoding.plus(900, fits)) / 1e6
+    step = PromptShare(model, decoding, limit_ms * 1e6, 1, tokens_min=1)
+    assert step.grant(900, 5000, 4096) == pytest.approx(fits, abs=1)
+
+
+def test_the_more_steps_overrun_the_less_a_prompt_stretches_them() -> None:
+    budget = PrefillBudget(LatencyTargets())
+    stretches = []
+    for ratio in (1.0, 1.25, 1.5, 3.0):
+        for _ in range(500):
+            budget.overrun.observe(ratio)
+        stretches.append(budget.stretch)
+    assert stretches == sorted(stretches, reverse=True)
+    assert stretches[0] == STRETCH_MAX
+    assert stretches[-1] == STRETCH_MIN
+
+
 def test_short_prompts_share_a_step_when_its_fixed_cost_is_what_they_pay() -> None:
     dear_start = taught(StepCost(20_000_000, 10_000, 0, 0, 0))
     step = share(rows=0, num_prompts=8, model=dear_start)
@@ -101,7 +129,7 @@ def test_the_strictest_class_that_decodes_sets_the_limit() -> None:
 
     assert tokens() == 4096
     assert tokens(-1) == tokens(-1, 0) < tokens(0)
-    automatic = LAW.predict_ns(decoding) * (1 + STRETCH)
+    automatic = LAW.predict_ns(decoding) * (1 + budget.stretch)
     assert LAW.predict_ns(decoding.plus(0, tokens(5))) == pytest.approx(automatic, rel=0.03)
 
 
@@ -171,7 +199,39 @@ def test_a_long_prompt_never_doubles_the_time_between_tokens() -> None:
         assert len(plan.work) == 9
         times.append(engine.time_of(plan))
     assert max(times) < 2 * alone
-    assert min(times[:-1]) > 1.3 * alone  # It is not starved either.
+    assert min(times[:-1]) > (1 + STRETCH_MIN) * alone  # It is not starved either.
+
+
+class HiccupEngine(TimedEngine):
+    """Every step takes longer than it should, by 20 % in the mean."""
+
+    chance = stream(9, "hiccups")
+
+    def time_of(self, plan: StepPlan) -> int:
+        return round(super().time_of(plan) * (1 + 0.2 * self.chance.expovariate(1)))
+
+
+def test_on_a_noisy_machine_chunks_are_smaller_and_hardly_a_gap_is_doubled() -> None:
+    engine = HiccupEngine(num_blocks=2000, step_tokens=512, max_running=40, max_model_len=20_000)
+
+    def arrival(name: str) -> list[int]:
+        """The times of the steps before a long prompt's first token, in order of size."""
+        engine.submit(name, [len(name)] * 3000, max_tokens=2)
+        times: list[int] = []
+        while not engine.got[name]:
+            began_ns = engine.clock.now_ns()
+            engine.step()
+            times.append(engine.clock.now_ns() - began_ns)
+        return sorted(times)
+
+    for index in range(8):
+        engine.submit(f"r{index}", [index] * 50, max_tokens=3000)
+    for _ in range(20):
+        usual = LAW.predict_ns(StepLoad.of(engine.step().work)) * 1.2
+    for name in ("first", "second one", "a third one"):
+        times = arrival(name)
+    assert STRETCH_MIN <= engine.scheduler._prefill.stretch < STRETCH_MAX
+    assert times[-1 - len(times) // 100] < 2 * usual
 
 
 def test_everybody_at_once_is_answered_one_after_another() -> None:
