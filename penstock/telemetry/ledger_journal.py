@@ -22,6 +22,8 @@ from penstock.policy.record import UsageRecord
 from penstock.telemetry.ledger_files import Claim, segment_path
 from penstock.telemetry.ledger_segment import Kind, Progress, SegmentHeader, encode, to_frame, to_head
 
+_OPEN, _SLICE, _CLOSE = Kind.OPEN.value, Kind.SLICE.value, Kind.CLOSE.value
+"""As plain numbers: an enum's members are slow to compute with."""
 PINNED_SEGMENTS_MAX = 4
 """A request that began this many segments ago is written down again, so that it keeps no old ones."""
 RETRY_NS = NS_PER_S
@@ -54,7 +56,7 @@ class _Segment:
 
     def write(self, data: bytes) -> None:
         """All of it, or `OSError` and nothing counts: the next write begins at the same place."""
-        done = 0
+        done = os.pwrite(self.fd, data, self.offset)
         while done < len(data):
             done += os.pwrite(self.fd, data[done:], self.offset + done)
         self.offset += done
@@ -115,7 +117,7 @@ class Journal:
                 raise Overloaded("The usage ledger has no room, so nothing new is taken. Try again later.")
             self._unkept.add(record.request_id)
             return
-        frame = to_frame(Kind.OPEN, encode(record))
+        frame = to_frame(_OPEN, encode(record))
         sequence = self._segment.sequence
         self._live[record.request_id] = _Live(sequence, frame)
         self._pins[sequence] = self._pins.get(sequence, 0) + 1
@@ -125,7 +127,7 @@ class Journal:
         """A running request has used this much until now."""
         if progress.request_id in self._unkept:
             return
-        frame = to_frame(Kind.SLICE, encode(progress))
+        frame = to_frame(_SLICE, encode(progress))
         self._live[progress.request_id].progress = frame
         self._append(frame)
 
@@ -137,7 +139,7 @@ class Journal:
             return
         assert record.request_id in self._live, record.request_id
         live = self._live.pop(record.request_id)
-        if self._append(to_frame(Kind.CLOSE, encode(record))):
+        if self._append(to_frame(_CLOSE, encode(record))):
             self._unpin_when_written(live.sequence)
             self.closed += 1
         else:
@@ -227,22 +229,23 @@ class Journal:
 
     def _write(self) -> None:
         """Write as many frames as there is room for."""
-        num, size, room = len(self._frames), self._buffered, self._segment.room
+        frames, size, room = self._frames, self._buffered, self._segment.room
         if size > room:
             num = size = 0
             while size + len(self._frames[num]) <= room:
                 size += len(self._frames[num])
                 num += 1
+            frames = self._frames[:num]
         try:
-            self._segment.write(b"".join(self._frames[:num]))
+            self._segment.write(b"".join(frames))
         except OSError as error:
             self._trouble("the journal cannot be written", error)
             return
         self._failing = False
         self._dirty = True
-        del self._frames[:num]
+        self._num_written += len(frames)
         self._buffered -= size
-        self._num_written += num
+        self._frames = self._frames[len(frames) :]
         while self._unpins and self._unpins[0][0] <= self._num_written:
             self._unpin(self._unpins.popleft()[1])
 
@@ -254,7 +257,8 @@ class Journal:
         """Whether the ends of what runs may need the room that is left."""
         if self._failing:
             return True
-        return self._segment.room < self._segment.size // 4 and not self._prepare()
+        segment = self._segment
+        return segment.offset > segment.size * 3 // 4 and not self._prepare()
 
     def _prepare(self, *, for_ends: bool = False) -> bool:
         """Have the next segment ready, if bound and disk allow it. The ends of what was accepted have no bound but the disk."""

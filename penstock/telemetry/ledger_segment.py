@@ -9,9 +9,9 @@ process or a machine that died while it wrote leaves behind. Bytes in, frames ou
 
 import enum
 import struct
-import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
+from zlib import crc32
 
 import msgspec
 
@@ -23,6 +23,7 @@ FRAME_BYTES_MAX = 64 * 1024
 """A record is some hundred bytes; a length above this can only be damage."""
 _HEAD = struct.Struct("<IIB")
 HEAD_BYTES = _HEAD.size
+_pack = _HEAD.pack
 
 
 class Kind(enum.IntEnum):
@@ -72,11 +73,12 @@ decode_progress = msgspec.msgpack.Decoder(Progress).decode
 _decode_header = msgspec.msgpack.Decoder(SegmentHeader).decode
 
 
-def to_frame(kind: Kind, body: bytes) -> bytes:
-    """The bytes of one frame."""
-    assert len(body) <= FRAME_BYTES_MAX, len(body)
+def to_frame(kind: int, body: bytes) -> bytes:
+    """The bytes of one frame; `kind` is the number of a `Kind`."""
+    size = len(body)
+    assert size <= FRAME_BYTES_MAX, size
     # The kind is checked with the body: it is where the sum begins.
-    return _HEAD.pack(len(body), zlib.crc32(body, kind), kind) + body
+    return _pack(size, crc32(body, kind), kind) + body
 
 
 def read_frames(data: bytes, offset: int = 0) -> Iterator[Frame]:
@@ -88,7 +90,7 @@ def read_frames(data: bytes, offset: int = 0) -> Iterator[Frame]:
         if not 0 < length <= FRAME_BYTES_MAX or offset > len(data):
             return
         body = data[start:offset]
-        if zlib.crc32(body, kind) != checksum:
+        if crc32(body, kind) != checksum:
             return
         yield Frame(kind, body, offset)
 

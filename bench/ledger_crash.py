@@ -1,0 +1,272 @@
+"""Kill -9 of gateway or worker at random points over thousands of requests: every accepted request has exactly one record.
+
+    python bench/ledger_crash.py [--requests 10000] [--concurrency 64] [--kills 12] [--model penstock-demo-mini] [--seed 1]
+
+Starts `penstock serve` with a ledger in a temporary directory, sends streamed requests, and at random moments kills the gateway
+(and starts it again) or its worker (which the gateway does itself). Every request carries a name of its own in `user`, so what
+the client saw and what the ledger says can be compared one by one:
+
+- a request whose first byte the client saw has exactly one record; no request has two;
+- where the client saw the end and its usage, the record is finished and has the same tokens, to the token;
+- the cost of every record is that of its tokens by the price list, and what budgets are told is the sum of the records.
+
+Exits with 1 if any of that is not so.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from penstock import rng
+from penstock.bench.client import Client, ClientLimits, Endpoint, EndpointError
+from penstock.bench.wire import SseReader, UsageReport, decode_chunk
+from penstock.clock import NS_PER_S, SystemClock, sleep
+from penstock.config.ledger import ModelPrice, PricesConfig
+from penstock.policy.price import PriceList
+from penstock.telemetry import ledger_files
+from penstock.telemetry.ledger_reader import LedgerReader
+from penstock.types import Usage
+
+PRICE = PricesConfig(
+    version="bench", models=(ModelPrice(model="*", input=1.0, cached_input=0.25, output=4.0),)
+)
+START_S = 120.0
+WORDS = ("water", "pipe", "gate", "turbine", "river", "dam", "flow", "head")
+CLOCK = SystemClock()
+
+
+@dataclass(slots=True)
+class Seen:
+    """What the client saw of one request."""
+
+    status: int = 0
+    started: bool = False
+    usage: UsageReport | None = None
+    done: bool = False
+    error: bool = False
+    reader: SseReader = field(default_factory=SseReader)
+
+    def on_bytes(self, data: bytes) -> None:
+        self.started = True
+        for event in self.reader.feed(data):
+            if event == b"[DONE]":
+                self.done = True
+                continue
+            chunk = decode_chunk(event)
+            self.usage = chunk.usage or self.usage
+            self.error = self.error or chunk.error is not None
+
+
+class Server:
+    """`penstock serve`, which is killed and started again."""
+
+    def __init__(self, place: Path, model: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.ledger, self._log = place / "ledger", place / "log"
+        self._model, self._config = model, place / "config.yaml"
+        prices = msgspec.json.encode(PRICE).decode()
+        self._config.write_text(
+            f"server: {{port: {self.port}}}\nauth: {{disabled: true}}\nlog: {{access: false, level: warning}}\n"
+            f"models: [{{path: {model}, name: m, engine: {{threads: 1}}}}]\n"
+            f"prices: {prices}\nledger: {{directory: {self.ledger}, deliver_ms: 50}}\n"
+        )
+        self.process = self._start()
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "penstock", "serve", "-c", str(self._config)], stdout=log, stderr=log
+            )
+
+    async def ready(self) -> None:
+        client = Client(Endpoint.parse(f"http://127.0.0.1:{self.port}/"))
+        deadline_ns = CLOCK.now_ns() + int(START_S * NS_PER_S)
+        while CLOCK.now_ns() < deadline_ns:
+            with contextlib.suppress(EndpointError):
+                if (await client.get("/../ready")).status == 200:
+                    return
+            if self.process.poll() is not None:
+                break
+            await sleep(0.1)
+        raise SystemExit(f"the server does not come up:\n{self._log.read_text()[-4000:]}")
+
+    async def kill_gateway(self) -> None:
+        workers = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        psutil.wait_procs(workers, timeout=30)  # They notice by themselves that nobody is there any more.
+        self.process = self._start()
+        await self.ready()
+
+    def kill_worker(self) -> None:
+        children = psutil.Process(self.process.pid).children()
+        for child in children[:1]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+
+class Load:
+    """Clients that ask one request after the other, each under a name of its own."""
+
+    def __init__(self, server: Server, num: int, seed: int) -> None:
+        self._client = Client(
+            Endpoint.parse(f"http://127.0.0.1:{server.port}/v1"),
+            # A connection that is used again may make the client send a request twice.
+            limits=ClientLimits(idle_connections_max=0, request_timeout_s=120.0),
+        )
+        self._num, self._random = num, rng.stream(seed, "load")
+        self.seen: dict[str, Seen] = {}
+
+    async def run(self, concurrency: int) -> None:
+        await asyncio.gather(*(self._ask() for _ in range(concurrency)))
+
+    async def _ask(self) -> None:
+        while len(self.seen) < self._num:
+            name = f"c{len(self.seen):06}"
+            seen = self.seen[name] = Seen()
+            body = {
+                "model": "m",
+                "user": name,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "max_tokens": self._random.randint(1, 24),
+                "messages": [{"role": "user", "content": " ".join(self._random.choices(WORDS, k=6))}],
+            }
+            try:
+                seen.status = (
+                    await self._client.post("/chat/completions", msgspec.json.encode(body), seen)
+                ).status
+            except EndpointError:
+                await sleep(0.05)
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What was compared, and what is wrong."""
+
+    counts: Counter[str] = field(default_factory=Counter[str])
+    wrong: list[str] = field(default_factory=list[str])
+
+
+def compare(seen: dict[str, Seen], ledger: Path) -> Verdict:
+    verdict, prices = Verdict(), PriceList(PRICE)
+    connection = sqlite3.connect(ledger_files.database_path(ledger))
+    columns = (
+        "user, outcome, recovered, prompt_tokens, cached_tokens, completion_tokens, cost_micros, ended_ns"
+    )
+    rows = connection.execute(f"SELECT {columns} FROM usage").fetchall()
+    connection.close()
+    records: dict[str, list[tuple[object, ...]]] = {}
+    for user, *rest in rows:
+        records.setdefault(user, []).append(tuple(rest))
+    for user in records.keys() - seen.keys():
+        verdict.wrong.append(f"{user}: a record of a request that was never sent")
+    for name, one in seen.items():
+        found = records.get(name, [])
+        verdict.counts["finished" if one.done else "cut off" if one.started else "never began"] += 1
+        if len(found) > 1:
+            verdict.wrong.append(f"{name}: {len(found)} records")
+        elif one.started and not found:
+            verdict.wrong.append(f"{name}: no record, and the client has part of its answer")
+        for outcome, recovered, prompt, cached, completion, cost, _ in found:
+            verdict.counts[f"record: {outcome}{', recovered' if recovered else ''}"] += 1
+            usage = Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=completion)
+            if cost != prices.cost_micros("m", usage):
+                verdict.wrong.append(
+                    f"{name}: costs {cost}, by the price list {prices.cost_micros('m', usage)}"
+                )
+            if one.done and one.usage and not one.error:
+                told = one.usage.prompt_tokens, one.usage.completion_tokens
+                if (outcome, recovered, (prompt, completion)) != ("finished", 0, told):
+                    verdict.wrong.append(
+                        f"{name}: the client was told {told}, the record says {outcome} {prompt, completion}"
+                    )
+    month = sum(int(str(row[-2])) for row in rows)
+    with LedgerReader(ledger) as reader:
+        spent = sum(entry.month_micros for entry in reader.spent(CLOCK.wall_ns()))
+    if spent != month:
+        verdict.wrong.append(f"budgets are told {spent}, the records sum to {month}")
+    return verdict
+
+
+async def kill_at_random(server: Server, load: Load, total: int, kills: int, seed: int) -> Counter[str]:
+    """Kill at random numbers of requests, gateway and worker in random order."""
+    random, killed = rng.stream(seed, "kills"), Counter[str]()
+    for goal in sorted(random.sample(range(total // 20, total * 19 // 20), kills)):
+        while len(load.seen) < goal:
+            await sleep(0.01)
+        await sleep(random.random() * 0.2)
+        if random.random() < 0.5:
+            killed["gateway"] += 1
+            await server.kill_gateway()
+        else:
+            killed["worker"] += 1
+            server.kill_worker()
+    return killed
+
+
+async def run(args: argparse.Namespace, place: Path) -> int:
+    server = Server(place, args.model)
+    try:
+        await server.ready()
+        load = Load(server, args.requests, args.seed)
+        begun_ns = CLOCK.now_ns()
+        asking = asyncio.create_task(load.run(args.concurrency))
+        killed = await kill_at_random(server, load, args.requests, args.kills, args.seed)
+        await asking
+        elapsed_s = (CLOCK.now_ns() - begun_ns) / NS_PER_S
+        server.stop()
+        server.process = server._start()
+        await server.ready()
+        server.stop()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server.process.pid, signal.SIGKILL)
+    verdict = compare(load.seen, server.ledger)
+    print(f"{args.requests} requests in {elapsed_s:.0f} s; killed: {dict(killed)}")
+    for name, num in sorted(verdict.counts.items()):
+        print(f"  {name:30} {num}")
+    for line in verdict.wrong[:20]:
+        print(f"WRONG {line}")
+    print(
+        "settled == ledger, nothing lost, nothing twice"
+        if not verdict.wrong
+        else f"{len(verdict.wrong)} WRONG"
+    )
+    return 1 if verdict.wrong else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--kills", type=int, default=12)
+    parser.add_argument("--model", default="penstock-demo-mini")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        return asyncio.run(run(args, Path(name)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
