@@ -13,7 +13,8 @@
     ├── Overloaded             nobody is at fault; safe to retry later              (429/503)
     │   ├── BudgetExhausted        the tenant's money for this day or month is spent (429)
     │   ├── Evicted                accepted, then dropped before it was finished    (503)
-    │   └── Draining               this server is going away                        (503)
+    │   ├── Draining               this server is going away                        (503)
+    │   └── IdentityUnavailable    the identity provider cannot be asked            (503)
     ├── WorkerError            a worker's trouble; the caller may retry
     │   ├── WorkerUnavailable      nothing was sent yet: another worker may be tried  (503)
     │   ├── StreamBroken           tokens were already sent: resume, never restart    (502)
@@ -105,6 +106,10 @@ class Evicted(Overloaded):
 
 class Draining(Overloaded):
     """The server finishes what it has and takes nothing new."""
+
+
+class IdentityUnavailable(Overloaded):
+    """Who is calling cannot be checked now, because the identity provider is not there."""
 
 
 class WorkerError(PenstockError):

@@ -24,6 +24,7 @@ environment:
   PENSTOCK_AUTH_SECRET   secret of the tenants' caches, the same for all gateways of the same workers
   PENSTOCK_HOST, PENSTOCK_PORT
 
+SIGHUP reads the configuration again: tenants, tiers, keys, prices and budgets; streams go on.
 Ctrl-C or SIGTERM lets running answers end, then stops; a second one stops at once.
 exit code: 0 stopped cleanly, 1 could not serve, 2 wrong configuration, 130 stopped at once
 
@@ -102,4 +103,4 @@ def run(args: argparse.Namespace) -> int:
         return 0
     from penstock.cli.serving import serve_until_stopped  # The gateway: `chat` and --help do not pay for it.
 
-    return serve_until_stopped(config, clock, started_ns)
+    return serve_until_stopped(config, clock, started_ns, lambda: effective_config(args))

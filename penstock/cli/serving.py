@@ -12,6 +12,8 @@ import asyncio
 import contextlib
 import os
 import resource
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -21,13 +23,14 @@ from penstock import rng
 from penstock.cli import banner, console
 from penstock.cli.keyfile import forget_key, save_key
 from penstock.cli.progress import loading_display
-from penstock.cli.signals import StopSignals
+from penstock.cli.signals import StopSignals, on_signal
 from penstock.cli.state import with_secret
 from penstock.cli.wire import Stack
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.hosts import is_loopback
 from penstock.config.tenancy_checks import names_callers
 from penstock.config.tree import Config
+from penstock.errors import PenstockError
 from penstock.telemetry.log import Log
 
 EXIT_ABORTED = 130
@@ -35,29 +38,29 @@ SPARE_FILES = 512
 """File descriptors that are needed beside one per connection."""
 
 
-def serve_until_stopped(config: Config, clock: Clock, started_ns: int) -> int:
-    """Serve until told to stop; the exit code.
+def serve_until_stopped(config: Config, clock: Clock, started_ns: int, reread: Callable[[], Config]) -> int:
+    """Serve until told to stop; the exit code. `reread` makes the configuration anew from where it came, for SIGHUP.
 
     Raises:
         OperatorError: the configuration or a model cannot be served.
         WorkerUnavailable: a worker does not come up.
     """
-    serving = _Serving(config, clock, started_ns)
+    serving = _Serving(config, clock, started_ns, reread)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(serving.run())
 
 
 class _Serving:
-    def __init__(self, config: Config, clock: Clock, started_ns: int) -> None:
-        self._clock, self._started_ns = clock, started_ns
+    def __init__(self, config: Config, clock: Clock, started_ns: int, reread: Callable[[], Config]) -> None:
+        self._clock, self._started_ns, self._reread = clock, started_ns, reread
+        self._reloading: asyncio.Task[None] | None = None
+        self._reload_wanted = False
         self._new_key = ""
         self._port = 0
         if not names_callers(config.auth):
             # Settings made sure that this is a loopback address.
             self._new_key = f"sk-{rng.fresh_token()}"
-            auth = msgspec.structs.replace(config.auth, keys=(self._new_key,))
-            config = msgspec.structs.replace(config, auth=auth)
-        config = self._config = with_secret(config)
+        config = self._config = self._completed(config)
         self._log = Log(
             config.log,
             clock,
@@ -69,7 +72,7 @@ class _Serving:
 
     async def run(self) -> int:
         self._check_open_files()
-        with StopSignals(self._say_draining) as signals:
+        with StopSignals(self._say_draining) as signals, on_signal(signal.SIGHUP, self._begin_reload):
             try:
                 host, port = await self._stack.start()
                 self._port = port
@@ -111,6 +114,32 @@ class _Serving:
         with contextlib.suppress(asyncio.CancelledError):
             await draining
         return EXIT_ABORTED
+
+    def _completed(self, config: Config) -> Config:
+        """The configuration with what is made on this machine where it says nothing: a key, the secret."""
+        if self._new_key and not names_callers(config.auth):
+            auth = msgspec.structs.replace(config.auth, keys=(self._new_key,))
+            config = msgspec.structs.replace(config, auth=auth)
+        return with_secret(config)
+
+    def _begin_reload(self) -> None:
+        self._reload_wanted = True
+        if self._reloading is None or self._reloading.done():
+            self._reloading = asyncio.create_task(self._reload(), name="reload")
+
+    async def _reload(self) -> None:
+        """SIGHUP: read the configuration again. Reading happens in a thread, so that streams go on."""
+        while (
+            self._reload_wanted
+        ):  # One more signal while reading means that there is something newer to read.
+            self._reload_wanted = False
+            self._log.info("reading the configuration again")
+            try:
+                config = await asyncio.to_thread(lambda: self._completed(self._reread()))
+            except PenstockError as error:
+                self._log.error("the new configuration was not taken; the old one stays", error=error)
+            else:
+                await self._stack.reload(config)
 
     def _say_draining(self) -> None:
         streams = self._stack.num_streams

@@ -1,11 +1,23 @@
-"""Ctrl-C and SIGTERM: the first asks to drain, the second to stop at once."""
+"""Ctrl-C and SIGTERM: the first asks to drain, the second to stop at once. And other signals, to do something."""
 
 import asyncio
+import contextlib
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def on_signal(number: signal.Signals, callback: Callable[[], None]) -> Generator[None]:
+    """While this is open, a signal calls `callback` on the event loop."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(number, callback)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(number)
 
 
 class StopSignals:

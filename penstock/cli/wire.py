@@ -95,6 +95,10 @@ class Stack:
             self._workers.append(await self._launcher.start(part.spec, part.backend))
         return address
 
+    async def reload(self, config: Config) -> bool:
+        """Put a new configuration in force, as far as that can be done while running; False if it was refused."""
+        return await self._gateway.tenancy.reload(config)
+
     async def wait_ready(self, display: LoadingDisplay) -> None:
         """Return once every model can answer.
 

@@ -113,7 +113,7 @@ class TenantConfig(Branch, frozen=True, kw_only=True):
     """One tenant. What is given here counts instead of its tier's; what is null is the tier's."""
 
     id: str
-    """What keys and tokens name, and what the ledger says. 1 to 128 letters, digits and `_.:@/-`."""
+    """What keys and tokens name, and what the ledger says. 1 to 128 letters, digits and `_.:@/|+-`."""
     tier: str = ""
     """Empty: no tier, so no limits but those given here."""
     requests_per_minute: Count | None = None

@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 from penstock.config.hosts import is_loopback
 from penstock.config.tenancy import AuthConfig, JwtConfig, TenantConfig, TierConfig
 
-ID = re.compile(r"[A-Za-z0-9_.:@/-]{1,128}")
-"""What a tenant may be called: it goes into headers, file names of reports and log lines as it is."""
+ID = re.compile(r"[A-Za-z0-9_.:@/|+-]{1,128}")
+"""What a tenant may be called: it goes into headers, reports and log lines as it is."""
 KEY_TENANT = "key-"
 """Tenants that are made of `auth.keys` begin so; nobody else's name may."""
 SECRET_CHARS_MIN = 16
@@ -67,7 +67,7 @@ def tenant_problems(
 def id_problem(tenant_id: str) -> str:
     """Why no tenant may have this id; empty if one may."""
     if not ID.fullmatch(tenant_id):
-        return f"expected 1 to 128 letters, digits and _.:@/-, got {tenant_id[:160]!r}"
+        return f"expected 1 to 128 letters, digits and _.:@/|+-, got {tenant_id[:160]!r}"
     if tenant_id.startswith(KEY_TENANT):
         return f"{tenant_id!r} begins with {KEY_TENANT!r}, which is for the tenants of auth.keys"
     return ""
@@ -103,7 +103,7 @@ def _jwt_problems(jwt: JwtConfig) -> Iterator[str]:
     if not jwt.audience:
         yield "auth.jwt.audience: needed, or tokens that were made for other services would be accepted"
     for name, url in (("issuer", jwt.issuer), ("jwks_url", jwt.jwks_url)):
-        if url and (problem := _url_problem(url)):
+        if url and (problem := url_problem(url)):
             yield f"auth.jwt.{name}: {problem}"
     for name, claim in (("tenant_claim", jwt.tenant_claim), ("tier_claim", jwt.tier_claim)):
         if not claim and name == "tier_claim":
@@ -114,8 +114,11 @@ def _jwt_problems(jwt: JwtConfig) -> Iterator[str]:
         yield f"auth.jwt.refresh_s_min: {jwt.refresh_s_min:g} is above refresh_s ({jwt.refresh_s:g})"
 
 
-def _url_problem(url: str) -> str:
-    """Keys that come over plain HTTP could be anybody's; on this machine there is nobody in between."""
+def url_problem(url: str) -> str:
+    """Why keys may not be fetched there; empty if they may.
+
+    Over plain HTTP they could be anybody's; on this machine there is nobody in between.
+    """
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port

@@ -29,7 +29,7 @@ from penstock.gateway.routes import Access, Handler, Route, Routes
 from penstock.gateway.server import HttpServer, tick_s
 from penstock.gateway.services import RunningReplies, Services
 from penstock.gateway.tally import outcome_of
-from penstock.gateway.tenants import read_tenants
+from penstock.gateway.tenancy import Tenancy
 from penstock.gateway.tokenize_pool import TokenizePool
 from penstock.rng import IdSource
 from penstock.telemetry.log import Access as AccessLine
@@ -62,7 +62,8 @@ class Gateway:
         assert names_callers(config.auth), "whoever wires the gateway makes a key"
         self._config, self._clock, self._ids = config, clock, ids
         self._metrics, self._log = metrics, log
-        self._tenants = read_tenants(config, clock=clock)
+        self.tenancy = Tenancy(config, clock=clock, log=log)
+        """Who may call; parts that can take a new configuration subscribe to its `on_reload`."""
         slots = StreamSlots(config.limits.concurrent_max)
         self._services = Services(
             config=config,
@@ -88,6 +89,7 @@ class Gateway:
         """
         address = await self._server.start()
         self._pulse = asyncio.create_task(self._beat(), name="gateway-pulse")
+        self.tenancy.start()
         return address
 
     async def stop(self) -> None:
@@ -97,6 +99,7 @@ class Gateway:
         """
         self._services.draining = True
         self._server.begin_drain()
+        self.tenancy.stop()
         await self._drained(self._config.server.drain_timeout_s)
         self._services.replies.fail_all(Draining("The server is shutting down; this answer is incomplete."))
         await self._flushed()
@@ -116,7 +119,7 @@ class Gateway:
                 return _options(route)
             route.handler(head.method)
             if route.access is Access.KEY:
-                self._tenants.check(head)
+                self.tenancy.identify(head)
         except PenstockError as error:
             return error_response(error)
         return None
@@ -172,16 +175,16 @@ class Gateway:
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _caller(self, route: Route, exchange: Exchange) -> Caller:
+    def _caller(self, route: Route, exchange: Exchange) -> Caller | None:
         if route.access is Access.OPEN:
             return ANYBODY
         if route.access is Access.LOCAL_OR_KEY and is_local(exchange.client, exchange.head):
             return ANYBODY
-        return self._tenants.check(exchange.head)
+        return self.tenancy.identify(exchange.head)
 
-    async def _run(self, handler: Handler, exchange: Exchange, caller: Caller) -> None:
+    async def _run(self, handler: Handler, exchange: Exchange, caller: Caller | None) -> None:
         try:
-            await handler(exchange, caller)
+            await handler(exchange, caller or await self.tenancy.identify_later(exchange.head))
         except PenstockError as error:
             self._failed(exchange, error)
         except Exception as error:  # noqa: BLE001 - one request's bug must not end the others.

@@ -10,6 +10,7 @@
     HttpFault             its own invalid_request_error    no
     BudgetExhausted       429     insufficient_quota       Retry-After
     Draining, Evicted     503     service_unavailable      Retry-After
+    IdentityUnavailable   503     service_unavailable      Retry-After
     Overloaded            429     rate_limit_exceeded      Retry-After
     WorkerUnavailable     503     service_unavailable      Retry-After
     StreamBroken          502     api_error                no
@@ -29,6 +30,7 @@ from penstock.errors import (
     Draining,
     Evicted,
     Forbidden,
+    IdentityUnavailable,
     InvalidRequest,
     MethodNotAllowed,
     NotFound,
@@ -66,6 +68,7 @@ _STATUS: tuple[tuple[type[PenstockError], int, str], ...] = (
     (BudgetExhausted, 429, "insufficient_quota"),
     (Draining, 503, "service_unavailable"),
     (Evicted, 503, "service_unavailable"),
+    (IdentityUnavailable, 503, "service_unavailable"),
     (Overloaded, 429, "rate_limit_exceeded"),
     (WorkerUnavailable, 503, "service_unavailable"),
     (StreamBroken, 502, "api_error"),
@@ -78,6 +81,7 @@ _FALLBACK_CODES: tuple[tuple[type[PenstockError], str], ...] = (
     (BudgetExhausted, "insufficient_quota"),
     (Draining, "draining"),
     (Evicted, "evicted"),
+    (IdentityUnavailable, "identity_unavailable"),
     (Overloaded, "overloaded"),
     (WorkerUnavailable, "worker_unavailable"),
     (StreamBroken, "stream_broken"),

@@ -29,7 +29,7 @@ class StoredKeys:
         """The keys must go with the tenants (see `tier_problem`)."""
         active = [key for key in keys if not key.revoked_s]
         tiers = {key.tenant: key.tier for key in active}
-        made = {tenant: tenants.tenant(tenant, tier) for tenant, tier in tiers.items()}
+        made = {tenant: tenants.learn(tenant, tier) for tenant, tier in tiers.items()}
         self._entries: Mapping[bytes, _Entry] = {
             key.id.encode(): _Entry(
                 bytes.fromhex(key.hash),

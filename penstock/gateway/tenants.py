@@ -41,7 +41,9 @@ class TenantTable:
         Raises:
             ConfigError: the keys do not go with the tiers.
         """
-        self._open, self._clock = config.auth.disabled, clock
+        self.open = config.auth.disabled
+        """Everybody may call."""
+        self._clock = clock
         secret = config.auth.secret.encode() or secret or fresh_key()
         self.tenants = Tenants(config.tenants, config.tiers, secret=secret)
         if problem := tier_problem(keys, self.tenants.tiers, self.tenants.known):
@@ -49,13 +51,18 @@ class TenantTable:
         self._plain = _PlainKeys(config.auth.keys, self.tenants)
         self._stored = StoredKeys(keys, self.tenants)
 
+    @property
+    def num_keys(self) -> int:
+        """Keys of the file and of the configuration."""
+        return len(self._stored) + len(self._plain)
+
     def check(self, head: RequestHead) -> Caller:
         """The caller behind a request's `Authorization` header.
 
         Raises:
             Unauthenticated: there is none, or what it says is not accepted.
         """
-        return ANYBODY if self._open else self.of_key(credential(head))
+        return ANYBODY if self.open else self.of_key(credential(head))
 
     def of_key(self, key: bytes) -> Caller:
         """The caller behind an API key.
@@ -69,8 +76,8 @@ class TenantTable:
         return found
 
 
-def read_tenants(config: Config, *, clock: Clock) -> TenantTable:
-    """The table of a configuration, with the keys of its keys file.
+def read_tenants(config: Config, *, clock: Clock, secret: bytes = b"") -> TenantTable:
+    """The table of a configuration, with the keys of its keys file; `secret` as for the table.
 
     Raises:
         ConfigError: the file cannot be read, or does not go with the tiers.
@@ -82,7 +89,7 @@ def read_tenants(config: Config, *, clock: Clock) -> TenantTable:
         if not path.exists():
             raise ConfigError(f"auth.keys_file: there is no {path}; `penstock keys create --file` makes it")
         keys = read_keys(path, keys_max=auth.keys_max)
-    return TenantTable(config, clock=clock, keys=keys)
+    return TenantTable(config, clock=clock, keys=keys, secret=secret)
 
 
 class _PlainKeys:
@@ -101,6 +108,9 @@ class _PlainKeys:
             self._callers[self._digest(key.encode())] = Caller(
                 tenant=tenants.tenant(tenant_id), key_prefix=tenant_id
             )
+
+    def __len__(self) -> int:
+        return len(self._callers)
 
     def find(self, key: bytes) -> Caller | None:
         """The caller of this key, if it is one."""

@@ -38,6 +38,14 @@ class Tenants:
         """The tenants of the configuration."""
         return self._known
 
+    def has(self, tenant_id: str) -> bool:
+        """Whether it is said here or by the keys file what this tenant may use."""
+        return TenantId(tenant_id) in self._known
+
+    def learn(self, tenant_id: str, tier: str) -> Tenant:
+        """A tenant that only the keys file names. From now on it is known."""
+        return self._known.setdefault(TenantId(tenant_id), self.tenant(tenant_id, tier))
+
     def tenant(self, tenant_id: str, tier: str = "") -> Tenant:
         """The tenant of this id: as configured, else a new one of the named tier (which must exist), else without limits."""
         found = self._known.get(TenantId(tenant_id))

@@ -152,11 +152,11 @@ def long_answer(server: Server, num_tokens: int, then: Callable[[], None]) -> St
     return asyncio.run(main())
 
 
-def get(server: Server, path: str) -> Response:
+def get(server: Server, path: str, key: str = "") -> Response:
     async def main() -> Response:
         url = server.url.removesuffix("/v1")
         at = Endpoint.parse(url)
-        client = Client(Endpoint(at.scheme, at.host, at.port, ""), key=server.key)
+        client = Client(Endpoint(at.scheme, at.host, at.port, ""), key=key or server.key)
         try:
             return await client.get(path)
         finally:
@@ -302,3 +302,35 @@ def test_print_config_starts_nothing() -> None:
     )
     assert "port: 1234" in done.stdout
     assert done.stderr == ""
+
+
+def test_sighup_takes_a_new_configuration_and_streams_go_on(
+    serve: Callable[..., Server], tmp_path: Path
+) -> None:
+    config, keys = tmp_path / "penstock.yaml", tmp_path / "keys.jsonl"
+    config.write_text("server: {port: 0}\n")
+    server = serve("-c", str(config), "--threads", "1")
+    server.wait_ready()
+    key = run(
+        sys.executable, "-m", "penstock", "keys", "create", "--tenant", "acme", "--file", str(keys)
+    ).strip()
+
+    def reload() -> None:
+        config.write_text(f"server: {{port: 1}}\nauth: {{keys_file: {keys}}}\n")
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_said("the new configuration is in force")
+
+    stream = long_answer(server, 400, reload)
+    assert stream.ended
+    assert not stream.error
+    assert "these changes need a restart sections=server" in server.err.read_text()
+    # The key that was made at the start was for a server that nobody had told of another one.
+    assert get(server, "/v1/models").status == 401
+    assert get(server, "/v1/models", key).status == 200
+    config.write_text("tiers: nonsense\n")
+    server.process.send_signal(signal.SIGHUP)
+    server.wait_said("the new configuration was not taken")
+    assert get(server, "/v1/models", key).status == 200
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait_ended() == 0
+    assert key not in server.err.read_text()

@@ -1,9 +1,6 @@
 """Stored keys: the file, every life that a key can have, and keys through a real socket."""
 
-import json
 import tempfile
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import msgspec
@@ -11,6 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from tenant_keys import NOW_S, add, ask
 
 from penstock.config.tenancy import TenantConfig
 from penstock.errors import ConfigError, Unauthenticated
@@ -19,15 +17,6 @@ from penstock.gateway.api_keys import ApiKey, Issued
 from penstock.gateway.key_file import edit_keys, read_keys, stamp
 from penstock.gateway.stored_keys import StoredKeys
 from penstock.gateway.tiers import Tenants
-
-NOW_S = 1_700_000_000
-
-
-def add(path: Path, **fields) -> Issued:
-    """Make a key and put it in the file."""
-    issued = api_keys.issue(fields.pop("now_s", NOW_S), **{"tenant": "acme", **fields})
-    edit_keys(path, lambda keys: ((*keys, issued.record), None))
-    return issued
 
 
 def stored(path: Path, *tenants: TenantConfig) -> StoredKeys:
@@ -220,19 +209,6 @@ TestKeyLife = KeyLife.TestCase
 
 
 # --- through a socket ----------------------------------------------------------------------------
-
-
-def ask(running, key: str) -> tuple[int, dict]:
-    """Status and JSON of a chat."""
-    body = json.dumps({"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]})
-    headers = {"Authorization": f"Bearer {key}"}
-    request = urllib.request.Request(f"{running.url}/v1/chat/completions", body.encode(), headers)
-    try:
-        with urllib.request.urlopen(request, timeout=20) as response:
-            return response.status, json.load(response)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.load(error)
 
 
 def test_keys_of_a_file_through_a_socket(start, kit, tmp_path) -> None:

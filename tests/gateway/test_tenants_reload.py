@@ -1,0 +1,154 @@
+"""Settings and keys that change while the server runs: streams go on, wrong files are refused."""
+
+import asyncio
+import http.client
+import json
+import os
+
+from tenant_keys import add, ask
+
+from penstock.config.tenancy import TenantConfig, TierConfig
+from penstock.gateway.api_keys import revoke
+from penstock.gateway.key_file import edit_keys
+
+
+class Streaming:
+    """A stream in the middle of its answer."""
+
+    def __init__(self, running, key) -> None:
+        self._connection = http.client.HTTPConnection(running.host, running.port, timeout=20)
+        messages = [{"role": "user", "content": "hi"}]
+        body = json.dumps({"model": "tiny", "stream": True, "max_tokens": 60, "messages": messages})
+        self._connection.request("POST", "/v1/chat/completions", body, {"Authorization": f"Bearer {key}"})
+        self._response = self._connection.getresponse()
+        assert self._response.status == 200
+        assert self._response.readline().startswith(b"data: ")
+
+    def finish(self) -> None:
+        """Read it to its end."""
+        text = self._response.read()
+        self._connection.close()
+        assert text.endswith(b"data: [DONE]\n\n")
+        assert b"error" not in text
+
+
+def reload(running, config) -> bool:
+    return asyncio.run_coroutine_threadsafe(running.gateway.tenancy.reload(config), running.loop).result(10)
+
+
+def wait_logged(running, words: str, times: int = 1) -> None:
+    running.wait_until(lambda: running.log_text.getvalue().count(words) >= times)
+
+
+def with_file(kit, path, **auth):
+    auth = {"keys_file": str(path), "keys": (), "keys_file_check_s": 0.1, **auth}
+    return kit.replace(kit.make_config(), auth=auth)
+
+
+def test_a_changed_keys_file_is_followed(start, kit, tmp_path) -> None:
+    path = tmp_path / "keys"
+    old = add(path)
+    running = start(with_file(kit, path), step_s=0.02)
+    stream = Streaming(running, old.key)
+    fresh = add(path, tenant="fresh")
+    wait_logged(running, "changed keys file is in force")
+    assert ask(running, fresh.key)[0] == 200
+    edit_keys(path, lambda keys: ([revoke(key, 1) if key.id == old.record.id else key for key in keys], None))
+    wait_logged(running, "changed keys file is in force", 2)
+    status, body = ask(running, old.key)
+    assert (status, body["error"]["code"]) == (401, "revoked_api_key")
+    # Revoked in the middle of an answer: that one ends as it began.
+    stream.finish()
+
+
+def test_a_wrong_keys_file_changes_nothing(start, kit, tmp_path) -> None:
+    path = tmp_path / "keys"
+    issued = add(path)
+    running = start(with_file(kit, path))
+    good = path.read_bytes()
+    path.write_bytes(good + b"{half a line")
+    wait_logged(running, "the changed keys file was not taken")
+    assert ":2:" in running.log_text.getvalue()
+    assert ask(running, issued.key)[0] == 200
+    path.unlink()
+    wait_logged(running, "the changed keys file was not taken", 2)
+    assert ask(running, issued.key)[0] == 200
+    path.write_bytes(good)
+    wait_logged(running, "changed keys file is in force")
+    assert ask(running, issued.key)[0] == 200
+
+
+def test_a_change_of_the_same_size_and_time_is_seen(start, kit, tmp_path) -> None:
+    path = tmp_path / "keys"
+    first, second = add(path), add(tmp_path / "second")
+    info = path.stat()
+    running = start(with_file(kit, path))
+    (tmp_path / "second").replace(path)
+    os.utime(path, ns=(info.st_mtime_ns, info.st_mtime_ns))
+    assert path.stat().st_size == info.st_size
+    wait_logged(running, "changed keys file is in force")
+    assert (ask(running, first.key)[0], ask(running, second.key)[0]) == (401, 200)
+
+
+def test_reloading_the_configuration(start, kit, tmp_path) -> None:
+    path = tmp_path / "keys"
+    key = add(path, tier="free").key
+    running = start(with_file(kit, path), step_s=0.02)
+    heard = []
+    running.call(lambda: running.gateway.tenancy.on_reload.append(heard.append))
+    stream = Streaming(running, key)
+    config = running.config
+    strict = kit.replace(config, server={"port": 1234}, limits={"n_max": 3})
+    strict = type(config)(**{
+        **{name: getattr(strict, name) for name in strict.__struct_fields__},
+        "tiers": (TierConfig(name="free", models=("other",)),),
+    })  # fmt: skip
+    assert reload(running, strict)
+    assert ask(running, key)[0] == 403
+    [told] = heard
+    assert told.tiers == strict.tiers
+    assert told.server == config.server
+    log = running.log_text.getvalue()
+    assert 'these changes need a restart sections="server, limits"' in log
+    assert reload(running, config)
+    assert ask(running, key)[0] == 200
+    stream.finish()
+    assert len({request.cache_salt for request in running.requests}) == 1
+
+
+def test_a_configuration_that_cannot_be_is_refused(start, kit, tmp_path) -> None:
+    path = tmp_path / "keys"
+    key = add(path, tier="pro").key
+    running = start(with_file(kit, path))
+    heard = []
+    running.call(lambda: running.gateway.tenancy.on_reload.append(heard.append))
+
+    def changed(**fields):
+        names = running.config.__struct_fields__
+        return type(running.config)(**{**{name: getattr(running.config, name) for name in names}, **fields})
+
+    wrong = [
+        (changed(tiers=(TierConfig(name="free"),)), "there is no tier 'pro'; there are free"),
+        (changed(tenants=(TenantConfig(id="a", tier="gold"),)), "tenants[0].tier: there is no tier 'gold'"),
+        (with_file(kit, tmp_path / "none"), "auth.keys_file: there is no"),
+        (kit.replace(running.config, auth={"keys_file": ""}), "auth: it names nobody"),
+    ]
+    for config, words in wrong:
+        assert not reload(running, config)
+        assert words in running.log_text.getvalue()
+        assert ask(running, key)[0] == 200
+    assert heard == []
+
+
+def test_a_subscriber_that_fails_keeps_nobody_from_hearing(start, kit) -> None:
+    running = start(kit.make_config())
+    heard = []
+
+    def fails(config) -> None:
+        raise RuntimeError("not today")
+
+    running.call(lambda: running.gateway.tenancy.on_reload.extend([fails, heard.append]))
+    assert reload(running, running.config)
+    assert len(heard) == 1
+    assert "not today" in running.log_text.getvalue()
+    assert ask(running, kit.KEY)[0] == 200
