@@ -76,6 +76,7 @@ class Gateway:
         )
         self._inspect = Inspect(self._services, metrics, version=__version__)
         self._inspect.auth = not config.auth.disabled
+        self.tenancy.on_reload.append(self._reloaded)
         self._routes = Routes(Generate(self._services), self._inspect)
         self._server = HttpServer(self, config.server, relay=config.relay, clock=clock)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -174,6 +175,9 @@ class Gateway:
         self._log.access(line)
 
     # --- inside ----------------------------------------------------------------------------------
+
+    def _reloaded(self, config: Config) -> None:
+        self._inspect.auth = not config.auth.disabled
 
     def _caller(self, route: Route, exchange: Exchange) -> Caller | None:
         if route.access is Access.OPEN:

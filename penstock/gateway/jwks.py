@@ -173,7 +173,7 @@ class ProviderKeys:
             return
         if self._failures or self._fresh_ns is None:
             self._log.info(
-                "the identity provider's keys are here", keys=len(keys), issuer=self._config.issuer
+                "the identity provider's keys are here", count=len(keys), issuer=self._config.issuer
             )
         self._failures, self._fresh_ns = 0, self._clock.now_ns()
         self._take(keys)

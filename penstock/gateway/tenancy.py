@@ -136,7 +136,7 @@ class Tenancy:
             self._stamp = mark
             self._put_in_force(merged, table)
             self._log.info(
-                "the new configuration is in force", tenants=len(merged.tenants), keys=table.num_keys
+                "the new configuration is in force", tenants=len(merged.tenants), num_accepted=table.num_keys
             )
             return True
 
@@ -201,7 +201,7 @@ class Tenancy:
                     self._log.error("the changed keys file was not taken; the old keys stay", error=error)
                     continue
                 self._put_in_force(config, table)
-                self._log.info("the changed keys file is in force", keys=table.num_keys)
+                self._log.info("the changed keys file is in force", count=table.num_keys)
 
     def _read(self, config: Config) -> TenantTable:
         return read_tenants(config, clock=self._clock, secret=self._secret)

@@ -51,7 +51,7 @@ class Tenants:
         found = self._known.get(TenantId(tenant_id))
         if found is not None:
             return found
-        return self._make(TenantConfig(id=tenant_id, tier=tier), self._tiers[tier] if tier else _NO_TIER)
+        return self._made(tenant_id, tier, self._tiers[tier] if tier else _NO_TIER)
 
     def _make(self, tenant: TenantConfig, tier: TierConfig) -> Tenant:
         given = {
@@ -59,13 +59,15 @@ class Tenants:
             for field in TierConfig.__struct_fields__
             if field != "name" and (value := getattr(tenant, field)) is not None
         }
-        allowed = msgspec.structs.replace(tier, **given)
+        return self._made(tenant.id, tenant.tier, msgspec.structs.replace(tier, **given))
+
+    def _made(self, tenant_id: str, tier: str, allowed: TierConfig) -> Tenant:
         salt = hashlib.blake2b(
-            tenant.id.encode(), digest_size=SALT_BYTES, key=self._secret, person=b"penstock-salt"
+            tenant_id.encode(), digest_size=SALT_BYTES, key=self._secret, person=b"penstock-salt"
         )
         return Tenant(
-            id=TenantId(tenant.id),
-            tier=tenant.tier,
+            id=TenantId(tenant_id),
+            tier=tier,
             weight=allowed.weight,
             band=allowed.band,
             requests_per_minute=allowed.requests_per_minute,
@@ -80,5 +82,5 @@ class Tenants:
             budget_month_micros=round(allowed.budget_per_month * MICROS),
             degrade=allowed.degrade,
             cache_salt=salt.digest(),
-            fairness_key=tenant.id,
+            fairness_key=tenant_id,
         )

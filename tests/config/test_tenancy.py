@@ -1,9 +1,12 @@
 """The sections `tenants`, `tiers` and `auth`."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from penstock.config.checks import check
-from penstock.config.load import convert_config, dump_config, parse_config
+from penstock.config.load import convert_config, dump_config, parse_config, with_environment
 from penstock.config.tree import Config
 from penstock.errors import ConfigError
 
@@ -75,6 +78,21 @@ JWT = {"issuer": "https://id.example", "audience": ["penstock"]}
 def test_what_is_refused(raw, message) -> None:
     with pytest.raises(ConfigError, match=message):
         check(convert_config(raw))
+
+
+def test_the_examples_in_the_docs_are_fine() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "tenants.md").read_text()
+    examples = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert len(examples) == 2
+    for example in examples:
+        check(parse_config(example))
+
+
+def test_the_environment_names_file_and_secret() -> None:
+    environ = {"PENSTOCK_KEYS_FILE": " /etc/keys ", "PENSTOCK_AUTH_SECRET": "s" * 32, "PENSTOCK_API_KEY": ""}
+    auth = with_environment(Config(), environ).auth
+    assert (auth.keys_file, auth.secret, auth.keys) == ("/etc/keys", "s" * 32, ())
+    assert with_environment(Config(), {"PENSTOCK_KEYS_FILE": ""}) == Config()
 
 
 def test_plain_http_is_fine_on_this_machine() -> None:
