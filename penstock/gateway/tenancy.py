@@ -190,18 +190,23 @@ class Tenancy:
         while True:
             await sleep(self._config.auth.keys_file_check_s)
             async with self._one_at_a_time:
-                config = self._config
-                mark = self._stamp_of(config)
-                if mark == self._stamp:
-                    continue
-                self._stamp = mark
-                try:
-                    table = await asyncio.to_thread(self._read, config)
-                except ConfigError as error:
-                    self._log.error("the changed keys file was not taken; the old keys stay", error=error)
-                    continue
-                self._put_in_force(config, table)
-                self._log.info("the changed keys file is in force", count=table.num_keys)
+                await self._take_changed_keys()
+
+    async def _take_changed_keys(self) -> None:
+        config = self._config
+        mark = self._stamp_of(config)
+        if mark == self._stamp:
+            return
+        self._stamp = mark
+        try:
+            table = await asyncio.to_thread(self._read, config)
+        except ConfigError as error:
+            self._log.error("the changed keys file was not taken; the old keys stay", error=error)
+        except Exception as error:  # noqa: BLE001 - the next change of the file must still be seen.
+            self._log.bug("the changed keys file could not be read", error)
+        else:
+            self._put_in_force(config, table)
+            self._log.info("the changed keys file is in force", count=table.num_keys)
 
     def _read(self, config: Config) -> TenantTable:
         return read_tenants(config, clock=self._clock, secret=self._secret)

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from penstock.clock import NS_PER_S, Clock, SystemClock
+from penstock.clock import NS_PER_S, Clock
 from penstock.config.tenancy_checks import KEY_TENANT
 from penstock.config.tree import Config
 from penstock.errors import ConfigError, Unauthenticated
@@ -32,7 +32,7 @@ class TenantTable:
         self,
         config: Config,
         *,
-        clock: Clock = SystemClock(),  # noqa: B008 - it has no state.
+        clock: Clock,
         keys: Sequence[ApiKey] = (),
         secret: bytes = b"",
     ) -> None:

@@ -68,6 +68,9 @@ class IdentityProvider:
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 status, body = provider._page(self.path)
+                if status == 0:
+                    self.wfile.write(body)  # Not HTTP at all.
+                    return
                 self.send_response(status)
                 if status == 302:
                     self.send_header("Location", f"{provider.issuer}/jwks")

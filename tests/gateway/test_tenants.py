@@ -6,6 +6,7 @@ import urllib.request
 
 import pytest
 
+from penstock.clock import SystemClock
 from penstock.config.tenancy import TenantConfig, TierConfig
 from penstock.config.tree import Config
 from penstock.gateway.tenants import Tenants, TenantTable
@@ -90,7 +91,7 @@ def test_forged_headers_and_fields_have_no_effect(start, kit) -> None:
 
 
 def plain_tenant(config: Config, key: str) -> str:
-    return TenantTable(config).of_key(key.encode()).tenant.id
+    return TenantTable(config, clock=SystemClock()).of_key(key.encode()).tenant.id
 
 
 def limited(kit, **limits) -> Config:

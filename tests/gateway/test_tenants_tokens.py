@@ -305,7 +305,17 @@ def test_unknown_keys_cannot_make_us_hammer_the_provider(start, kit, provider) -
 
 
 @pytest.mark.parametrize(
-    "answer", [(500, b"{}"), (200, b"not json"), (200, b'{"keys": []}'), (200, b"x" * 300_000), (302, b"")]
+    "answer",
+    [
+        (500, b"{}"),
+        (200, b"not json"),
+        (200, b'{"keys": []}'),
+        (200, b'{"keys": 7}'),
+        (200, b"[]"),
+        (0, b"SSH-2.0-x\r\n"),
+        (200, b"x" * 300_000),
+        (302, b""),
+    ],
 )
 def test_a_provider_that_is_down(start, kit, provider, answer) -> None:
     provider.answer = answer
