@@ -31,7 +31,7 @@ import msgspec
 import psutil
 
 from penstock import rng
-from penstock.bench.client import Client, ClientLimits, Endpoint, EndpointError
+from penstock.bench.client import CannotConnect, Client, ClientLimits, Endpoint, EndpointError
 from penstock.bench.wire import SseReader, UsageReport, decode_chunk
 from penstock.clock import NS_PER_S, SystemClock, sleep
 from penstock.config.ledger import ModelPrice, PricesConfig
@@ -93,11 +93,11 @@ class Server:
             )
 
     async def ready(self) -> None:
-        client = Client(Endpoint.parse(f"http://127.0.0.1:{self.port}/"))
+        client = Client(Endpoint("http", "127.0.0.1", self.port, ""))
         deadline_ns = CLOCK.now_ns() + int(START_S * NS_PER_S)
         while CLOCK.now_ns() < deadline_ns:
             with contextlib.suppress(EndpointError):
-                if (await client.get("/../ready")).status == 200:
+                if (await client.get("/ready")).status == 200:
                     return
             if self.process.poll() is not None:
                 break
@@ -134,12 +134,14 @@ class Load:
         )
         self._num, self._random = num, rng.stream(seed, "load")
         self.seen: dict[str, Seen] = {}
+        self.num_begun = 0
+        """Requests that got the first byte of an answer."""
 
     async def run(self, concurrency: int) -> None:
         await asyncio.gather(*(self._ask() for _ in range(concurrency)))
 
     async def _ask(self) -> None:
-        while len(self.seen) < self._num:
+        while self.num_begun < self._num:
             name = f"c{len(self.seen):06}"
             seen = self.seen[name] = Seen()
             body = {
@@ -150,12 +152,20 @@ class Load:
                 "max_tokens": self._random.randint(1, 24),
                 "messages": [{"role": "user", "content": " ".join(self._random.choices(WORDS, k=6))}],
             }
+            await self._send(msgspec.json.encode(body), seen)
+            self.num_begun += seen.started
+            if not seen.started:
+                await sleep(0.2)  # Refused: nothing is ready yet.
+
+    async def _send(self, body: bytes, seen: Seen) -> None:
+        while True:
             try:
-                seen.status = (
-                    await self._client.post("/chat/completions", msgspec.json.encode(body), seen)
-                ).status
+                seen.status = (await self._client.post("/chat/completions", body, seen)).status
+                return
+            except CannotConnect:
+                await sleep(0.1)  # Nobody was there, so nothing was sent.
             except EndpointError:
-                await sleep(0.05)
+                return
 
 
 @dataclass(slots=True)
@@ -181,7 +191,7 @@ def compare(seen: dict[str, Seen], ledger: Path) -> Verdict:
         verdict.wrong.append(f"{user}: a record of a request that was never sent")
     for name, one in seen.items():
         found = records.get(name, [])
-        verdict.counts["finished" if one.done else "cut off" if one.started else "never began"] += 1
+        verdict.counts["finished" if one.done else "cut off" if one.started else "refused"] += 1
         if len(found) > 1:
             verdict.wrong.append(f"{name}: {len(found)} records")
         elif one.started and not found:
@@ -211,7 +221,7 @@ async def kill_at_random(server: Server, load: Load, total: int, kills: int, see
     """Kill at random numbers of requests, gateway and worker in random order."""
     random, killed = rng.stream(seed, "kills"), Counter[str]()
     for goal in sorted(random.sample(range(total // 20, total * 19 // 20), kills)):
-        while len(load.seen) < goal:
+        while load.num_begun < goal:
             await sleep(0.01)
         await sleep(random.random() * 0.2)
         if random.random() < 0.5:

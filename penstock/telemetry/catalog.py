@@ -122,5 +122,6 @@ CATALOG = (
     Metric("penstock_ledger_sink_errors_total", "counter", "Times that the database took nothing."),
     Metric("penstock_ledger_journal_bytes", "gauge", "Disk taken by this process's journal."),
     Metric("penstock_ledger_open_requests", "gauge", "Accepted requests whose record is still to come."),
+    Metric("penstock_budget_warnings_total", "counter", "Shares of budgets that were used up.", ("period",)),
     Metric("penstock_build_info", "gauge", "Always 1; the version is a label.", ("version",)),
 )  # fmt: skip

@@ -23,7 +23,7 @@ from penstock.telemetry.ledger_segment import (
     read_frames,
     read_head,
 )
-from penstock.telemetry.ledger_sink import LedgerSink
+from penstock.telemetry.ledger_sink import LedgerSink, SinkError
 from penstock.telemetry.log import Log
 
 CRASHED = "GatewayCrashed"
@@ -131,8 +131,16 @@ def recover_abandoned(directory: Path, sink: LedgerSink, log: Log) -> int:
     claims = ledger_files.claim_abandoned(directory)
     try:
         while claims:
-            num_cut += _recover(directory, claims[0], sink, log)
-            claims.pop(0).release(remove=True)
+            try:
+                num_cut += _recover(directory, claims[0], sink, log)
+            except SinkError:
+                raise
+            except LedgerError as error:
+                # A newer version's, after a rollback: that one will read it. Serving goes on.
+                log.error("a dead gateway's journal stays: this version cannot read it", error=error)
+                claims.pop(0).release(remove=False)
+            else:
+                claims.pop(0).release(remove=True)
     finally:
         for claim in claims:
             claim.release(remove=False)

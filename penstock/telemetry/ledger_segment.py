@@ -68,9 +68,29 @@ class Frame(NamedTuple):
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_record = msgspec.msgpack.Decoder(UsageRecord).decode
-decode_progress = msgspec.msgpack.Decoder(Progress).decode
+_decode_record = msgspec.msgpack.Decoder(UsageRecord).decode
+_decode_progress = msgspec.msgpack.Decoder(Progress).decode
 _decode_header = msgspec.msgpack.Decoder(SegmentHeader).decode
+
+
+def decode_record(body: bytes) -> UsageRecord:
+    """A record from the body of a frame.
+
+    Raises:
+        LedgerError: it is whole but not a record that this version knows.
+    """
+    try:
+        return _decode_record(body)
+    except msgspec.DecodeError as error:
+        raise LedgerError(f"a record in the journal cannot be read: {error}") from error
+
+
+def decode_progress(body: bytes) -> Progress:
+    """A slice from the body of a frame; raises as `decode_record` does."""
+    try:
+        return _decode_progress(body)
+    except msgspec.DecodeError as error:
+        raise LedgerError(f"a slice in the journal cannot be read: {error}") from error
 
 
 def to_frame(kind: int, body: bytes) -> bytes:

@@ -151,4 +151,8 @@ class Delivery:
             self.errors += 1
             self._log.warning("the ledger's records wait in the journal", error=error)
             return False
+        except Exception as error:  # noqa: BLE001 - a bug here must not end the delivery unseen.
+            self.errors += 1
+            self._log.bug("the ledger's delivery failed", error)
+            return False
         return True

@@ -6,7 +6,7 @@ counting on the hot path is one method call; nothing here is called per token.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.exposition import generate_latest
@@ -101,6 +101,7 @@ class Metrics:
         self._ledger_errors = _Followed(self._table.counter("penstock_ledger_sink_errors_total"))
         self._ledger_pending = self._table.gauge("penstock_ledger_pending_records")
         self._ledger_bytes = self._table.gauge("penstock_ledger_journal_bytes")
+        self._budget_warnings = self._table.counter("penstock_budget_warnings_total")
         self._ledger_open = self._table.gauge("penstock_ledger_open_requests")
         self._table.gauge("penstock_build_info").labels(version).set(1)
 
@@ -124,6 +125,10 @@ class Metrics:
         self._ledger_pending.set(stats.pending)
         self._ledger_bytes.set(stats.journal_bytes)
         self._ledger_open.set(stats.open)
+
+    def budget_warning(self, period: Literal["day", "month"]) -> None:
+        """A tenant has crossed a share of its budget (`policy.budget.BudgetEvent`)."""
+        self._budget_warnings.labels(period).inc()
 
     def render(self) -> bytes:
         """All of it in Prometheus' text format; serve it as `CONTENT_TYPE`."""
