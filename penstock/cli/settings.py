@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -77,7 +78,9 @@ def printable_config(config: Config) -> str:
     hidden = msgspec.structs.replace(
         auth, keys=(HIDDEN,) * len(auth.keys), secret=HIDDEN if auth.secret else ""
     )
-    return dump_config(msgspec.structs.replace(config, auth=hidden))
+    url = re.sub(r"(?<=://)[^/@]*(?=@)", HIDDEN, config.shared.url)
+    shared = msgspec.structs.replace(config.shared, url=url)
+    return dump_config(msgspec.structs.replace(config, auth=hidden, shared=shared))
 
 
 def log_levels() -> tuple[str, ...]:

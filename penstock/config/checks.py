@@ -35,6 +35,10 @@ def check(config: Config) -> None:
 def _limit_problems(config: Config) -> Iterator[str]:
     if config.limits.n_max > config.limits.concurrent_max:
         yield "limits.n_max: above limits.concurrent_max, so such a request could never run"
+    if config.shared.store == "redis" and not config.shared.url:
+        yield "shared.url: needed with shared.store redis; set it or PENSTOCK_SHARED_URL"
+    if config.shared.timeout_s >= config.shared.gateway_ttl_s / 3:
+        yield "shared.gateway_ttl_s: at least three times shared.timeout_s, or a gateway that waits is not counted"
 
 
 def _model_problems(config: Config) -> Iterator[str]:

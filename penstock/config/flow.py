@@ -100,3 +100,35 @@ class RateLimitsConfig(Branch, frozen=True, kw_only=True):
     """Pairs of tenant and model whose answers are remembered (about 0.7 KB each)."""
     output_tokens_default: Positive = 256
     """What is reserved while no answer of that model was seen."""
+
+
+class SharedConfig(Branch, frozen=True, kw_only=True):
+    """Rate limits that several gateways share. No request waits for the store; see docs/limits.md."""
+
+    store: Literal["none", "redis", "parent"] = "none"
+    """"none": every gateway counts for itself. "redis": all gateways with the same `url` and `prefix` count together.
+    "parent": the processes of one `penstock serve --processes` do, which sets this by itself."""
+    url: str = ""
+    """Of Redis: "redis://host:6379/0", "rediss://user:password@host:6380/0", "unix:///run/redis.sock"."""
+    socket: str = ""
+    """Unix socket of the parent; set by `penstock serve --processes`."""
+    prefix: Annotated[str, Meta(min_length=1, max_length=128)] = "penstock"
+    """Begins the names of all keys in the store."""
+    on_store_down: Literal["local-share", "closed", "open"] = "local-share"
+    """While the store does not answer. "local-share": this gateway's part of the rate, by the number of gateways that was
+    known last. "closed": what it had leased, then nothing. "open": no limit; what was used is charged later."""
+    lease_s: Annotated[float, Meta(ge=0.05, le=60)] = 1.0
+    """A gateway leases this many seconds' worth of a limit (or, while few gateways share, its part of a quarter of the
+    burst). All of them together overshoot by at most one lease each."""
+    timeout_s: Annotated[float, Meta(gt=0, le=60)] = 0.25
+    """The store is away when it has not answered for this long."""
+    retry_s: Annotated[float, Meta(ge=0.01, le=60)] = 0.5
+    """How often it is asked while it is away."""
+    gateway_ttl_s: Annotated[float, Meta(ge=1)] = 30.0
+    """A gateway that has not asked anything for this long is counted no more."""
+    asks_max: Annotated[int, Meta(ge=1, le=10_000)] = 512
+    """Questions in one message to the store."""
+    gateways_max: Positive = 1024
+    """Gateways that the parent's store takes connections from."""
+    frame_bytes_max: Positive = 1024 * 1024
+    """One message to or from the parent's store."""

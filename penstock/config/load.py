@@ -72,7 +72,7 @@ def convert_config(raw: object) -> Config:
 
 def with_environment(config: Config, environ: Mapping[str, str]) -> Config:
     """Apply `PENSTOCK_API_KEY` (one key or several with commas), `PENSTOCK_KEYS_FILE`, `PENSTOCK_AUTH_SECRET`,
-    `PENSTOCK_HOST` and `PENSTOCK_PORT`.
+    `PENSTOCK_SHARED_URL`, `PENSTOCK_HOST` and `PENSTOCK_PORT`.
 
     A variable that is set to nothing counts as not set.
 
@@ -93,7 +93,10 @@ def with_environment(config: Config, environ: Mapping[str, str]) -> Config:
         auth = msgspec.structs.replace(auth, keys_file=keys_file)
     if secret := environ.get("PENSTOCK_AUTH_SECRET", "").strip():
         auth = msgspec.structs.replace(auth, secret=secret)
-    return msgspec.structs.replace(config, server=server, auth=auth)
+    shared = config.shared
+    if url := environ.get("PENSTOCK_SHARED_URL", "").strip():
+        shared = msgspec.structs.replace(shared, url=url)
+    return msgspec.structs.replace(config, server=server, auth=auth, shared=shared)
 
 
 def dump_config(config: Config) -> str:

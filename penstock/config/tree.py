@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from penstock.config.branch import Branch, Fraction, Port, Positive, Seconds
-from penstock.config.flow import QueueConfig, RateLimitsConfig
+from penstock.config.flow import QueueConfig, RateLimitsConfig, SharedConfig
 from penstock.config.ledger import BudgetsConfig, LedgerConfig, PricesConfig
 from penstock.config.routing import AdmissionConfig, RoutingConfig
 from penstock.config.tenancy import DEFAULT_TIERS, AuthConfig, TenantConfig, TierConfig
@@ -228,6 +228,7 @@ class Config(Branch, frozen=True, kw_only=True):
     routing: RoutingConfig = RoutingConfig()
     queue: QueueConfig = QueueConfig()
     rate_limits: RateLimitsConfig = RateLimitsConfig()
+    shared: SharedConfig = SharedConfig()
     prices: PricesConfig = PricesConfig()
     budgets: BudgetsConfig = BudgetsConfig()
     ledger: LedgerConfig = LedgerConfig()

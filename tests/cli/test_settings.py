@@ -5,7 +5,7 @@ import pytest
 
 from penstock.cli.main import build_parser
 from penstock.cli.settings import effective_config, printable_config
-from penstock.config.load import parse_config
+from penstock.config.load import parse_config, with_environment
 from penstock.config.tree import Config, ModelConfig
 from penstock.errors import ConfigError
 
@@ -110,3 +110,10 @@ def test_the_printed_config_is_a_config_without_secrets() -> None:
     text = printable_config(config)
     assert "very-secret" not in text
     assert parse_config(text, source="x").server == config.server
+
+
+def test_the_password_of_the_shared_store_is_not_shown() -> None:
+    config = with_environment(Config(), {"PENSTOCK_SHARED_URL": "rediss://user:pass@host:6380/0"})
+    text = printable_config(config)
+    assert "pass@" not in text
+    assert "@host:6380/0" in text

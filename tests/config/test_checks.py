@@ -10,6 +10,7 @@ from penstock.config.tree import (
     LimitsConfig,
     ModelConfig,
     ServerConfig,
+    SharedConfig,
 )
 from penstock.errors import ConfigError
 
@@ -33,6 +34,14 @@ def test_the_defaults_are_fine() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        (
+            Config(shared=SharedConfig(store="redis")),
+            r"shared\.url: needed with shared\.store redis",
+        ),
+        (
+            Config(shared=SharedConfig(timeout_s=5, gateway_ttl_s=10)),
+            r"shared\.gateway_ttl_s: at least three times",
+        ),
         (
             Config(server=ServerConfig(host="0.0.0.0")),
             r"auth\.keys: needed because server\.host '0\.0\.0\.0'",

@@ -1,0 +1,129 @@
+"""Leases from the parent of several gateway processes: a table behind a Unix socket.
+
+A frame is four bytes of length and one msgpack value: asks from a gateway, one `LeaseReply` back. The first frame of a
+connection is the gateway's name; when its connection ends, the gateway is counted no more.
+"""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from penstock.clock import Clock
+from penstock.config.flow import SharedConfig
+from penstock.gateway.shared.store import StoreError
+from penstock.policy.lease import LeaseAsk, LeaseReply
+from penstock.policy.lease_table import LeaseTable
+
+_LENGTH_BYTES = 4
+_ENCODER = msgspec.msgpack.Encoder()
+_ASKS = msgspec.msgpack.Decoder(list[LeaseAsk])
+_REPLY = msgspec.msgpack.Decoder(LeaseReply)
+_NAME = msgspec.msgpack.Decoder(str)
+
+
+class LocalStore:
+    """A `LeaseStore` in the parent process."""
+
+    def __init__(self, config: SharedConfig, gateway: str) -> None:
+        self._config, self._gateway = config, gateway
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def lease(self, asks: Sequence[LeaseAsk]) -> LeaseReply:
+        """See `LeaseStore.lease`."""
+        try:
+            reader, writer = self._streams or await self._connect()
+            _write(writer, list(asks))
+            await writer.drain()
+            return _REPLY.decode(await _read(reader, self._config.frame_bytes_max))
+        except BaseException as error:
+            # A frame may be half read: nothing more can come from this connection, whatever ended it.
+            await self.close()
+            if isinstance(error, OSError | EOFError | msgspec.MsgspecError):
+                raise StoreError(f"{self._config.socket}: {error}") from error
+            raise
+
+    async def close(self) -> None:
+        """See `LeaseStore.close`."""
+        if self._streams is not None:
+            self._streams[1].transport.abort()
+            self._streams = None
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_unix_connection(self._config.socket)
+        self._streams = reader, writer
+        _write(writer, self._gateway)
+        return reader, writer
+
+
+class LeaseServer:
+    """The parent's side: answers its gateways from one `LeaseTable`."""
+
+    def __init__(self, config: SharedConfig, path: Path, clock: Clock) -> None:
+        self._config, self._path, self._clock = config, path, clock
+        self.table = LeaseTable(config, epoch=clock.wall_ns() // 1000)
+        self._server: asyncio.Server | None = None
+        self._open: dict[asyncio.StreamWriter, str] = {}
+
+    async def start(self) -> None:
+        """Listen, for this user alone.
+
+        Raises:
+            OSError: the socket cannot be made.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()
+        self._server = await asyncio.start_unix_server(self._serve, self._path)
+        os.chmod(self._path, 0o600)
+
+    async def close(self) -> None:
+        """Stop listening and hang up."""
+        if self._server is not None:
+            self._server.close()
+            for writer in list(self._open):
+                writer.transport.abort()
+            await self._server.wait_closed()
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._open) >= self._config.gateways_max:
+            writer.transport.abort()
+            return
+        self._open[writer] = ""
+        bytes_max = self._config.frame_bytes_max
+        try:
+            name = self._open[writer] = _NAME.decode(await _read(reader, bytes_max))
+            while True:
+                asks = _ASKS.decode(await _read(reader, bytes_max))
+                _write(writer, self.table.lease(self._clock.now_ns(), name, asks))
+                await writer.drain()
+        except (OSError, EOFError, msgspec.MsgspecError):
+            pass  # It hung up, or talks nonsense: either way its connection ends here.
+        finally:
+            name = self._open.pop(writer)
+            # One that was cut off and is back already keeps its place, and the answer to its last question.
+            if name not in self._open.values():
+                self.table.left(self._clock.now_ns(), name)
+            writer.transport.abort()
+
+
+def _write(writer: asyncio.StreamWriter, value: object) -> None:
+    body = _ENCODER.encode(value)
+    writer.write(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
+
+
+async def _read(reader: asyncio.StreamReader, bytes_max: int) -> bytes:
+    """One frame.
+
+    Raises:
+        EOFError: the other side hung up.
+        OSError: so did the system, or the frame is over its bound.
+    """
+    size = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
+    if size > bytes_max:
+        raise OSError(f"a frame of {size} bytes, over the bound of {bytes_max}")
+    return await reader.readexactly(size)

@@ -1,0 +1,311 @@
+"""Limits that several gateways share: real processes, a real Redis, and a store that is taken away."""
+
+import asyncio
+import bisect
+import contextlib
+import io
+import itertools
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import limit_gateways
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from redis_process import RedisProcess
+
+from penstock.clock import NS_PER_S, ManualClock, SystemClock
+from penstock.config.flow import RateLimitsConfig, SharedConfig
+from penstock.config.tree import LogConfig
+from penstock.errors import ConfigError
+from penstock.gateway.shared.keeper import LeaseKeeper
+from penstock.gateway.shared.local_store import LeaseServer, LocalStore
+from penstock.gateway.shared.redis_store import RedisStore
+from penstock.gateway.shared.store import StoreError, open_store
+from penstock.policy.lease import LeaseAsk, Leases
+from penstock.policy.lease_table import LeaseTable
+from penstock.policy.rate_limit import Limiter, Refusal
+from penstock.policy.tenant import Tenant
+from penstock.telemetry.log import Log
+from penstock.types import TenantId
+
+COUNT, RATE, BURST_S, TOKENS = 8, 60_000, 6.0, 20
+SECOND, BURST = RATE // 60, 6000
+LEASE_S = 0.25
+LEASE = 250  # Of a gateway: a quarter of a second's worth, which is more than 1/8 of a quarter of the burst.
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
+    if not RedisProcess.is_installed():
+        pytest.skip("redis-server is not installed (Debian: apt-get install redis-server)")
+    server = RedisProcess(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@dataclass
+class Use:
+    """What the processes of one run used, by limiter."""
+
+    timelines: dict[str, list[list[list[int]]]]
+    started_ns: int
+    ended_ns: int
+
+    def between(self, name: str, start_ns: int, end_ns: int) -> int:
+        """Tokens that all processes used in (start, end]."""
+        return sum(_at(timeline, end_ns) - _at(timeline, start_ns) for timeline in self.timelines[name])
+
+    def total(self, name: str) -> int:
+        return sum(timeline[-1][1] for timeline in self.timelines[name])
+
+    @property
+    def allowed(self) -> int:
+        """Burst and rate over the whole time, and one lease for each process."""
+        return BURST + SECOND * (self.ended_ns - self.started_ns) // NS_PER_S + COUNT * LEASE
+
+
+def _at(timeline: list[list[int]], at_ns: int) -> int:
+    index = bisect.bisect_right(timeline, at_ns, key=lambda point: point[0])
+    return timeline[index - 1][1] if index else 0
+
+
+class Processes:
+    """The processes of doubles/limit_gateways.py."""
+
+    def __init__(self, directory: Path, shared: dict[str, dict[str, object]]) -> None:
+        self._directory = directory
+        facts = {
+            "count": COUNT,
+            "directory": str(directory),
+            "rate": RATE,
+            "burst_s": BURST_S,
+            "tokens": TOKENS,
+        }
+        command = [sys.executable, limit_gateways.__file__, json.dumps(facts | {"shared": shared})]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        self.started_ns = 0
+
+    def go(self) -> None:
+        """Let them begin, once all have said hello to the store."""
+        self._wait_for("*.ready")
+        self.started_ns = time.monotonic_ns()
+        (self._directory / "go").touch()
+
+    def end(self) -> Use:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+        ended_ns = time.monotonic_ns()
+        self._wait_for("*.json")
+        timelines: dict[str, list[list[list[int]]]] = {}
+        for path in self._directory.glob("*.json"):
+            for name, (_, timeline) in json.loads(path.read_text()).items():
+                timelines.setdefault(name, []).append(timeline)
+        return Use(timelines, self.started_ns, ended_ns)
+
+    def _wait_for(self, pattern: str) -> None:
+        for _ in range(3000):
+            if len(list(self._directory.glob(pattern))) == COUNT:
+                return
+            time.sleep(0.01)
+        raise AssertionError(f"no {pattern} from some of the processes")
+
+
+def test_eight_gateways_and_a_redis_that_freezes_and_dies(redis: RedisProcess, tmp_path: Path) -> None:
+    common = {"store": "redis", "url": redis.url, "lease_s": LEASE_S, "timeout_s": 0.2, "retry_s": 0.2}
+    policies = ("closed", "local-share", "open")
+    shared = {policy: {**common, "prefix": policy, "on_store_down": policy} for policy in policies}
+    processes = Processes(tmp_path, shared)
+    processes.go()
+    time.sleep(1.0)
+    redis.freeze()
+    frozen_ns = time.monotonic_ns()
+    time.sleep(2.0)
+    thawed_ns = time.monotonic_ns()
+    redis.thaw()
+    time.sleep(1.0)
+    redis.kill()
+    time.sleep(0.5)
+    redis.start()
+    time.sleep(1.5)
+    use = processes.end()
+    for policy in ("closed", "local-share"):
+        assert use.total(policy) >= BURST
+        assert use.total(policy) <= use.allowed
+    # Closed: what was on lease (twice what a gateway keeps at most) and on credit when the store froze.
+    assert use.between("closed", frozen_ns, thawed_ns) <= COUNT * 3 * LEASE
+    late_ns = frozen_ns + (thawed_ns - frozen_ns) // 2
+    assert use.between("closed", late_ns, thawed_ns) == 0
+    assert use.between("local-share", late_ns, thawed_ns) > 0
+    assert use.between("open", late_ns, thawed_ns) > use.allowed
+    # And all of them are limited again once it is back.
+    for policy in policies:
+        end_ns = use.ended_ns
+        after = use.between(policy, end_ns - NS_PER_S // 2, end_ns)
+        assert after <= BURST + SECOND + COUNT * LEASE
+
+
+def test_eight_processes_of_one_parent(tmp_path: Path) -> None:
+    config = SharedConfig(store="parent", socket=str(tmp_path / "leases"), lease_s=LEASE_S)
+    with serving(config):
+        processes = Processes(
+            tmp_path, {"parent": {"store": "parent", "socket": config.socket, "lease_s": LEASE_S}}
+        )
+        processes.go()
+        time.sleep(1.0)
+        use = processes.end()
+    assert BURST <= use.total("parent") <= use.allowed
+
+
+@contextlib.contextmanager
+def serving(config: SharedConfig) -> Iterator[LeaseServer]:
+    """A lease server on a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    server = LeaseServer(config, Path(config.socket), SystemClock())
+    asyncio.run_coroutine_threadsafe(server.start(), loop).result(10)
+    try:
+        yield server
+    finally:
+        asyncio.run_coroutine_threadsafe(server.close(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+# --- the script and the table are one policy ------------------------------------------------------
+
+_runs = itertools.count()
+asks = st.builds(
+    LeaseAsk,
+    key=st.sampled_from(["a", "b"]),
+    rate=st.just(1),  # Next to nothing refills while the test runs, whatever the clock does.
+    burst=st.sampled_from([1000, 1000, 400, 3000]),
+    seq=st.integers(1, 6),
+    owed=st.sampled_from([0, 0, 30, 700]),
+    returned=st.sampled_from([0, 0, 11, 200]),
+    want=st.integers(0, 500),
+    epoch=st.sampled_from([0, 0, 0, 7]),
+    known_level=st.integers(-100, 1000),
+    known_us=st.just(0),
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    batches=st.lists(st.tuples(st.sampled_from("xyz"), st.lists(asks, min_size=1, max_size=3)), max_size=10),
+)
+def test_the_script_answers_as_the_table_does(redis: RedisProcess, batches) -> None:
+    async def check() -> None:
+        config = SharedConfig(store="redis", url=redis.url, prefix=f"run {next(_runs)}", timeout_s=10)
+        stores, table = {name: RedisStore(config, name) for name in "xyz"}, LeaseTable(config, epoch=1)
+        now_ns = time.time_ns()
+        try:
+            for name, batch in batches:
+                real = [msgspec.structs.replace(ask, known_us=now_ns // 1000) for ask in batch]
+                theirs, ours = await stores[name].lease(real), table.lease(now_ns, name, real)
+                assert theirs.num_gateways == ours.num_gateways
+                assert [(g.granted, g.level) for g in theirs.grants] == [
+                    (g.granted, g.level) for g in ours.grants
+                ]
+        finally:
+            for store in stores.values():
+                await store.close()
+
+    asyncio.run(check())
+
+
+def test_redis_refills_by_its_own_clock(redis: RedisProcess) -> None:
+    async def check() -> None:
+        store = RedisStore(SharedConfig(store="redis", url=redis.url, prefix="refill", timeout_s=10), "g")
+        ask = {"key": "k", "rate": 600_000, "burst": 10_000}
+        first = (await store.lease([LeaseAsk(**ask, seq=1, want=10_000)])).grants[0]
+        assert (first.granted, first.level) == (10_000, 0)
+        await asyncio.sleep(0.05)
+        later = (await store.lease([LeaseAsk(**ask, seq=2)])).grants[0]
+        elapsed_us = later.at_us - first.at_us
+        assert later.level == pytest.approx(elapsed_us / 100, abs=2)
+        assert later.epoch == first.epoch
+        await store.close()
+
+    asyncio.run(check())
+
+
+# --- trouble --------------------------------------------------------------------------------------
+
+
+def test_a_store_that_is_not_there_is_said_once_and_delays_nothing(tmp_path: Path) -> None:
+    async def check() -> None:
+        config = SharedConfig(store="parent", socket=str(tmp_path / "none"), retry_s=0.01, timeout_s=0.1)
+        stream, clock = io.StringIO(), SystemClock()
+        leases = Leases(config)
+        store = open_store(config, "g")
+        assert store is not None
+        keeper = LeaseKeeper(config, leases, store, clock, Log(LogConfig(), clock, stream=stream))
+        await keeper.start()
+        await asyncio.sleep(0.1)
+        assert leases.down_ns is not None
+        limiter, who = (
+            Limiter(RateLimitsConfig(), leases.make_bucket),
+            Tenant(id=TenantId("t"), tokens_per_minute=600),
+        )
+        assert isinstance(limiter.reserve(clock.now_ns(), who, 300, 300), Refusal)
+        server = LeaseServer(config, Path(config.socket), clock)
+        await server.start()
+        while leases.down_ns is not None:
+            await asyncio.sleep(0.01)
+        await keeper.close()
+        await server.close()
+        assert stream.getvalue().count("is away") == 1
+        assert stream.getvalue().count("is back") == 1
+
+    asyncio.run(check())
+
+
+def test_nonsense_on_the_parents_socket_ends_that_connection_alone(tmp_path: Path) -> None:
+    async def check() -> None:
+        config = SharedConfig(store="parent", socket=str(tmp_path / "s"))
+        server = LeaseServer(config, Path(config.socket), ManualClock())
+        await server.start()
+        good = LocalStore(config, "good")
+        assert (await good.lease([])).num_gateways == 1
+        for frame in (b"\xff\xff\xff\xff", b"\0\0\0\1\xc1", b"\0\0\0\2\xa1x\0\0\0\1\x01"):
+            reader, writer = await asyncio.open_unix_connection(config.socket)
+            writer.write(frame)
+            assert await reader.read() == b""
+            writer.close()
+        ask = LeaseAsk(key="k", rate=60, burst=60, seq=1, want=5)
+        assert (await good.lease([ask])).grants[0].granted == 5
+        await server.close()
+        with pytest.raises(StoreError):
+            await good.lease([ask])
+        await good.close()
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (SharedConfig(store="redis"), "shared.url"),
+        (SharedConfig(store="redis", url="http://x"), "shared.url"),
+        (SharedConfig(store="parent"), "shared.socket"),
+    ],
+)
+def test_a_store_that_cannot_be_is_refused_at_the_start(config: SharedConfig, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        open_store(config, "g")
+
+
+def test_nothing_is_shared_unless_it_is_asked_for() -> None:
+    assert open_store(SharedConfig(), "g") is None
