@@ -114,6 +114,8 @@ class SharedConfig(Branch, frozen=True, kw_only=True):
     """Unix socket of the parent; set by `penstock serve --processes`."""
     prefix: Annotated[str, Meta(min_length=1, max_length=128)] = "penstock"
     """Begins the names of all keys in the store."""
+    gateways: Positive = 1
+    """How many gateways there are, until the store has said so: what a gateway that never reached it goes by."""
     on_store_down: Literal["local-share", "closed", "open"] = "local-share"
     """While the store does not answer. "local-share": this gateway's part of the rate, by the number of gateways that was
     known last. "closed": what it had leased, then nothing. "open": no limit; what was used is charged later."""

@@ -44,12 +44,8 @@ class Tokens(Protocol):
         """Hand out the next place in the refill to one that was refused: how long it should stay away."""
         ...
 
-    def remaining(self, now_ns: int) -> int:
-        """Whole tokens that are there; 0 while in debt."""
-        ...
-
-    def full_ns(self, now_ns: int) -> int:
-        """How long until it is full if nobody takes any."""
+    def standing(self, now_ns: int) -> tuple[int, int]:
+        """Whole tokens that are there (0 while in debt), and how long until it is full if nobody takes any."""
         ...
 
     def change(self, now_ns: int, rate: int, burst: int) -> None:
@@ -90,24 +86,20 @@ class Line:
 class Bucket:
     """`rate` tokens per minute, in bursts of up to `burst`. Begins full."""
 
-    __slots__ = ("_cap", "_level", "_line", "_rate", "_seen_ns")
+    __slots__ = ("_cap", "_level", "_line", "_rate", "_seen_ns", "burst")
 
     def __init__(self, now_ns: int, rate: int, burst: int) -> None:
         assert rate > 0, rate
         assert burst > 0, burst
-        self._rate, self._cap, self._seen_ns = rate, burst * UNIT, now_ns
+        self.burst, self._rate, self._cap, self._seen_ns = burst, rate, burst * UNIT, now_ns
         self._level = self._cap
         self._line = Line()
 
-    @property
-    def burst(self) -> int:
-        """See `Tokens.burst`."""
-        return self._cap // UNIT
-
     def level(self, now_ns: int) -> int:
         """What is there, in units of `UNIT` per token; negative is debt."""
-        if now_ns > self._seen_ns:
-            self._level = min(self._cap, self._level + (now_ns - self._seen_ns) * self._rate)
+        elapsed_ns = now_ns - self._seen_ns
+        if elapsed_ns > 0:
+            self._level = min(self._cap, self._level + elapsed_ns * self._rate)
             self._seen_ns = now_ns
         return self._level
 
@@ -132,17 +124,14 @@ class Bucket:
         length_ns = ceil_div(amount * UNIT, self._rate)
         return self._line.place_ns(now_ns, self.wait_ns(now_ns, amount), length_ns, ahead_max_ns)
 
-    def remaining(self, now_ns: int) -> int:
-        """See `Tokens.remaining`."""
-        return max(0, self.level(now_ns)) // UNIT
-
-    def full_ns(self, now_ns: int) -> int:
-        """See `Tokens.full_ns`."""
-        return ceil_div(self._cap - self.level(now_ns), self._rate)
+    def standing(self, now_ns: int) -> tuple[int, int]:
+        """See `Tokens.standing`."""
+        level = self.level(now_ns)
+        return (level // UNIT if level > 0 else 0), -((level - self._cap) // self._rate)
 
     def change(self, now_ns: int, rate: int, burst: int) -> None:
         """See `Tokens.change`. A smaller burst can empty the bucket; it makes no debt that was not there."""
         assert rate > 0, rate
         level, cap = self.level(now_ns), burst * UNIT
         self._level = max(level + cap - self._cap, min(level, 0))
-        self._rate, self._cap = rate, cap
+        self.burst, self._rate, self._cap = burst, rate, cap

@@ -41,7 +41,7 @@ class LeaseAsk(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Per minute."""
     burst: int
     seq: int
-    """Numbers the gateway's questions: the same number about the same key gets the same answer."""
+    """Numbers the gateway's questions, upwards: only a number that is new for the key is carried out."""
     owed: int = 0
     """Spent beyond what was granted: charged, into debt if need be."""
     returned: int = 0
@@ -78,11 +78,13 @@ class Leases:
 
     __slots__ = (
         "_in_flight",
+        "_joined_ns",
         "_seq",
         "_sweep",
         "_wanting",
         "config",
         "down_ns",
+        "is_counted",
         "lease_ns",
         "num_gateways",
         "on_want",
@@ -93,8 +95,12 @@ class Leases:
         self.lease_ns = int(config.lease_s * NS_PER_S)
         self.on_want = on_want
         """Called when there is something to ask and there was nothing before."""
-        self.num_gateways = 0
-        """As the store said last; 0: never."""
+        self.num_gateways = config.gateways
+        """As the store said last."""
+        self._joined_ns: int | None = None
+        """Since when the store answers without a break."""
+        self.is_counted = False
+        """Whether all gateways had the time to say that they are there: until then leases are a second's worth."""
         self.down_ns: int | None = None
         """Since when the store does not answer; None: it does, or was never asked."""
         self._wanting: dict[LeasedBucket, None] = {}
@@ -126,7 +132,12 @@ class Leases:
         """The store answered the last `asks` (or an empty batch, which only says who is there)."""
         buckets, self._in_flight = self._in_flight, []
         was_down, self.down_ns = self.down_ns is not None, None
-        self.num_gateways = max(1, reply.num_gateways)
+        if self._joined_ns is None or was_down:
+            self._joined_ns = now_ns
+        # Gateways that start together, or come back to a store that forgot them, are not all counted at once.
+        counted = now_ns - self._joined_ns >= self.config.gateway_ttl_s * NS_PER_S / 3
+        self.num_gateways = max(1, reply.num_gateways, 0 if counted else self.num_gateways)
+        self.is_counted = counted
         for bucket, grant in zip(buckets, reply.grants, strict=True):
             bucket.granted(now_ns, grant)
         if was_down:  # It may have lost its memory: tell it what was known of every bucket that is not full.
@@ -165,7 +176,7 @@ class Leases:
     def lease_max(self, rate: int, burst: int) -> int:
         """What one gateway may have on lease, and on credit: a second's worth, or its part of a quarter of the bucket."""
         worth = rate * self.lease_ns // UNIT
-        part = burst // (_CREDIT_SHARE * self.num_gateways) if self.num_gateways else 0
+        part = burst // (_CREDIT_SHARE * self.num_gateways) if self.is_counted else 0
         return min(burst, max(1, worth, part))
 
     def look_for_idle(self, now_ns: int) -> None:
@@ -178,7 +189,7 @@ class Leases:
             elif bucket.balance or bucket.offline:
                 self._sweep.append(bucket)
                 self._wanting[bucket] = None
-            elif bucket.full_ns(now_ns):
+            elif bucket.standing(now_ns)[1]:
                 self._sweep.append(bucket)
             else:
                 bucket.listed = False  # Nothing to look after until it is used again.
@@ -275,7 +286,7 @@ class LeasedBucket:
         if self._leases.down_ns is not None:
             if self._leases.config.on_store_down == "closed":
                 return max(1, int(self._leases.config.retry_s * NS_PER_S))
-            units = (amount - self.balance) * UNIT * max(1, self._leases.num_gateways) - self._lent_units
+            units = (amount - self.balance) * UNIT * self._leases.num_gateways - self._lent_units
             return max(1, ceil_div(units, self.rate))
         short = amount - self.balance + self._owed_pending()
         units = short * UNIT - self._known_units(now_ns)
@@ -284,20 +295,15 @@ class LeasedBucket:
 
     def place_ns(self, now_ns: int, amount: int, ahead_max_ns: int) -> int:
         """See `Tokens.place_ns`. The other gateways hand out places in the same refill: this one has its share of it."""
-        length_ns = ceil_div(amount * UNIT, self.rate) * max(1, self._leases.num_gateways)
+        length_ns = ceil_div(amount * UNIT, self.rate) * self._leases.num_gateways
         return self._line.place_ns(now_ns, self.wait_ns(now_ns, amount), length_ns, ahead_max_ns)
 
-    def remaining(self, now_ns: int) -> int:
-        """See `Tokens.remaining`: the whole bucket's, as far as this gateway knows."""
+    def standing(self, now_ns: int) -> tuple[int, int]:
+        """See `Tokens.standing`: the whole bucket's, as far as this gateway knows."""
         there = self.balance - self._owed_pending()
-        if self._leases.down_ns is None:
-            there += self._known(now_ns)
-        return min(self.burst, max(0, there))
-
-    def full_ns(self, now_ns: int) -> int:
-        """See `Tokens.full_ns`."""
-        there = self.balance - self._owed_pending() + self._known(now_ns)
-        return max(0, ceil_div((self.burst - there) * UNIT, self.rate))
+        units = there * UNIT + self._known_units(now_ns)
+        left = there if self._leases.down_ns is not None else units // UNIT
+        return min(self.burst, max(0, left)), max(0, ceil_div(self.burst * UNIT - units, self.rate))
 
     def change(self, now_ns: int, rate: int, burst: int) -> None:
         """See `Tokens.change`. The store learns it from the next question."""
@@ -311,6 +317,13 @@ class LeasedBucket:
         """The next question, which stays the question until it is answered; None if there is nothing to ask."""
         assert self.pending is None, "one question at a time"
         self._measure(now_ns)
+        # The bucket refilled while the store was away, up to full: this gateway's part of that is charged for what it
+        # spent meanwhile. More never came into the bucket, so more would be charged twice.
+        offline = min(self.offline, self.burst // self._leases.num_gateways)
+        self.balance -= max(
+            0, min(self.balance, self.offline - offline)
+        )  # What is not charged is not given back.
+        self.offline = 0
         owed, returned, want = max(0, -self.balance), 0, 0
         if now_ns - self.active_ns >= _IDLE_LEASES * self._leases.lease_ns:
             returned = max(0, self.balance)
@@ -318,10 +331,6 @@ class LeasedBucket:
             returned = self.balance - self.size
         else:
             want = max(0, self.size - max(0, self.balance))
-        # The bucket refilled while the store was away, up to full: this gateway's part of that is charged for what it
-        # spent meanwhile. More never came into the bucket, so more would be charged twice.
-        offline = min(self.offline, self.burst // max(1, self._leases.num_gateways))
-        self.offline = 0
         if not (owed or returned or want or offline or self.recall):
             return None
         self.recall = False
@@ -383,8 +392,8 @@ class LeasedBucket:
             return
         since_ns = max(self._lent_ns, leases.down_ns)
         self._lent_ns = max(now_ns, since_ns)
-        share = UNIT * max(1, leases.num_gateways)
-        cap = max(1, self.burst // max(1, leases.num_gateways))
+        share = UNIT * leases.num_gateways
+        cap = max(1, self.burst // leases.num_gateways)
         self._lent_units += self.rate * (self._lent_ns - since_ns)
         gained, self._lent_units = divmod(self._lent_units, share)
         gained = min(gained, max(0, cap - self.balance))

@@ -63,12 +63,12 @@ class LeaseTable:
         shared = self._of(now_ns, ask)
         bucket = shared.bucket
         seq, granted = shared.answers.get(gateway, (-1, 0))
-        if seq != ask.seq:
+        if ask.seq > seq:  # Else it is asked again, or a copy of it that was on its way for long.
             if ask.epoch not in (0, shared.epoch):
                 _recall(now_ns, shared, ask)
             bucket.give(now_ns, ask.returned)
             bucket.take(now_ns, ask.owed)
-            granted = min(ask.want, bucket.remaining(now_ns))
+            granted = min(ask.want, max(0, bucket.level(now_ns) // UNIT))
             bucket.take(now_ns, granted)
             shared.given += granted + ask.owed - ask.returned
             shared.answers[gateway] = (ask.seq, granted)
@@ -100,7 +100,7 @@ class LeaseTable:
 
     def _collect(self, now_ns: int) -> None:
         """Forget full buckets: a new one would be the same. Called when their number has doubled."""
-        for key in [key for key, shared in self._shared.items() if shared.bucket.full_ns(now_ns) == 0]:
+        for key in [key for key, shared in self._shared.items() if shared.bucket.standing(now_ns)[1] == 0]:
             del self._shared[key]
         self._collect_at = max(_COLLECT_MIN, 2 * len(self._shared))
 

@@ -16,16 +16,18 @@ def limit_headers(now_ns: int, tenant: Tenant, requests: Tokens | None, tokens: 
     """The headers of both limits: the limit per minute, what is left, and when all of it is back."""
     made: Headers = ()
     if requests is not None:
+        remaining, full_ns = requests.standing(now_ns)
         made = (
             (b"x-ratelimit-limit-requests", _number(tenant.requests_per_minute)),
-            (b"x-ratelimit-remaining-requests", b"%d" % requests.remaining(now_ns)),
-            (b"x-ratelimit-reset-requests", duration(requests.full_ns(now_ns))),
+            (b"x-ratelimit-remaining-requests", b"%d" % remaining),
+            (b"x-ratelimit-reset-requests", duration(full_ns)),
         )
     if tokens is not None:
+        remaining, full_ns = tokens.standing(now_ns)
         made += (
             (b"x-ratelimit-limit-tokens", _number(tenant.tokens_per_minute)),
-            (b"x-ratelimit-remaining-tokens", b"%d" % tokens.remaining(now_ns)),
-            (b"x-ratelimit-reset-tokens", duration(tokens.full_ns(now_ns))),
+            (b"x-ratelimit-remaining-tokens", b"%d" % remaining),
+            (b"x-ratelimit-reset-tokens", duration(full_ns)),
         )
     return made
 
@@ -35,7 +37,11 @@ def duration(ns: int) -> bytes:
     ms = -(-ns // 1_000_000)
     if ms < 1000:
         return b"%dms" % ms if ms else b"0s"
-    seconds = -(-ms // 1000)
+    return _seconds(-(-ms // 1000))
+
+
+@lru_cache(maxsize=4096)
+def _seconds(seconds: int) -> bytes:
     if seconds < 60:
         return b"%ds" % seconds
     minutes, seconds = divmod(seconds, 60)

@@ -291,7 +291,7 @@ class Limiter:
             return Refusal(kind="concurrent", limit=limit, used=use.live, requested=1, retry_after_ns=wait_ns)
         wait_ns = _spread(bucket.place_ns(now_ns, amount, ahead_max_ns), request_id)
         limit = tenant.tokens_per_minute if unit == "tokens" else tenant.requests_per_minute
-        used = bucket.burst - bucket.remaining(now_ns)
+        used = bucket.burst - bucket.standing(now_ns)[0]
         return Refusal(kind=unit, limit=limit, used=used, requested=amount, retry_after_ns=wait_ns)
 
     def _concurrent_ns(self, now_ns: int, use: _Use, ahead_max_ns: int) -> int:
@@ -330,7 +330,7 @@ def _own_bucket(now_ns: int, tenant: TenantId, unit: Unit, rate: int, burst: int
 
 def _is_full(now_ns: int, use: _Use) -> bool:
     buckets = (use.requests, use.tokens)
-    return all(bucket is None or bucket.full_ns(now_ns) == 0 for bucket in buckets)
+    return all(bucket is None or bucket.standing(now_ns)[1] == 0 for bucket in buckets)
 
 
 def _spread(wait_ns: int, request_id: str) -> int:

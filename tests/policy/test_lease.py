@@ -58,9 +58,9 @@ class Gateway:
 def fleet(count: int, **settings) -> tuple[list[Gateway], LeaseTable]:
     config = SharedConfig(**settings)
     gateways, table = [Gateway(f"g{i}", config) for i in range(count)], LeaseTable(config)
-    for _ in range(2):
+    for now_ns in (-20 * NS_PER_S, -10 * NS_PER_S, 0):
         for gateway in gateways:
-            gateway.exchange(0, table)  # Everybody knows how many there are.
+            gateway.exchange(now_ns, table)  # Everybody knows how many there are.
     return gateways, table
 
 
@@ -74,6 +74,18 @@ def test_the_first_request_of_a_tenant_does_not_wait_for_the_store() -> None:
     gateway.exchange(0, table)
     assert gateway.request(0, 20_000)
     assert table.level(0, KEY) == 60_000 - 20_000 - 15_000  # Alone it leases a quarter of the bucket.
+
+
+def test_gateways_that_start_together_do_not_take_themselves_for_alone() -> None:
+    config = SharedConfig()
+    gateways, table = [Gateway(f"g{i}", config) for i in range(8)], LeaseTable(config)
+    for gateway in gateways:
+        gateway.exchange(0, table)
+    for _ in range(100):
+        for gateway in gateways:
+            gateway.spend_all(0, 100)
+            gateway.exchange(0, table)
+    assert sum(gateway.used for gateway in gateways) <= 60_000 + 8 * SECOND
 
 
 def test_one_gateway_alone_gets_the_whole_limit_and_no_more() -> None:

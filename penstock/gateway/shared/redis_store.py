@@ -36,7 +36,7 @@ local function grant(limit, said, rate, burst, seq, owed, returned, want, epoch,
   end
   local granted
   local last = redis.call('HMGET', said, 'seq', 'granted')
-  if last[1] and tonumber(last[1]) == seq then
+  if last[1] and tonumber(last[1]) >= seq then
     granted = tonumber(last[2])
   else
     if epoch ~= 0 and epoch ~= life then
