@@ -1,0 +1,40 @@
+"""The rate limits of one gateway process, shared or not: what wires policy/rate_limit.py to a store."""
+
+from penstock.clock import Clock
+from penstock.config.flow import RateLimitsConfig, SharedConfig
+from penstock.gateway.shared.keeper import LeaseKeeper
+from penstock.gateway.shared.store import open_store
+from penstock.policy.lease import Leases
+from penstock.policy.rate_limit import Limiter
+from penstock.telemetry.log import Log
+
+
+class SharedLimits:
+    """A `Limiter`, and the task that keeps it in leases where limits are shared."""
+
+    def __init__(
+        self, limits: RateLimitsConfig, shared: SharedConfig, *, gateway: str, clock: Clock, log: Log
+    ) -> None:
+        """`gateway` names this process for all time: a name that another one had would get its answers.
+
+        Raises:
+            ConfigError: the store cannot be used as configured, or its client is not installed.
+        """
+        store = open_store(shared, gateway)
+        if store is None:
+            self.leases, self._keeper = None, None
+            self.limiter = Limiter(limits)
+            return
+        self.leases = Leases(shared)
+        self._keeper = LeaseKeeper(shared, self.leases, store, clock, log)
+        self.limiter = Limiter(limits, self.leases.make_bucket)
+
+    async def start(self) -> None:
+        """Say hello to the store, within its timeout, before the first request comes."""
+        if self._keeper is not None:
+            await self._keeper.start()
+
+    async def close(self) -> None:
+        """Stop talking to the store."""
+        if self._keeper is not None:
+            await self._keeper.close()

@@ -1,0 +1,54 @@
+import asyncio
+import io
+from pathlib import Path
+
+from penstock.clock import SystemClock
+from penstock.config.flow import RateLimitsConfig, SharedConfig
+from penstock.config.tree import LogConfig
+from penstock.gateway.shared.limits import SharedLimits
+from penstock.gateway.shared.local_store import LeaseServer
+from penstock.policy.rate_limit import Refusal, Reservation
+from penstock.policy.tenant import Tenant
+from penstock.telemetry.log import Log
+from penstock.types import TenantId
+
+CLOCK = SystemClock()
+WHO = Tenant(id=TenantId("t"), tokens_per_minute=60)  # One a second: the test is over before much refills.
+
+
+def limits(shared: SharedConfig, name: str) -> SharedLimits:
+    log = Log(LogConfig(), CLOCK, stream=io.StringIO())
+    return SharedLimits(RateLimitsConfig(), shared, gateway=name, clock=CLOCK, log=log)
+
+
+def test_alone_it_is_a_limiter_and_nothing_else() -> None:
+    async def check() -> None:
+        alone = limits(SharedConfig(), "a")
+        await alone.start()
+        assert isinstance(alone.limiter.reserve(CLOCK.now_ns(), WHO, 60, 0), Reservation)
+        assert isinstance(alone.limiter.reserve(CLOCK.now_ns(), WHO, 60, 0), Refusal)
+        await alone.close()
+
+    asyncio.run(check())
+
+
+def test_what_one_gateway_used_the_other_does_not_have(tmp_path: Path) -> None:
+    async def check() -> None:
+        shared = SharedConfig(store="parent", socket=str(tmp_path / "leases"), timeout_s=10)
+        server = LeaseServer(shared, Path(shared.socket), CLOCK)
+        await server.start()
+        one, other = limits(shared, "one"), limits(shared, "other")
+        await one.start()
+        await other.start()
+        assert isinstance(one.limiter.reserve(CLOCK.now_ns(), WHO, 50, 0), Reservation)
+        while (level := server.table.level(CLOCK.now_ns(), "tokens:t")) is None or level > 20:
+            await asyncio.sleep(0.005)
+        other.limiter.reserve(CLOCK.now_ns(), WHO, 1, 0)
+        while int(dict(other.limiter.headers(CLOCK.now_ns(), WHO))[b"x-ratelimit-remaining-tokens"]) > 20:
+            await asyncio.sleep(0.005)
+        assert isinstance(other.limiter.reserve(CLOCK.now_ns(), WHO, 40, 0), Refusal)
+        await one.close()
+        await other.close()
+        await server.close()
+
+    asyncio.run(check())
