@@ -21,7 +21,9 @@ def check(config: Config) -> None:
     problems = [
         *access_problems(config.auth, config.server.host),
         *queue_problems(config.queue),
-        *tenant_problems(config.tenants, config.tiers, config.auth),
+        *tenant_problems(
+            config.tenants, config.tiers, config.auth, [band.name for band in config.queue.bands]
+        ),
         *_limit_problems(config),
         *_model_problems(config),
         *routing_problems(config),

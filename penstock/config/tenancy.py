@@ -101,7 +101,7 @@ class TierConfig(Branch, frozen=True, kw_only=True):
     weight: Weight = 1.0
     """Share beside other tenants of the band while both have work waiting."""
     band: str = "default"
-    """Priority band of its requests."""
+    """Priority band of its requests, one of `queue.bands`."""
     budget_per_day: Money = 0.0
     """In the currency of the price list, per UTC day."""
     budget_per_month: Money = 0.0
@@ -155,6 +155,7 @@ ENTERPRISE = TierConfig(
     concurrent_max=256,
     context_tokens_max=131_072,
     weight=16.0,
+    band="priority",
     degrade="never",
 )
 DEFAULT_TIERS = (FREE, PRO, ENTERPRISE)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
 from penstock.config.hosts import is_loopback
-from penstock.config.tenancy import AuthConfig, JwtConfig, TenantConfig, TierConfig
+from penstock.config.tenancy import DEFAULT_TIERS, AuthConfig, JwtConfig, TenantConfig, TierConfig
 
 ID = re.compile(r"[A-Za-z0-9_.:@/|+-]{1,128}")
 """What a tenant may be called: it goes into headers, reports and log lines as it is."""
@@ -38,9 +38,9 @@ def access_problems(auth: AuthConfig, host: str) -> Iterator[str]:
 
 
 def tenant_problems(
-    tenants: Sequence[TenantConfig], tiers: Sequence[TierConfig], auth: AuthConfig
+    tenants: Sequence[TenantConfig], tiers: Sequence[TierConfig], auth: AuthConfig, bands: Sequence[str]
 ) -> Iterator[str]:
-    """What is wrong with tenants and tiers."""
+    """What is wrong with tenants and tiers; `bands` are the queue's."""
     names: dict[str, int] = {}
     for i, tier in enumerate(tiers):
         where = f"tiers[{i}]"
@@ -49,6 +49,8 @@ def tenant_problems(
         elif tier.name in names:
             yield f"{where}.name: {tier.name!r} is the name of tiers[{names[tier.name]}] already"
         names.setdefault(tier.name, i)
+        if tier not in DEFAULT_TIERS:  # Those may name bands that the operator has replaced.
+            yield from _unknown_band(tier, where, bands)
         yield from _allowance_problems(tier, where)
     ids: dict[str, int] = {}
     for i, tenant in enumerate(tenants):
@@ -59,6 +61,7 @@ def tenant_problems(
             yield f"{where}.id: {tenant.id!r} is the id of tenants[{ids[tenant.id]}] already"
         ids.setdefault(tenant.id, i)
         yield from _unknown_tier(f"{where}.tier", tenant.tier, names)
+        yield from _unknown_band(tenant, where, bands)
         yield from _allowance_problems(tenant, where)
     if auth.jwt.issuer:
         yield from _unknown_tier("auth.jwt.default_tier", auth.jwt.default_tier, names)
@@ -78,9 +81,12 @@ def _unknown_tier(where: str, tier: str, known: dict[str, int]) -> Iterator[str]
         yield f"{where}: there is no tier {tier[:80]!r}; there are {', '.join(known) or 'none'}"
 
 
+def _unknown_band(allowed: TierConfig | TenantConfig, where: str, known: Sequence[str]) -> Iterator[str]:
+    if allowed.band is not None and allowed.band not in known:
+        yield f"{where}.band: there is no band {allowed.band[:80]!r} in queue.bands; there are {', '.join(known)}"
+
+
 def _allowance_problems(allowed: TierConfig | TenantConfig, where: str) -> Iterator[str]:
-    if allowed.band is not None and not LABEL.fullmatch(allowed.band):
-        yield f"{where}.band: expected 1 to 64 letters, digits and _.-, got {allowed.band[:80]!r}"
     for field in ("models", "adapters"):
         for i, name in enumerate(getattr(allowed, field) or ()):
             if not re.fullmatch(r"[^\s\x00-\x1f\x7f]{1,256}", name):

@@ -79,7 +79,9 @@ def edit_keys(
             before = read_keys(path, keys_max=keys_max) if path.exists() else ()
             after, result = change(before)
             if len(after) > keys_max:
-                raise ConfigError(f"{path}: over the bound of {keys_max} keys; remove old ones")
+                raise ConfigError(
+                    f"{path}: over the bound of {keys_max} keys; remove the lines of keys that have ended"
+                )
             assert not any(map(record_problem, after)), "what is written must be readable"
             _replace(path, b"".join(msgspec.json.encode(key) + b"\n" for key in after))
             return result

@@ -13,7 +13,7 @@ from penstock.errors import ConfigError
 FULL = """
 tiers:
   - {name: free, context_tokens_max: 32768, requests_per_minute: 10}
-  - {name: gold, weight: 2.5, band: fast, models: [a, b/c], budget_per_day: 5, budget_per_month: 100}
+  - {name: gold, weight: 2.5, band: bulk, models: [a, b/c], budget_per_day: 5, budget_per_month: 100}
 tenants:
   - {id: acme, tier: gold, context_tokens_max: 131072, degrade: never}
   - {id: "org:1/eu", models: []}
@@ -50,7 +50,8 @@ JWT = {"issuer": "https://id.example", "audience": ["penstock"]}
         ({"tenants": [{"id": "two words"}]}, r"tenants\[0\]\.id: expected 1 to 128 letters"),
         ({"tenants": [{"id": ""}]}, r"tenants\[0\]\.id: expected"),
         ({"tenants": [{"id": "key-1234"}]}, r"tenants\[0\]\.id: 'key-1234' begins with 'key-'"),
-        ({"tenants": [{"id": "a", "band": "a b"}]}, r"tenants\[0\]\.band: expected 1 to 64"),
+        ({"tenants": [{"id": "a", "band": "fast"}]}, r"tenants\[0\]\.band: there is no band 'fast' in queue.bands; there are system, pri"),
+        ({"tiers": [{"name": "a", "band": ""}]}, r"tiers\[0\]\.band: there is no band ''"),
         ({"tenants": [{"id": "a", "models": ["a b"]}]}, r"tenants\[0\]\.models\[0\]: expected"),
         ({"tenants": [{"id": "a", "weight": 0}]}, r"tenants\[0\]\.weight: expected a number > 0"),
         ({"tenants": [{"id": "a", "requests_per_minute": "many"}]}, r"tenants\[0\]\.requests_per_minute: expected an integer"),
@@ -86,6 +87,10 @@ def test_the_examples_in_the_docs_are_fine() -> None:
     assert len(examples) == 2
     for example in examples:
         check(parse_config(example))
+
+
+def test_the_default_tiers_go_with_other_bands() -> None:
+    check(convert_config({"queue": {"bands": [{"name": "all", "order": 0}]}}))
 
 
 def test_the_environment_names_file_and_secret() -> None:
