@@ -67,7 +67,7 @@ class Gateway:
         slots = StreamSlots(config.limits.concurrent_max)
         self._services = Services(
             config=config,
-            models=ModelTable(models),
+            models=ModelTable(models, config.routing),
             ids=ids,
             clock=clock,
             slots=slots,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.gateway.flush import RelayTerms
+from penstock.gateway.served_headers import Served
 from penstock.gateway.tally import Tally
 
 JSON = b"application/json"
@@ -75,8 +76,8 @@ class Exchange:
 
     __slots__ = (
         "_chunked", "_held_bytes", "_keep_alive", "_on_finished", "_wire", "body", "client", "ending", "head", "holds",
-        "id", "idle_ticks", "is_open", "on_caught_up", "on_disconnect", "started_ns", "status", "streaming", "tally",
-        "terms",
+        "id", "idle_ticks", "is_open", "on_caught_up", "on_disconnect", "served", "started_ns", "status", "streaming",
+        "tally", "terms",
     )  # fmt: skip
 
     def __init__(
@@ -94,6 +95,8 @@ class Exchange:
         self.id = ""
         self.tally: Tally | None = None
         """Set by handlers that generate."""
+        self.served: Served | None = None
+        """Which model answers, and why. Set by handlers that generate; its headers go with whatever the response is."""
         self.started_ns = 0
         self.status = 0
         self.streaming = False
@@ -233,6 +236,8 @@ class Exchange:
         if self.id:
             lines.append(b"x-request-id: " + self.id.encode())
         lines.extend(b"%b: %b" % header for header in headers)
+        if self.served is not None:
+            lines.extend(b"%b: %b" % header for header in self.served.headers())
         if not self._keep_alive:
             lines.append(b"connection: close")
         elif self.head.version != "1.1":

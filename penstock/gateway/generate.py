@@ -25,9 +25,9 @@ from penstock.gateway.prepare import (
 )
 from penstock.gateway.relay import ChatSink, CompletionLogprobsSink, StreamReply, TextSink
 from penstock.gateway.reply import Context, Reply
+from penstock.gateway.served_headers import Served
 from penstock.gateway.services import Services
 from penstock.gateway.tally import Tally
-from penstock.policy.tenant_limits import check_model
 from penstock.protocol.openai import ChatRequest, CompletionRequest, GenerationRequest
 from penstock.protocol.openai_validate import parse_chat, parse_completion, prompts_of
 from penstock.protocol.stream import ChatChunks, CompletionChunks, StreamHead
@@ -121,8 +121,10 @@ class Generate:
         self, exchange: Exchange, caller: Caller, request: GenerationRequest, endpoint: Endpoint
     ) -> tuple[ServedModel, ModelInfo]:
         self._services.check_draining()
-        model = self._services.models.get(request.model)
-        check_model(caller.tenant, model.name)
+        model, choice = self._services.models.resolve(request, caller.tenant)
+        exchange.served = Served(model=model.name, requested=request.model)
+        if choice is not None:
+            exchange.served.downgrade, exchange.served.route = "complexity", choice.explain()
         exchange.tally = Tally(model=model.name, endpoint=endpoint, started_ns=exchange.started_ns)
         return model, model.info()
 

@@ -13,7 +13,7 @@ from penstock.gateway.exchange import Exchange, Response
 from penstock.gateway.models import ServedModel
 from penstock.gateway.prepare import check_token_ids, render
 from penstock.gateway.services import Services
-from penstock.policy.tenant_limits import check_model, may_use_model
+from penstock.policy.tenant_limits import check_model
 from penstock.protocol.openai import DetokenizeAnswer, ModelList, TokenizeAnswer, TokenizeRequest
 from penstock.protocol.openai_validate import parse_detokenize, parse_tokenize
 from penstock.protocol.worker import ModelInfo, Stats
@@ -82,13 +82,12 @@ class Inspect:
 
     async def list_models(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /v1/models`."""
-        allowed = (model for model in self._services.models if may_use_model(caller.tenant, model.name))
-        _answer(exchange, ModelList(data=[model.card() for model in allowed]))
+        _answer(exchange, ModelList(data=self._services.models.cards(caller.tenant)))
 
     async def show_model(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /v1/models/{id}`. The id may hold slashes."""
         name = unquote(exchange.head.path.removeprefix("/v1/models/"))
-        _answer(exchange, self._model(name, caller).card())
+        _answer(exchange, self._services.models.card(name, caller.tenant))
 
     async def tokenize(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /v1/tokenize`."""

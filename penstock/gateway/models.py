@@ -5,9 +5,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from penstock.backends.base import Backend
+from penstock.config.routing import RoutingConfig
 from penstock.errors import NotFound, WorkerUnavailable
+from penstock.gateway.auto_model import AutoModels
 from penstock.gateway.public import NO_PUBLIC_PREFIXES, PublicPrefixes
-from penstock.protocol.openai import ModelCard
+from penstock.policy.complexity import Choice
+from penstock.policy.tenant import Tenant
+from penstock.policy.tenant_limits import check_model, may_use_model
+from penstock.protocol.openai import GenerationRequest, ModelCard
 from penstock.protocol.worker import ModelInfo
 from penstock.text.chat import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
@@ -58,13 +63,53 @@ class ServedModel:
 
 
 class ModelTable:
-    """Finds a model by name."""
+    """Finds a model by name, or by what a request needs."""
 
-    def __init__(self, models: Mapping[ModelName, ServedModel]) -> None:
+    def __init__(
+        self,
+        models: Mapping[ModelName, ServedModel],
+        routing: RoutingConfig = RoutingConfig(),  # noqa: B008 - it is frozen.
+    ) -> None:
         self._models = dict(models)
+        created_s = max((model.created_s for model in models.values()), default=0)
+        self._auto = AutoModels(routing, created_s=created_s) if routing.auto.models else None
 
     def __iter__(self):  # noqa: ANN204
         return iter(self._models.values())
+
+    def cards(self, tenant: Tenant) -> list[ModelCard]:
+        """What `/v1/models` lists for a tenant: "auto" after the models themselves."""
+        found = [model.card() for model in self if may_use_model(tenant, model.name)]
+        if self._auto is not None and self._auto.may_use(tenant):
+            found.append(self._auto.card())
+        return found
+
+    def card(self, name: str, tenant: Tenant) -> ModelCard:
+        """One entry of `/v1/models`.
+
+        Raises:
+            NotFound: there is no such model.
+            Forbidden: it is not the tenant's.
+        """
+        if self._auto is not None and name == self._auto.name and self._auto.may_use(tenant):
+            return self._auto.card()
+        model = self.get(name)
+        check_model(tenant, model.name)
+        return model.card()
+
+    def resolve(self, request: GenerationRequest, tenant: Tenant) -> tuple[ServedModel, Choice | None]:
+        """The model that a request asks for, and how it was chosen if it asks for "auto".
+
+        Raises:
+            NotFound: there is no such model.
+            Forbidden: it is not the tenant's.
+        """
+        choice = None
+        if self._auto is not None and request.model == self._auto.name:
+            choice = self._auto.choose(request, tenant, self._max_length)
+        model = self.get(request.model if choice is None else choice.model)
+        check_model(tenant, model.name)
+        return model, choice
 
     def get(self, name: str | None) -> ServedModel:
         """The model of this name; without a name the only one, where there is only one.
@@ -84,3 +129,10 @@ class ModelTable:
                 code="model_not_found",
             )
         return model
+
+    def _max_length(self, name: str) -> int | None:
+        model = self._models.get(ModelName(name))
+        if model is None or not model.backend.status.ready:
+            return None
+        info = model.backend.status.info
+        return info.max_model_len if info is not None else 0

@@ -76,7 +76,8 @@ class StreamReply(Reply):
         """The end of a stream that went well."""
         usage = b""
         if self.context.head.include_usage:
-            usage = self.context.head.usage_event(self._kind, self.tally.usage())
+            facts = self.exchange.served.facts() if self.exchange.served is not None else b""
+            usage = self.context.head.usage_event(self._kind, self.tally.usage(), facts)
         self.exchange.end(usage + DONE)
 
     def send_error(self, error: PenstockError) -> None:

@@ -47,9 +47,10 @@ class StreamHead:
         """From after the array of choices to the end of the event."""
         return b',"usage":null}\n\n' if self.include_usage else b"}\n\n"
 
-    def usage_event(self, kind: str, usage: UsageBody) -> bytes:
-        """The last chunk when usage was asked for: no choices, only the count."""
-        return b'%b[],"usage":%b}\n\n' % (self.opening(kind), _encode(usage))
+    def usage_event(self, kind: str, usage: UsageBody, facts: bytes = b"") -> bytes:
+        """The last chunk when usage was asked for: no choices, only the count, and JSON `facts` of who answered."""
+        ours = b',"penstock":' + facts if facts else b""
+        return b'%b[],"usage":%b%b}\n\n' % (self.opening(kind), _encode(usage), ours)
 
 
 class ChatChunks:

@@ -1,0 +1,189 @@
+"""Headers that say how a request may be treated and who answered it, and `model: "auto"`."""
+
+import json
+
+import pytest
+
+from penstock.config.routing import AdmissionConfig, AutoConfig, AutoModel, ModelRoute, RoutingConfig
+from penstock.errors import Forbidden, InvalidRequest, NotFound
+from penstock.gateway.auto_model import AutoModels, features_of
+from penstock.gateway.hints import Hints, read_hints
+from penstock.gateway.served_headers import Served
+from penstock.policy.tenant import NOBODY, Tenant
+from penstock.protocol.openai import ChatRequest, CompletionRequest, FunctionSpec, Message, ToolSpec
+from penstock.types import TenantId
+
+CONFIG = AdmissionConfig()
+
+
+# --- what the client says -------------------------------------------------------------------------
+
+
+def test_no_headers_are_no_hints() -> None:
+    assert read_hints({b"host": b"x"}, CONFIG) == Hints()
+
+
+def test_both_headers() -> None:
+    headers = {b"x-penstock-degrade": b" Prefer", b"x-penstock-max-wait-ms": b"1500"}
+    assert read_hints(headers, CONFIG) == Hints(degrade="prefer", max_wait_ns=1_500_000_000)
+
+
+@pytest.mark.parametrize("value", [b"", b"maybe", b"never, allow", b"\xff\x00", b"never" * 1000])
+def test_a_degrade_that_is_no_word_of_ours(value: bytes) -> None:
+    with pytest.raises(InvalidRequest, match=r"x-penstock-degrade.*never, allow, prefer") as caught:
+        read_hints({b"x-penstock-degrade": value}, CONFIG)
+    assert caught.value.param == "x-penstock-degrade"
+    assert len(str(caught.value)) < 250
+
+
+@pytest.mark.parametrize(
+    "value", [b"", b"0", b"-1", b"1.5", b"1e3", b"600001", b"9" * 5000, "٣".encode(), b"1,2", b"nan"]
+)
+def test_a_wait_that_is_out_of_bounds(value: bytes) -> None:
+    with pytest.raises(InvalidRequest, match=r"x-penstock-max-wait-ms.*from 1 to 600000") as caught:
+        read_hints({b"x-penstock-max-wait-ms": value}, CONFIG)
+    assert caught.value.param == "x-penstock-max-wait-ms"
+
+
+# --- what the client is told ----------------------------------------------------------------------
+
+
+def test_only_the_model_where_nothing_was_changed() -> None:
+    served = Served(model="large", requested="large")
+    assert served.headers() == ((b"x-penstock-model", b"large"),)
+    assert json.loads(served.facts()) == {"model": "large"}
+
+
+def test_all_that_is_known() -> None:
+    served = Served(
+        model="klein/ä",
+        requested="large",
+        downgrade="slo",
+        route="complexity=0.31 (code .20)",
+        queue_ns=12_400_000,
+    )
+    assert dict(served.headers()) == {
+        b"x-penstock-model": b"klein/%C3%A4",
+        b"x-penstock-requested-model": b"large",
+        b"x-penstock-downgrade": b"slo",
+        b"x-penstock-route": b"complexity=0.31 (code .20)",
+        b"x-penstock-queue-ms": b"12",
+    }
+    assert json.loads(served.facts()) == {
+        "model": "klein/ä",
+        "requested_model": "large",
+        "downgrade": "slo",
+        "route": "complexity=0.31 (code .20)",
+        "queue_ms": 12,
+    }
+
+
+# --- auto -----------------------------------------------------------------------------------------
+
+ROUTING = RoutingConfig(
+    models=(ModelRoute(model="small", tools=False),),
+    auto=AutoConfig(models=(AutoModel(model="small", up_to=0.15), AutoModel(model="large", cost=8))),
+)
+TOOL = ToolSpec(type="function", function=FunctionSpec(name="f"))
+
+
+def chat(*texts: str, **fields) -> ChatRequest:
+    return ChatRequest(
+        model="auto", messages=[Message(role="user", content=text) for text in texts], **fields
+    )
+
+
+def chosen(request, *, tenant: Tenant = NOBODY, lengths=None) -> str:
+    return (
+        AutoModels(ROUTING)
+        .choose(request, tenant, ({"small": 4096, "large": 4096} if lengths is None else lengths).get)
+        .model
+    )
+
+
+def test_by_what_the_request_needs() -> None:
+    assert chosen(chat("hi")) == "small"
+    assert chosen(chat("hi", tools=[TOOL])) == "large"
+    assert chosen(chat("hi", tools=[TOOL], tool_choice="none")) == "small"
+    assert chosen(chat("hi", max_tokens=5000), lengths={"small": 4096, "large": 8192}) == "large"
+    assert chosen(chat("hi"), lengths={"large": 4096}) == "large"
+    assert chosen(chat("hi"), lengths={}) == "small"
+    assert chosen(chat("hi", max_tokens=10**6)) == "small"
+
+
+def test_by_what_the_tenant_may_use() -> None:
+    only_large = Tenant(id=TenantId("t"), models=frozenset({"large"}))
+    assert chosen(chat("hi"), tenant=only_large) == "large"
+    with pytest.raises(Forbidden):
+        chosen(chat("hi"), tenant=Tenant(id=TenantId("t"), models=frozenset({"other"})))
+    only_small = Tenant(id=TenantId("t"), models=frozenset({"small"}))
+    with pytest.raises(NotFound, match="tools"):
+        chosen(chat("hi", tools=[TOOL]), tenant=only_small)
+
+
+def test_features_of_every_kind_of_prompt() -> None:
+    request = chat("one", "two", tools=[TOOL])
+    features = features_of(request, tier="pro")
+    assert (list(features.texts), features.num_chars, features.num_tools, features.tier) == (
+        ["one", "two"],
+        6,
+        1,
+        "pro",
+    )
+    plain = CompletionRequest(model="auto", prompt=["ab", [1, 2, 3], "c"])
+    assert (list(features_of(plain, tier="").texts), features_of(plain, tier="").num_chars) == (
+        ["ab", "c"],
+        15,
+    )
+    ids = CompletionRequest(model="auto", prompt=[1, 2])
+    assert features_of(ids, tier="").num_chars == 8
+
+
+@pytest.fixture(scope="module")
+def auto_gateway(kit):
+    auto = AutoConfig(models=(AutoModel(model="tiny"),))
+    running = kit.RunningGateway(kit.replace(kit.make_config(), routing={"auto": auto}))
+    yield running
+    running.stop()
+
+
+def ask(kit, gateway, request: bytes) -> tuple[dict[str, str], bytes]:
+    """Headers and body of one answer."""
+    raw = kit.Raw(gateway)
+    head, _, body = raw.send(request).read_all().partition(b"\r\n\r\n")
+    raw.close()
+    return dict(line.split(": ", 1) for line in head.decode().split("\r\n")[1:]), body
+
+
+def test_auto_is_listed(kit, auto_gateway) -> None:
+    headers = (f"Authorization: Bearer {kit.KEY}", "Connection: close")
+    listed = json.loads(ask(kit, auto_gateway, kit.get("/v1/models", *headers))[1])
+    assert [card["id"] for card in listed["data"]] == ["tiny", "auto"]
+    assert json.loads(ask(kit, auto_gateway, kit.get("/v1/models/auto", *headers))[1])["id"] == "auto"
+
+
+def test_auto_answers_and_says_how_it_was_chosen(kit, auto_gateway) -> None:
+    body = kit.chat(model="auto", max_tokens=3)
+    headers, answer = ask(kit, auto_gateway, kit.post("/v1/chat/completions", body, "Connection: close"))
+    assert json.loads(answer)["model"] == "tiny"
+    assert headers["x-penstock-model"] == "tiny"
+    assert headers["x-penstock-requested-model"] == "auto"
+    assert headers["x-penstock-downgrade"] == "complexity"
+    assert headers["x-penstock-route"].startswith("complexity=0.00 (simple -")
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    streamed, events = ask(kit, auto_gateway, kit.post("/v1/chat/completions", body, "Connection: close"))
+    assert streamed["x-penstock-route"] == headers["x-penstock-route"]
+    last = next(line for line in events.split(b"\n") if b'"penstock":{' in line)
+    facts = json.loads(last.removeprefix(b"data: "))["penstock"]
+    assert facts == {
+        "model": "tiny",
+        "requested_model": "auto",
+        "downgrade": "complexity",
+        "route": headers["x-penstock-route"],
+    }
+
+
+def test_a_model_that_was_asked_for_by_name(kit, auto_gateway) -> None:
+    body = {"model": "tiny", "prompt": "hi", "max_tokens": 2}
+    headers, _ = ask(kit, auto_gateway, kit.post("/v1/completions", body, "Connection: close"))
+    assert [name for name in headers if name.startswith("x-penstock")] == ["x-penstock-model"]
