@@ -114,7 +114,7 @@ class Band:
 
     __slots__ = (
         "_heap", "_last", "_lines", "_next_line", "aside", "config", "floor", "level", "num_bytes", "num_running",
-        "num_tokens", "served_ns", "starvation_ns", "timeout_ns", "waiting",
+        "num_tenants", "num_tokens", "served_ns", "starvation_ns", "timeout_ns", "waiting",
     )  # fmt: skip
 
     def __init__(self, config: BandConfig, level: int) -> None:
@@ -130,6 +130,8 @@ class Band:
         self.num_bytes = self.num_running = 0
         self.num_tokens = 0
         """Prompt tokens to compute of what waits."""
+        self.num_tenants = 0
+        """Those with something waiting."""
         self.served_ns = 0
         """When it last started something, or began to wait."""
         self._lines: dict[TenantId, Line] = {}
@@ -156,6 +158,7 @@ class Band:
             line.served = max(line.served, self._last if first is None else first.served)
         before = line.head()
         line.add(work)
+        self.num_tenants += not line.num_waiting
         line.num_waiting += 1
         line.num_bytes += work.num_bytes
         self.num_bytes += work.num_bytes
@@ -210,7 +213,22 @@ class Band:
             self.aside.remove(work)
         line.compact()
         if not line.num_waiting:
+            self.num_tenants -= 1
             self._last = line.served
+
+    def ahead_of(self, tenant: TenantId, weight: float) -> tuple[int, int]:
+        """Requests, and their prompt tokens, that are served before one that this tenant adds to its end. O(1).
+
+        Under fair sharing: the tenant's own, and while those are served as many of each other tenant's as its
+        weight leaves them (theirs are taken for 1, and all requests for equal). Who floods the queue is mostly ahead
+        of itself.
+        """
+        if not self.waiting:
+            return 0, 0
+        line = self._lines.get(tenant)
+        own = line.num_waiting if line is not None else 0
+        others = min(len(self.waiting) - own, round((own + 1) * (self.num_tenants - (own > 0)) / weight))
+        return own + others, round(self.num_tokens * (own + others) / len(self.waiting))
 
     def newest(self) -> Work:
         """Who came last of those that wait; there must be one."""
@@ -288,6 +306,7 @@ class Band:
         waiting = list(self.waiting.values())
         assert all(work.waiting and work.level == self.level for work in waiting)
         assert self.num_bytes == sum(work.num_bytes for work in waiting)
+        assert self.num_tenants == len({work.tenant for work in waiting})
         assert self.num_tokens == sum(work.prompt_tokens for work in waiting)
         assert {id(work) for work in self.aside} == {id(work) for work in waiting if work.aside}
         entries = {id(entry[4]) for entry in self._heap if entry[3] == entry[4].entry}

@@ -17,7 +17,7 @@ import enum
 import msgspec
 
 from penstock.policy.record import Outcome, UsageRecord
-from penstock.policy.tenant import NOBODY, Tenant
+from penstock.policy.tenant import NOBODY, Degrade, Tenant
 from penstock.types import RequestId, Usage, WorkerId
 
 
@@ -155,6 +155,13 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """When the first token is wanted, for bands that are in order of deadlines; 0 says nothing."""
     max_wait_ns: int = 0
     """Longest wait in the queue; 0 is the band's own."""
+    first_token_ns: int = 0
+    """The longest that the client waits for its first token, from now: admission's business; 0 says nothing."""
+    degrade: Degrade | None = None
+    """Whether a smaller model may answer, as the request says; None leaves it to the tenant."""
+    needs_tools: bool = False
+    context_tokens: int = 0
+    """Of one choice: its prompt and the answer that the client asks for; 0 is the prompt alone."""
     endpoint: str = "chat"
     adapter: str = ""
     key_prefix: str = ""

@@ -112,7 +112,8 @@ class Lane:
         """How the model stands for a request that does not wait here yet."""
         queue, rooms = self.queue, self.rooms
         level = queue.level_of(work.band)
-        ahead = queue.bands[: level + 1]
+        above = queue.bands[:level]
+        requests_ahead, tokens_ahead = queue.bands[level].ahead_of(work.tenant, work.weight)
         has_room = rooms.has_room()
         return RouteLoad(
             route=self.route,
@@ -120,8 +121,8 @@ class Lane:
             slots=rooms.num_slots,
             running=rooms.num_running,
             waiting=queue.num_waiting,
-            requests_ahead=sum(len(band.waiting) for band in ahead),
-            tokens_ahead=sum(band.num_tokens for band in ahead) + self.starting_tokens,
+            requests_ahead=sum(len(band.waiting) for band in above) + requests_ahead,
+            tokens_ahead=sum(band.num_tokens for band in above) + tokens_ahead + self.starting_tokens,
             has_room=has_room,
             has_kv_room=not has_room or rooms.place(work, _NOBODY) is not None,
             is_full=queue.would_refuse(work),

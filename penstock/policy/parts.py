@@ -108,7 +108,7 @@ class RouteLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     waiting: int
     """Requests in its queue, all bands."""
     requests_ahead: int
-    """Of those, in this band and above."""
+    """Of those, in the bands above and, by its tenant's fair share, in its own."""
     tokens_ahead: int
     """Prompt tokens of those, and of what was started and has shown no output."""
     has_room: bool

@@ -11,7 +11,8 @@ from penstock.errors import EngineFault, StreamBroken
 CHAT = "/v1/chat/completions"
 STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\nx-request-id: req-ID\r\n"
-    b"cache-control: no-cache\r\nx-accel-buffering: no\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    b"cache-control: no-cache\r\nx-accel-buffering: no\r\nx-penstock-model: tiny\r\nconnection: close\r\n"
+    b"transfer-encoding: chunked\r\n\r\n"
 )
 
 
