@@ -256,7 +256,10 @@ class Journal:
     def _is_full(self) -> bool:
         """Whether the ends of what runs may need the room that is left."""
         if self._failing:
-            return True
+            # Nobody else may come to flush while everything is refused.
+            if self._clock.now_ns() >= self._retry_ns:
+                self.flush()
+            return self._failing
         segment = self._segment
         return segment.offset > segment.size * 3 // 4 and not self._prepare()
 
@@ -328,3 +331,4 @@ class Journal:
         if not self._failing:
             self._on_error(what, error)
         self._failing = True
+        self._retry_ns = self._clock.now_ns() + RETRY_NS

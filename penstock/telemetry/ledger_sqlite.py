@@ -91,7 +91,7 @@ class SqliteSink:
             there = {row[1] for row in run(f"PRAGMA table_info({TABLE})")}
             for name in declared.keys() - there:
                 run(f"ALTER TABLE {TABLE} ADD COLUMN {name} {declared[name]}")
-            run(f"CREATE INDEX IF NOT EXISTS usage_by_end ON {TABLE} (ended_ns, tenant)")
+            run(f"CREATE INDEX IF NOT EXISTS usage_spent ON {TABLE} (ended_ns, tenant, cost_micros)")
             run(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def _prune(self) -> None:

@@ -1,5 +1,6 @@
 import asyncio
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,30 @@ def test_a_sink_that_fails_makes_nobody_wait_and_gets_everything_later(tmp_path:
         assert len(sink.records) == 100
 
     asyncio.run(run())
+
+
+def test_a_bug_in_a_sink_does_not_end_the_delivery(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Buggy(MemorySink):
+        def write(self, records: Sequence[UsageRecord]) -> None:
+            self.writes += 1
+            if self.writes == 1:
+                raise ZeroDivisionError
+            super().write(records)
+
+    async def run() -> None:
+        sink = Buggy()
+        ledger = Ledger(config(tmp_path), CLOCK, Log(LogConfig(level="error"), CLOCK), sink=sink)
+        await ledger.start()
+        ledger.open(opened("a"))
+        ledger.close(closed("a"))
+        await eventually(lambda: sink.writes)
+        await ledger.stop()
+        assert list(sink.records) == ["a"]
+
+    asyncio.run(run())
+    assert "ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_what_the_sink_never_took_is_there_at_the_next_start(tmp_path: Path) -> None:
