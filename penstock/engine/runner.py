@@ -100,7 +100,8 @@ class Runner:
         """
         bounds = Limits(self._step_tokens, self.info.max_running, self.info.max_model_len)
         for plan in (largest_step(bounds, self.info.num_blocks), scoring_step(bounds, self.info.num_blocks)):
-            self.run(plan)
+            with self._model.rehearsing():
+                self.run(plan)
             self._cache.clear(list(range(blocks_of(plan))))
 
 

@@ -5,6 +5,8 @@ Decoder + CpuAttention              torch alone, any machine; the twin that the 
 """
 
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -38,6 +40,10 @@ class StepModel(Protocol):
         """
         ...
 
+    def rehearsing(self) -> AbstractContextManager[None]:
+        """While this is open, steps ask for all the memory that they would, but what they compute may be nonsense."""
+        ...
+
 
 class _Begins(Protocol):
     def begin(self, batch: AttentionBatch) -> None: ...
@@ -54,14 +60,25 @@ class _Decodes(Protocol[A_contra]):
 class _Pair(Generic[A]):
     """A decoder and the attention that it understands."""
 
-    def __init__(self, kernels: str, decoder: _Decodes[A], attention: A) -> None:
+    def __init__(
+        self,
+        kernels: str,
+        decoder: _Decodes[A],
+        attention: A,
+        rehearsing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self.kernels = kernels
         self._decoder, self._attention = decoder, attention
+        self._rehearsing = rehearsing
 
     def compute(self, token_ids: Tensor, samples: Tensor, batch: AttentionBatch) -> Tensor:
         """See `StepModel`."""
         self._attention.begin(batch)
         return self._decoder.forward(token_ids, samples, self._attention)
+
+    def rehearsing(self) -> AbstractContextManager[None]:
+        """See `StepModel`."""
+        return self._rehearsing()
 
 
 @dataclass(slots=True, frozen=True)
@@ -126,7 +143,7 @@ def wire_model(
     native = computing.native
     if native is not None:
         decoder = NativeDecoder(spec, weights, native, limits, cache, computing.precision)
-        return _Pair(f"native {native.isa}", decoder, NativeAttention())
+        return _Pair(f"native {native.isa}", decoder, NativeAttention(), decoder.rehearsing)
     kernels = TorchKernels(spec, max_tokens=limits.step_tokens, device=cache.tensor.device)
     torch_decoder = Decoder(spec, weights, kernels, limits)
     return _Pair("torch", torch_decoder, kernels.attention(cache, torch_decoder.rotary))

@@ -175,6 +175,16 @@ def test_a_step_tells_what_its_parts_took(kernels, rng):
     assert (timed.decoder.part_ns > before).all()  # They add up.
 
 
+def test_a_rehearsal_computes_less_and_leaves_no_trace(kernels, rng):
+    rehearsed, plain = (Model(SPECS["qwen3"], torch.float32, kernels) for _ in range(2))
+    chunks = [(0, 0, prompt(rng, 30))]
+    with rehearsed.decoder.rehearsing():
+        nonsense = rehearsed.step(chunks)
+    want = plain.step(chunks)
+    assert not torch.equal(nonsense, want)
+    assert torch.equal(rehearsed.step(chunks), want)
+
+
 def test_no_samples(kernels, rng):
     model = Model(SPECS["llama"], torch.float32, kernels)
     rows = [(0, 0, prompt(rng, 4))]

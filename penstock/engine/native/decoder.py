@@ -5,7 +5,8 @@ between them. Here a step is one call that releases the interpreter's lock. `Nat
 `NativeAttention.begin` have the faces of `Decoder` and `Attention`; who wires the engine picks the pair.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from ctypes import Array
 from dataclasses import dataclass
 from functools import partial
@@ -163,6 +164,16 @@ class NativeDecoder:
             ),
         )  # fmt: skip
         return logits
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Compute the first layer only: all share their scratch memory, so a step asks for as much as with all of them."""
+        num_layers = int(self._struct.num_layers)
+        self._struct.num_layers = 1
+        try:
+            yield
+        finally:
+            self._struct.num_layers = num_layers
 
     def _layer(self, spec: DecoderSpec, weights: WeightSource, packer: _Packer, i: int) -> Layer:
         def packed(key: str, has_bias: bool, pack: Callable[[Tensor, Tensor | None], PackedWeight]) -> object:

@@ -25,13 +25,15 @@ class NativeSampler:
         num_rows, vocab_size = logits.shape
         assert logits.dtype is torch.float32
         assert logits.stride(1) == 1
-        keys = key_pairs(rows.seed, rows.position)
-        bounds = min_p_bounds(rows)
+        keys = bounds = None
+        if (rows.temperature >= GREEDY_BELOW).any():  # Else neither is looked at.
+            keys, bounds = key_pairs(rows.seed, rows.position), min_p_bounds(rows)
         token_ids = np.empty(num_rows, np.int64)
         self._kernels.sample(
             Sample(
                 logits=logits.data_ptr(), temperature=rows.temperature.ctypes.data, top_k=rows.top_k.ctypes.data,
-                top_p=rows.top_p.ctypes.data, min_p_bound=bounds.ctypes.data, keys=keys.ctypes.data,
+                top_p=rows.top_p.ctypes.data, min_p_bound=None if bounds is None else bounds.ctypes.data,
+                keys=None if keys is None else keys.ctypes.data,
                 token_ids=token_ids.ctypes.data, rows=num_rows, vocab=vocab_size,
                 ld_logits=logits.stride(0), greedy_below=GREEDY_BELOW,
             )

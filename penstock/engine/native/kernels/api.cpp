@@ -18,6 +18,7 @@ constexpr int64_t kWideInputBytes = 1 << 19; // the same beside panels of weight
 constexpr int64_t kPartialBytes = 16 << 20;  // sums waiting between pieces of k
 constexpr int64_t kChunkBytes = 64 << 10;    // weights worth handing to a thread
 constexpr int64_t kChunksPerThread = 16;
+constexpr int64_t kAttentionItemsPerThread = 4;
 constexpr int64_t kRowChunkElements = 16 << 10;  // elementwise work worth handing to a thread
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -154,23 +155,27 @@ int32_t attention(const PsAttention *job) {
   for (int64_t row = 0; row < job->rows; row++)
     starts[row + 1] =
         starts[row] + ceil_div((job->query_starts[row + 1] - job->query_starts[row]) * group, kAttentionLanes);
+  // Heads of one row come after one another, so that the first keys of each arrive while the one before is computed.
+  int64_t blocks = starts[job->rows],
+          per_item = max64(1, min64(heads, blocks * heads / (kAttentionItemsPerThread * num_threads()))),
+          items = ceil_div(heads, per_item);
   auto work = [&](int64_t chunk, int worker) {
-    int64_t block = chunk / heads, low = 0, high = job->rows;
+    int64_t block = chunk / items, low = 0, high = job->rows;
     while (high - low > 1) {
       int64_t middle = (low + high) / 2;
       (starts[middle] <= block ? low : high) = middle;
     }
     int64_t first = (block - starts[low]) * kAttentionLanes,
-            lanes = (job->query_starts[low + 1] - job->query_starts[low]) * group;
-    AttentionPiece piece = {job,
-                            low,
-                            chunk % heads,
-                            first,
-                            min64(kAttentionLanes, lanes - first),
-                            arena.at + starts_bytes + worker * scratch};
-    table->attention(&piece);
+            lanes = (job->query_starts[low + 1] - job->query_starts[low]) * group, head = chunk % items * per_item,
+            last = min64(heads, head + per_item) - 1;
+    AttentionPiece piece = {
+        job, low, head, first, min64(kAttentionLanes, lanes - first), false, false, arena.at + starts_bytes + worker * scratch};
+    for (; piece.kv_head <= last; piece.kv_head++, piece.fetched = true) {
+      piece.another = piece.kv_head < last;
+      table->attention(&piece);
+    }
   };
-  parallel(starts[job->rows] * heads, work);
+  parallel(blocks * items, work);
   return 0;
 }
 

@@ -43,20 +43,39 @@ struct Span {  // where a piece's queries and cache lie
   }
 };
 
-// A head's part of sixteen tokens lies in pieces too far apart for the hardware to see a stream.
 template <class T>
-static inline void fetch_tile(const Span<T> &span, int64_t first, int64_t dim, int64_t offset) {
-  for (int64_t t = first; t < first + kKvTile; t += 16) {
-    const T *at = span.sixteen(t);
-    for (int64_t i = 0; at && i < 16; i++)
-      for (int64_t d = 0; d < dim; d += 64 / (int64_t)sizeof(T))
-        _mm_prefetch((const char *)(at + offset + i * span.row_stride + d), _MM_HINT_T0);
+struct Tile {  // 64 tokens of one head
+  const T *at[kKvTile / 16];  // see Span::sixteen
+  int64_t first;
+
+  Tile(const Span<T> &span, int64_t first) : first(first) {
+    for (int64_t g = 0; g < kKvTile / 16; g++) at[g] = span.sixteen(first + g * 16);
+  }
+};
+
+// A head's part of sixteen tokens lies in pieces too far apart for the hardware to see a stream, and so regularly that
+// those of a tile share few sets of the first cache: the second is as far as they are brought.
+template <class T>
+static inline void fetch_sixteen(const Span<T> &span, const T *at, int64_t dim) {
+  for (int64_t i = 0; at && i < 16; i++, at += span.row_stride)
+    for (int64_t d = 0; d < dim; d += 64 / (int64_t)sizeof(T)) _mm_prefetch((const char *)(at + d), _MM_HINT_T1);
+}
+
+template <class T>
+static void fetch_first(const Span<T> &span, const Tile<T> &tile, int64_t dim) {
+  for (int64_t g = 0; g < kKvTile / 16; g++) {
+    fetch_sixteen(span, tile.at[g], dim);
+    fetch_sixteen(span, tile.at[g] ? tile.at[g] + span.job->cache.kv_stride : nullptr, dim);
   }
 }
 
-static void pack_keys(const Span<bf16> &span, int64_t first, Shape shape, bf16 *out) {
-  for (int64_t t = first; t < first + kKvTile; t += 16) {
-    const bf16 *keys = span.sixteen(t);
+// The first `groups` sixteens of a tile are packed, and those of the next tile asked for meanwhile.
+static void pack_keys(const Span<bf16> &span, const Tile<bf16> &tile, const Tile<bf16> &next, int64_t groups,
+                      Shape shape, bf16 *out) {
+  for (int64_t g = 0; g < groups; g++) {
+    int64_t t = tile.first + g * 16;
+    const bf16 *keys = tile.at[g];
+    fetch_sixteen(span, next.at[g], shape.dim);
     for (int64_t d = 0; d < shape.padded; d += 32, out += 512) {
       const uint32_t *rows[16];
       alignas(64) uint32_t edge[16][16];  // the last 16 dims of a head whose size is an odd multiple of 16
@@ -73,9 +92,12 @@ static void pack_keys(const Span<bf16> &span, int64_t first, Shape shape, bf16 *
   }
 }
 
-static void pack_keys(const Span<float> &span, int64_t first, Shape shape, float *out) {
-  for (int64_t t = first; t < first + kKvTile; t += 16) {
-    const float *keys = span.sixteen(t);
+static void pack_keys(const Span<float> &span, const Tile<float> &tile, const Tile<float> &next, int64_t groups,
+                      Shape shape, float *out) {
+  for (int64_t g = 0; g < groups; g++) {
+    int64_t t = tile.first + g * 16;
+    const float *keys = tile.at[g];
+    fetch_sixteen(span, next.at[g], shape.dim);
     for (int64_t d = 0; d < shape.padded; d += 16, out += 256) {
       const uint32_t *rows[16];
       for (int i = 0; i < 16; i++)
@@ -85,26 +107,32 @@ static void pack_keys(const Span<float> &span, int64_t first, Shape shape, float
   }
 }
 
-static void pack_values(const Span<bf16> &span, int64_t first, Shape shape, bf16 *out) {
+static void pack_values(const Span<bf16> &span, const Tile<bf16> &tile, const Tile<bf16> &next, int64_t groups,
+                        Shape shape, bf16 *out) {
   alignas(64) static const bf16 none[512] = {};
-  for (int64_t g = 0; g < kKvTile; g += 16) {
-    const bf16 *values = span.sixteen(first + g);
+  int64_t offset = span.job->cache.kv_stride;
+  for (int64_t g = 0; g < groups; g++) {
+    const bf16 *values = tile.at[g] ? tile.at[g] + offset : none;
+    int64_t left = tile.at[g] ? span.context - tile.first - g * 16 : 0;
+    fetch_sixteen(span, next.at[g] ? next.at[g] + offset : nullptr, shape.dim);
     for (int64_t i = 0; i < 16; i += 2) {
-      bf16 *pair_row = out + g / 32 * 32 * shape.dim + (g % 32 + i) / 2 * 32;
-      const bf16 *a = first + g + i < span.context ? values + span.job->cache.kv_stride + i * span.row_stride : none;
-      const bf16 *b =
-          first + g + i + 1 < span.context ? values + span.job->cache.kv_stride + (i + 1) * span.row_stride : none;
+      bf16 *pair_row = out + g / 2 * 32 * shape.dim + (g % 2 * 16 + i) / 2 * 32;
+      const bf16 *a = i < left ? values + i * span.row_stride : none;
+      const bf16 *b = i + 1 < left ? values + (i + 1) * span.row_stride : none;
       for (int64_t d = 0; d < shape.dim; d += 16) interleave_bf16(pair_row + d * 32, a + d, b + d);
     }
   }
 }
 
-static void pack_values(const Span<float> &span, int64_t first, Shape shape, float *out) {
-  for (int64_t g = 0; g < kKvTile; g += 16) {
-    const float *values = span.sixteen(first + g);
+static void pack_values(const Span<float> &span, const Tile<float> &tile, const Tile<float> &next, int64_t groups,
+                        Shape shape, float *out) {
+  int64_t offset = span.job->cache.kv_stride;
+  for (int64_t g = 0; g < groups; g++) {
+    int64_t left = tile.at[g] ? span.context - tile.first - g * 16 : 0;
+    fetch_sixteen(span, next.at[g] ? next.at[g] + offset : nullptr, shape.dim);
     for (int64_t i = 0; i < 16; i++, out += shape.dim) {
-      if (first + g + i < span.context)
-        memcpy(out, values + span.job->cache.kv_stride + i * span.row_stride, (size_t)shape.dim * 4);
+      if (i < left)
+        memcpy(out, tile.at[g] + offset + i * span.row_stride, (size_t)shape.dim * 4);
       else
         memset(out, 0, (size_t)shape.dim * 4);
     }
@@ -115,23 +143,33 @@ static void pack_values(const Span<float> &span, int64_t first, Shape shape, flo
 template <class T>
 struct VectorDots {
   using P = Product<T>;
+  static constexpr bool kWholeTiles = false;  // Sixteens past the context are not looked at.
   static void begin() {}
   static void end() {}
 
-  template <int L>
-  static inline void score_lanes(const T *q, const T *keys, Shape shape, float *out) {
-    F16 acc[L][4];
-    for (int l = 0; l < L; l++) acc[l][0] = acc[l][1] = acc[l][2] = acc[l][3] = zero();
+  template <int L, int G>
+  static inline void score_groups(const T *q, const T *keys, Shape shape, float *out) {
+    F16 acc[L][G];
+    for (int l = 0; l < L; l++)
+      for (int g = 0; g < G; g++) acc[l][g] = zero();
     for (int64_t d = 0; d < shape.padded; d += P::size) {
       typename P::Input x[L];
       for (int l = 0; l < L; l++) x[l] = P::input(q + l * shape.padded + d);
-      for (int g = 0; g < 4; g++) {
+      for (int g = 0; g < G; g++) {
         typename P::Weights key = P::weights(keys + g * 16 * shape.padded + d * 16);
         for (int l = 0; l < L; l++) acc[l][g] = P::add(acc[l][g], key, x[l]);
       }
     }
     for (int l = 0; l < L; l++)
-      for (int g = 0; g < 4; g++) store(out + l * kKvTile + g * 16, acc[l][g]);
+      for (int g = 0; g < G; g++) store(out + l * kKvTile + g * 16, acc[l][g]);
+  }
+
+  template <int L>
+  static inline void score_lanes(const T *q, const T *keys, Shape shape, int64_t groups, float *out) {
+    if (groups == 1) return score_groups<L, 1>(q, keys, shape, out);
+    if (groups == 2) return score_groups<L, 2>(q, keys, shape, out);
+    if (groups == 3) return score_groups<L, 3>(q, keys, shape, out);
+    score_groups<L, 4>(q, keys, shape, out);
   }
 
   static inline const float *value_row(const float *v, Shape shape, int64_t t, int64_t d) {
@@ -142,11 +180,11 @@ struct VectorDots {
   }
 
   template <int L, int D>  // D times 16 dims
-  static inline void weigh_values(const T *weights, const T *v, Shape shape, int64_t d, float *out) {
+  static inline void weigh_values(const T *weights, const T *v, Shape shape, int64_t tokens, int64_t d, float *out) {
     F16 acc[L][D];
     for (int l = 0; l < L; l++)
       for (int i = 0; i < D; i++) acc[l][i] = zero();
-    for (int64_t t = 0; t < kKvTile; t += P::size) {
+    for (int64_t t = 0; t < tokens; t += P::size) {
       typename P::Input x[L];
       for (int l = 0; l < L; l++) x[l] = P::input(weights + l * kKvTile + t);
       for (int i = 0; i < D; i++) {
@@ -159,26 +197,49 @@ struct VectorDots {
   }
 
   template <int L>
-  static inline void value_lanes(const T *weights, const T *v, Shape shape, float *out) {
+  static inline void value_lanes(const T *weights, const T *v, Shape shape, int64_t groups, float *out) {
     int64_t d = 0;
-    for (; d + 64 <= shape.dim; d += 64) weigh_values<L, 4>(weights, v, shape, d, out);
-    for (; d < shape.dim; d += 16) weigh_values<L, 1>(weights, v, shape, d, out);
+    for (; d + 64 <= shape.dim; d += 64) weigh_values<L, 4>(weights, v, shape, groups * 16, d, out);
+    for (; d < shape.dim; d += 16) weigh_values<L, 1>(weights, v, shape, groups * 16, d, out);
   }
 
-  // scores[lane][token] of `lanes` queries against the tile's keys.
-  static void scores(const T *q, const T *keys, Shape shape, int64_t lanes, float *out) {
-    int64_t l = 0;
-    for (; l + kLaneBlock <= lanes; l += kLaneBlock)
-      score_lanes<kLaneBlock>(q + l * shape.padded, keys, shape, out + l * kKvTile);
-    for (; l < lanes; l++) score_lanes<1>(q + l * shape.padded, keys, shape, out + l * kKvTile);
+  // Blocks of L lanes, then what is left in smaller ones.
+  template <int L, class Block>
+  static inline void in_blocks(int64_t first, int64_t lanes, const Block &block) {
+    for (; first + L <= lanes; first += L) block.template lanes<L>(first);
+    if constexpr (L > 1)
+      if (first < lanes) in_blocks<L - 1>(first, lanes, block);
   }
 
-  // out[lane][dim] = weights[lane][token] x values.
-  static void values(const T *weights, const T *v, Shape shape, int64_t lanes, float *out) {
-    int64_t l = 0;
-    for (; l + kLaneBlock <= lanes; l += kLaneBlock)
-      value_lanes<kLaneBlock>(weights + l * kKvTile, v, shape, out + l * shape.padded);
-    for (; l < lanes; l++) value_lanes<1>(weights + l * kKvTile, v, shape, out + l * shape.padded);
+  struct Score {
+    const T *q, *keys;
+    Shape shape;
+    int64_t groups;
+    float *out;
+    template <int L>
+    void lanes(int64_t l) const {
+      score_lanes<L>(q + l * shape.padded, keys, shape, groups, out + l * kKvTile);
+    }
+  };
+  struct Value {
+    const T *weights, *v;
+    Shape shape;
+    int64_t groups;
+    float *out;
+    template <int L>
+    void lanes(int64_t l) const {
+      value_lanes<L>(weights + l * kKvTile, v, shape, groups, out + l * shape.padded);
+    }
+  };
+
+  // scores[lane][token] of `lanes` queries against the tile's first keys.
+  static void scores(const T *q, const T *keys, Shape shape, int64_t lanes, int64_t groups, float *out) {
+    in_blocks<kLaneBlock>(0, lanes, Score{q, keys, shape, groups, out});
+  }
+
+  // out[lane][dim] = weights[lane][token] x values, of the tile's first tokens.
+  static void values(const T *weights, const T *v, Shape shape, int64_t lanes, int64_t groups, float *out) {
+    in_blocks<kLaneBlock>(0, lanes, Value{weights, v, shape, groups, out});
   }
 };
 
@@ -190,13 +251,13 @@ static inline F16 soft_cap(F16 x, float cap) {  // cap * tanh(x / cap)
 // One lane's scores to weights: scale, cap, mask, then powers of two under the new maximum (scores and maxima count in
 // powers of two, so that no factor is left inside the exponential). Returns that maximum.
 template <class T>
-static inline float weigh(const PsAttention *job, int64_t position, int64_t first, const float *scores, float old_max,
-                          T *weights, float *total) {
+static inline float weigh(const PsAttention *job, int64_t position, int64_t first, int64_t groups, const float *scores,
+                          float old_max, T *weights, float *total) {
   F16 s[kKvTile / 16], top = set1(old_max), sum = zero();
   int64_t seen_from = job->window > 0 ? position - job->window + 1 : 0;
   bool whole = first + kKvTile - 1 <= position && first >= seen_from;
   float factor = job->softcap > 0 ? kLog2E : job->scale * kLog2E;
-  for (int64_t i = 0; i < kKvTile / 16; i++) {
+  for (int64_t i = 0; i < groups; i++) {
     s[i] = load(scores + i * 16);
     if (job->softcap > 0) s[i] = soft_cap(s[i] * set1(job->scale), job->softcap);
     s[i] = s[i] * set1(factor);
@@ -204,7 +265,7 @@ static inline float weigh(const PsAttention *job, int64_t position, int64_t firs
     top = vmax(s[i], top);
   }
   float new_max = max_lanes(top);
-  for (int64_t i = 0; i < kKvTile / 16; i++) {
+  for (int64_t i = 0; i < groups; i++) {
     F16 p = vexp2(s[i] - set1(new_max));
     sum = sum + p;
     store_from_float(weights + i * 16, p);
@@ -241,23 +302,23 @@ struct Lanes {  // running softmax state and scratch of a piece
 // arithmetic of another.
 template <class T, class Dots>
 static void attend_tile(const AttentionPiece *piece, const Lanes<T> &lanes, Shape shape, int64_t lane0, int64_t count,
-                        int64_t first, int64_t position0, int64_t group) {
+                        int64_t first, int64_t groups, int64_t position0, int64_t group) {
   alignas(64) float fade[kLanesAtOnce] = {}, added[kLanesAtOnce];
   const T *queries = lanes.queries + lane0 * shape.padded;
   float *maxima = lanes.maxima + lane0, *totals = lanes.totals + lane0;
   for (int64_t i = 0; i < count; i += 16)
-    Dots::scores(queries + i * shape.padded, lanes.keys, shape, count - i < 16 ? count - i : 16,
+    Dots::scores(queries + i * shape.padded, lanes.keys, shape, count - i < 16 ? count - i : 16, groups,
                  lanes.scores + i * kKvTile);
   for (int64_t i = 0; i < count; i++) {
     int64_t position = position0 + (uint32_t)(piece->lane_first + lane0 + i) / (uint32_t)group;
     float before = maxima[i];
-    maxima[i] =
-        weigh(piece->job, position, first, lanes.scores + i * kKvTile, before, lanes.weights + i * kKvTile, added + i);
+    maxima[i] = weigh(piece->job, position, first, groups, lanes.scores + i * kKvTile, before,
+                      lanes.weights + i * kKvTile, added + i);
     fade[i] = before - maxima[i];
   }
   for (int64_t i = 0; i < count; i += 16) {
     store(fade + i, vexp2(load(fade + i)));
-    Dots::values(lanes.weights + i * kKvTile, lanes.values, shape, count - i < 16 ? count - i : 16,
+    Dots::values(lanes.weights + i * kKvTile, lanes.values, shape, count - i < 16 ? count - i : 16, groups,
                  lanes.tile + i * shape.padded);
   }
   for (int64_t i = 0; i < count; i++) {
@@ -293,18 +354,26 @@ static void attend(const AttentionPiece *piece) {
   int64_t position0 = context - chunk;  // of lane 0 of the row
   int64_t lowest = position0 + piece->lane_first / group, highest = position0 + (piece->lane_first + count - 1) / group;
   int64_t from = job->window > 0 && lowest >= job->window ? lowest - job->window + 1 : 0;
+  int64_t first = from / kKvTile * kKvTile;
+  Span<T> other = span;  // the head that comes next, if there is one: its first tile follows our last
+  other.head_offset += dim;
+  Tile<T> tile(span, first);
+  if (!piece->fetched) fetch_first(span, tile, dim);
   Dots::begin();
-  fetch_tile(span, from / kKvTile * kKvTile, dim, 0);
-  for (int64_t first = from / kKvTile * kKvTile; first <= highest; first += kKvTile) {
-    fetch_tile(span, first, dim, cache->kv_stride);
-    pack_keys(span, first, shape, lanes.keys);
-    if (first + kKvTile <= highest) fetch_tile(span, first + kKvTile, dim, 0);
-    pack_values(span, first, shape, lanes.values);
+  for (; first <= highest; first = tile.first) {
+    bool last = first + kKvTile > highest;
+    if (last && !piece->another) other.context = 0;
+    Tile<T> next(last ? other : span, last ? from / kKvTile * kKvTile : first + kKvTile);
+    int64_t groups = Dots::kWholeTiles || context - first >= kKvTile ? kKvTile / 16 : (context - first + 15) / 16;
+    pack_keys(span, tile, next, groups, shape, lanes.keys);
+    pack_values(span, tile, next, groups, shape, lanes.values);
     // Lanes are in order of position: those from some sixteen on see this tile.
     int64_t seeing = (first - position0) * group - piece->lane_first, skipped = seeing > 0 ? seeing / 16 * 16 : 0;
     for (int64_t lane = skipped; lane < count; lane += kLanesAtOnce)
       attend_tile<T, Dots>(piece, lanes, shape, lane, count - lane < kLanesAtOnce ? count - lane : kLanesAtOnce, first,
-                           position0, group);
+                           groups, position0, group);
+    if (last) break;
+    tile = next;
   }
   Dots::end();
   for (int64_t i = 0; i < count; i++) {

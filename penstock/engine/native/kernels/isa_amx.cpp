@@ -217,10 +217,11 @@ static void amx_pack_rows(const PsLinear *job, int64_t first, int64_t last, void
 
 // bf16 attention products in tiles; lanes beyond `lanes` are zero queries.
 struct TileDots {
+  static constexpr bool kWholeTiles = true;
   static void begin() { configure(16); }
   static void end() { _tile_release(); }
 
-  static void scores(const bf16 *q, const bf16 *keys, Shape shape, int64_t, float *out) {
+  static void scores(const bf16 *q, const bf16 *keys, Shape shape, int64_t, int64_t, float *out) {
     int64_t group = 16 * shape.padded;
     memory_fence();
     _tile_zero(0);
@@ -245,7 +246,7 @@ struct TileDots {
     memory_fence();
   }
 
-  static void values(const bf16 *weights, const bf16 *v, Shape shape, int64_t, float *out) {
+  static void values(const bf16 *weights, const bf16 *v, Shape shape, int64_t, int64_t, float *out) {
     const bf16 *late = v + 32 * shape.dim;  // tokens 32 to 63
     memory_fence();
     _tile_loadd(4, weights, kKvTile * 2);

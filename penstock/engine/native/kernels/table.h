@@ -26,6 +26,7 @@ struct RoundJob {  // W [n, k] to `type`; see rounding.h
 struct AttentionPiece {
   const PsAttention *job;
   int64_t row, kv_head, lane_first, lane_count;  // lanes are (query token, query head of the group), flattened
+  bool fetched, another;  // the piece before was the head before; the piece after is the head after
   void *scratch;
 };
 
