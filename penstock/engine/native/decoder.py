@@ -5,7 +5,7 @@ between them. Here a step is one call that releases the interpreter's lock. `Nat
 `NativeAttention.begin` have the faces of `Decoder` and `Attention`; who wires the engine picks the pair.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from ctypes import Array
 from dataclasses import dataclass
@@ -166,7 +166,7 @@ class NativeDecoder:
         return logits
 
     @contextmanager
-    def rehearsing(self) -> Iterator[None]:
+    def rehearsing(self) -> Generator[None]:
         """Compute the first layer only: all share their scratch memory, so a step asks for as much as with all of them."""
         num_layers = int(self._struct.num_layers)
         self._struct.num_layers = 1
