@@ -1,6 +1,6 @@
 from fractions import Fraction
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_S
@@ -40,6 +40,7 @@ def test_what_was_used_stays_used_when_the_limit_changes() -> None:
     assert bucket.wait_ns(0, 1) == 6 * NS_PER_S
 
 
+@settings(deadline=None)
 @given(rates, rates, st.lists(st.tuples(spans, st.integers(0, 10**6))))
 def test_nothing_drifts(rate, burst, steps) -> None:
     """However often it is looked at, the level is what one exact sum says."""
@@ -54,6 +55,7 @@ def test_nothing_drifts(rate, burst, steps) -> None:
     assert bucket.standing(now_ns)[0] == max(0, level // 1)
 
 
+@settings(deadline=None)
 @given(rates, st.integers(1, 10**6), st.integers(0, 10**7), spans)
 def test_the_wait_is_the_first_instant_at_which_it_fits(rate, burst, used, now_ns) -> None:
     bucket = Bucket(0, rate, burst)

@@ -1,6 +1,6 @@
 import math
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config.flow import RateLimitsConfig
@@ -43,6 +43,7 @@ def test_answers_of_no_tokens_still_reserve_one() -> None:
     assert lengths.expect(A, "m", 100) == 1
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 5000), min_size=8, max_size=300), st.integers(1, 4000))
 def test_it_is_the_nearest_rank_of_the_last_answers(values, max_tokens) -> None:
     lengths = OutputLengths(CONFIG)
