@@ -120,11 +120,9 @@ class OwnBackend:
         return stream
 
     async def drain(self, timeout_s: float) -> None:
-        """See `Backend.drain`. The worker is told to exit once it has finished what it runs."""
+        """See `Backend.drain`. The worker stays: other gateways may use it, and who launched it ends it."""
         self._draining = True
         self._change(ready=False, stage="draining")
-        if self._link is not None:
-            self._link.send(Drain())
         if self._streams:
             self._idle.clear()
             try:
@@ -134,6 +132,11 @@ class OwnBackend:
                 for stream in list(self._streams.values()):
                     stream.abort()
         await self.close()
+
+    def end_worker(self) -> None:
+        """Tell the worker to exit once it has finished what it runs, for whomever. For the launcher."""
+        if self._link is not None:
+            self._link.send(Drain())
 
     async def close(self) -> None:
         """Let go of the worker at once: whatever still runs is broken off."""

@@ -63,6 +63,12 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
         "--port", type=number(int, 0, 65_535), metavar="N", help="0 takes a free one (default: 8000)"
     )
     door.add_argument(
+        "--processes",
+        type=number(int, 1, 64),
+        metavar="N",
+        help="gateway processes that share the port (default: 1)",
+    )
+    door.add_argument(
         "--api-key", metavar="KEY", help="better: PENSTOCK_API_KEY (other users can read command lines)"
     )
     door.add_argument("--no-auth", action="store_true", help="let everybody in (loopback addresses only)")

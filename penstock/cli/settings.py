@@ -29,7 +29,9 @@ def effective_config(args: argparse.Namespace, environ: Mapping[str, str] = os.e
     config = msgspec.structs.replace(
         config,
         models=_models(args, config.models),
-        server=msgspec.structs.replace(config.server, **_given(host=args.host, port=args.port)),
+        server=msgspec.structs.replace(
+            config.server, **_given(host=args.host, port=args.port, processes=args.processes)
+        ),
         auth=_auth(args, config.auth),
         log=msgspec.structs.replace(config.log, **_given(level=args.log_level)),
     )

@@ -15,6 +15,7 @@ from pathlib import Path
 from penstock import __version__, rng
 from penstock.backends.base import BackendStatus
 from penstock.backends.own import OwnBackend
+from penstock.cli.processes import GatewayProcesses
 from penstock.cli.progress import LoadingDisplay
 from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.config.presets import resolve, served_name
@@ -37,7 +38,7 @@ HELD_LINES_MAX = 500
 
 
 @dataclass(slots=True, frozen=True)
-class _Part:
+class Part:
     """One model: what the gateway sees of it, and the worker that it needs."""
 
     served: ServedModel
@@ -56,13 +57,14 @@ class Stack:
             CheckpointError: its tokenizer or chat template cannot be read.
         """
         self._config, self._log = config, log
-        self._parts = [_make_part(model, clock) for model in config.models]
+        self._parts = [make_part(model, clock) for model in config.models]
         self._words = _WorkerWords(log)
         self._launcher = LocalLauncher(clock, rng.fresh_key(), log=self._words.say)
         self._workers: list[LaunchedWorker] = []
         self._watch: asyncio.Task[None] | None = None
         models = {part.served.name: part.served for part in self._parts}
-        self._gateway = Gateway(
+        self._processes = GatewayProcesses(config, clock, log) if config.server.processes > 1 else None
+        self._gateway = self._processes or Gateway(
             config,
             models,
             metrics=Metrics(list(models), version=__version__),
@@ -79,6 +81,8 @@ class Stack:
     @property
     def num_streams(self) -> int:
         """Answers that are being generated now."""
+        if self._processes is not None:
+            return self._processes.num_streams
         return sum(part.backend.num_streams for part in self._parts)
 
     async def start(self) -> tuple[str, int]:
@@ -93,6 +97,8 @@ class Stack:
             raise _friendlier(error, self._config.server) from error
         for part in self._parts:
             self._workers.append(await self._launcher.start(part.spec, part.backend))
+        if self._processes is not None:
+            await self._processes.open([str(worker.address) for worker in self._workers])
         return address
 
     async def reload(self, config: Config) -> bool:
@@ -123,7 +129,7 @@ class Stack:
                 task.cancel()
         self._watch = asyncio.create_task(self._watch_workers(), name="watch workers")
 
-    async def _wait_for(self, part: _Part, worker: LaunchedWorker, display: LoadingDisplay) -> None:
+    async def _wait_for(self, part: Part, worker: LaunchedWorker, display: LoadingDisplay) -> None:
         def show(status: BackendStatus) -> None:
             if part.backend.failure is None:  # Otherwise `wait_ready` is about to raise it.
                 display.update(part.served.name, status)
@@ -147,6 +153,8 @@ class Stack:
     async def _close(self, *, timeout_s: float) -> None:
         if self._watch is not None:
             self._watch.cancel()
+        if self._processes is not None:
+            await self._processes.kill()
         await self._launcher.close(timeout_s=timeout_s)
 
     async def _watch_workers(self) -> None:
@@ -203,7 +211,13 @@ def _friendlier(error: ConfigError, server: ServerConfig) -> ConfigError:
     return error
 
 
-def _make_part(model: ModelConfig, clock: Clock) -> _Part:
+def make_part(model: ModelConfig, clock: Clock) -> Part:
+    """What it takes to serve one model: nothing runs yet.
+
+    Raises:
+        ConfigError: there is no such model.
+        CheckpointError: its tokenizer or chat template cannot be read.
+    """
     directory, name = resolve(model.path), ModelName(served_name(model))
     tokenizer = Tokenizer.load(directory)
     template = ChatTemplate.load(directory, wall_ns=clock.wall_ns)
@@ -219,7 +233,7 @@ def _make_part(model: ModelConfig, clock: Clock) -> _Part:
     spec = WorkerSpec(
         worker_id=WorkerId(f"{name}-0"), model_path=str(directory), model_name=name, engine=model.engine
     )
-    return _Part(served, backend, spec)
+    return Part(served, backend, spec)
 
 
 def _changed_s(directory: Path) -> int:

@@ -153,6 +153,8 @@ class ServerConfig(Branch, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: Port = 8000
     """0 takes a free one."""
+    processes: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Gateway processes that share the address, for more cores than one; bounds below and in `limits` count for each."""
     connections_max: Positive = 20_000
     header_bytes_max: Positive = 32 * 1024
     body_bytes_max: Positive = 8 * 1024 * 1024

@@ -10,7 +10,8 @@ handler, turns errors into responses, and counts and logs every exchange once.
 """
 
 import asyncio
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from penstock import __version__
@@ -28,6 +29,7 @@ from penstock.gateway.reply import StreamSlots
 from penstock.gateway.routes import Access, Handler, Route, Routes
 from penstock.gateway.server import HttpServer, tick_s
 from penstock.gateway.services import RunningReplies, Services
+from penstock.gateway.siblings import Siblings
 from penstock.gateway.tally import outcome_of
 from penstock.gateway.tenancy import Tenancy
 from penstock.gateway.tokenize_pool import TokenizePool
@@ -53,8 +55,12 @@ class Gateway:
         clock: Clock,
         ids: IdSource,
         log: Log,
+        listeners: Sequence[socket.socket] = (),
+        siblings: Siblings | None = None,
     ) -> None:
         """Make it; `config.auth` must say who may call, or that everybody may.
+
+        `listeners` and `siblings` are for one of several processes that share an address.
 
         Raises:
             ConfigError: the keys file cannot be read, or does not go with the tiers.
@@ -74,11 +80,12 @@ class Gateway:
             tokenize=TokenizePool(config.limits),
             replies=RunningReplies(slots),
         )
-        self._inspect = Inspect(self._services, metrics, version=__version__)
+        self._siblings = siblings
+        self._inspect = Inspect(self._services, metrics, version=__version__, siblings=siblings)
         self._inspect.auth = not config.auth.disabled
         self.tenancy.on_reload.append(self._reloaded)
         self._routes = Routes(Generate(self._services), self._inspect)
-        self._server = HttpServer(self, config.server, relay=config.relay, clock=clock)
+        self._server = HttpServer(self, config.server, relay=config.relay, clock=clock, listeners=listeners)
         self._tasks: set[asyncio.Task[None]] = set()
         self._pulse: asyncio.Task[None] | None = None
 
@@ -91,6 +98,8 @@ class Gateway:
         address = await self._server.start()
         self._pulse = asyncio.create_task(self._beat(), name="gateway-pulse")
         self.tenancy.start()
+        if self._siblings is not None:
+            await self._siblings.start(self._inspect.snapshot)
         return address
 
     async def stop(self) -> None:
@@ -107,6 +116,8 @@ class Gateway:
         for task in [*self._tasks, *([self._pulse] if self._pulse else [])]:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._siblings is not None:
+            self._siblings.close()
         await self._server.stop()
         self._services.tokenize.close()
 

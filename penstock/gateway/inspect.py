@@ -13,9 +13,11 @@ from penstock.gateway.exchange import Exchange, Response
 from penstock.gateway.models import ServedModel
 from penstock.gateway.prepare import check_token_ids, render
 from penstock.gateway.services import Services
+from penstock.gateway.siblings import Siblings
 from penstock.policy.tenant_limits import check_model
 from penstock.protocol.openai import DetokenizeAnswer, ModelList, TokenizeAnswer, TokenizeRequest
 from penstock.protocol.openai_validate import parse_detokenize, parse_tokenize
+from penstock.protocol.siblings import Snapshot, Sum
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.telemetry.metrics import CONTENT_TYPE, Metrics
 
@@ -62,6 +64,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     uptime_s: float
     connections: int
     streams: int
+    processes: int
+    """Gateway processes that share the address; the two numbers before are their sum."""
     draining: bool
     auth: bool
     models: list[ModelState]
@@ -70,7 +74,10 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 class Inspect:
     """The endpoints, over the services they share."""
 
-    def __init__(self, services: Services, metrics: Metrics, *, version: str) -> None:
+    def __init__(
+        self, services: Services, metrics: Metrics, *, version: str, siblings: Siblings | None = None
+    ) -> None:
+        self._siblings = siblings
         self._services = services
         self._metrics = metrics
         self._version = version
@@ -123,20 +130,35 @@ class Inspect:
         exchange.respond(Response(status=200 if word == "ready" else 503, body=body))
 
     async def metrics(self, exchange: Exchange, caller: Caller) -> None:
-        """`GET /metrics`, with the engines' numbers as of now."""
+        """`GET /metrics`, with the engines' numbers as of now; the sum of all gateway processes."""
+        body = self._render() if self._siblings is None else (await self._siblings.sum()).metrics
+        exchange.respond(Response(body=body, content_type=CONTENT_TYPE.encode()))
+
+    def snapshot(self) -> Snapshot:
+        """This process's numbers, for the sum."""
+        streams = self._services.slots.taken
+        return Snapshot(metrics=self._render(), connections=self.num_connections, streams=streams)
+
+    def _render(self) -> bytes:
         for model in self._services.models:
             self._follow(model)
         self._metrics.streams.set(self._services.slots.taken)
-        exchange.respond(Response(body=self._metrics.render(), content_type=CONTENT_TYPE.encode()))
+        return self._metrics.render()
 
     async def status(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /status.json`."""
         services = self._services
+        numbers = Sum(
+            metrics=b"", connections=self.num_connections, streams=services.slots.taken, processes=1
+        )
+        if self._siblings is not None:
+            numbers = await self._siblings.sum()
         status = Status(
             version=self._version,
             uptime_s=round((services.clock.now_ns() - self._started_ns) / NS_PER_S, 1),
-            connections=self.num_connections,
-            streams=services.slots.taken,
+            connections=numbers.connections,
+            streams=numbers.streams,
+            processes=numbers.processes,
             draining=services.draining,
             auth=self.auth,
             models=[_state(model) for model in services.models],

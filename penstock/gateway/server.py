@@ -4,6 +4,8 @@ Knows connections, not requests; what answers them is the application it is give
 """
 
 import asyncio
+import socket
+from collections.abc import Sequence
 
 from penstock.clock import Clock
 from penstock.config.tree import RelayConfig, ServerConfig
@@ -18,7 +20,16 @@ TICK_S_MAX = 1.0
 class HttpServer:
     """One listening address. Made, started and stopped by the gateway."""
 
-    def __init__(self, app: Application, config: ServerConfig, *, relay: RelayConfig, clock: Clock) -> None:
+    def __init__(
+        self,
+        app: Application,
+        config: ServerConfig,
+        *,
+        relay: RelayConfig,
+        clock: Clock,
+        listeners: Sequence[socket.socket] = (),
+    ) -> None:
+        """`listeners` are sockets that listen already, shared with other processes; without any it makes its own."""
         self._config = config
         self._clock = clock
         self._connections: set[Connection] = set()
@@ -29,7 +40,8 @@ class HttpServer:
             clock=clock,
             connections=self._connections,
         )
-        self._listener: asyncio.Server | None = None
+        self._shared = listeners
+        self._listeners: list[asyncio.Server] = []
         self._tick: asyncio.TimerHandle | None = None
         self._tick_s = tick_s(
             config.header_timeout_s, config.body_timeout_s, config.keepalive_timeout_s, relay.write_timeout_s
@@ -49,22 +61,27 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         host, port = self._config.host, self._config.port
         try:
-            self._listener = await loop.create_server(
-                lambda: Connection(self._surroundings), host, port, backlog=BACKLOG
-            )
+            for shared in self._shared:
+                self._listeners.append(
+                    await loop.create_server(self._connection, sock=shared, backlog=BACKLOG)
+                )
+            if not self._shared:
+                self._listeners.append(
+                    await loop.create_server(self._connection, host, port, backlog=BACKLOG)
+                )
         except OSError as error:
             raise ConfigError(
                 f"server: cannot listen on {host} port {port}: {error.strerror or error}"
             ) from error
         self._tick = loop.call_later(self._tick_s, self._on_tick)
-        bound = self._listener.sockets[0].getsockname()
+        bound = self._listeners[0].sockets[0].getsockname()
         return str(bound[0]), int(bound[1])
 
     def begin_drain(self) -> None:
         """Accept nothing new, close idle connections, and let the others close after their answer."""
         self._surroundings.draining = True
-        if self._listener is not None:
-            self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         for connection in list(self._connections):
             connection.drain()
 
@@ -75,8 +92,11 @@ class HttpServer:
             self._tick.cancel()
         for connection in list(self._connections):
             connection.cut()
-        if self._listener is not None:
-            await self._listener.wait_closed()
+        for listener in self._listeners:
+            await listener.wait_closed()
+
+    def _connection(self) -> Connection:
+        return Connection(self._surroundings)
 
     def _on_tick(self) -> None:
         now_ns = self._clock.now_ns()

@@ -48,6 +48,8 @@ class Metric:
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
+    shared: bool = False
+    """Every gateway process in front of one engine tells the same number of it."""
 
 
 TTFT_BUCKETS = (
@@ -87,21 +89,21 @@ CATALOG = (
     ),
     Metric("penstock_generated_tokens_total", "counter", "Tokens generated for ended requests.", MODEL),
     # The engine, as it tells of itself.
-    Metric("penstock_engine_running", "gauge", "Requests in the engine's batch.", MODEL),
-    Metric("penstock_engine_waiting", "gauge", "Requests queued in the engine.", MODEL),
-    Metric("penstock_kv_blocks", "gauge", "KV blocks by what they do.", ("model", "state")),
-    Metric("penstock_host_kv_blocks", "gauge", "KV blocks that are kept in host memory.", MODEL),
-    Metric("penstock_host_kv_stores_total", "counter", "KV blocks copied to host memory.", MODEL),
-    Metric("penstock_host_kv_loads_total", "counter", "KV blocks copied back from host memory.", MODEL),
-    Metric("penstock_engine_steps_total", "counter", "Engine steps.", MODEL),
-    Metric("penstock_engine_step_seconds_total", "counter", "Time spent in steps.", MODEL),
+    Metric("penstock_engine_running", "gauge", "Requests in the engine's batch.", MODEL, shared=True),
+    Metric("penstock_engine_waiting", "gauge", "Requests queued in the engine.", MODEL, shared=True),
+    Metric("penstock_kv_blocks", "gauge", "KV blocks by what they do.", ("model", "state"), shared=True),
+    Metric("penstock_host_kv_blocks", "gauge", "KV blocks that are kept in host memory.", MODEL, shared=True),
+    Metric("penstock_host_kv_stores_total", "counter", "KV blocks copied to host memory.", MODEL, shared=True),
+    Metric("penstock_host_kv_loads_total", "counter", "KV blocks copied back from host memory.", MODEL, shared=True),
+    Metric("penstock_engine_steps_total", "counter", "Engine steps.", MODEL, shared=True),
+    Metric("penstock_engine_step_seconds_total", "counter", "Time spent in steps.", MODEL, shared=True),
     Metric(
         "penstock_engine_host_seconds_total", "counter",
-        "Of the time spent in steps, what was not waiting for forward pass and sampling.", MODEL,
+        "Of the time spent in steps, what was not waiting for forward pass and sampling.", MODEL, shared=True,
     ),
-    Metric("penstock_engine_preemptions_total", "counter", "Requests that lost their blocks.", MODEL),
-    Metric("penstock_engine_restarts_total", "counter", "Restarts of the engine's process.", MODEL),
-    Metric("penstock_worker_ready", "gauge", "1 when the worker takes requests.", MODEL),
+    Metric("penstock_engine_preemptions_total", "counter", "Requests that lost their blocks.", MODEL, shared=True),
+    Metric("penstock_engine_restarts_total", "counter", "Restarts of the engine's process.", MODEL, shared=True),
+    Metric("penstock_worker_ready", "gauge", "1 when the worker takes requests.", MODEL, shared=True),
     # The front door.
     Metric("penstock_connections", "gauge", "Open HTTP connections."),
     Metric("penstock_streams", "gauge", "Answers being generated."),
@@ -123,5 +125,5 @@ CATALOG = (
     Metric("penstock_ledger_journal_bytes", "gauge", "Disk taken by this process's journal."),
     Metric("penstock_ledger_open_requests", "gauge", "Accepted requests whose record is still to come."),
     Metric("penstock_budget_warnings_total", "counter", "Shares of budgets that were used up.", ("period",)),
-    Metric("penstock_build_info", "gauge", "Always 1; the version is a label.", ("version",)),
+    Metric("penstock_build_info", "gauge", "Always 1; the version is a label.", ("version",), shared=True),
 )  # fmt: skip

@@ -334,3 +334,73 @@ def test_sighup_takes_a_new_configuration_and_streams_go_on(
     server.process.send_signal(signal.SIGTERM)
     assert server.wait_ended() == 0
     assert key not in server.err.read_text()
+
+
+# --- several gateway processes ---------------------------------------------------------------------
+
+
+def gateways(server: Server) -> list[int]:
+    """The process ids of its gateway processes."""
+    return [pid for pid in server.workers if b"gateway_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def num_sockets(pid: int) -> int:
+    return sum(os.readlink(each).startswith("socket:") for each in Path(f"/proc/{pid}/fd").iterdir())
+
+
+async def spread_streams(
+    server: Server, client: Client, num_tokens: int
+) -> list[tuple["asyncio.Task[Response]", Stream]]:
+    """Start streams until both processes have taken some."""
+    before = {pid: num_sockets(pid) for pid in gateways(server)}
+    started = []
+    for _ in range(40):
+        stream = Stream()
+        body = ask("Count.", stream=True, max_tokens=num_tokens, ignore_eos=True)
+        started.append((asyncio.create_task(client.post("/chat/completions", body, stream)), stream))
+        await stream.first.wait()
+        if len(started) >= 6 and all(num_sockets(pid) > count for pid, count in before.items()):
+            return started
+    raise AssertionError("one process took every connection")
+
+
+def test_one_gateway_process_dies_and_the_others_streams_go_on(serve: Callable[..., Server]) -> None:
+    server = serve("penstock-demo-mini", "--name", DEMO, *QUICK, "--processes", "2", "--api-key", "sk-test")
+    server.wait_ready()
+    assert len(gateways(server)) == 2
+    victim, survivor = gateways(server)
+
+    async def main() -> None:
+        client = Client(Endpoint.parse(server.url), key="sk-test")
+        async with asyncio.timeout(PATIENCE_S):
+            started = await spread_streams(server, client, 600)
+            os.kill(victim, signal.SIGKILL)
+            await asyncio.wait([task for task, _ in started])
+            ended = sum(stream.ended for _, stream in started)
+            assert 0 < ended < len(started), "the killed process's streams broke, the other's did not"
+            for task, _ in started:
+                task.exception()
+        await client.close()
+
+    asyncio.run(main())
+    server.wait_said("a gateway process ended")
+    server.until(lambda: len(gateways(server)) == 2 and victim not in gateways(server), "it never came back")
+    assert survivor in gateways(server)
+    status = run("curl", "-s", f"{server.url.removesuffix('/v1')}/status.json")
+    server.until(lambda: '"processes":2' in run("curl", "-s", server.url[:-3] + "/status.json"), status)
+    text = run("curl", "-s", server.url[:-3] + "/metrics")
+    found = re.search(r'requests_total\{endpoint="chat",model="penstock-demo",outcome="length"\} (\d+)', text)
+    assert found
+    assert int(found[1]) > 0
+    assert re.search(r'worker_ready\{model="penstock-demo"\} 1.0', text)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait_ended() == 0
+    assert gone(survivor)
+
+
+def test_no_gateway_process_outlives_its_parent(serve: Callable[..., Server]) -> None:
+    server = serve("penstock-demo-mini", *QUICK, "--processes", "2", "--no-auth")
+    server.wait_ready()
+    pids = server.workers
+    server.process.kill()
+    server.until(lambda: all(gone(pid) for pid in pids), "a process was left behind")

@@ -12,6 +12,7 @@ from penstock.backends.base import BackendStatus
 from penstock.backends.own import OwnBackend
 from penstock.config.launch import REAL_RUNNER
 from penstock.config.tree import EngineConfig
+from penstock.protocol.address import Address
 from penstock.types import ModelName, WorkerId
 
 ProgressCallback = Callable[[BackendStatus], None]
@@ -40,6 +41,11 @@ class LaunchedWorker(Protocol):
     @property
     def backend(self) -> OwnBackend:
         """How to reach it; its status says how it is."""
+        ...
+
+    @property
+    def address(self) -> Address:
+        """Where it listens, also after a restart. Any number of gateways may connect."""
         ...
 
     async def wait_ready(self, on_progress: ProgressCallback | None = None) -> None:

@@ -67,7 +67,7 @@ class LocalLauncher:
             runner=spec.runner,
         )
         process = WorkerProcess(spec.worker_id, launch, address, self._environment, self._log)
-        worker = LocalWorker(spec, backend, process, self._clock)
+        worker = LocalWorker(spec, backend, process, self._clock, address)
         self._workers[spec.worker_id] = worker
         worker.start()
         backend.connect_to(address)
@@ -93,8 +93,15 @@ class LocalLauncher:
 class LocalWorker:
     """One worker that is kept running. `start` it once, `stop` it once."""
 
-    def __init__(self, spec: WorkerSpec, backend: OwnBackend, process: WorkerProcess, clock: Clock) -> None:
-        self.spec, self.backend = spec, backend
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        backend: OwnBackend,
+        process: WorkerProcess,
+        clock: Clock,
+        address: UnixAddress,
+    ) -> None:
+        self.spec, self.backend, self.address = spec, backend, address
         self._process, self._clock = process, clock
         self._budget = RestartBudget(spec.engine.restarts_max, clock)
         self._down: PenstockError | None = None
@@ -126,6 +133,7 @@ class LocalWorker:
 
     async def stop(self, timeout_s: float) -> None:
         """Let streams end, up to the timeout; then end the process, by force if it must be."""
+        self.backend.end_worker()
         await self.backend.drain(timeout_s)
         assert self._supervisor is not None
         self._supervisor.cancel()

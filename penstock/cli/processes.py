@@ -1,0 +1,227 @@
+"""Several gateway processes on one port, supervised by the process that supervises the workers.
+
+             ┌─> gateway process 0 ─┐
+    clients ─┤        ...           ├─> each model's worker
+             └─> gateway process N ─┘
+       parent: the listening socket, the workers, restarts, the sum of all numbers
+
+All processes accept from one listening socket, made by the parent: whoever is idle takes the next connection, and what is
+queued when a process dies is taken by another. With a socket of its own for each (SO_REUSEPORT) the kernel deals connections
+out by a hash of their addresses, whoever is busy, and those in a dead process's queue are reset.
+"""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+import tempfile
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock.clock import Clock, sleep
+from penstock.config.tree import Config
+from penstock.errors import ConfigError, OperatorError
+from penstock.fleet.launchers.supervision import BACKOFF_MAX_S, RestartBudget
+from penstock.gateway.server import BACKLOG
+from penstock.protocol.siblings import Ask, ChildLaunch, Snapshot, Sum, decode_to_parent, frame
+from penstock.protocol.worker import FrameDecoder, ProtocolError
+from penstock.telemetry.log import Log
+from penstock.telemetry.merge import lasting, merged
+
+COMMAND = (sys.executable, "-m", "penstock.cli.gateway_process")
+RESTARTS_MAX = 10
+"""Restarts of one gateway process within ten minutes that come quickly; later ones wait `BACKOFF_MAX_S`."""
+START_TIMEOUT_S = 60.0
+SPARE_S = 5.0
+"""What a process may take beyond its drain timeout before it is killed."""
+READ_BYTES = 1 << 16
+
+
+class Numbers:
+    """The last snapshot of every process, and what those who have ended leave behind."""
+
+    def __init__(self) -> None:
+        self._last: dict[object, Snapshot] = {}
+        self._gone = b""
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    @property
+    def streams(self) -> int:
+        """Answers being generated in all processes."""
+        return sum(each.streams for each in self._last.values())
+
+    def told(self, who: object, snapshot: Snapshot) -> None:
+        """A process told its numbers."""
+        self._last[who] = snapshot
+
+    def ended(self, who: object) -> None:
+        """A process is gone. Its counters go on counting, or rates over the sum would jump."""
+        if (last := self._last.pop(who, None)) is not None:
+            self._gone = merged([self._gone, lasting(last.metrics)])
+
+    def sum(self) -> Sum:
+        """All of them together."""
+        last = self._last.values()
+        return Sum(
+            metrics=merged([*(each.metrics for each in last), self._gone]),
+            connections=sum(each.connections for each in last),
+            streams=self.streams,
+            processes=len(last),
+        )
+
+
+class GatewayProcesses:
+    """`start` binds the address, `open` starts the processes, `stop` drains them, `kill` leaves nothing."""
+
+    def __init__(self, config: Config, clock: Clock, log: Log) -> None:
+        self._config, self._clock, self._log = config, clock, log
+        self._directory = tempfile.TemporaryDirectory(prefix="penstock-gateways-")  # Mode 0700.
+        self._path = f"{self._directory.name}/parent.sock"
+        self._listeners: list[socket.socket] = []
+        self._numbers = Numbers()
+        self._told = asyncio.Event()
+        self._server: asyncio.Server | None = None
+        self._running: dict[int, Process] = {}
+        self._supervisors: list[asyncio.Task[None]] = []
+        self._stopping = False
+
+    @property
+    def num_streams(self) -> int:
+        """Answers that are being generated now, as of a second ago."""
+        return self._numbers.streams
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the processes that run."""
+        return tuple(process.pid for process in self._running.values())
+
+    async def start(self) -> tuple[str, int]:
+        """Listen; connections wait until there is a process. Returns the address.
+
+        Raises:
+            ConfigError: the address cannot be listened on.
+        """
+        self._server = await asyncio.start_unix_server(self._hear, self._path)
+        host, port = self._config.server.host, self._config.server.port
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+            for family, _, _, _, address in dict.fromkeys(found):
+                port = self._listeners[0].getsockname()[1] if self._listeners else int(address[1])
+                self._listeners.append(
+                    socket.create_server((str(address[0]), port), family=family, backlog=BACKLOG)
+                )
+        except OSError as error:
+            message = f"server: cannot listen on {host} port {port}: {error.strerror or error}"
+            raise ConfigError(message) from error
+        bound = self._listeners[0].getsockname()
+        return str(bound[0]), int(bound[1])
+
+    async def open(self, workers: Sequence[str]) -> None:
+        """Start every process in front of the workers' addresses; returns when all of them listen.
+
+        Raises:
+            OperatorError: one does not come up.
+        """
+        count = self._config.server.processes
+        launches = [
+            ChildLaunch(
+                index=index,
+                config=msgspec.json.encode(self._config),
+                listeners=tuple(each.fileno() for each in self._listeners),
+                workers=tuple(workers),
+                parent=self._path,
+            )
+            for index in range(count)
+        ]
+        self._supervisors = [asyncio.create_task(self._supervise(launch)) for launch in launches]
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while len(self._numbers) < count:
+                    self._told.clear()
+                    await self._told.wait()
+        except TimeoutError:
+            raise OperatorError(f"the gateway processes did not start within {START_TIMEOUT_S:g} s") from None
+
+    async def stop(self) -> None:
+        """Drain: every process ends its answers, up to `drain_timeout_s`."""
+        self._stopping = True
+        for listener in self._listeners:
+            listener.close()
+        processes = list(self._running.values())
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+        waits = [asyncio.ensure_future(process.wait()) for process in processes]
+        if waits:
+            await asyncio.wait(waits, timeout=self._config.server.drain_timeout_s + SPARE_S)
+        await self.kill()
+
+    async def kill(self) -> None:
+        """End everything now. Idempotent."""
+        self._stopping = True
+        for process in list(self._running.values()):
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        for task in self._supervisors:
+            task.cancel()
+        if self._supervisors:
+            await asyncio.wait(self._supervisors)
+        for listener in self._listeners:
+            listener.close()
+        if self._server is not None:
+            self._server.close()
+        self._directory.cleanup()
+
+    async def _supervise(self, launch: ChildLaunch) -> None:
+        """Run one process again and again until everything stops."""
+        budget = RestartBudget(RESTARTS_MAX, self._clock)
+        while not self._stopping:
+            process = await self._spawn(launch)
+            self._running[launch.index] = process
+            try:
+                code = await process.wait()
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+                del self._running[launch.index]
+            if self._stopping:
+                return
+            delay_s = budget.take() or BACKOFF_MAX_S
+            self._log.error("a gateway process ended", index=launch.index, code=code, restart_in_s=delay_s)
+            await sleep(delay_s)
+
+    async def _spawn(self, launch: ChildLaunch) -> Process:
+        # A session of its own, so that Ctrl-C in the terminal reaches only the parent, which drains.
+        process = await asyncio.create_subprocess_exec(
+            *COMMAND, stdin=PIPE, stdout=DEVNULL, pass_fds=launch.listeners, start_new_session=True
+        )
+        assert process.stdin is not None
+        # It stays open: its end tells the process that we are gone.
+        process.stdin.write(msgspec.json.encode(launch) + b"\n")
+        return process
+
+    async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One process's connection."""
+        decoder = FrameDecoder()
+        try:
+            while data := await reader.read(READ_BYTES):
+                for body in decoder.feed(data):
+                    message = decode_to_parent(body)
+                    if isinstance(message, Ask):
+                        writer.write(frame(self._numbers.sum()))
+                    else:
+                        self._numbers.told(writer, message)
+                        self._told.set()
+        except (ConnectionError, ProtocolError, msgspec.DecodeError) as error:
+            self._log.warning("a gateway process cannot be heard any more", error=error)
+        finally:
+            self._numbers.ended(writer)
+            writer.close()

@@ -1,0 +1,67 @@
+"""This gateway process among others of one server: tells its numbers to the parent, asks it for the sum."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from penstock.clock import sleep
+from penstock.protocol.siblings import Ask, Snapshot, Sum, decode_to_child, frame
+from penstock.protocol.worker import FrameDecoder
+
+TELL_S = 1.0
+ANSWER_TIMEOUT_S = 2.0
+READ_BYTES = 1 << 16
+
+
+class Siblings:
+    """The link to the parent. `start` it once; the parent's end is this process's end, so it is never made again."""
+
+    def __init__(self, path: str) -> None:
+        """`path` is the parent's Unix socket."""
+        self._path = path
+        self._asked: deque[asyncio.Future[Sum]] = deque()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, snapshot: Callable[[], Snapshot]) -> None:
+        """Connect and tell `snapshot()` now and every second.
+
+        Raises:
+            OSError: the parent does not listen.
+        """
+        self._snapshot = snapshot
+        reader, self._writer = await asyncio.open_unix_connection(self._path)
+        self._tasks = [asyncio.create_task(self._tell()), asyncio.create_task(self._read(reader))]
+
+    async def sum(self) -> Sum:
+        """The numbers of all processes; of this one alone if the parent does not answer."""
+        own = self._snapshot()
+        answer: asyncio.Future[Sum] = asyncio.get_running_loop().create_future()
+        self._asked.append(answer)
+        self._writer.write(frame(own) + frame(Ask()))
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                return await answer
+        except TimeoutError:
+            return Sum(metrics=own.metrics, connections=own.connections, streams=own.streams, processes=1)
+
+    def close(self) -> None:
+        """Leave."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            self._writer.write(frame(self._snapshot()))
+            self._writer.close()
+
+    async def _tell(self) -> None:
+        while True:
+            self._writer.write(frame(self._snapshot()))
+            await self._writer.drain()
+            await sleep(TELL_S)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        decoder = FrameDecoder()
+        while data := await reader.read(READ_BYTES):
+            for body in decoder.feed(data):
+                answer = self._asked.popleft()
+                if not answer.done():
+                    answer.set_result(decode_to_child(body))

@@ -1,0 +1,85 @@
+"""What the gateway processes of one server and their parent say to each other, over a Unix socket.
+
+    child                        parent
+      |  Snapshot -->              |   when it listens, then every second
+      |  Snapshot, Ask -->         |
+      |                 <-- Sum    |   of the last snapshot of each, and of those who have ended
+
+Framed like `worker.py`'s messages.
+"""
+
+import struct
+
+import msgspec
+
+_LENGTH = struct.Struct("<I")
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot"):
+    """One process's numbers."""
+
+    metrics: bytes
+    """Its `/metrics` text."""
+    connections: int
+    streams: int
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """Somebody asked this process for the sum of all."""
+
+
+class Sum(msgspec.Struct, frozen=True, kw_only=True, tag="sum"):
+    """The numbers of all processes."""
+
+    metrics: bytes
+    connections: int
+    streams: int
+    processes: int
+
+
+class ChildLaunch(msgspec.Struct, frozen=True, kw_only=True):
+    """What the parent tells a new gateway process: one line of JSON on its standard input, which then stays open."""
+
+    index: int
+    """From 0; a process that is started anew has its predecessor's."""
+    config: bytes
+    """The whole configuration as JSON, keys included: this is why it does not come as an argument."""
+    listeners: tuple[int, ...]
+    """File descriptors of listening sockets."""
+    workers: tuple[str, ...]
+    """Addresses of the models' workers, in the order of the configuration."""
+    parent: str
+    """Path of the parent's Unix socket."""
+    leases: str = ""
+    """Path of the parent's lease server for shared limits; empty: there is none."""
+
+
+ToParent = Snapshot | Ask
+
+_to_parent = msgspec.msgpack.Decoder(ToParent)
+_to_child = msgspec.msgpack.Decoder(Sum)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(message: ToParent | Sum) -> bytes:
+    """One message as a whole frame."""
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def decode_to_parent(body: bytes) -> ToParent:
+    """Read what a child sent.
+
+    Raises:
+        msgspec.DecodeError: it is no such message.
+    """
+    return _to_parent.decode(body)
+
+
+def decode_to_child(body: bytes) -> Sum:
+    """Read what the parent sent.
+
+    Raises:
+        msgspec.DecodeError: it is no such message.
+    """
+    return _to_child.decode(body)
