@@ -336,16 +336,18 @@ def test_another_version_of_the_protocol_is_not_ready() -> None:
     run(check)
 
 
-def test_drain_tells_the_worker() -> None:
+def test_a_drain_leaves_the_worker_and_its_launcher_ends_it() -> None:
     async def check() -> None:
         async with pair() as (peer, backend):
             recorder = Recorder()
             backend.generate(Requests().make(), recorder)
             submit = await peer.hear_submit()
-            draining = asyncio.create_task(backend.drain(TIMEOUT_S))
+            backend.end_worker()
             assert isinstance(await peer.hear(), Drain)
+            draining = asyncio.create_task(backend.drain(TIMEOUT_S))
             peer.step(submit, 65, finish=Finish(reason=FinishReason.LENGTH, usage=Usage()))
             await draining
+            assert peer.messages.empty()
             assert (await recorder.end()).reason is FinishReason.LENGTH
 
     run(check)
