@@ -12,7 +12,6 @@ handler, turns errors into responses, and counts and logs every exchange once.
 import asyncio
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from penstock import __version__
 from penstock.clock import NS_PER_S, Clock, sleep
@@ -162,28 +161,25 @@ class Gateway:
             self._metrics.client_disconnects.inc()
         elif exchange.ending is Ending.OVERRUN:
             self._metrics.slow_client_aborts.inc()
-        record = None
-        if tally := exchange.tally:
+        tally, record = exchange.tally, None
+        if tally is not None:
             record = tally.record(now_ns)
             self._metrics.model(tally.model).request_ended(record)
-        line = AccessLine(
-            method=exchange.head.method,
-            path=exchange.head.path,
-            status=exchange.status or 499,  # nginx's number for a client that left before the answer.
-            duration_ns=now_ns - exchange.started_ns,
-            request_id=exchange.id or None,
-        )
-        if tally and record:
-            line = replace(
-                line,
-                model=tally.model,
-                outcome=record.outcome.value,
-                ttft_ns=record.ttft_ns,
-                prompt_tokens=record.prompt_tokens,
-                cached_tokens=record.cached_tokens,
-                generated_tokens=record.generated_tokens,
+        self._log.access(
+            AccessLine(
+                method=exchange.head.method,
+                path=exchange.head.path,
+                status=exchange.status or 499,  # nginx's number for a client that left before the answer.
+                duration_ns=now_ns - exchange.started_ns,
+                request_id=exchange.id or None,
+                model=tally and tally.model,
+                outcome=record and record.outcome.value,
+                ttft_ns=record and record.ttft_ns,
+                prompt_tokens=record and record.prompt_tokens,
+                cached_tokens=record and record.cached_tokens,
+                generated_tokens=record and record.generated_tokens,
             )
-        self._log.access(line)
+        )
 
     # --- inside ----------------------------------------------------------------------------------
 

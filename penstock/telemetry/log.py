@@ -4,6 +4,8 @@ A `Log` is handed to the parts that write to it. It formats through the standard
 libraries' own warnings take the same way. Stamps come from the `Clock`; API keys never come out.
 """
 
+import contextlib
+import functools
 import logging
 import re
 import sys
@@ -20,6 +22,8 @@ from penstock.config.tree import LogConfig
 
 Field = str | int | float | bool | BaseException | None
 HIDDEN = "[hidden]"
+SHOWN_MAX = 256
+"""Methods and paths whose harmless form is remembered."""
 _SECRET_NAMES = frozenset(("authorization", "cookie", "key", "keys", "password", "secret", "token"))
 _SECRET_ENDINGS = ("_key", "_keys", "_password", "_secret", "_token")
 _LOOKS_SECRET = r"(?i:\bbearer )[^\s\"']+|\bsk-[\w-]{8,}"
@@ -54,11 +58,12 @@ class Log:
         out = sys.stderr if stream is None else stream
         hidden = _Hidden(secrets)
         self._handler = logging.StreamHandler(out)
-        self._handler.setFormatter(
+        self._lines = (
             _JsonLines(clock, hidden)
             if config.format == "json"
             else _TextLines(clock, hidden, colour=out.isatty())
         )
+        self._handler.setFormatter(self._lines)
         self._level = logging.getLevelNamesMapping()[config.level.upper()]
         self._access = config.access
 
@@ -85,15 +90,19 @@ class Log:
 
     def access(self, access: Access) -> None:
         """One line for one HTTP request, if the config wants them."""
-        if not self._access:
+        if not self._access or self._level > logging.INFO:
             return
-        fields: dict[str, Field] = {"duration_ms": _ms(access.duration_ns)}
+        fields: dict[str, str | int | float] = {"duration_ms": _ms(access.duration_ns)}
         for name in ("request_id", "model", "outcome", "prompt_tokens", "cached_tokens", "generated_tokens"):
-            fields[name] = getattr(access, name)
-        fields["ttft_ms"] = None if access.ttft_ns is None else _ms(access.ttft_ns)
-        for name in [name for name, value in fields.items() if value is None]:
-            del fields[name]
-        self._write(logging.INFO, f"{access.method} {access.path} {access.status}", fields)
+            if (value := getattr(access, name)) is not None:
+                fields[name] = value
+        if access.ttft_ns is not None:
+            fields["ttft_ms"] = _ms(access.ttft_ns)
+        line = self._lines.access(f"{access.method} {access.path}", access.status, fields)
+        # Straight to the stream: a record and what `logging` does with it cost more than all the rest of this line.
+        with contextlib.suppress(OSError, ValueError), self._handler.lock or contextlib.nullcontext():
+            self._handler.stream.write(line + "\n")
+            self._handler.flush()
 
     def adopt(self, name: str) -> None:
         """Let a library's logger (such as "asyncio") write here as well."""
@@ -143,6 +152,10 @@ class _Lines(logging.Formatter):
         super().__init__()
         self._clock, self._hidden = clock, hidden
 
+    def access(self, what: str, status: int, fields: dict[str, str | int | float]) -> str:
+        """The line of one request. Nothing in `fields` comes from a client; `what` does."""
+        raise NotImplementedError
+
     def _now(self) -> datetime:
         seconds, ns = divmod(self._clock.wall_ns(), NS_PER_S)
         return datetime.fromtimestamp(seconds, UTC).replace(microsecond=ns // 1000)
@@ -164,22 +177,50 @@ class _TextLines(_Lines):
     def __init__(self, clock: Clock, hidden: _Hidden, *, colour: bool) -> None:
         super().__init__(clock, hidden)
         self._colour = colour
+        self._second, self._stamp = -1, ""
+        self._shown = functools.lru_cache(SHOWN_MAX)(self._plain)
+        self._info = self._level_of("INFO")
 
     def format(self, record: logging.LogRecord) -> str:
         message, fields = self._parts(record)
         trace = fields.pop("traceback", None)
-        stamp = self._now().astimezone().strftime("%H:%M:%S.%f")[:-3]
-        level = f"{record.levelname.lower():7}"
-        if self._colour:
-            level = f"{_COLOURS.get(record.levelname, '')}{level}\x1b[0m"
+        stamp, level = self._clock_time(), self._level_of(record.levelname)
         pairs = [f"{name}={_quoted(value)}" for name, value in fields.items()]
         line = " ".join([stamp, level, _CONTROL.sub(_escape, message), *pairs])
         lines = [] if trace is None else str(trace).splitlines()
         return "\n".join([line, *(_CONTROL.sub(_escape, text) for text in lines)])
 
+    def access(self, what: str, status: int, fields: dict[str, str | int | float]) -> str:
+        """See `_Lines.access`."""
+        line = [self._clock_time(), self._info, self._shown(what), str(status)]
+        for name, value in fields.items():
+            line.append(f"{name}={_quoted(value) if isinstance(value, str) else value}")
+        return " ".join(line)
+
+    def _clock_time(self) -> str:
+        """The time of day, which changes its first eight characters once a second."""
+        second, ns = divmod(self._clock.wall_ns(), NS_PER_S)
+        if second != self._second:
+            self._second = second
+            self._stamp = datetime.fromtimestamp(second, UTC).astimezone().strftime("%H:%M:%S")
+        return f"{self._stamp}.{ns // NS_PER_MS:03}"
+
+    def _level_of(self, name: str) -> str:
+        level = f"{name.lower():7}"
+        return f"{_COLOURS.get(name, '')}{level}\x1b[0m" if self._colour else level
+
+    def _plain(self, text: str) -> str:
+        return _CONTROL.sub(_escape, self._hidden.text(text))
+
 
 class _JsonLines(_Lines):
     """For machines: one object per line with `ts`, `level`, `message` and the fields beside them."""
+
+    def access(self, what: str, status: int, fields: dict[str, str | int | float]) -> str:
+        """See `_Lines.access`."""
+        stamp = self._now().isoformat(timespec="microseconds").replace("+00:00", "Z")
+        message = f"{self._hidden.text(what)} {status}"
+        return msgspec.json.encode({"ts": stamp, "level": "info", "message": message, **fields}).decode()
 
     def format(self, record: logging.LogRecord) -> str:
         message, fields = self._parts(record)

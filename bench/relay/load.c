@@ -1,0 +1,190 @@
+/* A load client: one thread, epoll, keep-alive connections, one request after another on each.
+
+   load PORT CONNECTIONS REQUESTS FILE     sends FILE's bytes as the request; "streamed" answers end with a chunk of length 0.
+
+   Prints one JSON object: requests, errors, events ("\n\n" seen), seconds, latency and time to first byte (p50, p99, in us), and the
+   time between two events of one answer (p50, p99, worst, in us) from when every connection has had its first byte. */
+#define _GNU_SOURCE
+#include <arpa/inet.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <netinet/tcp.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+#define HEAD_MAX 8192
+
+typedef struct {
+    int fd;
+    char head[HEAD_MAX];
+    int head_len, in_body, chunked;
+    long left;
+    char tail[5];
+    int was_newline;
+    double started, first, last;
+} Connection;
+
+#define GAP_US 100
+#define NUM_GAPS 600000
+static long gaps[NUM_GAPS], num_gaps, num_first;
+
+static double *totals, *firsts;
+static long num_done, num_started, num_requests, num_errors, num_events;
+static char *request;
+static long request_len;
+static int port, poller, all_connections;
+
+
+static double now_us(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1e6 + t.tv_nsec / 1e3;
+}
+
+static void begin(Connection *c);
+
+static void open_connection(Connection *c) {
+    struct sockaddr_in a = {.sin_family = AF_INET, .sin_port = htons(port), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    c->fd = socket(AF_INET, SOCK_STREAM, 0);
+    if (c->fd < 0 || connect(c->fd, (void *)&a, sizeof a)) { perror("connect"); exit(1); }
+    int one = 1;
+    setsockopt(c->fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    fcntl(c->fd, F_SETFL, O_NONBLOCK);
+    struct epoll_event e = {.events = EPOLLIN, .data.ptr = c};
+    epoll_ctl(poller, EPOLL_CTL_ADD, c->fd, &e);
+}
+
+static void finish(Connection *c, int ok, int reopen) {
+    double t = now_us();
+    if (!ok) num_errors++;
+    totals[num_done] = t - c->started;
+    firsts[num_done] = (c->first ? c->first : t) - c->started;
+    num_done++;
+    if (reopen) { close(c->fd); c->fd = -1; }
+    if (num_started < num_requests) {
+        if (reopen) open_connection(c);
+        begin(c);
+    } else if (c->fd >= 0) { close(c->fd); c->fd = -1; }
+}
+
+static void begin(Connection *c) {
+    num_started++;
+    c->head_len = c->in_body = c->chunked = 0;
+    c->left = -1;
+    c->first = 0;
+    c->was_newline = 0;
+    memset(c->tail, 0, 5);
+    c->started = now_us();
+    if (send(c->fd, request, request_len, MSG_NOSIGNAL) != request_len) finish(c, 0, 1);
+}
+
+/* Takes body bytes; 1 at the end of the answer. */
+static int body(Connection *c, const char *data, long n) {
+    for (const char *p = data, *end = data + n; p < end;) {
+        const char *q = memchr(p, '\n', end - p);
+        if (!q) { c->was_newline = 0; break; }
+        if (q == p && c->was_newline) { num_events++; c->was_newline = 0; } else c->was_newline = 1;
+        if (q > p) c->was_newline = 1;
+        p = q + 1;
+        if (p < end && *p != '\n') c->was_newline = 0;
+    }
+    if (!c->chunked) { c->left -= n; return c->left <= 0; }
+    if (n >= 5) memcpy(c->tail, data + n - 5, 5);
+    else if (n > 0) { memmove(c->tail, c->tail + n, 5 - n); memcpy(c->tail + 5 - n, data, n); }
+    return !memcmp(c->tail, "0\r\n\r\n", 5);
+}
+
+static void readable(Connection *c) {
+    static char data[1 << 18];
+    long n = recv(c->fd, data, sizeof data, 0);
+    if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    if (n <= 0) { finish(c, 0, 1); return; }
+    if (!c->first) { c->first = now_us(); c->last = 0; num_first++; }
+    long from = 0;
+    if (!c->in_body) {
+        long take = n < HEAD_MAX - 1 - c->head_len ? n : HEAD_MAX - 1 - c->head_len;
+        long before = c->head_len;
+        memcpy(c->head + c->head_len, data, take);
+        c->head_len += take;
+        c->head[c->head_len] = 0;
+        char *end = strstr(c->head, "\r\n\r\n");
+        if (!end) { if (c->head_len >= HEAD_MAX - 1) finish(c, 0, 1); return; }
+        c->in_body = 1;
+        end[2] = 0;
+        char *length = strcasestr(c->head, "content-length:");
+        c->chunked = length == NULL;
+        c->left = length ? atol(length + 15) : -1;
+        if (strncmp(c->head + 9, "200", 3)) {
+            if (!num_errors) fprintf(stderr, "%s%.300s\n", c->head, end + 4);
+            finish(c, 0, 1);
+            return;
+        }
+        from = (end + 4 - c->head) - before;
+    }
+    long before_events = num_events;
+    int ended = body(c, data + from, n - from);
+    if (num_events > before_events) {
+        double t = now_us();
+        if (c->last && num_first >= all_connections) {
+            long gap = (t - c->last) / GAP_US;
+            gaps[gap < NUM_GAPS ? gap : NUM_GAPS - 1]++;
+            num_gaps++;
+        }
+        c->last = t;
+    }
+    if (ended) finish(c, 1, strcasestr(c->head, "connection: close") != NULL);
+}
+
+static int by_value(const void *a, const void *b) {
+    double d = *(double *)a - *(double *)b;
+    return d < 0 ? -1 : d > 0;
+}
+
+int main(int argc, char **argv) {
+    if (argc != 5) return 2;
+    port = atoi(argv[1]);
+    int num_connections = atoi(argv[2]);
+    num_requests = atol(argv[3]);
+    all_connections = num_connections;
+    struct rlimit limit = {1 << 20, 1 << 20};
+    getrlimit(RLIMIT_NOFILE, &limit);
+    limit.rlim_cur = limit.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &limit);
+    FILE *f = fopen(argv[4], "rb");
+    request = malloc(1 << 20);
+    request_len = fread(request, 1, 1 << 20, f);
+    totals = calloc(num_requests + num_connections, sizeof(double));
+    firsts = calloc(num_requests + num_connections, sizeof(double));
+    poller = epoll_create1(0);
+    Connection *all = calloc(num_connections, sizeof(Connection));
+    double started = now_us();
+    for (int i = 0; i < num_connections && num_started < num_requests; i++) { open_connection(&all[i]); begin(&all[i]); }
+    struct epoll_event events[512];
+    while (num_done < num_requests) {
+        int n = epoll_wait(poller, events, 512, 60000);
+        if (n == 0) { fprintf(stderr, "nothing for a minute\n"); return 1; }
+        for (int i = 0; i < n; i++) readable(events[i].data.ptr);
+    }
+    double seconds = (now_us() - started) / 1e6;
+    qsort(totals, num_done, sizeof(double), by_value);
+    qsort(firsts, num_done, sizeof(double), by_value);
+    double gap_p50 = 0, gap_p99 = 0, gap_worst = 0;
+    for (long i = 0, seen = 0; i < NUM_GAPS; i++) {
+        if (!gaps[i]) continue;
+        if (seen <= num_gaps / 2) gap_p50 = i * GAP_US;
+        if (seen <= num_gaps / 100 * 99) gap_p99 = i * GAP_US;
+        gap_worst = i * GAP_US;
+        seen += gaps[i];
+    }
+    printf("{\"requests\":%ld,\"errors\":%ld,\"events\":%ld,\"seconds\":%.4f,\"total_p50_us\":%.1f,\"total_p99_us\":%.1f,"
+           "\"first_p50_us\":%.1f,\"first_p99_us\":%.1f,\"gaps\":%ld,\"gap_p50_us\":%.0f,\"gap_p99_us\":%.0f,\"gap_worst_us\":%.0f}\n",
+           num_done, num_errors, num_events, seconds, totals[num_done / 2], totals[num_done * 99 / 100],
+           firsts[num_done / 2], firsts[num_done * 99 / 100], num_gaps, gap_p50, gap_p99, gap_worst);
+    return 0;
+}
