@@ -6,7 +6,7 @@ DEV := scripts/setup.sh dev
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test check format bench bench-engine train-demo clean
+.PHONY: help serve chat test check format bench bench-engine bench-relay soak train-demo clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,15 @@ format:  ## rewrite the sources in the house format
 bench:  ## TTFT, TPOT and throughput of the demo model at concurrency 1, 8, 32, and the relay's CPU per chunk
 	@$(DEV)
 	@$(BIN)/python bench/serve_bench.py $(ARGS)
+
+bench-relay:  ## the gateway's CPU per 1,000 requests beside smg, vllm-router and LiteLLM (installs them; ARGS=--quick)
+	@$(DEV)
+	@bench/relay/install_peers.sh
+	@$(BIN)/python bench/relay_peers.py $(ARGS)
+
+soak:  ## ten thousand paced streams for half an hour: errors, delay per chunk, memory
+	@$(DEV)
+	@$(BIN)/python bench/streams_10k.py --seconds 1800 $(ARGS)
 
 bench-engine:  ## our engine beside vLLM and llama.cpp on the same models (installs both; about an hour; ARGS=--quick for ten minutes)
 	@$(DEV)

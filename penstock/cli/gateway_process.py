@@ -53,15 +53,16 @@ async def _serve(launch: ChildLaunch) -> int:
         listeners=[socket.socket(fileno=number) for number in launch.listeners],
         siblings=Siblings(launch.parent),
     )
-    stop, orphaned = asyncio.Event(), asyncio.Event()
+    stop = asyncio.Event()
+    parent = _Parent(gateway, stop)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
-    loop.add_reader(STDIN, _on_stdin, orphaned, stop)
+    loop.add_reader(STDIN, parent.on_readable)
     for part, address in zip(parts, launch.workers, strict=True):
         part.backend.connect_to(parse_address(address))
     await gateway.start()
     await stop.wait()
-    if orphaned.is_set():
+    if parent.is_gone:
         return EXIT_ORPHANED
     await gateway.stop()
     for part in parts:
@@ -69,11 +70,28 @@ async def _serve(launch: ChildLaunch) -> int:
     return 0
 
 
-def _on_stdin(orphaned: asyncio.Event, stop: asyncio.Event) -> None:
-    if not os.read(STDIN, 4096):
-        asyncio.get_running_loop().remove_reader(STDIN)
-        orphaned.set()
-        stop.set()
+class _Parent:
+    """Standard input after the launch: a line with each new configuration; its end is the parent's."""
+
+    def __init__(self, gateway: Gateway, stop: asyncio.Event) -> None:
+        self.is_gone = False
+        self._gateway, self._stop = gateway, stop
+        self._rest = b""
+        self._reloads: set[asyncio.Task[bool]] = set()
+
+    def on_readable(self) -> None:
+        data = os.read(STDIN, 1 << 16)
+        if not data or len(self._rest) > LAUNCH_BYTES_MAX:
+            asyncio.get_running_loop().remove_reader(STDIN)
+            self.is_gone = True
+            self._stop.set()
+            return
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            config = msgspec.json.decode(line, type=Config)
+            task = asyncio.create_task(self._gateway.tenancy.reload(config))
+            self._reloads.add(task)
+            task.add_done_callback(self._reloads.discard)
 
 
 def _read_launch() -> ChildLaunch:

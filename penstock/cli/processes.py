@@ -83,6 +83,7 @@ class GatewayProcesses:
         self._directory = tempfile.TemporaryDirectory(prefix="penstock-gateways-")  # Mode 0700.
         self._path = f"{self._directory.name}/parent.sock"
         self._listeners: list[socket.socket] = []
+        self._workers: tuple[str, ...] = ()
         self._numbers = Numbers()
         self._told = asyncio.Event()
         self._server: asyncio.Server | None = None
@@ -130,17 +131,8 @@ class GatewayProcesses:
             OperatorError: one does not come up.
         """
         count = self._config.server.processes
-        launches = [
-            ChildLaunch(
-                index=index,
-                config=msgspec.json.encode(self._config),
-                listeners=tuple(each.fileno() for each in self._listeners),
-                workers=tuple(workers),
-                parent=self._path,
-            )
-            for index in range(count)
-        ]
-        self._supervisors = [asyncio.create_task(self._supervise(launch)) for launch in launches]
+        self._workers = tuple(workers)
+        self._supervisors = [asyncio.create_task(self._supervise(index)) for index in range(count)]
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 while len(self._numbers) < count:
@@ -148,6 +140,14 @@ class GatewayProcesses:
                     await self._told.wait()
         except TimeoutError:
             raise OperatorError(f"the gateway processes did not start within {START_TIMEOUT_S:g} s") from None
+
+    async def reload(self, config: Config) -> bool:
+        """Hand a new configuration to every process, and to those that come; each says in the log what it makes of it."""
+        self._config = config
+        for process in self._running.values():
+            if process.stdin is not None:
+                process.stdin.write(msgspec.json.encode(config) + b"\n")
+        return True
 
     async def stop(self) -> None:
         """Drain: every process ends its answers, up to `drain_timeout_s`."""
@@ -179,26 +179,33 @@ class GatewayProcesses:
             self._server.close()
         self._directory.cleanup()
 
-    async def _supervise(self, launch: ChildLaunch) -> None:
+    async def _supervise(self, index: int) -> None:
         """Run one process again and again until everything stops."""
         budget = RestartBudget(RESTARTS_MAX, self._clock)
         while not self._stopping:
-            process = await self._spawn(launch)
-            self._running[launch.index] = process
+            process = await self._spawn(index)
+            self._running[index] = process
             try:
                 code = await process.wait()
             finally:
                 if process.returncode is None:
                     process.kill()
                     await process.wait()
-                del self._running[launch.index]
+                del self._running[index]
             if self._stopping:
                 return
             delay_s = budget.take() or BACKOFF_MAX_S
-            self._log.error("a gateway process ended", index=launch.index, code=code, restart_in_s=delay_s)
+            self._log.error("a gateway process ended", index=index, code=code, restart_in_s=delay_s)
             await sleep(delay_s)
 
-    async def _spawn(self, launch: ChildLaunch) -> Process:
+    async def _spawn(self, index: int) -> Process:
+        launch = ChildLaunch(
+            index=index,
+            config=msgspec.json.encode(self._config),
+            listeners=tuple(each.fileno() for each in self._listeners),
+            workers=self._workers,
+            parent=self._path,
+        )
         # A session of its own, so that Ctrl-C in the terminal reaches only the parent, which drains.
         process = await asyncio.create_subprocess_exec(
             *COMMAND, stdin=PIPE, stdout=DEVNULL, pass_fds=launch.listeners, start_new_session=True

@@ -103,6 +103,8 @@ class Stack:
 
     async def reload(self, config: Config) -> bool:
         """Put a new configuration in force, as far as that can be done while running; False if it was refused."""
+        if isinstance(self._gateway, GatewayProcesses):
+            return await self._gateway.reload(config)
         return await self._gateway.tenancy.reload(config)
 
     async def wait_ready(self, display: LoadingDisplay) -> None:

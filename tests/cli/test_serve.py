@@ -393,6 +393,8 @@ def test_one_gateway_process_dies_and_the_others_streams_go_on(serve: Callable[.
     assert found
     assert int(found[1]) > 0
     assert re.search(r'worker_ready\{model="penstock-demo"\} 1.0', text)
+    server.process.send_signal(signal.SIGHUP)
+    server.until(lambda: server.err.read_text().count("the new configuration is in force") >= 2, "no reload")
     server.process.send_signal(signal.SIGTERM)
     assert server.wait_ended() == 0
     assert gone(survivor)
