@@ -63,6 +63,9 @@ class QueueConfig(Branch, frozen=True, kw_only=True):
     """And that also after it has been passed over for this long."""
     aside_max: Positive = 16
     """Requests of one band that wait aside at once because they are too large; more hold up their tenant only."""
+    headroom: Annotated[float, Meta(ge=0, le=0.5)] = 0.08
+    """Share of a model's rows that a tenant leaves free for others who are active too, once it runs half as much again as
+    its part: their next request need not wait for one of its streams to end. 0 lends every row."""
     retries_max: Annotated[int, Meta(ge=0, le=16)] = 2
     """Other starts of a request whose worker failed before any output."""
     worker_credit: Count = 4

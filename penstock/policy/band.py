@@ -84,7 +84,9 @@ class Line:
         self.served = 0
         self.heap: list[tuple[int, int, Work]] = []
         """By order; entries of requests that left stay until they surface or are too many."""
-        self.num_waiting = self.num_bytes = self.num_running = 0
+        self.num_waiting = self.num_bytes = 0
+        self.num_running = 0
+        """Streams."""
         self.entry = 0
         """Version of its entry in the band's heap; others are stale."""
 
@@ -113,8 +115,8 @@ class Band:
     """The tenants of one band, smallest counter first. Every operation is O(log n), amortised."""
 
     __slots__ = (
-        "_heap", "_last", "_lines", "_next_line", "aside", "config", "floor", "level", "num_bytes", "num_running",
-        "num_tenants", "num_tokens", "served_ns", "starvation_ns", "timeout_ns", "waiting",
+        "_heap", "_last", "_lines", "_next_line", "aside", "config", "floor", "level", "num_active", "num_bytes",
+        "num_running", "num_tenants", "num_tokens", "served_ns", "starvation_ns", "timeout_ns", "waiting",
     )  # fmt: skip
 
     def __init__(self, config: BandConfig, level: int) -> None:
@@ -128,6 +130,8 @@ class Band:
         self.aside: list[Work] = []
         """Too large for the room there was; tried first."""
         self.num_bytes = self.num_running = 0
+        self.num_active = 0
+        """Tenants with work that waits or runs."""
         self.num_tokens = 0
         """Prompt tokens to compute of what waits."""
         self.num_tenants = 0
@@ -158,6 +162,7 @@ class Band:
             line.served = max(line.served, self._last if first is None else first.served)
         before = line.head()
         line.add(work)
+        self.num_active += not (line.num_waiting or line.num_running)
         self.num_tenants += not line.num_waiting
         line.num_waiting += 1
         line.num_bytes += work.num_bytes
@@ -168,10 +173,13 @@ class Band:
         if before is None or (work.order_ns, work.number) < (before.order_ns, before.number):
             self._enter(line)
 
-    def take(self, now_ns: int, fits: Callable[[Work], bool], aside_max: int) -> Work | None:
+    def take(
+        self, now_ns: int, fits: Callable[[Work], bool], aside_max: int, share: float | None = None
+    ) -> Work | None:
         """The next request that fits, no longer waiting but not yet charged; None if none of those looked at fits.
 
         One that does not fit is set aside, and the rest goes on: up to `aside_max`, then its tenant is passed over.
+        With a `share` also tenants are that run already and would run more streams than that, times their weight.
         """
         for work in self.aside:
             if fits(work):
@@ -182,12 +190,19 @@ class Band:
         while len(passed) < _PASSED_MAX and (line := self._first()) is not None:
             work = line.head()
             assert work is not None, "a line in the heap has a head"
-            if fits(work):
+            if (
+                share is not None
+                and line.num_running
+                and line.num_running + work.streams > share * work.weight
+            ):
+                heappop(self._heap)
+                passed.append(line)
+            elif fits(work):
                 heappop(line.heap)
                 self.leave(work)
                 found = work
                 break
-            if len(self.aside) < aside_max:
+            elif len(self.aside) < aside_max:
                 heappop(line.heap)
                 work.aside, work.aside_ns = True, now_ns
                 self.aside.append(work)
@@ -203,6 +218,7 @@ class Band:
         assert work.waiting, f"{work.id} does not wait"
         line = self._lines[work.tenant]
         line.num_waiting -= 1
+        self.num_active -= not (line.num_waiting or line.num_running)
         line.num_bytes -= work.num_bytes
         self.num_bytes -= work.num_bytes
         self.num_tokens -= work.prompt_tokens
@@ -237,7 +253,8 @@ class Band:
     def start(self, now_ns: int, work: Work) -> None:
         """Charge the estimate of a request that was taken, and count it as running."""
         line = self._lines[work.tenant]
-        line.num_running += 1
+        self.num_active += not (line.num_waiting or line.num_running)
+        line.num_running += work.streams
         self.num_running += work.streams
         self.served_ns = now_ns
         work.running = True
@@ -249,8 +266,10 @@ class Band:
         """It runs no more."""
         assert work.running, f"{work.id} does not run"
         work.running = False
-        self._lines[work.tenant].num_running -= 1
+        line = self._lines[work.tenant]
+        line.num_running -= work.streams
         self.num_running -= work.streams
+        self.num_active -= not (line.num_waiting or line.num_running)
 
     def charge(self, work: Work, tenths: int) -> None:
         """Let the tenant's counter hold `tenths` for this request, in place of what it held."""
@@ -309,6 +328,8 @@ class Band:
         assert self.num_tenants == len({work.tenant for work in waiting})
         assert self.num_tokens == sum(work.prompt_tokens for work in waiting)
         assert {id(work) for work in self.aside} == {id(work) for work in waiting if work.aside}
+        active = sum(1 for line in self._lines.values() if line.num_waiting or line.num_running)
+        assert self.num_active == active
         entries = {id(entry[4]) for entry in self._heap if entry[3] == entry[4].entry}
         for line in self._lines.values():
             own = [work for work in waiting if work.tenant == line.tenant]

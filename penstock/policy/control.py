@@ -29,33 +29,18 @@ from penstock.policy.answers import (
 from penstock.policy.band import Work, cost
 from penstock.policy.fair_queue import Full
 from penstock.policy.flow import Arrival, Event, Flow, State
-from penstock.policy.kv_pressure import RunningStream, blocks_to_free, choose_victims
 from penstock.policy.lane import Lane
+from penstock.policy.life import Life, victims, work_of
 from penstock.policy.parts import MoneyHold, Parts, Pass, Refusal, RouteLoad, TokenHold
 from penstock.policy.record import Outcome
-from penstock.policy.room import Room, WorkerView
-from penstock.types import BLOCK_TOKENS, RequestId, Usage, WorkerId
+from penstock.policy.room import WorkerView
+from penstock.types import RequestId, Usage, WorkerId
 
 _ENDS = {
     Outcome.CANCELLED: Event.CANCEL,
     Outcome.EVICTED: Event.EVICT,
 }
 """Events that decide an outcome before the worker's last word ends the request."""
-
-
-class _Life:
-    """One accepted request and what is held for it."""
-
-    __slots__ = ("budgeted", "expected", "flow", "lane", "money", "tokens", "work")
-
-    def __init__(
-        self, flow: Flow, lane: Lane, work: Work, tokens: TokenHold, money: MoneyHold, budgeted: int
-    ) -> None:
-        self.flow, self.lane, self.work, self.tokens, self.money = flow, lane, work, tokens, money
-        self.expected = work.output_tokens
-        """Answer tokens that its fair share was charged for."""
-        self.budgeted = budgeted
-        """Answer tokens that the budget holds money for."""
 
 
 class FlowControl:
@@ -75,7 +60,7 @@ class FlowControl:
 
     def __init__(self, config: QueueConfig, parts: Parts | None = None) -> None:
         self._config, self._parts = config, parts or Parts()
-        self._lives: dict[RequestId, _Life] = {}
+        self._lives: dict[RequestId, Life] = {}
         self._lanes: dict[str, Lane] = {}
         self._dirty: dict[str, Lane] = {}
         self._timers: list[tuple[int, int, Lane]] = []
@@ -110,7 +95,7 @@ class FlowControl:
             tokens.undo(now_ns)
             return Refused(arrival.id, "budget", error)
         money = cast("MoneyHold", reserved)
-        work = _work(arrival, now_ns, expected)
+        work = work_of(arrival, now_ns, expected)
         dropped = lane.queue.push(now_ns, work)
         if isinstance(dropped, Full):
             tokens.undo(now_ns)
@@ -118,7 +103,8 @@ class FlowControl:
             return Refused(arrival.id, "queue", _full(dropped, lane))
         flow = Flow(arrival, now_ns)
         flow.on(Event.ADMIT, now_ns)
-        self._lives[arrival.id] = _Life(flow, lane, work, tokens, money, budgeted)
+        self._lives[arrival.id] = life = Life(flow, lane, work, tokens, money)
+        life.budgeted = budgeted
         self._dirty[lane.route] = lane
         for victim in dropped:
             error = Evicted("gave way to a request of a higher band: the queue is full")
@@ -273,7 +259,7 @@ class FlowControl:
             assert lane is not None, "its rooms were just looked at"
             lives = [self._lives[request_id] for request_id in room.begun]
             error = Evicted("gave way to requests of a higher band: KV memory ran out")
-            for victim in self._victims(lane, room, lives):
+            for victim in victims(self._config, lane, room, lives):
                 told.append(self._give_way(now_ns, self._lives[RequestId(victim)], "memory", error))
         return told
 
@@ -316,7 +302,7 @@ class FlowControl:
 
     def _look(self, now_ns: int, arrival: Arrival) -> Callable[[str], RouteLoad]:
         def look(route: str) -> RouteLoad:
-            return self._lane(now_ns, route).load(_work(arrival, now_ns, 0))
+            return self._lane(now_ns, route).load(work_of(arrival, now_ns, 0))
 
         return look
 
@@ -338,7 +324,7 @@ class FlowControl:
             told.append(Start(work.id, lane.route, room.id, band.config.order, flow.attempts))
         if self._config.shed_kv_above < 1:
             told += self.shed(now_ns, lane.route)
-        due_ns = lane.due_ns()
+        due_ns = lane.due_ns(now_ns)
         if due_ns is not None and (lane.timer_ns is None or due_ns < lane.timer_ns):
             lane.timer_ns = due_ns
             self._timers_set += 1
@@ -360,35 +346,14 @@ class FlowControl:
             elif life.flow.state is not State.STOPPING:
                 told.append(self._give_way(now_ns, life, "drain", error))
 
-    def _give_way(self, now_ns: int, life: _Life, reason: str, error: PenstockError) -> Evict:
+    def _give_way(self, now_ns: int, life: Life, reason: str, error: PenstockError) -> Evict:
         """Tell one that runs to end."""
         flow = life.flow
         flow.reason, flow.error = reason, type(error).__name__
         flow.on(Event.EVICT, now_ns)
         return Evict(flow.id, reason, error, worker_id=flow.worker)
 
-    def _victims(self, lane: Lane, room: Room, lives: Sequence[_Life]) -> Sequence[str]:
-        config, view = self._config, room.view
-        need = blocks_to_free(
-            view.kv_blocks_used, view.kv_blocks_total, above=config.shed_kv_above, to=config.shed_kv_to
-        )
-        need -= sum(_blocks(life) for life in lives if life.flow.state is State.STOPPING)
-        waiting = (band.level for band in lane.queue.bands if band.waiting)
-        best = min([*waiting, *(life.work.level for life in lives)], default=0)
-        streams = [
-            RunningStream(
-                id=life.flow.id,
-                band_order=life.work.level,
-                is_protected=lane.queue.band_of(life.work).config.protected,
-                remaining_tokens=max(0, life.expected - life.flow.completion_tokens),
-                blocks=_blocks(life),
-            )
-            for life in lives
-            if life.work.level > best and life.flow.state is not State.STOPPING
-        ]
-        return choose_victims(streams, need, victims_max=config.shed_max)
-
-    def _next_slice(self, now_ns: int, life: _Life, total: int) -> Stop | None:
+    def _next_slice(self, now_ns: int, life: Life, total: int) -> Stop | None:
         """Hold money for the slice that begins, or end the answer here."""
         flow, arrival = life.flow, life.flow.arrival
         life.budgeted = min(
@@ -402,7 +367,7 @@ class FlowControl:
         flow.finish_reason = "budget"
         return Stop(flow.id, flow.worker)
 
-    def _charge(self, life: _Life, output_tokens: int) -> None:
+    def _charge(self, life: Life, output_tokens: int) -> None:
         prompt, cached = life.flow.arrival.prompt_tokens, life.flow.cached_tokens
         life.lane.queue.charge(life.work, cost(prompt - cached, cached, output_tokens))
 
@@ -410,7 +375,7 @@ class FlowControl:
         usage = Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=output)
         return self._parts.prices.cost_micros(route, usage)
 
-    def _over(self, now_ns: int, life: _Life, usage: Usage | None) -> Settled:
+    def _over(self, now_ns: int, life: Life, usage: Usage | None) -> Settled:
         """The end of one that ran: counts as the worker says them, room and share given back."""
         flow, lane, work = life.flow, life.lane, life.work
         arrival = flow.arrival
@@ -432,7 +397,7 @@ class FlowControl:
         self._dirty[lane.route] = lane
         return self._settle(now_ns, life)
 
-    def _settle(self, now_ns: int, life: _Life) -> Settled:
+    def _settle(self, now_ns: int, life: Life) -> Settled:
         """Exactly once for each accepted request: it is out of the queue and off its worker."""
         flow = life.flow
         del self._lives[flow.id]
@@ -452,33 +417,6 @@ class FlowControl:
 def _error_of(answer: object) -> PenstockError | None:
     """The error of a refusal; None of anything else."""
     return cast("Refusal", answer).error() if hasattr(answer, "error") else None
-
-
-def _work(arrival: Arrival, now_ns: int, expected: int) -> Work:
-    tenant = arrival.tenant
-    computed = arrival.prompt_tokens - arrival.cached_tokens
-    return Work(
-        id=arrival.id,
-        band=tenant.band,
-        tenant=tenant.id,
-        weight=tenant.weight,
-        arrived_ns=now_ns,
-        deadline_ns=arrival.deadline_ns,
-        max_wait_ns=arrival.max_wait_ns,
-        num_bytes=arrival.num_bytes,
-        streams=arrival.choices,
-        blocks=-(-computed // BLOCK_TOKENS) + arrival.choices,
-        prompt_tokens=computed,
-        cached_tokens=arrival.cached_tokens,
-        output_tokens=expected,
-    )
-
-
-def _blocks(life: _Life) -> int:
-    """KV blocks that a running request holds for itself alone, as far as was told."""
-    flow = life.flow
-    tokens = flow.arrival.prompt_tokens - flow.cached_tokens + flow.completion_tokens
-    return -(-tokens // BLOCK_TOKENS)
 
 
 def _no_worker(route: str) -> WorkerUnavailable:

@@ -118,15 +118,24 @@ class FairQueue:
         self._enter(now_ns, work, lift=False)  # It did not idle.
         band.waiting.move_to_end(work.number, last=False)
 
-    def pop(self, now_ns: int, fits: Callable[[Work], bool], above: int | None = None) -> Work | None:
+    def pop(
+        self,
+        now_ns: int,
+        fits: Callable[[Work], bool],
+        *,
+        above: int | None = None,
+        share: float | None = None,
+    ) -> Work | None:
         """Start the next request that `fits` now, charged with its estimate; None if there is none.
 
-        `above` looks only at bands before that level.
+        `above` looks only at bands before that level. With a `share`, tenants that run more streams than that (times their
+        weight) are passed over, except in protected bands.
         """
         for band in self._in_turn(now_ns):
             if above is not None and band.level >= above:
                 continue
-            work = band.take(now_ns, fits, self._config.aside_max)
+            own_share = None if band.config.protected else share
+            work = band.take(now_ns, fits, self._config.aside_max, own_share)
             if work is not None:
                 self._started(now_ns, band, work)
                 return work

@@ -1,5 +1,7 @@
 """One model's queue and its workers' rooms, and which request starts where, next. Knows requests only as `Work`."""
 
+import math
+
 from penstock.clock import NS_PER_S
 from penstock.config.flow import QueueConfig
 from penstock.policy.band import Work
@@ -8,6 +10,10 @@ from penstock.policy.parts import RouteLoad
 from penstock.policy.room import Room, Rooms, WorkerView
 from penstock.types import WorkerId
 
+_HEADROOM_ROWS = 8
+"""With fewer rows one row is too much to leave free."""
+_OVER = 1.5
+"""Times its part: more is over it. Who is about at its part is not held back."""
 _PACE = 8
 """The mean time between two starts follows the last so many."""
 _NOBODY = WorkerId("")
@@ -57,7 +63,7 @@ class Lane:
             return None
         work, room = self._held_fits(now_ns)
         if work is None and rooms.has_room():
-            work = queue.pop(now_ns, self._fits)
+            work = queue.pop(now_ns, self._fits, share=self._share())
             room = self._found
         if work is None and self.held is not None:
             work, room = self._pass_held(now_ns, self.held)
@@ -96,9 +102,14 @@ class Lane:
             return oldest, "no_worker"
         return None
 
-    def due_ns(self) -> int | None:
+    def due_ns(self, now_ns: int) -> int | None:
         """When the lane must be looked at next, if nothing happens until then."""
-        times = [self.queue.next_ns(), None if self.held else self.queue.next_overdue_ns()]
+        times = [self.queue.next_ns()]
+        overdue_ns = self.queue.next_overdue_ns() if self.held is None else None
+        if (
+            overdue_ns is not None and overdue_ns > now_ns
+        ):  # Else no worker could be kept free: its report will tell.
+            times.append(overdue_ns)
         oldest = self._oldest()
         if oldest is not None:
             times.append(self._no_worker_until(oldest))
@@ -127,6 +138,21 @@ class Lane:
             has_kv_room=not has_room or rooms.place(work, _NOBODY) is not None,
             is_full=queue.would_refuse(work),
         )
+
+    def _share(self) -> float | None:
+        """The streams that one tenant may run of the last rows; None while there are more, or nobody else is here.
+
+        Whoever runs much more than its part leaves `headroom` (and the credit, which is no row yet) to the others: their next
+        request starts at once, and not when a stream of that tenant happens to end.
+        """
+        rooms, config = self.rooms, self._config
+        credit = rooms.num_ready * config.worker_credit
+        rows = rooms.num_slots - credit
+        reserve = credit + (math.ceil(config.headroom * rows) if rows >= _HEADROOM_ROWS else 0)
+        if rooms.num_slots - rooms.num_running > reserve:
+            return None
+        num_active = sum(band.num_active for band in self.queue.bands)
+        return _OVER * rooms.num_slots / num_active if num_active > 1 else None
 
     def _fits(self, work: Work) -> bool:
         avoid = self.avoid.get(work.id, _NOBODY) if self.avoid else _NOBODY

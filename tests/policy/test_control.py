@@ -12,7 +12,7 @@ from penstock.policy.answers import Abort, Diverted, Evict, Queued, Refused, Req
 from penstock.policy.control import FlowControl
 from penstock.policy.flow import Arrival, State
 from penstock.policy.output_length import OutputLengths
-from penstock.policy.parts import Parts, Pass
+from penstock.policy.parts import AdmitAll, Parts, Pass
 from penstock.policy.rate_limit import Limiter
 from penstock.policy.record import Outcome
 from penstock.policy.room import WorkerView
@@ -316,6 +316,20 @@ def test_among_equals_memory_is_the_engines_affair() -> None:
     assert made.dispatch(S) == []
 
 
+def test_who_runs_more_than_its_part_leaves_some_rows_to_others_that_are_active() -> None:
+    made = control(running=10, headroom=0.2, worker_credit=1)
+    greedy, other = Tenant(id=TenantId("greedy")), Tenant(id=TenantId("other"))
+    accept(made, "o0", tenant=other)
+    accept(made, "third")
+    accept(made, *(f"g{i}" for i in range(20)), tenant=greedy)
+    assert len(started(made)) == 2 + 6, "two rows and the credit stay free"
+    accept(made, "o1", "o2", tenant=other)
+    assert started(made) == ["o1", "o2"], "and these start at once"
+    for name in ("o0", "o1", "o2", "third"):
+        end(made, name)
+    assert len(started(made)) == 5, "alone it has every row"
+
+
 # --- with the other parts -------------------------------------------------------------------------
 
 
@@ -413,7 +427,7 @@ def test_a_budget_stops_a_stream_at_a_slice_boundary() -> None:
 def test_the_admission_sees_the_load_and_may_send_elsewhere() -> None:
     seen = []
 
-    class Gate:
+    class Gate(AdmitAll):
         def decide(self, now_ns, arrival, look):
             load = look("m")
             seen.append(
@@ -517,7 +531,7 @@ class Life(RuleBasedStateMachine):
         if isinstance(answer, Queued):
             assert not self.draining
             self.waiting.add(new.id)
-        if now:
+        if now or self.control._pending:  # Who gave way to it is told with the next dispatch.
             self.dispatch()
 
     @rule(worker=st.sampled_from("xyz"), gone=st.booleans(), kv=st.sampled_from([0, 20, 60]))
@@ -639,4 +653,4 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestLife.settings = settings(max_examples=50, stateful_step_count=60, deadline=None)

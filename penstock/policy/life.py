@@ -1,0 +1,77 @@
+"""One accepted request as `FlowControl` keeps it, and what is read off it: its work for the queue, its KV blocks, who gives way."""
+
+from collections.abc import Sequence
+
+from penstock.config.flow import QueueConfig
+from penstock.policy.band import Work
+from penstock.policy.flow import Arrival, Flow, State
+from penstock.policy.kv_pressure import RunningStream, blocks_to_free, choose_victims
+from penstock.policy.lane import Lane
+from penstock.policy.parts import MoneyHold, TokenHold
+from penstock.policy.room import Room
+from penstock.types import BLOCK_TOKENS
+
+
+class Life:
+    """One accepted request and what is held for it."""
+
+    __slots__ = ("budgeted", "expected", "flow", "lane", "money", "tokens", "work")
+
+    def __init__(self, flow: Flow, lane: Lane, work: Work, tokens: TokenHold, money: MoneyHold) -> None:
+        self.flow, self.lane, self.work = flow, lane, work
+        self.tokens, self.money = tokens, money
+        self.expected = work.output_tokens
+        """Answer tokens that its fair share was charged for."""
+        self.budgeted = 0
+        """Answer tokens that the budget holds money for."""
+
+
+def work_of(arrival: Arrival, now_ns: int, expected: int) -> Work:
+    """What the queue is told of a request."""
+    tenant = arrival.tenant
+    computed = arrival.prompt_tokens - arrival.cached_tokens
+    return Work(
+        id=arrival.id,
+        band=tenant.band,
+        tenant=tenant.id,
+        weight=tenant.weight,
+        arrived_ns=now_ns,
+        deadline_ns=arrival.deadline_ns,
+        max_wait_ns=arrival.max_wait_ns,
+        num_bytes=arrival.num_bytes,
+        streams=arrival.choices,
+        blocks=-(-computed // BLOCK_TOKENS) + arrival.choices,
+        prompt_tokens=computed,
+        cached_tokens=arrival.cached_tokens,
+        output_tokens=expected,
+    )
+
+
+def blocks_held(life: Life) -> int:
+    """KV blocks that a running request holds for itself alone, as far as was told."""
+    flow = life.flow
+    tokens = flow.arrival.prompt_tokens - flow.cached_tokens + flow.completion_tokens
+    return -(-tokens // BLOCK_TOKENS)
+
+
+def victims(config: QueueConfig, lane: Lane, room: Room, lives: Sequence[Life]) -> Sequence[str]:
+    """Whom to end at a worker whose KV memory is nearly full, for the sake of a higher band there or in the queue."""
+    view = room.view
+    need = blocks_to_free(
+        view.kv_blocks_used, view.kv_blocks_total, above=config.shed_kv_above, to=config.shed_kv_to
+    )
+    need -= sum(blocks_held(life) for life in lives if life.flow.state is State.STOPPING)
+    waiting = (band.level for band in lane.queue.bands if band.waiting)
+    best = min([*waiting, *(life.work.level for life in lives)], default=0)
+    streams = [
+        RunningStream(
+            id=life.flow.id,
+            band_order=life.work.level,
+            is_protected=lane.queue.band_of(life.work).config.protected,
+            remaining_tokens=max(0, life.expected - life.flow.completion_tokens),
+            blocks=blocks_held(life),
+        )
+        for life in lives
+        if life.work.level > best and life.flow.state is not State.STOPPING
+    ]
+    return choose_victims(streams, need, victims_max=config.shed_max)
