@@ -18,6 +18,7 @@ import sys
 import tempfile
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -26,6 +27,7 @@ from penstock.config.tree import Config
 from penstock.errors import ConfigError, OperatorError
 from penstock.fleet.launchers.supervision import BACKOFF_MAX_S, RestartBudget
 from penstock.gateway.server import BACKLOG
+from penstock.gateway.shared.local_store import LeaseServer
 from penstock.protocol.siblings import Ask, ChildLaunch, Snapshot, Sum, decode_to_parent, frame
 from penstock.protocol.worker import FrameDecoder, ProtocolError
 from penstock.telemetry.log import Log
@@ -79,9 +81,11 @@ class GatewayProcesses:
     """`start` binds the address, `open` starts the processes, `stop` drains them, `kill` leaves nothing."""
 
     def __init__(self, config: Config, clock: Clock, log: Log) -> None:
-        self._config, self._clock, self._log = config, clock, log
+        self._clock, self._log = clock, log
         self._directory = tempfile.TemporaryDirectory(prefix="penstock-gateways-")  # Mode 0700.
         self._path = f"{self._directory.name}/parent.sock"
+        self._config = self._sharing(config)
+        self._leases = LeaseServer(self._config.shared, Path(self._leases_path), clock)
         self._listeners: list[socket.socket] = []
         self._workers: tuple[str, ...] = ()
         self._numbers = Numbers()
@@ -101,6 +105,19 @@ class GatewayProcesses:
         """Of the processes that run."""
         return tuple(process.pid for process in self._running.values())
 
+    @property
+    def _leases_path(self) -> str:
+        return f"{self._directory.name}/leases.sock"
+
+    def _sharing(self, config: Config) -> Config:
+        """The configuration for the processes: they share their rate limits, through this one if not through Redis."""
+        if config.shared.store == "redis":
+            return config
+        shared = msgspec.structs.replace(
+            config.shared, store="parent", socket=self._leases_path, gateways=config.server.processes
+        )
+        return msgspec.structs.replace(config, shared=shared)
+
     async def start(self) -> tuple[str, int]:
         """Listen; connections wait until there is a process. Returns the address.
 
@@ -108,6 +125,8 @@ class GatewayProcesses:
             ConfigError: the address cannot be listened on.
         """
         self._server = await asyncio.start_unix_server(self._hear, self._path)
+        if self._config.shared.store == "parent":
+            await self._leases.start()
         host, port = self._config.server.host, self._config.server.port
         try:
             found = await asyncio.get_running_loop().getaddrinfo(
@@ -143,7 +162,7 @@ class GatewayProcesses:
 
     async def reload(self, config: Config) -> bool:
         """Hand a new configuration to every process, and to those that come; each says in the log what it makes of it."""
-        self._config = config
+        self._config = config = self._sharing(config)
         for process in self._running.values():
             if process.stdin is not None:
                 process.stdin.write(msgspec.json.encode(config) + b"\n")
@@ -177,6 +196,7 @@ class GatewayProcesses:
             listener.close()
         if self._server is not None:
             self._server.close()
+        await self._leases.close()
         self._directory.cleanup()
 
     async def _supervise(self, index: int) -> None:

@@ -50,8 +50,6 @@ class ChildLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """Addresses of the models' workers, in the order of the configuration."""
     parent: str
     """Path of the parent's Unix socket."""
-    leases: str = ""
-    """Path of the parent's lease server for shared limits; empty: there is none."""
 
 
 ToParent = Snapshot | Ask

@@ -1,0 +1,71 @@
+"""What the parent of several gateway processes keeps for them, without starting any."""
+
+import asyncio
+import io
+from pathlib import Path
+
+import msgspec
+
+from penstock.cli.processes import GatewayProcesses, Numbers
+from penstock.clock import SystemClock
+from penstock.config.flow import SharedConfig
+from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig
+from penstock.protocol.siblings import Snapshot
+from penstock.telemetry.log import Log
+
+TEXT = b"# HELP a_total A.\n# TYPE a_total counter\na_total %d.0\n# HELP g G.\n# TYPE g gauge\ng %d.0\n"
+
+
+def processes(**shared: object) -> GatewayProcesses:
+    config = Config(
+        server=ServerConfig(port=0, processes=3),
+        auth=AuthConfig(disabled=True),
+        shared=SharedConfig(**shared),
+    )
+    clock = SystemClock()
+    return GatewayProcesses(config, clock, Log(LogConfig(), clock, stream=io.StringIO()))
+
+
+def test_the_processes_share_their_limits_through_the_parent() -> None:
+    async def check() -> None:
+        made = processes()
+        await made.start()
+        shared = made._config.shared
+        assert (shared.store, shared.gateways) == ("parent", 3)
+        assert Path(shared.socket).is_socket()
+        await made.reload(msgspec.structs.replace(made._config, shared=SharedConfig()))
+        assert made._config.shared == shared
+        await made.kill()
+        await made.kill()
+        assert not Path(shared.socket).exists()
+
+    asyncio.run(check())
+
+
+def test_redis_stays_redis() -> None:
+    async def check() -> None:
+        made = processes(store="redis", url="redis://127.0.0.1:1/0")
+        await made.start()
+        assert made._config.shared.store == "redis"
+        await made.kill()
+
+    asyncio.run(check())
+
+
+def snapshot(counter: int, gauge: int) -> Snapshot:
+    return Snapshot(metrics=TEXT % (counter, gauge), connections=gauge, streams=gauge)
+
+
+def test_counters_outlive_their_process_and_gauges_do_not() -> None:
+    numbers = Numbers()
+    numbers.told("a", snapshot(5, 2))
+    numbers.told("b", snapshot(7, 3))
+    numbers.told("a", snapshot(6, 4))
+    assert (numbers.sum().streams, numbers.sum().processes) == (7, 2)
+    numbers.ended("a")
+    numbers.ended("a")
+    numbers.told("c", snapshot(1, 1))
+    found = numbers.sum()
+    assert b"a_total 14.0" in found.metrics
+    assert b"\ng 4.0" in found.metrics
+    assert (found.connections, found.processes) == (4, 2)
