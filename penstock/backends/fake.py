@@ -8,6 +8,8 @@ import asyncio
 from collections.abc import Callable, Iterator
 from itertools import count
 
+import msgspec
+
 from penstock.backends.base import BackendStatus, Delta, Finish, GenerateRequest, Sink, TextLogprob
 from penstock.clock import Clock
 from penstock.errors import PenstockError, StreamBroken, WorkerUnavailable
@@ -30,12 +32,16 @@ def endless_words(request: GenerateRequest) -> Iterator[str]:
 class FakeBackend:
     """Answers every request from `script`. `step_s` 0 gives a token per turn of the event loop."""
 
-    def __init__(self, clock: Clock, *, script: Script = endless_words, step_s: float = 0.0) -> None:
+    def __init__(
+        self, clock: Clock, *, script: Script = endless_words, step_s: float = 0.0, max_running: int = 1024
+    ) -> None:
         self._clock, self._script, self._step_s = clock, script, step_s
         self._streams: dict[RequestId, _FakeStream] = {}
         self._timer: asyncio.Handle | None = None
         self._idle = asyncio.Event()
-        self._status = BackendStatus(ready=True, info=_INFO, stage="ready")
+        self._status = BackendStatus(
+            ready=True, info=msgspec.structs.replace(_INFO, max_running=max_running), stage="ready"
+        )
 
     @property
     def status(self) -> BackendStatus:

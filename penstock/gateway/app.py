@@ -18,6 +18,7 @@ from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.config.tenancy_checks import names_callers
 from penstock.config.tree import Config
 from penstock.errors import Draining, PenstockError
+from penstock.gateway.assemble import make_decisions
 from penstock.gateway.auth import ANYBODY, Caller, is_local
 from penstock.gateway.exchange import Ending, Exchange, RequestHead, Response
 from penstock.gateway.generate import Generate
@@ -27,7 +28,7 @@ from penstock.gateway.models import ModelTable, ServedModel
 from penstock.gateway.reply import StreamSlots
 from penstock.gateway.routes import Access, Handler, Route, Routes
 from penstock.gateway.server import HttpServer, tick_s
-from penstock.gateway.services import RunningReplies, Services
+from penstock.gateway.services import Services
 from penstock.gateway.siblings import Siblings
 from penstock.gateway.tally import outcome_of
 from penstock.gateway.tenancy import Tenancy
@@ -70,14 +71,17 @@ class Gateway:
         self.tenancy = Tenancy(config, clock=clock, log=log)
         """Who may call; parts that can take a new configuration subscribe to its `on_reload`."""
         slots = StreamSlots(config.limits.concurrent_max)
+        self._decisions = make_decisions(
+            config, models, gateway=ids.take("gw"), slots=slots, clock=clock, log=log
+        )
+        self._dispatcher = self._decisions.dispatcher
         self._services = Services(
             config=config,
             models=ModelTable(models, config.routing),
             ids=ids,
             clock=clock,
-            slots=slots,
             tokenize=TokenizePool(config.limits),
-            replies=RunningReplies(slots),
+            dispatcher=self._dispatcher,
         )
         self._siblings = siblings
         self._inspect = Inspect(self._services, metrics, version=__version__, siblings=siblings)
@@ -88,12 +92,18 @@ class Gateway:
         self._tasks: set[asyncio.Task[None]] = set()
         self._pulse: asyncio.Task[None] | None = None
 
+    @property
+    def num_accepted(self) -> int:
+        """Requests that were accepted and have not ended."""
+        return len(self._dispatcher)
+
     async def start(self) -> tuple[str, int]:
         """Listen; returns host and port. Models may still be loading: `/ready` says when they are not.
 
         Raises:
             ConfigError: the address cannot be listened on.
         """
+        await self._decisions.start()
         address = await self._server.start()
         self._pulse = asyncio.create_task(self._beat(), name="gateway-pulse")
         self.tenancy.start()
@@ -109,8 +119,9 @@ class Gateway:
         self._services.draining = True
         self._server.begin_drain()
         self.tenancy.stop()
+        self._dispatcher.drain(self._config.server.drain_timeout_s)
         await self._drained(self._config.server.drain_timeout_s)
-        self._services.replies.fail_all(Draining("The server is shutting down; this answer is incomplete."))
+        self._dispatcher.fail_all(Draining("The server is shutting down; this answer is incomplete."))
         await self._flushed()
         for task in [*self._tasks, *([self._pulse] if self._pulse else [])]:
             task.cancel()
@@ -118,6 +129,7 @@ class Gateway:
         if self._siblings is not None:
             self._siblings.close()
         await self._server.stop()
+        await self._decisions.stop()
         self._services.tokenize.close()
 
     # --- what the HTTP server calls --------------------------------------------------------------
@@ -224,13 +236,28 @@ class Gateway:
             self._metrics.event_loop_lag.observe(max(0.0, lag_s))
             self._metrics.connections.set(self._server.num_connections)
             self._inspect.num_connections = self._server.num_connections
+            self._tell_of_money()
             if heartbeat_s > 0:
-                self._services.replies.heartbeat(ticks)
+                self._dispatcher.heartbeat(ticks)
+
+    def _tell_of_money(self) -> None:
+        """The ledger's state, and budgets that come to their end."""
+        self._metrics.ledger_stats(self._decisions.ledger.statistics())
+        for event in self._decisions.budgets.take_events():
+            self._metrics.budget_warning(event.period)
+            self._log.warning(
+                "a tenant has used a share of its budget",
+                tenant=event.tenant,
+                period=event.period,
+                share=event.share,
+                spent_micros=event.spent_micros,
+                limit_micros=event.limit_micros,
+            )
 
     async def _drained(self, timeout_s: float) -> None:
         """Wait until nothing is in flight, or until the timeout."""
         deadline_ns = self._clock.now_ns() + int(timeout_s * NS_PER_S)
-        while (self._services.replies or self._tasks) and self._clock.now_ns() < deadline_ns:
+        while (self._dispatcher or self._tasks) and self._clock.now_ns() < deadline_ns:
             await sleep(0.02)
 
     async def _flushed(self) -> None:

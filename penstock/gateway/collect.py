@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock.backends.base import Delta, Finish, TextLogprob
-from penstock.errors import PenstockError
 from penstock.gateway.exchange import Response
 from penstock.gateway.http_errors import error_response
 from penstock.gateway.logprobs import Echo, chat_logprobs, completion_logprobs, echoed_logprobs
@@ -72,7 +71,7 @@ class WholeReply(Reply):
         """Every choice is there: answer."""
         self.exchange.respond(Response(body=msgspec.json.encode(self.answer())))
 
-    def send_error(self, error: PenstockError) -> None:
+    def send_error(self, error: Exception) -> None:
         """Nothing was sent yet, so the status can tell."""
         self.exchange.respond(error_response(error))
 

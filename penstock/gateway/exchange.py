@@ -75,8 +75,8 @@ class Exchange:
     """A request in the hands of a handler, and the way back to the client."""
 
     __slots__ = (
-        "_chunked", "_held_bytes", "_keep_alive", "_on_finished", "_wire", "body", "client", "ending", "head", "holds",
-        "id", "idle_ticks", "is_open", "on_caught_up", "on_disconnect", "served", "started_ns", "status", "streaming",
+        "_chunked", "_held_bytes", "_keep_alive", "_on_finished", "_wire", "body", "client", "ending", "head", "headers",
+        "holds", "id", "idle_ticks", "is_open", "on_caught_up", "on_disconnect", "served", "started_ns", "status", "streaming",
         "tally", "terms",
     )  # fmt: skip
 
@@ -106,6 +106,8 @@ class Exchange:
         """Whether writing still makes sense."""
         self.ending: Ending | None = None
         self.on_disconnect: Callable[[], None] | None = None
+        self.headers: tuple[tuple[bytes, bytes], ...] = ()
+        """Sent with the response, whatever it is."""
         self.on_caught_up: Callable[[], None] | None = None
         """Called when a slow client has read what was written."""
         self.terms = terms
@@ -235,6 +237,7 @@ class Exchange:
             lines.append(b"content-type: " + content_type)
         if self.id:
             lines.append(b"x-request-id: " + self.id.encode())
+        lines.extend(b"%b: %b" % header for header in self.headers)
         lines.extend(b"%b: %b" % header for header in headers)
         if self.served is not None:
             lines.extend(b"%b: %b" % header for header in self.served.headers())

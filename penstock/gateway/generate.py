@@ -1,17 +1,19 @@
 """The two endpoints that generate: `/v1/chat/completions` and `/v1/completions`.
 
-Each reads its request, finds the model, makes prompt tokens, checks that they fit, takes slots, and starts a
-reply with one sink per choice. After that everything is pushed (reply.py, relay.py, collect.py).
+Each reads its request, finds the model, makes prompt tokens, checks that they fit, and submits a reply with one sink
+per choice to the dispatcher. After that everything is pushed (dispatch.py, reply.py, relay.py, collect.py).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 
 from penstock.backends.base import GenerateRequest, Sink, TextLogprob
 from penstock.clock import NS_PER_S
 from penstock.gateway.auth import Caller
 from penstock.gateway.collect import WholeChat, WholeCompletion
+from penstock.gateway.dispatch import Ticket
 from penstock.gateway.exchange import Exchange
+from penstock.gateway.hints import Hints, read_hints
 from penstock.gateway.logprobs import Echo
 from penstock.gateway.models import ServedModel
 from penstock.gateway.prepare import (
@@ -28,10 +30,10 @@ from penstock.gateway.reply import Context, Reply
 from penstock.gateway.served_headers import Served
 from penstock.gateway.services import Services
 from penstock.gateway.tally import Tally
+from penstock.policy.flow import Arrival
 from penstock.protocol.openai import ChatRequest, CompletionRequest, GenerationRequest
 from penstock.protocol.openai_validate import parse_chat, parse_completion, prompts_of
 from penstock.protocol.stream import ChatChunks, CompletionChunks, StreamHead
-from penstock.protocol.worker import ModelInfo
 from penstock.rng import fresh_seed
 from penstock.telemetry.catalog import Endpoint
 from penstock.types import RequestId
@@ -61,6 +63,13 @@ class _Job:
         return len(self.prompts) * self.choices_per_prompt
 
 
+_Prepared = tuple[_Job, Reply, Sequence[Sink]]
+Prepare = Callable[[ServedModel], Awaitable[_Prepared]]
+"""Makes a request's prompt and reply for one model. Raises what the client has to change."""
+TOKEN_BYTES = 8
+"""What one prompt token of a waiting request takes: a place in a tuple."""
+
+
 class Generate:
     """The endpoints, over the services they share."""
 
@@ -70,66 +79,93 @@ class Generate:
     async def chat(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /v1/chat/completions`."""
         request = parse_chat(exchange.body, self._services.config.limits)
-        model, info = self._open(exchange, caller, request, Endpoint.CHAT)
-        prompt = await self._services.tokenize.run(len(exchange.body), lambda: chat_prompt(model, request))
-        max_tokens = chat_max_tokens(request, len(prompt), info, caller.tenant)
-        check_sampling(request, max_tokens, info)
-        job = _Job(
-            exchange=exchange,
-            caller=caller,
-            model=model,
-            request=request,
-            answer_id=self._services.ids.take("chatcmpl"),
-            prompts=[prompt],
-            max_tokens=[max_tokens],
-            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        )
-        context = self._context(job)
-        reply, sinks = _chat_stream(context, job) if request.stream else _chat_whole(context, job)
-        self._start(job, reply, sinks)
+
+        async def prepare(model: ServedModel) -> _Prepared:
+            info = model.info()
+            prompt = await self._services.tokenize.run(
+                len(exchange.body), lambda: chat_prompt(model, request)
+            )
+            max_tokens = chat_max_tokens(request, len(prompt), info, caller.tenant)
+            check_sampling(request, max_tokens, info)
+            job = _Job(
+                exchange=exchange,
+                caller=caller,
+                model=model,
+                request=request,
+                answer_id=self._services.ids.take("chatcmpl"),
+                prompts=[prompt],
+                max_tokens=[max_tokens],
+                logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            )
+            kind = _chat_stream if request.stream else _chat_whole
+            return job, *kind(self._context(job), job)
+
+        await self._serve(exchange, caller, request, Endpoint.CHAT, prepare)
 
     async def completions(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /v1/completions`."""
         limits = self._services.config.limits
         request = parse_completion(exchange.body, limits)
-        model, info = self._open(exchange, caller, request, Endpoint.COMPLETIONS)
-        texts = prompts_of(request, limits)
-        special = request.add_special_tokens is not False
-        prompts = await self._services.tokenize.run(
-            len(exchange.body),
-            lambda: [completion_prompt(model, text, info, add_special_tokens=special) for text in texts],
-        )
-        max_tokens = [completion_max_tokens(request, len(prompt), info, caller.tenant) for prompt in prompts]
-        check_sampling(request, min(max_tokens), info)
-        job = _Job(
-            exchange=exchange,
-            caller=caller,
-            model=model,
-            request=request,
-            answer_id=self._services.ids.take("cmpl"),
-            prompts=prompts,
-            max_tokens=max_tokens,
-            logprobs=request.logprobs,
-            prompt_logprobs=request.logprobs if request.echo else None,
-        )
-        context = self._context(job)
-        echoes = _echoes(model, request, texts, prompts)
-        kind = _completion_stream if request.stream else _completion_whole
-        self._start(job, *kind(context, job, echoes))
+        texts, special = prompts_of(request, limits), request.add_special_tokens is not False
 
-    def _open(
-        self, exchange: Exchange, caller: Caller, request: GenerationRequest, endpoint: Endpoint
-    ) -> tuple[ServedModel, ModelInfo]:
-        self._services.check_draining()
-        model, choice = self._services.models.resolve(request, caller.tenant)
-        exchange.served = Served(model=model.name, requested=request.model)
+        async def prepare(model: ServedModel) -> _Prepared:
+            info = model.info()
+            prompts = await self._services.tokenize.run(
+                len(exchange.body),
+                lambda: [completion_prompt(model, text, info, add_special_tokens=special) for text in texts],
+            )
+            max_tokens = [
+                completion_max_tokens(request, len(prompt), info, caller.tenant) for prompt in prompts
+            ]
+            check_sampling(request, min(max_tokens), info)
+            job = _Job(
+                exchange=exchange,
+                caller=caller,
+                model=model,
+                request=request,
+                answer_id=self._services.ids.take("cmpl"),
+                prompts=prompts,
+                max_tokens=max_tokens,
+                logprobs=request.logprobs,
+                prompt_logprobs=request.logprobs if request.echo else None,
+            )
+            kind = _completion_stream if request.stream else _completion_whole
+            return job, *kind(self._context(job), job, _echoes(model, request, texts, prompts))
+
+        await self._serve(exchange, caller, request, Endpoint.COMPLETIONS, prepare)
+
+    async def _serve(
+        self,
+        exchange: Exchange,
+        caller: Caller,
+        request: GenerationRequest,
+        endpoint: Endpoint,
+        prepare: Prepare,
+    ) -> None:
+        """Submit the request to its model, and to whichever other one it is diverted to: each makes its own prompt."""
+        services, tenant = self._services, caller.tenant
+        services.check_draining()
+        hints = read_hints(exchange.head.headers, services.config.admission)
+        model, choice = services.models.resolve(request, tenant)
+        served = Served(model=model.name, requested=request.model or model.name)
         if choice is not None:
-            exchange.served.downgrade, exchange.served.route = "complexity", choice.explain()
-        exchange.tally = Tally(model=model.name, endpoint=endpoint, started_ns=exchange.started_ns)
-        return model, model.info()
+            served.downgrade, served.route = "complexity", choice.explain()
+        while True:
+            exchange.served = served
+            exchange.tally = Tally(model=model.name, endpoint=endpoint, started_ns=exchange.started_ns)
+            job, reply, sinks = await prepare(model)
+            services.check_draining()  # It may have begun while the prompt was tokenized.
+            arrival = _arrival(job, served, hints, endpoint)
+            streams = list(zip(_requests(job), sinks, strict=True))
+            ticket = Ticket(arrival=arrival, model=model, reply=reply, streams=streams)
+            diverted = services.dispatcher.submit(ticket)
+            if diverted is None:
+                return
+            model = services.models.get(diverted.route)
+            served = replace(served, model=model.name, downgrade=diverted.why)
 
     def _context(self, job: _Job) -> Context:
-        """Take the slots, then make what the reply is given."""
+        """What the reply is given."""
         services, tally, options = self._services, job.exchange.tally, job.request.stream_options
         assert tally is not None
         tally.num_choices, tally.choices_per_prompt = job.num_choices, job.choices_per_prompt
@@ -144,16 +180,33 @@ class Generate:
             exchange=job.exchange,
             tally=tally,
             clock=services.clock,
-            owner=services.replies,
+            owner=services.dispatcher,
             head=head,
             ids=services.ids,
         )
 
-    def _start(self, job: _Job, reply: Reply, sinks: Sequence[Sink]) -> None:
-        self._services.check_draining()  # It may have begun while the prompt was tokenized.
-        self._services.slots.take(job.num_choices)
-        self._services.replies.add(reply)
-        reply.start(job.model.backend, list(zip(_requests(job), sinks, strict=True)))
+
+def _arrival(job: _Job, served: Served, hints: Hints, endpoint: Endpoint) -> Arrival:
+    """The request as flow control sees it."""
+    lengths, user = [len(prompt) for prompt in job.prompts], job.request.user
+    return Arrival(
+        id=RequestId(job.answer_id),
+        tenant=job.caller.tenant,
+        route=job.model.name,
+        requested_model=served.requested,
+        diverted=served.downgrade or "",
+        prompt_tokens=sum(lengths),
+        context_tokens=max(lengths) + _asked_tokens(job.request),
+        max_tokens=max(job.max_tokens),
+        choices=job.num_choices,
+        num_bytes=len(job.exchange.body) + TOKEN_BYTES * sum(lengths),
+        first_token_ns=hints.max_wait_ns,
+        degrade=hints.degrade,
+        needs_tools=_uses_tools(job.request),
+        endpoint=endpoint.value,
+        key_prefix=job.caller.key_prefix,
+        user=user if isinstance(user, str) else "",
+    )
 
 
 def _requests(job: _Job) -> list[GenerateRequest]:
@@ -185,6 +238,13 @@ def _requests(job: _Job) -> list[GenerateRequest]:
                 )
             )
     return found
+
+
+def _asked_tokens(request: GenerationRequest) -> int:
+    """How long an answer may get at most, if the client says so; what it leaves open fits any context."""
+    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+        return request.max_completion_tokens
+    return request.max_tokens or 1
 
 
 def _stops(request: GenerationRequest) -> tuple[str, ...]:

@@ -136,13 +136,13 @@ class Inspect:
 
     def snapshot(self) -> Snapshot:
         """This process's numbers, for the sum."""
-        streams = self._services.slots.taken
+        streams = self._services.dispatcher.num_streams
         return Snapshot(metrics=self._render(), connections=self.num_connections, streams=streams)
 
     def _render(self) -> bytes:
         for model in self._services.models:
             self._follow(model)
-        self._metrics.streams.set(self._services.slots.taken)
+        self._metrics.streams.set(self._services.dispatcher.num_streams)
         return self._metrics.render()
 
     async def status(self, exchange: Exchange, caller: Caller) -> None:

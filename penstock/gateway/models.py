@@ -39,10 +39,10 @@ class ServedModel:
         """What the worker said of itself.
 
         Raises:
-            WorkerUnavailable: it is not ready.
+            WorkerUnavailable: it has not been ready yet.
         """
         status = self.backend.status
-        if not status.ready or status.info is None:
+        if status.info is None:  # A worker that was ready once is waited for in the queue.
             raise WorkerUnavailable(f"The model '{self.name}' is not ready: {status.stage}.")
         return status.info
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock.backends.base import Delta, Finish, TextLogprob
-from penstock.errors import PenstockError
 from penstock.gateway.http_errors import error_body, error_response
 from penstock.gateway.logprobs import Echo, chat_logprobs, completion_logprobs, echoed_logprobs
 from penstock.gateway.reply import Context, Reply
@@ -80,7 +79,7 @@ class StreamReply(Reply):
             usage = self.context.head.usage_event(self._kind, self.tally.usage(), facts)
         self.exchange.end(usage + DONE)
 
-    def send_error(self, error: PenstockError) -> None:
+    def send_error(self, error: Exception) -> None:
         """A status if there is still time for one, else a last event and a closed connection."""
         if self.exchange.streaming:
             self._release_all()

@@ -54,22 +54,25 @@ class Context:
 
 
 class StreamSlots:
-    """Counts the streams that run in this gateway, and refuses one too many."""
+    """Counts the streams that wait or run in this gateway, and refuses one too many."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self.taken = 0
 
-    def take(self, num: int) -> None:
-        """Take `num` at once.
+    def check(self, num: int) -> None:
+        """Refuse what there is no room for.
 
         Raises:
-            Overloaded: there is no room for all of them.
+            Overloaded: there is no room for all `num` of them.
         """
         if self.taken + num > self._most:
             raise Overloaded(
                 f"The server is at its bound of {self._most} concurrent streams. Try again shortly."
             )
+
+    def take(self, num: int) -> None:
+        """Take `num` at once, after `check`."""
         self.taken += num
 
     def give_back(self, num: int) -> None:
@@ -83,13 +86,15 @@ class Reply:
 
     __slots__ = (
         "_broken", "_generations", "_is_over", "_live", "_settled", "_stopped", "_waiting",
-        "context", "exchange", "next_slice", "num_produced", "tally",
+        "context", "error", "exchange", "next_slice", "num_produced", "tally",
     )  # fmt: skip
 
     def __init__(self, context: Context) -> None:
         self.context = context
         self.exchange = context.exchange
         self.tally = context.tally
+        self.error: Exception | None = None
+        """What ended it, if it failed."""
         self.num_produced = 0
         """Tokens of all choices so far."""
         self.next_slice: float = math.inf
@@ -125,6 +130,10 @@ class Reply:
                 self._live -= 1
                 self._break(error)
                 break
+            except BaseException:
+                self._live -= 1
+                self._waiting = False
+                raise
             self._generations.append(generation)
         self._waiting = False
         if self._is_over or self._broken is not None:
@@ -160,10 +169,11 @@ class Reply:
                 self.fail(Draining("The request was cancelled by the server."))
         self._settle_if_idle()
 
-    def fail(self, error: PenstockError) -> None:
-        """End with an error, if nothing has ended it yet."""
+    def fail(self, error: Exception) -> None:
+        """End with an error, if nothing has ended it yet. One that is not ours is a bug: the client hears no details."""
         if self._is_over:
             return
+        self.error = error
         self._over(outcome_of(error))
         self._abort_all()
         self.send_error(error)
@@ -183,7 +193,7 @@ class Reply:
         """Every choice ended well: send what is left."""
         raise NotImplementedError
 
-    def send_error(self, error: PenstockError) -> None:
+    def send_error(self, error: Exception) -> None:
         """Tell the client that its request failed."""
         raise NotImplementedError
 
@@ -209,10 +219,10 @@ class Reply:
             return
         self._settled = True
         self.tally.ended_ns = self.context.clock.now_ns()
-        if not self._is_over:
-            self._is_over = True
+        is_complete, self._is_over = not self._is_over, True
+        self.context.owner.settled(self)  # First: what the client was told has been written down.
+        if is_complete:
             self.complete()
-        self.context.owner.settled(self)
 
     def _client_left(self) -> None:
         if not self._is_over:

@@ -52,6 +52,27 @@ class Tally:
             prompt_tokens_details=CachedTokens(cached),
         )
 
+    def total(self) -> Usage:
+        """All choices together, as the ledger counts them; times are the first choice's."""
+        usages, firsts = (
+            list(self.usages.values()),
+            [usage for i, usage in self.usages.items() if i % self.choices_per_prompt == 0],
+        )
+        first = self.usages.get(0, Usage())
+        return Usage(
+            prompt_tokens=sum(usage.prompt_tokens for usage in firsts),
+            completion_tokens=sum(usage.completion_tokens for usage in usages),
+            cached_tokens=sum(usage.cached_tokens for usage in firsts),
+            host_cached_tokens=sum(usage.host_cached_tokens for usage in firsts),
+            queue_ns=first.queue_ns,
+            prefill_ns=first.prefill_ns,
+            decode_ns=first.decode_ns,
+            steps=sum(usage.steps for usage in usages),
+            computed_tokens=sum(usage.computed_tokens for usage in usages),
+            preemptions=sum(usage.preemptions for usage in usages),
+            kv_block_ns=sum(usage.kv_block_ns for usage in usages),
+        )
+
     def ttft_ns(self) -> int | None:
         """Arrival to first output, if there was one."""
         return None if self.first_ns is None else self.first_ns - self.started_ns

@@ -63,12 +63,16 @@ class RunningGateway:
         *,
         step_s: float = 0.0,
         public: tuple[str, ...] = (),
+        max_running: int = 1024,
+        small: bool = False,
     ) -> None:
+        """`small`: there is a second model, "small", with a worker of its own."""
         self.clock = SystemClock()
         self.config = config
         self.log_text = io.StringIO()
         self.requests = []
         self._script, self._step_s, self._public = script, step_s, public
+        self._max_running, self._names = max_running, ("tiny", "small") if small else ("tiny",)
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._main, daemon=True)
         self._thread.start()
@@ -80,21 +84,30 @@ class RunningGateway:
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        self.backend = FakeBackend(self.clock, script=self._recorded, step_s=self._step_s)
-        self.metrics = Metrics(["tiny"], version="test")
+        self.backends = {
+            name: FakeBackend(
+                self.clock, script=self._recorded, step_s=self._step_s, max_running=self._max_running
+            )
+            for name in self._names
+        }
+        self.backend = self.backends["tiny"]
+        self.metrics = Metrics(list(self._names), version="test")
         tokenizer = tiny_tokenizer()
         template = ChatTemplate({"default": TEMPLATE}, special_tokens={}, wall_ns=self.clock.wall_ns)
-        model = ServedModel(
-            name=ModelName("tiny"),
-            backend=self.backend,
-            tokenizer=tokenizer,
-            template=template,
-            created_s=1_700_000_000,
-            public_prefixes=PublicPrefixes.of(self._public, tokenizer, template),
-        )
+        models = [
+            ServedModel(
+                name=ModelName(name),
+                backend=backend,
+                tokenizer=tokenizer,
+                template=template,
+                created_s=1_700_000_000,
+                public_prefixes=PublicPrefixes.of(self._public, tokenizer, template),
+            )
+            for name, backend in self.backends.items()
+        ]
         self.gateway = Gateway(
             self.config,
-            {model.name: model},
+            {model.name: model for model in models},
             metrics=self.metrics,
             clock=self.clock,
             ids=IdSource(seed=1),

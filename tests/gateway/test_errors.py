@@ -128,16 +128,20 @@ def test_too_many_streams(start, kit):
     assert headers["retry-after"] == "1"
     assert error["type"] == "rate_limit_exceeded"
     assert fetch(running, CHAT, kit.chat(n=2, max_tokens=1), key=kit.KEY)[0] == 200
-    assert running.gateway._services.slots.taken == 0
+    assert running.gateway._dispatcher.num_streams == 0
     assert b'outcome="shed"} 1.0' in fetch(running, "/metrics")[2]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_lost_worker_is_503_before_the_first_byte(start, kit, stream):
-    running = start(step_s=30)
+    config = kit.replace(kit.make_config(), queue={"no_worker": "refuse", "no_worker_wait_s": 0.05})
+    running = start(config, step_s=30)
     running.call(running.backend.lose_worker)
     headers, _ = check(
-        fetch(running, CHAT, kit.chat(stream=stream), key=kit.KEY), 503, "worker_unavailable", "is not ready"
+        fetch(running, CHAT, kit.chat(stream=stream), key=kit.KEY),
+        503,
+        "worker_unavailable",
+        "no worker of 'tiny' is ready",
     )
     assert headers["retry-after"] == "1"
     running.call(running.backend.recover)
@@ -161,7 +165,7 @@ def test_a_worker_that_fails_one_of_several_choices(start, kit, error, status):
     assert answer.startswith(b"HTTP/1.1 %d " % status)
     assert str(error).encode() in answer
     assert running.backend.num_streams == 0
-    assert running.gateway._services.slots.taken == 0
+    assert running.gateway._dispatcher.num_streams == 0
 
 
 def test_a_bug_is_500_without_details_and_is_logged(start, kit):

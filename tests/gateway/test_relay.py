@@ -11,8 +11,8 @@ from penstock.errors import EngineFault, StreamBroken
 CHAT = "/v1/chat/completions"
 STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\nx-request-id: req-ID\r\n"
-    b"cache-control: no-cache\r\nx-accel-buffering: no\r\nx-penstock-model: tiny\r\nconnection: close\r\n"
-    b"transfer-encoding: chunked\r\n\r\n"
+    b"cache-control: no-cache\r\nx-accel-buffering: no\r\nx-penstock-model: tiny\r\nx-penstock-queue-ms: 0\r\n"
+    b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
 )
 
 
@@ -29,6 +29,7 @@ def dechunk(body):
 def masked(data):
     """The bytes without what differs from run to run."""
     data = re.sub(rb"(req|chatcmpl|cmpl)-[0-9a-f]{24}", rb"\1-ID", data)
+    data = re.sub(rb"queue-ms: \d+", b"queue-ms: 0", data)
     return re.sub(rb'"created":\d+', b'"created":0', data)
 
 
@@ -64,8 +65,8 @@ def test_a_connection_carries_on_after_a_stream(raw, kit):
 
 
 def idle(running):
-    services = running.gateway._services
-    return running.backend.num_streams == 0 and services.slots.taken == 0 and len(services.replies) == 0
+    dispatcher = running.gateway._dispatcher
+    return running.backend.num_streams == 0 and dispatcher.num_streams == 0 and len(dispatcher) == 0
 
 
 def leave_by_reset(raw):

@@ -1,0 +1,99 @@
+"""Wires the decisions of one gateway together, from its configuration."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.clock import Clock
+from penstock.config.tree import Config
+from penstock.gateway.dispatch import Dispatcher
+from penstock.gateway.models import ServedModel
+from penstock.gateway.reply import StreamSlots
+from penstock.gateway.shared.limits import SharedLimits
+from penstock.policy.budget import Budgets
+from penstock.policy.control import FlowControl
+from penstock.policy.gate import Gate, ModelFacts
+from penstock.policy.output_length import OutputLengths
+from penstock.policy.parts import Parts
+from penstock.policy.price import PriceList
+from penstock.telemetry.ledger import Ledger
+from penstock.telemetry.log import Log
+from penstock.types import ModelName
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Decisions:
+    """What decides about this gateway's requests, and what keeps it in touch with the world."""
+
+    dispatcher: Dispatcher
+    limits: SharedLimits
+    budgets: Budgets
+    ledger: Ledger
+    clock: Clock
+
+    async def start(self) -> None:
+        """Recover the ledger, take over what it knows of spending, and say hello to whoever shares the limits.
+
+        Raises:
+            LedgerError: the ledger's directory or database cannot be used.
+        """
+        await self.ledger.start()
+        self.budgets.restore(self.clock.now_ns(), await self.ledger.spent())
+        await self.limits.start()
+
+    async def stop(self) -> None:
+        """Nothing is dispatched any more; what was used is written down."""
+        self.dispatcher.close()
+        await self.limits.close()
+        await self.ledger.stop()
+
+
+def make_decisions(
+    config: Config,
+    models: Mapping[ModelName, ServedModel],
+    *,
+    gateway: str,
+    slots: StreamSlots,
+    clock: Clock,
+    log: Log,
+) -> Decisions:
+    """Admission, limits, budgets, prices and queues of `config`, in front of the models' workers.
+
+    `gateway` names this process for all time.
+
+    Raises:
+        ConfigError: the store of shared limits cannot be used as configured.
+    """
+    prices = PriceList(config.prices)
+    limits = SharedLimits(config.rate_limits, config.shared, gateway=gateway, clock=clock, log=log)
+    budgets = Budgets(config.budgets, wall_offset_ns=clock.wall_ns() - clock.now_ns())
+    ledger = Ledger(config.ledger, clock, log)
+
+    def facts(name: str) -> ModelFacts | None:
+        model = models.get(ModelName(name))
+        if model is None:
+            return None
+        info = model.backend.status.info
+        return ModelFacts(max_model_len=info.max_model_len if info is not None else 0)
+
+    gate = Gate(config.admission, config.routing, config.queue, facts)
+    parts = Parts(
+        admission=gate,
+        limits=limits.limiter,
+        budgets=budgets,
+        prices=prices,
+        lengths=OutputLengths(config.rate_limits),
+        slice_tokens=config.budgets.slice_tokens,
+    )
+    dispatcher = Dispatcher(
+        FlowControl(config.queue, parts),
+        models.values(),
+        gate=gate,
+        limiter=limits.limiter,
+        prices=prices,
+        ledger=ledger,
+        slots=slots,
+        clock=clock,
+        log=log,
+        slice_tokens=min(config.rate_limits.slice_tokens, config.budgets.slice_tokens),
+    )
+    return Decisions(dispatcher=dispatcher, limits=limits, budgets=budgets, ledger=ledger, clock=clock)

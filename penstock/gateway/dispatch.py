@@ -1,0 +1,338 @@
+"""The driver of requests' lives: carries out what `FlowControl` decides, on the event loop.
+
+    submit ──> arrive ──> Queued: the ledger's journal has it ──> (next turn of the loop) flush, dispatch
+                 │                                                     │
+                 └─> refused: raised; diverted: returned               ├─ Start ─> the reply starts on the worker
+                                                                       └─ Evict ─> the reply fails
+    began, produced, broke, settled <── the reply
+
+`FlowControl` decides, replies carry bytes, the ledger remembers; this file only passes on what each has to know. All
+that one turn of the loop accepted is written to the journal together, before any of it is started.
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from dataclasses import replace as replaced
+
+from msgspec.structs import replace
+
+from penstock.backends.base import GenerateRequest, Sink
+from penstock.clock import NS_PER_MS, NS_PER_S, Clock
+from penstock.errors import EngineFault, PenstockError
+from penstock.gateway.models import ServedModel
+from penstock.gateway.reply import Reply, StreamSlots
+from penstock.gateway.worker_views import WorkerViews
+from penstock.policy.answers import Diverted, Evict, Refused, Settled, Start
+from penstock.policy.control import FlowControl
+from penstock.policy.flow import Arrival, Flow, State
+from penstock.policy.gate import Gate
+from penstock.policy.price import PriceList
+from penstock.policy.rate_limit import Limiter
+from penstock.policy.record import Outcome, UsageRecord
+from penstock.telemetry.catalog import Outcome as Answer
+from penstock.telemetry.ledger import Ledger
+from penstock.telemetry.ledger_segment import Progress
+from penstock.telemetry.log import Log
+from penstock.types import FinishReason, RequestId, Usage
+
+LOOK_NS = 20 * NS_PER_MS
+"""While requests wait, workers are looked at this often; what they report changes by itself."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Ticket:
+    """One request that was submitted."""
+
+    arrival: Arrival
+    model: ServedModel
+    reply: Reply
+    streams: Sequence[tuple[GenerateRequest, Sink]]
+    reported: int = 0
+    """Answer tokens that flow control knows of."""
+    settled: Settled | None = None
+    """Its end, if that was decided before its reply had ended."""
+
+
+class Dispatcher:
+    """All accepted requests of this gateway. Owner of their replies."""
+
+    def __init__(
+        self,
+        control: FlowControl,
+        models: Iterable[ServedModel],
+        *,
+        gate: Gate,
+        limiter: Limiter,
+        prices: PriceList,
+        ledger: Ledger,
+        slots: StreamSlots,
+        clock: Clock,
+        log: Log,
+        slice_tokens: int,
+        is_shared: bool = False,
+    ) -> None:
+        """`slice_tokens` are the answer tokens between two looks at limits and budgets; `is_shared`: other gateways
+        use the same workers.
+        """
+        self.control = control
+        self._gate, self._limiter, self._ledger, self._slots, self._clock = (
+            gate,
+            limiter,
+            ledger,
+            slots,
+            clock,
+        )
+        self._log, self._slice_tokens = log, slice_tokens
+        self._tickets: dict[RequestId, Ticket] = {}
+        self._by_reply: dict[Reply, Ticket] = {}
+        self._prices = prices
+        self._views = WorkerViews(control, models, gate, is_shared=is_shared)
+        self._is_due = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_ns = 0
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    @property
+    def num_streams(self) -> int:
+        """Streams that wait or run, of all accepted requests."""
+        return self._slots.taken
+
+    # --- from the endpoints ----------------------------------------------------------------------
+
+    def submit(self, ticket: Ticket) -> Diverted | None:
+        """Accept a request; `Diverted` if another model should have it, and then nothing is left of it here.
+
+        Raises:
+            PenstockError: it was refused.
+        """
+        now_ns, arrival = self._clock.now_ns(), ticket.arrival
+        self._slots.check(arrival.choices)
+        self._views.refresh(now_ns)
+        found = self.control.arrive(now_ns, arrival)
+        if isinstance(found, Diverted):
+            return found
+        ticket.reply.exchange.headers = self._limiter.headers(now_ns, arrival.tenant)
+        if isinstance(found, Refused):
+            raise found.error
+        self._open(now_ns, ticket)
+        self._slots.take(arrival.choices)
+        self._tickets[arrival.id] = self._by_reply[ticket.reply] = ticket
+        self._dispatch_soon()
+        return None
+
+    def heartbeat(self, ticks: int) -> None:
+        """Let every reply that was silent for `ticks` calls show that it lives."""
+        for ticket in list(self._tickets.values()):
+            ticket.reply.heartbeat(ticks)
+
+    def drain(self, timeout_s: float) -> None:
+        """Accept nothing new; what is here may go on for so long."""
+        now_ns = self._clock.now_ns()
+        self.control.drain(now_ns, now_ns + int(timeout_s * NS_PER_S))
+        self._dispatch_soon()
+
+    def fail_all(self, error: PenstockError) -> None:
+        """End what is still here."""
+        for ticket in list(self._tickets.values()):
+            ticket.reply.fail(error)
+
+    def close(self) -> None:
+        """Nothing more will be dispatched."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._is_due = True
+
+    # --- from the replies ------------------------------------------------------------------------
+
+    def began(self, reply: Reply) -> None:
+        """See `Owner`."""
+        request_id, now_ns = self._by_reply[reply].arrival.id, self._clock.now_ns()
+        self.control.first_output(now_ns, request_id)
+        flow = self.control.flow(request_id)
+        assert flow is not None, "it produces, so it lives"
+        self._ledger.slice(
+            self._progress(flow)
+        )  # From here on its prompt counts, also if nothing more is heard.
+        if flow.attempts == 1:
+            self._gate.first_token(
+                now_ns,
+                request_id,
+                route=flow.arrival.route,
+                worker=flow.worker,
+                ttft_ns=now_ns - flow.arrived_ns,
+            )
+
+    def produced(self, reply: Reply) -> None:
+        """See `Owner`: a slice is full."""
+        ticket, now_ns = self._by_reply[reply], self._clock.now_ns()
+        new, ticket.reported = reply.num_produced - ticket.reported, reply.num_produced
+        stop = self.control.output(now_ns, ticket.arrival.id, new)
+        flow = self.control.flow(ticket.arrival.id)
+        assert flow is not None, "it produces, so it lives"
+        self._ledger.slice(self._progress(flow))
+        if stop is not None:
+            reply.stop(FinishReason.BUDGET)
+        else:
+            reply.next_slice = reply.num_produced + self._slice_tokens
+
+    def broke(self, reply: Reply, error: PenstockError) -> bool:
+        """See `Owner`: another attempt if flow control grants one."""
+        ticket = self._by_reply[reply]
+        answer = self.control.failed(self._clock.now_ns(), ticket.arrival.id, error, retry=True)
+        if isinstance(answer, Settled):
+            ticket.settled = answer
+            return False
+        self._dispatch_soon()
+        return answer is not None
+
+    def settled(self, reply: Reply) -> None:
+        """See `Owner`: one record, and the place is free."""
+        ticket = self._by_reply.pop(reply)
+        del self._tickets[ticket.arrival.id]
+        self._slots.give_back(ticket.arrival.choices)
+        settled = ticket.settled or self._end(ticket)
+        flow = settled.flow
+        service_ns = flow.ended_ns - flow.dispatched_ns if flow.worker else 0
+        self._gate.stream_ended(flow.id, route=flow.arrival.route, worker=flow.worker, service_ns=service_ns)
+        record = flow.record(self._clock.wall_ns())
+        if self._prices.version:
+            record = replace(record, price_version=self._prices.version)
+        self._ledger.close(record)
+        self._ledger.flush()
+        self._dispatch_soon()
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _end(self, ticket: Ticket) -> Settled:
+        """Tell flow control how the reply ended."""
+        now_ns, tally, request_id = self._clock.now_ns(), ticket.reply.tally, ticket.arrival.id
+        flow, error = self.control.flow(request_id), ticket.reply.error
+        assert flow is not None, f"{request_id} has ended before"
+        cancelled = tally.outcome is Answer.ABORT
+        if flow.state is State.QUEUED:
+            why = error if isinstance(error, PenstockError) else EngineFault("it never started")
+            answer = (
+                self.control.cancel(now_ns, request_id)
+                if cancelled
+                else self.control.failed(now_ns, request_id, why, retry=False)
+            )
+        else:
+            outcome = Outcome.CANCELLED if cancelled else Outcome.FAILED if error else Outcome.FINISHED
+            answer = self.control.ended(
+                now_ns,
+                request_id,
+                outcome,
+                tally.total(),
+                finish_reason=tally.outcome.value if outcome is Outcome.FINISHED and tally.outcome else "",
+                error=type(error).__name__ if error else "",
+            )
+        assert isinstance(answer, Settled), answer
+        return answer
+
+    def _open(self, now_ns: int, ticket: Ticket) -> None:
+        """Write down that it was accepted. If that cannot be, it ends here."""
+        try:
+            self._ledger.open(opening_record(ticket.arrival, self._clock.wall_ns()))
+        except PenstockError as error:
+            answer = self.control.failed(now_ns, ticket.arrival.id, error, retry=False)
+            assert isinstance(answer, Settled), answer
+            raise
+
+    def _progress(self, flow: Flow) -> Progress:
+        usage = Usage(
+            prompt_tokens=flow.arrival.prompt_tokens,
+            cached_tokens=flow.cached_tokens,
+            completion_tokens=flow.completion_tokens,
+        )
+        return Progress(
+            request_id=flow.id,
+            at_ns=self._clock.wall_ns(),
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+            cost_micros=self._prices.cost_micros(flow.arrival.route, usage),
+            worker=flow.worker,
+        )
+
+    def _dispatch_soon(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._dispatch)
+
+    def _dispatch(self) -> None:
+        """Start and end what flow control says, once for all that this turn of the loop brought."""
+        self._is_due = False
+        self._ledger.flush()
+        now_ns = self._clock.now_ns()
+        self._views.refresh(now_ns)
+        for action in self.control.dispatch(now_ns):
+            if isinstance(action, Start):
+                self._start(action)
+            else:
+                self._evict(action)
+        self._set_timer(now_ns)
+
+    def _start(self, start: Start) -> None:
+        ticket = self._tickets[start.id]
+        ticket.reported, ticket.reply.next_slice = 0, self._slice_tokens
+        flow = self.control.flow(start.id)
+        assert flow is not None, "it was started just now"
+        if (served := ticket.reply.exchange.served) is not None:
+            served.queue_ns = flow.queue_ns
+        streams = ticket.streams
+        if start.priority:
+            streams = [(replaced(request, priority=start.priority), sink) for request, sink in streams]
+        try:
+            ticket.reply.start(ticket.model.backend, streams)
+        except Exception as error:  # noqa: BLE001 - one request's bug must not end the others.
+            self._log.bug("a request could not be started", error, request_id=ticket.reply.exchange.id)
+            ticket.reply.fail(error)
+
+    def _evict(self, evict: Evict) -> None:
+        ticket = self._tickets.get(evict.id)
+        if ticket is not None:
+            ticket.settled = evict.settled
+            ticket.reply.fail(evict.error)
+
+    def _set_timer(self, now_ns: int) -> None:
+        due_ns = self.control.next_ns(now_ns)
+        if self._views.any_waits():
+            due_ns = now_ns + LOOK_NS if due_ns is None else min(due_ns, now_ns + LOOK_NS)
+        if due_ns is None or self._is_due:
+            return
+        if self._timer is not None:
+            if now_ns < self._timer_ns <= due_ns:
+                return
+            self._timer.cancel()
+        delay_s = max(0, due_ns - now_ns) / NS_PER_S
+        self._timer_ns, self._timer = due_ns, asyncio.get_running_loop().call_later(delay_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if not self._is_due:
+            self._dispatch()
+
+
+def opening_record(arrival: Arrival, wall_ns: int) -> UsageRecord:
+    """What is known of a request when it is accepted. It stands if this process is never heard of again."""
+    tenant, requested = arrival.tenant, arrival.requested_model or arrival.route
+    return UsageRecord(
+        request_id=arrival.id,
+        ended_ns=wall_ns,
+        tenant=tenant.id,
+        tier=tenant.tier,
+        key_prefix=arrival.key_prefix,
+        user=arrival.user,
+        endpoint=arrival.endpoint,
+        requested_model=requested,
+        served_model=arrival.route,
+        route_reason=arrival.diverted if requested != arrival.route else "",
+        adapter=arrival.adapter,
+        band=tenant.band,
+        outcome=Outcome.FAILED,
+        error="GatewayLost",
+        choices=arrival.choices,
+    )
