@@ -149,7 +149,10 @@ class Inspect:
         """`GET /status.json`."""
         services = self._services
         numbers = Sum(
-            metrics=b"", connections=self.num_connections, streams=services.dispatcher.num_streams, processes=1
+            metrics=b"",
+            connections=self.num_connections,
+            streams=services.dispatcher.num_streams,
+            processes=1,
         )
         if self._siblings is not None:
             numbers = await self._siblings.sum()
