@@ -187,4 +187,7 @@ def test_auto_answers_and_says_how_it_was_chosen(kit, auto_gateway) -> None:
 def test_a_model_that_was_asked_for_by_name(kit, auto_gateway) -> None:
     body = {"model": "tiny", "prompt": "hi", "max_tokens": 2}
     headers, _ = ask(kit, auto_gateway, kit.post("/v1/completions", body, "Connection: close"))
-    assert [name for name in headers if name.startswith("x-penstock")] == ["x-penstock-model"]
+    assert [name for name in headers if name.startswith("x-penstock")] == [
+        "x-penstock-model",
+        "x-penstock-queue-ms",
+    ]
