@@ -33,6 +33,7 @@ class GenerateRequest:
     """Leading prompt tokens that the operator declared public; see `gateway/public.py`."""
     priority: int = 0
     fairness_key: str = ""
+    fairness_weight: float = 1.0
 
 
 @dataclass(slots=True, frozen=True)

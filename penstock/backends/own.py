@@ -113,6 +113,7 @@ class OwnBackend:
                 public_tokens=request.public_tokens,
                 priority=request.priority,
                 fairness_key=request.fairness_key,
+                fairness_weight=request.fairness_weight,
             )
         )
         stream = OwnStream(request, sink, self._tokenizer, self._clock, self._leave)

@@ -245,6 +245,7 @@ def _request(message: Submit, vocab_size: int) -> Request:
         public_tokens=message.public_tokens,
         priority=message.priority,
         fairness_key=message.fairness_key,
+        fairness_weight=message.fairness_weight if message.fairness_weight > 0 else 1.0,
     )
 
 

@@ -86,7 +86,7 @@ class Gateway:
         self._siblings = siblings
         self._inspect = Inspect(self._services, metrics, version=__version__, siblings=siblings)
         self._inspect.auth = not config.auth.disabled
-        self.tenancy.on_reload.append(self._reloaded)
+        self.tenancy.on_reload.extend((self._reloaded, self._decisions.reload))
         self._routes = Routes(Generate(self._services), self._inspect)
         self._server = HttpServer(self, config.server, relay=config.relay, clock=clock, listeners=listeners)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -236,6 +236,7 @@ class Gateway:
             self._metrics.event_loop_lag.observe(max(0.0, lag_s))
             self._metrics.connections.set(self._server.num_connections)
             self._inspect.num_connections = self._server.num_connections
+            self._dispatcher.tick()
             self._tell_of_money()
             if heartbeat_s > 0:
                 self._dispatcher.heartbeat(ticks)

@@ -27,6 +27,7 @@ class Decisions:
     dispatcher: Dispatcher
     limits: SharedLimits
     budgets: Budgets
+    prices: PriceList
     ledger: Ledger
     clock: Clock
 
@@ -39,6 +40,11 @@ class Decisions:
         await self.ledger.start()
         self.budgets.restore(self.clock.now_ns(), await self.ledger.spent())
         await self.limits.start()
+
+    def reload(self, config: Config) -> None:
+        """Take what may change while requests run: prices and how budgets are held."""
+        self.prices.change(config.prices)
+        self.budgets.change(config.budgets)
 
     async def stop(self) -> None:
         """Nothing is dispatched any more; what was used is written down."""
@@ -95,5 +101,8 @@ def make_decisions(
         clock=clock,
         log=log,
         slice_tokens=min(config.rate_limits.slice_tokens, config.budgets.slice_tokens),
+        is_shared=config.server.processes > 1,
     )
-    return Decisions(dispatcher=dispatcher, limits=limits, budgets=budgets, ledger=ledger, clock=clock)
+    return Decisions(
+        dispatcher=dispatcher, limits=limits, budgets=budgets, prices=prices, ledger=ledger, clock=clock
+    )

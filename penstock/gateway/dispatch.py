@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from penstock.backends.base import GenerateRequest, Sink
 from penstock.clock import NS_PER_MS, NS_PER_S, Clock
 from penstock.errors import EngineFault, PenstockError
+from penstock.gateway.meters import Meters
 from penstock.gateway.models import ServedModel
 from penstock.gateway.reply import Reply, StreamSlots
 from penstock.gateway.worker_views import WorkerViews
@@ -87,7 +88,8 @@ class Dispatcher:
         self._tickets: dict[RequestId, Ticket] = {}
         self._by_reply: dict[Reply, Ticket] = {}
         self._prices = prices
-        self._views = WorkerViews(control, models, gate, is_shared=is_shared)
+        self._meters = Meters(prices)
+        self._views = WorkerViews(control, models, gate, self._meters, is_shared=is_shared)
         self._is_due = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = 0
@@ -128,6 +130,12 @@ class Dispatcher:
         for ticket in list(self._tickets.values()):
             ticket.reply.heartbeat(ticks)
 
+    def tick(self) -> None:
+        """Called every second or so."""
+        now_ns = self._clock.now_ns()
+        self._views.refresh(now_ns)
+        self._meters.tick(now_ns)
+
     def drain(self, timeout_s: float) -> None:
         """Accept nothing new; what is here may go on for so long."""
         now_ns = self._clock.now_ns()
@@ -153,9 +161,9 @@ class Dispatcher:
         self.control.first_output(now_ns, request_id)
         flow = self.control.flow(request_id)
         assert flow is not None, "it produces, so it lives"
-        self._ledger.slice(
-            self._progress(flow)
-        )  # From here on its prompt counts, also if nothing more is heard.
+        self._meters.began(flow)
+        # From here on its prompt counts, also if nothing more is heard.
+        self._ledger.slice(self._progress(flow))
         if flow.attempts == 1:
             self._gate.first_token(
                 now_ns,
@@ -172,6 +180,7 @@ class Dispatcher:
         stop = self.control.output(now_ns, ticket.arrival.id, new)
         flow = self.control.flow(ticket.arrival.id)
         assert flow is not None, "it produces, so it lives"
+        self._meters.produced(flow)
         self._ledger.slice(self._progress(flow))
         if stop is not None:
             reply.stop(FinishReason.BUDGET)
@@ -180,8 +189,10 @@ class Dispatcher:
 
     def broke(self, reply: Reply, error: PenstockError) -> bool:
         """See `Owner`: another attempt if flow control grants one."""
-        ticket = self._by_reply[reply]
-        answer = self.control.failed(self._clock.now_ns(), ticket.arrival.id, error, retry=True)
+        ticket, now_ns = self._by_reply[reply], self._clock.now_ns()
+        if (flow := self.control.flow(ticket.arrival.id)) is not None:
+            self._meters.ended(now_ns, flow)  # Whoever runs the worker pays for what it lost.
+        answer = self.control.failed(now_ns, ticket.arrival.id, error, retry=True)
         if isinstance(answer, Settled):
             ticket.settled = answer
             return False
@@ -198,8 +209,11 @@ class Dispatcher:
         service_ns = flow.ended_ns - flow.dispatched_ns if flow.worker else 0
         self._gate.stream_ended(flow.id, route=flow.arrival.route, worker=flow.worker, service_ns=service_ns)
         record = flow.record(self._clock.wall_ns())
+        machine_micros = self._meters.ended(self._clock.now_ns(), flow)
         if self._prices.version:
-            record = replace(record, price_version=self._prices.version)
+            record = replace(
+                record, price_version=self._prices.version, accelerator_cost_micros=machine_micros
+            )
         self._ledger.close(record)
         self._ledger.flush()
         self._dispatch_soon()
@@ -280,6 +294,7 @@ class Dispatcher:
         ticket.reported, ticket.reply.next_slice = 0, self._slice_tokens
         flow = self.control.flow(start.id)
         assert flow is not None, "it was started just now"
+        self._meters.started(self._clock.now_ns(), flow)
         if (served := ticket.reply.exchange.served) is not None:
             served.queue_ns = flow.queue_ns
         streams = ticket.streams

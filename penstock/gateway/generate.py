@@ -235,6 +235,7 @@ def _requests(job: _Job) -> list[GenerateRequest]:
                     cache_salt=job.caller.cache_salt,
                     public_tokens=public_tokens,
                     fairness_key=job.caller.fairness_key,
+                    fairness_weight=job.caller.tenant.weight,
                 )
             )
     return found

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from penstock.gateway.meters import Meters
 from penstock.gateway.models import ServedModel
 from penstock.policy.control import FlowControl
 from penstock.policy.gate import Gate
@@ -28,10 +29,16 @@ class WorkerViews:
     """One worker for each model. Looking costs a few attribute reads while nothing has changed."""
 
     def __init__(
-        self, control: FlowControl, models: Iterable[ServedModel], gate: Gate, *, is_shared: bool
+        self,
+        control: FlowControl,
+        models: Iterable[ServedModel],
+        gate: Gate,
+        meters: Meters,
+        *,
+        is_shared: bool,
     ) -> None:
         """`is_shared`: other gateways use the workers too, so what runs there is not all ours."""
-        self._control, self._gate, self._is_shared = control, gate, is_shared
+        self._control, self._gate, self._meters, self._is_shared = control, gate, meters, is_shared
         self._seen = [_Seen(model, WorkerId(f"{model.name}-0")) for model in models]
 
     def refresh(self, now_ns: int) -> None:
@@ -62,5 +69,7 @@ class WorkerViews:
             kv_blocks_total=stats.blocks_total if stats is not None else 0,
             kv_blocks_used=stats.blocks_used if stats is not None else 0,
         )
+        if view.ready:
+            self._meters.has_worker(now_ns, route, seen.worker_id)
         self._control.set_worker(now_ns, route, seen.worker_id, view)
         seen.lane = self._control.lane(route)

@@ -193,6 +193,10 @@ class Budgets:
         self._enter(now_ns, account)
         return account.day.spent, account.month.spent
 
+    def change(self, config: BudgetsConfig) -> None:
+        """Take new settings; what was spent stays spent."""
+        self._config = config
+
     def restore(self, now_ns: int, spent: Iterable[Spent]) -> None:
         """Take over what the ledger knows: at the start, and now and then what other gateways have spent.
 

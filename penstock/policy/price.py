@@ -50,6 +50,10 @@ class PriceList:
     """The section `prices`, ready to be applied."""
 
     def __init__(self, config: PricesConfig) -> None:
+        self.change(config)
+
+    def change(self, config: PricesConfig) -> None:
+        """Take new prices. They count for everything that ends from now on."""
         self.currency = config.currency
         self.version = config.version or _fingerprint(config)
         """Stands in every record that was priced with this list; empty if nothing has a price."""

@@ -50,6 +50,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit", omit_defau
     """Smaller goes first."""
     fairness_key: str = ""
     """Whose share of the engine this work counts against (the tenant)."""
+    fairness_weight: float = 1.0
+    """How much that share is worth beside others'; above 0."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

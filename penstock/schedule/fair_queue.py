@@ -91,7 +91,7 @@ class FairQueue:
         """See `WaitingQueue.charge`."""
         key = request.fairness_key
         cost = PROMPT_COST * prompt + CACHED_COST * cached + GENERATED_COST * generated
-        share = round(cost * _WEIGHT_UNIT / self._weights.get(key, 1.0))
+        share = round(cost * _WEIGHT_UNIT / self._weights.get(key, request.fairness_weight))
         self._served[key] = self._served.get(key, 0) + share
 
     def served(self, key: str) -> float:

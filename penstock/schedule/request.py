@@ -46,6 +46,8 @@ class Request:
     """Smaller goes first."""
     fairness_key: str = ""
     """Whose share this work counts against."""
+    fairness_weight: float = 1.0
+    """How much that share is worth, where the engine's own configuration does not say."""
 
     num_prompt: int = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)  # Only ever asked for membership.

@@ -10,7 +10,8 @@ import pytest
 
 from penstock.clock import SystemClock
 from penstock.config.flow import QueueConfig
-from penstock.config.ledger import LedgerConfig, ModelPrice, PricesConfig
+from penstock.config.ledger import AcceleratorPrice, LedgerConfig, ModelPrice, PricesConfig
+from penstock.config.routing import ModelRoute, RoutingConfig
 from penstock.config.tenancy import TenantConfig
 from penstock.gateway.api_keys import issue
 from penstock.gateway.key_file import edit_keys
@@ -166,3 +167,46 @@ def test_every_accepted_request_has_one_record_with_how_it_ended(kit, start, ten
     assert (second["choices"], second["completion_tokens"]) == (2, 16)
     assert third["outcome"] == "cancelled"
     assert third["completion_tokens"] >= 1
+
+
+LARGE_TO_SMALL = RoutingConfig(models=(ModelRoute(model="tiny", fallback="small"),))
+
+
+def test_when_the_large_model_is_full_the_small_one_answers_and_says_so(kit, start) -> None:
+    config = kit.replace(
+        kit.make_config(), queue={"worker_credit": 0}, admission={"waiting_per_replica_max": 1}
+    )
+    config = msgspec.structs.replace(config, routing=LARGE_TO_SMALL)
+    running = start(config, step_s=0.05, max_running=1, small=True)
+    with kit.openai_client(running) as client, ThreadPoolExecutor(4) as pool:
+        holder = client.chat.completions.create(**kit.chat(stream=True, max_tokens=200))
+        next(iter(holder))
+        waiting = [pool.submit(ask, kit, running) for _ in range(2)]
+        running.wait_until(lambda: running.gateway.num_accepted == 3)
+        answer = client.chat.completions.with_raw_response.create(**kit.chat(max_tokens=2))
+        assert answer.headers["x-penstock-model"] == "small"
+        assert answer.headers["x-penstock-requested-model"] == "tiny"
+        assert answer.headers["x-penstock-downgrade"] == "queue_depth"
+        assert answer.parse().model == "small"
+        with pytest.raises(openai.RateLimitError) as refused:
+            client.chat.completions.create(
+                **kit.chat(max_tokens=2), extra_headers={"x-penstock-degrade": "never"}
+            )
+        assert int(refused.value.response.headers["retry-after"]) >= 1
+        holder.close()
+        assert [future.result(20).model for future in waiting] == ["tiny", "tiny"]
+
+
+def test_machine_time_is_shared_out_to_the_requests(kit, start, tmp_path) -> None:
+    prices = PricesConfig(
+        accelerators=(AcceleratorPrice(model="*", per_hour=3600.0),)
+    )  # A millionth is a microsecond.
+    config = msgspec.structs.replace(
+        kit.make_config(), prices=prices, ledger=LedgerConfig(directory=str(tmp_path / "ledger"))
+    )
+    running = start(config, step_s=0.02)
+    ask(kit, running)
+    running.stop()
+    (row,) = usage_rows(tmp_path / "ledger")
+    ran_us = row["total_us"] - row["queue_us"]
+    assert 0.5 * ran_us < row["accelerator_cost_micros"] <= 1.5 * ran_us

@@ -1,0 +1,79 @@
+"""What the workers' time costs, and whose it was: drives `policy/accelerator_cost.py` with what the gateway sees.
+
+The gateway sees tokens, not steps: a prompt counts as work when its first output comes, and each slice of an answer as the
+tokens computed, each of which read the context before it.
+"""
+
+from dataclasses import dataclass
+
+from penstock.clock import NS_PER_S
+from penstock.policy.accelerator_cost import AcceleratorCost, work_weight
+from penstock.policy.flow import Flow
+from penstock.policy.price import PriceList
+from penstock.types import RequestId, WorkerId
+
+INTERVAL_NS = NS_PER_S
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request that a worker has."""
+
+    worker: WorkerId
+    tokens: int = 0
+    """Answer tokens whose work was counted."""
+
+
+class Meters:
+    """One account for each worker that has a price; without prices it does nothing."""
+
+    def __init__(self, prices: PriceList) -> None:
+        self._prices = prices
+        self._accounts: dict[WorkerId, AcceleratorCost] = {}
+        self._running: dict[RequestId, _Running] = {}
+        self._interval_ns = 0
+
+    def has_worker(self, now_ns: int, route: str, worker: WorkerId) -> None:
+        """A worker is there, and costs money from now on."""
+        price = self._prices.accelerator_micros_per_hour(route)
+        if price and worker not in self._accounts:
+            self._accounts[worker] = AcceleratorCost(now_ns, price)
+
+    def started(self, now_ns: int, flow: Flow) -> None:
+        """A request was sent to its worker."""
+        if (account := self._accounts.get(flow.worker)) is not None:
+            self._running[flow.id] = _Running(flow.worker)
+            account.started(now_ns, flow.id)
+
+    def began(self, flow: Flow) -> None:
+        """Its first output is here: the prompt is done."""
+        if (running := self._running.get(flow.id)) is not None:
+            computed = flow.arrival.prompt_tokens - flow.cached_tokens
+            self._worked(running, flow.id, computed, flow.arrival.prompt_tokens // 2)
+
+    def produced(self, flow: Flow) -> None:
+        """More of its answer is here, as flow control has counted it."""
+        if (running := self._running.get(flow.id)) is not None:
+            new, running.tokens = flow.completion_tokens - running.tokens, flow.completion_tokens
+            context = flow.arrival.prompt_tokens + flow.completion_tokens // flow.arrival.choices
+            self._worked(running, flow.id, max(0, new), context)
+
+    def ended(self, now_ns: int, flow: Flow) -> int:
+        """It has left its worker: what it cost, in millionths; 0 if that has no price."""
+        running = self._running.get(flow.id)
+        if running is None:
+            return 0
+        self.produced(flow)
+        del self._running[flow.id]
+        return self._accounts[running.worker].settle(now_ns, flow.id)
+
+    def tick(self, now_ns: int) -> None:
+        """Close the interval if it has been long enough. Costs O(running) then."""
+        if now_ns - self._interval_ns >= INTERVAL_NS:
+            self._interval_ns = now_ns
+            for account in self._accounts.values():
+                account.interval(now_ns)
+
+    def _worked(self, running: _Running, request_id: RequestId, tokens: int, context: int) -> None:
+        weight = work_weight(computed_tokens=tokens, kv_tokens_read=tokens * context)
+        self._accounts[running.worker].worked(request_id, weight)
