@@ -72,7 +72,7 @@ class Gateway:
         """Who may call; parts that can take a new configuration subscribe to its `on_reload`."""
         slots = StreamSlots(config.limits.concurrent_max)
         self._decisions = make_decisions(
-            config, models, gateway=ids.take("gw"), slots=slots, clock=clock, log=log
+            config, models, gateway=ids.take("gw"), slots=slots, metrics=metrics, clock=clock, log=log
         )
         self._dispatcher = self._decisions.dispatcher
         self._services = Services(

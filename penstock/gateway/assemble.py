@@ -17,6 +17,7 @@ from penstock.policy.parts import Parts
 from penstock.policy.price import PriceList
 from penstock.telemetry.ledger import Ledger
 from penstock.telemetry.log import Log
+from penstock.telemetry.metrics import Metrics
 from penstock.types import ModelName
 
 
@@ -59,6 +60,7 @@ def make_decisions(
     *,
     gateway: str,
     slots: StreamSlots,
+    metrics: Metrics,
     clock: Clock,
     log: Log,
 ) -> Decisions:
@@ -98,6 +100,7 @@ def make_decisions(
         prices=prices,
         ledger=ledger,
         slots=slots,
+        metrics=metrics,
         clock=clock,
         log=log,
         slice_tokens=min(config.rate_limits.slice_tokens, config.budgets.slice_tokens),

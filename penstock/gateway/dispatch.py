@@ -35,6 +35,7 @@ from penstock.telemetry.catalog import Outcome as Answer
 from penstock.telemetry.ledger import Ledger
 from penstock.telemetry.ledger_segment import Progress
 from penstock.telemetry.log import Log
+from penstock.telemetry.metrics import Metrics
 from penstock.types import FinishReason, RequestId, Usage
 
 LOOK_NS = 20 * NS_PER_MS
@@ -68,6 +69,7 @@ class Dispatcher:
         prices: PriceList,
         ledger: Ledger,
         slots: StreamSlots,
+        metrics: Metrics,
         clock: Clock,
         log: Log,
         slice_tokens: int,
@@ -87,7 +89,7 @@ class Dispatcher:
         self._log, self._slice_tokens = log, slice_tokens
         self._tickets: dict[RequestId, Ticket] = {}
         self._by_reply: dict[Reply, Ticket] = {}
-        self._prices = prices
+        self._prices, self._metrics = prices, metrics
         self._meters = Meters(prices)
         self._views = WorkerViews(control, models, gate, self._meters, is_shared=is_shared)
         self._is_due = False
@@ -115,9 +117,11 @@ class Dispatcher:
         self._views.refresh(now_ns)
         found = self.control.arrive(now_ns, arrival)
         if isinstance(found, Diverted):
+            self._metrics.diverted(arrival.route, found.why)
             return found
         ticket.reply.exchange.headers = self._limiter.headers(now_ns, arrival.tenant)
         if isinstance(found, Refused):
+            self._metrics.refused(arrival.route, found.reason)
             raise found.error
         self._open(now_ns, ticket)
         self._slots.take(arrival.choices)
@@ -135,6 +139,8 @@ class Dispatcher:
         now_ns = self._clock.now_ns()
         self._views.refresh(now_ns)
         self._meters.tick(now_ns)
+        for model, count in self._views.num_waiting():
+            self._metrics.queue_waiting(model, count)
 
     def drain(self, timeout_s: float) -> None:
         """Accept nothing new; what is here may go on for so long."""
@@ -165,13 +171,15 @@ class Dispatcher:
         # From here on its prompt counts, also if nothing more is heard.
         self._ledger.slice(self._progress(flow))
         if flow.attempts == 1:
-            self._gate.first_token(
+            error = self._gate.first_token(
                 now_ns,
                 request_id,
                 route=flow.arrival.route,
                 worker=flow.worker,
                 ttft_ns=now_ns - flow.arrived_ns,
             )
+            if error is not None:
+                self._metrics.predicted(flow.arrival.route, error)
 
     def produced(self, reply: Reply) -> None:
         """See `Owner`: a slice is full."""
@@ -196,6 +204,7 @@ class Dispatcher:
         if isinstance(answer, Settled):
             ticket.settled = answer
             return False
+        self._metrics.retried(ticket.arrival.route)
         self._dispatch_soon()
         return answer is not None
 
@@ -309,6 +318,7 @@ class Dispatcher:
     def _evict(self, evict: Evict) -> None:
         ticket = self._tickets.get(evict.id)
         if ticket is not None:
+            self._metrics.evicted(ticket.arrival.route, evict.reason)
             ticket.settled = evict.settled
             ticket.reply.fail(evict.error)
 

@@ -1,6 +1,6 @@
 """What the workers say of themselves, brought to flow control when it has changed."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from penstock.gateway.meters import Meters
@@ -54,6 +54,12 @@ class WorkerViews:
                     self._gate.worker_started(seen.model.name, seen.worker_id)
                 seen.stats, seen.ready, seen.info = status.stats, status.ready, status.info
                 self._tell(now_ns, seen)
+
+    def num_waiting(self) -> Iterator[tuple[str, int]]:
+        """Each model, and how many requests wait for it."""
+        for seen in self._seen:
+            if seen.lane is not None:
+                yield seen.model.name, seen.lane.queue.num_waiting
 
     def any_waits(self) -> bool:
         """Whether requests wait for any of the models."""

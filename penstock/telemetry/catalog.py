@@ -61,6 +61,7 @@ TPOT_BUCKETS = (
 DURATION_BUCKETS = (
     0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92, 163.84, 327.68, 655.36,
 )  # fmt: skip
+ERROR_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
 LAG_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 
 MODEL = ("model",)
@@ -124,6 +125,18 @@ CATALOG = (
     Metric("penstock_ledger_sink_errors_total", "counter", "Times that the database took nothing."),
     Metric("penstock_ledger_journal_bytes", "gauge", "Disk taken by this process's journal."),
     Metric("penstock_ledger_open_requests", "gauge", "Accepted requests whose record is still to come."),
+    # Admission and queues.
+    Metric("penstock_queue_waiting", "gauge", "Requests that wait for a worker.", MODEL),
+    Metric(
+        "penstock_refused_total", "counter", "Requests that were not accepted, by who said no.", ("model", "reason")
+    ),
+    Metric("penstock_evicted_total", "counter", "Accepted requests that were dropped, by why.", ("model", "reason")),
+    Metric("penstock_diverted_total", "counter", "Requests that another model answers, by why.", ("model", "reason")),
+    Metric("penstock_retries_total", "counter", "Requests that were started again on a worker.", MODEL),
+    Metric(
+        "penstock_ttft_prediction_error_ratio", "histogram", "Predicted time to first token against the real one.",
+        MODEL, ERROR_BUCKETS,
+    ),
     Metric("penstock_budget_warnings_total", "counter", "Shares of budgets that were used up.", ("period",)),
     Metric("penstock_build_info", "gauge", "Always 1; the version is a label.", ("version",), shared=True),
 )  # fmt: skip

@@ -102,6 +102,12 @@ class Metrics:
         self._ledger_pending = self._table.gauge("penstock_ledger_pending_records")
         self._ledger_bytes = self._table.gauge("penstock_ledger_journal_bytes")
         self._budget_warnings = self._table.counter("penstock_budget_warnings_total")
+        self._waiting = self._table.gauge("penstock_queue_waiting")
+        self._refused = self._table.counter("penstock_refused_total")
+        self._evicted = self._table.counter("penstock_evicted_total")
+        self._diverted = self._table.counter("penstock_diverted_total")
+        self._retries = self._table.counter("penstock_retries_total")
+        self._errors = self._table.histogram("penstock_ttft_prediction_error_ratio")
         self._ledger_open = self._table.gauge("penstock_ledger_open_requests")
         self._table.gauge("penstock_build_info").labels(version).set(1)
 
@@ -125,6 +131,30 @@ class Metrics:
         self._ledger_pending.set(stats.pending)
         self._ledger_bytes.set(stats.journal_bytes)
         self._ledger_open.set(stats.open)
+
+    def queue_waiting(self, model: str, count: int) -> None:
+        """So many requests wait for a worker of this model."""
+        self._waiting.labels(model).set(count)
+
+    def refused(self, model: str, reason: str) -> None:
+        """A request was not accepted (`policy.answers.Refused`)."""
+        self._refused.labels(model, reason).inc()
+
+    def evicted(self, model: str, reason: str) -> None:
+        """An accepted request was dropped (`policy.answers.Evict`)."""
+        self._evicted.labels(model, reason).inc()
+
+    def diverted(self, model: str, reason: str) -> None:
+        """Another model than this one answers (`policy.answers.Diverted`)."""
+        self._diverted.labels(model, reason).inc()
+
+    def retried(self, model: str) -> None:
+        """A request whose worker failed it unseen is started again."""
+        self._retries.labels(model).inc()
+
+    def predicted(self, model: str, error: float) -> None:
+        """A first token came: the relative error of when it was expected."""
+        self._errors.labels(model).observe(error)
 
     def budget_warning(self, period: Literal["day", "month"]) -> None:
         """A tenant has crossed a share of its budget (`policy.budget.BudgetEvent`)."""

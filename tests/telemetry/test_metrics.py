@@ -35,6 +35,11 @@ def test_names_and_labels_are_the_golden_ones() -> None:
     metrics = Metrics(["m"], version="1.2.3")
     metrics.http_response(200)
     metrics.budget_warning("day")
+    metrics.queue_waiting("m", 1)
+    for count in (metrics.refused, metrics.evicted, metrics.diverted):
+        count("m", "queue_full")
+    metrics.retried("m")
+    metrics.predicted("m", 0.1)
     assert exposed_names(metrics) == GOLDEN.read_text().splitlines()
 
 
