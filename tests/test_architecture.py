@@ -23,8 +23,9 @@ ALLOWED = {
     "telemetry": "policy clock types errors config",
     "engine": "text telemetry schedule kv protocol clock rng types errors config",
     "backends": "engine text telemetry protocol kv clock types errors config",
-    "gateway": "backends text telemetry policy protocol kv clock rng types errors config",
-    "fleet": "backends telemetry policy protocol clock rng types errors config",
+    "gateway": "fleet backends text telemetry policy protocol kv clock rng types errors config",
+    "sim": "policy schedule kv protocol telemetry clock rng types errors config",
+    "fleet": "backends text telemetry policy protocol kv clock rng types errors config",
 }  # cli and bench may import anything.
 EDGE = {"cli", "bench", "__init__", "__main__"}
 PURE = {"kv", "policy", "schedule", "protocol"}
