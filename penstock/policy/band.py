@@ -16,7 +16,7 @@ import msgspec
 
 from penstock.clock import NS_PER_S
 from penstock.config.flow import BandConfig
-from penstock.types import RequestId, TenantId
+from penstock.types import RequestId, TenantId, WorkerId
 
 PROMPT_COST, CACHED_COST, OUTPUT_COST = 10, 1, 20
 """Per token, in tenths of a computed prompt token."""
@@ -48,6 +48,13 @@ class Work(msgspec.Struct, eq=False, kw_only=True):
     """Expected in a prefix cache."""
     output_tokens: int = 0
     """Expected."""
+    context_tokens: int = 0
+    """Of one choice: what its worker's context must hold; 0: not known."""
+    keys: object | None = None
+    """Its prompt's block keys (`kv.prompt_keys.PromptKeys`), for the placement; None: not known."""
+    session: str = ""
+    """Whose earlier requests it may share KV with, keyed by tenant; empty: nobody's."""
+    adapter: str = ""
 
     number: int = 0
     """By order of the first push."""
@@ -65,6 +72,11 @@ class Work(msgspec.Struct, eq=False, kw_only=True):
     charged: int = 0
     """What its tenant's counter holds for it."""
     running: bool = False
+    hold_ns: int = 0
+    """Until when it waits for `hold_for` by the placement's choice, although others have room; 0: it was never held."""
+    hold_for: WorkerId = WorkerId("")
+    matched_tokens: int = 0
+    """Of the prompt, what the placement expects in the cache of the worker that it chose."""
 
 
 def cost(prompt: int, cached: int, output: int) -> int:

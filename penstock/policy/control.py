@@ -143,7 +143,7 @@ class FlowControl:
             return
         flow, arrival = life.flow, life.flow.arrival
         if flow.state is State.STARTED:
-            life.lane.begin(flow.worker, life.work)
+            life.lane.begin(now_ns, flow.worker, life.work)
             self._dirty[life.lane.route] = life.lane
         flow.on(Event.FIRST_OUTPUT, now_ns)
         if cached_tokens is not None:
@@ -219,8 +219,8 @@ class FlowControl:
             return self._settle(now_ns, life)
         if retry and flow.state is State.STARTED and flow.attempts <= self._config.retries_max:
             flow.on(Event.RETRY, now_ns)
-            lane.release(flow.worker, work)
-            lane.avoid[request_id] = flow.worker
+            lane.release(now_ns, flow.worker, work)
+            lane.failed(flow.worker, work)
             lane.queue.requeue(now_ns, work)
             self._dirty[lane.route] = lane
             return Requeued(request_id, flow.attempts)
@@ -297,7 +297,10 @@ class FlowControl:
     def _lane(self, now_ns: int, route: str) -> Lane:
         lane = self._lanes.get(route)
         if lane is None:
-            lane = self._lanes[route] = Lane(self._config, route, now_ns)
+            parts = self._parts
+            lane = self._lanes[route] = Lane(
+                self._config, route, now_ns, parts.placement(route), parts.health
+            )
         return lane
 
     def _look(self, now_ns: int, arrival: Arrival) -> Callable[[str], RouteLoad]:
@@ -317,9 +320,12 @@ class FlowControl:
             told.append(self._dropped(now_ns, work, reason, error))
         while (start := lane.next_start(now_ns)) is not None:
             work, room = start
-            flow = self._lives[work.id].flow
+            life = self._lives[work.id]
+            flow = life.flow
             flow.worker = room.id
             flow.on(Event.DISPATCH, now_ns)
+            if work.matched_tokens:
+                self._count_matched(life)
             band = lane.queue.band_of(work)
             told.append(Start(work.id, lane.route, room.id, band.config.order, flow.attempts))
         if self._config.shed_kv_above < 1:
@@ -371,6 +377,14 @@ class FlowControl:
         prompt, cached = life.flow.arrival.prompt_tokens, life.flow.cached_tokens
         life.lane.queue.charge(life.work, cost(prompt - cached, cached, output_tokens))
 
+    def _count_matched(self, life: Life) -> None:
+        """Its worker should have part of the prompt: charge that as cached, until the worker tells."""
+        work = life.work
+        cached = min(work.cached_tokens + work.matched_tokens, life.flow.arrival.prompt_tokens)
+        life.lane.queue.charge(
+            work, cost(life.flow.arrival.prompt_tokens - cached, cached, work.output_tokens)
+        )
+
     def _price(self, route: str, prompt: int, cached: int, output: int) -> int:
         usage = Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=output)
         return self._parts.prices.cost_micros(route, usage)
@@ -393,7 +407,7 @@ class FlowControl:
             flow.cached_tokens = flow.completion_tokens = 0
             lane.queue.charge(work, 0)
         lane.queue.end(work)
-        lane.release(flow.worker, work)
+        lane.release(now_ns, flow.worker, work, usage)
         self._dirty[lane.route] = lane
         return self._settle(now_ns, life)
 

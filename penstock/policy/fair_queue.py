@@ -182,6 +182,8 @@ class FairQueue:
         found: Work | None = None
         for band in self.bands:
             for work in band.aside:
+                if work.hold_ns > now_ns:
+                    continue
                 late = work.skips >= self._config.skips_max or now_ns - work.aside_ns >= self._skip_ns
                 if late and (found is None or (work.aside_ns, work.number) < (found.aside_ns, found.number)):
                     found = work
@@ -218,7 +220,7 @@ class FairQueue:
             : band.level + 1
         ]:  # Who lets a higher band go first is not passed over for its size.
             for aside in passed.aside:
-                aside.skips += 1
+                aside.skips += aside.hold_ns <= now_ns  # Who is held for a warm worker waits by choice.
 
     def _in_turn(self, now_ns: int) -> Sequence[Band]:
         """Bands with work, by who goes next."""

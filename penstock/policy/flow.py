@@ -164,6 +164,10 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Of one choice: its prompt and the answer that the client asks for; 0 is the prompt alone."""
     endpoint: str = "chat"
     adapter: str = ""
+    session: str = ""
+    """Names the conversation, keyed by tenant: requests of one session tend to share a prefix; empty: none was named."""
+    keys: object | None = None
+    """The prompt's block keys (`kv.prompt_keys.PromptKeys`): what the placement asks the prefix index about."""
     key_prefix: str = ""
     user: str = ""
 

@@ -1,14 +1,16 @@
 """One model's queue and its workers' rooms, and which request starts where, next. Knows requests only as `Work`."""
 
 import math
+from collections.abc import Collection
+from heapq import heappop, heappush
 
 from penstock.clock import NS_PER_S
 from penstock.config.flow import QueueConfig
 from penstock.policy.band import Work
 from penstock.policy.fair_queue import FairQueue
-from penstock.policy.parts import RouteLoad
-from penstock.policy.room import Room, Rooms, WorkerView
-from penstock.types import WorkerId
+from penstock.policy.parts import Health, Hold, Placement, RouteLoad
+from penstock.policy.room import Room, Rooms, WorkerView, uncached_tokens
+from penstock.types import RequestId, Usage, WorkerId
 
 _HEADROOM_ROWS = 8
 """With fewer rows one row is too much to leave free."""
@@ -16,24 +18,26 @@ _OVER = 1.5
 """Times its part: more is over it. Who is about at its part is not held back."""
 _PACE = 8
 """The mean time between two starts follows the last so many."""
-_NOBODY = WorkerId("")
+_NOBODY: Collection[WorkerId] = ()
 
 
 class Lane:
     """What waits for one model, and who could run it."""
 
     __slots__ = (
-        "_config", "_down_ns", "_found", "_last_ns", "_no_worker_ns", "avoid", "gap_ns", "held", "queue", "rooms", "route",
-        "starting_tokens", "timer_ns",
+        "_config", "_down_ns", "_found", "_health", "_holds", "_last_ns", "_no_worker_ns", "_now_ns", "avoid", "gap_ns",
+        "held", "placement", "queue", "rooms", "route", "starting_tokens", "timer_ns",
     )  # fmt: skip
 
-    def __init__(self, config: QueueConfig, route: str, now_ns: int) -> None:
-        self._config, self.route = config, route
+    def __init__(
+        self, config: QueueConfig, route: str, now_ns: int, placement: Placement, health: Health
+    ) -> None:
+        self._config, self.route, self.placement, self._health = config, route, placement, health
         self.queue, self.rooms = FairQueue(config), Rooms(config)
         self.held: Work | None = None
         """Too large for the room there was for too long: a worker is kept free for it."""
-        self.avoid: dict[str, WorkerId] = {}
-        """Requests that wait for another attempt -> the worker where the last one failed."""
+        self.avoid: dict[RequestId, set[WorkerId]] = {}
+        """Requests that were tried before -> the workers where that failed."""
         self.starting_tokens = 0
         """Prompt tokens of what was started and has shown no output."""
         self.timer_ns: int | None = None
@@ -43,7 +47,10 @@ class Lane:
         self._last_ns: int | None = None
         self._down_ns = now_ns
         self._no_worker_ns = int(config.no_worker_wait_s * NS_PER_S)
+        self._now_ns = now_ns
         self._found: Room | None = None
+        self._holds: list[tuple[int, int, Work]] = []
+        """When what is held for a warm worker is released to all."""
 
     def set_worker(self, now_ns: int, worker_id: WorkerId, view: WorkerView | None) -> None:
         """Take a worker's report, or that it is gone."""
@@ -56,6 +63,7 @@ class Lane:
     def next_start(self, now_ns: int) -> tuple[Work, Room] | None:
         """The next request to start and where, taken from the queue and booked; None when nothing can start."""
         queue, rooms = self.queue, self.rooms
+        self._now_ns = now_ns
         if not queue.num_waiting:
             self._last_ns = None
             if self.held is not None:
@@ -71,26 +79,37 @@ class Lane:
             return None
         assert room is not None, "what fits has a place"
         rooms.book(room, work)
-        self.starting_tokens += work.prompt_tokens
-        if self.avoid:
-            self.avoid.pop(work.id, None)
+        self.starting_tokens += uncached_tokens(work)
+        self.placement.started(now_ns, work, room)
         self._pace(now_ns)
         return work, room
 
-    def begin(self, worker_id: WorkerId, work: Work) -> None:
+    def failed(self, worker_id: WorkerId, work: Work) -> None:
+        """It failed there, and will wait for another attempt."""
+        self.avoid.setdefault(work.id, set()).add(worker_id)
+        work.hold_ns = 0
+
+    def begin(self, now_ns: int, worker_id: WorkerId, work: Work) -> None:
         """Its first output was seen."""
+        self._begin(worker_id, work)
+        room = self.rooms.get(worker_id)
+        assert room is not None, f"{worker_id} is not known"
+        self.placement.began(now_ns, work, room)
+
+    def _begin(self, worker_id: WorkerId, work: Work) -> None:
         room = self.rooms.get(worker_id)
         assert room is not None, f"{worker_id} is not known"
         if room.begun.get(work.id) is False:
             self.rooms.begin(room, work)
-            self.starting_tokens -= work.prompt_tokens
+            self.starting_tokens -= uncached_tokens(work)
 
-    def release(self, worker_id: WorkerId, work: Work) -> None:
-        """It holds nothing of its worker any more."""
-        self.begin(worker_id, work)
+    def release(self, now_ns: int, worker_id: WorkerId, work: Work, usage: Usage | None = None) -> None:
+        """It holds nothing of its worker any more, and used so much there, if that is known."""
+        self._begin(worker_id, work)
         room = self.rooms.get(worker_id)
         assert room is not None, f"{worker_id} is not known"
         self.rooms.release(room, work)
+        self.placement.ended(now_ns, work, room, usage)
 
     def next_expired(self, now_ns: int) -> tuple[Work, str] | None:
         """One whose wait is over, still in the queue, and why."""
@@ -113,6 +132,11 @@ class Lane:
         oldest = self._oldest()
         if oldest is not None:
             times.append(self._no_worker_until(oldest))
+        holds = self._holds
+        while holds and not (holds[0][0] > now_ns and holds[0][2].waiting):
+            heappop(holds)
+        if holds:
+            times.append(holds[0][0])
         return min((time for time in times if time is not None), default=None)
 
     def retry_after_s(self) -> float:
@@ -135,7 +159,7 @@ class Lane:
             requests_ahead=sum(len(band.waiting) for band in above) + requests_ahead,
             tokens_ahead=sum(band.num_tokens for band in above) + tokens_ahead + self.starting_tokens,
             has_room=has_room,
-            has_kv_room=not has_room or rooms.place(work, _NOBODY) is not None,
+            has_kv_room=not has_room or rooms.place(work) is not None,
             is_full=queue.would_refuse(work),
         )
 
@@ -155,23 +179,46 @@ class Lane:
         return _OVER * rooms.num_slots / num_active if num_active > 1 else None
 
     def _fits(self, work: Work) -> bool:
+        now_ns = self._now_ns
+        blocked = self._health.blocked(now_ns, self.route)
+        if work.hold_ns > now_ns and self._is_held(work, blocked):
+            return False
         avoid = self.avoid.get(work.id, _NOBODY) if self.avoid else _NOBODY
-        self._found = self.rooms.place(work, avoid)
-        return self._found is not None
+        found = self.placement.place(now_ns, work, self.rooms, avoid, blocked)
+        if isinstance(found, Hold):
+            if work.aside or len(self.queue.band_of(work).aside) < self._config.aside_max:
+                work.hold_ns, work.hold_for = found.until_ns, found.worker_id
+                heappush(self._holds, (found.until_ns, work.number, work))
+                return False
+            # Aside is full, so it would be in the way of its tenant's others: it goes where there is room.
+            work.hold_ns = max(now_ns, 1)
+            found = self.placement.place(now_ns, work, self.rooms, avoid, blocked)
+            assert not isinstance(found, Hold), "nobody is held twice"
+        self._found = found
+        return found is not None
+
+    def _is_held(self, work: Work, blocked: Collection[WorkerId]) -> bool:
+        """Whether it goes on waiting for the warm worker: that is still there, and still has no room."""
+        room = self.rooms.get(work.hold_for)
+        return room is not None and room.view.ready and room.id not in blocked and not room.fits(work)
 
     def _held_fits(self, now_ns: int) -> tuple[Work | None, Room | None]:
         """Keep a worker free for whoever was passed over too long, until it fits there."""
-        if self.held is not None and (not self.held.waiting or self.rooms.held is None):
-            self._unhold()
+        if self.held is not None:
+            kept = self.rooms.held
+            blocked = self._health.blocked(now_ns, self.route)
+            if not self.held.waiting or kept is None or kept.id in blocked:
+                self._unhold()
         if self.held is None:
             work = self.queue.overdue(now_ns)
-            if work is None or self.rooms.hold(work) is None:
+            if work is None or self.rooms.hold(work, self._health.blocked(now_ns, self.route)) is None:
                 return None, None
             self.held = work
         held, room = self.held, self.rooms.held
         if room is None or not room.fits(held):
             return None, None
         self.queue.start(now_ns, held)
+        held.matched_tokens = 0
         self._unhold()
         return held, room
 
@@ -180,7 +227,10 @@ class Lane:
         room, band = self.rooms.held, self.queue.band_of(held)
         if room is None or room.num_free < 1 or now_ns - held.aside_ns >= band.starvation_ns:
             return None, None
-        return self.queue.pop(now_ns, room.fits, above=held.level), room
+        work = self.queue.pop(now_ns, room.fits, above=held.level)
+        if work is not None:
+            work.matched_tokens = 0
+        return work, room
 
     def _unhold(self) -> None:
         self.held = None

@@ -44,6 +44,10 @@ def work_of(arrival: Arrival, now_ns: int, expected: int) -> Work:
         prompt_tokens=computed,
         cached_tokens=arrival.cached_tokens,
         output_tokens=expected,
+        context_tokens=arrival.context_tokens,
+        keys=arrival.keys,
+        session=arrival.session,
+        adapter=arrival.adapter,
     )
 
 

@@ -4,7 +4,7 @@
 does through `policy/gate.py`. Whoever wires a gateway or a simulation chooses.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,9 +12,11 @@ import msgspec
 
 from penstock.errors import PenstockError
 from penstock.policy.answers import Diverted, Refused
+from penstock.policy.band import Work
 from penstock.policy.flow import Arrival
+from penstock.policy.room import Room, Rooms
 from penstock.policy.tenant import Tenant
-from penstock.types import TenantId, Usage
+from penstock.types import TenantId, Usage, WorkerId
 
 
 class Refusal(Protocol):
@@ -136,6 +138,52 @@ class Admission(Protocol):
         ...
 
 
+class Hold(msgspec.Struct, frozen=True, gc=False):
+    """It could start elsewhere, but is better off waiting for this worker, until then at most. Whoever is behind it goes on."""
+
+    worker_id: WorkerId
+    until_ns: int
+
+
+class Placement(Protocol):
+    """Which worker of one model a request goes to. It is told what became of its choices, and may learn from that."""
+
+    def place(
+        self,
+        now_ns: int,
+        work: Work,
+        rooms: Rooms,
+        avoid: Collection[WorkerId],
+        blocked: Collection[WorkerId],
+    ) -> Room | Hold | None:
+        """A worker that the request fits on now; None if there is none.
+
+        Never one that is `blocked`; one to `avoid`, where the request failed, only if there is no other. Sets
+        `work.matched_tokens`. A request whose `hold_ns` is set was held before and is not held again.
+        """
+        ...
+
+    def started(self, now_ns: int, work: Work, room: Room) -> None:
+        """It was sent there, and is booked in `room`."""
+        ...
+
+    def began(self, now_ns: int, work: Work, room: Room) -> None:
+        """Its first output came."""
+        ...
+
+    def ended(self, now_ns: int, work: Work, room: Room, usage: Usage | None) -> None:
+        """It runs there no more, and used so much; None: it failed, or nothing is known."""
+        ...
+
+
+class Health(Protocol):
+    """Which workers are given nothing for now."""
+
+    def blocked(self, now_ns: int, route: str) -> frozenset[WorkerId]:
+        """Of one model's workers; empty rather than all of them."""
+        ...
+
+
 class _NoTokenHold:
     """Holds nothing. One object is enough for all requests."""
 
@@ -231,6 +279,56 @@ class AdmitAll:
         return _PASS
 
 
+class LeastLoaded:
+    """Sends every request to the worker with the most free streams, whatever its cache holds."""
+
+    __slots__ = ()
+
+    def place(
+        self,
+        now_ns: int,
+        work: Work,
+        rooms: Rooms,
+        avoid: Collection[WorkerId],
+        blocked: Collection[WorkerId],
+    ) -> Room | None:
+        """The least loaded that it fits on."""
+        del now_ns
+        return rooms.place(work, avoid, blocked)
+
+    def started(self, now_ns: int, work: Work, room: Room) -> None:
+        """Nothing is learned."""
+
+    def began(self, now_ns: int, work: Work, room: Room) -> None:
+        """Nothing is learned."""
+
+    def ended(self, now_ns: int, work: Work, room: Room, usage: Usage | None) -> None:
+        """Nothing is learned."""
+
+
+class AllHealthy:
+    """Blocks nobody: a worker is used while it says that it is ready."""
+
+    __slots__ = ()
+
+    def blocked(self, now_ns: int, route: str) -> frozenset[WorkerId]:
+        """None."""
+        del now_ns, route
+        return _NO_WORKERS
+
+
+_NO_WORKERS = frozenset[WorkerId]()
+
+
+def least_loaded(route: str) -> Placement:
+    """The same for every model: it remembers nothing."""
+    del route
+    return _LEAST_LOADED
+
+
+_LEAST_LOADED = LeastLoaded()
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Parts:
     """The parts that a `FlowControl` composes."""
@@ -240,5 +338,8 @@ class Parts:
     budgets: Budgets = field(default_factory=NoBudgets)
     prices: Prices = field(default_factory=Free)
     lengths: Lengths = field(default_factory=LongestAnswers)
+    placement: Callable[[str], Placement] = least_loaded
+    """Makes the placement of a model, by its name."""
+    health: Health = field(default_factory=AllHealthy)
     slice_tokens: int = 256
     """Answer tokens between two looks at the budget."""

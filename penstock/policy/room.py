@@ -5,7 +5,7 @@ cannot be known otherwise: streams of other gateways, and KV blocks that are rea
 has shown no output may not be in the last report, so its blocks count until its first output.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from heapq import heapify, heappop, heappush
 
 import msgspec
@@ -31,13 +31,19 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """0: it does not tell, and only streams are counted."""
     kv_blocks_used: int = 0
     """By requests that run; blocks that are only cached are free."""
+    kind: str = ""
+    """What it runs on: workers of one kind are equally fast."""
+    max_model_len: int = 0
+    """Tokens of a prompt and its answer; 0: it does not tell."""
+    adapters: frozenset[str] | None = None
+    """Adapters that are loaded now; None: it does not tell."""
 
 
 class Room:
     """One worker's."""
 
     __slots__ = (
-        "begun", "booked", "entry", "gone", "held", "id", "number", "others", "pending_blocks", "slots", "view",
+        "begun", "booked", "entry", "gone", "held", "id", "number", "others", "pending_blocks", "pending_tokens", "slots", "view",
     )  # fmt: skip
 
     def __init__(self, worker_id: WorkerId, number: int) -> None:
@@ -50,6 +56,8 @@ class Room:
         self.others = 0
         """Streams that it runs for others, as of its last report."""
         self.pending_blocks = 0
+        self.pending_tokens = 0
+        """Prompt tokens to compute of what was started and has shown no output."""
         self.begun: dict[RequestId, bool] = {}
         """Requests here -> whether output was seen."""
         self.gone = False
@@ -142,32 +150,45 @@ class Rooms:
             heappop(heap)
         return bool(heap)
 
-    def place(self, work: Work, avoid: WorkerId) -> Room | None:
-        """The least loaded worker on which a request fits now, if possible not the one where it failed."""
+    def place(
+        self, work: Work, avoid: Collection[WorkerId] = (), blocked: Collection[WorkerId] = ()
+    ) -> Room | None:
+        """The least loaded worker on which a request fits now: never one that is `blocked`, if possible none to `avoid`."""
         heap, other = self._heap, None
-        if work.streams == 1 and not avoid and self.has_room():  # The ordinary case, without a list.
+        if not avoid and not blocked and self.has_room():  # The ordinary case, without a list.
             room = heap[0][3]
             if room.fits(work):
                 return room
         looked: list[tuple[int, int, int, Room]] = []
         found: Room | None = None
-        while len(looked) < _LOOKS_MAX and self.has_room():
+        looks = _LOOKS_MAX + len(avoid) + len(blocked)
+        while len(looked) < looks and self.has_room():
             room = heap[0][3]
-            if room.fits(work):
-                if room.id != avoid:
+            if room.id not in blocked and room.fits(work):
+                if room.id not in avoid:
                     found = room
                     break
-                other = room
+                other = other or room
             looked.append(heappop(heap))
         for entry in looked:
             heappush(heap, entry)
         return found or other
+
+    def least_loaded(self, count: int) -> list[Room]:
+        """Up to `count` workers that could start a stream, least loaded first. O(count log n)."""
+        heap, found = self._heap, list[tuple[int, int, int, Room]]()
+        while len(found) < count and self.has_room():
+            found.append(heappop(heap))
+        for entry in found:
+            heappush(heap, entry)
+        return [entry[3] for entry in found]
 
     def book(self, room: Room, work: Work) -> None:
         """It was started there."""
         room.booked += work.streams
         self.num_running += work.streams
         room.pending_blocks += work.blocks
+        room.pending_tokens += uncached_tokens(work)
         room.begun[work.id] = False
         self._enter(room)
 
@@ -176,6 +197,7 @@ class Rooms:
         if room.begun.get(work.id) is False:
             room.begun[work.id] = True
             room.pending_blocks -= work.blocks
+            room.pending_tokens -= uncached_tokens(work)
 
     def release(self, room: Room, work: Work) -> None:
         """It holds nothing there any more."""
@@ -190,10 +212,10 @@ class Rooms:
         else:
             self._enter(room)
 
-    def hold(self, work: Work) -> Room | None:
+    def hold(self, work: Work, blocked: Collection[WorkerId] = ()) -> Room | None:
         """Keep one worker free for a large request: the one with the most free KV memory, then the least loaded."""
         assert self.held is None, "one at a time"
-        ready = [room for room in self._rooms.values() if room.view.ready]
+        ready = [room for room in self._rooms.values() if room.view.ready and room.id not in blocked]
         if not ready:
             return None
         best = min(
@@ -245,9 +267,15 @@ class Rooms:
         for room in rooms:
             assert room.booked >= 0, room.id
             assert room.pending_blocks >= 0, room.id
+            assert room.pending_tokens >= 0, room.id
             assert bool(room.begun) == bool(room.booked), room.id
             assert (id(room) in entered) == (room.num_free >= 1 and not room.held), room.id
             assert room.held == (room is self.held), room.id
+
+
+def uncached_tokens(work: Work) -> int:
+    """Prompt tokens that the worker which was chosen has to compute, as far as is known."""
+    return max(0, work.prompt_tokens - work.matched_tokens)
 
 
 def _load(room: Room) -> int:

@@ -1,0 +1,136 @@
+"""What the lane does with a placement's answers: holds that block nobody, workers that are blocked or to avoid."""
+
+from collections.abc import Collection
+
+from penstock.clock import NS_PER_MS
+from penstock.config.flow import QueueConfig
+from penstock.policy.band import Work
+from penstock.policy.lane import Lane
+from penstock.policy.parts import AllHealthy, Hold, LeastLoaded
+from penstock.policy.room import Room, Rooms, WorkerView
+from penstock.types import RequestId, TenantId, WorkerId
+
+A, B, C = WorkerId("a"), WorkerId("b"), WorkerId("c")
+CONFIG = QueueConfig(worker_credit=0, foreign_concurrency=2, aside_max=2, skips_max=2)
+
+
+class Warm(LeastLoaded):
+    """Requests whose id begins with "warm" want worker A, and are held for it for 100 ms."""
+
+    def place(
+        self,
+        now_ns: int,
+        work: Work,
+        rooms: Rooms,
+        avoid: Collection[WorkerId],
+        blocked: Collection[WorkerId],
+    ) -> Room | Hold | None:
+        wanted = rooms.get(A)
+        if wanted is None or not work.id.startswith("warm"):
+            return super().place(now_ns, work, rooms, avoid, blocked)
+        if wanted.fits(work):
+            return wanted
+        if not work.hold_ns:
+            return Hold(A, now_ns + 100 * NS_PER_MS)
+        return super().place(now_ns, work, rooms, avoid, blocked)
+
+
+class Blocking(AllHealthy):
+    def __init__(self, *workers: WorkerId) -> None:
+        self.workers = frozenset(workers)
+
+    def blocked(self, now_ns: int, route: str) -> frozenset[WorkerId]:
+        return self.workers
+
+
+def work(name: str, tenant: str = "t") -> Work:
+    return Work(id=RequestId(name), band="default", tenant=TenantId(tenant), arrived_ns=0)
+
+
+def make(placement=None, health=None, views: Collection[WorkerId] = (A, B)) -> Lane:
+    lane = Lane(CONFIG, "m", 0, placement or Warm(), health or AllHealthy())
+    for worker in views:
+        lane.set_worker(0, worker, WorkerView(max_running=2))
+    return lane
+
+
+def start(lane: Lane, now_ns: int = 0) -> tuple[str, WorkerId] | None:
+    started = lane.next_start(now_ns)
+    lane.check_invariants()
+    return None if started is None else (started[0].id, started[1].id)
+
+
+def filled(lane: Lane, now_ns: int = 0) -> list[Work]:
+    """Fill worker A."""
+    mine = [work("warm-1"), work("warm-2")]
+    for each in mine:
+        lane.queue.push(now_ns, each)
+        assert start(lane, now_ns) == (each.id, A)
+    return mine
+
+
+def test_a_held_request_lets_the_others_pass_and_goes_anywhere_when_its_hold_is_over() -> None:
+    lane = make()
+    filled(lane)
+    for name in ("warm-3", "x", "y"):
+        lane.queue.push(0, work(name))
+    assert start(lane) == ("x", B)
+    assert lane.due_ns(0) == 100 * NS_PER_MS
+    assert start(lane, 99 * NS_PER_MS) == ("y", B)
+    assert start(lane, 99 * NS_PER_MS) is None
+    lane.set_worker(0, C, WorkerView(max_running=2))
+    assert start(lane, 99 * NS_PER_MS) is None, "it is held although C has room"
+    assert start(lane, 100 * NS_PER_MS) == ("warm-3", C)
+
+
+def test_a_held_request_starts_when_its_worker_has_room_or_has_left() -> None:
+    lane = make()
+    mine = filled(lane)
+    for name in ("warm-3", "warm-4"):
+        lane.queue.push(0, work(name))
+    assert start(lane) is None
+    lane.release(NS_PER_MS, A, mine[0])
+    assert start(lane, NS_PER_MS) == ("warm-3", A)
+    assert start(lane, NS_PER_MS) is None
+    lane.set_worker(2 * NS_PER_MS, A, WorkerView(ready=False))
+    assert start(lane, 2 * NS_PER_MS) == ("warm-4", B)
+
+
+def test_no_worker_is_kept_free_for_whoever_only_waits_by_choice() -> None:
+    lane = make(views=(A, B, C))
+    filled(lane)
+    for name in ("warm-3", "v", "w", "x", "y"):
+        lane.queue.push(0, work(name))
+    assert [start(lane) for _ in range(5)] == [("v", B), ("w", C), ("x", B), ("y", C), None]
+    assert lane.held is None
+
+
+def test_holds_that_would_be_in_the_way_are_not_granted() -> None:
+    lane = make(views=(A, B, C))
+    filled(lane)
+    for name in ("warm-3", "warm-4", "warm-5", "x"):
+        lane.queue.push(0, work(name))
+    assert start(lane) == ("warm-5", B), "two wait aside already"
+    assert start(lane) == ("x", C)
+
+
+def test_a_blocked_worker_is_given_nothing() -> None:
+    lane = make(LeastLoaded(), Blocking(A))
+    for name in ("u", "v", "w"):
+        lane.queue.push(0, work(name))
+    assert [start(lane) for _ in range(3)] == [("u", B), ("v", B), None]
+
+
+def test_a_request_avoids_every_worker_on_which_it_failed() -> None:
+    lane = make(LeastLoaded(), views=(A, B, C))
+    mine = work("r")
+    lane.queue.push(0, mine)
+    tried = list[WorkerId]()
+    for _ in range(4):
+        started = lane.next_start(0)
+        assert started is not None
+        tried.append(started[1].id)
+        lane.release(0, started[1].id, mine)
+        lane.failed(started[1].id, mine)
+        lane.queue.requeue(0, mine)
+    assert tried == [A, B, C, A]
