@@ -22,7 +22,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import NewType
+from typing import NewType, Protocol
 
 from penstock.types import BLOCK_TOKENS
 
@@ -112,3 +112,37 @@ class BlockHasher:
             digest = BlockHash(hasher.digest())
             hashes.append(digest)
         return hashes
+
+    def grow(
+        self, hashes: list[BlockHash], tokens: "array[int]", num_blocks: int, *, lineage: "Lineage"
+    ) -> None:
+        """Extend a prompt's chain `hashes` to its first `num_blocks` blocks; what is there is not hashed again."""
+        for end in (min(lineage.num_public, num_blocks), num_blocks):
+            if (done := len(hashes)) < end:
+                parent = hashes[-1] if hashes else lineage.root
+                if done and done == lineage.num_public:
+                    parent = self.enter(parent, salt=lineage.owner)
+                hashes += self.extend(parent, token_bytes(tokens[done * BLOCK_TOKENS : end * BLOCK_TOKENS]))
+
+    def root_of(self, *, salt: bytes, adapter: str, num_public: int) -> BlockHash:
+        """Where the chain of a prompt with so many leading public blocks starts."""
+        return self.public_root(adapter=adapter) if num_public else self.root(salt=salt, adapter=adapter)
+
+
+class Lineage(Protocol):
+    """What a chain depends on besides its tokens."""
+
+    @property
+    def root(self) -> BlockHash:
+        """See `BlockHasher.root_of`."""
+        ...
+
+    @property
+    def owner(self) -> bytes:
+        """The tenant's salt."""
+        ...
+
+    @property
+    def num_public(self) -> int:
+        """Leading blocks in the public region."""
+        ...

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.kv.block_pool import BlockPool
-from penstock.kv.hashing import PUBLIC, BlockHash, BlockHasher, token_bytes
+from penstock.kv.hashing import PUBLIC, BlockHash, BlockHasher
 from penstock.kv.host_tier import HostTier
 from penstock.types import BLOCK_TOKENS
 
@@ -108,10 +108,8 @@ class HashedPrefixCache:
         self._pool, self._hasher, self._host = pool, hasher, host
 
     def root(self, salt: bytes, adapter: str, *, public: bool) -> BlockHash:
-        """See `BlockHasher.root` and `BlockHasher.public_root`."""
-        if public:
-            return self._hasher.public_root(adapter=adapter)
-        return self._hasher.root(salt=salt, adapter=adapter)
+        """See `BlockHasher.root_of`."""
+        return self._hasher.root_of(salt=salt, adapter=adapter, num_public=int(public))
 
     def match(self, table: BlockTable, tokens: "array[int]", num_tokens_max: int) -> PrefixMatch:
         """Look block by block, on the device as far as that goes, then wherever the next one is."""
@@ -158,14 +156,7 @@ class HashedPrefixCache:
 
     def _hash(self, table: BlockTable, tokens: "array[int]", num_blocks: int) -> None:
         """Extend the table's chain to `num_blocks`; what was hashed before is not hashed again."""
-        hashes, border = table.hashes, table.num_public
-        for end in (min(border, num_blocks), num_blocks):
-            if (done := len(hashes)) < end:
-                parent = hashes[-1] if hashes else table.root
-                if done and done == border:
-                    parent = self._hasher.enter(parent, salt=table.owner)
-                new = token_bytes(tokens[done * BLOCK_TOKENS : end * BLOCK_TOKENS])
-                hashes += self._hasher.extend(parent, new)
+        self._hasher.grow(table.hashes, tokens, num_blocks, lineage=table)
 
 
 class NoPrefixCache:

@@ -1,0 +1,379 @@
+"""Who holds which prefix: from 64-bit block keys to the workers that have the block, on the device or in host memory.
+
+    key -> mask      bit i of the mask: the worker that has slot i holds this block
+    worker -> bit    of its present generation. `cleared` gives it a new one, and the old bit is swept out bit by bit
+
+A prompt's keys are a chain: whoever holds block n was given blocks 0..n-1 as well, and caches forget the end of a chain first.
+So the longest prefix of every worker at once is found by galloping: look at positions 0, 1, 3, 7, ..., and where some workers
+drop out between two looks, bisect for those alone. Where a cache broke a chain in the middle, what is found
+still ends at a border: the worker holds the last block of its run, and not the one after it.
+
+Entries are *stored* (a worker said so) or *predicted* (a request was sent there, so it soon will be): predicted ones
+end by themselves. Fed by residency.py; asked by placement and the simulator. Knows no tokens, no sockets and no clock.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from itertools import islice
+from typing import NamedTuple
+
+SHARD_ENTRIES = 256
+"""Entries of one shard when the index is full. What is done to a whole shard at once (sweep, thin out) takes 20 us."""
+RETIRED_MAX = 64
+"""Old bits that wait to be swept out; with more, all are swept at once."""
+EXPIRED_MAX = 1024
+"""Predictions that one call may end: less than a millisecond. Only after an idle time are there more, for the next calls."""
+_NEVER_NS = 1 << 63
+
+
+class Tier(IntEnum):
+    """Where a block is."""
+
+    DEVICE = 0
+    HOST = 1
+
+
+class Held(NamedTuple):
+    """What one worker has of a prompt, in whole blocks from its start."""
+
+    device: int
+    """Can be attended to as they are."""
+    host: int
+    """The next ones, which must be copied back from host memory first."""
+
+    @property
+    def blocks(self) -> int:
+        """Need not be computed."""
+        return self.device + self.host
+
+
+NOTHING_HELD = Held(0, 0)
+
+
+class Match:
+    """What each worker has of one prompt, as it was when it was asked."""
+
+    __slots__ = ("_bits", "_device", "_either", "_workers")
+
+    def __init__(
+        self,
+        device: Sequence[tuple[int, int]] = (),
+        either: Sequence[tuple[int, int]] = (),
+        bits: dict[int, int] | None = None,
+        workers: Sequence[int] = (),
+    ) -> None:
+        """Runs are (blocks, mask), longest first; `bits` by worker number, `workers` by bit. None of them changes any more."""
+        self._device, self._either = device, either
+        self._bits, self._workers = bits or {}, workers
+
+    @property
+    def longest(self) -> int:
+        """Blocks of the longest prefix that any one worker has."""
+        return self._either[0][0] if self._either else 0
+
+    def of(self, worker: int) -> Held:
+        """What this worker has."""
+        bit = self._bits.get(worker, 0)
+        if not (either := _run_of(self._either, bit)):
+            return NOTHING_HELD
+        device = _run_of(self._device, bit)
+        return Held(device, either - device)
+
+    def holders(self) -> Iterator[tuple[int, Held]]:
+        """Every worker that has something, longest prefix first, then by number. Take as many as are wanted."""
+        for blocks, mask in self._either:
+            for worker in sorted(self._decode(mask)):
+                device = _run_of(self._device, self._bits[worker])
+                yield worker, Held(device, blocks - device)
+
+    def _decode(self, mask: int) -> Iterator[int]:
+        workers = self._workers
+        while mask:
+            low = mask & -mask
+            yield workers[low.bit_length() - 1]
+            mask ^= low
+
+
+NO_MATCH = Match()
+
+
+class _Holder:
+    """One worker in its present generation."""
+
+    __slots__ = ("bit", "last_until_ns", "predicted", "predicted_max")
+
+    def __init__(self, bit: int, predicted_max: int) -> None:
+        self.bit = bit
+        self.predicted: OrderedDict[int, int] = OrderedDict()
+        """Key -> when it ends; the first one to end, and to be forgotten, comes first."""
+        self.predicted_max = predicted_max
+        self.last_until_ns = 0
+
+
+_Shards = list[dict[int, int]]
+
+
+class PrefixIndex:
+    """Which workers hold which blocks. Worker numbers are small integers; nothing needs to be said before the first use."""
+
+    def __init__(self, *, entries_max: int, predicted_max: int) -> None:
+        """Keep at most about `entries_max` blocks per tier, and `predicted_max` predictions per worker."""
+        num_shards = 1 << max(0, (entries_max // SHARD_ENTRIES).bit_length() - 1)
+        self._shard_max = max(2, entries_max // num_shards)
+        self._low_bits = num_shards - 1
+        self._tiers: tuple[_Shards, _Shards] = (
+            [{} for _ in range(num_shards)],
+            [{} for _ in range(num_shards)],
+        )
+        self._host_used = False
+        self._predicted_max = predicted_max
+        self._holders: dict[int, _Holder] = {}
+        self._bits: dict[int, int] = {}  # Replaced, never changed: a Match keeps them. So is `_workers`.
+        self._workers: tuple[int, ...] = ()
+        self._live = 0
+        self._retired = 0
+        self._swept = 0  # Shards since the last bit was retired.
+        self._expires_ns = _NEVER_NS
+        self.num_dropped = 0
+        """Entries that were forgotten because the index was full: the oldest ones of their shard."""
+
+    @property
+    def num_entries(self) -> int:
+        """Blocks that are held by anybody, counted once per tier. Takes a while: for metrics."""
+        return sum(len(shard) for shards in self._tiers for shard in shards)
+
+    @property
+    def num_predicted(self) -> int:
+        """Entries that are only predicted so far."""
+        return sum(len(holder.predicted) for holder in self._holders.values())
+
+    # --- what is told ----------------------------------------------------------------------------------
+
+    def stored(self, worker: int, keys: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
+        """The worker says that it has these blocks: predictions of them have come true."""
+        holder = self._holders.get(worker) or self._enter(worker)
+        shards, low_bits, bit = self._tiers[tier], self._low_bits, holder.bit
+        shard_max = self._shard_max
+        for key in keys:
+            shard = shards[key & low_bits]
+            mask = shard.get(key)
+            if mask is None:
+                shard[key] = bit  # The one object for all blocks that only this worker has.
+                if len(shard) > shard_max:
+                    self._thin(shard)
+            elif not mask & bit:
+                shard[key] = mask | bit
+        if tier is Tier.HOST:
+            self._host_used = True
+        elif holder.predicted:
+            for key in keys:
+                holder.predicted.pop(key, None)
+        if self._retired:
+            self._sweep()
+
+    def removed(self, worker: int, keys: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
+        """The worker says that it has these blocks no more."""
+        holder = self._holders.get(worker)
+        if holder is None:
+            return
+        self._drop(self._tiers[tier], keys, holder.bit)
+        if tier is Tier.DEVICE and holder.predicted:
+            for key in keys:
+                holder.predicted.pop(key, None)
+
+    def cleared(self, worker: int) -> None:
+        """The worker has nothing any more, or is another one from now on: it begins a new generation."""
+        holder = self._holders.pop(worker, None)
+        if holder is None:
+            return
+        self._retired |= holder.bit
+        self._swept = 0
+        self._relist()
+        if self._retired.bit_count() > RETIRED_MAX:
+            while self._retired:
+                self._sweep()
+
+    def predict(self, worker: int, keys: Sequence[int], until_ns: int) -> None:
+        """A request with these blocks was sent there: count on them until then, or until the worker says otherwise.
+
+        What it said it has stays as it is. Above the worker's bound the longest unused predictions are forgotten.
+        """
+        holder = self._holders.get(worker) or self._enter(worker)
+        until_ns = holder.last_until_ns = max(
+            until_ns, holder.last_until_ns
+        )  # In order, so the first one ends first.
+        self._expires_ns = min(self._expires_ns, until_ns)
+        shards, predicted, bit = self._tiers[Tier.DEVICE], holder.predicted, holder.bit
+        for key in reversed(keys):  # The end of a prompt is the first that a cache forgets.
+            shard = shards[key & self._low_bits]
+            mask = shard.get(key, 0)
+            if key in predicted:
+                predicted.move_to_end(key)
+            elif mask & bit:
+                continue
+            predicted[key] = until_ns
+            shard[key] = mask | bit
+            if len(shard) > self._shard_max:
+                self._thin(shard)
+        self._forget_over(holder)
+
+    def retract(self, worker: int, keys: Sequence[int]) -> None:
+        """These blocks were predicted and did not come; what the worker said it has stays."""
+        if (holder := self._holders.get(worker)) is not None:
+            gone = [key for key in keys if holder.predicted.pop(key, None) is not None]
+            self._drop(self._tiers[Tier.DEVICE], gone, holder.bit)
+
+    def limit_predictions(self, worker: int, predicted_max: int) -> None:
+        """Believe that the worker's cache has room for so many predicted blocks."""
+        holder = self._holders.get(worker) or self._enter(worker)
+        holder.predicted_max = predicted_max
+        self._forget_over(holder)
+
+    # --- what is asked ---------------------------------------------------------------------------------
+
+    def match(self, now_ns: int, *names: Sequence[int]) -> Match:
+        """What every worker has of one prompt, whose blocks go by one or more lists of keys (see prompt_keys.py)."""
+        if now_ns >= self._expires_ns:
+            self._expire(now_ns)
+        device: list[tuple[int, int]] = []
+        either: list[tuple[int, int]] = []
+        for keys in names:
+            if keys:
+                device += self._runs(keys, self._tiers[:1])
+                if self._host_used:
+                    either += self._runs(keys, self._tiers)
+        device.sort(reverse=True)
+        either.sort(reverse=True)
+        return Match(device, either if self._host_used else device, self._bits, self._workers)
+
+    def holds(self, worker: int, key: int, tier: Tier = Tier.DEVICE) -> bool:
+        """Whether the worker has this one block, as far as is known; an ended prediction may still count."""
+        holder = self._holders.get(worker)
+        return holder is not None and bool(self._tiers[tier][key & self._low_bits].get(key, 0) & holder.bit)
+
+    def _runs(self, keys: Sequence[int], tiers: Sequence[_Shards]) -> list[tuple[int, int]]:
+        """(length, workers whose prefix is that long) for every length that there is."""
+        runs: list[tuple[int, int]] = []
+        last, low, step = len(keys) - 1, 0, 1
+        alive = self._mask(keys[0], tiers)
+        while alive:
+            if low == last:
+                runs.append((len(keys), alive))
+                break
+            high = min(low + step, last)
+            there = self._mask(keys[high], tiers) & alive
+            if there != alive:
+                self._bisect(keys, tiers, (low, high, alive & ~there), runs)
+            alive, low, step = there, high, step * 2
+        return runs
+
+    def _bisect(
+        self,
+        keys: Sequence[int],
+        tiers: Sequence[_Shards],
+        part: tuple[int, int, int],
+        runs: list[tuple[int, int]],
+    ) -> None:
+        """Find where the runs end of workers that all hold position `low` and none of which holds `high`."""
+        open_parts = [part]
+        while open_parts:
+            low, high, mask = open_parts.pop()
+            if high - low == 1:
+                runs.append((high, mask))
+                continue
+            middle = (low + high) // 2
+            there = self._mask(keys[middle], tiers) & mask
+            if there:
+                open_parts.append((middle, high, there))
+            if there != mask:
+                open_parts.append((low, middle, mask & ~there))
+
+    def _mask(self, key: int, tiers: Sequence[_Shards]) -> int:
+        """Who holds one block in any of these tiers."""
+        mask = 0
+        for shards in tiers:
+            mask |= shards[key & self._low_bits].get(key, 0)
+        return mask & self._live
+
+    # --- bits ------------------------------------------------------------------------------------------
+
+    def _enter(self, worker: int) -> _Holder:
+        """Give a worker the lowest bit that neither is in use nor waits to be swept out."""
+        used = self._live | self._retired
+        holder = self._holders[worker] = _Holder(~used & (used + 1), self._predicted_max)
+        self._relist()
+        return holder
+
+    def _relist(self) -> None:
+        self._bits = {worker: holder.bit for worker, holder in self._holders.items()}
+        workers = [-1] * max((bit.bit_length() for bit in self._bits.values()), default=0)
+        for worker, bit in self._bits.items():
+            workers[bit.bit_length() - 1] = worker
+        self._workers = tuple(workers)
+        self._live = sum(self._bits.values())
+
+    def _sweep(self) -> None:
+        """Take the retired bits out of one more shard; after the last shard they may be given out again."""
+        for shards in self._tiers:
+            self._clean(shards[self._swept])
+        self._swept += 1
+        if self._swept > self._low_bits:
+            self._retired = self._swept = 0
+
+    def _clean(self, shard: dict[int, int]) -> None:
+        retired = self._retired
+        for key, mask in [(key, mask) for key, mask in shard.items() if mask & retired]:
+            if left := mask & ~retired:
+                shard[key] = left
+            else:
+                del shard[key]
+
+    # --- bounds ----------------------------------------------------------------------------------------
+
+    def _thin(self, shard: dict[int, int]) -> None:
+        """Make room in a full shard: what nobody holds any more goes, else the oldest quarter."""
+        self._clean(shard)
+        if (excess := len(shard) - self._shard_max * 3 // 4) > 0:
+            for key in list(islice(shard, excess)):
+                del shard[key]
+            self.num_dropped += excess
+
+    def _forget_over(self, holder: _Holder) -> None:
+        excess = len(holder.predicted) - holder.predicted_max
+        if excess > 0:
+            gone = [holder.predicted.popitem(last=False)[0] for _ in range(excess)]
+            self._drop(self._tiers[Tier.DEVICE], gone, holder.bit)
+
+    def _expire(self, now_ns: int) -> None:
+        """End the predictions whose time is over."""
+        left, next_ns = EXPIRED_MAX, _NEVER_NS
+        for holder in self._holders.values():
+            predicted, gone = holder.predicted, list[int]()
+            while predicted:
+                key = next(iter(predicted))
+                if predicted[key] > now_ns or len(gone) == left:
+                    next_ns = min(next_ns, predicted[key])
+                    break
+                del predicted[key]
+                gone.append(key)
+            left -= len(gone)
+            self._drop(self._tiers[Tier.DEVICE], gone, holder.bit)
+        self._expires_ns = next_ns
+
+    def _drop(self, shards: _Shards, keys: Sequence[int], bit: int) -> None:
+        low_bits, others = self._low_bits, ~bit
+        for key in keys:
+            shard = shards[key & low_bits]
+            if mask := shard.get(key):
+                if left := mask & others:
+                    shard[key] = left
+                else:
+                    del shard[key]
+
+
+def _run_of(runs: Sequence[tuple[int, int]], bit: int) -> int:
+    for blocks, mask in runs:
+        if mask & bit:
+            return blocks
+    return 0
