@@ -39,7 +39,7 @@ def main() -> int:
 async def _serve(launch: ChildLaunch) -> int:
     config = msgspec.json.decode(launch.config, type=Config)
     clock = SystemClock()
-    log = Log(config.log, clock, stream=sys.stderr, secrets=config.auth.keys)
+    log = Log(config.log, clock, stream=sys.stderr, secrets=(*config.auth.keys, *config.auth.admin_keys))
     log.adopt("asyncio")
     parts = [make_part(model, clock) for model in config.models]
     names = [part.served.name for part in parts]

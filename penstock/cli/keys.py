@@ -67,6 +67,9 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
         "--tier", default="", metavar="NAME", help="tier of a tenant that the configuration does not list"
     )
     create.add_argument("--label", default="", metavar="TEXT", help="a note for people")
+    create.add_argument(
+        "--admin", action="store_true", help="it may also look at the fleet and change it (/admin)"
+    )
     _add_expires(create, "never")
     create.add_argument(
         "--not-before", type=duration, default=0, metavar="TIME", help="accept it only after this time"
@@ -122,6 +125,7 @@ def _create(args: argparse.Namespace) -> int:
             label=args.label,
             not_before_s=now_s + args.not_before if args.not_before else 0,
             expires_s=now_s + args.expires if args.expires else 0,
+            admin=args.admin,
         )
         changed = (*keys, issued.record)
         _check_tiers(changed, config)
@@ -205,6 +209,7 @@ def _shown(key: ApiKey, now_s: int) -> dict[str, object]:
         "expires_s",
         "revoked_s",
         "replaces",
+        "admin",
     ):
         fields[name] = getattr(key, name)
     return fields

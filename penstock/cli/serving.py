@@ -65,7 +65,7 @@ class _Serving:
             config.log,
             clock,
             stream=console.current_stderr(),
-            secrets=(*config.auth.keys, config.auth.secret),
+            secrets=(*config.auth.keys, *config.auth.admin_keys, config.auth.secret),
         )
         self._log.adopt("asyncio")
         self._stack = Stack(config, clock, self._log)
@@ -118,7 +118,8 @@ class _Serving:
     def _completed(self, config: Config) -> Config:
         """The configuration with what is made on this machine where it says nothing: a key, the secret."""
         if self._new_key and not names_callers(config.auth):
-            auth = msgspec.structs.replace(config.auth, keys=(self._new_key,))
+            admin_keys = (*config.auth.admin_keys, self._new_key)  # Whoever starts a server runs it.
+            auth = msgspec.structs.replace(config.auth, keys=(self._new_key,), admin_keys=admin_keys)
             config = msgspec.structs.replace(config, auth=auth)
         return with_secret(config)
 

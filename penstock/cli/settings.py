@@ -78,7 +78,10 @@ def printable_config(config: Config) -> str:
     """The effective configuration as YAML; keys are secrets and are not shown."""
     auth = config.auth
     hidden = msgspec.structs.replace(
-        auth, keys=(HIDDEN,) * len(auth.keys), secret=HIDDEN if auth.secret else ""
+        auth,
+        keys=(HIDDEN,) * len(auth.keys),
+        admin_keys=(HIDDEN,) * len(auth.admin_keys),
+        secret=HIDDEN if auth.secret else "",
     )
     url = re.sub(r"(?<=://)[^/@]*(?=@)", HIDDEN, config.shared.url)
     shared = msgspec.structs.replace(config.shared, url=url)

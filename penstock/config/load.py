@@ -71,8 +71,8 @@ def convert_config(raw: object) -> Config:
 
 
 def with_environment(config: Config, environ: Mapping[str, str]) -> Config:
-    """Apply `PENSTOCK_API_KEY` (one key or several with commas), `PENSTOCK_KEYS_FILE`, `PENSTOCK_AUTH_SECRET`,
-    `PENSTOCK_SHARED_URL`, `PENSTOCK_HOST` and `PENSTOCK_PORT`.
+    """Apply `PENSTOCK_API_KEY` and `PENSTOCK_ADMIN_KEY` (one key or several with commas), `PENSTOCK_KEYS_FILE`,
+    `PENSTOCK_AUTH_SECRET`, `PENSTOCK_SHARED_URL`, `PENSTOCK_HOST` and `PENSTOCK_PORT`.
 
     A variable that is set to nothing counts as not set.
 
@@ -86,9 +86,10 @@ def with_environment(config: Config, environ: Mapping[str, str]) -> Config:
         if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65_535:
             raise ConfigError(f"PENSTOCK_PORT: expected a port between 0 and 65535, got {port!r}")
         server = msgspec.structs.replace(server, port=int(port))
-    keys = tuple(key for part in environ.get("PENSTOCK_API_KEY", "").split(",") if (key := part.strip()))
-    if keys:
+    if keys := _keys(environ, "PENSTOCK_API_KEY"):
         auth = msgspec.structs.replace(auth, keys=keys)
+    if keys := _keys(environ, "PENSTOCK_ADMIN_KEY"):
+        auth = msgspec.structs.replace(auth, admin_keys=keys)
     if keys_file := environ.get("PENSTOCK_KEYS_FILE", "").strip():
         auth = msgspec.structs.replace(auth, keys_file=keys_file)
     if secret := environ.get("PENSTOCK_AUTH_SECRET", "").strip():
@@ -97,6 +98,10 @@ def with_environment(config: Config, environ: Mapping[str, str]) -> Config:
     if url := environ.get("PENSTOCK_SHARED_URL", "").strip():
         shared = msgspec.structs.replace(shared, url=url)
     return msgspec.structs.replace(config, server=server, auth=auth, shared=shared)
+
+
+def _keys(environ: Mapping[str, str], name: str) -> tuple[str, ...]:
+    return tuple(key for part in environ.get(name, "").split(",") if (key := part.strip()))
 
 
 def dump_config(config: Config) -> str:

@@ -65,6 +65,9 @@ class AuthConfig(Branch, frozen=True, kw_only=True):
     keys: tuple[str, ...] = ()
     """API keys that are accepted, each a tenant of its own without limits. Nothing here, in `keys_file` or in `jwt`: a
     key is made at start and printed (loopback only)."""
+    admin_keys: Annotated[tuple[str, ...], Meta(max_length=1024)] = ()
+    """Keys for `/admin` (who runs the fleet), and for nothing else unless they are in `keys` too. A key that is made at start
+    may use both."""
     disabled: bool = False
     """Accept everybody. Refused on addresses other than loopback."""
     keys_file: str = ""

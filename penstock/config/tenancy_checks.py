@@ -29,9 +29,10 @@ def access_problems(auth: AuthConfig, host: str) -> Iterator[str]:
             f"auth.keys: needed because server.host {host!r} is reachable from other machines; "
             "set them or PENSTOCK_API_KEY, or auth.keys_file, or auth.jwt"
         )
-    for i, key in enumerate(auth.keys):
-        if not re.fullmatch(r"[!-~]{1,512}", key):
-            yield f"auth.keys[{i}]: expected 1 to 512 visible ASCII characters without spaces"
+    for name, keys in (("keys", auth.keys), ("admin_keys", auth.admin_keys)):
+        for i, key in enumerate(keys):
+            if not re.fullmatch(r"[!-~]{1,512}", key):
+                yield f"auth.{name}[{i}]: expected 1 to 512 visible ASCII characters without spaces"
     if auth.secret and len(auth.secret) < SECRET_CHARS_MIN:
         yield f"auth.secret: expected at least {SECRET_CHARS_MIN} characters"
     yield from _jwt_problems(auth.jwt)

@@ -47,6 +47,8 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     """When it was revoked; 0: never."""
     replaces: str = ""
     """Id of the key that was rotated into this one."""
+    admin: bool = False
+    """It may look at the fleet and change it (`/admin`), beside being its tenant's."""
 
     @property
     def prefix(self) -> str:
@@ -79,6 +81,7 @@ def issue(
     not_before_s: int = 0,
     expires_s: int = 0,
     replaces: str = "",
+    admin: bool = False,
 ) -> Issued:
     """Make a key.
 
@@ -97,6 +100,7 @@ def issue(
         not_before_s=not_before_s,
         expires_s=expires_s,
         replaces=replaces,
+        admin=admin,
     )
     if problem := record_problem(record):
         raise ConfigError(problem)
@@ -118,7 +122,13 @@ def rotate(old: ApiKey, now_s: int, *, grace_s: int, expires_s: int | None = Non
     if expires_s is None:
         expires_s = now_s + (old.expires_s - old.created_s) if old.expires_s else 0
     issued = issue(
-        now_s, tenant=old.tenant, tier=old.tier, label=old.label, expires_s=expires_s, replaces=old.id
+        now_s,
+        tenant=old.tenant,
+        tier=old.tier,
+        label=old.label,
+        expires_s=expires_s,
+        replaces=old.id,
+        admin=old.admin,
     )
     ends_s = min(old.expires_s or FOREVER, now_s + grace_s)
     return msgspec.structs.replace(old, expires_s=ends_s), issued

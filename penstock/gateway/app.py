@@ -18,6 +18,7 @@ from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.config.tenancy_checks import names_callers
 from penstock.config.tree import Config
 from penstock.errors import Draining, PenstockError
+from penstock.gateway.admin import Admin
 from penstock.gateway.assemble import make_decisions
 from penstock.gateway.auth import ANYBODY, Caller, is_local
 from penstock.gateway.exchange import Ending, Exchange, RequestHead, Response
@@ -87,7 +88,7 @@ class Gateway:
         self._inspect = Inspect(self._services, metrics, version=__version__, siblings=siblings)
         self._inspect.auth = not config.auth.disabled
         self.tenancy.on_reload.extend((self._reloaded, self._decisions.reload))
-        self._routes = Routes(Generate(self._services), self._inspect)
+        self._routes = Routes(Generate(self._services), self._inspect, Admin(self._services, metrics))
         self._server = HttpServer(self, config.server, relay=config.relay, clock=clock, listeners=listeners)
         self._tasks: set[asyncio.Task[None]] = set()
         self._pulse: asyncio.Task[None] | None = None
@@ -143,6 +144,8 @@ class Gateway:
             route.handler(head.method)
             if route.access is Access.KEY:
                 self.tenancy.identify(head)
+            elif route.access is Access.ADMIN:
+                self.tenancy.identify_admin(head)
         except PenstockError as error:
             return error_response(error)
         return None
@@ -201,6 +204,8 @@ class Gateway:
     def _caller(self, route: Route, exchange: Exchange) -> Caller | None:
         if route.access is Access.OPEN:
             return ANYBODY
+        if route.access is Access.ADMIN:
+            return self.tenancy.identify_admin(exchange.head)
         if route.access is Access.LOCAL_OR_KEY and is_local(exchange.client, exchange.head):
             return ANYBODY
         return self.tenancy.identify(exchange.head)

@@ -15,6 +15,8 @@ class Caller:
     tenant: Tenant
     key_prefix: str = ""
     """The shown part of its API key, or the subject of its token."""
+    admin: bool = False
+    """It may look at the fleet and change it (`/admin`)."""
 
     @property
     def cache_salt(self) -> bytes:
@@ -28,7 +30,9 @@ class Caller:
 
 
 ANYBODY = Caller(tenant=NOBODY)
-"""The caller where authentication is off."""
+"""The caller where authentication is off, or does not matter."""
+OPERATOR = Caller(tenant=NOBODY, key_prefix="admin", admin=True)
+"""Whoever has a key that is for `/admin` alone."""
 
 
 def credential(head: RequestHead) -> bytes:

@@ -89,12 +89,12 @@ class Inspect:
 
     async def list_models(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /v1/models`."""
-        _answer(exchange, ModelList(data=self._services.models.cards(caller.tenant)))
+        answer(exchange, ModelList(data=self._services.models.cards(caller.tenant)))
 
     async def show_model(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /v1/models/{id}`. The id may hold slashes."""
         name = unquote(exchange.head.path.removeprefix("/v1/models/"))
-        _answer(exchange, self._services.models.card(name, caller.tenant))
+        answer(exchange, self._services.models.card(name, caller.tenant))
 
     async def tokenize(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /v1/tokenize`."""
@@ -102,7 +102,7 @@ class Inspect:
         model = self._model(request.model, caller)
         info = model.info()
         tokens = await self._services.tokenize.run(len(exchange.body), lambda: _tokens(model, request))
-        _answer(
+        answer(
             exchange, TokenizeAnswer(count=len(tokens), max_model_len=info.max_model_len, tokens=list(tokens))
         )
 
@@ -114,7 +114,7 @@ class Inspect:
         text = await self._services.tokenize.run(
             len(exchange.body), lambda: model.tokenizer.decode(request.tokens, skip_special_tokens=False)
         )
-        _answer(exchange, DetokenizeAnswer(prompt=text))
+        answer(exchange, DetokenizeAnswer(prompt=text))
 
     async def health(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /health`: this process answers."""
@@ -166,7 +166,7 @@ class Inspect:
             auth=self.auth,
             models=[_state(model) for model in services.models],
         )
-        _answer(exchange, status)
+        answer(exchange, status)
 
     async def landing(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /`: a page for people."""
@@ -220,5 +220,6 @@ def _state(model: ServedModel) -> ModelState:
     )
 
 
-def _answer(exchange: Exchange, shape: Any) -> None:  # noqa: ANN401
+def answer(exchange: Exchange, shape: Any) -> None:  # noqa: ANN401
+    """Respond with a shape as JSON."""
     exchange.respond(Response(body=msgspec.json.encode(shape)))

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from penstock.errors import MethodNotAllowed, NotFound
+from penstock.gateway.admin import Admin
 from penstock.gateway.auth import Caller
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.generate import Generate
@@ -19,6 +20,7 @@ class Access(enum.Enum):
     OPEN = enum.auto()
     KEY = enum.auto()
     LOCAL_OR_KEY = enum.auto()
+    ADMIN = enum.auto()
 
 
 @dataclass(slots=True, frozen=True)
@@ -51,7 +53,7 @@ class Route:
 class Routes:
     """The table."""
 
-    def __init__(self, generate: Generate, inspect: Inspect) -> None:
+    def __init__(self, generate: Generate, inspect: Inspect, admin: Admin) -> None:
         self._table = {
             "/": Route(Access.OPEN, {"GET": inspect.landing}),
             "/health": Route(Access.OPEN, {"GET": inspect.health}),
@@ -66,8 +68,10 @@ class Routes:
             # vLLM has these two outside /v1, and its clients look for them there.
             "/tokenize": Route(Access.KEY, {"POST": inspect.tokenize}),
             "/detokenize": Route(Access.KEY, {"POST": inspect.detokenize}),
+            "/admin/workers": Route(Access.ADMIN, {"GET": admin.workers}),
         }
-        self._show_model = Route(Access.KEY, {"GET": inspect.show_model})
+        self._below = {"/v1/models/": Route(Access.KEY, {"GET": inspect.show_model})}
+        """Paths that end in the name of something, which may hold slashes."""
 
     def find(self, path: str) -> Route:
         """The route of a path; a slash at its end does not matter.
@@ -76,8 +80,8 @@ class Routes:
             NotFound: there is none.
         """
         route = self._table.get(path) or self._table.get(path.rstrip("/"))
-        if route is None and path.startswith("/v1/models/"):
-            route = self._show_model
+        if route is None:
+            route = next((found for start, found in self._below.items() if path.startswith(start)), None)
         if route is None:
             raise NotFound(f"Unknown path: {path[:128]}. The API is under /v1.", code="unknown_path")
         return route

@@ -34,7 +34,7 @@ class StoredKeys:
             key.id.encode(): _Entry(
                 bytes.fromhex(key.hash),
                 key,
-                Caller(tenant=made.get(key.tenant, NOBODY), key_prefix=key.prefix),
+                Caller(tenant=made.get(key.tenant, NOBODY), key_prefix=key.prefix, admin=key.admin),
             )
             for key in keys
         }

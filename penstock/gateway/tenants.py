@@ -12,9 +12,9 @@ from pathlib import Path
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.tenancy_checks import KEY_TENANT
 from penstock.config.tree import Config
-from penstock.errors import ConfigError, Unauthenticated
+from penstock.errors import ConfigError, Forbidden, Unauthenticated
 from penstock.gateway.api_keys import ApiKey, tier_problem
-from penstock.gateway.auth import ANYBODY, Caller, credential
+from penstock.gateway.auth import ANYBODY, OPERATOR, Caller, credential
 from penstock.gateway.exchange import RequestHead
 from penstock.gateway.key_file import read_keys
 from penstock.gateway.stored_keys import StoredKeys
@@ -49,6 +49,7 @@ class TenantTable:
         if problem := tier_problem(keys, self.tenants.tiers, self.tenants.known):
             raise ConfigError(f"{config.auth.keys_file}: {problem}")
         self._plain = _PlainKeys(config.auth.keys, self.tenants)
+        self._admin = _AdminKeys(config.auth.admin_keys)
         self._stored = StoredKeys(keys, self.tenants)
 
     @property
@@ -75,6 +76,23 @@ class TenantTable:
             raise Unauthenticated("Incorrect API key provided.")
         return found
 
+    def admin_of_key(self, key: bytes) -> Caller:
+        """The caller behind a key that may look at the fleet and change it.
+
+        Raises:
+            Unauthenticated: it is not one of ours, or not now.
+            Forbidden: it is a tenant's ordinary key.
+        """
+        if self._admin.has(key):
+            return OPERATOR
+        found = self.of_key(key)
+        if not found.admin:
+            raise Forbidden(
+                "This key may not use /admin. It takes one of auth.admin_keys, or one made with "
+                "`penstock keys create --admin`."
+            )
+        return found
+
 
 def read_tenants(config: Config, *, clock: Clock, secret: bytes = b"") -> TenantTable:
     """The table of a configuration, with the keys of its keys file; `secret` as for the table.
@@ -92,6 +110,18 @@ def read_tenants(config: Config, *, clock: Clock, secret: bytes = b"") -> Tenant
     return TenantTable(config, clock=clock, keys=keys, secret=secret)
 
 
+class _AdminKeys:
+    """The keys that are for `/admin` alone, hashed at start like the others."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._key = fresh_key()
+        self._digests = {_digest(self._key, key.encode()) for key in keys}
+
+    def has(self, key: bytes) -> bool:
+        """Whether this is one of them."""
+        return _digest(self._key, key) in self._digests
+
+
 class _PlainKeys:
     """The keys of the configuration. They are hashed at start, so that no later memory dump or log line can show one.
 
@@ -105,7 +135,7 @@ class _PlainKeys:
         for key in dict.fromkeys(keys):
             tenant_id = _own_tenant(key, taken)
             taken.add(tenant_id)
-            self._callers[self._digest(key.encode())] = Caller(
+            self._callers[_digest(self._key, key.encode())] = Caller(
                 tenant=tenants.tenant(tenant_id), key_prefix=tenant_id
             )
 
@@ -114,11 +144,11 @@ class _PlainKeys:
 
     def find(self, key: bytes) -> Caller | None:
         """The caller of this key, if it is one."""
-        digest = self._digest(key)
-        return self._callers.get(digest)
+        return self._callers.get(_digest(self._key, key))
 
-    def _digest(self, key: bytes) -> bytes:
-        return hashlib.blake2b(key, key=self._key, digest_size=32, person=b"penstock-key").digest()
+
+def _digest(secret: bytes, key: bytes) -> bytes:
+    return hashlib.blake2b(key, key=secret, digest_size=32, person=b"penstock-key").digest()
 
 
 def _own_tenant(key: str, taken: set[str]) -> str:

@@ -169,6 +169,8 @@ class ModelMetrics:
     """The handles of one model."""
 
     def __init__(self, table: "_Table", model: str) -> None:
+        self.ttft_sum_s, self.ttft_count = 0.0, 0
+        """Over all answers so far."""
         requests = table.counter("penstock_requests_total")
         self._requests = {
             (endpoint, outcome): requests.labels(model, endpoint.value, outcome.value)
@@ -203,7 +205,10 @@ class ModelMetrics:
         if record.queue_ns is not None:
             self._queue.observe(record.queue_ns / NS_PER_S)
         if record.ttft_ns is not None:
-            self._ttft.observe(record.ttft_ns / NS_PER_S)
+            ttft_s = record.ttft_ns / NS_PER_S
+            self._ttft.observe(ttft_s)
+            self.ttft_sum_s += ttft_s
+            self.ttft_count += 1
         if record.tpot_ns is not None:
             self._tpot.observe(record.tpot_ns / NS_PER_S)
         self._prompt.inc(record.prompt_tokens)

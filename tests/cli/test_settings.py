@@ -106,7 +106,7 @@ def test_a_key_opens_other_addresses() -> None:
 
 
 def test_the_printed_config_is_a_config_without_secrets() -> None:
-    config = effective_config(flags("--api-key", "very-secret"), {})
+    config = effective_config(flags("--api-key", "very-secret"), {"PENSTOCK_ADMIN_KEY": "very-secret-too"})
     text = printable_config(config)
     assert "very-secret" not in text
     assert parse_config(text, source="x").server == config.server

@@ -160,9 +160,16 @@ def test_whatever_comes_the_answer_is_a_config_or_a_config_error(raw: object) ->
 def test_the_environment_wins_over_the_file() -> None:
     config = Config(auth=AuthConfig(keys=("old",)))
     changed = with_environment(
-        config, {"PENSTOCK_HOST": "::1", "PENSTOCK_PORT": "0", "PENSTOCK_API_KEY": " a, b ,,c"}
+        config,
+        {
+            "PENSTOCK_HOST": "::1",
+            "PENSTOCK_PORT": "0",
+            "PENSTOCK_API_KEY": " a, b ,,c",
+            "PENSTOCK_ADMIN_KEY": "d",
+        },
     )
     assert (changed.server.host, changed.server.port, changed.auth.keys) == ("::1", 0, ("a", "b", "c"))
+    assert changed.auth.admin_keys == ("d",)
 
 
 def test_empty_variables_are_not_set() -> None:

@@ -1,0 +1,58 @@
+"""The endpoints of whoever runs the fleet, under /admin. They want an admin key; a tenant's ordinary key is refused."""
+
+from penstock import __version__
+from penstock.gateway.auth import Caller
+from penstock.gateway.exchange import Exchange
+from penstock.gateway.inspect import answer
+from penstock.gateway.models import ServedModel
+from penstock.gateway.services import Services
+from penstock.protocol.fleet import FleetReport, ModelReport, WorkerReport
+from penstock.telemetry.metrics import Metrics
+
+
+class Admin:
+    """The endpoints, over the services they share."""
+
+    def __init__(self, services: Services, metrics: Metrics) -> None:
+        self._services, self._metrics = services, metrics
+
+    async def workers(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /admin/workers`: every worker and every model, as this gateway process sees them."""
+        models = list(self._services.models)
+        report = FleetReport(
+            version=__version__,
+            workers=[_worker(model) for model in models],
+            models=[self._model(model) for model in models],
+        )
+        answer(exchange, report)
+
+    def _model(self, model: ServedModel) -> ModelReport:
+        metrics = self._metrics.model(model.name)
+        lane = self._services.dispatcher.control.lane(model.name)
+        return ModelReport(
+            name=model.name,
+            waiting=0 if lane is None else lane.queue.num_waiting,
+            ready=int(model.backend.status.ready),
+            workers=1,
+            ttft_sum_s=metrics.ttft_sum_s,
+            ttft_count=metrics.ttft_count,
+        )
+
+
+def _worker(model: ServedModel) -> WorkerReport:
+    status = model.backend.status
+    stats = status.stats
+    return WorkerReport(
+        id=f"{model.name}-0",
+        model=model.name,
+        engine="penstock",
+        state="ready" if status.ready else "starting",
+        stage=status.stage,
+        running=stats and stats.running,
+        waiting=stats and stats.waiting,
+        kv_blocks_used=stats and stats.blocks_used,
+        kv_blocks_total=stats and stats.blocks_total,
+        generated_tokens=stats and stats.generated_tokens,
+        restarts=status.restarts,
+        notes=list(status.notes),
+    )

@@ -1,0 +1,52 @@
+"""What `GET /admin/workers` says: the fleet as one gateway process sees it. `penstock top` reads it back."""
+
+import msgspec
+
+
+class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker. Counters grow from the worker's start on; null means that nobody has said."""
+
+    id: str
+    model: str
+    """The name that clients use."""
+    engine: str
+    """What computes there: "penstock", "vllm", "openai"..."""
+    state: str
+    """See policy/worker_state.py."""
+    stage: str = ""
+    """In words: what it is doing, or why it takes no requests."""
+    epoch: int = 0
+    """Grows whenever it is a new process."""
+    address: str = ""
+    running: int | None = None
+    waiting: int | None = None
+    kv_blocks_used: int | None = None
+    kv_blocks_total: int | None = None
+    generated_tokens: int | None = None
+    age_s: float | None = None
+    """Since it was last heard of."""
+    restarts: int = 0
+    notes: list[str] = []
+    """What happened to it, newest last."""
+
+
+class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One model."""
+
+    name: str
+    waiting: int
+    """Requests in this gateway's queue."""
+    ready: int
+    """Workers that take requests."""
+    workers: int
+    ttft_sum_s: float = 0.0
+    """Over all answers so far; with `ttft_count` at two times it gives the mean in between."""
+    ttft_count: int = 0
+
+
+class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer."""
+
+    version: str
+    workers: list[WorkerReport]
+    models: list[ModelReport]
