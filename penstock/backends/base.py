@@ -87,6 +87,11 @@ class Sink(Protocol):
 class Generation(Protocol):
     """A running stream, in the hands of whoever started it."""
 
+    @property
+    def usage(self) -> Usage | None:
+        """What the worker has told so far of what the stream used; None if it has told nothing."""
+        ...
+
     def abort(self) -> None:
         """Stop generating and free what the request holds on the worker. Idempotent; safe after the end.
 

@@ -132,6 +132,11 @@ class _FakeStream:
         self._first_ns = 0
         self._done = False
 
+    @property
+    def usage(self) -> Usage | None:
+        """See `Generation.usage`."""
+        return self._usage() if self.num_tokens else None
+
     def step(self) -> None:
         """One more token, or the end."""
         if self._done:

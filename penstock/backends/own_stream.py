@@ -83,6 +83,11 @@ class OwnStream:
         self._first_ns = 0
         self._done = False
 
+    @property
+    def usage(self) -> Usage | None:
+        """See `Generation.usage`: our engine tells with the first tokens."""
+        return self._usage if self._first_ns else None
+
     def push(self, output: Output) -> None:
         """One step's output for this stream."""
         if output.usage is not None:

@@ -1,10 +1,12 @@
 """Wires the decisions of one gateway together, from its configuration."""
 
+import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from penstock.clock import Clock
+from penstock.clock import Clock, sleep
 from penstock.config.tree import Config
+from penstock.errors import PenstockError
 from penstock.gateway.dispatch import Dispatcher
 from penstock.gateway.models import ServedModel
 from penstock.gateway.reply import StreamSlots
@@ -31,6 +33,10 @@ class Decisions:
     prices: PriceList
     ledger: Ledger
     clock: Clock
+    log: Log
+    refresh_s: float = 0.0
+    """How often budgets take over what other gateways have spent; 0: they are ours alone."""
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
 
     async def start(self) -> None:
         """Recover the ledger, take over what it knows of spending, and say hello to whoever shares the limits.
@@ -41,6 +47,8 @@ class Decisions:
         await self.ledger.start()
         self.budgets.restore(self.clock.now_ns(), await self.ledger.spent())
         await self.limits.start()
+        if self.refresh_s:
+            self._tasks.append(asyncio.create_task(self._follow_spending(), name="follow spending"))
 
     def reload(self, config: Config) -> None:
         """Take what may change while requests run: prices and how budgets are held."""
@@ -49,9 +57,20 @@ class Decisions:
 
     async def stop(self) -> None:
         """Nothing is dispatched any more; what was used is written down."""
+        for task in self._tasks:
+            task.cancel()
         self.dispatcher.close()
         await self.limits.close()
         await self.ledger.stop()
+
+    async def _follow_spending(self) -> None:
+        """What a tenant spends through the other processes counts here as soon as the ledger has it."""
+        while True:
+            await sleep(self.refresh_s)
+            try:
+                self.budgets.restore(self.clock.now_ns(), await self.ledger.spent())
+            except PenstockError as error:
+                self.log.warning("budgets could not be brought up to date", error=error)
 
 
 def make_decisions(
@@ -107,5 +126,12 @@ def make_decisions(
         is_shared=config.server.processes > 1,
     )
     return Decisions(
-        dispatcher=dispatcher, limits=limits, budgets=budgets, prices=prices, ledger=ledger, clock=clock
+        dispatcher=dispatcher,
+        limits=limits,
+        budgets=budgets,
+        prices=prices,
+        ledger=ledger,
+        clock=clock,
+        log=log,
+        refresh_s=config.budgets.refresh_s if config.server.processes > 1 else 0.0,
     )

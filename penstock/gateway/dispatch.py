@@ -164,7 +164,8 @@ class Dispatcher:
     def began(self, reply: Reply) -> None:
         """See `Owner`."""
         request_id, now_ns = self._by_reply[reply].arrival.id, self._clock.now_ns()
-        self.control.first_output(now_ns, request_id)
+        told = reply.first_usage()
+        self.control.first_output(now_ns, request_id, cached_tokens=told and told.cached_tokens)
         flow = self.control.flow(request_id)
         assert flow is not None, "it produces, so it lives"
         self._meters.began(flow)
@@ -177,6 +178,8 @@ class Dispatcher:
                 route=flow.arrival.route,
                 worker=flow.worker,
                 ttft_ns=now_ns - flow.arrived_ns,
+                cached_tokens=told and told.cached_tokens,
+                prefill_ns=told.prefill_ns if told else 0,
             )
             if error is not None:
                 self._metrics.predicted(flow.arrival.route, error)

@@ -18,7 +18,7 @@ from penstock.gateway.tally import Tally, outcome_of
 from penstock.protocol.stream import StreamHead
 from penstock.rng import IdSource
 from penstock.telemetry.catalog import Outcome
-from penstock.types import FinishReason
+from penstock.types import FinishReason, Usage
 
 
 class Owner(Protocol):
@@ -113,6 +113,10 @@ class Reply:
     def is_over(self) -> bool:
         """Whether its end is decided; streams may still be settling."""
         return self._is_over
+
+    def first_usage(self) -> Usage | None:
+        """What the worker told with the first output, of a request that is one stream; of several it is no one's time."""
+        return self._generations[0].usage if len(self._generations) == 1 else None
 
     def start(self, backend: Backend, streams: Sequence[tuple[GenerateRequest, Sink]]) -> None:
         """Start every stream. If one cannot start, none runs; the owner says what happens then."""

@@ -67,18 +67,9 @@ class Admission:
             return Divert(found.model, why) if found else self._shed(now_ns, facts, verdict)
         if facts.tried:  # It was sent here, and here it fits: no further down for anything else.
             may_divert = False
-        if may_divert and facts.save_money and (found := self._first_that_fits(facts)):
-            return Divert(found.model, "budget")
         if may_divert and _degrade_of(facts) == "prefer" and (sooner := self._much_sooner(facts, verdict)):
             return sooner
         return Admit(verdict.prediction.ttft_ns) if verdict.prediction else _AT_ONCE
-
-    def for_context(self, facts: AdmitFacts) -> Divert | None:
-        """A fallback with a longer context, for a request that does not fit its own model's; None: refuse it (400)."""
-        if _degrade_of(facts) == "never":
-            return None
-        found = self._first_that_fits(facts)
-        return Divert(found.model, "context") if found else None
 
     def _judge(self, facts: AdmitFacts, route: Candidate) -> _Verdict:
         load = route.load
@@ -113,7 +104,9 @@ class Admission:
             return _Verdict(fits=True)
         key = (route.model, facts.band)
         most = self._config.waiting_per_replica_max * route.ready
-        fits = route.waiting <= (most * self._config.exit_fraction if key in self._is_over else most)
+        # What workers have room for starts in this same turn: a burst on an idle model is no queue.
+        waiting = route.waiting - max(0, route.load.slots - route.load.running)
+        fits = waiting <= (most * self._config.exit_fraction if key in self._is_over else most)
         if fits:
             self._is_over.discard(key)
         else:

@@ -9,7 +9,7 @@ import msgspec
 from penstock.policy.tenant import Degrade, Tenant
 from penstock.policy.wait_time import Load
 
-DowngradeReason = Literal["queue_depth", "slo", "budget", "context", "complexity", "unavailable"]
+DowngradeReason = Literal["queue_depth", "slo", "complexity", "unavailable"]
 """Why another model answers. `complexity` is the choice of `model: "auto"`; `unavailable`: the model has no worker."""
 ShedReason = Literal["queue_depth", "slo", "queue_full", "no_worker"]
 
@@ -48,8 +48,6 @@ class AdmitFacts(msgspec.Struct, frozen=True, kw_only=True):
     queue_wait_max_ns: int = 0
     """The longest that the queue keeps it; 0: no bound."""
     needs_tools: bool = False
-    save_money: bool = False
-    """The tenant's budget is nearly used up."""
     waits_for_worker: bool = False
     """The queue keeps requests of a model that has no worker."""
     tried: frozenset[str] = frozenset()

@@ -216,10 +216,6 @@ class Budgets:
         self._events.clear()
         return events
 
-    def set_wall_offset(self, wall_offset_ns: int) -> None:
-        """Follow a wall clock that was set."""
-        self._wall_offset_ns = wall_offset_ns
-
     def __len__(self) -> int:
         """Tenants that are remembered."""
         return len(self._accounts)

@@ -6,6 +6,7 @@
 The gate remembers what each request met when it came, until its first token tells what that led to.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
@@ -117,7 +118,7 @@ class Gate:
         worker: str,
         ttft_ns: int,
         kind: str = "",
-        cached_tokens: int = 0,
+        cached_tokens: int | None = None,
         prefill_ns: int = 0,
     ) -> float | None:
         """A request's first token came `ttft_ns` after its arrival. Learn from it; returns the prediction's relative error.
@@ -129,7 +130,7 @@ class Gate:
         if met is None:
             return None
         load, predicted_ns = met
-        if cached_tokens:
+        if cached_tokens is not None:
             load = msgspec.structs.replace(load, cached_tokens=min(cached_tokens, load.prompt_tokens))
         return self.waits.of(route).observe(
             Sample(
@@ -201,5 +202,6 @@ def _error(shed: Shed, model: str) -> PenstockError:
         "no_worker": "it has no worker",
     }[shed.why]
     return Overloaded(
-        f"The model '{model}' is busy: {why}. Try again in {seconds:.1f} s.", retry_after_s=seconds
+        f"The model '{model}' is busy: {why}. Try again in {max(1, math.ceil(seconds))} s.",
+        retry_after_s=seconds,
     )

@@ -144,10 +144,6 @@ class WaitModel:
         if len(self._seen) > _WORKERS_MAX:
             del self._seen[next(iter(self._seen))]
 
-    def worker_gone(self, worker: str) -> None:
-        """A worker will not come back under this name."""
-        self._seen.pop(worker, None)
-
     def predict(self, load: Load) -> Prediction:
         """The expected TTFT. With workers of several kinds the slowest counts: a promise must hold on each.
 
@@ -158,11 +154,6 @@ class WaitModel:
         own = max((law.predict(_own_terms(load)) for law in laws), default=0.0)
         seen = len(laws) == len(load.kinds) and all(law.num_observed >= self._samples_min for law in laws)
         return Prediction(round(wait), round(own), seen and self.is_known, self._margin)
-
-    def predict_ttft_ns(self, load: Load) -> int | None:
-        """The expected TTFT, or None while it is unknown."""
-        found = self.predict(load)
-        return found.ttft_ns if found.is_known else None
 
     def added_ns(self, load: Load) -> int:
         """How much later whoever comes next starts because of a request with this load."""
@@ -270,17 +261,6 @@ class WaitModels:
     def calibration(self) -> Mapping[str, float | None]:
         """P90 of the relative error by route; None where it is unknown."""
         return {model: law.error_p90 for model, law in self._models.items()}
-
-
-def fair_tokens_ahead(queued: int, tokens: int, weight: float, others: Iterable[tuple[int, float]]) -> int:
-    """Tokens served before a request of `tokens` that comes to the end of its tenant's queue, under weighted sharing.
-
-    `queued`: of the same tenant before it; `others`: (tokens queued, weight) of the band's other tenants. Until it
-    is served, each of them is served in proportion to its weight, or to its end: who floods the queue is mostly
-    ahead of itself.
-    """
-    share = (queued + tokens) / weight
-    return queued + round(sum(min(waiting, share * other) for waiting, other in others))
 
 
 def _p90(values: Iterable[float]) -> float:

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.policy.wait_time import Load, Sample, WaitModel, WaitModels, fair_tokens_ahead
+from penstock.policy.wait_time import Load, Sample, WaitModel, WaitModels
 from penstock.rng import stream
 
 SERVICE_NS = 3 * NS_PER_S
@@ -99,10 +99,10 @@ def test_unknown_until_there_are_enough_samples_and_checks() -> None:
     model = WaitModel(cold_samples=20, samples_min=20)
     load = Load(prompt_tokens=100, slots=32)
     feed(model, 20 + 20 + 19, tells_parts=True)
-    assert model.predict_ttft_ns(load) is None
+    assert not model.predict(load).is_known
     assert model.error_p90 is None
     feed(model, 30, seed=1, tells_parts=True)
-    assert model.predict_ttft_ns(load) is not None
+    assert model.predict(load).is_known
 
 
 def test_unknown_when_times_follow_no_law() -> None:
@@ -115,7 +115,7 @@ def test_unknown_when_times_follow_no_law() -> None:
     assert model.error_p90 is not None
     assert model.error_p90 > 0.5
     assert not model.is_known
-    assert model.predict_ttft_ns(Load(prompt_tokens=10)) is None
+    assert not model.predict(Load(prompt_tokens=10)).is_known
 
 
 def test_unknown_for_a_kind_of_worker_never_seen() -> None:
@@ -214,10 +214,3 @@ def test_routes_have_laws_of_their_own() -> None:
     assert models.of("b").error_p90 is None
     models.keep(["b"])
     assert models.calibration() == {"b": None}
-
-
-def test_who_floods_the_queue_is_ahead_of_itself() -> None:
-    flood = (100_000, 1.0)
-    assert fair_tokens_ahead(0, 100, 1.0, [flood]) == 100
-    assert fair_tokens_ahead(0, 100, 2.0, [flood, (30, 1.0)]) == 50 + 30
-    assert fair_tokens_ahead(100_000, 100, 1.0, [(50, 1.0)]) == 100_050
