@@ -1,0 +1,370 @@
+"""A simulated gateway: the real flow control with its parts; requests are structs, and workers are messages away.
+
+    arrive, cancel ──> FlowControl ──> Start, Evict, Abort ──> Network ──> workers
+    heard, reported <── Network <── workers
+
+The other driver of the same objects is gateway/dispatch.py, on an event loop and with bytes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from penstock.config.tree import Config
+from penstock.errors import PenstockError, WorkerUnavailable
+from penstock.policy.answers import Abort, Diverted, Evict, Refused, Settled, Start
+from penstock.policy.budget import Budgets
+from penstock.policy.control import FlowControl
+from penstock.policy.flow import Arrival, Flow, State
+from penstock.policy.gate import Gate, ModelFacts
+from penstock.policy.output_length import OutputLengths
+from penstock.policy.parts import Parts
+from penstock.policy.price import PriceList
+from penstock.policy.rate_limit import Limiter
+from penstock.policy.record import Outcome, UsageRecord
+from penstock.policy.room import WorkerView
+from penstock.policy.tenant import Tenant
+from penstock.sim.events import LocalClock, Rank, Timeline
+from penstock.sim.prompts import BlockNames
+from penstock.sim.request import RequestRecord, Segment, SimRequest
+from penstock.sim.worker import Began, Failed, Finished, Report, Sliced, Submission, Told, WorkerSpec
+from penstock.types import FinishReason, RequestId, TenantId, WorkerId
+
+_TOKEN_BYTES = 4
+
+
+class Network(Protocol):
+    """What a gateway can reach."""
+
+    def submit(self, now_ns: int, worker_id: WorkerId, submission: Submission) -> None:
+        """Send a request to a worker."""
+        ...
+
+    def abort(self, now_ns: int, worker_id: WorkerId, request_id: RequestId) -> None:
+        """Tell a worker to end one."""
+        ...
+
+
+class Witness(Protocol):
+    """Whoever keeps what became of requests."""
+
+    def ended(self, record: RequestRecord) -> None:
+        """A request has ended, or was refused."""
+        ...
+
+    def billed(self, record: UsageRecord) -> None:
+        """One line of the ledger."""
+        ...
+
+
+class Facts:
+    """What is the same for all gateways of a world."""
+
+    __slots__ = ("config", "link_ns", "models", "names", "tenants")
+
+    def __init__(
+        self, config: Config, models: Mapping[str, WorkerSpec], tenants: Mapping[str, Tenant], link_ns: int
+    ) -> None:
+        """`models` by name; `link_ns` is the way to a client."""
+        self.config, self.models, self.link_ns = config, models, link_ns
+        self.names = BlockNames()
+        self.tenants = dict(tenants)
+
+    def tenant(self, name: str, band: str) -> Tenant:
+        """A tenant, with its own band or the one that a request asks for."""
+        key = f"{name}\0{band}" if band else name
+        found = self.tenants.get(key)
+        if found is None:
+            found = self.tenants.get(name)
+            if found is None:
+                found = Tenant(id=TenantId(name), cache_salt=name.encode(), fairness_key=name)
+            if band:
+                found = replace(found, band=band)
+            self.tenants[key] = found
+        return found
+
+
+class Ticket:
+    """One accepted request."""
+
+    __slots__ = ("arrival", "attempt", "first_ns", "num_told", "number", "request")
+
+    def __init__(self, request: SimRequest, number: int, arrival: Arrival) -> None:
+        self.request, self.number, self.arrival = request, number, arrival
+        self.attempt = self.num_told = 0
+        self.first_ns = -1
+
+
+class SimGateway:
+    """One gateway process. `number` names it to the workers."""
+
+    def __init__(
+        self, number: int, actor: int, facts: Facts, timeline: Timeline, network: Network, witness: Witness
+    ) -> None:
+        self.number, self.actor = number, actor
+        self._facts, self._timeline, self._network, self._witness = facts, timeline, network, witness
+        config = facts.config
+        self.clock = LocalClock(wall_offset_ns=timeline.wall_ns())
+        self.prices = PriceList(config.prices)
+        self.limiter = Limiter(config.rate_limits)
+        self.budgets = Budgets(config.budgets, wall_offset_ns=self.clock.wall_ns())
+        self.gate = Gate(config.admission, config.routing, config.queue, self._model_facts)
+        parts = Parts(
+            admission=self.gate,
+            limits=self.limiter,
+            budgets=self.budgets,
+            prices=self.prices,
+            lengths=OutputLengths(config.rate_limits),
+            slice_tokens=config.budgets.slice_tokens,
+        )
+        self.control = FlowControl(config.queue, parts)
+        self.tickets: dict[RequestId, Ticket] = {}
+        self._known: dict[WorkerId, str] = {}
+        self._timer_ns: int | None = None
+
+    # --- clients ------------------------------------------------------------------------------------
+
+    def arrive(self, now_ns: int, request: SimRequest, number: int) -> bool:
+        """Take a request; False if it was refused. `number` is unique in the world."""
+        route, diverted = request.model, ""
+        for _ in range(1 + len(self._facts.models)):
+            arrival = self._arrival(request, route, diverted)
+            answer = self.control.arrive(now_ns, arrival)
+            if not isinstance(answer, Diverted):
+                break
+            route, diverted = answer.route, answer.why
+        else:
+            raise AssertionError(f"{request.id} is sent in circles")
+        if isinstance(answer, Refused):
+            self._refused(now_ns, arrival, answer)
+            self._dispatch(now_ns)
+            return False
+        self.tickets[arrival.id] = Ticket(request, number, arrival)
+        self._dispatch(now_ns)
+        return True
+
+    def cancel(self, now_ns: int, request_id: RequestId, *, unless_begun: bool = False) -> None:
+        """The client leaves; with `unless_begun` only if it has got nothing yet."""
+        ticket = self.tickets.get(request_id)
+        if ticket is None or (unless_begun and ticket.first_ns >= 0):
+            return
+        answer = self.control.cancel(now_ns, request_id)
+        if isinstance(answer, Settled):
+            self._settled(now_ns, answer)
+        elif isinstance(answer, Abort):
+            self._network.abort(now_ns, answer.worker_id, request_id)
+        self._dispatch(now_ns)
+
+    def drain(self, now_ns: int, deadline_ns: int) -> None:
+        """Take nothing new; what is here may go on until the deadline."""
+        self.control.drain(now_ns, deadline_ns)
+        self._dispatch(now_ns)
+
+    # --- workers ------------------------------------------------------------------------------------
+
+    def heard(self, now_ns: int, worker_id: WorkerId, told: Sequence[Told]) -> None:
+        """Words of a worker about requests."""
+        for word in told:
+            ticket = self.tickets.get(word.id)
+            if ticket is None or ticket.attempt != word.attempt:
+                continue  # Of an attempt that is over.
+            match word:
+                case Began():
+                    self._began(now_ns, ticket, worker_id)
+                case Sliced():
+                    self._sliced(now_ns, ticket, word)
+                case Finished():
+                    self._finished(now_ns, ticket, word)
+                case Failed():
+                    self._failed(now_ns, ticket, word.error)
+        self._dispatch(now_ns)
+
+    def reported(
+        self, now_ns: int, route: str, worker_id: WorkerId, report: Report | None, *, ready: bool = True
+    ) -> None:
+        """A worker is there, has something to say of itself, or drains (not `ready`)."""
+        spec, is_shared = self._facts.models[route], self._facts.config.server.processes > 1
+        view = WorkerView(
+            ready=ready,
+            max_running=min(spec.engine.max_running, spec.engine.step_tokens),
+            running=report.running if report is not None and is_shared else 0,
+            waiting=report.waiting if report is not None and is_shared else 0,
+            kv_blocks_total=report.blocks_total if report is not None else 0,
+            kv_blocks_used=report.blocks_used if report is not None else 0,
+        )
+        if worker_id not in self._known:
+            self._known[worker_id] = route
+            self.gate.worker_started(route, worker_id)
+        self.control.set_worker(now_ns, route, worker_id, view)
+        self._dispatch(now_ns)
+
+    def lost(self, now_ns: int, worker_id: WorkerId) -> None:
+        """A worker is gone, with all that ran there."""
+        route = self._known.pop(worker_id, None)
+        if route is None:
+            return
+        self.control.set_worker(now_ns, route, worker_id, None)
+        error = WorkerUnavailable("the worker is gone")
+        for ticket in list(self.tickets.values()):
+            flow = self._flow(ticket)
+            if flow.worker == worker_id and flow.state is not State.QUEUED:
+                self._failed(now_ns, ticket, error)
+        self._dispatch(now_ns)
+
+    # --- inside -------------------------------------------------------------------------------------
+
+    def _began(self, now_ns: int, ticket: Ticket, worker_id: WorkerId) -> None:
+        request_id, route = ticket.arrival.id, ticket.arrival.route
+        self.control.first_output(now_ns, request_id)
+        ticket.first_ns, ticket.num_told = now_ns + self._facts.link_ns, 1
+        if ticket.attempt == 1:
+            ttft_ns = now_ns - self._flow(ticket).arrived_ns
+            self.gate.first_token(now_ns, request_id, route=route, worker=worker_id, ttft_ns=ttft_ns)
+
+    def _sliced(self, now_ns: int, ticket: Ticket, word: Sliced) -> None:
+        stop = self.control.output(now_ns, word.id, word.num_tokens - self._flow(ticket).completion_tokens)
+        ticket.num_told = word.num_tokens
+        if stop is not None:
+            self._network.abort(now_ns, stop.worker_id, stop.id)
+
+    def _finished(self, now_ns: int, ticket: Ticket, word: Finished) -> None:
+        outcome = Outcome.FINISHED
+        if word.reason == FinishReason.ABORT:
+            outcome = Outcome.CANCELLED
+        elif word.reason == FinishReason.ERROR:
+            outcome = Outcome.FAILED
+        answer = self.control.ended(
+            now_ns,
+            word.id,
+            outcome,
+            word.usage,
+            finish_reason=word.reason if outcome is Outcome.FINISHED else "",
+            error="EngineFault" if word.error else "",
+        )
+        assert answer is not None, f"{word.id} ended twice"
+        if ticket.first_ns < 0 and word.usage.completion_tokens:
+            ticket.first_ns = now_ns + self._facts.link_ns  # One token: its first word is its last.
+        self._settled(now_ns, answer)
+
+    def _failed(self, now_ns: int, ticket: Ticket, error: PenstockError) -> None:
+        answer = self.control.failed(now_ns, ticket.arrival.id, error, retry=ticket.first_ns < 0)
+        ticket.attempt = 0
+        if isinstance(answer, Settled):
+            self._settled(now_ns, answer)
+
+    def _dispatch(self, now_ns: int) -> None:
+        self.clock.time_ns = now_ns
+        for action in self.control.dispatch(now_ns):
+            if isinstance(action, Start):
+                self._start(now_ns, action)
+            else:
+                self._evict(now_ns, action)
+        due_ns = self.control.next_ns(now_ns)
+        if due_ns is not None and (self._timer_ns is None or due_ns < self._timer_ns):
+            self._timer_ns = due_ns
+            self._timeline.at(due_ns, self.actor, Rank.TIMER, self._on_timer, due_ns)
+
+    def _on_timer(self, now_ns: int, _: int) -> None:
+        if self._timer_ns == now_ns:
+            self._timer_ns = None
+            self._dispatch(now_ns)
+
+    def _start(self, now_ns: int, start: Start) -> None:
+        ticket = self.tickets[start.id]
+        ticket.attempt = start.attempt
+        request, tenant = ticket.request, ticket.arrival.tenant
+        answer = request.answer or (1 << 60) + ticket.number
+        max_tokens = ticket.arrival.max_tokens
+        whole = (*request.prompt, Segment(answer, min(request.output_tokens, max_tokens)))
+        submission = Submission(
+            id=start.id,
+            gateway=self.number,
+            attempt=start.attempt,
+            prompt=request.prompt,
+            names=self._facts.names.chain(
+                whole, salt=tenant.cache_salt, adapter=request.adapter, public_tokens=request.public_tokens
+            ),
+            answer=answer,
+            output_tokens=request.output_tokens,
+            max_tokens=max_tokens,
+            salt=tenant.cache_salt,
+            public_tokens=request.public_tokens,
+            priority=start.priority,
+            fairness_key=tenant.fairness_key or tenant.id,
+            fairness_weight=tenant.weight,
+            poison=request.poison,
+        )
+        self._network.submit(now_ns, start.worker_id, submission)
+
+    def _evict(self, now_ns: int, evict: Evict) -> None:
+        if evict.settled is not None:
+            self._settled(now_ns, evict.settled)
+        elif evict.worker_id is not None:
+            self._network.abort(now_ns, evict.worker_id, evict.id)
+
+    def _settled(self, now_ns: int, settled: Settled) -> None:
+        flow, ticket = settled.flow, self.tickets.pop(settled.id)
+        service_ns = flow.ended_ns - flow.dispatched_ns if flow.worker else 0
+        self.gate.stream_ended(flow.id, route=flow.arrival.route, worker=flow.worker, service_ns=service_ns)
+        self.clock.time_ns = now_ns
+        self._witness.billed(flow.record(self.clock.wall_ns()))
+        self._witness.ended(self._record(now_ns, ticket.request, flow, ticket.first_ns))
+
+    def _record(self, now_ns: int, request: SimRequest, flow: Flow, first_ns: int) -> RequestRecord:
+        assert flow.outcome is not None, "what has ended has an outcome"
+        return RequestRecord(
+            id=request.id,
+            tenant=request.tenant,
+            model=flow.arrival.route,
+            band=flow.arrival.tenant.band,
+            outcome=flow.outcome,
+            reason=flow.reason or flow.error,
+            at_ns=request.at_ns,
+            first_ns=first_ns,
+            end_ns=now_ns + self._facts.link_ns,
+            prompt_tokens=flow.prompt_tokens,
+            cached_tokens=flow.cached_tokens,
+            completion_tokens=flow.completion_tokens,
+            attempts=flow.attempts,
+            worker=flow.worker,
+            queue_ns=flow.queue_ns,
+        )
+
+    def _refused(self, now_ns: int, arrival: Arrival, refused: Refused) -> None:
+        self._witness.ended(
+            RequestRecord(
+                id=arrival.id,
+                tenant=arrival.tenant.id,
+                model=arrival.route,
+                band=arrival.tenant.band,
+                outcome=Outcome.REJECTED,
+                reason=refused.reason,
+                at_ns=now_ns - self._facts.link_ns,
+                end_ns=now_ns + self._facts.link_ns,
+            )
+        )
+
+    def _arrival(self, request: SimRequest, route: str, diverted: str) -> Arrival:
+        num_tokens = request.prompt_tokens
+        return Arrival(
+            id=RequestId(request.id),
+            tenant=self._facts.tenant(request.tenant, request.band),
+            route=route,
+            requested_model=request.model,
+            diverted=diverted,
+            prompt_tokens=num_tokens,
+            max_tokens=request.max_tokens or request.output_tokens,
+            num_bytes=_TOKEN_BYTES * num_tokens,
+            first_token_ns=request.first_token_ns,
+            context_tokens=num_tokens + (request.max_tokens or request.output_tokens),
+            adapter=request.adapter,
+        )
+
+    def _flow(self, ticket: Ticket) -> Flow:
+        flow = self.control.flow(ticket.arrival.id)
+        assert flow is not None, "a ticket is a request that lives"
+        return flow
+
+    def _model_facts(self, name: str) -> ModelFacts | None:
+        spec = self._facts.models.get(name)
+        return None if spec is None else ModelFacts(max_model_len=spec.max_model_len, kinds=(spec.kind,))
