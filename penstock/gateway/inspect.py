@@ -175,7 +175,7 @@ class Inspect:
         )
 
     def _model(self, name: str | None, caller: Caller) -> ServedModel:
-        model = self._services.models.get(name)
+        model = self._services.models.get(name, caller.tenant)
         check_model(caller.tenant, model.name)
         return model
 

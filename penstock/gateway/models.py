@@ -10,7 +10,7 @@ from penstock.errors import NotFound, WorkerUnavailable
 from penstock.gateway.auto_model import AutoModels
 from penstock.gateway.public import NO_PUBLIC_PREFIXES, PublicPrefixes
 from penstock.policy.complexity import Choice
-from penstock.policy.tenant import Tenant
+from penstock.policy.tenant import NOBODY, Tenant
 from penstock.policy.tenant_limits import check_model, may_use_model
 from penstock.protocol.openai import GenerationRequest, ModelCard
 from penstock.protocol.worker import ModelInfo
@@ -93,7 +93,7 @@ class ModelTable:
         """
         if self._auto is not None and name == self._auto.name and self._auto.may_use(tenant):
             return self._auto.card()
-        model = self.get(name)
+        model = self.get(name, tenant)
         check_model(tenant, model.name)
         return model.card()
 
@@ -107,11 +107,11 @@ class ModelTable:
         choice = None
         if self._auto is not None and request.model == self._auto.name:
             choice = self._auto.choose(request, tenant, self._max_length)
-        model = self.get(request.model if choice is None else choice.model)
+        model = self.get(request.model if choice is None else choice.model, tenant)
         check_model(tenant, model.name)
         return model, choice
 
-    def get(self, name: str | None) -> ServedModel:
+    def get(self, name: str | None, tenant: Tenant = NOBODY) -> ServedModel:
         """The model of this name; without a name the only one, where there is only one.
 
         Raises:
@@ -121,7 +121,8 @@ class ModelTable:
             return next(iter(self._models.values()))
         model = self._models.get(ModelName(name or ""))
         if model is None:
-            known = ", ".join(f"'{known}'" for known in list(self._models)[:8])
+            allowed = [known for known in self._models if may_use_model(tenant, known)]
+            known = ", ".join(f"'{known}'" for known in allowed[:8]) or "none for you"
             shown = (name or "")[:64]
             raise NotFound(
                 f"The model '{shown}' does not exist. This server has {known}.",

@@ -114,6 +114,11 @@ def test_a_model_that_is_not_allowed(start, kit) -> None:
         assert "'tiny' is not allowed for your tier 'free'" in answer["error"]["message"]
     assert send(running, "/v1/models/tiny", key=kit.KEY)[0] == 403
     assert send(running, "/v1/models", key=kit.KEY)[2]["data"] == []
+    status, _, answer = send(running, CHAT, kit.chat(model="tinny"), key=kit.KEY)
+    assert (status, answer["error"]["message"]) == (
+        404,
+        "The model 'tinny' does not exist. This server has none for you.",
+    )
     assert [model["id"] for model in send(running, "/v1/models", key="sk-other")[2]["data"]] == ["tiny"]
     assert send(running, CHAT, kit.chat(max_tokens=1), key="sk-other")[0] == 200
 
