@@ -86,6 +86,18 @@ class OwnBackend:
         assert self._connecting is None, "already connected"
         self._connecting = asyncio.create_task(self._stay_connected(address), name=f"connect {address}")
 
+    async def move_to(self, address: Address) -> None:
+        """The worker listens somewhere else from now on: its old connection is of no use, whatever it says."""
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.wait([self._connecting])
+            self._connecting = None
+        if self._link is not None:
+            self._link.abort()
+            await asyncio.wait([self._link.lost], timeout=CLOSE_TIMEOUT_S)
+        if not self._draining:
+            self.connect_to(address)
+
     def hear_kv_events(self, listener: KVEventListener) -> None:
         """Tell `listener` from now on what can be hit in the worker's KV cache. Call it once."""
         assert self._kv is None, "there is a listener already"

@@ -19,6 +19,8 @@ class WorkerLaunch(Branch, frozen=True, kw_only=True):
     """What clients call it; told back in `ModelInfo.model`."""
     address: str
     """Where to listen (see protocol/address.py)."""
+    shares_port: bool = False
+    """The launcher keeps the port of a TCP address (fleet/launchers/ports.py), so it is bound with SO_REUSEPORT."""
     hash_key: bytes
     """Key of the block-hash chain: a guess at a tenant's prompt cannot be tested without it."""
     engine: EngineConfig = EngineConfig()

@@ -62,9 +62,19 @@ class ServerLimits:
 class WorkerServer:
     """Serves one worker's address to any number of gateways."""
 
-    def __init__(self, address: Address, mailbox: Mailbox, limits: ServerLimits, clock: Clock) -> None:
+    def __init__(
+        self,
+        address: Address,
+        mailbox: Mailbox,
+        limits: ServerLimits,
+        clock: Clock,
+        *,
+        shares_port: bool = False,
+    ) -> None:
+        """`shares_port`: somebody keeps the port for us and does not listen on it."""
         self.address, self.mailbox, self.limits, self.clock = address, mailbox, limits, clock
         self.num_requests = 0
+        self._shares_port = shares_port
         self._state: Loading | Ready | Failed = Loading("starting")
         self._stats: Stats | None = None
         self._stats_timer: asyncio.TimerHandle | None = None
@@ -132,7 +142,9 @@ class WorkerServer:
         if isinstance(self.address, UnixAddress):
             self._remove_socket_file()
             return await self._loop.create_unix_server(self._connect, self.address.path)
-        return await self._loop.create_server(self._connect, self.address.host, self.address.port)
+        return await self._loop.create_server(
+            self._connect, self.address.host, self.address.port, reuse_port=self._shares_port
+        )
 
     def _remove_socket_file(self) -> None:
         if isinstance(self.address, UnixAddress):

@@ -60,7 +60,9 @@ def main() -> int:
     launch = read_launch(sys.stdin.fileno())
     config = launch.engine
     limits = ServerLimits(config.connection_buffer_bytes_max, config.max_running + config.max_waiting)
-    server = WorkerServer(parse_address(launch.address), mailbox, limits, clock)
+    server = WorkerServer(
+        parse_address(launch.address), mailbox, limits, clock, shares_port=launch.shares_port
+    )
     server.start()
     try:
         publisher = open_publisher(config.kv_events)  # First, for it may be refused.

@@ -9,12 +9,12 @@ from conformance import BackendConformance
 from scripted_worker import bench
 
 from penstock.backends.own import OwnBackend
-from penstock.fleet.launchers.local import LocalWorker
+from penstock.fleet.launchers.supervised import SupervisedWorker
 
 
 class TestOwnBackend(BackendConformance):
     loop_factory = staticmethod(uvloop.new_event_loop)  # As in production.
-    worker: LocalWorker
+    worker: SupervisedWorker
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[OwnBackend]:

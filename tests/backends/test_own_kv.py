@@ -7,7 +7,7 @@ from scripted_worker import Bench, bench
 
 from penstock.backends.base import GenerateRequest
 from penstock.backends.own_kv import KVSubscription
-from penstock.fleet.launchers.local import LocalWorker
+from penstock.fleet.launchers.supervised import SupervisedWorker
 from penstock.kv.events import AllBlocksCleared, BlockStored, KVEventBatch, encode_batch, stored_event
 from penstock.protocol.worker import KVEvents, ProtocolError, SubscribeKVEvents
 from penstock.types import RequestId, SamplingParams
@@ -71,7 +71,7 @@ class Index:
                 await self._changed.wait()
 
 
-async def ask(worker: LocalWorker, name: str, prompt: tuple[int, ...]) -> None:
+async def ask(worker: SupervisedWorker, name: str, prompt: tuple[int, ...]) -> None:
     recorder = Recorder()
     request = GenerateRequest(
         request_id=RequestId(name), prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=2)

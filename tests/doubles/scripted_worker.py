@@ -10,7 +10,8 @@ from penstock.backends.own import OwnBackend
 from penstock.clock import SystemClock
 from penstock.config.tree import EngineConfig
 from penstock.fleet.launchers.base import WorkerSpec
-from penstock.fleet.launchers.local import LocalLauncher, LocalWorker
+from penstock.fleet.launchers.local import LocalLauncher
+from penstock.fleet.launchers.supervised import SupervisedWorker
 from penstock.types import ModelName, WorkerId
 
 DOUBLES = str(Path(__file__).parent)
@@ -27,7 +28,7 @@ class Bench:
             SystemClock(), b"secret" * 4, environment=environment, log=self.lines.append
         )
 
-    async def start(self, *, model_path: str = "scripted", **engine: object) -> LocalWorker:
+    async def start(self, *, model_path: str = "scripted", **engine: object) -> SupervisedWorker:
         spec = WorkerSpec(
             worker_id=WorkerId(f"w{len(self.launcher.list())}"),
             model_path=model_path,

@@ -12,7 +12,8 @@ from penstock.backends.own import OwnBackend
 from penstock.clock import SystemClock
 from penstock.config.tree import EngineConfig
 from penstock.fleet.launchers.base import WorkerSpec
-from penstock.fleet.launchers.local import LocalLauncher, LocalWorker
+from penstock.fleet.launchers.local import LocalLauncher
+from penstock.fleet.launchers.supervised import SupervisedWorker
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import FinishReason, ModelName, RequestId, SamplingParams, WorkerId
 
@@ -21,7 +22,7 @@ QUESTION = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_sta
 
 
 @asynccontextmanager
-async def demo_worker() -> AsyncIterator[tuple[LocalWorker, Tokenizer, list[str]]]:
+async def demo_worker() -> AsyncIterator[tuple[SupervisedWorker, Tokenizer, list[str]]]:
     lines: list[str] = []
     launcher, tokenizer = LocalLauncher(SystemClock(), b"k" * 32, log=lines.append), Tokenizer.load(MODEL)
     spec = WorkerSpec(

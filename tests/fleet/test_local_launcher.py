@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 import uvloop
-from conformance import TIMEOUT_S, Recorder, Requests
-from raw_worker import wait_gone
+from conformance import Recorder, Requests
 from scripted_runner import DIE, HANG, scripted_text
 from scripted_worker import Bench, bench
 
-from penstock.backends.base import BackendStatus, GenerateRequest
-from penstock.errors import CheckpointError, StreamBroken, WorkerUnavailable
-from penstock.fleet.launchers.local import LocalWorker
+from penstock.backends.base import GenerateRequest
+from penstock.errors import StreamBroken, WorkerUnavailable
+from penstock.fleet.launchers.supervised import SupervisedWorker
 from penstock.types import FinishReason, RequestId, SamplingParams
 
 LONG = 60_000
@@ -36,7 +35,7 @@ def misbehaving(how: int) -> GenerateRequest:
     )
 
 
-async def answer(worker: LocalWorker, requests: Requests) -> str:
+async def answer(worker: SupervisedWorker, requests: Requests) -> str:
     recorder = Recorder()
     worker.backend.generate(requests.make(seed=3, max_tokens=9), recorder)
     assert (await recorder.end()).reason is FinishReason.LENGTH
@@ -64,18 +63,6 @@ def test_it_starts_tells_how_far_it_is_and_leaves_nothing() -> None:
         assert not directory.exists()
         assert worker.backend.status.stage == "stopped"
         assert not Path(f"/proc/{pid}").exists(), "reaped"
-
-    run(check)
-
-
-def test_two_workers_live_side_by_side_and_stop_alone() -> None:
-    async def check(made: Bench) -> None:
-        first, second = await made.start(), await made.start()
-        await asyncio.gather(first.wait_ready(), second.wait_ready())
-        await made.launcher.stop(first.spec.worker_id, timeout_s=1)
-        await made.launcher.stop(first.spec.worker_id, timeout_s=1)
-        assert made.launcher.list() == (second,)
-        assert await answer(second, Requests()) == scripted_text(3, 3, 9)
 
     run(check)
 
@@ -141,60 +128,11 @@ def test_a_stopped_worker_is_killed_and_replaced() -> None:
     run(check)
 
 
-def test_a_worker_that_keeps_dying_stays_down_and_says_so() -> None:
-    async def check(made: Bench) -> None:
-        worker = await made.start(restarts_max=1)
-        for _ in range(2):
-            await worker.wait_ready()
-            recorder = Recorder()
-            worker.backend.generate(misbehaving(DIE), recorder)
-            await recorder.end()
-        with pytest.raises(WorkerUnavailable, match="1 restarts were in vain"):
-            await worker.wait_ready()
-        assert worker.pid is None
-        with pytest.raises(WorkerUnavailable, match="down: the worker was killed by SIGKILL"):
-            worker.backend.generate(Requests().make(), Recorder())
-
-    run(check)
-
-
-def test_a_model_that_cannot_be_served_is_the_operators_error() -> None:
-    async def check(made: Bench) -> None:
-        worker = await made.start(model_path="missing")
-        with pytest.raises(CheckpointError, match="no such file"):
-            await worker.wait_ready()
-        assert worker.backend.status.restarts == 0
-        assert any(line.startswith("[w0] CheckpointError") for line in made.lines)
-
-    run(check)
-
-
 def test_a_worker_that_does_not_get_ready_is_given_up() -> None:
     async def check(made: Bench) -> None:
         worker = await made.start(model_path="never-ready", startup_timeout_s=0.3, stall_timeout_s=0.2)
         with pytest.raises(WorkerUnavailable, match="not ready within"):
             await worker.wait_ready()
-
-    run(check)
-
-
-def test_stopping_while_it_loads_does_not_wait_for_the_model() -> None:
-    async def check(made: Bench) -> None:
-        worker = await made.start(model_path="never-ready")
-        loading = asyncio.Event()
-
-        def on_progress(status: BackendStatus) -> None:
-            if status.stage == "importing":
-                loading.set()
-
-        waiting = asyncio.create_task(worker.wait_ready(on_progress))
-        await loading.wait()
-        pid = worker.pid
-        await made.launcher.stop(worker.spec.worker_id, timeout_s=TIMEOUT_S)
-        assert pid is not None
-        wait_gone(pid)
-        with pytest.raises(WorkerUnavailable, match="stopped"):
-            await waiting
 
     run(check)
 
@@ -227,21 +165,6 @@ def test_stopping_during_the_back_off_starts_nothing_more() -> None:
             await asyncio.sleep(0)
         await made.launcher.stop(worker.spec.worker_id, timeout_s=1)
         assert worker.pid is None
-
-    run(check)
-
-
-def test_stop_lets_a_running_stream_end() -> None:
-    async def check(made: Bench) -> None:
-        worker = await made.start()
-        await worker.wait_ready()
-        recorder = Recorder()
-        worker.backend.generate(Requests().make(max_tokens=200), recorder)
-        await recorder.started.wait()
-        await made.launcher.stop(worker.spec.worker_id, timeout_s=TIMEOUT_S)
-        assert recorder.finish is not None
-        assert recorder.finish.reason is FinishReason.LENGTH
-        assert worker.backend.status.restarts == 0
 
     run(check)
 

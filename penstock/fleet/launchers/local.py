@@ -1,43 +1,30 @@
-"""Workers as child processes on this machine.
+"""Workers as child processes on this machine, each with a supervisor (see supervised.py).
 
-Each worker has a socket in a directory that only this user may enter, and a supervisor task:
-
-    spawn ─> loading ─> ready ─> exit ─┬─ asked to stop, or draining ──> gone
-      ^                                ├─ cannot serve, or never was ready ──> down (wait_ready raises)
-      └──── back-off ──── restart <────┴─ crashed, killed, hung ──> down once the restarts are used up
-
-A worker cannot outlive this process: the kernel kills it with the thread that started it, and the end of
-its standard input tells it too.
+Each listens on a socket in a directory that only this user may enter; or, where other machines shall reach it, on a port
+of `host` that is kept for it. A worker cannot outlive this process: the kernel kills it with the thread that started it,
+and the end of its standard input tells it too.
 """
 
 import asyncio
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 from penstock.backends.own import OwnBackend
-from penstock.clock import Clock, sleep
+from penstock.clock import Clock
 from penstock.config.launch import WorkerLaunch
-from penstock.errors import CheckpointError, ConfigError, OperatorError, PenstockError, WorkerUnavailable
-from penstock.fleet.launchers.base import ProgressCallback, WorkerSpec
-from penstock.fleet.launchers.process import (
-    EXIT_CANNOT_SERVE,
-    WorkerProcess,
-    describe_exit,
-    stderr_line,
-)
-from penstock.fleet.launchers.supervision import RestartBudget, StallDetector
+from penstock.errors import WorkerUnavailable
+from penstock.fleet.launchers.base import WorkerSpec
+from penstock.fleet.launchers.log_file import LOG_BYTES_MAX, tee
+from penstock.fleet.launchers.ports import ReservedPort
+from penstock.fleet.launchers.process import WorkerProcess, stderr_line
+from penstock.fleet.launchers.supervised import SupervisedWorker
 from penstock.protocol.address import UnixAddress
 from penstock.types import WorkerId
 
-WATCH_INTERVAL_S = 1.0
-STALL_GRACE = 2.0
-"""A worker that does not end itself within so many of its own stall timeouts is killed."""
-TERMINATE_TIMEOUT_S = 5.0
-"""From SIGTERM to SIGKILL, when nothing is left to drain."""
-
 
 class LocalLauncher:
-    """Starts workers on this machine. `close` it, and nothing of them is left."""
+    """Starts workers on this machine. `close` it, and nothing of them is left but their logs."""
 
     def __init__(
         self,
@@ -46,31 +33,44 @@ class LocalLauncher:
         *,
         environment: dict[str, str] | None = None,
         log: Callable[[str], None] = stderr_line,
+        log_directory: Path | None = None,
+        log_bytes_max: int = LOG_BYTES_MAX,
+        host: str = "",
     ) -> None:
-        self._clock, self._hash_key = clock, hash_key
+        """`log` hears every line that a worker prints; with a `log_directory` they are kept there too, in a file for each
+        worker. With a `host` workers listen on TCP ports of that address instead of on Unix sockets.
+        """
+        self._clock, self._hash_key, self._host = clock, hash_key, host
         self._environment, self._log = environment or {}, log
-        self._workers: dict[WorkerId, LocalWorker] = {}
+        self._log_directory, self._log_bytes_max = log_directory, log_bytes_max
+        self._workers: dict[WorkerId, SupervisedWorker] = {}
         self._directory = tempfile.TemporaryDirectory(prefix="penstock-")  # Mode 0700.
         self._num_started = 0
 
-    async def start(self, spec: WorkerSpec, backend: OwnBackend) -> "LocalWorker":
-        """Start a worker process and return at once; see `LocalWorker.wait_ready`."""
+    async def start(self, spec: WorkerSpec, backend: OwnBackend) -> SupervisedWorker:
+        """Start a worker process and return at once; see `SupervisedWorker.wait_ready`.
+
+        Raises:
+            WorkerUnavailable: there is no port for it.
+        """
         assert spec.worker_id not in self._workers, f"{spec.worker_id} runs already"
-        self._num_started += 1
-        address = UnixAddress(f"{self._directory.name}/{self._num_started}.sock")
+        port = self._port()
+        address = port.address if port is not None else self._socket()
         launch = WorkerLaunch(
             model_path=spec.model_path,
             model_name=spec.model_name,
             address=str(address),
+            shares_port=bool(self._host),
             hash_key=self._hash_key,
             engine=spec.engine,
             runner=spec.runner,
         )
-        process = WorkerProcess(spec.worker_id, launch, address, self._environment, self._log)
-        worker = LocalWorker(spec, backend, process, self._clock, address)
+        process = WorkerProcess(
+            spec.worker_id, launch, address, self._environment, self._logs(spec.worker_id), port
+        )
+        worker = SupervisedWorker(spec, backend, process, self._clock)
         self._workers[spec.worker_id] = worker
         worker.start()
-        backend.connect_to(address)
         return worker
 
     async def stop(self, worker_id: WorkerId, *, timeout_s: float) -> None:
@@ -78,7 +78,7 @@ class LocalLauncher:
         if (worker := self._workers.pop(worker_id, None)) is not None:
             await worker.stop(timeout_s)
 
-    def list(self) -> tuple["LocalWorker", ...]:
+    def list(self) -> tuple[SupervisedWorker, ...]:
         """Every worker that was started and not stopped."""
         return tuple(self._workers.values())
 
@@ -89,139 +89,15 @@ class LocalLauncher:
         )
         self._directory.cleanup()
 
+    def _socket(self) -> UnixAddress:
+        self._num_started += 1
+        return UnixAddress(f"{self._directory.name}/{self._num_started}.sock")
 
-class LocalWorker:
-    """One worker that is kept running. `start` it once, `stop` it once."""
-
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        backend: OwnBackend,
-        process: WorkerProcess,
-        clock: Clock,
-        address: UnixAddress,
-    ) -> None:
-        self.spec, self.backend, self.address = spec, backend, address
-        self._process, self._clock = process, clock
-        self._budget = RestartBudget(spec.engine.restarts_max, clock)
-        self._down: PenstockError | None = None
-        self._was_ready = False
-        self._restarts = 0
-        self._changed = asyncio.Event()
-        self._supervisor: asyncio.Task[None] | None = None
-
-    @property
-    def pid(self) -> int | None:
-        """The process, while there is one."""
-        return self._process.pid
-
-    def start(self) -> None:
-        """Begin to supervise."""
-        self.backend.on_change = self._on_change
-        self._supervisor = asyncio.create_task(self._supervise(), name=f"supervise {self.spec.worker_id}")
-        self._supervisor.add_done_callback(self._on_supervisor_end)
-
-    async def wait_ready(self, on_progress: ProgressCallback | None = None) -> None:
-        """See `LaunchedWorker.wait_ready`."""
-        while not self.backend.status.ready:
-            if self._down is not None:
-                raise self._down
-            if on_progress is not None:
-                on_progress(self.backend.status)
-            self._changed.clear()
-            await self._changed.wait()
-
-    async def stop(self, timeout_s: float) -> None:
-        """Let streams end, up to the timeout; then end the process, by force if it must be."""
-        self.backend.end_worker()
-        await self.backend.drain(timeout_s)
-        assert self._supervisor is not None
-        self._supervisor.cancel()
-        await asyncio.wait([self._supervisor])
-        self._down = WorkerUnavailable("the worker was stopped")
-        self.backend.report(stage="stopped")
-
-    def _on_change(self) -> None:
-        self._was_ready |= self.backend.status.ready
-        self._changed.set()
-
-    def _on_supervisor_end(self, supervisor: "asyncio.Task[None]") -> None:
-        """A bug in here must not leave anybody waiting for a worker that nobody watches."""
-        if not supervisor.cancelled() and (bug := supervisor.exception()) is not None:
-            self._down = WorkerUnavailable(f"the supervisor of the worker failed: {bug!r}")
-            self.backend.report(stage=f"down: {self._down}")
-            asyncio.get_running_loop().call_exception_handler({"message": str(self._down), "exception": bug})
-
-    async def _supervise(self) -> None:
-        """Run the process again and again, until it must not be."""
-        while True:
-            what = await self._run_once()
-            if self.backend.draining:
-                return
-            if not self._was_ready or self._process.exit_code == EXIT_CANNOT_SERVE:
-                await self._go_down(self._why_not(what))
-                return
-            delay_s = self._budget.take()
-            if delay_s is None:
-                stage = f"{what}, and {self._restarts} restarts were in vain"
-                await self._go_down(WorkerUnavailable(stage))
-                return
-            self._restarts += 1
-            stage = f"{what}; restart {self._restarts} in {delay_s:g} s"
-            self.backend.report(stage=stage, note=what, restarts=self._restarts)
-            await sleep(delay_s)
-
-    async def _run_once(self) -> str:
-        """One life of the process, and how it ended, in words."""
+    def _port(self) -> ReservedPort | None:
         try:
-            await self._process.spawn()
+            return ReservedPort(self._host) if self._host else None
         except OSError as error:
-            return f"no process can be started: {error}"
-        watch = asyncio.create_task(self._watch(), name=f"watch {self.spec.worker_id}")
-        try:
-            await self._process.wait()
-        finally:
-            watch.cancel()
-            await asyncio.wait([watch])
-            await self._process.end(TERMINATE_TIMEOUT_S)
-        if not watch.cancelled():
-            return watch.result()
-        failure, what = self.backend.failure, describe_exit(self._process.exit_code)
-        return what if failure is None else f"{what}: {failure.error}"
+            raise WorkerUnavailable(f"there is no port for it on {self._host!r}: {error}") from error
 
-    async def _watch(self) -> str:
-        """Kill the process when it does not get ready in time, or hangs; returns what for."""
-        engine, backend = self.spec.engine, self.backend
-        interval_s = min(WATCH_INTERVAL_S, (engine.stall_timeout_s or WATCH_INTERVAL_S) / 4)
-        startup = StallDetector(engine.startup_timeout_s, self._clock)
-        # The worker notices a step that does not end by itself, and then says more than we could.
-        stall = StallDetector(STALL_GRACE * engine.stall_timeout_s, self._clock)
-        while True:
-            await sleep(interval_s)
-            ready = backend.status.ready
-            if startup.observe(0, has_work=not ready):
-                what = f"the worker was not ready within {engine.startup_timeout_s:g} s"
-            elif stall.observe(backend.progress, has_work=ready and backend.has_work):
-                what = f"the worker hung: no step in {STALL_GRACE * engine.stall_timeout_s:g} s"
-            else:
-                continue
-            self._process.kill()
-            return what
-
-    async def _go_down(self, error: PenstockError) -> None:
-        """The end of the supervision: nobody will listen there again, and whoever waits is told why."""
-        self._down = error
-        await self.backend.close()
-        self.backend.report(stage=f"down: {error}", note=str(error))
-
-    def _why_not(self, what: str) -> PenstockError:
-        """Why it never served: in its own words if it had any."""
-        failure, tail = self.backend.failure, self._process.tail
-        if failure is not None:
-            kind, words = failure.kind, failure.error
-        else:  # It may have failed before we were connected; then its last line says the same.
-            kind, _, words = (tail[-1] if tail else "").partition(": ")
-        for operator_error in (CheckpointError, ConfigError, OperatorError):
-            if kind == operator_error.__name__:
-                return operator_error(words)
-        return WorkerUnavailable(f"{what}; its last words: {tail[-1]}" if tail else what)
+    def _logs(self, worker_id: WorkerId) -> Callable[[str], None]:
+        return tee(self._log, self._log_directory, worker_id, self._clock, bytes_max=self._log_bytes_max)

@@ -16,7 +16,8 @@ from pathlib import Path
 import msgspec
 
 from penstock.config.launch import WorkerLaunch
-from penstock.protocol.address import UnixAddress
+from penstock.fleet.launchers.ports import ReservedPort
+from penstock.protocol.address import Address, UnixAddress
 
 EXIT_CANNOT_SERVE = 78
 """The worker says that starting it again would fail the same way (engine/worker.py)."""
@@ -32,15 +33,18 @@ class WorkerProcess:
         self,
         name: str,
         launch: WorkerLaunch,
-        address: UnixAddress,
+        address: Address,
         environment: dict[str, str],
         log: Callable[[str], None],
+        port: ReservedPort | None = None,
     ) -> None:
+        """`port` is where it listens, if that is kept for it; ours from now on."""
         self.exit_code: int | None = None
         """Of the last process; negative for a signal, None while it runs."""
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         """The last lines of its standard error."""
-        self._name, self._launch, self._address, self._log = name, launch, address, log
+        self.address, self._port = address, port
+        self._name, self._launch, self._log = name, launch, log
         self._environment = _environment(launch.engine.threads) | environment
         self._process: Process | None = None
         self._pump: asyncio.Task[None] | None = None
@@ -70,9 +74,21 @@ class WorkerProcess:
         assert self._process is not None
         await self._process.wait()
 
+    async def close(self) -> None:
+        """It will not be started again. After `end`."""
+        if self._port is not None:
+            self._port.close()
+
+    def doubt(self) -> None:
+        """The kernel says when a child ends: there is nothing to find out."""
+
     def kill(self) -> None:
         """End it at once."""
         self._signal(signal.SIGKILL)
+
+    def describe_end(self) -> str:
+        """How the last process ended, in words."""
+        return describe_exit(self.exit_code)
 
     async def end(self, timeout_s: float) -> None:
         """Make sure that it is gone: ask, then force; reap it and remove its socket."""
@@ -93,7 +109,8 @@ class WorkerProcess:
         await self._pump
         assert process.stdin is not None
         process.stdin.close()
-        Path(self._address.path).unlink(missing_ok=True)
+        if isinstance(self.address, UnixAddress):
+            Path(self.address.path).unlink(missing_ok=True)
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None and self._process.returncode is None:

@@ -1,0 +1,222 @@
+"""One worker that is kept running, wherever its process is.
+
+    spawn ─> loading ─> ready ─> exit ─┬─ asked to stop, or draining ──> gone
+      ^                                ├─ cannot serve, or never was ready ──> down (wait_ready raises)
+      └──── back-off ──── restart <────┴─ crashed, killed, hung, lost ──> down once the restarts are used up
+
+When to restart is in `supervision.py`; how a process is started and ended is the launcher's.
+"""
+
+import asyncio
+from collections import deque
+from typing import Protocol
+
+from penstock.backends.own import OwnBackend
+from penstock.clock import Clock, sleep
+from penstock.errors import CheckpointError, ConfigError, OperatorError, PenstockError, WorkerUnavailable
+from penstock.fleet.launchers.base import ProgressCallback, WorkerSpec
+from penstock.fleet.launchers.process import EXIT_CANNOT_SERVE
+from penstock.fleet.launchers.supervision import RestartBudget, StallDetector
+from penstock.protocol.address import Address
+
+WATCH_INTERVAL_S = 1.0
+STALL_GRACE = 2.0
+"""A worker that does not end itself within so many of its own stall timeouts is killed."""
+TERMINATE_TIMEOUT_S = 5.0
+"""From SIGTERM to SIGKILL, when nothing is left to drain."""
+
+
+class Supervisable(Protocol):
+    """One worker's process, one at a time: the same object is used again for a restart."""
+
+    exit_code: int | None
+    """Of the last process; negative for a signal, None while it runs or if nobody can say."""
+    tail: deque[str]
+    """The last lines of its standard error."""
+
+    @property
+    def address(self) -> Address:
+        """Where it listens. `spawn` may change it, if it has to start somewhere else."""
+        ...
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id while it runs, on whichever machine."""
+        ...
+
+    async def spawn(self) -> None:
+        """Start it and tell it what to do.
+
+        Raises:
+            OSError: no process can be started.
+        """
+        ...
+
+    async def wait(self) -> None:
+        """Return when it is gone, as far as can be found out."""
+        ...
+
+    def doubt(self) -> None:
+        """Its connection was lost: find out whether it is still there."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once."""
+        ...
+
+    async def end(self, timeout_s: float) -> None:
+        """Make sure that it is gone and nothing of it is left: ask, then force. Fine also if it never ran."""
+        ...
+
+    async def close(self) -> None:
+        """It will not be started again: let go of its place. After `end`."""
+        ...
+
+    def describe_end(self) -> str:
+        """How the last process ended, in words."""
+        ...
+
+
+class SupervisedWorker:
+    """One worker that is kept running. `start` it once, `stop` it once."""
+
+    def __init__(self, spec: WorkerSpec, backend: OwnBackend, process: Supervisable, clock: Clock) -> None:
+        self.spec, self.backend = spec, backend
+        self._process, self._clock = process, clock
+        self._budget = RestartBudget(spec.engine.restarts_max, clock)
+        self._down: PenstockError | None = None
+        self._was_ready = self._is_ready = False
+        self._restarts = 0
+        self._changed = asyncio.Event()
+        self._supervisor: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> Address:
+        """See `LaunchedWorker.address`."""
+        return self._process.address
+
+    @property
+    def pid(self) -> int | None:
+        """The process, while there is one."""
+        return self._process.pid
+
+    def start(self) -> None:
+        """Begin to supervise, and to connect."""
+        self.backend.connect_to(self.address)
+        self.backend.on_change = self._on_change
+        self._supervisor = asyncio.create_task(self._supervise(), name=f"supervise {self.spec.worker_id}")
+        self._supervisor.add_done_callback(self._on_supervisor_end)
+
+    async def wait_ready(self, on_progress: ProgressCallback | None = None) -> None:
+        """See `LaunchedWorker.wait_ready`."""
+        while not self.backend.status.ready:
+            if self._down is not None:
+                raise self._down
+            if on_progress is not None:
+                on_progress(self.backend.status)
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def stop(self, timeout_s: float) -> None:
+        """Let streams end, up to the timeout; then end the process, by force if it must be."""
+        self.backend.end_worker()
+        await self.backend.drain(timeout_s)
+        assert self._supervisor is not None
+        self._supervisor.cancel()
+        await asyncio.wait([self._supervisor])
+        await self._process.close()
+        self._down = WorkerUnavailable("the worker was stopped")
+        self.backend.report(stage="stopped")
+
+    def _on_change(self) -> None:
+        is_ready = self.backend.status.ready
+        if self._is_ready and not is_ready and not self.backend.draining:
+            self._process.doubt()
+        self._is_ready = is_ready
+        self._was_ready |= is_ready
+        self._changed.set()
+
+    def _on_supervisor_end(self, supervisor: "asyncio.Task[None]") -> None:
+        """A bug in here must not leave anybody waiting for a worker that nobody watches."""
+        if not supervisor.cancelled() and (bug := supervisor.exception()) is not None:
+            self._down = WorkerUnavailable(f"the supervisor of the worker failed: {bug!r}")
+            self.backend.report(stage=f"down: {self._down}")
+            asyncio.get_running_loop().call_exception_handler({"message": str(self._down), "exception": bug})
+
+    async def _supervise(self) -> None:
+        """Run the process again and again, until it must not be."""
+        while True:
+            what = await self._run_once()
+            if self.backend.draining:
+                return
+            if not self._was_ready or self._process.exit_code == EXIT_CANNOT_SERVE:
+                await self._go_down(self._why_not(what))
+                return
+            delay_s = self._budget.take()
+            if delay_s is None:
+                stage = f"{what}, and {self._restarts} restarts were in vain"
+                await self._go_down(WorkerUnavailable(stage))
+                return
+            self._restarts += 1
+            stage = f"{what}; restart {self._restarts} in {delay_s:g} s"
+            self.backend.report(stage=stage, note=what, restarts=self._restarts)
+            await sleep(delay_s)
+
+    async def _run_once(self) -> str:
+        """One life of the process, and how it ended, in words."""
+        before = self.address
+        try:
+            await self._process.spawn()
+        except OSError as error:
+            return f"no process can be started: {error}"
+        if self.address != before:
+            await self.backend.move_to(self.address)
+        watch = asyncio.create_task(self._watch(), name=f"watch {self.spec.worker_id}")
+        try:
+            await self._process.wait()
+        finally:
+            watch.cancel()
+            await asyncio.wait([watch])
+            await self._process.end(TERMINATE_TIMEOUT_S)
+        if not watch.cancelled():
+            return watch.result()
+        failure, what = self.backend.failure, self._process.describe_end()
+        return what if failure is None else f"{what}: {failure.error}"
+
+    async def _watch(self) -> str:
+        """Kill the process when it does not get ready in time, or hangs; returns what for."""
+        engine, backend = self.spec.engine, self.backend
+        interval_s = min(WATCH_INTERVAL_S, (engine.stall_timeout_s or WATCH_INTERVAL_S) / 4)
+        startup = StallDetector(engine.startup_timeout_s, self._clock)
+        # The worker notices a step that does not end by itself, and then says more than we could.
+        stall = StallDetector(STALL_GRACE * engine.stall_timeout_s, self._clock)
+        while True:
+            await sleep(interval_s)
+            ready = backend.status.ready
+            if startup.observe(0, has_work=not ready):
+                what = f"the worker was not ready within {engine.startup_timeout_s:g} s"
+            elif stall.observe(backend.progress, has_work=ready and backend.has_work):
+                what = f"the worker hung: no step in {STALL_GRACE * engine.stall_timeout_s:g} s"
+            else:
+                continue
+            self._process.kill()
+            return what
+
+    async def _go_down(self, error: PenstockError) -> None:
+        """The end of the supervision: nobody will listen there again, and whoever waits is told why."""
+        self._down = error
+        await self.backend.close()
+        await self._process.close()
+        self.backend.report(stage=f"down: {error}", note=str(error))
+
+    def _why_not(self, what: str) -> PenstockError:
+        """Why it never served: in its own words if it had any."""
+        failure, tail = self.backend.failure, self._process.tail
+        if failure is not None:
+            kind, words = failure.kind, failure.error
+        else:  # It may have failed before we were connected; then its last line says the same.
+            kind, _, words = (tail[-1] if tail else "").partition(": ")
+        for operator_error in (CheckpointError, ConfigError, OperatorError):
+            if kind == operator_error.__name__:
+                return operator_error(words)
+        return WorkerUnavailable(f"{what}; its last words: {tail[-1]}" if tail else what)
