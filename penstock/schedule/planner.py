@@ -71,6 +71,23 @@ class Planner:
         while len(self._batch.running) > self._cap.tokens:
             self._preempt(self._batch.running[-1], now_ns)
 
+    def only_decodes(self) -> bool:
+        """Whether the next step, planned at rest, starts nobody and lets nobody back: see `Leap`."""
+        if len(self._quota) or self._cap.is_lowered or self._manager.host.limits.num_slots:
+            return False
+        head = self._queue.peek()
+        if head is None or len(self._batch.running) >= self._limits.max_running:
+            return True
+        # While rho decays, its level may fall, and the head may ask again.
+        return not self.reserve.rho and self._is_blocked(head)
+
+    def leap(self, num_steps: int) -> None:
+        """What planning so many steps leaves behind if `only_decodes`."""
+        self.wants_rest, self._at_rest = False, True
+        self._unparked_at = self._batch.releases
+        for _ in range(num_steps if self.reserve.rho else 0):
+            self.reserve.step_over(preempted=False)
+
     def charge_running(self) -> None:
         """Count what running requests have generated against their shares: before the order matters, not per token."""
         for request in self._batch.running:

@@ -83,11 +83,23 @@ class PrefillBudget:
         """
         began_ns, self._last_ns = max(plan.planned_ns, self._last_ns), now_ns
         has_chunk = plan.work[-1].num_tokens > 1
-        if has_chunk or plan.step % _DECODE_EVERY == 0:
+        if has_chunk or self.learns_decoding(plan.step):
             load, step_ns = StepLoad.of(plan.work), now_ns - began_ns
             if has_chunk and plan.work[0].num_tokens == 1 and self.model.num_observed >= _KNOWN_STEPS:
                 self.overrun.observe(step_ns / self.model.predict_ns(load))
             self.model.observe(load, step_ns)
+
+    def learns_decoding(self, step: int) -> bool:
+        """Whether the step with this number is learnt from although it only decodes."""
+        return step % _DECODE_EVERY == 0
+
+    def observe_decoding(self, load: StepLoad, began_ns: int, now_ns: int) -> None:
+        """`observe` for a step that only decoded, right after the one before."""
+        self.model.observe(load, now_ns - began_ns)
+
+    def step_over(self, now_ns: int) -> None:
+        """A step that is not learnt from is over."""
+        self._last_ns = now_ns
 
     @property
     def stretch(self) -> float:

@@ -27,12 +27,14 @@ The scheduler knows numbers of tokens and of blocks. Tensors, text, sockets and 
 """
 
 from collections import deque
+from collections.abc import Sequence
 
 from penstock.clock import Clock
 from penstock.errors import InvalidRequest
 from penstock.kv.manager import KVManager
 from penstock.schedule.batch import Batch
 from penstock.schedule.flight import FLIGHTS_MAX, Flight
+from penstock.schedule.leap import Draw, Leap
 from penstock.schedule.limits import Limits
 from penstock.schedule.plan import RequestOutput, Sampled, Scored, StepOutcome, StepPlan, StepResult
 from penstock.schedule.planner import Planner
@@ -43,7 +45,7 @@ from penstock.schedule.request import Request, Status
 from penstock.schedule.statistics import Counters, SchedulerStatistics
 from penstock.schedule.step import StepBuilder
 from penstock.schedule.step_cap import StepCap
-from penstock.types import BLOCK_TOKENS, FinishReason, RequestId
+from penstock.types import BLOCK_TOKENS, FinishReason, RequestId, TokenLogprob
 
 _RUNNING = Status.RUNNING
 
@@ -71,6 +73,7 @@ class Scheduler:
         self._planner = Planner(
             limits, self._prefill, clock, queue, self._batch, self._counters, self._quota, self._cap
         )
+        self._leap = Leap(self._batch, self._planner, self._prefill, self._counters)
         self._flights: deque[Flight] = deque()  # Oldest first, at most FLIGHTS_MAX.
         self._step = 0
         self._submitted = 0
@@ -184,6 +187,31 @@ class Scheduler:
         assert next(scored, None) is None, "more was scored than was asked for"
         return outcome
 
+    def leap_max(self, most: int) -> int:
+        """How many of the next steps, up to `most`, only decode the rows that run, so that `leap` may do them; see leap.py."""
+        return 0 if self._flights else self._leap.steps_max(most)
+
+    def leap(self, times_ns: Sequence[int], draw: Draw) -> StepOutcome:
+        """Do steps as `schedule` and `apply` would, each planned at one of `times_ns` and over at the next.
+
+        `draw` gives the tokens; only the last of a request may end its answer. No more steps than `leap_max` said. The
+        outcome has those that ended; now must be the last of the times.
+        """
+        assert not self._flights, "apply a plan in flight first"
+        self._leap.over(self._step, times_ns, draw)
+        self._step += len(times_ns) - 1
+        outcome = StepOutcome()
+        for request in self._batch.running.copy():
+            token, tokens = request.tokens[-1], request.tokens
+            if token in request.stop_token_ids or len(tokens) >= request.num_tokens_max:
+                outcome.outputs.append(self._ended_by(request, token, None, times_ns[-1]))
+        return outcome
+
+    @property
+    def running(self) -> Sequence[Request]:
+        """Requests that have a row, in their order. To read."""
+        return self._batch.running
+
     @property
     def has_work(self) -> bool:
         """Whether any request is waiting or running."""
@@ -286,14 +314,20 @@ class Scheduler:
         self._counters.generated_tokens += 1
         if request.first_token_ns is None:
             request.first_token_ns = now_ns
+        if len(tokens) < request.num_tokens_max and token not in request.stop_token_ids:
+            return RequestOutput(request.request_id, (token,), draw.logprob)
+        return self._ended_by(request, token, draw.logprob, now_ns)
+
+    def _ended_by(
+        self, request: Request, token: int, logprob: TokenLogprob | None, now_ns: int
+    ) -> RequestOutput:
+        """The end of a request by its last token, which stops it or fills it up."""
         if token in request.stop_token_ids:
             output = self._finish(request, FinishReason.STOP, now_ns)
             output.stop_token_id = token
             return output
-        if len(tokens) < request.num_tokens_max:
-            return RequestOutput(request.request_id, (token,), draw.logprob)
         output = self._finish(request, FinishReason.LENGTH, now_ns)
-        output.token_ids, output.logprob = (token,), draw.logprob
+        output.token_ids, output.logprob = (token,), logprob
         return output
 
     def _finish(

@@ -18,6 +18,11 @@ class StepCap:
         """Tokens of one step, and so rows of the batch, at most."""
         self._fitted = 0
 
+    @property
+    def is_lowered(self) -> bool:
+        """Whether steps are held smaller than they were meant to be."""
+        return self.tokens < self._limit
+
     def step_failed(self, num_tokens: int) -> bool:
         """A step of `num_tokens` ran out of memory. False if it was of a single token: no smaller step exists."""
         self.tokens, self._fitted = max(1, num_tokens // 2), 0

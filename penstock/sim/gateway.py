@@ -25,9 +25,10 @@ from penstock.policy.record import Outcome, UsageRecord
 from penstock.policy.room import WorkerView
 from penstock.policy.tenant import Tenant
 from penstock.sim.events import LocalClock, Rank, Timeline
+from penstock.sim.messages import Began, Failed, Finished, Report, Sliced, Submission, Told
 from penstock.sim.prompts import BlockNames
 from penstock.sim.request import RequestRecord, Segment, SimRequest
-from penstock.sim.worker import Began, Failed, Finished, Report, Sliced, Submission, Told, WorkerSpec
+from penstock.sim.worker import WorkerSpec
 from penstock.types import FinishReason, RequestId, TenantId, WorkerId
 
 _TOKEN_BYTES = 4

@@ -3,18 +3,19 @@
     submit, abort ──> Scheduler ──plan──> StepTime: so many ns later ──result──> Scheduler ──> told to the gateways
 
 What it tells of a request is what a gateway acts on: its first token, every full slice of its answer, and its end. A step
-that tells nothing is not seen by anybody, which is what makes it possible to leap over many of them.
+that tells nothing is seen by nobody. So while all rows decode and nothing is due, the worker coasts: it knows when
+the next steps end, and does them in one leap when something is due or comes in (schedule/leap.py).
 """
 
+from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import msgspec
-
 from penstock.config.tree import EngineConfig
 from penstock.errors import PenstockError
-from penstock.kv.hashing import BlockHash, BlockHasher
+from penstock.kv.hashing import BlockHasher
 from penstock.kv.manager import KVManager
 from penstock.schedule.limits import Limits
 from penstock.schedule.order import waiting_queue
@@ -23,11 +24,13 @@ from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
 from penstock.schedule.request import Request
 from penstock.schedule.scheduler import Scheduler
 from penstock.sim.events import LocalClock, Rank, Timeline
+from penstock.sim.messages import Began, Failed, Finished, Report, Sliced, Submission, Told
 from penstock.sim.prompts import EOS, content_tokens, prompt_tokens
-from penstock.sim.request import Segment
 from penstock.sim.step_time import LinearStepTime, StepShape, StepTime
-from penstock.types import RequestId, SamplingParams, Usage, WorkerId
+from penstock.types import RequestId, SamplingParams, WorkerId
 
+_COAST_STEPS = 24
+"""Steps whose times are worked out at once: whatever comes in before them makes the rest useless."""
 _KEY = b"simulated worker"
 _STOPS = (EOS,)
 
@@ -45,75 +48,8 @@ class WorkerSpec:
     """Name of the accelerator, for reports and prices."""
     cold_start_ns: int = 0
     """From being asked for to being ready."""
-
-
-class Submission(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A request as it is sent to a worker: what `protocol.worker.Submit` carries, with names in place of hashes."""
-
-    id: RequestId
-    gateway: int
-    attempt: int
-    prompt: tuple[Segment, ...]
-    names: Sequence[BlockHash]
-    """Of the prompt's and the answer's whole blocks."""
-    answer: int
-    """The content of the answer."""
-    output_tokens: int
-    """When the model stops by itself."""
-    max_tokens: int
-    salt: bytes = b""
-    public_tokens: int = 0
-    priority: int = 0
-    fairness_key: str = ""
-    fairness_weight: float = 1.0
-    poison: bool = False
-
-
-class Began(msgspec.Struct, frozen=True, gc=False):
-    """The first token came."""
-
-    id: RequestId
-    attempt: int
-    cached_tokens: int
-
-
-class Sliced(msgspec.Struct, frozen=True, gc=False):
-    """Another slice of the answer is full."""
-
-    id: RequestId
-    attempt: int
-    num_tokens: int
-    """All that there are by now."""
-
-
-class Finished(msgspec.Struct, frozen=True, gc=False):
-    """The last word."""
-
-    id: RequestId
-    attempt: int
-    reason: str
-    usage: Usage
-    error: str = ""
-
-
-class Failed(msgspec.Struct, frozen=True):
-    """The request was refused, or its worker is gone."""
-
-    id: RequestId
-    attempt: int
-    error: PenstockError
-
-
-Told = Began | Sliced | Finished | Failed
-
-
-class Report(msgspec.Struct, frozen=True, gc=False):
-    """What a worker says of itself: see `WorkerView`."""
-
-    running: int
-    waiting: int
-    blocks_total: int
-    blocks_used: int
+    leaps: bool = True
+    """False does every step by itself: slower, and the same."""
 
 
 class Listener(Protocol):
@@ -174,24 +110,96 @@ class SimWorker:
         self._streams: dict[RequestId, _Stream] = {}
         self._rows: dict[int, _Stream] = {}
         self._plan: StepPlan | None = None
+        self._times: list[int] = []  # When the steps it coasts over begin, and the last of them ends.
+        self._coast_max = self._coast_rows = self._coast_kv = 0
         self._news: dict[int, list[Told]] = {}
+        self._inbox: list[tuple[int, Submission | RequestId]] = []
         self._is_reporting = False
+        self._last_gauges = self._gauges()
         self.is_gone = False
         self.steps = 0
         self.busy_ns = 0
 
     # --- what gateways do ---------------------------------------------------------------------------
 
-    def submit(self, now_ns: int, submission: Submission) -> None:
-        """Take a request; what cannot be taken is told at once."""
+    def take(self, now_ns: int, message: Submission | RequestId) -> None:
+        """A request, or the id of one to end. As in our engine it is looked at between two steps."""
         if self.is_gone:
             return
+        self._inbox.append((now_ns, message))
+        if times := self._times:
+            # The step that runs now is the last to coast over.
+            if (end := bisect_right(times, now_ns)) < len(times) - 1:
+                self._times = times[: end + 1]
+                self._timeline.at(times[end], self.actor, Rank.STEP, self._on_coasted, self._times)
+        elif self._plan is None:
+            self._rest(now_ns)
+        if not self._is_reporting:
+            self._is_reporting = True
+            self._report_later(now_ns)
+
+    def leave(self) -> None:
+        """Be no more: whatever runs here is lost, and nothing is told any more."""
+        self.is_gone, self._plan, self._times = True, None, []
+
+    @property
+    def num_streams(self) -> int:
+        """Requests that have come and not ended."""
+        return len(self._streams) + len(self._inbox)
+
+    def report(self, now_ns: int) -> Report:
+        """Gauges, as they were when the last step ended."""
+        if self._times:
+            self._leap_to(bisect_right(self._times, now_ns) - 1)
+        return self._gauges() if self._plan is None else self._last_gauges
+
+    def _gauges(self) -> Report:
+        now = self.scheduler.statistics()
+        return Report(now.running, now.waiting, now.blocks_total, now.blocks_used)
+
+    def _report_later(self, now_ns: int) -> None:
+        when_ns = now_ns + self._listener.report_ns
+        self._timeline.at(when_ns, self.actor, Rank.TIMER, self._on_report, None)
+
+    def _on_report(self, now_ns: int, _: None) -> None:
+        if self.is_gone:
+            return
+        self._listener.reported(now_ns, self, self.report(now_ns))
+        self._is_reporting = bool(self._streams)
+        if self._is_reporting:
+            self._report_later(now_ns)
+
+    # --- between steps ------------------------------------------------------------------------------
+
+    def _rest(self, now_ns: int) -> None:
+        """A step is over: tell what came of it, take in what came meanwhile, and go on."""
         self.clock.time_ns = now_ns
-        sampling = SamplingParams(max_tokens=submission.max_tokens, stop_token_ids=_STOPS)
+        if self._inbox:
+            inbox, self._inbox = self._inbox, []
+            for arrived_ns, message in inbox:
+                if isinstance(message, Submission):
+                    self._submit(arrived_ns, message)
+                elif (stream := self._streams.get(message)) is not None:
+                    output = self.scheduler.abort(message)
+                    assert output is not None, "what has a stream has not ended"
+                    self._end(stream, output)
+        if self._news:
+            self._flush(now_ns)
+        most = self._steps_to_due() if self.spec.leaps else 0
+        if most and (most := self.scheduler.leap_max(most)):
+            running = self.scheduler.running
+            self._coast_max, self._coast_rows = most, len(running)
+            self._coast_kv = sum([request.num_planned for request in running])
+            self._times = [now_ns]
+            self._coast()
+        elif self._streams:
+            self._launch(now_ns)
+
+    def _submit(self, arrived_ns: int, submission: Submission) -> None:
         request = Request(
             request_id=submission.id,
             tokens=prompt_tokens(submission.prompt),
-            sampling=sampling,
+            sampling=SamplingParams(max_tokens=submission.max_tokens, stop_token_ids=_STOPS),
             salt=submission.salt,
             public_tokens=submission.public_tokens,
             priority=submission.priority,
@@ -199,65 +207,21 @@ class SimWorker:
             fairness_weight=submission.fairness_weight,
         )
         try:
-            self.scheduler.submit(request, arrived_ns=now_ns)
+            self.scheduler.submit(request, arrived_ns=arrived_ns)
         except PenstockError as error:
-            failed = Failed(submission.id, submission.attempt, error)
-            self._listener.told(now_ns, self, submission.gateway, [failed])
+            self._say(submission.gateway, Failed(submission.id, submission.attempt, error))
             return
         request.table.hashes += submission.names
         self._streams[submission.id] = _Stream(submission, request)
-        if not self._is_reporting:
-            self._is_reporting = True
-            self._timeline.at(
-                now_ns + self._listener.report_ns, self.actor, Rank.TIMER, self._on_report, None
-            )
-        if self._plan is None:
-            self._begin(now_ns)
 
-    def abort(self, now_ns: int, request_id: RequestId) -> None:
-        """End a request; its last word is told, unless it has ended."""
-        stream = self._streams.get(request_id)
-        if stream is None or self.is_gone:
-            return
-        self.clock.time_ns = now_ns
-        output = self.scheduler.abort(request_id)
-        assert output is not None, "what has a stream has not ended"
-        self._end(stream, output)
-        self._flush(now_ns)
-        if self._plan is None:
-            self._begin(now_ns)
+    # --- one step -----------------------------------------------------------------------------------
 
-    def leave(self) -> None:
-        """Be no more: whatever runs here is lost, and nothing is told any more."""
-        self.is_gone, self._plan = True, None
-
-    @property
-    def num_streams(self) -> int:
-        """Requests that have come and not ended."""
-        return len(self._streams)
-
-    def report(self) -> Report:
-        """Gauges."""
-        now = self.scheduler.statistics()
-        return Report(now.running, now.waiting, now.blocks_total, now.blocks_used)
-
-    def _on_report(self, now_ns: int, _: None) -> None:
-        if self.is_gone:
-            return
-        self._listener.reported(now_ns, self, self.report())
-        self._is_reporting = bool(self._streams)
-        if self._is_reporting:
-            self._timeline.at(
-                now_ns + self._listener.report_ns, self.actor, Rank.TIMER, self._on_report, None
-            )
-
-    # --- steps --------------------------------------------------------------------------------------
-
-    def _begin(self, now_ns: int) -> None:
-        self.clock.time_ns = now_ns
-        plan = self._plan = self.scheduler.schedule()
-        if plan is None:
-            return
+    def _launch(self, now_ns: int) -> None:
+        """Plan one step, which ends after its time."""
+        self._last_gauges = self._gauges()
+        plan = self.scheduler.schedule()
+        assert plan is not None, "what has come waits or runs"
+        self._plan = plan
         for new in plan.new_rows:
             self._rows[new.row] = self._streams[new.request_id]
         step_ns = max(1, self.spec.step_time.step_ns(StepShape.of(plan.work)))
@@ -265,9 +229,8 @@ class SimWorker:
         self.busy_ns += step_ns
         self._timeline.at(now_ns + step_ns, self.actor, Rank.STEP, self._on_step, plan)
 
-    def _on_step(self, now_ns: int, what: StepPlan) -> None:
-        plan = self._plan
-        if what is not plan or plan is None:
+    def _on_step(self, now_ns: int, plan: StepPlan) -> None:
+        if plan is not self._plan:
             return  # It was lost in a crash.
         self._plan, self.clock.time_ns = None, now_ns
         rows = self._rows
@@ -278,34 +241,96 @@ class SimWorker:
                 position = work.num_computed + work.num_tokens - stream.request.num_prompt
                 sampled.append(Sampled(work.row, stream.answer[position]))
         outcome = self.scheduler.apply(StepResult(plan.step, tuple(sampled)))
-        streams = self._streams
-        for output in outcome.outputs:
-            stream = streams[output.request_id]
-            if output.finish is not None:
-                self._end(stream, output)
-            elif stream.request.num_generated >= stream.due:
-                self._news.setdefault(stream.submission.gateway, []).append(self._due(stream))
-        if self._news:
-            self._flush(now_ns)
-        self._begin(now_ns)
+        self._tell_of(outcome.outputs)
+        self._rest(now_ns)
 
-    def _due(self, stream: _Stream) -> Told:
+    # --- coasting -----------------------------------------------------------------------------------
+
+    def _steps_to_due(self) -> int:
+        """Steps after which something is due for one of the rows, if all of them decode; 0 if one does not yet."""
+        streams, least = self._streams, 1 << 30
+        for request in self.scheduler.running:
+            stream = streams[request.request_id]
+            due = stream.due
+            if due == 1:
+                return 0
+            left = min(due, len(stream.answer)) - request.num_generated
+            least = min(least, left)
+        return least if streams else 0
+
+    def _coast(self) -> None:
+        """Work out when some more steps end."""
+        times, rows, kv_tokens = self._times, self._coast_rows, self._coast_kv
+        step_ns, time_ns = self.spec.step_time.step_ns, self._times[-1]
+        for _ in range(min(_COAST_STEPS, self._coast_max + 1 - len(times))):
+            kv_tokens += rows
+            time_ns += max(1, step_ns(StepShape(rows, 0, 0, kv_tokens)))
+            times.append(time_ns)
+        self._coast_kv = kv_tokens
+        self._timeline.at(time_ns, self.actor, Rank.STEP, self._on_coasted, times)
+
+    def _on_coasted(self, now_ns: int, times: list[int]) -> None:
+        if times is not self._times:
+            return  # Something came in between.
+        if len(times) <= self._coast_max and not self._inbox:
+            self._coast()
+            return
+        self._leap_to(len(times) - 1)
+        self._times = []
+        self._rest(now_ns)
+
+    def _leap_to(self, index: int) -> None:
+        """Do the steps until one of the times; the rest goes on."""
+        if not index:
+            return
+        times = self._times[: index + 1]
+        self.clock.time_ns = times[-1]
+        outcome = self.scheduler.leap(times, self._draw)
+        self.steps += index
+        self.busy_ns += times[-1] - times[0]
+        del self._times[:index]
+        self._coast_max -= index
+        if not self._coast_max:
+            self._tell_of(outcome.outputs)
+
+    def _draw(self, request: Request, count: int) -> "array[int]":
+        first = request.num_generated
+        return self._streams[request.request_id].answer[first : first + count]
+
+    # --- words --------------------------------------------------------------------------------------
+
+    def _tell_of(self, outputs: Sequence[RequestOutput]) -> None:
+        """What a step brought: first who ended, then whose first token or slice is here."""
+        streams = self._streams
+        for output in outputs:
+            if output.finish is not None:
+                self._end(streams[output.request_id], output)
+        for request in self.scheduler.running:
+            stream = streams[request.request_id]
+            if request.num_generated >= stream.due:
+                self._is_due(stream)
+
+    def _is_due(self, stream: _Stream) -> None:
         request, submission = stream.request, stream.submission
-        num_tokens = request.num_generated
-        stream.due = (num_tokens // self._listener.slice_tokens + 1) * self._listener.slice_tokens
+        num_tokens, each = request.num_generated, self._listener.slice_tokens
+        stream.due = (num_tokens // each + 1) * each
         if num_tokens == 1:
-            return Began(submission.id, submission.attempt, request.num_cached)
-        return Sliced(submission.id, submission.attempt, num_tokens)
+            self._say(submission.gateway, Began(submission.id, submission.attempt, request.num_cached))
+        else:
+            self._say(submission.gateway, Sliced(submission.id, submission.attempt, num_tokens))
 
     def _end(self, stream: _Stream, output: RequestOutput) -> None:
         submission = stream.submission
         del self._streams[submission.id]
         assert output.finish is not None
         assert output.usage is not None
-        told = Finished(
-            submission.id, submission.attempt, output.finish.value, output.usage, output.error or ""
+        reason, error = output.finish.value, output.error or ""
+        self._say(
+            submission.gateway, Finished(submission.id, submission.attempt, reason, output.usage, error)
         )
-        self._news.setdefault(submission.gateway, []).append(told)
+
+    def _say(self, gateway: int, word: Told) -> None:
+        self._news.setdefault(gateway, []).append(word)
 
     def _flush(self, now_ns: int) -> None:
         news, self._news = self._news, {}

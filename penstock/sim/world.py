@@ -17,10 +17,11 @@ from penstock.policy.record import UsageRecord
 from penstock.policy.tenant import Tenant
 from penstock.sim.events import Rank, Timeline
 from penstock.sim.gateway import Facts, SimGateway
+from penstock.sim.messages import Report, Submission, Told
 from penstock.sim.request import RequestRecord, SimRequest
 from penstock.sim.result import SimResult, Tally
 from penstock.sim.streams import Streams
-from penstock.sim.worker import Report, SimWorker, Submission, Told, WorkerSpec
+from penstock.sim.worker import SimWorker, WorkerSpec
 from penstock.types import RequestId, WorkerId
 
 _WORLD = 0
@@ -150,7 +151,7 @@ class World:
     def drain(self, now_ns: int, member: Member) -> None:
         """Give it nothing new; it leaves when what runs there has ended."""
         member.draining = True
-        self._tell_state(now_ns, member, member.worker.report())
+        self._tell_state(now_ns, member, member.worker.report(now_ns))
         # By then whatever was sent there before the gateways knew has come.
         self.timeline.at(now_ns + 3 * self.spec.link_ns, _WORLD, Rank.TIMER, self._leave_if_empty, member)
 
@@ -161,14 +162,16 @@ class World:
         if (member := self.members.get(worker_id)) is not None:
             when_ns = now_ns + self.spec.link_ns
             self.timeline.at(
-                when_ns, member.worker.actor, Rank.MESSAGE, self._on_submit, (member, submission)
+                when_ns, member.worker.actor, Rank.MESSAGE, self._on_message, (member, submission)
             )
 
     def abort(self, now_ns: int, worker_id: WorkerId, request_id: RequestId) -> None:
         """See `Network`."""
         if (member := self.members.get(worker_id)) is not None:
             when_ns = now_ns + self.spec.link_ns
-            self.timeline.at(when_ns, member.worker.actor, Rank.MESSAGE, self._on_abort, (member, request_id))
+            self.timeline.at(
+                when_ns, member.worker.actor, Rank.MESSAGE, self._on_message, (member, request_id)
+            )
 
     # --- Listener -----------------------------------------------------------------------------------
 
@@ -231,13 +234,9 @@ class World:
 
     # --- inside: links ------------------------------------------------------------------------------
 
-    def _on_submit(self, now_ns: int, what: tuple[Member, Submission]) -> None:
-        member, submission = what
-        member.worker.submit(now_ns, submission)
-
-    def _on_abort(self, now_ns: int, what: tuple[Member, RequestId]) -> None:
-        member, request_id = what
-        member.worker.abort(now_ns, request_id)
+    def _on_message(self, now_ns: int, what: tuple[Member, Submission | RequestId]) -> None:
+        member, message = what
+        member.worker.take(now_ns, message)
 
     def _on_told(self, now_ns: int, what: tuple[SimGateway, WorkerId, Sequence[Told]]) -> None:
         gateway, worker_id, told = what
@@ -267,7 +266,7 @@ class World:
 
     def _ready(self, now_ns: int, member: Member) -> None:
         member.ready = True
-        self._tell_state(now_ns, member, member.worker.report())
+        self._tell_state(now_ns, member, member.worker.report(now_ns))
 
     def _on_ready(self, now_ns: int, member: Member) -> None:
         if not member.draining and not member.worker.is_gone:

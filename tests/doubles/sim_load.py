@@ -37,7 +37,7 @@ def poisson(
 
 def main() -> None:
     spec = WorldSpec(seed=3, pools=(PoolSpec(count=3),), gateways=2)
-    print(World(spec, poisson(3, 12, 8)).run().digest)
+    print(World(spec, poisson(3, 12, 3)).run().digest)
 
 
 if __name__ == "__main__":

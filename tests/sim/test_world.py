@@ -47,10 +47,10 @@ def test_the_same_seed_is_the_same_run_whatever_python_hashes() -> None:
         for seed in ("1", "2")
     }
     assert digests == {
-        World(WorldSpec(seed=3, pools=(PoolSpec(count=3),), gateways=2), poisson(3, 12, 8)).run().digest
+        World(WorldSpec(seed=3, pools=(PoolSpec(count=3),), gateways=2), poisson(3, 12, 3)).run().digest
         + "\n"
     }
-    assert digests != {World(SMALL, poisson(4, 12, 8)).run().digest + "\n"}
+    assert digests != {World(SMALL, poisson(4, 12, 3)).run().digest + "\n"}
 
 
 def test_the_number_of_workers_follows_its_schedule_and_no_stream_is_lost() -> None:
@@ -66,7 +66,8 @@ def test_the_number_of_workers_follows_its_schedule_and_no_stream_is_lost() -> N
 def test_clients_leave_before_and_after_their_first_token() -> None:
     impatient = World(SMALL, poisson(5, 10, 5, patience_ns=1)).run()
     assert {record.outcome for record in impatient.records} == {Outcome.CANCELLED}
-    assert not impatient.counters.completion_tokens
+    # An abort is looked at between two steps: one may have ended with a first token.
+    assert all(record.completion_tokens <= 1 for record in impatient.records)
     leaving = World(SMALL, poisson(5, 10, 5, output=400, cancel_at_ns=3 * NS_PER_S)).run()
     assert {record.outcome for record in leaving.records} == {Outcome.CANCELLED, Outcome.FINISHED}
     assert any(record.first_ns >= 0 for record in leaving.records if record.outcome is Outcome.CANCELLED)
