@@ -11,6 +11,7 @@ from typing import Protocol
 import msgspec
 
 from penstock.errors import PenstockError
+from penstock.protocol.openai import ChatRequest
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.types import FinishReason, RequestId, SamplingParams, Usage
 
@@ -34,6 +35,8 @@ class GenerateRequest:
     priority: int = 0
     fairness_key: str = ""
     fairness_weight: float = 1.0
+    chat: ChatRequest | None = None
+    """The conversation as the client sent it, if it sent one: for providers, which have templates of their own."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -47,6 +50,15 @@ class TextLogprob:
     top: tuple[tuple[str, bytes, float], ...] = ()
 
 
+class ToolCallPiece(msgspec.Struct, frozen=True, kw_only=True):
+    """Part of a tool call that a worker has parsed itself: its start has a name, and more of its arguments follows."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
 class Delta(msgspec.Struct, frozen=True, gc=False):
     """New output of a stream. `text` is whole characters only, and never part of a stop string.
 
@@ -58,6 +70,8 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     logprobs: tuple[TextLogprob, ...] = ()
     prompt_logprobs: tuple[TextLogprob, ...] = ()
     """Of the next prompt tokens, from the second on, if they were asked for. They come before the answer, on their own."""
+    tool_calls: tuple[ToolCallPiece, ...] = ()
+    """From workers that parse calls themselves; their text holds none."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from penstock.backends.base import Delta, Finish, GenerateRequest, Sink, TextLogprob
+from penstock.backends.base import Delta, Finish, GenerateRequest, Sink
+from penstock.backends.shown import shown_logprob
 from penstock.clock import Clock
 from penstock.errors import (
     ContextTooLong,
@@ -31,7 +32,7 @@ from penstock.protocol.worker import Output
 from penstock.text.detokenizer import detokenizer
 from penstock.text.stop import StopChecker
 from penstock.text.tokenizer import Tokenizer
-from penstock.types import FinishReason, RequestId, TokenLogprob, Usage
+from penstock.types import FinishReason, RequestId, Usage
 
 _KINDS: dict[str, type[PenstockError]] = {
     kind.__name__: kind
@@ -97,7 +98,7 @@ class OwnStream:
             return
         token_ids = output.token_ids
         if not token_ids:
-            found = tuple(self._text_logprob(each) for each in output.prompt_logprobs)
+            found = tuple(shown_logprob(each, self._tokenizer) for each in output.prompt_logprobs)
             self._sink.on_delta(Delta("", (), (), found))
             return
         self._num_tokens += len(token_ids)
@@ -165,13 +166,4 @@ class OwnStream:
 
     def _delta(self, text: str, output: Output) -> Delta:
         found = output.logprobs or ()
-        return Delta(text, output.token_ids, tuple(self._text_logprob(each) for each in found))
-
-    def _text_logprob(self, logprob: TokenLogprob) -> TextLogprob:
-        tokenizer = self._tokenizer
-        return TextLogprob(
-            token=tokenizer.token_text(logprob.token_id),
-            token_bytes=tokenizer.token_bytes(logprob.token_id),
-            logprob=logprob.logprob,
-            top=tuple((tokenizer.token_text(i), tokenizer.token_bytes(i), value) for i, value in logprob.top),
-        )
+        return Delta(text, output.token_ids, tuple(shown_logprob(each, self._tokenizer) for each in found))

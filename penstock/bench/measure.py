@@ -15,8 +15,9 @@ import msgspec
 from penstock import rng
 from penstock.bench.client import Response
 from penstock.bench.stats import Samples
-from penstock.bench.wire import Chunk, SseReader, UsageReport, decode_chunk, error_text
+from penstock.bench.wire import Chunk, UsageReport, decode_chunk, error_text
 from penstock.clock import Clock
+from penstock.protocol.sse import EventReader
 
 ERROR_KINDS_MAX = 32
 ERROR_CHARS_MAX = 200
@@ -79,7 +80,7 @@ class Stopwatch:
 
     def __init__(self, tally: Tally, clock: Clock, intended_ns: int) -> None:
         self._tally, self._clock, self._intended_ns = tally, clock, intended_ns
-        self._reader = SseReader()
+        self._reader = EventReader()
         self._first_ns = self._last_ns = 0
         self._num_chunks = 0
         self._usage: UsageReport | None = None

@@ -1,14 +1,10 @@
-"""The little that a client reads of OpenAI's answers, and how it cuts server-sent events.
+"""The little that a client reads of OpenAI's answers.
 
 Lenient on purpose: `bench` and `chat` run against any server, so unknown fields are ignored and every
 known one may be missing. Decoding is typed (msgspec), about a microsecond per chunk.
 """
 
-from collections.abc import Iterator
-
 import msgspec
-
-EVENT_BYTES_MAX = 4 * 1024 * 1024
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -110,44 +106,3 @@ def error_text(status: int, body: bytes) -> str:
     if isinstance(answer.error, ErrorBody):
         return answer.error.message or f"HTTP {status}"
     return answer.error or answer.message or f"HTTP {status}"
-
-
-class SseReader:
-    """Cuts a stream of bytes into the data of its events (the WHATWG server-sent events format).
-
-    Comments, event names and ids are dropped; several `data:` lines of one event are joined.
-    """
-
-    __slots__ = ("_rest",)
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the data of every event that is now complete.
-
-        Raises:
-            ValueError: an event is over `EVENT_BYTES_MAX`.
-        """
-        buffer = self._rest + data if self._rest else data
-        if b"\r" in buffer:
-            buffer = _normalised(buffer)
-        *events, self._rest = buffer.split(b"\n\n")
-        if len(self._rest) > EVENT_BYTES_MAX:
-            raise ValueError(f"a server-sent event is over {EVENT_BYTES_MAX} bytes")
-        for event in events:
-            lines = [_value(line) for line in event.split(b"\n") if line.startswith(b"data:")]
-            if lines:
-                yield b"\n".join(lines) if len(lines) > 1 else lines[0]
-
-
-def _normalised(buffer: bytes) -> bytes:
-    """Turn CRLF and CR line ends into LF; a CR at the very end may be half of a CRLF and stays."""
-    tail = b"\r" if buffer.endswith(b"\r") else b""
-    body = buffer[: len(buffer) - len(tail)]
-    return body.replace(b"\r\n", b"\n").replace(b"\r", b"\n") + tail
-
-
-def _value(line: bytes) -> bytes:
-    value = line[5:]
-    return value[1:] if value.startswith(b" ") else value

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 import msgspec
 
 from penstock.bench.client import CannotConnect, Client
-from penstock.bench.wire import Chunk, SseReader, UsageReport, decode_chunk
+from penstock.bench.wire import Chunk, UsageReport, decode_chunk
 from penstock.cli import console
 from penstock.cli.remote import Unusable, add_remote_flags, connect, no_server, pick_model, refused
 from penstock.cli.usage import Commands, Help, number
 from penstock.clock import NS_PER_S, Clock, SystemClock
 from penstock.errors import ConfigError, PenstockError
+from penstock.protocol.sse import EventReader
 
 STDIN_CHARS_MAX = 8 * 1024 * 1024
 MESSAGES_MAX = 2000
@@ -105,7 +106,7 @@ class Answer:
     """An answer as it streams in, printed at once. A `BodySink`."""
 
     def __init__(self, clock: Clock) -> None:
-        self._clock, self._reader = clock, SseReader()
+        self._clock, self._reader = clock, EventReader()
         self._sent_ns = clock.now_ns()
         self._first_ns = self._last_ns = 0
         self._num_chunks = 0

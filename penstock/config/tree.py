@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from penstock.config.backends import BackendsConfig
 from penstock.config.branch import Branch, Fraction, Port, Positive, Seconds
 from penstock.config.flow import QueueConfig, RateLimitsConfig, SharedConfig
 from penstock.config.ledger import BudgetsConfig, LedgerConfig, PricesConfig
@@ -234,4 +235,5 @@ class Config(Branch, frozen=True, kw_only=True):
     prices: PricesConfig = PricesConfig()
     budgets: BudgetsConfig = BudgetsConfig()
     ledger: LedgerConfig = LedgerConfig()
+    backends: BackendsConfig = BackendsConfig()
     log: LogConfig = LogConfig()

@@ -137,6 +137,22 @@ CATALOG = (
         "penstock_ttft_prediction_error_ratio", "histogram", "Predicted time to first token against the real one.",
         MODEL, ERROR_BUCKETS,
     ),
+    # Workers that are not ours.
+    Metric(
+        "penstock_backend_requests_total", "counter", "Streams of workers that are not ours that ended, by how.",
+        ("engine", "outcome"),
+    ),
+    Metric(
+        "penstock_backend_anomalies_total", "counter", "Answers of such workers that were not as they should be.",
+        ("engine", "kind"),
+    ),
+    Metric(
+        "penstock_scrape_missing_total", "counter", "Metrics that a worker should have and does not.",
+        ("engine", "metric"),
+    ),
+    Metric(
+        "penstock_scrape_failures_total", "counter", "Pages of a worker's metrics that could not be read.", ("engine",)
+    ),
     Metric("penstock_budget_warnings_total", "counter", "Shares of budgets that were used up.", ("period",)),
     Metric("penstock_build_info", "gauge", "Always 1; the version is a label.", ("version",), shared=True),
 )  # fmt: skip

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.exposition import generate_latest
 
 from penstock.clock import NS_PER_S
+from penstock.telemetry.backend_metrics import BackendMeters
 from penstock.telemetry.catalog import CATALOG, BlockState, Endpoint, Metric, Outcome
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -114,6 +115,16 @@ class Metrics:
     def model(self, name: str) -> "ModelMetrics":
         """The handles of one configured model."""
         return self._models[name]
+
+    def backend(self, engine: str) -> BackendMeters:
+        """The counters of one engine that is not ours."""
+        names = (
+            "penstock_backend_requests_total",
+            "penstock_backend_anomalies_total",
+            "penstock_scrape_missing_total",
+            "penstock_scrape_failures_total",
+        )
+        return BackendMeters(engine, {name: self._table.counter(name) for name in names})
 
     def http_response(self, code: int) -> None:
         """Count one response."""

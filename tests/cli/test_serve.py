@@ -16,9 +16,10 @@ import msgspec
 import pytest
 
 from penstock.bench.client import Client, Endpoint, Response
-from penstock.bench.wire import SseReader, decode_chunk
+from penstock.bench.wire import decode_chunk
 from penstock.cli.keyfile import load_key
 from penstock.config.presets import resolve
+from penstock.protocol.sse import EventReader
 
 DEMO = "penstock-demo"
 PATIENCE_S = 90.0
@@ -113,7 +114,7 @@ class Stream:
     """Counts the chunks of an answer."""
 
     def __init__(self) -> None:
-        self.reader, self.text, self.ended, self.error = SseReader(), "", False, ""
+        self.reader, self.text, self.ended, self.error = EventReader(), "", False, ""
         self.first = asyncio.Event()
 
     def on_bytes(self, data: bytes) -> None:

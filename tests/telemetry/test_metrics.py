@@ -40,6 +40,11 @@ def test_names_and_labels_are_the_golden_ones() -> None:
         count("m", "queue_full")
     metrics.retried("m")
     metrics.predicted("m", 0.1)
+    meters = metrics.backend("vllm")
+    meters.ended("ok")
+    meters.odd("no_end")
+    meters.missing("vllm:num_requests_running")
+    meters.scrape_failed()
     assert exposed_names(metrics) == GOLDEN.read_text().splitlines()
 
 
