@@ -6,7 +6,7 @@ DEV := scripts/setup.sh dev
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test check format bench bench-engine bench-relay soak train-demo clean
+.PHONY: help serve chat test test-workers check format bench bench-engine bench-relay soak train-demo clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,6 +22,11 @@ chat:  ## talk to a running server in the terminal
 test:  ## install what is needed and run the test suite (ARGS="tests/kv -k pool" for a part)
 	@$(DEV)
 	@$(BIN)/pytest $(ARGS)
+
+test-workers:  ## the tests with real servers of others, Ray among them (installs those first; ARGS="-k ray" for a part)
+	@$(DEV)
+	@scripts/install_ray.sh
+	@$(VENV)/ray/bin/python -m pytest -m workers $(ARGS)
 
 check:  ## format, lint and type check
 	@$(DEV)

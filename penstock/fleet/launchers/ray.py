@@ -1,0 +1,322 @@
+"""Workers on a Ray cluster: one actor for each, which is the home of a worker process (ray_home.py).
+
+    RayLauncher ─> SupervisedWorker ─> RayProcess ──Ray──> actor ─> worker process <──our own TCP protocol── gateways
+
+Ray chooses the machine and starts the actor; it is not in the path of any request. Who is dead is seen by our own
+connection first: Ray takes about 14 s to notice that a machine is gone. Then the actor is asked, and if it does not answer
+in time it is given up, Ray is told, and the worker starts on another machine. A worker whose process crashed starts again
+in the same actor, at the same address.
+"""
+# ruff: noqa: ANN401 - Ray makes its methods while it runs, so there are no types to name.
+
+import asyncio
+import importlib
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.backends.own import OwnBackend
+from penstock.clock import Clock
+from penstock.config.launch import WorkerLaunch
+from penstock.config.ray import RayConfig
+from penstock.errors import ConfigError, WorkerUnavailable
+from penstock.fleet.launchers.base import WorkerSpec
+from penstock.fleet.launchers.log_file import LOG_BYTES_MAX, tee
+from penstock.fleet.launchers.process import TAIL_LINES, describe_exit, stderr_line
+from penstock.fleet.launchers.ray_home import WorkerHome
+from penstock.fleet.launchers.supervised import SupervisedWorker
+from penstock.protocol.address import Address, TcpAddress, parse_address
+from penstock.types import WorkerId
+
+NODE_LABEL = "ray.io/node-id"
+KNOCK_TIMEOUT_S = 5.0
+NOWHERE = TcpAddress("unplaced.invalid", 0)
+
+
+class RayLauncher:
+    """Starts workers on a cluster. `close` it, and nothing of them is left there."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        hash_key: bytes,
+        *,
+        config: RayConfig,
+        environment: dict[str, str] | None = None,
+        log: Callable[[str], None] = stderr_line,
+        log_directory: Path | None = None,
+        log_bytes_max: int = LOG_BYTES_MAX,
+    ) -> None:
+        """`log` hears every line that a worker prints; with a `log_directory` they are kept there too, on this machine.
+
+        Raises:
+            ConfigError: Ray is not installed.
+        """
+        self._ray = import_ray()
+        self._clock, self._hash_key, self._config = clock, hash_key, config
+        self._environment, self._log = environment or {}, log
+        self._log_directory, self._log_bytes_max = log_directory, log_bytes_max
+        self._workers: dict[WorkerId, SupervisedWorker] = {}
+        self._connecting = asyncio.Lock()
+
+    async def start(self, spec: WorkerSpec, backend: OwnBackend) -> SupervisedWorker:
+        """Find a place for a worker and start it there; returns as soon as it has one.
+
+        Raises:
+            ConfigError: there is no cluster at `fleet.ray.address`.
+            WorkerUnavailable: the cluster has no room for it.
+        """
+        assert spec.worker_id not in self._workers, f"{spec.worker_id} runs already"
+        await self._connect()
+        process = RayProcess(self._ray, spec.worker_id, self._launch(spec), self._config, self._environment)
+        process.log = tee(
+            self._log, self._log_directory, spec.worker_id, self._clock, bytes_max=self._log_bytes_max
+        )
+        try:
+            await process.place()
+        except OSError as error:
+            raise WorkerUnavailable(f"{spec.worker_id}: {error}") from error
+        worker = SupervisedWorker(spec, backend, process, self._clock)
+        self._workers[spec.worker_id] = worker
+        worker.start()
+        return worker
+
+    async def stop(self, worker_id: WorkerId, *, timeout_s: float) -> None:
+        """Drain the worker, up to the timeout, and end its process and its actor. Unknown ids are stopped already."""
+        if (worker := self._workers.pop(worker_id, None)) is not None:
+            await worker.stop(timeout_s)
+
+    def list(self) -> tuple[SupervisedWorker, ...]:
+        """Every worker that was started and not stopped."""
+        return tuple(self._workers.values())
+
+    async def close(self, *, timeout_s: float) -> None:
+        """Stop every worker, all at the same time. The connection to Ray ends with this process."""
+        await asyncio.gather(
+            *(self.stop(worker_id, timeout_s=timeout_s) for worker_id in list(self._workers))
+        )
+
+    async def _connect(self) -> None:
+        async with self._connecting:
+            if self._ray.is_initialized():
+                return
+            try:
+                await self._knock()
+                # In a thread, since it waits for the cluster; workers' words reach us by themselves (RayProcess).
+                await asyncio.to_thread(
+                    self._ray.init, address=self._config.address, log_to_driver=False, logging_level="warning"
+                )
+            except (OSError, RuntimeError, ValueError) as error:
+                what = str(error).strip().partition("\n")[0]
+                raise ConfigError(
+                    f"fleet.ray.address: no cluster at {self._config.address!r}: {what}"
+                ) from error
+
+    async def _knock(self) -> None:
+        """Ray's client waits for minutes for a cluster that is not there, and may end the process then."""
+        host, _, port = self._config.address.rpartition(":")
+        if not host or not port.isdecimal():
+            return  # "auto" and the like, which Ray looks up.
+        async with asyncio.timeout(KNOCK_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        writer.close()
+
+    def _launch(self, spec: WorkerSpec) -> WorkerLaunch:
+        engine = spec.engine
+        if not engine.threads and self._config.num_cpus >= 1:
+            engine = msgspec.structs.replace(engine, threads=int(self._config.num_cpus))
+        return WorkerLaunch(
+            model_path=spec.model_path,
+            model_name=spec.model_name,
+            address="",  # The actor knows.
+            hash_key=self._hash_key,
+            engine=engine,
+            runner=spec.runner,
+        )
+
+
+class RayProcess:
+    """One worker's process in an actor; see `Supervisable`. All of Ray's errors become an end of the process, or an `OSError`."""
+
+    def __init__(
+        self, ray: Any, name: str, launch: WorkerLaunch, config: RayConfig, environment: dict[str, str]
+    ) -> None:
+        self.exit_code: int | None = None
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self.address: Address = NOWHERE
+        self.pid: int | None = None
+        self.log: Callable[[str], None] = stderr_line
+        self._ray, self._name, self._config = ray, name, config
+        self._launch, self._environment = msgspec.json.encode(launch), environment
+        self._actor: Any = None
+        self._node = self._avoid = ""
+        self._end = ""
+        self._doubted = asyncio.Event()
+        self._pump: asyncio.Task[None] | None = None
+
+    async def place(self) -> None:
+        """Have Ray start an actor for it.
+
+        Raises:
+            OSError: there is no room for it, or it died at once.
+        """
+        remote = self._ray.remote(RayHome).options(**actor_options(self._config, self._avoid))
+        self._actor = remote.remote(self._name)
+        try:
+            self._node, address = await self._ask(self._actor.place.remote(), self._config.place_timeout_s)
+        except OSError as error:
+            await self.close()
+            self._avoid = ""  # There may be no other machine.
+            raise OSError(f"no place on the cluster: {error}") from error
+        self.address = parse_address(address)
+        self._pump = asyncio.create_task(self._pass_on_lines(self._actor), name=f"lines of {self._name}")
+
+    async def spawn(self) -> None:
+        """See `Supervisable`."""
+        if self._actor is None:
+            await self.place()
+        actor: Any = self._actor
+        self.exit_code, self._end = None, ""
+        self.tail.clear()
+        self._doubted.clear()
+        try:
+            spawning = actor.spawn.remote(self._launch, self._environment)
+            self.pid = await self._ask(spawning, self._config.place_timeout_s)
+        except OSError:
+            await self.close()
+            raise
+
+    async def wait(self) -> None:
+        """Return when the process has exited, its actor has died, or its machine does not answer."""
+        exited = _future(self._actor.wait.remote())
+        while True:
+            doubted = asyncio.ensure_future(self._doubted.wait())
+            await asyncio.wait([exited, doubted], return_when=asyncio.FIRST_COMPLETED)
+            doubted.cancel()
+            if exited.done():
+                if (error := exited.exception()) is not None:
+                    await self._lose(f"its actor died ({type(error).__name__})")
+                return
+            self._doubted.clear()
+            try:
+                await self._ask(self._actor.is_running.remote(), self._config.answer_timeout_s)
+            except OSError as error:
+                self._avoid = self._node
+                await self._lose(f"its machine does not answer ({error})")
+                return
+
+    def doubt(self) -> None:
+        """See `Supervisable`."""
+        self._doubted.set()
+
+    def kill(self) -> None:
+        """See `Supervisable`."""
+        if self._actor is not None:
+            self._actor.kill.remote()
+
+    async def end(self, timeout_s: float) -> None:
+        """See `Supervisable`. The actor stays, for a restart."""
+        self.pid = None
+        if self._actor is None:
+            return
+        try:
+            ended = self._actor.end.remote(timeout_s)
+            self.exit_code, tail = await self._ask(ended, timeout_s + self._config.answer_timeout_s)
+            self.tail.extend(tail)
+        except OSError as error:
+            await self._lose(f"its machine does not answer ({error})")
+
+    async def close(self) -> None:
+        """See `Supervisable`. With the actor goes whatever it still runs."""
+        actor, self._actor = self._actor, None
+        self.pid = None
+        if actor is not None:
+            await asyncio.to_thread(self._ray.kill, actor, no_restart=True)
+        if self._pump is not None:
+            await asyncio.wait([self._pump], timeout=self._config.answer_timeout_s)
+            self._pump.cancel()
+
+    def describe_end(self) -> str:
+        """See `Supervisable`."""
+        return self._end or describe_exit(self.exit_code)
+
+    async def _lose(self, what: str) -> None:
+        """Nobody will hear of that process again: should it still run, it ends with its actor."""
+        self._end = f"the worker was lost: {what}"
+        await self.close()
+
+    async def _ask(self, reference: Any, timeout_s: float) -> Any:
+        """What an actor answers.
+
+        Raises:
+            OSError: it does not, in time or ever.
+        """
+        answer = _future(reference)
+        await asyncio.wait([answer], timeout=timeout_s)
+        if not answer.done():
+            raise TimeoutError(f"no answer within {timeout_s:g} s")
+        if (error := answer.exception()) is not None:
+            words = str(error).strip().rpartition("\n")[2]
+            raise ConnectionError(f"{type(error).__name__}: {words}") from error
+        return answer.result()
+
+    async def _pass_on_lines(self, actor: Any) -> None:
+        """What the worker prints, until the actor ends."""
+        while True:
+            lines = _future(actor.lines.remote())
+            await asyncio.wait([lines])
+            if lines.exception() is not None:
+                return
+            for line in lines.result():
+                self.log(line)
+
+
+class RayHome(WorkerHome):
+    """The actor's class: the home of a worker, at the address by which Ray knows this machine."""
+
+    def __init__(self, name: str) -> None:
+        self._context = import_ray().get_runtime_context()
+        super().__init__(name, import_ray().util.get_node_ip_address())
+
+    async def place(self) -> tuple[str, str]:
+        """Which machine this is, and where the worker will listen."""
+        return self._context.get_node_id(), await self.address()
+
+
+def actor_options(config: RayConfig, avoid: str = "") -> dict[str, Any]:
+    """What Ray is asked for: the place of one worker, on any machine but `avoid` (a node id).
+
+    Ray restarts nothing by itself, since the supervisor does. A worker of several GPUs on several machines would ask for a
+    placement group here (`scheduling_strategy`), with one bundle for each of its ranks.
+    """
+    options: dict[str, Any] = {
+        "num_cpus": config.num_cpus,
+        "num_gpus": config.num_gpus,
+        "resources": dict(config.resources),
+        "max_restarts": 0,
+        "max_task_retries": 0,
+        "max_concurrency": 16,
+    }
+    if avoid:
+        options["label_selector"] = {NODE_LABEL: f"!in({avoid})"}
+    return options
+
+
+def import_ray() -> Any:
+    """Ray's client. It is large, and an extra.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module("ray")
+    except ImportError:
+        raise ConfigError("fleet.launcher: ray needs Ray; install penstock[ray]") from None
+
+
+def _future(reference: Any) -> "asyncio.Future[Any]":
+    """The answer to come, on this event loop. Giving it up leaves Ray's side alone."""
+    return asyncio.wrap_future(reference.future())
