@@ -5,6 +5,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from penstock.config.branch import Branch, Count, Fraction, Positive
+from penstock.config.placement import PlacementConfig
 
 Milliseconds = Annotated[float, Meta(ge=0, le=86_400_000)]
 Weight = Annotated[float, Meta(ge=0, le=1)]
@@ -129,3 +130,4 @@ class RoutingConfig(Branch, frozen=True, kw_only=True):
 
     models: Annotated[tuple[ModelRoute, ...], Meta(max_length=64)] = ()
     auto: AutoConfig = AutoConfig()
+    placement: PlacementConfig = PlacementConfig()

@@ -1,13 +1,18 @@
 """The endpoints of whoever runs the fleet, under /admin. They want an admin key; a tenant's ordinary key is refused."""
 
+from urllib.parse import unquote
+
 from penstock import __version__
+from penstock.errors import NotFound
 from penstock.gateway.auth import Caller
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.inspect import answer
 from penstock.gateway.models import ServedModel
 from penstock.gateway.services import Services
+from penstock.policy.decision_log import explain
 from penstock.protocol.fleet import FleetReport, ModelReport, WorkerReport
 from penstock.telemetry.metrics import Metrics
+from penstock.types import RequestId
 
 
 class Admin:
@@ -25,6 +30,21 @@ class Admin:
             models=[self._model(model) for model in models],
         )
         answer(exchange, report)
+
+    async def explain(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /admin/explain/{request_id}`: which workers this gateway process considered for a request, what each scored and why
+        one was picked; one entry per decision (holds and retries have more than one), oldest first.
+
+        Raises:
+            NotFound: it is not known here, or not any more.
+        """
+        name = unquote(exchange.head.path.removeprefix("/admin/explain/"))
+        decisions = self._services.explained.of(RequestId(name))
+        if not decisions:
+            raise NotFound(
+                f"No decision about request {name[:128]!r} is known here (any more).", code="unknown_request"
+            )
+        answer(exchange, {"request_id": name, "decisions": [explain(each) for each in decisions]})
 
     def _model(self, model: ServedModel) -> ModelReport:
         metrics = self._metrics.model(model.name)

@@ -83,6 +83,7 @@ class Gateway:
             clock=clock,
             tokenize=TokenizePool(config.limits),
             dispatcher=self._dispatcher,
+            explained=self._decisions.explained,
         )
         self._siblings = siblings
         self._inspect = Inspect(self._services, metrics, version=__version__, siblings=siblings)

@@ -9,14 +9,17 @@ from penstock.config.tree import Config
 from penstock.errors import PenstockError
 from penstock.gateway.dispatch import Dispatcher
 from penstock.gateway.models import ServedModel
+from penstock.gateway.placements import Placements
 from penstock.gateway.reply import StreamSlots
 from penstock.gateway.shared.limits import SharedLimits
 from penstock.policy.budget import Budgets
 from penstock.policy.control import FlowControl
+from penstock.policy.decision_log import DecisionLog
 from penstock.policy.gate import Gate, ModelFacts
 from penstock.policy.output_length import OutputLengths
 from penstock.policy.parts import Parts
 from penstock.policy.price import PriceList
+from penstock.rng import fresh_seed
 from penstock.telemetry.ledger import Ledger
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
@@ -34,6 +37,8 @@ class Decisions:
     ledger: Ledger
     clock: Clock
     log: Log
+    explained: DecisionLog
+    """Which worker got which of the last requests, and why."""
     refresh_s: float = 0.0
     """How often budgets take over what other gateways have spent; 0: they are ours alone."""
     _tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
@@ -103,12 +108,14 @@ def make_decisions(
         return ModelFacts(max_model_len=info.max_model_len if info is not None else 0)
 
     gate = Gate(config.admission, config.routing, config.queue, facts)
+    placements = Placements(config.routing.placement, metrics=metrics, log=log, seed=fresh_seed())
     parts = Parts(
         admission=gate,
         limits=limits.limiter,
         budgets=budgets,
         prices=prices,
         lengths=OutputLengths(config.rate_limits),
+        placement=placements.of,
         slice_tokens=config.budgets.slice_tokens,
     )
     dispatcher = Dispatcher(
@@ -133,5 +140,6 @@ def make_decisions(
         ledger=ledger,
         clock=clock,
         log=log,
+        explained=placements.decisions,
         refresh_s=config.budgets.refresh_s if config.server.processes > 1 else 0.0,
     )

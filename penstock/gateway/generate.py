@@ -13,7 +13,7 @@ from penstock.gateway.auth import Caller
 from penstock.gateway.collect import WholeChat, WholeCompletion
 from penstock.gateway.dispatch import Ticket
 from penstock.gateway.exchange import Exchange
-from penstock.gateway.hints import Hints, read_hints
+from penstock.gateway.hints import SESSION_BYTES_MAX, Hints, read_hints
 from penstock.gateway.logprobs import Echo
 from penstock.gateway.models import ServedModel
 from penstock.gateway.prepare import (
@@ -31,6 +31,7 @@ from penstock.gateway.served_headers import Served
 from penstock.gateway.services import Services
 from penstock.gateway.tally import Tally
 from penstock.policy.flow import Arrival
+from penstock.policy.tenant import Tenant
 from penstock.protocol.openai import ChatRequest, CompletionRequest, GenerationRequest
 from penstock.protocol.openai_validate import parse_chat, parse_completion, prompts_of
 from penstock.protocol.stream import ChatChunks, CompletionChunks, StreamHead
@@ -206,7 +207,14 @@ def _arrival(job: _Job, served: Served, hints: Hints, endpoint: Endpoint) -> Arr
         endpoint=endpoint.value,
         key_prefix=job.caller.key_prefix,
         user=user if isinstance(user, str) else "",
+        session=_session(job.caller.tenant, hints, user),
     )
+
+
+def _session(tenant: Tenant, hints: Hints, user: object) -> str:
+    """The conversation that a request says it belongs to, as no other tenant can name it; empty if it says nothing."""
+    name = hints.session or (user[:SESSION_BYTES_MAX] if isinstance(user, str) else "")
+    return f"{tenant.id}\0{name}" if name else ""
 
 
 def _requests(job: _Job) -> list[GenerateRequest]:

@@ -2,6 +2,7 @@
 
 x-penstock-degrade: never | allow | prefer      whether a smaller model may answer
 x-penstock-max-wait-ms: 2000                    the longest that it waits for its first token
+x-penstock-session: 7f3a                        the conversation it belongs to, whose worker it goes to among equals
 """
 
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from penstock.policy.tenant import Degrade
 
 _DEGRADE: Mapping[bytes, Degrade] = {word.encode(): word for word in get_args(Degrade)}
 _DIGITS_MAX = 12
+SESSION_BYTES_MAX = 256
 
 
 class Hints(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +26,7 @@ class Hints(msgspec.Struct, frozen=True, kw_only=True):
     degrade: Degrade | None = None
     max_wait_ns: int = 0
     """0: it does not say."""
+    session: str = ""
 
 
 NO_HINTS = Hints()
@@ -36,10 +39,12 @@ def read_hints(headers: Mapping[bytes, bytes], config: AdmissionConfig) -> Hints
         InvalidRequest: one of them says what it cannot say.
     """
     degrade, max_wait = headers.get(b"x-penstock-degrade"), headers.get(b"x-penstock-max-wait-ms")
-    if degrade is None and max_wait is None:
+    session = headers.get(b"x-penstock-session")
+    if degrade is None and max_wait is None and session is None:
         return NO_HINTS
     return Hints(
         degrade=None if degrade is None else _degrade(degrade),
+        session="" if session is None else _session(session),
         max_wait_ns=0 if max_wait is None else _max_wait_ns(max_wait, config.max_wait_ms_max),
     )
 
@@ -49,6 +54,13 @@ def _degrade(value: bytes) -> Degrade:
     if found is None:
         raise _wrong("x-penstock-degrade", "one of never, allow, prefer", value)
     return found
+
+
+def _session(value: bytes) -> str:
+    name = value.strip()
+    if not 0 < len(name) <= SESSION_BYTES_MAX:
+        raise _wrong("x-penstock-session", f"1 to {SESSION_BYTES_MAX} characters", value)
+    return name.decode("latin-1")
 
 
 def _max_wait_ns(value: bytes, most_ms: int) -> int:

@@ -70,7 +70,10 @@ class Routes:
             "/detokenize": Route(Access.KEY, {"POST": inspect.detokenize}),
             "/admin/workers": Route(Access.ADMIN, {"GET": admin.workers}),
         }
-        self._below = {"/v1/models/": Route(Access.KEY, {"GET": inspect.show_model})}
+        self._below = {
+            "/v1/models/": Route(Access.KEY, {"GET": inspect.show_model}),
+            "/admin/explain/": Route(Access.ADMIN, {"GET": admin.explain}),
+        }
         """Paths that end in the name of something, which may hold slashes."""
 
     def find(self, path: str) -> Route:

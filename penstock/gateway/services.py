@@ -8,6 +8,7 @@ from penstock.errors import Draining
 from penstock.gateway.dispatch import Dispatcher
 from penstock.gateway.models import ModelTable
 from penstock.gateway.tokenize_pool import TokenizePool
+from penstock.policy.decision_log import DecisionLog
 from penstock.rng import IdSource
 
 
@@ -21,6 +22,8 @@ class Services:
     clock: Clock
     tokenize: TokenizePool
     dispatcher: Dispatcher
+    explained: DecisionLog
+    """Which worker got which of the last requests, and why."""
     draining: bool = False
 
     def check_draining(self) -> None:

@@ -7,6 +7,7 @@ has shown no output may not be in the last report, so its blocks count until its
 
 from collections.abc import Collection, Iterator
 from heapq import heapify, heappop, heappush
+from itertools import islice
 
 import msgspec
 
@@ -37,13 +38,15 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of a prompt and its answer; 0: it does not tell."""
     adapters: frozenset[str] | None = None
     """Adapters that are loaded now; None: it does not tell."""
+    adapters_max: int = 0
+    """Adapters that it can hold, and so load; 0: only those that it has."""
 
 
 class Room:
     """One worker's."""
 
     __slots__ = (
-        "begun", "booked", "entry", "gone", "held", "id", "number", "others", "pending_blocks", "pending_tokens", "slots", "view",
+        "begun", "booked", "entry", "gone", "held", "id", "number", "others", "pending_blocks", "pending_tokens", "slots", "turn", "view",
     )  # fmt: skip
 
     def __init__(self, worker_id: WorkerId, number: int) -> None:
@@ -65,6 +68,9 @@ class Room:
         self.held = False
         """Kept free for a large request."""
         self.entry = 0
+        self.turn = 0
+        """When it was last given something, as a count of starts: of equally loaded workers the one that waited longest is next,
+        so that the caches of all fill."""
 
     @property
     def num_free(self) -> int:
@@ -87,11 +93,13 @@ class Rooms:
     """The workers of one model, least loaded first. O(log n) for all but `hold`, which is rare."""
 
     __slots__ = (
+        "_adapters",
         "_config",
         "_fresh",
         "_heap",
         "_next",
         "_rooms",
+        "_starts",
         "held",
         "num_ready",
         "num_running",
@@ -101,8 +109,9 @@ class Rooms:
     def __init__(self, config: QueueConfig) -> None:
         self._config = config
         self._rooms: dict[WorkerId, Room] = {}
-        self._heap: list[tuple[int, int, int, Room]] = []
-        self._next = 0
+        self._heap: list[tuple[int, int, int, int, Room]] = []
+        self._next = self._starts = 0
+        self._adapters: dict[str, dict[WorkerId, None]] = {}
         self._fresh: dict[WorkerId, Room] = {}
         self.held: Room | None = None
         self.num_ready = self.num_slots = 0
@@ -118,7 +127,9 @@ class Rooms:
             room = self._rooms[worker_id] = Room(worker_id, self._next)
             self._next += 1
         before = (room.view.ready, room.slots if room.view.ready else 0)
-        room.view, room.gone = view or WorkerView(ready=False), view is None
+        had, room.view, room.gone = room.view.adapters, view or WorkerView(ready=False), view is None
+        if room.view.adapters != had:
+            self._reside(room.id, had or frozenset(), room.view.adapters or frozenset())
         self._fresh[room.id] = room
         config = self._config
         room.slots = (
@@ -146,9 +157,13 @@ class Rooms:
     def has_room(self) -> bool:
         """Whether any worker, but one that is held, could start a stream."""
         heap = self._heap
-        while heap and heap[0][2] != heap[0][3].entry:
+        while heap and heap[0][3] != heap[0][4].entry:
             heappop(heap)
         return bool(heap)
+
+    def residents(self, adapter: str, count: int) -> list[WorkerId]:
+        """Up to `count` workers that have the adapter loaded, as they told."""
+        return list(islice(self._adapters.get(adapter, ()), count))
 
     def place(
         self, work: Work, avoid: Collection[WorkerId] = (), blocked: Collection[WorkerId] = ()
@@ -156,14 +171,14 @@ class Rooms:
         """The least loaded worker on which a request fits now: never one that is `blocked`, if possible none to `avoid`."""
         heap, other = self._heap, None
         if not avoid and not blocked and self.has_room():  # The ordinary case, without a list.
-            room = heap[0][3]
+            room = heap[0][4]
             if room.fits(work):
                 return room
-        looked: list[tuple[int, int, int, Room]] = []
+        looked: list[tuple[int, int, int, int, Room]] = []
         found: Room | None = None
         looks = _LOOKS_MAX + len(avoid) + len(blocked)
         while len(looked) < looks and self.has_room():
-            room = heap[0][3]
+            room = heap[0][4]
             if room.id not in blocked and room.fits(work):
                 if room.id not in avoid:
                     found = room
@@ -176,12 +191,12 @@ class Rooms:
 
     def least_loaded(self, count: int) -> list[Room]:
         """Up to `count` workers that could start a stream, least loaded first. O(count log n)."""
-        heap, found = self._heap, list[tuple[int, int, int, Room]]()
+        heap, found = self._heap, list[tuple[int, int, int, int, Room]]()
         while len(found) < count and self.has_room():
             found.append(heappop(heap))
         for entry in found:
             heappush(heap, entry)
-        return [entry[3] for entry in found]
+        return [entry[4] for entry in found]
 
     def book(self, room: Room, work: Work) -> None:
         """It was started there."""
@@ -190,6 +205,8 @@ class Rooms:
         room.pending_blocks += work.blocks
         room.pending_tokens += uncached_tokens(work)
         room.begun[work.id] = False
+        self._starts += 1
+        room.turn = self._starts
         self._enter(room)
 
     def begin(self, room: Room, work: Work) -> None:
@@ -247,9 +264,19 @@ class Rooms:
         if room.held or room.num_free < 1:
             return
         if len(self._heap) > 4 * len(self._rooms) + 16:
-            self._heap = [entry for entry in self._heap if entry[2] == entry[3].entry]
+            self._heap = [entry for entry in self._heap if entry[3] == entry[4].entry]
             heapify(self._heap)
-        heappush(self._heap, (_load(room), room.number, room.entry, room))
+        heappush(self._heap, (_load(room), room.turn, room.number, room.entry, room))
+
+    def _reside(self, worker: WorkerId, had: frozenset[str], has: frozenset[str]) -> None:
+        """Keep the workers of each adapter."""
+        for adapter in sorted(had - has):
+            workers = self._adapters[adapter]
+            del workers[worker]
+            if not workers:
+                del self._adapters[adapter]
+        for adapter in sorted(has - had):
+            self._adapters.setdefault(adapter, {})[worker] = None
 
     def _drop(self, room: Room) -> None:
         room.entry += 1
@@ -263,7 +290,7 @@ class Rooms:
         assert self.num_ready == sum(room.view.ready for room in rooms)
         assert self.num_running == sum(room.booked + room.others for room in rooms)
         assert self.num_slots == sum(room.slots for room in rooms if room.view.ready)
-        entered = {id(entry[3]) for entry in self._heap if entry[2] == entry[3].entry}
+        entered = {id(entry[4]) for entry in self._heap if entry[3] == entry[4].entry}
         for room in rooms:
             assert room.booked >= 0, room.id
             assert room.pending_blocks >= 0, room.id

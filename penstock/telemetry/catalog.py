@@ -61,6 +61,7 @@ TPOT_BUCKETS = (
 DURATION_BUCKETS = (
     0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92, 163.84, 327.68, 655.36,
 )  # fmt: skip
+RATIO_BUCKETS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0)
 ERROR_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
 LAG_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 
@@ -132,6 +133,14 @@ CATALOG = (
     ),
     Metric("penstock_evicted_total", "counter", "Accepted requests that were dropped, by why.", ("model", "reason")),
     Metric("penstock_diverted_total", "counter", "Requests that another model answers, by why.", ("model", "reason")),
+    Metric(
+        "penstock_route_decisions_total", "counter", "Decisions which worker gets a request, by why.",
+        ("model", "policy", "reason"),
+    ),
+    Metric(
+        "penstock_prefix_match_ratio", "histogram", "Part of a prompt that its worker was expected to have cached.", MODEL,
+        RATIO_BUCKETS,
+    ),
     Metric("penstock_retries_total", "counter", "Requests that were started again on a worker.", MODEL),
     Metric(
         "penstock_ttft_prediction_error_ratio", "histogram", "Predicted time to first token against the real one.",

@@ -107,6 +107,8 @@ class Metrics:
         self._refused = self._table.counter("penstock_refused_total")
         self._evicted = self._table.counter("penstock_evicted_total")
         self._diverted = self._table.counter("penstock_diverted_total")
+        self._decisions = self._table.counter("penstock_route_decisions_total")
+        self._matches = self._table.histogram("penstock_prefix_match_ratio")
         self._retries = self._table.counter("penstock_retries_total")
         self._errors = self._table.histogram("penstock_ttft_prediction_error_ratio")
         self._ledger_open = self._table.gauge("penstock_ledger_open_requests")
@@ -158,6 +160,14 @@ class Metrics:
     def diverted(self, model: str, reason: str) -> None:
         """Another model than this one answers (`policy.answers.Diverted`)."""
         self._diverted.labels(model, reason).inc()
+
+    def placed(self, model: str, policy: str, reason: str) -> None:
+        """A placement has decided (`policy.pick.Choice`)."""
+        self._decisions.labels(model, policy, reason).inc()
+
+    def matched(self, model: str, ratio: float) -> None:
+        """A request went to a worker that should have so much of its prompt."""
+        self._matches.labels(model).observe(ratio)
 
     def retried(self, model: str) -> None:
         """A request whose worker failed it unseen is started again."""

@@ -74,3 +74,22 @@ def test_the_list_says_how_every_worker_and_model_is(running, kit):
     assert (model["name"], model["ready"], model["workers"], model["waiting"]) == ("tiny", 1, 1, 0)
     assert model["ttft_count"] == 1
     assert model["ttft_sum_s"] > 0
+
+
+def test_a_decision_is_explained_to_whoever_runs_the_fleet_only(running, kit):
+    _, answer = send(running, "/v1/chat/completions", kit.chat(max_tokens=2), key=kit.KEY)
+    path = f"/admin/explain/{answer['id']}"
+    assert send(running, path, key=kit.KEY)[0] == 403
+    status, told = send(running, path)
+    assert status == 200
+    (decision,) = told["decisions"]
+    assert (decision["worker"], decision["reason"], decision["policy"]) == ("tiny-0", "only", "ttft")
+    (candidate,) = decision["candidates"]
+    assert set(candidate["parts"]) == {"wait_s", "reload_s", "prefill_s", "adapter_s", "tpot_s", "pressure_s"}
+    assert decision["request"]["prompt_tokens"] == answer["usage"]["prompt_tokens"]
+
+
+def test_a_request_that_nobody_knows_is_not_explained(running):
+    status, body = send(running, "/admin/explain/chatcmpl-nobody")
+    assert status == 404
+    assert body["error"]["code"] == "unknown_request"

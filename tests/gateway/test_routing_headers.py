@@ -45,6 +45,17 @@ def test_a_wait_that_is_out_of_bounds(value: bytes) -> None:
     assert caught.value.param == "x-penstock-max-wait-ms"
 
 
+def test_a_session_is_named_by_the_client() -> None:
+    assert read_hints({b"x-penstock-session": b" talk-7 "}, CONFIG) == Hints(session="talk-7")
+
+
+@pytest.mark.parametrize("value", [b"", b"  ", b"x" * 257])
+def test_a_session_name_that_is_none(value: bytes) -> None:
+    with pytest.raises(InvalidRequest, match=r"x-penstock-session.*1 to 256") as caught:
+        read_hints({b"x-penstock-session": value}, CONFIG)
+    assert caught.value.param == "x-penstock-session"
+
+
 # --- what the client is told ----------------------------------------------------------------------
 
 

@@ -45,6 +45,8 @@ def test_names_and_labels_are_the_golden_ones() -> None:
     meters.odd("no_end")
     meters.missing("vllm:num_requests_running")
     meters.scrape_failed()
+    metrics.placed("m", "ttft", "best")
+    metrics.matched("m", 0.5)
     assert exposed_names(metrics) == GOLDEN.read_text().splitlines()
 
 

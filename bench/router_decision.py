@@ -1,0 +1,148 @@
+"""What one placement decision costs in CPU: the router at 64 and 1,000 workers, beside least-loaded.
+
+    python bench/router_decision.py [--json] [--seconds S]
+
+Prompts of 512 blocks, of which a few workers hold parts in the real prefix index; every start is booked, and ended later, so
+that rooms and heap live. Prompt keys are made beforehand: hashing is paid once per prompt, whoever places it.
+Times are process CPU: of a decision (look-up, scores, pick, record), and per request of everything that goes with it
+(booking, predicting its blocks at the worker, learning at its end).
+"""
+
+import argparse
+import json
+from random import Random
+from statistics import median
+from time import process_time_ns
+
+from penstock.config.flow import QueueConfig
+from penstock.config.placement import PlacementConfig
+from penstock.kv.prefix_index import PrefixIndex
+from penstock.kv.prompt_keys import PromptKeys
+from penstock.policy.band import Work
+from penstock.policy.decision_log import DecisionLog
+from penstock.policy.locality import IndexedLocality
+from penstock.policy.parts import LeastLoaded, Placement
+from penstock.policy.room import Room, Rooms, WorkerView
+from penstock.policy.route import Router
+from penstock.types import RequestId, TenantId, Usage, WorkerId
+
+BLOCKS = 512
+STREAMS = 8
+"""Requests per worker that run at any time."""
+STORED = 512
+"""Blocks of every conversation that its worker has."""
+
+
+class FixedKeys(PromptKeys):
+    """Keys that were made beforehand."""
+
+    __slots__ = ()
+
+    def __init__(self, own: list[int]) -> None:
+        self._own = own
+
+
+class Rig:
+    """Workers with their rooms and what they have cached, under one placement."""
+
+    def __init__(self, placement: Placement, rooms: Rooms, prompts: list[FixedKeys], seed: int) -> None:
+        self.placement, self.rooms, self._prompts = placement, rooms, prompts
+        self._random, self._running = Random(seed), list[tuple[Work, Room]]()
+        self._next = 0
+        self.decisions: list[int] = []
+
+    def decide(self, now_ns: int, running_max: int) -> None:
+        """Place one request, after the oldest has ended if enough run."""
+        self._next += 1
+        keys = self._prompts[self._next % len(self._prompts)]
+        if len(self._running) >= running_max:
+            work, room = self._running.pop(self._random.randrange(len(self._running)))
+            self.rooms.begin(room, work)
+            self.placement.began(now_ns, work, room)
+            self.rooms.release(room, work)
+            usage = Usage(completion_tokens=100, prefill_ns=40_000_000, decode_ns=3_000_000_000)
+            self.placement.ended(now_ns, work, room, usage)
+        work = Work(
+            id=RequestId(f"r{self._next}"), band="default", tenant=TenantId("t"), arrived_ns=now_ns,
+            prompt_tokens=BLOCKS * 16, output_tokens=200, blocks=BLOCKS, keys=keys, session=f"s{self._next % 500}",
+        )  # fmt: skip
+        began = process_time_ns()
+        room = self.placement.place(now_ns, work, self.rooms, (), ())
+        self.decisions.append(process_time_ns() - began)
+        assert isinstance(room, Room)
+        self.rooms.book(room, work)
+        self.placement.started(now_ns, work, room)
+        self._running.append((work, room))
+
+
+def prompts_of(count: int, seed: int) -> list[FixedKeys]:
+    """Conversations of 512 blocks; those of one group share the first 64."""
+    random, groups = Random(seed), [[Random(g).getrandbits(63) for _ in range(64)] for g in range(16)]
+    return [
+        FixedKeys([*groups[i % 16], *(random.getrandbits(63) for _ in range(BLOCKS - 64))])
+        for i in range(count)
+    ]
+
+
+def rig(policy: str, num_workers: int, seed: int) -> Rig:
+    """One router, or least-loaded."""
+    index = PrefixIndex(entries_max=4_000_000, predicted_max=8192)
+    locality, rooms = IndexedLocality(index, predicted_s=120), Rooms(QueueConfig())
+    prompts = prompts_of(2 * num_workers, seed)
+    for i in range(num_workers):
+        worker = WorkerId(f"w{i}")
+        rooms.set(
+            worker, WorkerView(max_running=64, kv_blocks_total=65_536, kv_blocks_used=20_000, running=0)
+        )
+        number = locality.enter(worker)
+        for keys in prompts[2 * i : 2 * i + 2]:
+            index.stored(number, keys.own[:STORED])
+    if policy == "least_loaded":
+        return Rig(LeastLoaded(), rooms, prompts, seed)
+    log = DecisionLog(kept_max=1024)
+    config = PlacementConfig(policy=policy)
+    return Rig(Router("m", config, Random(seed).randrange, locality=locality, log=log), rooms, prompts, seed)
+
+
+def cost_us(each: Rig, num_workers: int, seconds: float) -> tuple[float, float]:
+    """Median CPU microseconds of a decision, and of all that a request costs the placement, over batches of 200."""
+    costs: list[float] = []
+    now_ns = 0
+    for _ in range(STREAMS * num_workers + 500):
+        now_ns += 1_000_000
+        each.decide(now_ns, STREAMS * num_workers)
+    each.decisions.clear()
+    until = process_time_ns() + int(seconds * 1e9)
+    while process_time_ns() < until:
+        began = process_time_ns()
+        for _ in range(200):
+            now_ns += 1_000_000
+            each.decide(now_ns, STREAMS * num_workers)
+        costs.append((process_time_ns() - began) / 200 / 1000)
+    return median(each.decisions) / 1000, median(costs)
+
+
+def main() -> None:
+    """Print CPU per decision."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--seconds", type=float, default=2.0)
+    args = parser.parse_args()
+    found: dict[str, dict[str, float]] = {}
+    for num_workers in (64, 1000):
+        row = found[str(num_workers)] = {}
+        for policy in ("least_loaded", "ttft", "weighted"):
+            decision, request = cost_us(rig(policy, num_workers, 7), num_workers, args.seconds)
+            row[policy], row[f"{policy}_request"] = round(decision, 1), round(request, 1)
+        row["ttft_ratio"] = round(row["ttft"] / row["least_loaded"], 1)
+    if args.json:
+        print(json.dumps({"cpu_us": found}))
+        return
+    for num_workers, row in found.items():
+        print(f"{num_workers:>5} workers: " + ", ".join(f"{name} {value}" for name, value in row.items()))
+
+
+if __name__ == "__main__":
+    main()
