@@ -13,13 +13,13 @@ end by themselves. Fed by residency.py; asked by placement and the simulator. Kn
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from itertools import islice
 from typing import NamedTuple
 
-SHARD_ENTRIES = 256
-"""Entries of one shard when the index is full. What is done to a whole shard at once (sweep, thin out) takes 20 us."""
+SHARD_ENTRIES = 1024
+"""Entries of one shard when the index is full. What is done to a whole shard at once (sweep, thin out) takes 60 us."""
 RETIRED_MAX = 64
 """Old bits that wait to be swept out; with more, all are swept at once."""
 EXPIRED_MAX = 1024
@@ -240,9 +240,9 @@ class PrefixIndex:
         either: list[tuple[int, int]] = []
         for keys in names:
             if keys:
-                device += self._runs(keys, self._tiers[:1])
+                device += self._runs(keys, self._on_device)
                 if self._host_used:
-                    either += self._runs(keys, self._tiers)
+                    either += self._runs(keys, self._on_either)
         device.sort(reverse=True)
         either.sort(reverse=True)
         return Match(device, either if self._host_used else device, self._bits, self._workers)
@@ -252,49 +252,31 @@ class PrefixIndex:
         holder = self._holders.get(worker)
         return holder is not None and bool(self._tiers[tier][key & self._low_bits].get(key, 0) & holder.bit)
 
-    def _runs(self, keys: Sequence[int], tiers: Sequence[_Shards]) -> list[tuple[int, int]]:
+    def _runs(self, keys: Sequence[int], mask_of: Callable[[int], int]) -> list[tuple[int, int]]:
         """(length, workers whose prefix is that long) for every length that there is."""
         runs: list[tuple[int, int]] = []
         last, low, step = len(keys) - 1, 0, 1
-        alive = self._mask(keys[0], tiers)
+        alive = mask_of(keys[0])
         while alive:
             if low == last:
                 runs.append((len(keys), alive))
                 break
             high = min(low + step, last)
-            there = self._mask(keys[high], tiers) & alive
+            there = mask_of(keys[high]) & alive
             if there != alive:
-                self._bisect(keys, tiers, (low, high, alive & ~there), runs)
+                _bisect(keys, mask_of, (low, high, alive & ~there), runs)
             alive, low, step = there, high, step * 2
         return runs
 
-    def _bisect(
-        self,
-        keys: Sequence[int],
-        tiers: Sequence[_Shards],
-        part: tuple[int, int, int],
-        runs: list[tuple[int, int]],
-    ) -> None:
-        """Find where the runs end of workers that all hold position `low` and none of which holds `high`."""
-        open_parts = [part]
-        while open_parts:
-            low, high, mask = open_parts.pop()
-            if high - low == 1:
-                runs.append((high, mask))
-                continue
-            middle = (low + high) // 2
-            there = self._mask(keys[middle], tiers) & mask
-            if there:
-                open_parts.append((middle, high, there))
-            if there != mask:
-                open_parts.append((low, middle, mask & ~there))
+    def _on_device(self, key: int) -> int:
+        """Who holds one block on the device."""
+        return self._tiers[0][key & self._low_bits].get(key, 0) & self._live
 
-    def _mask(self, key: int, tiers: Sequence[_Shards]) -> int:
-        """Who holds one block in any of these tiers."""
-        mask = 0
-        for shards in tiers:
-            mask |= shards[key & self._low_bits].get(key, 0)
-        return mask & self._live
+    def _on_either(self, key: int) -> int:
+        """Who holds one block anywhere."""
+        device, host = self._tiers
+        i = key & self._low_bits
+        return (device[i].get(key, 0) | host[i].get(key, 0)) & self._live
 
     # --- bits ------------------------------------------------------------------------------------------
 
@@ -377,3 +359,24 @@ def _run_of(runs: Sequence[tuple[int, int]], bit: int) -> int:
         if mask & bit:
             return blocks
     return 0
+
+
+def _bisect(
+    keys: Sequence[int],
+    mask_of: Callable[[int], int],
+    part: tuple[int, int, int],
+    runs: list[tuple[int, int]],
+) -> None:
+    """Find where the runs end of workers that all hold position `low`, and none of which holds `high`."""
+    open_parts = [part]
+    while open_parts:
+        low, high, mask = open_parts.pop()
+        if high - low == 1:
+            runs.append((high, mask))
+            continue
+        middle = (low + high) // 2
+        there = mask_of(keys[middle]) & mask
+        if there:
+            open_parts.append((middle, high, there))
+        if there != mask:
+            open_parts.append((low, middle, mask & ~there))
