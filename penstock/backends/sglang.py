@@ -5,7 +5,6 @@ Its events carry all tokens so far, or, where the server was started with `--str
 which. Of an answer that was broken off, `finish_reason` has a status and a message.
 """
 
-import base64
 from typing import Any
 
 import msgspec
@@ -14,6 +13,7 @@ from penstock.backends.base import GenerateRequest
 from penstock.backends.dialect import NOTHING, Piece, ReportedUsage, SaidError, Submission, WorkerFacts
 from penstock.backends.openai import models_of
 from penstock.backends.worker_errors import ErrorEvent
+from penstock.kv.prompt_keys import namespace_of
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import FinishReason, TokenLogprob
 
@@ -182,7 +182,7 @@ class SglangDialect:
             most = max(sampling.logprobs or 0, sampling.prompt_logprobs or 0)
             fields |= {"return_logprob": True, "top_logprobs_num": most, "logprob_start_len": start}
         if request.cache_salt:
-            fields["extra_key"] = base64.b64encode(request.cache_salt).decode()
+            fields["extra_key"] = namespace_of(request.cache_salt)
         if self._has_priorities and request.priority:
             fields[
                 "priority"

@@ -5,8 +5,6 @@ log-probabilities name are ids too (`return_tokens_as_token_ids`). Stop tokens a
 for whether EOS ends an answer was decided by the gateway.
 """
 
-import base64
-
 import msgspec
 
 from penstock.backends.base import GenerateRequest
@@ -21,6 +19,7 @@ from penstock.backends.openai import (
     token_id_of,
     top_of,
 )
+from penstock.kv.prompt_keys import namespace_of
 from penstock.types import TokenLogprob
 
 _encode = msgspec.json.Encoder().encode
@@ -103,7 +102,7 @@ class VllmDialect:
             # Streams have no `prompt_logprobs`, but an echo has them in its first event.
             fields |= {"echo": True, "logprobs": max(sampling.prompt_logprobs, sampling.logprobs or 0)}
         if request.cache_salt:
-            fields["cache_salt"] = base64.b64encode(request.cache_salt).decode()
+            fields["cache_salt"] = namespace_of(request.cache_salt)
         if self._has_priorities and request.priority:
             fields["priority"] = request.priority
         return Submission("/v1/completions", _encode(fields))

@@ -12,6 +12,7 @@ from msgspec import Meta
 from penstock.config.backends import BackendsConfig
 from penstock.config.branch import Branch, Fraction, Port, Positive, Seconds
 from penstock.config.flow import QueueConfig, RateLimitsConfig, SharedConfig
+from penstock.config.kv_index import KVIndexConfig
 from penstock.config.ledger import BudgetsConfig, LedgerConfig, PricesConfig
 from penstock.config.routing import AdmissionConfig, RoutingConfig
 from penstock.config.tenancy import DEFAULT_TIERS, AuthConfig, TenantConfig, TierConfig
@@ -229,6 +230,7 @@ class Config(Branch, frozen=True, kw_only=True):
     relay: RelayConfig = RelayConfig()
     admission: AdmissionConfig = AdmissionConfig()
     routing: RoutingConfig = RoutingConfig()
+    kv_index: KVIndexConfig = KVIndexConfig()
     queue: QueueConfig = QueueConfig()
     rate_limits: RateLimitsConfig = RateLimitsConfig()
     shared: SharedConfig = SharedConfig()

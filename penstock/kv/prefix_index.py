@@ -101,7 +101,7 @@ NO_MATCH = Match()
 class _Holder:
     """One worker in its present generation."""
 
-    __slots__ = ("bit", "last_until_ns", "predicted", "predicted_max")
+    __slots__ = ("bit", "is_used", "last_until_ns", "predicted", "predicted_max")
 
     def __init__(self, bit: int, predicted_max: int) -> None:
         self.bit = bit
@@ -109,6 +109,8 @@ class _Holder:
         """Key -> when it ends; the first one to end, and to be forgotten, comes first."""
         self.predicted_max = predicted_max
         self.last_until_ns = 0
+        self.is_used = False
+        """Whether the bit may stand in any mask."""
 
 
 _Shards = list[dict[int, int]]
@@ -148,6 +150,11 @@ class PrefixIndex:
         """Entries that are only predicted so far."""
         return sum(len(holder.predicted) for holder in self._holders.values())
 
+    def num_predicted_of(self, worker: int) -> int:
+        """Blocks that are only predicted of one worker."""
+        holder = self._holders.get(worker)
+        return 0 if holder is None else len(holder.predicted)
+
     # --- what is told ----------------------------------------------------------------------------------
 
     def stored(self, worker: int, keys: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
@@ -164,6 +171,7 @@ class PrefixIndex:
                     self._thin(shard)
             elif not mask & bit:
                 shard[key] = mask | bit
+        holder.is_used = True
         if tier is Tier.HOST:
             self._host_used = True
         elif holder.predicted:
@@ -184,27 +192,28 @@ class PrefixIndex:
 
     def cleared(self, worker: int) -> None:
         """The worker has nothing any more, or is another one from now on: it begins a new generation."""
-        holder = self._holders.pop(worker, None)
-        if holder is None:
-            return
-        self._retired |= holder.bit
-        self._swept = 0
-        self._relist()
-        if self._retired.bit_count() > RETIRED_MAX:
-            while self._retired:
-                self._sweep()
+        holder = self._holders.get(worker)
+        if holder is not None and holder.is_used:
+            self._retire(holder)
+            self._enter(worker).predicted_max = holder.predicted_max
 
-    def predict(self, worker: int, keys: Sequence[int], until_ns: int) -> None:
+    def forget(self, worker: int) -> None:
+        """The worker is gone. Its number may be given to another one."""
+        if (holder := self._holders.pop(worker, None)) is not None:
+            self._retire(holder)
+            self._relist()
+
+    def predict(self, worker: int, keys: Sequence[int], until_ns: int) -> bool:
         """A request with these blocks was sent there: count on them until then, or until the worker says otherwise.
 
-        What it said it has stays as it is. Above the worker's bound the longest unused predictions are forgotten.
+        Returns whether any of them is new there. What it said it has stays as it is. Above the worker's bound the longest unused predictions are forgotten.
         """
         holder = self._holders.get(worker) or self._enter(worker)
         until_ns = holder.last_until_ns = max(
             until_ns, holder.last_until_ns
         )  # In order, so the first one ends first.
         self._expires_ns = min(self._expires_ns, until_ns)
-        shards, predicted, bit = self._tiers[Tier.DEVICE], holder.predicted, holder.bit
+        shards, predicted, bit, is_new = self._tiers[Tier.DEVICE], holder.predicted, holder.bit, False
         for key in reversed(keys):  # The end of a prompt is the first that a cache forgets.
             shard = shards[key & self._low_bits]
             mask = shard.get(key, 0)
@@ -213,10 +222,14 @@ class PrefixIndex:
             elif mask & bit:
                 continue
             predicted[key] = until_ns
-            shard[key] = mask | bit
-            if len(shard) > self._shard_max:
-                self._thin(shard)
+            if not mask & bit:
+                is_new = True
+                shard[key] = mask | bit
+                if len(shard) > self._shard_max:
+                    self._thin(shard)
+        holder.is_used = True
         self._forget_over(holder)
+        return is_new
 
     def retract(self, worker: int, keys: Sequence[int]) -> None:
         """These blocks were predicted and did not come; what the worker said it has stays."""
@@ -286,6 +299,14 @@ class PrefixIndex:
         holder = self._holders[worker] = _Holder(~used & (used + 1), self._predicted_max)
         self._relist()
         return holder
+
+    def _retire(self, holder: _Holder) -> None:
+        self._retired |= holder.bit
+        self._live &= ~holder.bit
+        self._swept = 0
+        if self._retired.bit_count() > RETIRED_MAX:
+            while self._retired:
+                self._sweep()
 
     def _relist(self) -> None:
         self._bits = {worker: holder.bit for worker, holder in self._holders.items()}

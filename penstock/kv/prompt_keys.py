@@ -16,6 +16,7 @@ million keys known, one in 10^13. A false match costs one wrong placement, never
 decided by its own full hashes. Prompts of different tenants or adapters have different roots, so their keys never match.
 """
 
+import base64
 import hashlib
 import struct
 from array import array
@@ -34,7 +35,7 @@ def own_keys(hashes: Sequence[bytes]) -> list[int]:
 
 def namespace_of(salt: bytes) -> str:
     """A tenant's salt as a foreign engine is given it (`cache_salt`), and as it comes back in that engine's events."""
-    return salt.hex()
+    return base64.b64encode(salt).decode()
 
 
 class CanonicalHasher:
@@ -54,6 +55,12 @@ class CanonicalHasher:
             hasher.update(struct.pack("<Q", len(part)) + part)
         return int.from_bytes(hasher.digest(), "little")
 
+    def mark(self, parent: int, what: bytes) -> int:
+        """In place of `parent`, for a block whose content depends on more than its tokens (an image)."""
+        hasher = hashlib.blake2b(key=self._key, digest_size=KEY_BYTES, person=b"penstock marks")
+        hasher.update(parent.to_bytes(KEY_BYTES, "little") + what)
+        return int.from_bytes(hasher.digest(), "little")
+
     def extend(self, parent: int, tokens: bytes) -> list[int]:
         """The keys of the whole blocks in `tokens` (int32 little-endian) that follow `parent`."""
         fresh, digest = self._block.copy, parent.to_bytes(KEY_BYTES, "little")
@@ -69,7 +76,9 @@ class CanonicalHasher:
 class PromptKeys:
     """The keys of one prompt's whole blocks, made when they are first asked for. Made by `PromptKeyMaker.keys`."""
 
-    __slots__ = ("_canonical", "_maker", "_own", "_tokens", "adapter", "num_public", "num_tokens", "owner")
+    __slots__ = (
+        "_canonical", "_maker", "_own", "_tokens", "adapter", "expected_blocks", "num_public", "num_tokens", "owner",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -83,10 +92,17 @@ class PromptKeys:
         self.num_tokens = len(token_ids)
         self.owner, self.adapter = salt, adapter
         self.num_public = public_tokens // BLOCK_TOKENS
+        self.expected_blocks = 0
+        """What the worker that it was sent to was expected to have of it (see residency.py)."""
         self._maker = maker
         self._tokens = token_ids
         self._own: list[int] | None = None
         self._canonical: list[int] | None = None
+
+    @property
+    def model(self) -> str:
+        """The model whose prompt it is."""
+        return self._maker.model
 
     @property
     def num_blocks(self) -> int:
@@ -126,9 +142,10 @@ class PromptKeys:
 class PromptKeyMaker:
     """Makes the keys of the prompts of one model."""
 
-    __slots__ = ("canonical", "own")
+    __slots__ = ("canonical", "model", "own")
 
     def __init__(self, *, key: bytes, model: str) -> None:
+        self.model = model
         self.canonical = CanonicalHasher(key=key, model=model)
         self.own: BlockHasher | None = None
         """Set as soon as a worker of ours has said which model it serves, and in which type it keeps its KV."""

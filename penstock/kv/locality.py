@@ -1,0 +1,164 @@
+"""Where prompts are cached in the fleet: the index, each worker's part of it, and each model's keys, in one object.
+
+    gateway    maker(model).keys(prompt) -> PromptKeys, which travel with the request
+    placement  match(now, keys) -> Located: who has how much;   sent(now, worker, keys), answered(now, worker, keys, cached)
+    fleet      add(worker, ...) -> Residency, which is told the worker's KV events;   remove(worker)
+
+Pure: gateway and simulator use this same object. It fulfils what a placement asks for (`policy/locality.py`), where workers go by
+their ids; inside they are numbers.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+
+from penstock.config.kv_index import KVIndexConfig
+from penstock.kv.block_names import BlockNames, ForeignNames, OwnNames
+from penstock.kv.hashing import BlockHasher
+from penstock.kv.prefix_index import NOTHING_HELD, Held, Match, PrefixIndex
+from penstock.kv.prompt_keys import PromptKeyMaker, PromptKeys
+from penstock.kv.residency import Residency
+from penstock.types import WorkerId
+
+
+class Located:
+    """Which workers have how much of one prompt, as far as they are believed at this moment."""
+
+    __slots__ = ("_match", "_now_ns", "_numbers", "_workers")
+
+    def __init__(self, now_ns: int, match: Match, workers: "_Workers", numbers: "_Numbers") -> None:
+        """`workers` and `numbers` say who has which number in `match`; they do not change any more."""
+        self._now_ns, self._match = now_ns, match
+        self._workers, self._numbers = workers, numbers
+
+    def of(self, worker: WorkerId) -> Held:
+        """What this worker has, in blocks."""
+        if (residency := self._workers.get(worker)) is None:
+            return NOTHING_HELD
+        return _believed(self._match.of(residency.worker), residency.credit(self._now_ns))
+
+    def holders(self) -> Iterator[tuple[WorkerId, Held]]:
+        """Every worker that has something, longest prefix first (before doubts are taken off)."""
+        for number, held in self._match.holders():
+            worker, residency = self._numbers[number]
+            believed = _believed(held, residency.credit(self._now_ns))
+            if believed.blocks:
+                yield worker, believed
+
+
+_Workers = Mapping[WorkerId, Residency]
+_Numbers = Mapping[int, tuple[WorkerId, Residency]]
+
+
+class _Model:
+    """One model's keys, and which of them its workers go by."""
+
+    __slots__ = ("maker", "num_foreign", "num_own")
+
+    def __init__(self, maker: PromptKeyMaker) -> None:
+        self.maker = maker
+        self.num_own = self.num_foreign = 0
+
+
+class KVLocality:
+    """See the module."""
+
+    def __init__(self, config: KVIndexConfig, key: bytes) -> None:
+        """`key` is the secret that our workers hash with, 16 bytes or more; canonical keys are made with one derived from it."""
+        self._config, self._key = config, key
+        self._canonical_key = hashlib.blake2b(key=key, digest_size=32, person=b"penstock index").digest()
+        self.index = PrefixIndex(entries_max=config.entries_max, predicted_max=config.predicted_max)
+        self._models: dict[str, _Model] = {}
+        self._models_of: dict[WorkerId, _Model] = {}
+        self._workers: _Workers = {}  # Replaced, never changed: a `Located` keeps both.
+        self._numbers: _Numbers = {}
+
+    def __iter__(self) -> Iterator[tuple[WorkerId, Residency]]:
+        """Every worker, in the order in which they came."""
+        return iter(self._workers.items())
+
+    def maker(self, model: str) -> PromptKeyMaker:
+        """What makes the keys of this model's prompts; the same object for good."""
+        return self._model(model).maker
+
+    def set_own_model(self, model: str, *, checkpoint: str, kv_dtype: str) -> None:
+        """How our workers of `model` name their blocks: by what they say that they serve."""
+        self.maker(model).own = BlockHasher(key=self._key, model=checkpoint, kv_dtype=kv_dtype)
+
+    # --- who is there ----------------------------------------------------------------------------------
+
+    def add(self, worker: WorkerId, *, model: str, is_own: bool) -> Residency:
+        """A worker came: tell what is returned its KV events, if it has any."""
+        assert worker not in self._workers, f"{worker} is known already"
+        entry, config = self._model(model), self._config
+        names: BlockNames = OwnNames()
+        if is_own:
+            entry.num_own += 1
+        else:
+            entry.num_foreign += 1
+            names = ForeignNames(
+                entry.maker.canonical, blocks_max=config.blocks_per_worker_max, parked_max=config.parked_max
+            )
+        number = next(i for i in range(len(self._numbers) + 1) if i not in self._numbers)
+        residency = Residency(self.index, number, names, config)
+        self._models_of[worker] = entry
+        self._workers = {**self._workers, worker: residency}
+        self._numbers = {**self._numbers, number: (worker, residency)}
+        return residency
+
+    def remove(self, worker: WorkerId) -> None:
+        """The worker is gone; unknown ones are ignored."""
+        if (residency := self._workers.get(worker)) is None:
+            return
+        entry = self._models_of.pop(worker)
+        if isinstance(residency.names, OwnNames):
+            entry.num_own -= 1
+        else:
+            entry.num_foreign -= 1
+        self._workers = {each: kept for each, kept in self._workers.items() if each != worker}
+        self._numbers = {number: kept for number, kept in self._numbers.items() if kept[0] != worker}
+        self.index.forget(residency.worker)
+
+    def get(self, worker: WorkerId) -> Residency | None:
+        """One worker's part; None if it is not known."""
+        return self._workers.get(worker)
+
+    # --- requests --------------------------------------------------------------------------------------
+
+    def match(self, now_ns: int, keys: object) -> Located:
+        """Look a prompt up. `keys` is what `Arrival.keys` holds: `PromptKeys`, or None where there are none."""
+        return Located(now_ns, self._match(now_ns, keys), self._workers, self._numbers)
+
+    def sent(self, now_ns: int, worker: WorkerId, keys: object) -> None:
+        """The prompt was sent there, so the worker will soon have it."""
+        residency = self.get(worker)
+        if residency is not None and isinstance(keys, PromptKeys):
+            residency.sent(now_ns, keys)
+
+    def answered(self, now_ns: int, worker: WorkerId, keys: object, cached_tokens: int) -> None:
+        """The prompt was computed there, and so many of its tokens were cached: checks what was believed."""
+        residency = self.get(worker)
+        if residency is not None and isinstance(keys, PromptKeys):
+            residency.audit(now_ns, keys, cached_tokens)
+
+    def _match(self, now_ns: int, keys: object) -> Match:
+        if not isinstance(keys, PromptKeys):
+            return Match()
+        entry = self._model(keys.model)
+        if entry.num_own and entry.num_foreign:
+            return self.index.match(now_ns, keys.own, keys.canonical)
+        return self.index.match(now_ns, keys.own if entry.num_own else keys.canonical)
+
+    def _model(self, model: str) -> _Model:
+        if (found := self._models.get(model)) is None:
+            maker = PromptKeyMaker(key=self._canonical_key, model=model)
+            found = self._models[model] = _Model(maker)
+        return found
+
+
+def _believed(held: Held, credit: float) -> Held:
+    """Doubts take blocks off the end."""
+    if credit == 1.0:
+        return held
+    blocks = int(held.blocks * credit)
+    device = min(held.device, blocks)
+    return Held(device, blocks - device)

@@ -1,0 +1,94 @@
+"""Who has how much of a prompt, over workers of both makes and several models."""
+
+from kv_talker import KVTalker
+
+from penstock.config.kv_index import KVIndexConfig
+from penstock.kv.locality import KVLocality
+from penstock.kv.prefix_index import Held, Tier
+from penstock.kv.prompt_keys import PromptKeys
+from penstock.kv.residency import Residency
+from penstock.kv.vllm_events import Stored
+from penstock.types import WorkerId
+
+A, B, C = (WorkerId(name) for name in "abc")
+TOKENS = tuple(range(64))
+NS_PER_S = 1_000_000_000
+
+
+def make(**settings: object) -> KVLocality:
+    locality = KVLocality(KVIndexConfig(**({"entries_max": 10_000} | settings)), b"0123456789abcdef")  # type: ignore[arg-type]
+    locality.set_own_model("m", checkpoint="m", kv_dtype="float32")
+    return locality
+
+
+def keys_in(locality: KVLocality, model: str = "m") -> PromptKeys:
+    return locality.maker(model).keys(TOKENS, salt=b"s")
+
+
+def tell(residency: Residency, keys: PromptKeys, blocks: int, tier: Tier = Tier.DEVICE) -> None:
+    residency.hear([Stored(list(keys.own)[:blocks], None, b"", 16, tier)])
+
+
+def test_workers_of_both_makes_are_found_by_one_look() -> None:
+    locality, talker = make(), KVTalker()
+    keys = keys_in(locality)
+    tell(locality.add(A, model="m", is_own=True), keys, 3)
+    foreign = locality.add(B, model="m", is_own=False)
+    locality.add(C, model="m", is_own=False)
+    talker.cache(TOKENS, "cw==")  # "s", as the backend sends it.
+    foreign.live(0, talker.publish())
+    located = locality.match(0, keys)
+    assert list(located.holders()) == [(B, Held(4, 0)), (A, Held(3, 0))]
+    assert [located.of(worker) for worker in (A, B, C)] == [Held(3, 0), Held(4, 0), Held(0, 0)]
+
+
+def test_prompts_of_other_models_and_requests_without_keys_find_nothing() -> None:
+    locality = make()
+    residency = locality.add(A, model="m", is_own=True)
+    tell(residency, keys_in(locality), 3)
+    locality.set_own_model("n", checkpoint="n", kv_dtype="float32")
+    locality.add(B, model="n", is_own=True)
+    assert list(locality.match(0, keys_in(locality, "n")).holders()) == []
+    assert list(locality.match(0, None).holders()) == []
+
+
+def test_a_workers_number_is_given_to_the_next_one_without_its_blocks() -> None:
+    locality = make()
+    keys = keys_in(locality)
+    tell(locality.add(A, model="m", is_own=True), keys, 3)
+    located = locality.match(0, keys)
+    locality.remove(A)
+    locality.remove(A)
+    assert locality.add(B, model="m", is_own=True).worker == 0
+    assert list(locality.match(0, keys).holders()) == []
+    assert list(located.holders()) == [(A, Held(3, 0))], "as it was when it was asked"
+    assert locality.get(A) is None
+
+
+def test_requests_are_expected_where_they_were_sent_and_checked_when_answered() -> None:
+    locality = make()
+    keys = keys_in(locality)
+    residency = locality.add(A, model="m", is_own=False)
+    locality.sent(0, A, keys)
+    assert list(locality.match(0, keys).holders()) == [(A, Held(4, 0))]
+    locality.answered(0, A, keys, 0)
+    again = keys_in(locality)
+    locality.sent(1, A, again)
+    locality.answered(1, A, again, 48)
+    assert (residency.audited.num_expected, residency.audited.num_hit) == (3, 3)
+    locality.sent(0, WorkerId("unknown"), keys)
+    locality.answered(0, WorkerId("unknown"), keys, 48)
+
+
+def test_doubts_take_blocks_off_the_end_the_host_first() -> None:
+    locality = make(stale_s=10)
+    keys = keys_in(locality)
+    residency = locality.add(A, model="m", is_own=True)
+    tell(residency, keys, 2)
+    tell(residency, keys, 4, Tier.HOST)
+    assert locality.match(0, keys).of(A) == Held(2, 2)
+    other = locality.maker("m").keys(tuple(range(900, 932)))
+    locality.sent(0, A, other)
+    assert locality.match(3 * NS_PER_S, keys).of(A) == Held(2, 0)
+    assert locality.match(6 * NS_PER_S, keys).of(A) == Held(1, 0)
+    assert list(locality.match(10 * NS_PER_S, keys).holders()) == []
