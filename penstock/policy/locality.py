@@ -30,8 +30,12 @@ class Locality(Protocol):
         """Look a prompt up."""
         ...
 
-    def sent(self, now_ns: int, worker: WorkerId, keys: object, matched_blocks: int) -> None:
-        """The prompt was sent there, so the worker will soon have it; of its start it was thought to have so much."""
+    def sent(self, now_ns: int, worker: WorkerId, keys: object) -> None:
+        """The prompt was sent there, so the worker will soon have it."""
+        ...
+
+    def answered(self, now_ns: int, worker: WorkerId, keys: object, cached_tokens: int) -> None:
+        """The prompt was computed there, and so many of its tokens were cached."""
         ...
 
 
@@ -61,7 +65,10 @@ class NoLocality:
         del now_ns, keys
         return NOTHING_LOCATED
 
-    def sent(self, now_ns: int, worker: WorkerId, keys: object, matched_blocks: int) -> None:
+    def sent(self, now_ns: int, worker: WorkerId, keys: object) -> None:
+        """Not remembered."""
+
+    def answered(self, now_ns: int, worker: WorkerId, keys: object, cached_tokens: int) -> None:
         """Not remembered."""
 
 
@@ -165,13 +172,18 @@ class IndexedLocality:
             names.append(keys.canonical)
         return _Named(self._index.match(now_ns, *names), self._numbers, self._names)
 
-    def sent(self, now_ns: int, worker: WorkerId, keys: object, matched_blocks: int) -> None:
+    def sent(self, now_ns: int, worker: WorkerId, keys: object) -> None:
         """See `Locality`."""
         assert isinstance(keys, PromptKeys)
         number = self._numbers.get(worker)
-        if number is None:
-            return
-        mine = keys.canonical if worker in self._canonical else keys.own
-        if worker not in self._silent:  # It says itself what becomes of what it has.
-            mine = mine[matched_blocks:]
-        self._index.predict(number, mine, now_ns + self._predicted_ns)
+        if number is not None:
+            mine = keys.canonical if worker in self._canonical else keys.own
+            self._index.predict(number, mine, now_ns + self._predicted_ns)
+
+    def answered(self, now_ns: int, worker: WorkerId, keys: object, cached_tokens: int) -> None:
+        """See `Locality`: what was predicted beyond that did not come."""
+        assert isinstance(keys, PromptKeys)
+        number = self._numbers.get(worker)
+        if number is not None and worker in self._silent:
+            mine = keys.canonical if worker in self._canonical else keys.own
+            self._index.predict(number, mine, now_ns + self._predicted_ns)

@@ -117,7 +117,7 @@ class Router:
             waited=0 < rows < running,
         )
         if work.keys is not None:
-            self._locality.sent(now_ns, room.id, work.keys, work.matched_tokens // BLOCK_TOKENS)
+            self._locality.sent(now_ns, room.id, work.keys)
         if work.session:
             self._sessions.put(now_ns, work.session, room.id)
         if work.adapter:
@@ -134,6 +134,8 @@ class Router:
         sent = self._sent.pop(work.id, None)
         if sent is None or usage is None:
             return
+        if work.keys is not None and (sent.began_ns or usage.completion_tokens):
+            self._locality.answered(now_ns, room.id, work.keys, usage.cached_tokens)
         further = usage.completion_tokens // work.streams - 1
         decode_ns = usage.decode_ns // work.streams
         if not decode_ns and sent.began_ns:

@@ -31,12 +31,16 @@ class Caches:
     def __init__(self, held: Mapping[WorkerId, Held] | None = None) -> None:
         self.held = dict(held or {})
         self.told: list[WorkerId] = []
+        self.audited: list[tuple[WorkerId, int]] = []
 
     def match(self, now_ns: int, keys: object) -> "Caches":
         return self
 
-    def sent(self, now_ns: int, worker: WorkerId, keys: object, matched_blocks: int) -> None:
+    def sent(self, now_ns: int, worker: WorkerId, keys: object) -> None:
         self.told.append(worker)
+
+    def answered(self, now_ns: int, worker: WorkerId, keys: object, cached_tokens: int) -> None:
+        self.audited.append((worker, cached_tokens))
 
     def of(self, worker: WorkerId) -> Held:
         return self.held.get(worker, NOTHING_HELD)
@@ -101,6 +105,13 @@ def test_the_worker_that_has_the_prompt_is_preferred() -> None:
     assert each.matched_tokens == 1440
     assert world.reason("r") == "best"
     assert world.caches.told == [C], "and it will have the rest soon"
+
+
+def test_what_the_worker_really_had_is_told_to_whoever_believed() -> None:
+    world = World(held={C: Held(90, 0)}).workers(A, B, C)
+    each = work()
+    world.end(each, world.start(each), 1, cached_tokens=1200, completion_tokens=3)
+    assert world.caches.audited == [(C, 1200)]
 
 
 def test_the_longest_prefix_wins_and_blocks_in_host_memory_count_a_little_less() -> None:
