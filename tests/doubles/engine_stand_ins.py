@@ -71,7 +71,7 @@ class StandIn:
         self.healthy = True
         self.port = 0
         self._server: asyncio.Server | None = None
-        self._writers: set[asyncio.StreamWriter] = set()
+        self._writers: dict[asyncio.StreamWriter, asyncio.StreamReader] = {}
 
     @property
     def url(self) -> str:
@@ -87,12 +87,14 @@ class StandIn:
         """As a process that dies: nobody listens, every connection is reset."""
         if self._server is not None:
             self._server.close()
-        for writer in list(self._writers):
-            writer.transport.abort()
         self._server = None
+        for _ in range(8):  # Also those that are just being accepted; and their last callbacks.
+            for writer in list(self._writers):
+                writer.transport.abort()
+            await asyncio.sleep(0)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
+        self._writers[writer] = reader
         self.num_connections += 1
         try:
             while True:
@@ -106,7 +108,7 @@ class StandIn:
         except (OSError, asyncio.IncompleteReadError, ssl.SSLError):
             pass
         finally:
-            self._writers.discard(writer)
+            self._writers.pop(writer, None)
             writer.transport.abort()
 
     async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> None:
@@ -162,7 +164,7 @@ class StandIn:
                 while faults.hang or faults.drip:
                     if faults.drip:
                         await send(b": still here\n\n")
-                    elif writer.transport.is_closing():
+                    elif self._writers[writer].at_eof() or writer.transport.is_closing():
                         raise OSError
                     await asyncio.sleep(0.01)
                 if faults.close:
