@@ -42,10 +42,10 @@ class LoadNames:
     waiting: tuple[str, ...] | None
     kv_usage: tuple[str, ...] | None
     """A share of 1."""
-    kv_blocks: tuple[str, str] | None = None
-    """A metric, and the label of it that has the number of blocks."""
     kv_tokens: tuple[str, ...] | None = None
-    """Tokens that fit; not expected."""
+    """Tokens that the KV cache holds at most; not expected."""
+    kv_info: tuple[str, str, str] | None = None
+    """The same, as a metric and its labels for the number of blocks and the tokens of one."""
     model_label: str = ""
     """The label that names the model, where one server has several."""
 
@@ -66,7 +66,7 @@ LOAD_NAMES: Mapping[str, LoadNames] = {
         running=("vllm:num_requests_running",),
         waiting=("vllm:num_requests_waiting",),
         kv_usage=("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
-        kv_blocks=("vllm:cache_config_info", "num_gpu_blocks"),
+        kv_info=("vllm:cache_config_info", "num_gpu_blocks", "block_size"),
         model_label="model_name",
     ),
     "sglang": LoadNames(
@@ -99,7 +99,6 @@ class EngineLoad:
     """From 0 to 1."""
     kv_tokens: int | None = None
     """What its KV cache holds at most."""
-    kv_blocks: int | None = None
     missing: tuple[str, ...] = ()
     """Names of metrics that were expected and not there."""
 
@@ -146,13 +145,12 @@ def load_of(samples: Samples, names: LoadNames, *, model: str = "") -> EngineLoa
         return None
 
     running, waiting, usage = of(names.running), of(names.waiting), of(names.kv_usage)
-    kv_tokens = of(names.kv_tokens, expected=False)
+    kv_tokens = _count(of(names.kv_tokens, expected=False)) or _told_tokens(samples, names)
     return EngineLoad(
         running=_count(running),
         waiting=_count(waiting),
         kv_usage=None if usage is None else min(1.0, max(0.0, sum(usage) / len(usage))),
-        kv_tokens=_count(kv_tokens),
-        kv_blocks=_blocks(samples, names),
+        kv_tokens=kv_tokens,
         missing=tuple(missing),
     )
 
@@ -168,13 +166,17 @@ def _count(values: list[float] | None) -> int | None:
     return None if values is None else max(0, round(sum(values)))
 
 
-def _blocks(samples: Samples, names: LoadNames) -> int | None:
-    if names.kv_blocks is None:
+def _told_tokens(samples: Samples, names: LoadNames) -> int | None:
+    """Tokens of a KV cache whose size is told in labels."""
+    if names.kv_info is None:
         return None
-    metric, label = names.kv_blocks
-    told = [sample.labels.get(label, "") for sample in samples.get(metric, ())]
-    numbers = [int(value) for value in told if value.isascii() and value.isdigit() and len(value) < 16]
-    return sum(numbers) or None
+    metric, blocks, tokens = names.kv_info
+    told = [sample.labels for sample in samples.get(metric, ())]
+    return sum(_digits(labels.get(blocks, "")) * _digits(labels.get(tokens, "")) for labels in told) or None
+
+
+def _digits(text: str) -> int:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else 0
 
 
 def _name_of(line: bytes) -> bytes:

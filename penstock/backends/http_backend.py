@@ -277,7 +277,7 @@ class HttpBackend:
         if running is None or load.waiting is None:
             return None
         info = self._status.info
-        blocks = load.kv_blocks or (load.kv_tokens or 0) // BLOCK_TOKENS
+        blocks = (load.kv_tokens or 0) // BLOCK_TOKENS
         if info is not None and blocks != info.num_blocks:
             self._status.info = msgspec.structs.replace(info, num_blocks=blocks)
         total = blocks if load.kv_usage is not None else 0  # A total without a usage would read as empty.

@@ -1,0 +1,270 @@
+"""Probes, facts and load of workers that are not ours, and chats that are passed through to providers."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import pytest
+import uvloop
+from byte_tokenizer import byte_tokenizer
+from conformance import Recorder, Requests
+from engine_stand_ins import OpenAIStandIn, StandIn, TritonStandIn, VllmStandIn, serving, text_of, until
+from test_engine_metrics import TRITON, VLLM
+from test_foreign_conformance import opened, tools
+
+from penstock.backends.base import GenerateRequest, ToolCallPiece
+from penstock.backends.foreign import ForeignWorker, make_backend
+from penstock.backends.http_backend import HttpBackend
+from penstock.config.backends import BackendsConfig
+from penstock.errors import ConfigError, WorkerUnavailable
+from penstock.protocol.openai import ChatRequest
+from penstock.telemetry.metrics import Metrics
+from penstock.types import FinishReason, RequestId, SamplingParams
+
+
+def run(
+    stand_in: StandIn,
+    engine: str,
+    check: Callable[[HttpBackend], Awaitable[None]],
+    *,
+    config: BackendsConfig | None = None,
+    metrics: Metrics | None = None,
+) -> None:
+    async def inside() -> None:
+        async with serving(stand_in), opened(engine, stand_in, tools(config, metrics)) as backend:
+            await check(backend)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(inside())
+
+
+def test_load_is_read_and_goes_stale() -> None:
+    server = VllmStandIn()
+    server.metrics = VLLM.decode()
+    changes: list[object] = []
+
+    async def check(backend: HttpBackend) -> None:
+        backend.on_change = lambda: changes.append(backend.status.stats)
+        await until(lambda: backend.status.stats is not None)
+        stats, info = backend.status.stats, backend.status.info
+        assert stats is not None
+        assert info is not None
+        assert (stats.running, stats.waiting, stats.blocks_total, stats.blocks_used) == (5, 4, 2000, 1000)
+        assert (info.max_model_len, info.num_blocks, info.max_running) == (32768, 2000, 0)
+        server.metrics = None
+        await until(lambda: backend.status.stats is None)
+        assert backend.status.ready
+        assert any("metrics" in note for note in backend.status.notes)
+
+    run(server, "vllm", check, config=BackendsConfig(probe_s=0.05, stale_s=0.2))
+
+
+def test_a_missing_metric_is_reported_and_not_read_as_zero() -> None:
+    server, metrics = VllmStandIn(), Metrics([], version="test")
+    server.metrics = VLLM.decode().replace("num_requests_waiting", "num_renamed")
+
+    async def check(backend: HttpBackend) -> None:
+        await until(lambda: bool(backend.status.notes))
+        assert backend.status.stats is None
+        assert "vllm:num_requests_waiting" in backend.status.notes[0]
+        line = 'penstock_scrape_missing_total{engine="vllm",metric="vllm:num_requests_waiting"}'
+        assert line in metrics.render().decode()
+        assert backend.status.ready
+
+    run(server, "vllm", check, metrics=metrics)
+
+
+def test_what_triton_does_not_tell_is_counted_here() -> None:
+    server = TritonStandIn(step_s=0.001)
+    server.metrics = TRITON.decode()
+
+    async def check(backend: HttpBackend) -> None:
+        recorder = Recorder()
+        backend.generate(Requests().make(max_tokens=20_000), recorder)
+        await until(lambda: backend.status.stats is not None and backend.status.stats.running == 1)
+        assert backend.status.stats is not None
+        assert backend.status.stats.waiting == 7
+
+    run(server, "triton", check)
+
+
+def test_an_unhealthy_worker_takes_nothing_and_comes_back() -> None:
+    server = VllmStandIn()
+
+    async def check(backend: HttpBackend) -> None:
+        server.healthy = False
+        await until(lambda: not backend.status.ready)
+        assert "503" in backend.status.stage
+        with pytest.raises(WorkerUnavailable, match="503"):
+            backend.generate(Requests().make(), Recorder())
+        server.healthy = True
+        await until(lambda: backend.status.ready)
+
+    run(server, "vllm", check)
+
+
+def test_a_worker_that_was_restarted_is_found_again() -> None:
+    server = VllmStandIn()
+
+    async def check(backend: HttpBackend) -> None:
+        first = Recorder()
+        backend.generate(Requests().make(), first)
+        await first.end()  # Its connection is kept, and stale after the restart.
+        await server.kill()
+        await server.start()
+        await until(lambda: backend.status.ready)
+        recorder = Recorder()
+        backend.generate(Requests().make(max_tokens=5), recorder)
+        assert (await recorder.end()).reason is FinishReason.LENGTH
+
+    run(server, "vllm", check)
+
+
+def test_what_a_vllm_worker_is_sent() -> None:
+    server = VllmStandIn()
+
+    async def check(backend: HttpBackend) -> None:
+        sampling = SamplingParams(
+            temperature=0.0,
+            top_k=4,
+            logit_bias=((7, 1.5),),
+            max_tokens=2,
+            stop_token_ids=(256,),
+            min_tokens=1,
+        )
+        request = GenerateRequest(
+            request_id=RequestId("r"),
+            prompt_token_ids=(1, 2),
+            sampling=sampling,
+            cache_salt=b"tenant",
+            priority=3,
+        )
+        recorder = Recorder()
+        backend.generate(request, recorder)
+        finish = await recorder.end()
+        assert finish.usage.cached_tokens == 2
+        sent = server.requests[0].json
+        assert sent["prompt"] == [1, 2]
+        assert sent["cache_salt"] == "dGVuYW50"
+        assert sent["logit_bias"] == {"7": 1.5}
+        assert (sent["stop_token_ids"], sent["ignore_eos"], sent["min_tokens"]) == ([256], True, 1)
+        assert "priority" not in sent  # It would be refused by a server that was not started for it.
+        assert "authorization" not in server.requests[0].headers
+
+    run(server, "vllm", check)
+
+
+# --- providers -----------------------------------------------------------------------------------------
+
+
+def chat(body: dict[str, object], max_tokens: int = 20, **sampling: object) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=RequestId("r"),
+        prompt_token_ids=(1, 2, 3),
+        sampling=SamplingParams(max_tokens=max_tokens, **sampling),
+        chat=msgspec.json.decode(json.dumps(body).encode(), type=ChatRequest),
+    )
+
+
+def test_a_chat_is_passed_through_and_the_providers_usage_counts() -> None:
+    server, body = (
+        OpenAIStandIn(),
+        {"model": "ours", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "top_p": 0.5},
+    )
+
+    async def check(backend: HttpBackend) -> None:
+        recorder = Recorder()
+        backend.generate(chat(body, 6), recorder)
+        finish = await recorder.end()
+        assert (finish.reason, recorder.text) == (FinishReason.LENGTH, text_of(0, 6))
+        assert (finish.usage.prompt_tokens, finish.usage.completion_tokens) == (77, 6)
+        sent = server.requests[0].json
+        assert server.requests[0].path == "/v1/chat/completions"
+        assert sent["messages"] == body["messages"]
+        assert (sent["model"], sent["max_tokens"], sent["top_p"], sent["stream"]) == ("served", 6, 0.5, True)
+        assert "seed" not in sent
+
+    run(server, "openai", check)
+
+
+def test_without_usage_a_chat_counts_what_came() -> None:
+    server = OpenAIStandIn()
+    server.faults.no_usage = True
+
+    async def check(backend: HttpBackend) -> None:
+        recorder = Recorder()
+        backend.generate(
+            chat({"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6}, 6),
+            recorder,
+        )
+        usage = (await recorder.end()).usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (3, 6)
+
+    run(server, "openai", check)
+
+
+def test_tool_calls_come_back_as_the_provider_made_them() -> None:
+    server = OpenAIStandIn()
+    server.calls = [{"name": "look", "arguments": '{"at": "the sky"}'}, {"name": "wait", "arguments": "{}"}]
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+    async def check(backend: HttpBackend) -> None:
+        recorder = Recorder()
+        body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": [tool]}
+        backend.generate(chat(body, 50), recorder)
+        finish = await recorder.end()
+        assert finish.reason is FinishReason.TOOL_CALLS
+        pieces = [call for delta in recorder.deltas for call in delta.tool_calls]
+        assert pieces[0] == ToolCallPiece(index=0, id="call_0", name="look")
+        assert "".join(call.arguments for call in pieces if call.index == 0) == '{"at": "the sky"}'
+        assert server.requests[0].json["tools"] == [tool]
+
+    run(server, "openai", check)
+
+
+def test_the_key_goes_to_the_provider_and_a_refused_key_is_the_operators() -> None:
+    class Guarded(OpenAIStandIn):
+        key = "sk-1"
+
+        async def _answer(self, request, writer) -> None:
+            if request.headers.get("authorization") != f"Bearer {self.key}":
+                await self.respond(
+                    writer, 401, b'{"error": {"message": "bad key"}}', {"content-type": "application/json"}
+                )
+            else:
+                await super()._answer(request, writer)
+
+    async def inside() -> None:
+        async with serving(Guarded()) as server:
+            worker = ForeignWorker(engine="openai", url=server.url, model="served", api_key="sk-1")
+            backend = make_backend(worker, byte_tokenizer(), tools())
+            backend.open()
+            await until(lambda: backend.status.ready)
+            server.key = "sk-2"
+            recorder = Recorder()
+            backend.generate(Requests().make(), recorder)
+            error = (await recorder.end()).error
+            assert isinstance(error, WorkerUnavailable)
+            assert "key" in str(error)
+            assert "sk-" not in str(error)
+            await backend.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(inside())
+
+
+@pytest.mark.parametrize(
+    ("worker", "words"),
+    [
+        (ForeignWorker(engine="nonsuch", url="http://h:1", model="m"), "unknown engine"),
+        (ForeignWorker(engine="vllm", url="ftp://h:1", model="m"), "address"),
+        (ForeignWorker(engine="vllm", url="http://user:secret@h:1", model="m"), "no user"),
+        (ForeignWorker(engine="vllm", url="http://h:99999", model="m"), "address"),
+        (ForeignWorker(engine="triton", url="http://h:1", model="m"), "max_model_len"),
+        (ForeignWorker(engine="vllm", url="http://h:1", model="m", api_key="a\nb"), "header"),
+    ],
+)
+def test_what_can_never_work_is_refused_at_once(worker: ForeignWorker, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_backend(worker, byte_tokenizer(), tools())

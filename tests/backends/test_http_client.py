@@ -1,0 +1,249 @@
+"""The HTTP client by itself: connections, reuse, TLS, bounds."""
+
+import asyncio
+import datetime
+import ssl
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+import pytest
+import uvloop
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from engine_stand_ins import StandIn, VllmStandIn, serving, until
+
+from penstock.backends.http_address import HttpAddress
+from penstock.backends.http_client import HttpClient, HttpFailure, NoConnection, Trouble
+from penstock.backends.http_fetch import ProbeFailed, fetch
+from penstock.clock import SystemClock
+from penstock.config.backends import HttpConfig
+from penstock.errors import ConfigError
+
+
+class Listener:
+    """Collects one answer."""
+
+    def __init__(self) -> None:
+        self.status, self.body = 0, b""
+        self.failure: HttpFailure | None = None
+        self.over = asyncio.Event()
+
+    def on_response(self, status: int, headers: Mapping[bytes, bytes]) -> None:
+        self.status = status
+
+    def on_body(self, data: bytes) -> None:
+        self.body += data
+
+    def on_end(self) -> None:
+        assert not self.over.is_set()
+        self.over.set()
+
+    def on_failure(self, failure: HttpFailure) -> None:
+        assert not self.over.is_set()
+        self.failure = failure
+        self.over.set()
+
+
+def run(
+    check: Callable[[StandIn, HttpClient], Awaitable[None]],
+    *,
+    tls: ssl.SSLContext | None = None,
+    **config: object,
+) -> None:
+    async def inside() -> None:
+        async with serving(VllmStandIn(tls=tls)) as server:
+            client = HttpClient(HttpAddress.parse(server.url), HttpConfig(**config), SystemClock())
+            await check(server, client)
+            client.close()
+            assert client.num_exchanges == 0
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(inside())
+
+
+async def get(client: HttpClient, path: str = "/health") -> Listener:
+    listener = Listener()
+    client.start("GET", path, listener)
+    async with asyncio.timeout(10):
+        await listener.over.wait()
+    return listener
+
+
+def test_connections_are_kept_and_used_again() -> None:
+    async def check(server: StandIn, client: HttpClient) -> None:
+        for _ in range(5):
+            assert (await get(client)).status == 200
+        assert server.num_connections == 1
+        await asyncio.gather(*(get(client) for _ in range(4)))
+        assert server.num_connections == 4
+        assert client.num_idle == 2  # The others were closed.
+
+    run(check, idle_connections_max=2)
+
+
+def test_a_connection_that_was_idle_for_long_is_not_used_again() -> None:
+    async def check(server: StandIn, client: HttpClient) -> None:
+        await get(client)
+        await get(client)
+        assert server.num_connections == 2
+
+    run(check, keepalive_s=0)
+
+
+def test_a_connection_that_the_server_closed_while_idle_is_made_anew() -> None:
+    async def check(server: StandIn, client: HttpClient) -> None:
+        await get(client)
+        await server.kill()
+        await server.start()
+        assert (await get(client)).status == 200
+
+    run(check)
+
+
+def test_more_connections_than_allowed_are_refused() -> None:
+    async def check(server: StandIn, client: HttpClient) -> None:
+        listeners = [Listener(), Listener()]
+        for listener in listeners:
+            client.start("GET", "/health", listener)
+        with pytest.raises(NoConnection, match="2 connections"):
+            client.start("GET", "/health", Listener())
+        for listener in listeners:
+            await listener.over.wait()
+        assert (await get(client)).status == 200
+
+    run(check, connections_max=2)
+
+
+def test_an_abort_is_final_at_every_stage() -> None:
+    async def check(server: StandIn, client: HttpClient) -> None:
+        for pause_s in (None, 0, 0.01):
+            listener = Listener()
+            exchange = client.start("GET", "/health", listener)
+            if pause_s is not None:
+                await asyncio.sleep(pause_s)
+            ended = listener.over.is_set()
+            exchange.abort()
+            exchange.abort()
+            await asyncio.sleep(0.01)
+            assert listener.over.is_set() == ended
+        assert (await get(client)).status == 200
+
+    run(check)
+
+
+def test_nobody_listens() -> None:
+    async def check(server: StandIn, client: HttpClient) -> None:
+        await server.kill()
+        failure = (await get(client)).failure
+        assert failure is not None
+        assert failure.trouble is Trouble.CONNECT
+        assert "refused" in failure.message
+
+    run(check)
+
+
+def test_an_answer_over_its_bound_ends() -> None:
+    async def check(server: StandIn, client: HttpClient) -> None:
+        server.metrics = "x" * 5000
+        failure = (await get(client, "/metrics")).failure
+        assert failure is not None
+        assert failure.trouble is Trouble.TOO_LARGE
+        server.metrics = "x" * 900
+        with pytest.raises(ProbeFailed, match="more than"):
+            await fetch(client, "/metrics", 100)
+
+    run(check, response_bytes_max=1000)
+
+
+def test_an_answer_that_takes_too_long_in_all_ends() -> None:
+    async def check(server: StandIn, client: HttpClient) -> None:
+        server.step_s = 0.01
+        listener = Listener()
+        body = b'{"model": "m", "prompt": [1], "seed": 1, "max_tokens": 1000}'
+        exchange = client.start("POST", "/v1/completions", listener, body=body)
+        while not listener.over.is_set():
+            exchange.touch()  # Progress, always.
+            await asyncio.sleep(0.01)
+        assert listener.failure is not None
+        assert "no end" in listener.failure.message
+        await until(lambda: server.num_aborted == 1)
+
+    run(check, request_timeout_s=0.2)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, Path]:
+    """A server's context with a certificate that no system trusts, and the file to trust it by."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "penstock test")])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    place = tmp_path_factory.mktemp("tls")
+    pem = made.public_bytes(serialization.Encoding.PEM)
+    secret = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    (place / "ca.pem").write_bytes(pem)
+    (place / "server.pem").write_bytes(secret + pem)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(place / "server.pem")
+    return context, place / "ca.pem"
+
+
+@pytest.mark.parametrize(
+    ("host", "trusts", "works"),
+    [("localhost", True, True), ("127.0.0.1", True, False), ("localhost", False, False)],
+)
+def test_certificates_and_names_are_verified(
+    certificate: tuple[ssl.SSLContext, Path], host: str, trusts: bool, works: bool
+) -> None:
+    context, ca_file = certificate
+
+    async def inside() -> None:
+        async with serving(VllmStandIn(tls=context)) as server:
+            config = HttpConfig(ca_file=str(ca_file) if trusts else "")
+            client = HttpClient(HttpAddress.parse(f"https://{host}:{server.port}"), config, SystemClock())
+            listener = await get(client)
+            assert (listener.status == 200) == works
+            if not works:
+                assert listener.failure is not None
+                assert "certificate" in listener.failure.message
+            client.close()
+            await asyncio.sleep(0.01)
+
+    asyncio.run(inside())
+
+
+def test_a_ca_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.pem").write_text("nothing")
+    for name in ("x.pem", "nonsuch.pem"):
+        with pytest.raises(ConfigError, match="ca_file"):
+            HttpClient(
+                HttpAddress.parse("https://h"), HttpConfig(ca_file=str(tmp_path / name)), SystemClock()
+            )
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://h:80/", "http://h"),
+        ("https://h/v1/", "https://h/v1"),
+        ("http://[::1]:9000", "http://[::1]:9000"),
+        ("http://10.0.0.7:8000", "http://10.0.0.7:8000"),
+    ],
+)
+def test_addresses(url: str, shown: str) -> None:
+    assert str(HttpAddress.parse(url)) == shown
