@@ -23,8 +23,10 @@ test:  ## install what is needed and run the test suite (ARGS="tests/kv -k pool"
 	@$(DEV)
 	@$(BIN)/pytest $(ARGS)
 
-test-workers:  ## the tests with real servers of others, Ray among them (installs those first; ARGS="-k ray" for a part)
+test-workers:  ## the tests with real servers of others: vLLM, Triton, Ray (installs those first; ARGS="-k ray" for a part)
 	@$(DEV)
+	@bench/peers/install_vllm.sh
+	@bench/peers/install_triton.sh
 	@scripts/install_ray.sh
 	@$(VENV)/ray/bin/python -m pytest -m workers $(ARGS)
 

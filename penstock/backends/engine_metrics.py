@@ -55,8 +55,8 @@ class LoadNames:
             self.running,
             self.waiting,
             self.kv_usage,
-            self.kv_blocks and self.kv_blocks[:1],
             self.kv_tokens,
+            self.kv_info and self.kv_info[:1],
         )
         return frozenset(name for group in groups for name in group or ())
 

@@ -186,6 +186,8 @@ class HttpBackend:
                 self._lose(str(error), again=False)
             except TimeoutError:
                 self._lose(f"no answer to a probe within {self._config.probe_timeout_s:g} s", again=False)
+            except Exception as error:  # noqa: BLE001 - a worker whose words meet a bug here must not stay unwatched.
+                self._lose(f"a bug met its answer to a probe: {error!r}", again=False)
             await self._pause(self._probe_s * (0.9 + 0.2 * self._draw()))
 
     async def _pause(self, seconds: float) -> None:

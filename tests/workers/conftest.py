@@ -1,0 +1,121 @@
+"""Real servers of others, started once for all tests that need them. `make test-workers` installs them first.
+
+PENSTOCK_TEST_VLLM names one that runs already (its URL), serving the 28M model as "served".
+"""
+
+import os
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from peers.shapes import SHAPES, make_model
+
+ROOT = Path(__file__).parents[2]
+PEERS = ROOT / "bench" / "out" / "peers"
+START_TIMEOUT_S = 400.0
+
+
+def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    started = time.monotonic()
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except (urllib.error.URLError, OSError):
+            pass
+        if process.poll() is not None or time.monotonic() - started > START_TIMEOUT_S:
+            pytest.fail(f"{url} does not answer; {log} ends:\n{log.read_text(errors='replace')[-3000:]}")
+        time.sleep(0.2)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="session")
+def model_28m() -> Path:
+    """The 28M model with weights that were made up, which every engine loads."""
+    return make_model(SHAPES["28m"], ROOT / "bench" / "out" / "models" / "28m")
+
+
+@pytest.fixture(scope="session")
+def vllm_url(model_28m: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real vLLM on the CPU, which takes more than a minute to start."""
+    if url := os.environ.get("PENSTOCK_TEST_VLLM"):
+        yield url
+        return
+    program = PEERS / "vllm" / "bin" / "vllm"
+    if not program.exists():
+        pytest.fail("vLLM is not installed: bench/peers/install_vllm.sh")
+    port, log = 9372, tmp_path_factory.mktemp("vllm") / "log"
+    environment = {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CACHE_ROOT": str(PEERS / "vllm-cache"),
+    }
+    command = [str(program), "serve", str(model_28m), "--served-model-name", "served", "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--max-model-len", "2048", "--enable-prompt-tokens-details"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+    try:
+        wait_for(f"http://127.0.0.1:{port}/health", process, log)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        stop(process)
+
+
+@pytest.fixture(scope="session")
+def triton_urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """A real tritonserver with a python model that streams (decoupled): its address, and that of its metrics."""
+    found = sorted((PEERS / "triton").glob("lib/python3*/site-packages/pytriton"))
+    if not found:
+        pytest.fail("Triton is not installed: bench/peers/install_triton.sh")
+    home, place = found[0] / "tritonserver", tmp_path_factory.mktemp("triton")
+    log, backend = place / "log", place / "backends" / "python"
+    backend.mkdir(parents=True)
+    stub = (
+        home
+        / "python_backend_stubs"
+        / found[0].parents[1].name.removeprefix("python")
+        / "triton_python_backend_stub"
+    )
+    for file in (*(home / "backends" / "python").iterdir(), stub):
+        (backend / file.name).symlink_to(file)
+    environment = {
+        **os.environ,
+        "TRITON_SITE_PACKAGES": str(found[0].parent),
+        "LD_LIBRARY_PATH": str(found[0].parent / "nvidia_pytriton.libs"),
+    }
+    command = [
+        str(home / "bin" / "tritonserver"),
+        "--model-repository",
+        str(Path(__file__).parent / "triton_models"),
+    ]
+    command += [
+        "--backend-directory",
+        str(backend.parent),
+        "--http-address",
+        "127.0.0.1",
+        "--http-port",
+        "9381",
+    ]
+    command += ["--metrics-address", "127.0.0.1", "--metrics-port", "9382", "--allow-grpc", "false"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+    try:
+        wait_for("http://127.0.0.1:9381/v2/health/ready", process, log)
+        yield "http://127.0.0.1:9381", "http://127.0.0.1:9382"
+    finally:
+        stop(process)

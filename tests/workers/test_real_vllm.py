@@ -1,0 +1,178 @@
+"""A real vLLM as a worker: the conformance suite, its metrics, and its tokens beside our own engine's."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import uvloop
+from conformance import BackendConformance, Recorder, Requests
+from engine_stand_ins import until
+from test_foreign_conformance import tools
+
+from penstock.backends.base import Backend, GenerateRequest
+from penstock.backends.foreign import ForeignWorker, make_backend
+from penstock.backends.http_backend import HttpBackend
+from penstock.backends.own import OwnBackend
+from penstock.clock import SystemClock
+from penstock.config.tree import EngineConfig
+from penstock.errors import ContextTooLong
+from penstock.fleet.launchers.base import WorkerSpec
+from penstock.fleet.launchers.local import LocalLauncher
+from penstock.telemetry.metrics import Metrics
+from penstock.text.tokenizer import Tokenizer
+from penstock.types import FinishReason, ModelName, RequestId, SamplingParams, WorkerId
+
+pytestmark = [pytest.mark.workers, pytest.mark.timeout(600)]
+NEAR = 0.15
+"""Log-probabilities of two candidates that bfloat16 may order either way."""
+
+
+class TestRealVllm(BackendConformance):
+    loop_factory = staticmethod(uvloop.new_event_loop)
+    ENDLESS = 1900
+    url: str
+    model: Path
+
+    @pytest.fixture(autouse=True)
+    def of_vllm(self, vllm_url: str, model_28m: Path) -> None:
+        type(self).url, type(self).model = vllm_url, model_28m
+
+    @asynccontextmanager
+    async def open(self, metrics: Metrics | None = None) -> AsyncIterator[HttpBackend]:
+        worker = ForeignWorker(engine="vllm", url=self.url, model="served")
+        backend = make_backend(worker, Tokenizer.load(self.model), tools(metrics=metrics))
+        backend.open()
+        await until(lambda: backend.status.ready, timeout_s=60)
+        yield backend
+        await backend.close()
+
+    test_a_lost_worker_ends_every_stream_with_its_kind = (
+        None  # The tests share the server; stand-ins are killed.
+    )
+
+    def test_streams_do_not_mix(self) -> None:
+        """Greedy, and each from a prompt of its own: what is sampled may depend on the batch in vLLM."""
+
+        async def check(backend: Backend, requests: Requests) -> None:
+            alone = [await greedy(backend, (10 + i, 500)) for i in range(4)]
+            many = await asyncio.gather(*(greedy(backend, (10 + i % 4, 500)) for i in range(16)))
+            assert all(found[0] == alone[i % 4][0] for i, found in enumerate(many))
+
+        self.run(check)
+
+    def test_it_says_what_it_is_and_how_loaded(self) -> None:
+        metrics = Metrics([], version="test")
+
+        async def run() -> None:
+            async with self.open(metrics) as backend:
+                recorder = Recorder()
+                generation = backend.generate(Requests().make(max_tokens=self.ENDLESS), recorder)
+                await until(
+                    lambda: backend.status.stats is not None and backend.status.stats.running == 1, 30
+                )
+                generation.abort()
+                await until(
+                    lambda: backend.status.stats is not None and backend.status.stats.running == 0, 30
+                )
+                info, stats = backend.status.info, backend.status.stats
+                assert info is not None
+                assert stats is not None
+                assert (info.max_model_len, info.model) == (2048, "served")
+                assert info.num_blocks == stats.blocks_total > 100
+                assert not backend.status.notes
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(run())
+        assert "penstock_scrape_missing_total{" not in metrics.render().decode()
+
+    def test_usage_agrees_and_the_prefix_cache_is_told_of(self) -> None:
+        async def check(backend: Backend, requests: Requests) -> None:
+            prompt = tuple(range(300, 300 + 512))
+            for expected in (False, True):
+                recorder = Recorder()
+                sampling = SamplingParams(temperature=0.0, max_tokens=4)
+                request = GenerateRequest(
+                    request_id=RequestId(f"p-{expected}"),
+                    prompt_token_ids=prompt,
+                    sampling=sampling,
+                    cache_salt=b"t",
+                )
+                backend.generate(request, recorder)
+                usage = (await recorder.end()).usage
+                assert (usage.prompt_tokens, usage.completion_tokens) == (512, 4)
+                assert (usage.cached_tokens > 0) == expected
+            assert not backend.status.notes
+
+        self.run(check)
+
+    def test_a_prompt_that_is_too_long_is_the_clients(self) -> None:
+        async def check(backend: Backend, requests: Requests) -> None:
+            recorder = Recorder()
+            request = GenerateRequest(
+                request_id=RequestId("long"),
+                prompt_token_ids=(5,) * 2100,
+                sampling=SamplingParams(max_tokens=1),
+            )
+            backend.generate(request, recorder)
+            assert isinstance((await recorder.end()).error, ContextTooLong)
+            assert backend.status.ready
+
+        self.run(check)
+
+    def test_greedy_tokens_are_our_engines(self) -> None:
+        """Up to a choice between two tokens that are as likely as bfloat16 can tell."""
+
+        async def check(backend: Backend, requests: Requests) -> None:
+            async with our_engine(self.model) as ours:
+                for first in (7, 800, 4321):
+                    prompt = tuple(range(first, first + 20))
+                    expected, _ = await greedy(ours, prompt)
+                    found, tops = await greedy(backend, prompt)
+                    differs = next(
+                        (i for i, pair in enumerate(zip(expected, found, strict=True)) if pair[0] != pair[1]),
+                        None,
+                    )
+                    if differs is not None:
+                        near = dict(tops[differs])
+                        text = Tokenizer.load(self.model).token_text(expected[differs])
+                        assert near.get(text, -100.0) > max(near.values()) - NEAR, (differs, near, text)
+
+        self.run(check)
+
+
+async def greedy(
+    backend: Backend, prompt: tuple[int, ...]
+) -> tuple[list[int], list[list[tuple[str, float]]]]:
+    """Token ids, and the likeliest alternatives of each."""
+    recorder = Recorder()
+    sampling = SamplingParams(temperature=0.0, max_tokens=16, logprobs=5)
+    request = GenerateRequest(
+        request_id=RequestId(f"g-{id(recorder)}"),
+        prompt_token_ids=prompt,
+        sampling=sampling,
+        skip_special_tokens=False,
+    )
+    backend.generate(request, recorder)
+    assert (await recorder.end()).reason is FinishReason.LENGTH
+    ids = [token_id for delta in recorder.deltas for token_id in delta.token_ids]
+    tops = [
+        [(name, value) for name, _, value in each.top] for delta in recorder.deltas for each in delta.logprobs
+    ]
+    return ids, tops
+
+
+@asynccontextmanager
+async def our_engine(model: Path) -> AsyncIterator[Backend]:
+    launcher = LocalLauncher(SystemClock(), b"secret" * 4)
+    engine = EngineConfig(kv_memory_bytes=64 * 1024 * 1024, max_model_len=2048, threads=1)
+    spec = WorkerSpec(
+        worker_id=WorkerId("ours-0"), model_path=str(model), model_name=ModelName("served"), engine=engine
+    )
+    try:
+        worker = await launcher.start(spec, OwnBackend(Tokenizer.load(model), SystemClock()))
+        await worker.wait_ready()
+        yield worker.backend
+    finally:
+        await launcher.close(timeout_s=0.1)
