@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from penstock import __version__
-from penstock.cli import bench, chat, doctor, keys, serve, usage_report
+from penstock.cli import bench, chat, doctor, keys, plan, serve, simulate, usage_report
 from penstock.cli.usage import Help
 from penstock.errors import ConfigError, PenstockError
 
@@ -31,6 +31,8 @@ examples:
   penstock doctor                       say what works on this machine, and why not
   penstock usage --since 7d             say what was used and what it cost
   penstock keys create --tenant acme    make an API key
+  penstock simulate spike-20x           run a scenario on virtual time; --list names them all
+  penstock plan --model 70b --rps 20    how many of which accelerator, and what a token costs
 
 `penstock COMMAND --help` tells more about a command."""
 
@@ -42,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (serve, chat, bench, doctor, keys, usage_report):
+    for command in (serve, chat, bench, doctor, keys, usage_report, simulate, plan):
         command.add_parser(commands)
     return parser
 

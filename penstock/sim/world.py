@@ -114,6 +114,8 @@ class World:
         self._cut: dict[int, list[SimRequest]] = {}
         self.members: dict[WorkerId, Member] = {}
         self._num_workers = 0
+        self.use_by_kind: dict[str, tuple[int, int]] = {}
+        """Nanoseconds that workers of each kind were there, and were in steps; of those that are left, until now."""
         config = spec.config
         self.slice_tokens = min(config.rate_limits.slice_tokens, config.budgets.slice_tokens)
         self.report_ns = spec.report_ns
@@ -469,3 +471,6 @@ class World:
         counters.ready_ns += now_ns - member.since_ns
         counters.preemptions += statistics.preemptions
         counters.generated_tokens += statistics.generated_tokens
+        kind = worker.spec.kind or member.pool.model
+        paid_ns, busy_ns = self.use_by_kind.get(kind, (0, 0))
+        self.use_by_kind[kind] = (paid_ns + now_ns - member.since_ns, busy_ns + worker.busy_ns)

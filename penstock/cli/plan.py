@@ -1,0 +1,273 @@
+"""`penstock plan`: how many of which accelerator a traffic needs, and what it costs."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+from rich.table import Table
+
+from penstock.cli import console
+from penstock.cli.usage import Commands, Help, number
+from penstock.errors import ConfigError
+from penstock.sim.accelerators import ACCELERATORS, Accelerator, accelerator
+from penstock.sim.model_shapes import BYTES_PER_WEIGHT, MODELS, ModelShape, model_shape
+from penstock.sim.plan import Demand, Option, Terms, cheapest, options
+from penstock.sim.plan_check import check_plan
+from penstock.sim.sizing import Sizing, sizing_example
+
+SCHEMA = "penstock.plan/1"
+SHOWN = 6
+
+DESCRIPTION = """\
+How many of which accelerator a traffic needs within an objective, what a million output tokens cost, and
+how far that is from the theoretical least (the requirement's mark is twice).
+
+By a roofline of the named accelerators: bandwidth, arithmetic, links and memory of the data sheets at the
+efficiencies that good engines reach. `--check` plays the plan in the simulator."""
+
+EPILOG = f"""\
+examples:
+  penstock plan --model 70b --rps 20 --prompt-tokens 1500 --output-tokens 300
+  penstock plan --model 70b:0.4 --model 7b:0.6 --rps 100 --accelerator a100-80 --accelerator h100
+  penstock plan --model 8b --rps 50 --accelerator l40s --price l40s=0.79 --hit-rate 0.5 --check
+  penstock plan --example                           the requirement's 110 accelerators, recomputed
+
+models: {", ".join(MODELS)}, or a config.json
+accelerators: {", ".join(ACCELERATORS)}
+Prices are per device and hour in USD, what rental companies asked in 2025, rounded; --price NAME=X sets your own."""
+
+
+def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
+    """Add this command."""
+    parser = commands.add_parser(
+        "plan",
+        help="how many accelerators a traffic needs, and what it costs",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=Help,
+        allow_abbrev=False,
+    )
+    traffic = parser.add_argument_group("traffic")
+    traffic.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="NAME[:SHARE]",
+        help="and its share of the requests; several times",
+    )
+    traffic.add_argument(
+        "--rps",
+        type=number(float, 1e-6, 1e9),
+        default=10.0,
+        metavar="R",
+        help="requests per second (default: 10)",
+    )
+    traffic.add_argument(
+        "--prompt-tokens", type=number(int, 1, 10_000_000), default=1000, metavar="N", help="(default: 1000)"
+    )
+    traffic.add_argument(
+        "--output-tokens", type=number(int, 1, 1_000_000), default=200, metavar="N", help="(default: 200)"
+    )
+    traffic.add_argument(
+        "--hit-rate",
+        type=number(float, 0, 0.99),
+        default=0.0,
+        metavar="X",
+        help="of the prefix cache (default: 0)",
+    )
+    terms = parser.add_argument_group("objective and fleet")
+    terms.add_argument(
+        "--ttft-ms", type=number(float, 1, 1e7), default=500.0, metavar="MS", help="(default: 500)"
+    )
+    terms.add_argument(
+        "--tpot-ms", type=number(float, 0.1, 1e6), default=50.0, metavar="MS", help="(default: 50)"
+    )
+    terms.add_argument(
+        "--accelerator", action="append", default=[], metavar="NAME", help="only these (default: all)"
+    )
+    terms.add_argument(
+        "--price", action="append", default=[], metavar="NAME=X", help="USD per device and hour"
+    )
+    terms.add_argument(
+        "--dtype", choices=sorted(BYTES_PER_WEIGHT), default="bf16", help="of the weights (default: bf16)"
+    )
+    terms.add_argument(
+        "--load",
+        type=number(float, 0.05, 1.0),
+        default=0.8,
+        metavar="X",
+        help="of a replica's rate (default: 0.8)",
+    )
+    terms.add_argument(
+        "--spare",
+        type=number(int, 0, 1000),
+        default=1,
+        metavar="N",
+        help="replicas of each model (default: 1)",
+    )
+    terms.add_argument(
+        "--max-running",
+        type=number(int, 1, 4096),
+        default=256,
+        metavar="N",
+        help="rows of a batch (default: 256)",
+    )
+    parser.add_argument("--example", action="store_true", help="recompute the requirement's sizing example")
+    parser.add_argument(
+        "--check", action="store_true", help="play the plan in the simulator with Poisson arrivals"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the plan here (- is standard output)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out `penstock plan`."""
+    terms = Terms(
+        ttft_ms=args.ttft_ms,
+        tpot_ms=args.tpot_ms,
+        load=args.load,
+        spare=args.spare,
+        max_running=args.max_running,
+    )
+    if args.json and str(args.json) != "-" and not args.json.parent.is_dir():
+        raise ConfigError(f"--json {args.json}: there is no directory {args.json.parent}")
+    screen = console.err() if str(args.json) == "-" else console.out()
+    devices = _devices(args.accelerator, args.price)
+    if args.example:
+        device = next((each for each in devices if each.name == "a100-80"), devices[0])
+        sizing = sizing_example(terms, prompt_tokens=args.prompt_tokens, device=device)
+        screen.print(_sizing_table(sizing))
+        screen.print(_options_table(sizing.chosen, "what the planner takes for the last line"))
+        _write(args.json, {"schema": SCHEMA, "sizing": msgspec.to_builtins(sizing)})
+        return 0
+    wanted = _demands(args)
+    chosen: list[Option] = []
+    for model, demand in wanted:
+        chosen.append(cheapest(model, demand, terms, devices, dtype=args.dtype))
+        found = options(model, demand, terms, devices, dtype=args.dtype)[:SHOWN]
+        screen.print(
+            _options_table(
+                found, f"{model.name}: {demand.rps:g} requests/s, {demand.tokens_per_s:,.0f} output tokens/s"
+            )
+        )
+    screen.print(_total(wanted, chosen), style="bold", markup=False, soft_wrap=True)
+    checked = [
+        check_plan(option, model, demand, terms, devices)
+        for option, (model, demand) in zip(chosen, wanted, strict=True)
+    ] if args.check else []  # fmt: skip
+    for option, figures in zip(chosen, checked, strict=False):
+        screen.print(
+            f"{option.model} simulated for {figures.seconds:.0f} s: {figures.attainment:.1%} within the objective, TTFT p95 "
+            f"{figures.ttft_ms.p95:.0f} ms, TPOT p95 {figures.tpot_ms.p95:.1f} ms", markup=False, soft_wrap=True,
+        )  # fmt: skip
+    plan = {"schema": SCHEMA, "plan": msgspec.to_builtins(chosen), "simulated": msgspec.to_builtins(checked)}
+    _write(args.json, plan)
+    return 0
+
+
+def _demands(args: argparse.Namespace) -> list[tuple[ModelShape, Demand]]:
+    parts: list[tuple[ModelShape, float]] = []
+    for text in args.model or ["8b"]:
+        name, colon, share = text.rpartition(":")
+        if not colon or not share.replace(".", "", 1).isdigit():
+            name, share = text, "1"
+        parts.append((model_shape(name), float(share)))
+    total = sum(share for _, share in parts)
+    if total <= 0:
+        raise ConfigError("--model: the shares sum to nothing")
+    return [
+        (
+            model,
+            Demand(
+                rps=args.rps * share / total,
+                prompt_tokens=args.prompt_tokens,
+                output_tokens=args.output_tokens,
+                hit_rate=args.hit_rate,
+            ),
+        )
+        for model, share in parts
+        if share > 0
+    ]
+
+
+def _devices(names: Sequence[str], prices: Sequence[str]) -> list[Accelerator]:
+    devices = {each.name: each for each in (map(accelerator, names) if names else ACCELERATORS.values())}
+    if not names:
+        devices.pop("cpu-2")
+    for text in prices:
+        name, _, price = text.partition("=")
+        try:
+            value = float(price)
+        except ValueError:
+            value = -1.0
+        if not 0 <= value < float("inf"):
+            raise ConfigError(f"--price {text}: expected NAME=X, in USD per hour")
+        priced = accelerator(name)
+        if priced.name in devices:
+            devices[priced.name] = replace(priced, price_per_hour=value)
+    return list(devices.values())
+
+
+def _options_table(found: Sequence[Option], title: str) -> Table:
+    table = Table("placement", title=title, title_justify="left")
+    for column in (
+        "rows",
+        "step ms",
+        "TTFT ms",
+        "bound by",
+        "tokens/s each",
+        "replicas",
+        "devices",
+        "USD/h",
+        "USD per 1M",
+        "least",
+        "times",
+    ):
+        table.add_column(column, justify="right")
+    for each in found:
+        table.add_row(
+            f"{each.model} {each.dtype} on {each.tp} x {each.device}", str(each.batch), f"{each.step_ms:.1f}",
+            f"{each.ttft_ms:.0f}", each.bound, f"{each.replica_tps:,.0f}", str(each.replicas), str(each.devices),
+            f"{each.price_per_hour:,.2f}", f"{each.cost_per_million:.2f}", f"{each.least_per_million:.2f}",
+            f"{each.times_least:.1f}",
+        )  # fmt: skip
+    return table
+
+
+def _sizing_table(sizing: Sizing) -> Table:
+    table = Table(
+        "reading",
+        title="the requirement's example: 1,000 users, 200 tokens, 70B 40 %, 7B 60 %",
+        title_justify="left",
+    )
+    table.add_column("tokens/s", justify="right")
+    table.add_column("devices", justify="right")
+    table.add_column("arithmetic")
+    for line in sizing.lines:
+        table.add_row(line.words, f"{line.tokens_per_s:,.0f}", f"{line.devices:,.0f}", line.arithmetic)
+    return table
+
+
+def _total(wanted: Sequence[tuple[ModelShape, Demand]], chosen: Sequence[Option]) -> str:
+    price, devices = sum(each.price_per_hour for each in chosen), sum(each.devices for each in chosen)
+    tokens = sum(demand.tokens_per_s for _, demand in wanted)
+    parts = ", ".join(f"{each.replicas} x {each.tp} x {each.device} for {each.model}" for each in chosen)
+    return f"cheapest: {parts}: {devices} devices, {price:,.2f} USD/h, {price / 3600 / tokens * 1e6:.2f} USD per 1M output tokens"
+
+
+def _write(path: Path | None, content: dict[str, object]) -> None:
+    if path is None:
+        return
+    text = msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"
+    if str(path) == "-":
+        sys.stdout.write(text.decode())
+        return
+    try:
+        path.write_bytes(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error

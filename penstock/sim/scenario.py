@@ -1,0 +1,170 @@
+"""Scenarios: questions that a simulation answers, each with a setup and a criterion that is checked.
+
+A scenario is a function from `Knobs` to `Setup`; its docstring is the question. Its check says, of one run, what was found
+and whether that passes. Where the answer is a comparison (with the spike, without it) the scenario names the setup
+that runs beside it on the same seed.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from penstock.clock import NS_PER_S
+from penstock.config.tree import EngineConfig
+from penstock.errors import ConfigError
+from penstock.sim.accelerators import accelerator, unknown
+from penstock.sim.figures import Objective
+from penstock.sim.model_shapes import model_shape
+from penstock.sim.roofline import Placed, Roofline
+from penstock.sim.setup import Knobs, Played, Setup, play
+from penstock.sim.worker import WorkerSpec
+from penstock.sim.workload import Source
+from penstock.sim.world import PoolSpec, WorldSpec
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that was looked at."""
+
+    words: str
+    value: float
+    bound: float
+    at_most: bool = True
+    """Whether the bound is an upper one."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the value keeps the bound."""
+        return self.value <= self.bound if self.at_most else self.value >= self.bound
+
+
+def at_most(words: str, value: float, bound: float) -> Finding:
+    """A finding with an upper bound."""
+    return Finding(words=words, value=value, bound=bound)
+
+
+def at_least(words: str, value: float, bound: float) -> Finding:
+    """A finding with a lower bound."""
+    return Finding(words=words, value=value, bound=bound, at_most=False)
+
+
+Build = Callable[[Knobs], Setup]
+Check = Callable[[Played, Played | None], Sequence[Finding]]
+"""Of the run, and of the one beside it."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Scenario:
+    """A named question."""
+
+    name: str
+    build: Build
+    check: Check
+    beside: Build | None = None
+    """What the run is held against, on the same seed."""
+
+    @property
+    def question(self) -> str:
+        """The docstring's first paragraph."""
+        return " ".join((self.build.__doc__ or "").split("\n\n")[0].split())
+
+    @property
+    def answer(self) -> str:
+        """The rest of it: how the system answers, in words."""
+        return " ".join(" ".join((self.build.__doc__ or "").split("\n\n")[1:]).split())
+
+
+@dataclass(slots=True, kw_only=True)
+class Verdict:
+    """A scenario on one seed."""
+
+    scenario: Scenario
+    played: Played
+    beside: Played | None
+    findings: Sequence[Finding]
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything that is checked passes."""
+        return all(finding.passed for finding in self.findings)
+
+
+def run_scenario(
+    scenario: Scenario, knobs: Knobs, seed: int, *, on_arrival: Callable[[int], None] | None = None
+) -> Verdict:
+    """Play it and check it."""
+    beside = play(scenario.beside(knobs), seed) if scenario.beside is not None else None
+    played = play(scenario.build(knobs), seed, on_arrival=on_arrival)
+    return Verdict(scenario=scenario, played=played, beside=beside, findings=scenario.check(played, beside))
+
+
+def find(name: str, known: Mapping[str, Scenario]) -> Scenario:
+    """The scenario of that name; `_` counts as `-`.
+
+    Raises:
+        ConfigError: there is none; the message has the nearest.
+    """
+    if (found := known.get(name.lower().replace("_", "-"))) is not None:
+        return found
+    raise ConfigError(f"scenario: {unknown(name, known)}; `penstock simulate --list` says what each answers")
+
+
+# --- what scenarios are built from ------------------------------------------------------------------
+
+
+def pool(
+    knobs: Knobs,
+    *,
+    workers: int,
+    name: str = "model",
+    shape: str = "7b",
+    device: str = "a10g",
+    region: str = "",
+    cold_start_s: float = 60.0,
+) -> PoolSpec:
+    """Workers of one model; knobs go before what the scenario says. The main pool is the one called "model"."""
+    main = name == "model"
+    placed = Placed(
+        model=model_shape((main and knobs.model) or shape),
+        device=accelerator(knobs.accelerator or device),
+        tp=(main and knobs.tp) or 1,
+        dtype=knobs.dtype or "bf16",
+    )
+    max_running = knobs.max_running or 32
+    spec = WorkerSpec(
+        step_time=knobs.step_time or Roofline(placed),
+        engine=EngineConfig(step_tokens=max(knobs.step_tokens or 512, max_running), max_running=max_running),
+        num_blocks=placed.num_blocks,
+        max_model_len=min(placed.model.max_model_len, placed.num_blocks * 16),
+        kind=kind_of(placed),
+        cold_start_ns=round(cold_start_s * NS_PER_S),
+    )
+    return PoolSpec(model=name, worker=spec, count=(main and knobs.workers) or workers, region=region)
+
+
+def kind_of(placed: Placed) -> str:
+    """Names a replica for reports and prices: 70b@h100x4."""
+    return f"{placed.model.name}@{placed.device.name}x{placed.tp}"
+
+
+def setup(
+    knobs: Knobs, pools: Sequence[PoolSpec], sources: Sequence[Source], *, seconds: float,
+    objective: Objective | None = None, **world: object,
+) -> Setup:  # fmt: skip
+    """A setup with the knobs applied: `world` goes to `WorldSpec`."""
+    promised = objective or Objective(ttft_ms=2000, tpot_ms=150)
+    promised = msgspec.structs.replace(
+        promised, ttft_ms=knobs.ttft_ms or promised.ttft_ms, tpot_ms=knobs.tpot_ms or promised.tpot_ms
+    )
+    spec = replace(WorldSpec(config=knobs.config, pools=tuple(pools)), **world)
+    prices: dict[str, float] = {}
+    for each in pools:
+        device, _, tp = each.worker.kind.partition("@")[2].rpartition("x")
+        prices[each.worker.kind] = accelerator(device).price_per_hour * int(tp)
+    return Setup(
+        world=spec,
+        sources=tuple(sources),
+        seconds=knobs.seconds or seconds,
+        objective=promised,
+        prices=prices,
+    )

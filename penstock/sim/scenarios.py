@@ -1,0 +1,507 @@
+"""The scenarios by name: every failure row and follow-up question of the requirement, and the everyday ones.
+
+All are small (a few thousand steps), so that each takes seconds; `--set workers=... --set load=...` makes them larger.
+The capacity of one default worker (7B on an A10G, 32 rows) is about 3 requests a second of the default chat.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from penstock.clock import NS_PER_S
+from penstock.policy.record import Outcome
+from penstock.policy.tenant import Tenant
+from penstock.sim.arrivals import Diurnal, Gamma, Poisson, Spike, Stampede
+from penstock.sim.figures import Figures, Objective, Spread
+from penstock.sim.request import RequestRecord
+from penstock.sim.scenario import Check, Finding, Scenario, at_least, at_most, pool, setup
+from penstock.sim.setup import Knobs, Played, Setup
+from penstock.sim.workload import Callers, Chat, Conversations, Lengths, agents, even
+from penstock.types import TenantId
+
+SCENARIOS: dict[str, Scenario] = {}
+
+QUESTION, ANSWER = Lengths(250, 0.7, maximum=4096), Lengths(60, 0.7, maximum=512)
+WORKER_RPS = 2.5
+"""What one default worker is given at full load."""
+
+
+def scenario(
+    check: Check, *, beside: Callable[[Knobs], Setup] | None = None
+) -> Callable[[Callable[[Knobs], Setup]], Callable[[Knobs], Setup]]:
+    """Register a function from knobs to a setup under its own name."""
+
+    def register(build: Callable[[Knobs], Setup]) -> Callable[[Knobs], Setup]:
+        name = build.__name__.replace("_", "-")
+        SCENARIOS[name] = Scenario(name=name, build=build, check=check, beside=beside)
+        return build
+
+    return register
+
+
+def chat(
+    knobs: Knobs, load: float, workers: int, *, name: str = "chat", callers: Callers | None = None
+) -> Chat:
+    """The default chat at a share of what `workers` workers can do."""
+    rate = WORKER_RPS * workers * load * knobs.load
+    return Chat(
+        name=name, arrivals=Poisson(rate), callers=callers or Callers(tenants=even(8)), prompt=QUESTION,
+        output=ANSWER, system_tokens=160,
+    )  # fmt: skip
+
+
+def share_good(figures: Figures, tenants: Callable[[str], bool]) -> float:
+    """The good share of some tenants' requests."""
+    found = [each for name, each in figures.tenants.items() if tenants(name)]
+    return sum(each.good for each in found) / max(1, sum(each.requests for each in found))
+
+
+def ttft_p95(records: Sequence[RequestRecord], which: Callable[[RequestRecord], bool]) -> float:
+    """Milliseconds, of some requests that had a first token."""
+    return Spread.of([record.ttft_ns for record in records if record.first_ns >= 0 and which(record)]).p95
+
+
+def answered(played: Played) -> Finding:
+    """Every request that came has ended, one way or the other."""
+    return at_most("requests without an end", played.result.counters.arrived - len(played.records), 0)
+
+
+def no_failures(played: Played) -> Finding:
+    """Nothing failed for a reason of ours."""
+    return at_most("failed requests", played.figures.outcomes.get(Outcome.FAILED.value, 0), 0)
+
+
+# --- everyday -----------------------------------------------------------------------------------------
+
+
+def _check_steady(played: Played, _: Played | None) -> Sequence[Finding]:
+    figures = played.figures
+    return (
+        answered(played), no_failures(played),
+        at_least("SLO attainment", figures.attainment, 0.97),
+        at_least("fairness (Jain)", figures.jain, 0.95),
+        at_least("workers' time in steps", figures.utilisation, 0.5),
+    )  # fmt: skip
+
+
+@scenario(_check_steady)
+def steady(knobs: Knobs) -> Setup:
+    """Does a fleet at two thirds of its load keep what it promises, and is it more than half used?
+
+    Eight tenants of one size, Poisson arrivals. What everything else is held against.
+    """
+    return setup(knobs, [pool(knobs, workers=4)], [chat(knobs, 0.65, 4)], seconds=60)
+
+
+def _check_bursts(played: Played, _: Played | None) -> Sequence[Finding]:
+    return (answered(played), no_failures(played), at_least("SLO attainment", played.figures.attainment, 0.9))
+
+
+@scenario(_check_bursts)
+def bursts(knobs: Knobs) -> Setup:
+    """What do bursty arrivals cost, as recorded services have them (gaps with a variation of 3)?
+
+    The queue takes the bursts; nothing is refused at half load.
+    """
+    source = replace(chat(knobs, 0.5, 4), arrivals=Gamma(WORKER_RPS * 4 * 0.5 * knobs.load, cv=3.0))
+    return setup(knobs, [pool(knobs, workers=4)], [source], seconds=60)
+
+
+def _check_diurnal(played: Played, _: Played | None) -> Sequence[Finding]:
+    return (
+        answered(played),
+        at_least("SLO attainment", played.figures.attainment, 0.95),
+        at_least("workers' time in steps", played.figures.utilisation, 0.5),
+    )
+
+
+@scenario(_check_diurnal)
+def diurnal(knobs: Knobs) -> Setup:
+    """Is more than half of the machines' time used over a day, when the number of workers follows a schedule?
+
+    A day in two minutes: from 2 workers at night to 6 at noon, ahead of the load by their cold start.
+    """
+    day = 120.0
+    source = replace(chat(knobs, 1.0, 1), arrivals=Diurnal(2.5 * knobs.load, 11.0 * knobs.load, day_s=day))
+    plan = ((0.18, 4), (0.32, 6), (0.68, 4), (0.82, 2))
+    main = replace(
+        pool(knobs, workers=2, cold_start_s=3),
+        schedule=tuple((round(day * share * NS_PER_S), count) for share, count in plan),
+    )
+    return setup(knobs, [main], [source], seconds=day)
+
+
+def _check_conversations(played: Played, _: Played | None) -> Sequence[Finding]:
+    return (
+        answered(played), no_failures(played),
+        at_least("SLO attainment", played.figures.attainment, 0.95),
+        at_least("prefix hit rate", played.figures.hit_rate, 0.4),
+    )  # fmt: skip
+
+
+@scenario(_check_conversations)
+def conversations(knobs: Knobs) -> Setup:
+    """How much of the prompts of conversations is found again, over several workers?
+
+    Every turn repeats what was said; the router has to send it where that is.
+    """
+    source = Conversations(
+        arrivals=Poisson(1.2 * knobs.load), callers=Callers(tenants=even(6)), system_tokens=480, output=ANSWER,
+        message=Lengths(60, 0.8, maximum=2048), think_s=6, context_max=6000,
+    )  # fmt: skip
+    return setup(knobs, [pool(knobs, workers=4)], [source], seconds=60)
+
+
+@scenario(_check_conversations)
+def agent_loops(knobs: Knobs) -> Setup:
+    """Do agents, with long prompts of tools and a call every few seconds, find their prefixes again?
+
+    Three tenants' agents; a tool's result of any size is added at every call.
+    """
+    source = agents(
+        arrivals=Poisson(0.15 * knobs.load), callers=Callers(tenants=even(3)), system_tokens=4000,
+        message=Lengths(150, 1.0, maximum=2048), output=Lengths(40, 0.7, maximum=256), context_max=12_000, turns=8.0,
+    )  # fmt: skip
+    return setup(
+        knobs, [pool(knobs, workers=4)], [source], seconds=60, objective=Objective(ttft_ms=4000, tpot_ms=200)
+    )
+
+
+# --- overload -----------------------------------------------------------------------------------------
+
+
+def _viral(knobs: Knobs, factor: float) -> Setup:
+    source = replace(
+        chat(knobs, 0.5, 3), arrivals=Spike(WORKER_RPS * 3 * 0.5 * knobs.load, factor, 20.0, 35.0)
+    )
+    source = replace(source, callers=replace(source.callers, patience_s=20.0))
+    return setup(knobs, [pool(knobs, workers=3)], [source], seconds=75)
+
+
+def _quiet(knobs: Knobs) -> Setup:
+    return _viral(knobs, 1.0)
+
+
+def _check_spike(played: Played, beside: Played | None) -> Sequence[Finding]:
+    assert beside is not None
+    records, spike_ns = played.records, 35 * NS_PER_S
+    late = [r for r in records if r.at_ns > 60 * NS_PER_S]
+    good_late = sum(played.setup.objective.good(r) for r in late) / max(1, len(late))
+    busy = sum(r.completion_tokens for r in records if 22 * NS_PER_S < r.end_ns <= spike_ns) / 13
+    usual = beside.figures.throughput_tps
+    return (
+        answered(played), no_failures(played),
+        at_least("tokens/s during the spike, of the usual rate", busy / usual, 1.3),
+        at_least("good share of requests 25 s after the spike", good_late, 0.9),
+        at_most("longest wait for a first token, s", played.figures.ttft_ms.max / 1000, 60),
+    )  # fmt: skip
+
+
+@scenario(_check_spike, beside=_quiet)
+def spike_20x(knobs: Knobs) -> Setup:
+    """How do you handle a 20x viral spike?
+
+    Everybody sends 20 times as much for 15 seconds, and leaves after 20 s without a token. The queue holds what can still
+    be answered, turns the rest away at once with a time to come back, works at full speed for those it took, and is back
+    to normal soon after.
+    """
+    return _viral(knobs, 20.0)
+
+
+def _noisy(knobs: Knobs, factor: float) -> Setup:
+    others = chat(knobs, 0.45, 4, name="others", callers=Callers(tenants=even(9, "small-")))
+    big = replace(
+        chat(knobs, 0.05, 4, name="big", callers=Callers(tenants=(("big", 1.0),), patience_s=30.0)),
+        arrivals=Poisson(WORKER_RPS * 4 * 0.05 * factor * knobs.load),
+    )
+    return setup(knobs, [pool(knobs, workers=4)], [others, big], seconds=60)
+
+
+def _noisy_quiet(knobs: Knobs) -> Setup:
+    return _noisy(knobs, 1.0)
+
+
+def _check_noisy(played: Played, beside: Played | None) -> Sequence[Finding]:
+    assert beside is not None
+
+    def others(record: RequestRecord) -> bool:
+        return record.tenant != "big"
+
+    ratio = ttft_p95(played.records, others) / ttft_p95(beside.records, others)
+    before = share_good(beside.figures, lambda name: name != "big")
+    return (
+        answered(played), no_failures(played),
+        at_most("the others' TTFT p95, times what it was", ratio, 3.0),
+        at_least("the others' good share, of what it was", share_good(played.figures, lambda n: n != "big") / before, 0.95),
+        at_least("fairness (Jain)", played.figures.jain, 0.85),
+    )  # fmt: skip
+
+
+@scenario(_check_noisy, beside=_noisy_quiet)
+def noisy_tenant(knobs: Knobs) -> Setup:
+    """One tenant sends 20 times as much: what do the other nine notice?
+
+    Tenants have their own lines in the queue, served by what each has got; some rows are kept free for the others.
+    """
+    return _noisy(knobs, 20.0)
+
+
+def _check_large(played: Played, _: Played | None) -> Sequence[Finding]:
+    figures = played.figures
+    return (
+        answered(played), no_failures(played),
+        at_least("small tenants' good share", share_good(figures, lambda name: name.startswith("small")), 0.9),
+        at_least("large tenants' finished share", _finished(played, lambda r: r.tenant.startswith("large")), 0.5),
+        at_least("fairness (Jain)", figures.jain, 0.85),
+    )  # fmt: skip
+
+
+def _finished(played: Played, which: Callable[[RequestRecord], bool]) -> float:
+    found = [record for record in played.records if which(record)]
+    return sum(record.outcome is Outcome.FINISHED for record in found) / max(1, len(found))
+
+
+@scenario(_check_large)
+def large_tenants(knobs: Knobs) -> Setup:
+    """How do you isolate large-tenant traffic from small tenants?
+
+    Two tenants send 3,000-token prompts, all the time more than their share; eight small ones ask short questions. Service
+    is counted in tokens, so a large prompt uses up a large share.
+    """
+    small = chat(knobs, 0.35, 4, name="small", callers=Callers(tenants=even(8, "small-")))
+    large = Chat(
+        name="large", arrivals=Poisson(3.0 * knobs.load), callers=Callers(tenants=even(2, "large-"), patience_s=60.0),
+        prompt=Lengths(3000, 0.3, maximum=8192), output=ANSWER,
+    )  # fmt: skip
+    return setup(
+        knobs,
+        [pool(knobs, workers=4)],
+        [small, large],
+        seconds=60,
+        objective=Objective(ttft_ms=3000, tpot_ms=200),
+    )
+
+
+def _check_priority(played: Played, _: Played | None) -> Sequence[Finding]:
+    figures = played.figures
+    return (
+        answered(played), no_failures(played),
+        at_least("priority tenants' good share", share_good(figures, lambda name: name.startswith("paid")), 0.95),
+        at_least("default tenants' finished share", _finished(played, lambda r: r.tenant.startswith("free")), 0.2),
+    )  # fmt: skip
+
+
+@scenario(_check_priority)
+def priority_overload(knobs: Knobs) -> Setup:
+    """Twice the capacity is asked for: do the paying tenants notice?
+
+    A third is of the priority band, which goes first; the default band keeps its floor of a tenth and never starves.
+    """
+    paid = chat(knobs, 0.6, 3, name="paid", callers=Callers(tenants=even(3, "paid-"), band="priority"))
+    free = chat(knobs, 1.4, 3, name="free", callers=Callers(tenants=even(6, "free-"), patience_s=20.0))
+    return setup(knobs, [pool(knobs, workers=3)], [paid, free], seconds=60)
+
+
+def _check_quota(played: Played, _: Played | None) -> Sequence[Finding]:
+    rejected = [record for record in played.records if record.outcome is Outcome.REJECTED]
+    return (
+        answered(played), no_failures(played),
+        at_least("the spiking tenant's refused requests", sum(r.tenant == "big" for r in rejected), 1),
+        at_most("other tenants' refused requests", sum(r.tenant != "big" for r in rejected), 0),
+        at_least("other tenants' good share", share_good(played.figures, lambda name: name != "big"), 0.97),
+    )  # fmt: skip
+
+
+@scenario(_check_quota)
+def tenant_quota(knobs: Knobs) -> Setup:
+    """A tenant spikes traffic: does its quota protect the other tenants?
+
+    It has 20,000 tokens a minute and sends ten times as many: 429 for it alone.
+    """
+    made = _noisy(knobs, 10.0)
+    big = Tenant(id=TenantId("big"), tokens_per_minute=20_000, cache_salt=b"big", fairness_key="big")
+    return replace(made, world=replace(made.world, tenants={"big": big}))
+
+
+def _check_downgrade(played: Played, _: Played | None) -> Sequence[Finding]:
+    diverted = [r for r in played.records if r.model == "small"]
+    strict = [r for r in played.records if r.tenant.startswith("strict")]
+    return (
+        answered(played), no_failures(played),
+        at_least("requests that the smaller model answered", len(diverted), 20),
+        at_most("of those, from tenants that never want that", sum(r.tenant.startswith("strict") for r in diverted), 0),
+        at_least("SLO attainment of those that allow it", _good(played, lambda r: not r.tenant.startswith("strict")), 0.8),
+        at_least("strict requests", len(strict), 1),
+    )  # fmt: skip
+
+
+def _good(played: Played, which: Callable[[RequestRecord], bool]) -> float:
+    found = [record for record in played.records if which(record)]
+    return sum(played.setup.objective.good(record) for record in found) / max(1, len(found))
+
+
+@scenario(_check_downgrade)
+def downgrade(knobs: Knobs) -> Setup:
+    """The large model is saturated: does a smaller one take over, for those who allow it only?
+
+    Twice what the large model can do; a request that would be late goes to the small one, says so, and stays inside of
+    its tenant's rules.
+    """
+    from penstock.sim.setup import with_settings
+
+    knobs = with_settings(
+        knobs,
+        {
+            "routing.models": "[{model: model, fallback: small}, {model: small}]",
+            "admission.ttft_target_ms": "2000",
+        },
+    )
+    tenants = {
+        name: Tenant(id=TenantId(name), degrade="never", cache_salt=name.encode(), fairness_key=name)
+        for name, _ in even(2, "strict-")
+    }
+    callers = Callers(tenants=(*even(6, "free-"), *even(2, "strict-")))
+    return setup(
+        knobs, [pool(knobs, workers=2), pool(knobs, workers=2, name="small", shape="0.5b")],
+        [chat(knobs, 2.0, 2, callers=callers)], seconds=60, tenants=tenants,
+    )  # fmt: skip
+
+
+def _check_long(played: Played, _: Played | None) -> Sequence[Finding]:
+    return (
+        answered(played), no_failures(played),
+        at_least("short requests' good share", _good(played, lambda r: r.tenant.startswith("small")), 0.9),
+        at_least("long requests' finished or refused share", _ended_clean(played), 1.0),
+    )  # fmt: skip
+
+
+def _ended_clean(played: Played) -> float:
+    found = [record for record in played.records if record.tenant == "long"]
+    clean = (Outcome.FINISHED, Outcome.REJECTED, Outcome.EVICTED, Outcome.CANCELLED)
+    return sum(record.outcome in clean for record in found) / max(1, len(found))
+
+
+@scenario(_check_long)
+def long_context(knobs: Knobs) -> Setup:
+    """One worker would run out of memory under long contexts: is that refused or routed before it happens?
+
+    Prompts of up to 30,000 tokens beside short ones, on caches of 45,000 tokens. A request starts where its blocks fit; none
+    ever fails for memory.
+    """
+    small = chat(knobs, 0.3, 3, name="small", callers=Callers(tenants=even(6, "small-")))
+    long = Chat(
+        name="long", arrivals=Poisson(0.12 * knobs.load), callers=Callers(tenants=(("long", 1.0),)),
+        prompt=Lengths(14_000, 0.5, minimum=6000, maximum=30_000), output=ANSWER,
+    )  # fmt: skip
+    return setup(
+        knobs,
+        [pool(knobs, workers=3)],
+        [small, long],
+        seconds=60,
+        objective=Objective(ttft_ms=4000, tpot_ms=250),
+    )
+
+
+def _check_kv_full(played: Played, _: Played | None) -> Sequence[Finding]:
+    return (
+        answered(played), no_failures(played),
+        at_least("priority requests' good share", _good(played, lambda r: r.band == "priority"), 0.9),
+        at_most(
+            "priority requests that were dropped",
+            sum(r.band == "priority" and r.outcome is Outcome.EVICTED for r in played.records), 0,
+        ),
+    )  # fmt: skip
+
+
+@scenario(_check_kv_full)
+def kv_full(knobs: Knobs) -> Setup:
+    """The KV cache fills: is low-priority and long-output traffic shed, and nothing else?
+
+    Bulk tenants write long answers until memory is short; the priority band keeps its pace.
+    """
+    paid = chat(knobs, 0.3, 2, name="paid", callers=Callers(tenants=even(3, "paid-"), band="priority"))
+    bulk = Chat(
+        name="bulk", arrivals=Poisson(2.0 * knobs.load), callers=Callers(tenants=even(3, "bulk-"), band="bulk"),
+        prompt=Lengths(1500, 0.4, maximum=4096), output=Lengths(500, 0.4, maximum=1500),
+    )  # fmt: skip
+    return setup(
+        knobs,
+        [pool(knobs, workers=2)],
+        [paid, bulk],
+        seconds=40,
+        objective=Objective(ttft_ms=3000, tpot_ms=250),
+    )
+
+
+# --- the fleet changes --------------------------------------------------------------------------------
+
+
+def _check_recovers(after_s: float, share: float = 0.9) -> Check:
+    def check(played: Played, _: Played | None) -> Sequence[Finding]:
+        late = [record for record in played.records if record.at_ns > after_s * NS_PER_S]
+        good = sum(played.setup.objective.good(record) for record in late) / max(1, len(late))
+        return (
+            answered(played), no_failures(played),
+            at_least(f"good share of requests after {after_s:g} s", good, share),
+        )  # fmt: skip
+
+    return check
+
+
+@scenario(_check_recovers(75))
+def cold_start(knobs: Knobs) -> Setup:
+    """Load doubles and a new worker takes 30 seconds to load: do requests wait, or time out?
+
+    The queue holds them (nobody leaves within 40 s); the fleet grows by schedule, as an autoscaler would ask for it 5 s after
+    the step.
+    """
+    source = replace(
+        chat(knobs, 0.8, 2, callers=Callers(tenants=even(8), patience_s=40.0)),
+        arrivals=Spike(WORKER_RPS * 2 * 0.7 * knobs.load, 2.0, 15.0, 200.0),
+    )
+    main = replace(pool(knobs, workers=2, cold_start_s=30), schedule=((20 * NS_PER_S, 5),))
+    return setup(knobs, [main], [source], seconds=95, objective=Objective(ttft_ms=3000, tpot_ms=150))
+
+
+@scenario(_check_recovers(60))
+def rolling_restart(knobs: Knobs) -> Setup:
+    """Every worker is replaced by one with a cold cache: what do conversations pay?
+
+    Four new workers are ready before the four old ones drain; no stream is aborted by a drain.
+    """
+    source = Conversations(
+        arrivals=Poisson(0.9 * knobs.load), callers=Callers(tenants=even(6)), system_tokens=480, output=ANSWER,
+        message=Lengths(60, 0.8, maximum=2048), think_s=6, context_max=6000,
+    )  # fmt: skip
+    new = replace(pool(knobs, workers=0, cold_start_s=10), count=0, schedule=((20 * NS_PER_S, 4),))
+    old = replace(pool(knobs, workers=4), schedule=((32 * NS_PER_S, 0),))
+    return setup(knobs, [old, new], [source], seconds=90)
+
+
+@scenario(_check_recovers(60))
+def spot_revocation(knobs: Knobs) -> Setup:
+    """Half of the fleet is spot capacity and is taken back with a notice: is anything lost?
+
+    Three of six workers drain at 20 s, others are there 20 s later; what runs goes on, what waits goes elsewhere.
+    """
+    source = chat(knobs, 0.4, 6, callers=Callers(tenants=even(8), patience_s=30.0))
+    main = replace(pool(knobs, workers=6, cold_start_s=15), schedule=((20 * NS_PER_S, 3), (25 * NS_PER_S, 6)))
+    return setup(knobs, [main], [source], seconds=80)
+
+
+@scenario(_check_recovers(50))
+def thundering_herd(knobs: Knobs) -> Setup:
+    """Everybody comes back at once after an outage: how soon is it over?
+
+    300 requests within a second on top of the usual load; their clients wait 45 s.
+    """
+    usual = chat(knobs, 0.35, 4)
+    herd = replace(
+        chat(knobs, 1, 4, name="herd", callers=Callers(tenants=even(8), patience_s=45.0)),
+        arrivals=Stampede(round(300 * knobs.load), 10.0),
+    )
+    return setup(knobs, [pool(knobs, workers=4)], [usual, herd], seconds=80)
+
+
+def known() -> Mapping[str, Scenario]:
+    """All of them, in the order in which they stand here."""
+    return SCENARIOS
