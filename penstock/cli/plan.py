@@ -22,11 +22,11 @@ SCHEMA = "penstock.plan/1"
 SHOWN = 6
 
 DESCRIPTION = """\
-How many of which accelerator a traffic needs within an objective, what a million output tokens cost, and
-how far that is from the theoretical least (the requirement's mark is twice).
+How many of which accelerator a traffic needs within an objective, what a million output tokens cost,
+and how far that is from the theoretical least (the requirement's mark is twice).
 
-By a roofline of the named accelerators: bandwidth, arithmetic, links and memory of the data sheets at the
-efficiencies that good engines reach. `--check` plays the plan in the simulator."""
+By a roofline of the named accelerators: bandwidth, arithmetic, links and memory of the data sheets at
+the efficiencies that good engines reach. `--check` plays the plan in the simulator."""
 
 EPILOG = f"""\
 examples:
@@ -37,7 +37,8 @@ examples:
 
 models: {", ".join(MODELS)}, or a config.json
 accelerators: {", ".join(ACCELERATORS)}
-Prices are per device and hour in USD, what rental companies asked in 2025, rounded; --price NAME=X sets your own."""
+Prices are per device and hour in USD, what rental companies asked in 2025, rounded; --price NAME=X
+sets your own."""
 
 
 def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
@@ -165,7 +166,11 @@ def run(args: argparse.Namespace) -> int:
             f"{option.model} simulated for {figures.seconds:.0f} s: {figures.attainment:.1%} within the objective, TTFT p95 "
             f"{figures.ttft_ms.p95:.0f} ms, TPOT p95 {figures.tpot_ms.p95:.1f} ms", markup=False, soft_wrap=True,
         )  # fmt: skip
-    plan = {"schema": SCHEMA, "plan": msgspec.to_builtins(chosen), "simulated": msgspec.to_builtins(checked)}
+    plan: dict[str, object] = {
+        "schema": SCHEMA,
+        "plan": msgspec.to_builtins(chosen),
+        "simulated": msgspec.to_builtins(checked),
+    }
     _write(args.json, plan)
     return 0
 

@@ -51,9 +51,10 @@ examples:
   penstock simulate steady --trace trace.jsonl.gz   recorded traffic instead of the scenario's
   penstock simulate noisy-tenant --seeds 8 --compare queue.headroom=0.08 queue.headroom=0
 
---set takes load, seconds, workers, accelerator, model (7b, 8b, 70b, ... or a config.json), tp, dtype, max_running,
-step_tokens, ttft_ms, tpot_ms, or any path of the configuration file (queue.tenant_share=0.3). A side of --compare
-is a configuration file or such settings with commas between; `base` is the scenario as it is."""
+--set takes load, seconds, workers, accelerator, model (7b, 8b, 70b, ... or a config.json), tp, dtype,
+max_running, step_tokens, scheduling, ttft_ms, tpot_ms, or any path of the configuration file
+(queue.tenant_share=0.3). A side of --compare is a configuration file or such settings with commas
+between; `base` is the scenario as it is."""
 
 
 def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:

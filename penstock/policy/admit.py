@@ -104,8 +104,10 @@ class Admission:
             return _Verdict(fits=True)
         key = (route.model, facts.band)
         most = self._config.waiting_per_replica_max * route.ready
-        # What workers have room for starts in this same turn: a burst on an idle model is no queue.
-        waiting = route.waiting - max(0, route.load.slots - route.load.running)
+        # What workers have room for starts in this same turn: a burst on an idle model is no queue. And what would go
+        # behind this request is none for it: one tenant's backlog must not turn the others away.
+        ahead = min(route.waiting, route.load.requests_ahead)
+        waiting = ahead - max(0, route.load.slots - route.load.running)
         fits = waiting <= (most * self._config.exit_fraction if key in self._is_over else most)
         if fits:
             self._is_over.discard(key)

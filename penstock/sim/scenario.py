@@ -17,7 +17,7 @@ from penstock.sim.accelerators import accelerator, unknown
 from penstock.sim.figures import Objective
 from penstock.sim.model_shapes import model_shape
 from penstock.sim.roofline import Placed, Roofline
-from penstock.sim.setup import Knobs, Played, Setup, play
+from penstock.sim.setup import Knobs, Played, Scheduling, Setup, play
 from penstock.sim.worker import WorkerSpec
 from penstock.sim.workload import Source
 from penstock.sim.world import PoolSpec, WorldSpec
@@ -121,6 +121,7 @@ def pool(
     device: str = "a10g",
     region: str = "",
     cold_start_s: float = 60.0,
+    scheduling: Scheduling = "fair",
 ) -> PoolSpec:
     """Workers of one model; knobs go before what the scenario says. The main pool is the one called "model"."""
     main = name == "model"
@@ -133,7 +134,11 @@ def pool(
     max_running = knobs.max_running or 32
     spec = WorkerSpec(
         step_time=knobs.step_time or Roofline(placed),
-        engine=EngineConfig(step_tokens=max(knobs.step_tokens or 512, max_running), max_running=max_running),
+        engine=EngineConfig(
+            step_tokens=max(knobs.step_tokens or 512, max_running),
+            max_running=max_running,
+            scheduling=scheduling,
+        ),
         num_blocks=placed.num_blocks,
         max_model_len=min(placed.model.max_model_len, placed.num_blocks * 16),
         kind=kind_of(placed),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Literal, cast
 
 import msgspec
 import yaml
@@ -16,6 +16,8 @@ from penstock.sim.result import SimResult
 from penstock.sim.step_time import StepTime
 from penstock.sim.workload import Source, merged
 from penstock.sim.world import World, WorldSpec
+
+Scheduling = Literal["fair", "priority", "fcfs"]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -87,6 +89,8 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     dtype: str = ""
     max_running: int = 0
     step_tokens: int = 0
+    scheduling: Scheduling | None = None
+    """Of the engines."""
     ttft_ms: float = 0.0
     """Of the objective."""
     tpot_ms: float = 0.0

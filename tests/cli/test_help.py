@@ -22,6 +22,8 @@ GOLDEN = Path(__file__).parent / "golden"
         "bench",
         "doctor",
         "usage",
+        "simulate",
+        "plan",
         "keys",
         "keys create",
         "keys list",

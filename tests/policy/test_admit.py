@@ -203,6 +203,13 @@ def test_a_burst_on_an_idle_model_is_no_queue() -> None:
     assert isinstance(admission().decide(0, AdmitFacts(tenant=NOBODY, requested=over)), Shed)
 
 
+def test_what_goes_behind_a_request_is_no_queue_for_it() -> None:
+    """One tenant's backlog turned away one in six requests of nine quiet ones, in the simulator (noisy-tenant)."""
+    load = Load(prompt_tokens=500, tokens_ahead=900, requests_ahead=2, running=64, slots=64)
+    quiet = Candidate(model="large", ready=1, waiting=500, context_tokens=600, load=load)
+    assert admission().decide(0, AdmitFacts(tenant=NOBODY, requested=quiet)) == Admit()
+
+
 def test_a_full_queue() -> None:
     full = at("large", ahead_s=0.5, is_full=True)
     deciding = admission(known("large"))

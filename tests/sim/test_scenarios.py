@@ -1,0 +1,79 @@
+"""Scenarios: each says what it answers, is the same for the same seed, and a knob does what it says."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.sim.html import compare_page, report_page
+from penstock.sim.scenario import find, run_scenario
+from penstock.sim.scenarios import SCENARIOS
+from penstock.sim.setup import Knobs, play, with_settings
+
+SMALL = {"seconds": "4", "workers": "1", "load": "0.3"}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_scenario_asks_a_question_and_can_be_built(name: str) -> None:
+    scenario = SCENARIOS[name]
+    assert scenario.question.endswith("?"), scenario.question
+    assert len(scenario.answer) > 40
+    made = scenario.build(Knobs())
+    assert made.prices
+    assert all(price > 0 for price in made.prices.values())
+
+
+def test_the_same_seed_is_the_same_run() -> None:
+    made = SCENARIOS["steady"].build(with_settings(Knobs(), SMALL))
+    first, again, other = play(made, 3), play(made, 3), play(made, 4)
+    assert first.result.digest == again.result.digest != other.result.digest
+    assert first.figures == again.figures
+    assert first.figures.requests == first.result.counters.arrived > 0
+
+
+def test_a_quota_refuses_the_one_who_is_over_it() -> None:
+    verdict = run_scenario(SCENARIOS["tenant-quota"], with_settings(Knobs(), {"seconds": "12"}), 1)
+    refused = {record.tenant for record in verdict.played.records if record.reason == "limits"}
+    assert refused == {"big"}
+
+
+def test_settings_reach_knobs_and_the_configuration() -> None:
+    knobs = with_settings(
+        Knobs(), {"load": "2", "workers": "3", "queue.headroom": "0.2", "admission.samples_min": "50"}
+    )
+    assert (knobs.load, knobs.workers, knobs.config.queue.headroom) == (2.0, 3, 0.2)
+    assert knobs.config.admission.samples_min == 50
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("laod", "2", "neither a knob nor a path"),
+        ("queue.hedroom", "0", "headroom"),
+        ("queue.headroom", "9", "headroom"),
+        ("workers", "many", "workers"),
+        ("nothing.here", "1", "no section"),
+        ("queue.headroom", "[", "no value"),
+    ],
+)
+def test_a_wrong_setting_is_named(key: str, value: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        with_settings(Knobs(), {key: value})
+
+
+def test_a_typo_in_a_name_gets_the_nearest() -> None:
+    assert find("SPIKE_20x", SCENARIOS).name == "spike-20x"
+    with pytest.raises(ConfigError, match="did you mean spike-20x"):
+        find("spike-20", SCENARIOS)
+
+
+def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
+    played = play(SCENARIOS["steady"].build(with_settings(Knobs(), SMALL)), 1)
+    page = report_page("steady", "Does <it> work?", played.figures, played.records, ["a & b"])
+    for word in ("http:", "https:", "<script", "url(", "@import", " src="):
+        assert word not in page.replace("http://www.w3.org/2000/svg", "")
+    assert page.count("<svg") == 6
+    assert "Does &lt;it&gt; work?" in page
+    assert not re.search(r"\bnan\b|\binf\b", page)
+    assert "<table>" in compare_page("t", ("a", "b"), [], 3)
