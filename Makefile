@@ -60,6 +60,10 @@ bench-engine:  ## our engine beside vLLM and llama.cpp on the same models (insta
 	@bench/peers/install_llama_cpp.sh || echo "llama.cpp could not be built: its rows will be missing" >&2
 	@$(BIN)/python bench/engine_bench.py $(ARGS)
 
+simulate:  ## the policy gate: fixed scenarios and seeds on virtual time against the recorded baseline (a minute or two; ARGS=--update)
+	@$(DEV)
+	@$(BIN)/python bench/sim_gate.py $(ARGS)
+
 train-demo:  ## make the demo models again from nothing (two cores: under two hours; a GPU is used if there is one)
 	@$(DEV)
 	@$(BIN)/python -m training.make_demo $(ARGS)

@@ -51,7 +51,19 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
         formatter_class=Help,
         allow_abbrev=False,
     )
-    traffic = parser.add_argument_group("traffic")
+    _add_traffic_flags(parser.add_argument_group("traffic"))
+    _add_terms_flags(parser.add_argument_group("objective and fleet"))
+    parser.add_argument("--example", action="store_true", help="recompute the requirement's sizing example")
+    parser.add_argument(
+        "--check", action="store_true", help="play the plan in the simulator with Poisson arrivals"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the plan here (- is standard output)"
+    )
+    parser.set_defaults(run=run)
+
+
+def _add_traffic_flags(traffic: "argparse._ArgumentGroup") -> None:  # pyright: ignore[reportPrivateUsage]
     traffic.add_argument(
         "--model",
         action="append",
@@ -79,7 +91,9 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
         metavar="X",
         help="of the prefix cache (default: 0)",
     )
-    terms = parser.add_argument_group("objective and fleet")
+
+
+def _add_terms_flags(terms: "argparse._ArgumentGroup") -> None:  # pyright: ignore[reportPrivateUsage]
     terms.add_argument(
         "--ttft-ms", type=number(float, 1, 1e7), default=500.0, metavar="MS", help="(default: 500)"
     )
@@ -116,14 +130,6 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
         metavar="N",
         help="rows of a batch (default: 256)",
     )
-    parser.add_argument("--example", action="store_true", help="recompute the requirement's sizing example")
-    parser.add_argument(
-        "--check", action="store_true", help="play the plan in the simulator with Poisson arrivals"
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the plan here (- is standard output)"
-    )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
