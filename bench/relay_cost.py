@@ -22,9 +22,10 @@ from multiprocessing.connection import Connection
 
 import uvloop
 
-from penstock.backends.base import BackendStatus, Delta, Finish, GenerateRequest, Sink
+from penstock.backends.base import BackendStatus, Delta, Finish, GenerateRequest, Phase, Sink, nothing
 from penstock.clock import SystemClock
 from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig
+from penstock.fleet.registry import Registry
 from penstock.gateway.app import Gateway
 from penstock.gateway.models import ServedModel
 from penstock.protocol.worker import ModelInfo
@@ -33,7 +34,7 @@ from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 from penstock.text.chat import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
-from penstock.types import FinishReason, ModelName, Usage
+from penstock.types import FinishReason, ModelName, Usage, WorkerId
 
 WORDS = (
     " water",
@@ -113,6 +114,8 @@ def push(sinks: list[Sink], tick: int) -> None:
 
 
 class _Pushed:
+    usage = None
+
     def abort(self) -> None:
         pass
 
@@ -125,7 +128,8 @@ class PushBackend:
             model="bench", architecture="None", dtype="none", num_parameters=0, vocab_size=1 << 20,
             max_model_len=1 << 20, num_blocks=1, block_tokens=16, max_running=1,
         )  # fmt: skip
-        self.status = BackendStatus(ready=True, info=info, stage="ready")
+        self.status = BackendStatus(phase=Phase.READY, info=info, stage="ready")
+        self.on_change, self.num_streams = nothing, 0
         self._pusher = pusher
 
     def generate(self, request: GenerateRequest, sink: Sink) -> _Pushed:
@@ -138,9 +142,12 @@ class PushBackend:
 
 async def serve_gateway(load: Load, pipe: Connection) -> None:
     pusher, clock, name = Pusher(load), SystemClock(), ModelName("bench")
+    log = Log(LogConfig(level="error", access=False), clock)
+    registry = Registry(clock, log, workers_max=1)
+    registry.add(registry.new(WorkerId("bench-0"), name, PushBackend(pusher)))
     model = ServedModel(
         name=name,
-        backend=PushBackend(pusher),
+        workers=registry.of(name),
         tokenizer=byte_tokenizer(),
         template=ChatTemplate(
             {"default": "{% for m in messages %}{{ m.content }}{% endfor %}"},
@@ -152,15 +159,15 @@ async def serve_gateway(load: Load, pipe: Connection) -> None:
     config = Config(
         server=ServerConfig(port=0),
         auth=AuthConfig(disabled=True),
-        log=LogConfig(level="error", access=False),
     )
     gateway = Gateway(
         config,
         {name: model},
+        registry,
         metrics=Metrics([name], version="bench"),
         clock=clock,
         ids=IdSource(),
-        log=Log(config.log, clock),
+        log=log,
     )
     pipe.send((await gateway.start())[1])
     await pusher.done.wait()

@@ -14,13 +14,16 @@ import time
 import uvloop
 
 from penstock import __version__, rng
-from penstock.cli.wire import make_part
+from penstock.backends.own import OwnBackend
+from penstock.cli.models import make_part
 from penstock.clock import SystemClock
 from penstock.config.tree import AuthConfig, Config, LogConfig, ModelConfig, ServerConfig
+from penstock.fleet.registry import Registry
 from penstock.gateway.app import Gateway
 from penstock.protocol.address import UnixAddress
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
+from penstock.types import WorkerId
 
 KEY = "sk-bench-0123456789abcdef"
 
@@ -33,15 +36,20 @@ async def _main(path: str, port: int, off: set[str]) -> None:
         auth=AuthConfig(disabled=True) if "auth" in off else AuthConfig(keys=(KEY,)),
         log=LogConfig(access="access" not in off),
     )
-    part = make_part(config.models[0], clock)
-    part.backend.connect_to(UnixAddress(path))
+    log = Log(config.log, clock, stream=sys.stderr, secrets=config.auth.keys)
+    registry = Registry(clock, log, workers_max=1)
+    part = make_part(config.models[0], registry, clock)
+    backend = OwnBackend(part.served.tokenizer, clock)
+    backend.connect_to(UnixAddress(path))
+    registry.add(registry.new(WorkerId("m-0"), part.served.name, backend))
     gateway = Gateway(
         config,
         {part.served.name: part.served},
+        registry,
         metrics=Metrics([part.served.name], version=__version__),
         clock=clock,
         ids=rng.IdSource(),
-        log=Log(config.log, clock, stream=sys.stderr, secrets=config.auth.keys),
+        log=log,
     )
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)

@@ -5,6 +5,8 @@ per stream would cost a task switch per token, which is more than all the rest o
 (see docs/design/002). Everything here runs on one event loop; nothing blocks and nothing awaits.
 """
 
+import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -114,11 +116,24 @@ class Generation(Protocol):
         ...
 
 
+class Phase(enum.StrEnum):
+    """How far a worker is, as its backend can tell."""
+
+    STARTING = "starting"  # Nobody has answered yet.
+    LOADING = "loading"
+    WARMING = "warming"
+    READY = "ready"  # It takes requests.
+    LOST = "lost"  # It answered once, and cannot be reached now. Every stream was broken off.
+    REFUSED = "refused"  # It answers, and is not what it should be; `stage` says why.
+    DRAINING = "draining"  # What it has may end; it takes nothing new.
+    DOWN = "down"  # The end: it was stopped, or nobody will start it again.
+
+
 @dataclass(slots=True)
 class BackendStatus:
-    """What is known of a worker now."""
+    """What is known of a worker now. Only its backend writes to it, and calls `Backend.on_change` afterwards."""
 
-    ready: bool = False
+    phase: Phase = Phase.STARTING
     info: ModelInfo | None = None
     stats: Stats | None = None
     stage: str = "starting"
@@ -128,13 +143,31 @@ class BackendStatus:
     restarts: int = 0
     notes: list[str] = field(default_factory=list[str])
 
+    @property
+    def ready(self) -> bool:
+        """Whether it takes requests."""
+        return self.phase is Phase.READY
+
+
+def nothing() -> None:
+    """What `on_change` is while nobody listens."""
+
 
 class Backend(Protocol):
     """One worker. Every implementation passes `tests/backends/conformance.py`."""
 
+    on_change: Callable[[], None]
+    """Called after every change of `status`, newer `stats` included (a new `Stats` object each time). The registry sets it;
+    it only notes what has changed. `nothing` until then."""
+
     @property
     def status(self) -> BackendStatus:
         """The latest known state; never blocks."""
+        ...
+
+    @property
+    def num_streams(self) -> int:
+        """Streams that have not had their finish."""
         ...
 
     def generate(self, request: GenerateRequest, sink: Sink) -> Generation:

@@ -10,7 +10,16 @@ from itertools import count
 
 import msgspec
 
-from penstock.backends.base import BackendStatus, Delta, Finish, GenerateRequest, Sink, TextLogprob
+from penstock.backends.base import (
+    BackendStatus,
+    Delta,
+    Finish,
+    GenerateRequest,
+    Phase,
+    Sink,
+    TextLogprob,
+    nothing,
+)
 from penstock.clock import Clock
 from penstock.errors import PenstockError, StreamBroken, WorkerUnavailable
 from penstock.protocol.worker import ModelInfo
@@ -35,12 +44,13 @@ class FakeBackend:
     def __init__(
         self, clock: Clock, *, script: Script = endless_words, step_s: float = 0.0, max_running: int = 1024
     ) -> None:
+        self.on_change: Callable[[], None] = nothing
         self._clock, self._script, self._step_s = clock, script, step_s
         self._streams: dict[RequestId, _FakeStream] = {}
         self._timer: asyncio.Handle | None = None
         self._idle = asyncio.Event()
         self._status = BackendStatus(
-            ready=True, info=msgspec.structs.replace(_INFO, max_running=max_running), stage="ready"
+            phase=Phase.READY, info=msgspec.structs.replace(_INFO, max_running=max_running), stage="ready"
         )
 
     @property
@@ -71,7 +81,7 @@ class FakeBackend:
 
     async def drain(self, timeout_s: float) -> None:
         """See `Backend.drain`."""
-        self._status.ready, self._status.stage = False, "draining"
+        self._change(Phase.DRAINING, "draining")
         if self._streams:
             try:
                 async with asyncio.timeout(timeout_s):
@@ -79,21 +89,31 @@ class FakeBackend:
             except TimeoutError:
                 for stream in list(self._streams.values()):
                     stream.abort()
+        self._change(Phase.DOWN, "closed")
 
     def lose_worker(self, why: str = "the worker is gone") -> None:
         """Break every stream off, as when a worker dies; nothing is taken until `recover`."""
-        self._status.ready, self._status.stage = False, why
+        self._change(Phase.LOST, why)
         for stream in list(self._streams.values()):
             stream.break_off(StreamBroken(why) if stream.num_tokens else WorkerUnavailable(why))
 
     def recover(self) -> None:
         """The worker is back."""
-        self._status.ready, self._status.stage = True, "ready"
         self._status.restarts += 1
+        self._change(Phase.READY, "ready")
+
+    def show(self, phase: Phase, stage: str, *, done: int = 0, total: int = 0) -> None:
+        """Say that it is this far."""
+        self._status.done, self._status.total = done, total
+        self._change(phase, stage)
 
     def fail(self, request_id: RequestId, error: PenstockError) -> None:
         """End one stream with an error, as the engine does for NaN logits."""
         self._streams[request_id].break_off(error)
+
+    def _change(self, phase: Phase, stage: str) -> None:
+        self._status.phase, self._status.stage = phase, stage
+        self.on_change()
 
     def _schedule(self) -> None:
         loop = asyncio.get_running_loop()

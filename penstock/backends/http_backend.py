@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from penstock.backends.base import BackendStatus, Finish, GenerateRequest, Sink
+from penstock.backends.base import BackendStatus, Finish, GenerateRequest, Phase, Sink, nothing
 from penstock.backends.dialect import Dialect, WorkerFacts
 from penstock.backends.engine_metrics import LOAD_NAMES, EngineLoad, load_of, parse_metrics
 from penstock.backends.http_client import HttpClient, NoConnection
@@ -56,8 +56,8 @@ class HttpBackend:
         """`model` is its name over there. `draw` gives numbers from 0 to 1, for probes that should not come together.
         `metrics` is where its metrics are. `max_model_len` 0: as it says itself.
         """
-        self.on_change: Callable[[], None] = _nothing
-        """Called after every change of `status` that is not just newer `stats`."""
+        self.on_change: Callable[[], None] = nothing
+        """See `Backend.on_change`."""
         self._dialect, self._client, self._tokenizer, self._clock = dialect, client, tokenizer, clock
         self._config, self._engine, self._model = config, engine, model
         self._meters, self._draw, self._metrics = meters, draw, metrics
@@ -129,7 +129,7 @@ class HttpBackend:
     async def drain(self, timeout_s: float) -> None:
         """See `Backend.drain`. The worker stays: it is not ours."""
         self._draining = True
-        self._change(ready=False, stage="draining")
+        self._change(Phase.DRAINING, "draining")
         if self._streams:
             self._idle.clear()
             try:
@@ -152,7 +152,7 @@ class HttpBackend:
         self._client.close()
         if self._metrics is not None:
             self._metrics[0].close()
-        self._change(ready=False, stage="closed")
+        self._change(Phase.DOWN, "closed")
 
     # --- from its streams ------------------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ class HttpBackend:
             await self._ask_facts()
         await self._read_load()
         if not self._status.ready and not self._draining:
-            self._change(ready=True, stage="ready")
+            self._change(Phase.READY, "ready")
 
     async def _ask_facts(self) -> None:
         path, dialect = self._dialect.facts_path, self._dialect
@@ -253,6 +253,7 @@ class HttpBackend:
         now_ns, names = self._clock.now_ns(), LOAD_NAMES.get(self._engine)
         if self._status.stats is not None and now_ns - self._load_ns > self._config.stale_s * NS_PER_S:
             self._status.stats = None
+            self.on_change()
         if names is None or self._metrics is None:
             return
         client, path = self._metrics
@@ -270,6 +271,7 @@ class HttpBackend:
             self._complain(name, f"its metrics lack {name}")
         self._load_ns = self._clock.now_ns()
         self._status.stats = self._stats(load)
+        self.on_change()
 
     def _stats(self, load: EngineLoad) -> Stats | None:
         """The load as the rest of the gateway knows it; None if what counts most is not told."""
@@ -299,7 +301,7 @@ class HttpBackend:
             self._probe_now.set()
         self._status.stats = None
         if not self._draining and (self._status.ready or self._status.stage != why):
-            self._change(ready=False, stage=why)
+            self._change(Phase.LOST, why)
 
     def _complain(self, about: str, what: str) -> None:
         """Once for each thing: notes are for people."""
@@ -307,8 +309,8 @@ class HttpBackend:
             self._complaints.add(about)
             self._status.notes[:] = [*self._status.notes, what][-NOTES_MAX:]
 
-    def _change(self, *, ready: bool, stage: str) -> None:
-        self._status.ready, self._status.stage = ready, stage
+    def _change(self, phase: Phase, stage: str) -> None:
+        self._status.phase, self._status.stage = phase, stage
         self.on_change()
 
 
@@ -330,7 +332,3 @@ def _outcome(finish: Finish) -> str:
             return "broken"
         case _:
             return "unavailable"
-
-
-def _nothing() -> None:
-    """Nobody listens."""

@@ -125,6 +125,11 @@ class HttpStream:
         """The request is on its way."""
         self._exchange = exchange
 
+    @property
+    def usage(self) -> Usage | None:
+        """See `Generation.usage`: most engines tell at the end only."""
+        return self._usage() if self._reported is not None else None
+
     def abort(self) -> None:
         """See `Generation.abort`."""
         if not self._done:

@@ -8,7 +8,7 @@ cannot tell.
 import asyncio
 from collections.abc import Callable
 
-from penstock.backends.base import BackendStatus, GenerateRequest, Sink
+from penstock.backends.base import BackendStatus, GenerateRequest, Phase, Sink, nothing
 from penstock.backends.own_kv import KVEventListener, KVSubscription
 from penstock.backends.own_link import WorkerLink
 from penstock.backends.own_stream import OwnStream
@@ -18,6 +18,7 @@ from penstock.kv.hashing import token_bytes
 from penstock.protocol.address import Address
 from penstock.protocol.worker import (
     PROTOCOL_VERSION,
+    WARMING_UP,
     Abort,
     Drain,
     Failed,
@@ -46,8 +47,10 @@ class OwnBackend:
     def __init__(self, tokenizer: Tokenizer, clock: Clock) -> None:
         self.failure: Failed | None = None
         """Why the worker says that it cannot serve, until it is heard of again."""
-        self.on_change: Callable[[], None] = _nothing
-        """Called after every change of `status` that is not just newer `stats`. For the launcher."""
+        self.on_change: Callable[[], None] = nothing
+        """See `Backend.on_change`."""
+        self.on_phase: Callable[[], None] = nothing
+        """The same, but not for newer `stats`. For the launcher."""
         self.progress = 0
         """The last step heard of: while `num_streams` or the stats say that there is work, it must grow."""
         self._tokenizer, self._clock = tokenizer, clock
@@ -135,7 +138,7 @@ class OwnBackend:
     async def drain(self, timeout_s: float) -> None:
         """See `Backend.drain`. The worker stays: other gateways may use it, and who launched it ends it."""
         self._draining = True
-        self._change(ready=False, stage="draining")
+        self._change(Phase.DRAINING, "draining")
         if self._streams:
             self._idle.clear()
             try:
@@ -163,15 +166,17 @@ class OwnBackend:
             self._connecting.cancel()
             await asyncio.wait([self._connecting])
             self._connecting = None
-        self._change(ready=False, stage="closed")
+        self._change(Phase.DOWN, "closed")
 
-    def report(self, *, stage: str, note: str | None = None, restarts: int | None = None) -> None:
-        """For the launcher: what happened to the process."""
+    def report(
+        self, *, stage: str, note: str | None = None, restarts: int | None = None, is_down: bool = False
+    ) -> None:
+        """For the launcher: what happened to the process, and whether that was its end."""
         if note is not None:
             self._status.notes[:] = [*self._status.notes, note][-NOTES_MAX:]
         if restarts is not None:
             self._status.restarts = restarts
-        self._change(ready=self._status.ready, stage=stage)
+        self._change(Phase.DOWN if is_down else self._status.phase, stage)
 
     # --- the link ------------------------------------------------------------------------------------
 
@@ -193,6 +198,7 @@ class OwnBackend:
         elif isinstance(message, Stats):
             self._status.stats = message
             self.progress = message.step
+            self.on_change()
         elif isinstance(message, KVEvents):
             if self._kv is not None:
                 self._kv.push(message)
@@ -206,7 +212,7 @@ class OwnBackend:
             why = f"the worker failed with {self.failure.kind}: {self.failure.error}"
         self._status.stats = None
         self.progress = 0
-        self._change(ready=False, stage="disconnected")
+        self._change(Phase.LOST, "disconnected")
         for stream in list(self._streams.values()):
             stream.break_off(why)
 
@@ -214,20 +220,23 @@ class OwnBackend:
         self.failure = None
         if isinstance(state, Loading):
             self._status.done, self._status.total = state.done, state.total
-            self._change(ready=False, stage=state.stage)
+            self._change(Phase.WARMING if state.stage == WARMING_UP else Phase.LOADING, state.stage)
         elif isinstance(state, Failed):
             self.failure = state
-            self._change(ready=False, stage=f"failed: {state.error}")
+            self._change(Phase.LOST, f"failed: {state.error}")
         elif state.version != PROTOCOL_VERSION:
             stage = f"the worker speaks protocol {state.version}, this gateway {PROTOCOL_VERSION}"
-            self._change(ready=False, stage=stage)
+            self._change(Phase.REFUSED, stage)
         else:
             self._status.info = state.info
             self._delay_s = RECONNECT_MIN_S
-            self._change(ready=not self._draining, stage="ready")
+            self._change(Phase.READY, "ready")
 
-    def _change(self, *, ready: bool, stage: str) -> None:
-        self._status.ready, self._status.stage = ready, stage
+    def _change(self, phase: Phase, stage: str) -> None:
+        if self._draining and phase is not Phase.DOWN:
+            phase = Phase.DRAINING  # Whatever it says of itself: it is given nothing more.
+        self._status.phase, self._status.stage = phase, stage
+        self.on_phase()
         self.on_change()
 
     def _leave(self, request_id: RequestId, tell_worker: bool) -> None:
@@ -248,7 +257,3 @@ class OwnBackend:
                 await link.lost
             await sleep(self._delay_s)
             self._delay_s = min(self._delay_s * 2, RECONNECT_MAX_S)
-
-
-def _nothing() -> None:
-    """Nobody listens."""

@@ -9,20 +9,27 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 
 import msgspec
 import uvloop
 
 from penstock import __version__, rng
-from penstock.cli.wire import make_part
+from penstock.backends.foreign import Tools
+from penstock.cli.models import Part, make_part, make_tools
 from penstock.clock import SystemClock
-from penstock.config.tree import Config
+from penstock.config.fleet import WorkerConfig
+from penstock.config.tree import Config, ModelConfig
+from penstock.fleet.members import Members
+from penstock.fleet.registry import Registry
+from penstock.fleet.sources.static import attached
+from penstock.fleet.wanted import Attached, Wanted
 from penstock.gateway.app import Gateway
 from penstock.gateway.siblings import Siblings
-from penstock.protocol.address import parse_address
-from penstock.protocol.siblings import ChildLaunch
+from penstock.protocol.siblings import ChildLaunch, WorkerAt
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
+from penstock.types import WorkerId
 
 STDIN = 0
 LAUNCH_BYTES_MAX = 16 * 1024 * 1024
@@ -41,12 +48,16 @@ async def _serve(launch: ChildLaunch) -> int:
     clock = SystemClock()
     log = Log(config.log, clock, stream=sys.stderr, secrets=(*config.auth.keys, *config.auth.admin_keys))
     log.adopt("asyncio")
-    parts = [make_part(model, clock) for model in config.models]
-    names = [part.served.name for part in parts]
+    registry = Registry(clock, log, workers_max=config.fleet.workers_max)
+    members = Members(registry, log, drain_timeout_s=config.fleet.drain_timeout_s)
+    parts = [make_part(model, registry, clock) for model in config.models]
+    metrics = Metrics([part.served.name for part in parts], version=__version__)
+    tools = make_tools(config, metrics, clock)
     gateway = Gateway(
         config,
         {part.served.name: part.served for part in parts},
-        metrics=Metrics(names, version=__version__),
+        registry,
+        metrics=metrics,
         clock=clock,
         ids=rng.IdSource(),
         log=log,
@@ -58,16 +69,32 @@ async def _serve(launch: ChildLaunch) -> int:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     loop.add_reader(STDIN, parent.on_readable)
-    for part, address in zip(parts, launch.workers, strict=True):
-        part.backend.connect_to(parse_address(address))
+    for model, part in zip(config.models, parts, strict=True):
+        await members.apply(f"models.{part.served.name}", _wanted(model, part, launch.workers, tools))
     await gateway.start()
     await stop.wait()
     if parent.is_gone:
         return EXIT_ORPHANED
     await gateway.stop()
-    for part in parts:
-        await part.backend.drain(0.0)
+    await members.close(0.0)
     return 0
+
+
+def _wanted(model: ModelConfig, part: Part, launched: Sequence[WorkerAt], tools: Tools) -> list[Wanted]:
+    """The workers of one model: what the parent has launched, and what is at addresses."""
+    name, tokenizer = part.served.name, part.served.tokenizer
+    found: list[Wanted] = [
+        Attached(
+            id=WorkerId(worker.id),
+            route=name,
+            config=WorkerConfig(url=worker.address, engine="penstock"),
+            tokenizer=tokenizer,
+            tools=tools,
+        )
+        for worker in launched
+        if worker.route == name
+    ]
+    return [*found, *attached(model, tokenizer, tools)]
 
 
 class _Parent:

@@ -28,7 +28,7 @@ from penstock.errors import ConfigError, OperatorError
 from penstock.fleet.launchers.supervision import BACKOFF_MAX_S, RestartBudget
 from penstock.gateway.server import BACKLOG
 from penstock.gateway.shared.local_store import LeaseServer
-from penstock.protocol.siblings import Ask, ChildLaunch, Snapshot, Sum, decode_to_parent, frame
+from penstock.protocol.siblings import Ask, ChildLaunch, Snapshot, Sum, WorkerAt, decode_to_parent, frame
 from penstock.protocol.worker import FrameDecoder, ProtocolError
 from penstock.telemetry.log import Log
 from penstock.telemetry.merge import lasting, merged
@@ -87,7 +87,7 @@ class GatewayProcesses:
         self._config = self._sharing(config)
         self._leases = LeaseServer(self._config.shared, Path(self._leases_path), clock)
         self._listeners: list[socket.socket] = []
-        self._workers: tuple[str, ...] = ()
+        self._workers: tuple[WorkerAt, ...] = ()
         self._numbers = Numbers()
         self._told = asyncio.Event()
         self._server: asyncio.Server | None = None
@@ -143,8 +143,8 @@ class GatewayProcesses:
         bound = self._listeners[0].getsockname()
         return str(bound[0]), int(bound[1])
 
-    async def open(self, workers: Sequence[str]) -> None:
-        """Start every process in front of the workers' addresses; returns when all of them listen.
+    async def open(self, workers: Sequence[WorkerAt]) -> None:
+        """Start every process in front of these workers; returns when all of them listen.
 
         Raises:
             OperatorError: one does not come up.

@@ -1,49 +1,38 @@
-"""From a configuration to running parts: worker processes, their backends, and the gateway in front.
+"""From a configuration to running parts: the registry with its workers, and the gateway in front.
 
-    config ─> ServedModel (tokenizer, template, OwnBackend) ─> Gateway      listens first
-           ─> WorkerSpec ─> LocalLauncher ─> engine process ─> ready        then the models load
+    config ─> ServedModel (tokenizer, template) ─────────────────────> Gateway      listens first
+           ─> sources ─> Members ─> Registry <─ workers, ready ──────────┘          then the models load
 
-Chooses nothing at run time: which launcher and which backend there is, is decided here, once.
+Chooses nothing at run time: which launcher and which sources there are, is decided here, once.
 """
 
 import asyncio
 import errno
 from collections import deque
-from dataclasses import dataclass
-from pathlib import Path
 
 from penstock import __version__, rng
 from penstock.backends.base import BackendStatus
-from penstock.backends.own import OwnBackend
+from penstock.cli.fleet_log import FleetLog
+from penstock.cli.models import Part, make_part, make_tools
 from penstock.cli.processes import GatewayProcesses
 from penstock.cli.progress import LoadingDisplay
-from penstock.clock import NS_PER_S, Clock, sleep
-from penstock.config.presets import resolve, served_name
+from penstock.clock import Clock
 from penstock.config.tree import Config, ModelConfig, ServerConfig
 from penstock.errors import ConfigError, OperatorError
-from penstock.fleet.launchers.base import LaunchedWorker, WorkerSpec
+from penstock.fleet.launchers.base import LaunchedWorker
 from penstock.fleet.launchers.local import LocalLauncher
+from penstock.fleet.members import Members
+from penstock.fleet.registry import Registry
+from penstock.fleet.sources.static import attached, launched
+from penstock.fleet.wanted import Wanted
+from penstock.fleet.worker import Worker
 from penstock.gateway.app import Gateway
-from penstock.gateway.models import ServedModel
-from penstock.gateway.public import PublicPrefixes
+from penstock.protocol.siblings import WorkerAt
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
-from penstock.text.chat import ChatTemplate
-from penstock.text.tokenizer import Tokenizer
-from penstock.types import ModelName, WorkerId
 
-WATCH_S = 0.5
 KILL_TIMEOUT_S = 2.0
 HELD_LINES_MAX = 500
-
-
-@dataclass(slots=True, frozen=True)
-class Part:
-    """One model: what the gateway sees of it, and the worker that it needs."""
-
-    served: ServedModel
-    backend: OwnBackend
-    spec: WorkerSpec
 
 
 class Stack:
@@ -56,18 +45,22 @@ class Stack:
             ConfigError: there is no such model.
             CheckpointError: its tokenizer or chat template cannot be read.
         """
-        self._config, self._log = config, log
-        self._parts = [make_part(model, clock) for model in config.models]
+        self._config, self._clock, self._log = config, clock, log
+        self._registry = Registry(clock, log, workers_max=config.fleet.workers_max)
+        self._members = Members(self._registry, log, drain_timeout_s=config.fleet.drain_timeout_s)
+        self._parts = [make_part(model, self._registry, clock) for model in config.models]
         self._words = _WorkerWords(log)
         self._launcher = LocalLauncher(clock, rng.fresh_key(), log=self._words.say)
-        self._workers: list[LaunchedWorker] = []
-        self._watch: asyncio.Task[None] | None = None
+        self._fleet_log: FleetLog | None = None
         models = {part.served.name: part.served for part in self._parts}
+        metrics = Metrics(list(models), version=__version__)
+        self._tools = make_tools(config, metrics, clock)
         self._processes = GatewayProcesses(config, clock, log) if config.server.processes > 1 else None
         self._gateway = self._processes or Gateway(
             config,
             models,
-            metrics=Metrics(list(models), version=__version__),
+            self._registry,
+            metrics=metrics,
             clock=clock,
             ids=rng.IdSource(),
             log=log,
@@ -83,7 +76,7 @@ class Stack:
         """Answers that are being generated now."""
         if self._processes is not None:
             return self._processes.num_streams
-        return sum(part.backend.num_streams for part in self._parts)
+        return sum(worker.backend.num_streams for worker in self._registry)
 
     async def start(self) -> tuple[str, int]:
         """Listen, then start the workers; returns the address. Models are still loading.
@@ -95,11 +88,25 @@ class Stack:
             address = await self._gateway.start()
         except ConfigError as error:
             raise _friendlier(error, self._config.server) from error
-        for part in self._parts:
-            self._workers.append(await self._launcher.start(part.spec, part.backend))
+        for model, part in zip(self._config.models, self._parts, strict=True):
+            await self._members.apply(f"models.{part.served.name}", self._wanted(model, part))
         if self._processes is not None:
-            await self._processes.open([str(worker.address) for worker in self._workers])
+            await self._processes.open(
+                [
+                    WorkerAt(worker.id, worker.route, worker.address)
+                    for worker in self._registry
+                    if worker.stop is not None
+                ]
+            )
         return address
+
+    def _wanted(self, model: ModelConfig, part: Part) -> list[Wanted]:
+        """The workers of one model. In front of several gateway processes this one only keeps what it launches."""
+        tokenizer = part.served.tokenizer
+        found: list[Wanted] = [*launched(model, part.path, self._launcher, tokenizer, self._clock)]
+        if self._processes is None:
+            found += attached(model, tokenizer, self._tools)
+        return found
 
     async def reload(self, config: Config) -> bool:
         """Put a new configuration in force, as far as that can be done while running; False if it was refused."""
@@ -108,20 +115,18 @@ class Stack:
         return await self._gateway.tenancy.reload(config)
 
     async def wait_ready(self, display: LoadingDisplay) -> None:
-        """Return once every model can answer.
+        """Return once every worker that is launched here can answer, and those at addresses had their time.
 
         Raises:
             OperatorError: a model cannot be served.
             WorkerUnavailable: a worker does not come up.
         """
-        tasks = [
-            asyncio.create_task(self._wait_for(part, worker, display))
-            for part, worker in zip(self._parts, self._workers, strict=True)
-        ]
+        tasks = [asyncio.create_task(self._wait_for(worker, display)) for worker in self._launcher.list()]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()
+            if tasks:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+                for task in done:
+                    task.result()
         except OperatorError:
             self._words.forget()  # The error says the same, and better.
             raise
@@ -129,15 +134,46 @@ class Stack:
             self._words.release()
             for task in tasks:
                 task.cancel()
-        self._watch = asyncio.create_task(self._watch_workers(), name="watch workers")
+        await self._wait_for_attached()
+        self._fleet_log = FleetLog(self._registry, self._log)
 
-    async def _wait_for(self, part: Part, worker: LaunchedWorker, display: LoadingDisplay) -> None:
+    async def _wait_for(self, worker: LaunchedWorker, display: LoadingDisplay) -> None:
+        name = worker.spec.model_name
+        if len(self._registry.of(name)) > 1:
+            name = worker.spec.worker_id
+
         def show(status: BackendStatus) -> None:
-            if part.backend.failure is None:  # Otherwise `wait_ready` is about to raise it.
-                display.update(part.served.name, status)
+            if worker.backend.failure is None:  # Otherwise `wait_ready` is about to raise it.
+                display.update(name, status)
 
         await worker.wait_ready(show)
-        show(part.backend.status)
+        show(worker.backend.status)
+
+    async def _wait_for_attached(self) -> None:
+        """Give workers at addresses a moment; who is not there then is no reason not to serve."""
+        changed = asyncio.Event()
+
+        def listener(_: Worker) -> None:
+            changed.set()
+
+        self._registry.listen(listener)
+        try:
+            async with asyncio.timeout(self._config.fleet.connect_timeout_s):
+                while not all(worker.is_ready for worker in self._registry):
+                    changed.clear()
+                    await changed.wait()
+        except TimeoutError:
+            for worker in self._registry:
+                if not worker.is_ready:
+                    self._log.warning(
+                        "a worker is not there yet",
+                        model=worker.route,
+                        worker=worker.id,
+                        address=worker.address,
+                        stage=worker.stage,
+                    )
+        finally:
+            self._registry.unlisten(listener)
 
     async def drain(self) -> None:
         """Take nothing new, let answers end (up to `drain_timeout_s`), then stop everything."""
@@ -153,27 +189,12 @@ class Stack:
             self._log.warning("a worker did not stop in time; it ends with this process")
 
     async def _close(self, *, timeout_s: float) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
+        if self._fleet_log is not None:
+            self._fleet_log.close()
         if self._processes is not None:
             await self._processes.kill()
+        await self._members.close(timeout_s)
         await self._launcher.close(timeout_s=timeout_s)
-
-    async def _watch_workers(self) -> None:
-        """Say in the log what happens to workers. /ready tells clients; requests get errors meanwhile."""
-        known = {part.served.name: "ready" for part in self._parts}
-        while True:
-            await sleep(WATCH_S)
-            for part in self._parts:
-                name, status = part.served.name, part.backend.status
-                stage = "ready" if status.ready else status.stage
-                if stage == known[name]:
-                    continue
-                known[name] = stage
-                if status.ready:
-                    self._log.info("the model is ready again", model=name, restarts=status.restarts)
-                else:
-                    self._log.error("the model cannot answer", model=name, why=stage)
 
 
 class _WorkerWords:
@@ -211,33 +232,3 @@ def _friendlier(error: ConfigError, server: ServerConfig) -> ConfigError:
     if number == errno.EACCES:
         return ConfigError(f"there is no permission to listen on port {server.port}; take one above 1023")
     return error
-
-
-def make_part(model: ModelConfig, clock: Clock) -> Part:
-    """What it takes to serve one model: nothing runs yet.
-
-    Raises:
-        ConfigError: there is no such model.
-        CheckpointError: its tokenizer or chat template cannot be read.
-    """
-    directory, name = resolve(model.path), ModelName(served_name(model))
-    tokenizer = Tokenizer.load(directory)
-    template = ChatTemplate.load(directory, wall_ns=clock.wall_ns)
-    backend = OwnBackend(tokenizer, clock)
-    served = ServedModel(
-        name=name,
-        backend=backend,
-        tokenizer=tokenizer,
-        template=template,
-        created_s=_changed_s(directory),
-        public_prefixes=PublicPrefixes.of(model.public_prefixes, tokenizer, template),
-    )
-    spec = WorkerSpec(
-        worker_id=WorkerId(f"{name}-0"), model_path=str(directory), model_name=name, engine=model.engine
-    )
-    return Part(served, backend, spec)
-
-
-def _changed_s(directory: Path) -> int:
-    """When the checkpoint was last changed: OpenAI's `created`."""
-    return (directory / "config.json").stat().st_mtime_ns // NS_PER_S

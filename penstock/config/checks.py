@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+from penstock.config.fleet_checks import fleet_problems
 from penstock.config.ledger_checks import ledger_problems, price_problems
 from penstock.config.presets import served_name
 from penstock.config.queue_checks import queue_problems
@@ -26,6 +27,7 @@ def check(config: Config) -> None:
         ),
         *_limit_problems(config),
         *_model_problems(config),
+        *fleet_problems(config.models, config.fleet),
         *routing_problems(config),
         *price_problems(config.prices),
         *ledger_problems(config.ledger),

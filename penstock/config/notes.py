@@ -5,9 +5,29 @@ import functools
 import inspect
 from collections.abc import Mapping
 
-from penstock.config import backends, flow, kv_index, ledger, placement, routing, tenancy, tree
+from penstock.config import (
+    backends,
+    fleet,
+    flow,
+    kv_index,
+    ledger,
+    placement,
+    routing,
+    tenancy,
+    tree,
+)
 
-NOTED = (backends, tenancy, flow, placement, routing, kv_index, ledger, tree)
+NOTED = (
+    backends,
+    fleet,
+    flow,
+    kv_index,
+    ledger,
+    placement,
+    routing,
+    tenancy,
+    tree,
+)
 """The files whose classes are sections of the configuration."""
 Notes = Mapping[tuple[str, str], str]
 """(class, field) -> note; (class, "") is the note of the class."""

@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from penstock.config.backends import BackendsConfig
 from penstock.config.branch import Branch, Fraction, Port, Positive, Seconds
+from penstock.config.fleet import FleetConfig, Replicas, WorkerConfig
 from penstock.config.flow import QueueConfig, RateLimitsConfig, SharedConfig
 from penstock.config.kv_index import KVIndexConfig
 from penstock.config.ledger import BudgetsConfig, LedgerConfig, PricesConfig
@@ -146,6 +147,10 @@ class ModelConfig(Branch, frozen=True, kw_only=True):
     """The name clients use; empty takes the last part of the path."""
     public_prefixes: Annotated[tuple[str, ...], Meta(max_length=64)] = ()
     """Texts (of system prompts, of plain prompts) that are nobody's secret: all tenants share their cached KV."""
+    replicas: Replicas = 1
+    """Workers of our own engine that are launched for it; 0: none."""
+    workers: Annotated[tuple[WorkerConfig, ...], Meta(max_length=256)] = ()
+    """Workers that run somewhere already."""
     engine: EngineConfig = EngineConfig()
 
 
@@ -232,6 +237,7 @@ class Config(Branch, frozen=True, kw_only=True):
     routing: RoutingConfig = RoutingConfig()
     kv_index: KVIndexConfig = KVIndexConfig()
     queue: QueueConfig = QueueConfig()
+    fleet: FleetConfig = FleetConfig()
     rate_limits: RateLimitsConfig = RateLimitsConfig()
     shared: SharedConfig = SharedConfig()
     prices: PricesConfig = PricesConfig()

@@ -34,7 +34,7 @@ from penstock.engine.serve_socket import ServerLimits, WorkerServer
 from penstock.engine.watchdog import StepWatch
 from penstock.errors import EngineFault, OperatorError
 from penstock.protocol.address import parse_address
-from penstock.protocol.worker import Failed, Loading, Ready
+from penstock.protocol.worker import WARMING_UP, Failed, Loading, Ready
 
 EXIT_FAILED = 1
 EXIT_CANNOT_SERVE = 78  # EX_CONFIG of sysexits.h: starting again would fail the same way.
@@ -95,7 +95,7 @@ def load(launch: WorkerLaunch, server: WorkerServer, clock: Clock) -> EngineCore
     module, _, factory = launch.runner.partition(":")
     build: RunnerFactory = getattr(importlib.import_module(module), factory)
     runner = build(launch.model_path, launch.engine, clock, progress)
-    progress("warming up", 0, 0)
+    progress(WARMING_UP, 0, 0)
     runner.warm_up()
     core = build_core(runner, launch.engine, launch.hash_key, clock)
     gc.collect()

@@ -4,6 +4,7 @@ from urllib.parse import unquote
 
 from penstock import __version__
 from penstock.errors import NotFound
+from penstock.fleet.worker import Worker
 from penstock.gateway.auth import Caller
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.inspect import answer
@@ -26,7 +27,7 @@ class Admin:
         models = list(self._services.models)
         report = FleetReport(
             version=__version__,
-            workers=[_worker(model) for model in models],
+            workers=[_worker(worker) for model in models for worker in model.workers],
             models=[self._model(model) for model in models],
         )
         answer(exchange, report)
@@ -52,22 +53,24 @@ class Admin:
         return ModelReport(
             name=model.name,
             waiting=0 if lane is None else lane.queue.num_waiting,
-            ready=int(model.backend.status.ready),
-            workers=1,
+            ready=model.workers.num_ready,
+            workers=len(model.workers),
             ttft_sum_s=metrics.ttft_sum_s,
             ttft_count=metrics.ttft_count,
         )
 
 
-def _worker(model: ServedModel) -> WorkerReport:
-    status = model.backend.status
+def _worker(worker: Worker) -> WorkerReport:
+    status = worker.backend.status
     stats = status.stats
     return WorkerReport(
-        id=f"{model.name}-0",
-        model=model.name,
-        engine="penstock",
-        state="ready" if status.ready else "starting",
-        stage=status.stage,
+        id=worker.id,
+        model=worker.route,
+        engine=worker.engine,
+        state=worker.state.value,
+        stage=worker.stage,
+        epoch=worker.epoch,
+        address=worker.address,
         running=stats and stats.running,
         waiting=stats and stats.waiting,
         kv_blocks_used=stats and stats.blocks_used,

@@ -1,6 +1,6 @@
 """The gateway: everything wired together behind one listening address.
 
-    gateway = Gateway(config, models, metrics=metrics, clock=clock, ids=ids, log=log)
+    gateway = Gateway(config, models, registry, metrics=metrics, clock=clock, ids=ids, log=log)
     host, port = await gateway.start()
     ...
     await gateway.stop()
@@ -18,6 +18,7 @@ from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.config.tenancy_checks import names_callers
 from penstock.config.tree import Config
 from penstock.errors import Draining, PenstockError
+from penstock.fleet.registry import Registry
 from penstock.gateway.admin import Admin
 from penstock.gateway.assemble import make_decisions
 from penstock.gateway.auth import ANYBODY, Caller, is_local
@@ -51,6 +52,7 @@ class Gateway:
         self,
         config: Config,
         models: Mapping[ModelName, ServedModel],
+        registry: Registry,
         *,
         metrics: Metrics,
         clock: Clock,
@@ -73,7 +75,14 @@ class Gateway:
         """Who may call; parts that can take a new configuration subscribe to its `on_reload`."""
         slots = StreamSlots(config.limits.concurrent_max)
         self._decisions = make_decisions(
-            config, models, gateway=ids.take("gw"), slots=slots, metrics=metrics, clock=clock, log=log
+            config,
+            models,
+            registry,
+            gateway=ids.take("gw"),
+            slots=slots,
+            metrics=metrics,
+            clock=clock,
+            log=log,
         )
         self._dispatcher = self._decisions.dispatcher
         self._services = Services(

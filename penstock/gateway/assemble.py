@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from penstock.clock import Clock, sleep
 from penstock.config.tree import Config
 from penstock.errors import PenstockError
+from penstock.fleet.registry import Registry
 from penstock.gateway.dispatch import Dispatcher
 from penstock.gateway.models import ServedModel
 from penstock.gateway.placements import Placements
@@ -81,6 +82,7 @@ class Decisions:
 def make_decisions(
     config: Config,
     models: Mapping[ModelName, ServedModel],
+    registry: Registry,
     *,
     gateway: str,
     slots: StreamSlots,
@@ -104,8 +106,10 @@ def make_decisions(
         model = models.get(ModelName(name))
         if model is None:
             return None
-        info = model.backend.status.info
-        return ModelFacts(max_model_len=info.max_model_len if info is not None else 0)
+        info = model.workers.info
+        return ModelFacts(
+            max_model_len=info.max_model_len if info is not None else 0, kinds=model.workers.kinds
+        )
 
     gate = Gate(config.admission, config.routing, config.queue, facts)
     placements = Placements(config.routing.placement, metrics=metrics, log=log, seed=fresh_seed())
@@ -120,7 +124,7 @@ def make_decisions(
     )
     dispatcher = Dispatcher(
         FlowControl(config.queue, parts),
-        models.values(),
+        registry,
         gate=gate,
         limiter=limits.limiter,
         prices=prices,

@@ -11,19 +11,20 @@ that one turn of the loop accepted is written to the journal together, before an
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 
 from msgspec.structs import replace
 
 from penstock.backends.base import GenerateRequest, Sink
-from penstock.clock import NS_PER_MS, NS_PER_S, Clock
+from penstock.clock import NS_PER_S, Clock
 from penstock.errors import EngineFault, PenstockError
+from penstock.fleet.registry import Registry
 from penstock.gateway.meters import Meters
 from penstock.gateway.models import ServedModel
 from penstock.gateway.reply import Reply, StreamSlots
-from penstock.gateway.worker_views import WorkerViews
+from penstock.gateway.worker_feed import WorkerFeed
 from penstock.policy.answers import Diverted, Evict, Refused, Settled, Start
 from penstock.policy.control import FlowControl
 from penstock.policy.flow import Arrival, Flow, State
@@ -36,10 +37,7 @@ from penstock.telemetry.ledger import Ledger
 from penstock.telemetry.ledger_segment import Progress
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
-from penstock.types import FinishReason, RequestId, Usage
-
-LOOK_NS = 20 * NS_PER_MS
-"""While requests wait, workers are looked at this often; what they report changes by itself."""
+from penstock.types import FinishReason, RequestId, Usage, WorkerId
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -62,7 +60,7 @@ class Dispatcher:
     def __init__(
         self,
         control: FlowControl,
-        models: Iterable[ServedModel],
+        registry: Registry,
         *,
         gate: Gate,
         limiter: Limiter,
@@ -91,10 +89,13 @@ class Dispatcher:
         self._by_reply: dict[Reply, Ticket] = {}
         self._prices, self._metrics = prices, metrics
         self._meters = Meters(prices)
-        self._views = WorkerViews(control, models, gate, self._meters, is_shared=is_shared)
+        self._registry = registry
         self._is_due = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = 0
+        self._workers = WorkerFeed(
+            control, registry, gate, self._meters, is_shared=is_shared, on_news=self._on_worker_news
+        )
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -114,7 +115,7 @@ class Dispatcher:
         """
         now_ns, arrival = self._clock.now_ns(), ticket.arrival
         self._slots.check(arrival.choices)
-        self._views.refresh(now_ns)
+        self._workers.refresh(now_ns)
         found = self.control.arrive(now_ns, arrival)
         if isinstance(found, Diverted):
             self._metrics.diverted(arrival.route, found.why)
@@ -137,9 +138,9 @@ class Dispatcher:
     def tick(self) -> None:
         """Called every second or so."""
         now_ns = self._clock.now_ns()
-        self._views.refresh(now_ns)
+        self._workers.refresh(now_ns)
         self._meters.tick(now_ns)
-        for model, count in self._views.num_waiting():
+        for model, count in self._workers.num_waiting():
             self._metrics.queue_waiting(model, count)
 
     def drain(self, timeout_s: float) -> None:
@@ -177,6 +178,7 @@ class Dispatcher:
                 request_id,
                 route=flow.arrival.route,
                 worker=flow.worker,
+                kind=self._kind_of(flow.worker),
                 ttft_ns=now_ns - flow.arrived_ns,
                 cached_tokens=told and told.cached_tokens,
                 prefill_ns=told.prefill_ns if told else 0,
@@ -283,6 +285,15 @@ class Dispatcher:
             worker=flow.worker,
         )
 
+    def _kind_of(self, worker_id: WorkerId) -> str:
+        worker = self._registry.get(worker_id)
+        return "" if worker is None else worker.kind
+
+    def _on_worker_news(self) -> None:
+        """A worker has changed. While nothing waits that can wait for the next request."""
+        if self._workers.any_waits():
+            self._dispatch_soon()
+
     def _dispatch_soon(self) -> None:
         if not self._is_due:
             self._is_due = True
@@ -293,7 +304,7 @@ class Dispatcher:
         self._is_due = False
         self._ledger.flush()
         now_ns = self._clock.now_ns()
-        self._views.refresh(now_ns)
+        self._workers.refresh(now_ns)
         for action in self.control.dispatch(now_ns):
             if isinstance(action, Start):
                 self._start(action)
@@ -313,7 +324,9 @@ class Dispatcher:
         if start.priority:
             streams = [(replaced(request, priority=start.priority), sink) for request, sink in streams]
         try:
-            ticket.reply.start(ticket.model.backend, streams)
+            worker = self._registry.get(start.worker_id)
+            assert worker is not None, f"{start.worker_id} has room, so it is there"
+            ticket.reply.start(worker.backend, streams)
         except Exception as error:  # noqa: BLE001 - one request's bug must not end the others.
             self._log.bug("a request could not be started", error, request_id=ticket.reply.exchange.id)
             ticket.reply.fail(error)
@@ -327,8 +340,6 @@ class Dispatcher:
 
     def _set_timer(self, now_ns: int) -> None:
         due_ns = self.control.next_ns(now_ns)
-        if self._views.any_waits():
-            due_ns = now_ns + LOOK_NS if due_ns is None else min(due_ns, now_ns + LOOK_NS)
         if due_ns is None or self._is_due:
             return
         if self._timer is not None:

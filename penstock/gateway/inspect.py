@@ -1,5 +1,6 @@
 """The endpoints that look: models, tokens, health, readiness, metrics, status and the landing page."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -48,6 +49,9 @@ class ModelState(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str]
     info: ModelInfo | None = None
     stats: Stats | None = None
+    """Sums over its workers."""
+    workers: dict[str, int]
+    """How many are in which state (policy/worker_state.py); each by itself is at /admin/workers."""
 
 
 class Readiness(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +87,7 @@ class Inspect:
         self._version = version
         self._started_ns = services.clock.now_ns()
         self._page = (STATIC / "index.html").read_bytes()
-        self._restarts: dict[str, int] = {}
+        self._restarts: dict[str, dict[str, int]] = {}
         self.num_connections = 0
         self.auth = False
 
@@ -180,13 +184,13 @@ class Inspect:
         return model
 
     def _follow(self, model: ServedModel) -> None:
-        status, metrics = model.backend.status, self._metrics.model(model.name)
-        metrics.worker_ready(status.ready)
-        if status.stats is not None:
-            metrics.engine_stats(status.stats)
-        for _ in range(status.restarts - self._restarts.get(model.name, 0)):
+        metrics, workers = self._metrics.model(model.name), list(model.workers)
+        metrics.workers(worker.state for worker in workers)
+        metrics.engine_stats({worker.id: worker.backend.status.stats for worker in workers})
+        restarts = {str(worker.id): worker.backend.status.restarts for worker in workers}
+        before, self._restarts[model.name] = self._restarts.get(model.name, {}), restarts
+        for _ in range(sum(max(0, count - before.get(worker, 0)) for worker, count in restarts.items())):
             metrics.engine_restarted()
-        self._restarts[model.name] = status.restarts
 
 
 def _tokens(model: ServedModel, request: TokenizeRequest) -> tuple[int, ...]:
@@ -205,7 +209,7 @@ def _tokens(model: ServedModel, request: TokenizeRequest) -> tuple[int, ...]:
 
 
 def _state(model: ServedModel) -> ModelState:
-    status = model.backend.status
+    status = model.workers.summary()
     return ModelState(
         name=model.name,
         ready=status.ready,
@@ -217,6 +221,7 @@ def _state(model: ServedModel) -> ModelState:
         notes=list(status.notes),
         info=status.info,
         stats=status.stats,
+        workers=Counter(worker.state.value for worker in model.workers),
     )
 
 

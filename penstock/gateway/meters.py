@@ -31,13 +31,21 @@ class Meters:
         self._prices = prices
         self._accounts: dict[WorkerId, AcceleratorCost] = {}
         self._running: dict[RequestId, _Running] = {}
+        self._left: set[WorkerId] = set()
         self._interval_ns = 0
 
     def has_worker(self, now_ns: int, route: str, worker: WorkerId) -> None:
         """A worker is there, and costs money from now on."""
         price = self._prices.accelerator_micros_per_hour(route)
+        self._left.discard(worker)
         if price and worker not in self._accounts:
             self._accounts[worker] = AcceleratorCost(now_ns, price)
+
+    def left(self, worker: WorkerId) -> None:
+        """A worker is gone: it costs nothing more once what it ran has been settled."""
+        if worker in self._accounts:
+            self._left.add(worker)
+            self._close(worker)
 
     def started(self, now_ns: int, flow: Flow) -> None:
         """A request was sent to its worker."""
@@ -65,7 +73,9 @@ class Meters:
             return 0
         self.produced(flow)
         del self._running[flow.id]
-        return self._accounts[running.worker].settle(now_ns, flow.id)
+        cost = self._accounts[running.worker].settle(now_ns, flow.id)
+        self._close(running.worker)
+        return cost
 
     def tick(self, now_ns: int) -> None:
         """Close the interval if it has been long enough. Costs O(running) then."""
@@ -73,6 +83,12 @@ class Meters:
             self._interval_ns = now_ns
             for account in self._accounts.values():
                 account.interval(now_ns)
+
+    def _close(self, worker: WorkerId) -> None:
+        """Drop the account of a worker that is gone and runs nothing."""
+        if worker in self._left and all(running.worker != worker for running in self._running.values()):
+            self._left.remove(worker)
+            del self._accounts[worker]
 
     def _worked(self, running: _Running, request_id: RequestId, tokens: int, context: int) -> None:
         weight = work_weight(computed_tokens=tokens, kv_tokens_read=tokens * context)

@@ -4,9 +4,9 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from penstock.backends.base import Backend
 from penstock.config.routing import RoutingConfig
 from penstock.errors import NotFound, WorkerUnavailable
+from penstock.fleet.route_workers import RouteWorkers
 from penstock.gateway.auto_model import AutoModels
 from penstock.gateway.public import NO_PUBLIC_PREFIXES, PublicPrefixes
 from penstock.policy.complexity import Choice
@@ -25,7 +25,7 @@ class ServedModel:
     """One model: who computes it, and how its text becomes tokens."""
 
     name: ModelName
-    backend: Backend
+    workers: RouteWorkers
     tokenizer: Tokenizer
     template: ChatTemplate
     created_s: int
@@ -36,19 +36,19 @@ class ServedModel:
     """What prompts may begin with that is no tenant's secret."""
 
     def info(self) -> ModelInfo:
-        """What the worker said of itself.
+        """What holds for any of its workers.
 
         Raises:
-            WorkerUnavailable: it has not been ready yet.
+            WorkerUnavailable: none has been ready yet.
         """
-        status = self.backend.status
-        if status.info is None:  # A worker that was ready once is waited for in the queue.
-            raise WorkerUnavailable(f"The model '{self.name}' is not ready: {status.stage}.")
-        return status.info
+        info = self.workers.info
+        if info is None:  # Once one was ready, requests wait in the queue.
+            raise WorkerUnavailable(f"The model '{self.name}' is not ready: {self.workers.summary().stage}.")
+        return info
 
     def card(self) -> ModelCard:
         """Its entry in `/v1/models`."""
-        info = self.backend.status.info
+        info = self.workers.info
         return ModelCard(
             id=self.name,
             created=self.created_s,
@@ -57,7 +57,7 @@ class ServedModel:
 
     def fingerprint(self) -> str:
         """OpenAI's `system_fingerprint`: changes when the same seed may give another answer."""
-        info = self.backend.status.info
+        info = self.workers.info
         what = f"{self.name}/{info.architecture}/{info.dtype}/{info.num_parameters}" if info else self.name
         return "fp_" + hashlib.blake2b(what.encode(), digest_size=5).hexdigest()
 
@@ -133,7 +133,7 @@ class ModelTable:
 
     def _max_length(self, name: str) -> int | None:
         model = self._models.get(ModelName(name))
-        if model is None or not model.backend.status.ready:
+        if model is None or not model.workers.is_ready:
             return None
-        info = model.backend.status.info
+        info = model.workers.info
         return info.max_model_len if info is not None else 0

@@ -37,6 +37,15 @@ class Sum(msgspec.Struct, frozen=True, kw_only=True, tag="sum"):
     processes: int
 
 
+class WorkerAt(msgspec.Struct, frozen=True):
+    """A worker that the parent has launched."""
+
+    id: str
+    route: str
+    """Its model."""
+    address: str
+
+
 class ChildLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """What the parent tells a new gateway process: one line of JSON on its standard input, which then stays open."""
 
@@ -46,8 +55,8 @@ class ChildLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """The whole configuration as JSON, keys included: this is why it does not come as an argument."""
     listeners: tuple[int, ...]
     """File descriptors of listening sockets."""
-    workers: tuple[str, ...]
-    """Addresses of the models' workers, in the order of the configuration."""
+    workers: tuple[WorkerAt, ...]
+    """The workers that the parent has launched. Those at addresses are in the configuration."""
     parent: str
     """Path of the parent's Unix socket."""
 

@@ -25,6 +25,8 @@ from penstock.types import FinishReason, RequestId, SamplingParams, TokenLogprob
 
 PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 64 * 1024 * 1024
+WARMING_UP = "warming up"
+"""The stage of `Loading` that comes last: the weights are there, and the first steps are run."""
 _LENGTH = struct.Struct("<I")
 
 

@@ -105,7 +105,7 @@ CATALOG = (
     ),
     Metric("penstock_engine_preemptions_total", "counter", "Requests that lost their blocks.", MODEL, shared=True),
     Metric("penstock_engine_restarts_total", "counter", "Restarts of the engine's process.", MODEL, shared=True),
-    Metric("penstock_worker_ready", "gauge", "1 when the worker takes requests.", MODEL, shared=True),
+    Metric("penstock_workers", "gauge", "Workers by their state.", ("model", "state"), shared=True),
     # The front door.
     Metric("penstock_connections", "gauge", "Open HTTP connections."),
     Metric("penstock_streams", "gauge", "Answers being generated."),

@@ -4,7 +4,8 @@ Each `Metrics` has a registry of its own. Label children are resolved once, wher
 counting on the hot path is one method call; nothing here is called per token.
 """
 
-from collections.abc import Sequence
+from collections import Counter as Counts
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -12,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.exposition import generate_latest
 
 from penstock.clock import NS_PER_S
+from penstock.policy.worker_state import WorkerState
 from penstock.telemetry.backend_metrics import BackendMeters
 from penstock.telemetry.catalog import CATALOG, BlockState, Endpoint, Metric, Outcome
 
@@ -210,14 +212,18 @@ class ModelMetrics:
         blocks = table.gauge("penstock_kv_blocks")
         self._blocks = {state: blocks.labels(model, state.value) for state in BlockState}
         self._host_blocks = table.gauge("penstock_host_kv_blocks").labels(model)
-        self._host_stores = _Followed(table.counter("penstock_host_kv_stores_total").labels(model))
-        self._host_loads = _Followed(table.counter("penstock_host_kv_loads_total").labels(model))
-        self._steps = _Followed(table.counter("penstock_engine_steps_total").labels(model))
-        self._step_ns = _Followed(table.counter("penstock_engine_step_seconds_total").labels(model), NS_PER_S)
-        self._host_ns = _Followed(table.counter("penstock_engine_host_seconds_total").labels(model), NS_PER_S)
-        self._preemptions = _Followed(table.counter("penstock_engine_preemptions_total").labels(model))
+        self._followed = {
+            "host_stores": _Followed(table.counter("penstock_host_kv_stores_total").labels(model)),
+            "host_loads": _Followed(table.counter("penstock_host_kv_loads_total").labels(model)),
+            "step": _Followed(table.counter("penstock_engine_steps_total").labels(model)),
+            "step_ns": _Followed(table.counter("penstock_engine_step_seconds_total").labels(model), NS_PER_S),
+            "host_ns": _Followed(table.counter("penstock_engine_host_seconds_total").labels(model), NS_PER_S),
+            "preemptions": _Followed(table.counter("penstock_engine_preemptions_total").labels(model)),
+        }
+        """By the field of `EngineStats`."""
         self._restarts = table.counter("penstock_engine_restarts_total").labels(model)
-        self._ready = table.gauge("penstock_worker_ready").labels(model)
+        states = table.gauge("penstock_workers")
+        self._workers = {state: states.labels(model, state.value) for state in WorkerState}
 
     def request_ended(self, record: RequestRecord) -> None:
         """Count one request; exactly once, when it is over."""
@@ -236,43 +242,58 @@ class ModelMetrics:
         self._cached.inc(record.cached_tokens)
         self._generated.inc(record.generated_tokens)
 
-    def engine_stats(self, stats: EngineStats) -> None:
-        """Take over what the engine says. Its counters may start again at 0; ours go on."""
-        self._running.set(stats.running)
-        self._waiting.set(stats.waiting)
-        free = stats.blocks_total - stats.blocks_used - stats.blocks_cached
-        self._blocks[BlockState.FREE].set(free)
-        self._blocks[BlockState.USED].set(stats.blocks_used)
-        self._blocks[BlockState.CACHED].set(stats.blocks_cached)
-        self._host_blocks.set(stats.host_blocks_used)
-        self._host_stores.follow(stats.host_stores)
-        self._host_loads.follow(stats.host_loads)
-        self._steps.follow(stats.step)
-        self._step_ns.follow(stats.step_ns)
-        self._host_ns.follow(stats.host_ns)
-        self._preemptions.follow(stats.preemptions)
+    def workers(self, states: Iterable[WorkerState]) -> None:
+        """The states of all workers."""
+        counts = Counts(states)
+        for state, gauge in self._workers.items():
+            gauge.set(counts[state])
+
+    def engine_stats(self, by_worker: Mapping[str, EngineStats | None]) -> None:
+        """Take over what the engines say (None: nothing now); gauges are their sums.
+
+        Their counters may start again at 0; ours go on. A worker that is not named any more is forgotten.
+        """
+        known = {worker: stats for worker, stats in by_worker.items() if stats is not None}
+        engines = known.values()
+        self._running.set(sum(stats.running for stats in engines))
+        self._waiting.set(sum(stats.waiting for stats in engines))
+        used = sum(stats.blocks_used for stats in engines)
+        cached = sum(stats.blocks_cached for stats in engines)
+        self._blocks[BlockState.FREE].set(sum(stats.blocks_total for stats in engines) - used - cached)
+        self._blocks[BlockState.USED].set(used)
+        self._blocks[BlockState.CACHED].set(cached)
+        self._host_blocks.set(sum(stats.host_blocks_used for stats in engines))
+        for name, counter in self._followed.items():
+            counter.follow_all({worker: getattr(stats, name) for worker, stats in known.items()})
+            counter.keep(by_worker)
 
     def engine_restarted(self) -> None:
-        """The engine's process was started anew."""
+        """An engine's process was started anew."""
         self._restarts.inc()
-
-    def worker_ready(self, ready: bool) -> None:
-        """Whether the worker takes requests now."""
-        self._ready.set(ready)
 
 
 class _Followed:
-    """A counter that repeats one kept elsewhere: a value below the last one means that it was reset."""
+    """A counter that repeats others kept elsewhere, one or several: a value below the last one means that it was reset."""
 
     __slots__ = ("_counter", "_seen", "_unit")
 
     def __init__(self, counter: Counter, unit: int = 1) -> None:
-        self._counter, self._unit, self._seen = counter, unit, 0
+        self._counter, self._unit = counter, unit
+        self._seen: dict[str, int] = {}
 
-    def follow(self, value: int) -> None:
-        grown = value - self._seen if value >= self._seen else value
-        self._seen = value
-        self._counter.inc(grown / self._unit)
+    def follow(self, value: int, who: str = "") -> None:
+        seen = self._seen.get(who, 0)
+        self._seen[who] = value
+        self._counter.inc((value - seen if value >= seen else value) / self._unit)
+
+    def follow_all(self, values: Mapping[str, int]) -> None:
+        for who, value in values.items():
+            self.follow(value, who)
+
+    def keep(self, those: Collection[str]) -> None:
+        """Forget all others."""
+        for who in [who for who in self._seen if who not in those]:
+            del self._seen[who]
 
 
 class _Table:

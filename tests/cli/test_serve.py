@@ -393,7 +393,7 @@ def test_one_gateway_process_dies_and_the_others_streams_go_on(serve: Callable[.
     found = re.search(r'requests_total\{endpoint="chat",model="penstock-demo",outcome="length"\} (\d+)', text)
     assert found
     assert int(found[1]) > 0
-    assert re.search(r'worker_ready\{model="penstock-demo"\} 1.0', text)
+    assert re.search(r'penstock_workers\{model="penstock-demo",state="ready"\} 1.0', text)
     server.process.send_signal(signal.SIGHUP)
     server.until(lambda: server.err.read_text().count("the new configuration is in force") >= 2, "no reload")
     server.process.send_signal(signal.SIGTERM)

@@ -13,6 +13,7 @@ import openai
 import pytest
 import tokenizers
 import uvloop
+from fleets import fleet_of
 
 from penstock.backends.fake import FakeBackend, Script, endless_words
 from penstock.clock import SystemClock
@@ -94,20 +95,22 @@ class RunningGateway:
         self.metrics = Metrics(list(self._names), version="test")
         tokenizer = tiny_tokenizer()
         template = ChatTemplate({"default": TEMPLATE}, special_tokens={}, wall_ns=self.clock.wall_ns)
+        self.registry = fleet_of(self.clock, self.backends)
         models = [
             ServedModel(
                 name=ModelName(name),
-                backend=backend,
+                workers=self.registry.of(name),
                 tokenizer=tokenizer,
                 template=template,
                 created_s=1_700_000_000,
                 public_prefixes=PublicPrefixes.of(self._public, tokenizer, template),
             )
-            for name, backend in self.backends.items()
+            for name in self._names
         ]
         self.gateway = Gateway(
             self.config,
             {model.name: model for model in models},
+            self.registry,
             metrics=self.metrics,
             clock=self.clock,
             ids=IdSource(seed=1),

@@ -5,6 +5,7 @@ import io
 
 import uvloop
 from byte_tokenizer import byte_tokenizer
+from fleets import fleet_of
 from scripted_worker import bench
 
 from penstock.clock import SystemClock
@@ -28,10 +29,11 @@ def make_gateway(kit, backend, log):
         log={"access": False},
     )
     clock, tokenizer = SystemClock(), byte_tokenizer()
+    registry = fleet_of(clock, {"tiny": backend})
     template = ChatTemplate({"default": "{{ messages }}"}, special_tokens={}, wall_ns=clock.wall_ns)
     model = ServedModel(
         name=ModelName("tiny"),
-        backend=backend,
+        workers=registry.of("tiny"),
         tokenizer=tokenizer,
         template=template,
         created_s=0,
@@ -40,6 +42,7 @@ def make_gateway(kit, backend, log):
     return Gateway(
         config,
         {model.name: model},
+        registry,
         metrics=Metrics(["tiny"], version="test"),
         clock=clock,
         ids=IdSource(seed=1),

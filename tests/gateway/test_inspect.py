@@ -4,6 +4,7 @@ import json
 import urllib.error
 import urllib.request
 
+from penstock.backends.base import Phase
 from penstock.gateway.auth import is_local
 from penstock.gateway.exchange import RequestHead
 
@@ -64,8 +65,7 @@ def test_ready_says_what_is_missing(start):
     assert json.loads(body)["status"] == "ready"
 
     def loading():
-        now = running.backend.status
-        now.ready, now.stage, now.done, now.total = False, "loading weights", 1, 4
+        running.backend.show(Phase.LOADING, "loading weights", done=1, total=4)
 
     running.call(loading)
     status, _, body = fetch(running, "/ready")
@@ -79,7 +79,7 @@ def test_ready_says_what_is_missing(start):
         "loading weights",
         0.25,
     )
-    assert b'penstock_worker_ready{model="tiny"} 0.0' in fetch(running, "/metrics")[2]
+    assert b'penstock_workers{model="tiny",state="loading"} 1.0' in fetch(running, "/metrics")[2]
 
 
 def test_metrics_and_status_are_for_neighbours(gateway, kit):

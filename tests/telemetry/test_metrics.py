@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.policy.worker_state import WorkerState
 from penstock.protocol.worker import Stats
 from penstock.telemetry.catalog import CATALOG, Endpoint, Outcome
 from penstock.telemetry.metrics import CONTENT_TYPE, EngineStats, Metrics, RequestRecord
@@ -122,7 +123,7 @@ def test_engine_stats_are_followed_across_a_restart() -> None:
     metrics = Metrics(["m"], version="0")
     model = metrics.model("m")
     for sample in (stats(100, 4), stats(100, 4), stats(150, 5), stats(10, 1)):
-        model.engine_stats(sample)
+        model.engine_stats({"m-0": sample})
     assert value(metrics, "penstock_engine_steps_total", model="m") == 160
     assert value(metrics, "penstock_engine_preemptions_total", model="m") == 6
     assert value(metrics, "penstock_host_kv_stores_total", model="m") == 320
@@ -139,12 +140,27 @@ def test_engine_stats_are_followed_across_a_restart() -> None:
     assert blocks == {"free": 20, "used": 30, "cached": 50}
 
 
+def test_engines_are_summed_and_one_that_is_away_counts_on_from_where_it_was() -> None:
+    metrics = Metrics(["m"], version="0")
+    model = metrics.model("m")
+    model.engine_stats({"a": stats(100, 4), "b": stats(7, 0)})
+    assert value(metrics, "penstock_engine_running", model="m") == 6
+    model.engine_stats({"a": None, "b": stats(8, 0)})
+    assert value(metrics, "penstock_engine_running", model="m") == 3
+    model.engine_stats({"a": stats(101, 4), "b": stats(8, 0)})
+    assert value(metrics, "penstock_engine_steps_total", model="m") == 109
+    model.engine_stats({"b": stats(8, 0)})  # Gone for good: another one of its name begins anew.
+    model.engine_stats({"a": stats(200, 4), "b": stats(8, 0)})
+    assert value(metrics, "penstock_engine_steps_total", model="m") == 309
+
+
 def test_worker_state() -> None:
     metrics = Metrics(["m"], version="0")
-    assert value(metrics, "penstock_worker_ready", model="m") == 0
-    metrics.model("m").worker_ready(True)
+    metrics.model("m").workers([WorkerState.READY, WorkerState.READY, WorkerState.LOADING])
     metrics.model("m").engine_restarted()
-    assert value(metrics, "penstock_worker_ready", model="m") == 1
+    assert value(metrics, "penstock_workers", model="m", state="ready") == 2
+    assert value(metrics, "penstock_workers", model="m", state="loading") == 1
+    assert value(metrics, "penstock_workers", model="m", state="gone") == 0
     assert value(metrics, "penstock_engine_restarts_total", model="m") == 1
 
 
@@ -198,5 +214,5 @@ def test_any_object_of_the_right_shape_will_do() -> None:
         host_ns: int = 0
 
     shape: EngineStats = Shape()
-    Metrics(["m"], version="0").model("m").engine_stats(shape)
+    Metrics(["m"], version="0").model("m").engine_stats({"m-0": shape})
     assert CONTENT_TYPE.startswith("text/plain")

@@ -103,7 +103,7 @@ class SupervisedWorker:
     def start(self) -> None:
         """Begin to supervise, and to connect."""
         self.backend.connect_to(self.address)
-        self.backend.on_change = self._on_change
+        self.backend.on_phase = self._on_change
         self._supervisor = asyncio.create_task(self._supervise(), name=f"supervise {self.spec.worker_id}")
         self._supervisor.add_done_callback(self._on_supervisor_end)
 
@@ -140,7 +140,7 @@ class SupervisedWorker:
         """A bug in here must not leave anybody waiting for a worker that nobody watches."""
         if not supervisor.cancelled() and (bug := supervisor.exception()) is not None:
             self._down = WorkerUnavailable(f"the supervisor of the worker failed: {bug!r}")
-            self.backend.report(stage=f"down: {self._down}")
+            self.backend.report(stage=f"down: {self._down}", is_down=True)
             asyncio.get_running_loop().call_exception_handler({"message": str(self._down), "exception": bug})
 
     async def _supervise(self) -> None:

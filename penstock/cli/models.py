@@ -1,0 +1,61 @@
+"""From the configuration to what a gateway needs of each model: tokenizer, template, and where its workers will be."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock import rng
+from penstock.backends.foreign import Tools
+from penstock.clock import NS_PER_S, Clock
+from penstock.config.presets import resolve, served_name
+from penstock.config.tree import Config, ModelConfig
+from penstock.fleet.registry import Registry
+from penstock.gateway.models import ServedModel
+from penstock.gateway.public import PublicPrefixes
+from penstock.telemetry.metrics import Metrics
+from penstock.text.chat import ChatTemplate
+from penstock.text.tokenizer import Tokenizer
+from penstock.types import ModelName
+
+
+@dataclass(slots=True, frozen=True)
+class Part:
+    """One model: what the gateway sees of it, and what its own workers load."""
+
+    served: ServedModel
+    path: str
+
+
+def make_part(model: ModelConfig, registry: Registry, clock: Clock) -> Part:
+    """What it takes to serve one model: nothing runs yet.
+
+    Raises:
+        ConfigError: there is no such model.
+        CheckpointError: its tokenizer or chat template cannot be read.
+    """
+    directory, name = resolve(model.path), ModelName(served_name(model))
+    tokenizer = Tokenizer.load(directory)
+    template = ChatTemplate.load(directory, wall_ns=clock.wall_ns)
+    served = ServedModel(
+        name=name,
+        workers=registry.of(name),
+        tokenizer=tokenizer,
+        template=template,
+        created_s=_changed_s(directory),
+        public_prefixes=PublicPrefixes.of(model.public_prefixes, tokenizer, template),
+    )
+    return Part(served, str(directory))
+
+
+def make_tools(config: Config, metrics: Metrics, clock: Clock) -> Tools:
+    """What the backends of workers that are not ours share."""
+    return Tools(
+        config=config.backends,
+        clock=clock,
+        meters=metrics.backend,
+        draw=rng.stream(rng.fresh_seed(), "probes").random,
+    )
+
+
+def _changed_s(directory: Path) -> int:
+    """When the checkpoint was last changed: OpenAI's `created`."""
+    return (directory / "config.json").stat().st_mtime_ns // NS_PER_S

@@ -1,0 +1,49 @@
+"""What is wrong with the workers of a configuration."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+from penstock.config.fleet import FleetConfig, WorkerConfig
+from penstock.config.tree import ModelConfig
+
+_HTTP = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(:[0-9]{1,5})?(/[^\s?#]*)?")
+_OWN = re.compile(r"tcp:(//)?(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):([0-9]{1,5})|unix:/[^\x00]{1,106}")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def fleet_problems(models: Sequence[ModelConfig], fleet: FleetConfig) -> Iterator[str]:
+    """One line for each thing that is wrong."""
+    taken: dict[tuple[str, str], str] = {}
+    count = 0
+    for i, model in enumerate(models):
+        count += model.replicas + len(model.workers)
+        if not model.replicas and not model.workers:
+            yield f"models[{i}].replicas: 0, and there are no workers: nobody would answer"
+        if model.replicas > 1 and model.engine.kv_events.endpoint:
+            yield f"models[{i}].engine.kv_events.endpoint: {model.replicas} replicas cannot share one address"
+        for j, worker in enumerate(model.workers):
+            key = f"models[{i}].workers[{j}]"
+            yield from _worker_problems(worker, key)
+            # One server may have several models; the same one under the same name twice would count its capacity twice.
+            same = (worker.url.rstrip("/"), worker.served_model or model.name or model.path)
+            if same in taken:
+                yield f"{key}.url: {worker.url} is {taken[same]} already"
+            taken.setdefault(same, key)
+    if count > fleet.workers_max:
+        yield f"fleet.workers_max: {count} workers are configured, which is over {fleet.workers_max}"
+
+
+def _worker_problems(worker: WorkerConfig, key: str) -> Iterator[str]:
+    own = worker.engine == "penstock"
+    if own and not _OWN.fullmatch(worker.url):
+        yield f"{key}.url: engine penstock listens at unix:/PATH or tcp:HOST:PORT, got {worker.url!r}"
+    elif not own and not _HTTP.fullmatch(worker.url):
+        yield f"{key}.url: expected http://HOST:PORT or https://HOST/PATH, got {worker.url!r}"
+    elif (port := re.search(r":([0-9]+)(/|$)", worker.url.partition("://")[2] or worker.url)) and not (
+        0 < int(port[1]) <= 65_535
+    ):
+        yield f"{key}.url: expected a port from 1 to 65535, got {port[1]}"
+    if worker.api_key_env and not _VARIABLE.fullmatch(worker.api_key_env):
+        yield f"{key}.api_key_env: expected the name of an environment variable, got {worker.api_key_env!r}"
+    if worker.kv_replay and not worker.kv_events:
+        yield f"{key}.kv_replay: of no use without {key}.kv_events"

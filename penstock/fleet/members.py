@@ -1,0 +1,82 @@
+"""Keeps the registry equal to what its sources want: the configuration, a launcher's plan, DNS, Kubernetes.
+
+    source ──apply(name, wanted)──> join what is new, drain what is not wanted any more, leave the rest alone
+
+A worker whose settings changed leaves first and then comes anew, and so does one that is wanted again while it drains.
+"""
+
+import asyncio
+from collections.abc import Iterable
+
+from penstock.errors import PenstockError
+from penstock.fleet.registry import Registry
+from penstock.fleet.wanted import Wanted
+from penstock.fleet.worker import Worker
+from penstock.policy.worker_state import WorkerState
+from penstock.telemetry.log import Log
+from penstock.types import WorkerId
+
+
+class Members:
+    """One for each process that has a registry."""
+
+    def __init__(self, registry: Registry, log: Log, *, drain_timeout_s: float) -> None:
+        self.drain_timeout_s = drain_timeout_s
+        """A worker that is not wanted any more has so long to end its streams."""
+        self._registry, self._log = registry, log
+        self._wanted: dict[str, dict[WorkerId, Wanted]] = {}
+        self._there: dict[WorkerId, Wanted] = {}
+        """What the workers in the registry were made from."""
+        self._one_at_a_time = asyncio.Lock()
+        self._again: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    async def apply(self, source: str, wanted: Iterable[Wanted]) -> None:
+        """From now on `source` wants these workers and no others. What cannot be made is reported and left out; applying
+        the same again tries it again, and likewise workers that are down for good.
+        """
+        self._wanted[source] = {each.id: each for each in wanted}
+        await self._reconcile()
+
+    async def close(self, timeout_s: float) -> None:
+        """Drain every worker, all at the same time."""
+        self._is_closed = True
+        self._wanted.clear()
+        drains = [self._registry.drain(worker.id, timeout_s) for worker in list(self._registry)]
+        await asyncio.gather(*(drain for drain in drains if drain is not None))
+
+    async def _reconcile(self) -> None:
+        async with self._one_at_a_time:
+            wanted = {
+                worker_id: each for source in self._wanted.values() for worker_id, each in source.items()
+            }
+            for worker in list(self._registry):
+                each = wanted.get(worker.id)
+                if worker.state is WorkerState.GONE or each is None or each != self._there.get(worker.id):
+                    self._take_away(worker)
+            for worker_id, each in wanted.items():
+                if self._registry.get(worker_id) is None and not self._is_closed:
+                    await self._join(each)
+
+    async def _join(self, wanted: Wanted) -> None:
+        try:
+            worker = await wanted.open(self._registry)
+            self._registry.add(worker)
+        except PenstockError as error:
+            self._log.error("a worker cannot be used", worker=wanted.id, error=error)
+        else:
+            self._there[worker.id] = wanted
+
+    def _take_away(self, worker: Worker) -> None:
+        already = worker.drained is not None
+        drained = self._registry.drain(worker.id, self.drain_timeout_s)
+        if drained is not None and not already:
+            self._log.info("a worker leaves", worker=worker.id, streams=worker.backend.num_streams)
+            drained.add_done_callback(lambda _: self._on_drained(worker.id))
+
+    def _on_drained(self, worker_id: WorkerId) -> None:
+        self._there.pop(worker_id, None)
+        if not self._is_closed and any(worker_id in source for source in self._wanted.values()):
+            task = asyncio.get_running_loop().create_task(self._reconcile(), name=f"again {worker_id}")
+            self._again.add(task)
+            task.add_done_callback(self._again.discard)

@@ -1,0 +1,132 @@
+"""The workers of one model, and what can be said of all of them together."""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from penstock.backends.base import BackendStatus, Phase
+from penstock.fleet.worker import Worker
+from penstock.protocol.worker import ModelInfo, Stats
+from penstock.types import WorkerId
+
+NOTES_MAX = 20
+"""Lines kept of all workers together."""
+_SUMMED = tuple(name for name in Stats.__struct_fields__)
+
+
+class RouteWorkers:
+    """See the module. Kept up to date by the registry; looking costs nothing that grows with the number of workers, except
+    where it says so.
+    """
+
+    __slots__ = ("_infos", "_ready", "_workers", "info", "kinds", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.info: ModelInfo | None = None
+        """What its workers say of the model: of several contexts and vocabularies the smallest, for a request may go to any of them. Kept while
+        there is no worker, so that requests can wait for one. None until the first one was ready."""
+        self.kinds: tuple[str, ...] = ("",)
+        """Kinds of the ready workers, each once."""
+        self._workers: dict[WorkerId, Worker] = {}
+        self._infos: dict[WorkerId, ModelInfo] = {}
+        self._ready: dict[WorkerId, str] = {}
+
+    def __iter__(self) -> Iterator[Worker]:
+        """Every worker, ready or not, in the order in which they came."""
+        return iter(self._workers.values())
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    @property
+    def num_ready(self) -> int:
+        """Workers that take requests."""
+        return len(self._ready)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether any worker takes requests."""
+        return bool(self._ready)
+
+    def add(self, worker: Worker) -> None:
+        """For the registry."""
+        self._workers[worker.id] = worker
+
+    def remove(self, worker: Worker) -> None:
+        """For the registry."""
+        del self._workers[worker.id]
+        self._take_ready(worker, is_ready=False)
+        if self._infos.pop(worker.id, None) is not None and self._infos:
+            self._agree()
+
+    def changed(self, worker: Worker) -> None:
+        """For the registry: its state or its status may be another one."""
+        info = worker.backend.status.info
+        if worker.is_ready and info is not None and self._infos.get(worker.id) is not info:
+            self._infos[worker.id] = info
+            self._agree()
+        self._take_ready(worker, is_ready=worker.is_ready)
+
+    def problem(self, worker: Worker) -> str:
+        """Why what a worker says of itself does not go with the model; empty if it does."""
+        info = worker.backend.status.info
+        if info is None:
+            return ""
+        if worker.served_model and info.model != worker.served_model:
+            return f"it serves {info.model!r}, not {worker.served_model!r}"
+        for other in self._ready:
+            # Engines count differently (with or without the padding of the embedding), each the same for the same model.
+            if other == worker.id or self._workers[other].engine != worker.engine:
+                continue
+            known = self._infos[other].vocab_size
+            if known != info.vocab_size:
+                return f"its vocabulary has {info.vocab_size} tokens, that of {other} has {known}"
+        return ""
+
+    def summary(self) -> BackendStatus:
+        """The status of the model, made from those of its workers: whoever is furthest speaks for it. O(workers)."""
+        found = BackendStatus()
+        workers = list(self._workers.values())
+        if not workers:
+            found.stage = "there is no worker"
+            found.info = self.info
+            return found
+        first = max(workers, key=lambda worker: (worker.is_ready, _progress(worker.backend.status)))
+        status = first.backend.status
+        found.phase, found.stage = status.phase, first.stage
+        if found.ready and not first.is_ready:
+            found.phase = Phase.REFUSED  # Or suspect: its backend would send there, the registry does not.
+        found.done, found.total = status.done, status.total
+        found.info, found.stats = self.info, self._stats(workers)
+        found.restarts = sum(worker.backend.status.restarts for worker in workers)
+        found.notes = [note for worker in workers for note in worker.backend.status.notes][-NOTES_MAX:]
+        return found
+
+    def _stats(self, workers: list[Worker]) -> Stats | None:
+        each = [stats for worker in workers if (stats := worker.backend.status.stats) is not None]
+        if len(each) <= 1:
+            return each[0] if each else None
+        return Stats(**{name: sum(getattr(stats, name) for stats in each) for name in _SUMMED})
+
+    def _take_ready(self, worker: Worker, *, is_ready: bool) -> None:
+        if is_ready == (worker.id in self._ready):
+            return
+        if is_ready:
+            self._ready[worker.id] = worker.kind
+        else:
+            del self._ready[worker.id]
+        self.kinds = tuple(dict.fromkeys(self._ready.values())) or self.kinds
+
+    def _agree(self) -> None:
+        infos = list(self._infos.values())
+        first = max(infos, key=lambda info: info.num_parameters)  # Of several engines ours says most.
+        self.info = msgspec.structs.replace(
+            first,
+            max_model_len=min(info.max_model_len for info in infos),
+            vocab_size=min(info.vocab_size for info in infos),
+        )
+
+
+def _progress(status: BackendStatus) -> float:
+    return status.done / status.total if status.total else 0.0

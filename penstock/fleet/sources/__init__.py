@@ -1,0 +1,1 @@
+"""Where workers come from: each source says which workers there should be (see fleet/members.py)."""

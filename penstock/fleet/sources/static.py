@@ -1,0 +1,46 @@
+"""The workers that the configuration names: replicas to launch, and workers at addresses."""
+
+import os
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from penstock.backends.foreign import Tools
+from penstock.clock import Clock
+from penstock.config.presets import served_name
+from penstock.config.tree import EngineConfig, ModelConfig
+from penstock.fleet.launchers.base import Launcher, WorkerSpec
+from penstock.fleet.wanted import Attached, Launched, worker_id_at
+from penstock.text.tokenizer import Tokenizer
+from penstock.types import ModelName, WorkerId
+
+
+def launched(
+    model: ModelConfig, path: str, launcher: Launcher, tokenizer: Tokenizer, clock: Clock
+) -> Iterator[Launched]:
+    """The replicas of one model; `path` is its directory."""
+    name = served_name(model)
+    for number in range(model.replicas):
+        spec = WorkerSpec(
+            worker_id=WorkerId(f"{name}-{number}"),
+            model_path=path,
+            model_name=ModelName(name),
+            engine=share_of(model.engine, model.replicas, len(os.sched_getaffinity(0))),
+        )
+        yield Launched(spec=spec, launcher=launcher, tokenizer=tokenizer, clock=clock)
+
+
+def attached(model: ModelConfig, tokenizer: Tokenizer, tools: Tools) -> Iterator[Attached]:
+    """The workers of one model that run somewhere already."""
+    name = served_name(model)
+    for config in model.workers:
+        yield Attached(
+            id=worker_id_at(name, config), route=name, config=config, tokenizer=tokenizer, tools=tools
+        )
+
+
+def share_of(engine: EngineConfig, replicas: int, cores: int) -> EngineConfig:
+    """The engine's settings for one of several replicas on one machine: they share its cores."""
+    if replicas == 1 or engine.threads:
+        return engine
+    return replace(engine, threads=max(1, cores // replicas))

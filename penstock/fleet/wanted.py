@@ -1,0 +1,126 @@
+"""A worker that should be there, and how it comes to be: launched here, or attached at an address.
+
+What is compared says whether a worker that is there already is still the one that is wanted.
+"""
+
+import os
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from penstock.backends.base import Backend
+from penstock.backends.foreign import ForeignWorker, Tools, make_backend
+from penstock.backends.own import OwnBackend
+from penstock.clock import Clock
+from penstock.config.fleet import WorkerConfig
+from penstock.errors import ConfigError
+from penstock.fleet.launchers.base import Launcher, WorkerSpec
+from penstock.fleet.registry import Registry
+from penstock.fleet.worker import Worker
+from penstock.protocol.address import parse_address
+from penstock.text.tokenizer import Tokenizer
+from penstock.types import WorkerId
+
+
+class Wanted(Protocol):
+    """One worker that should be there. Equal ones are the same worker with the same settings."""
+
+    @property
+    def id(self) -> WorkerId:
+        """Its name, one of a kind in the whole fleet."""
+        ...
+
+    async def open(self, registry: Registry) -> Worker:
+        """Make it: a worker for the registry, with a backend that connects by itself. Returns before it is ready.
+
+        Raises:
+            ConfigError: it can never work as it is configured.
+        """
+        ...
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Launched:
+    """Our engine, started and kept running by a launcher."""
+
+    spec: WorkerSpec
+    launcher: Launcher = field(compare=False)
+    tokenizer: Tokenizer = field(compare=False)
+    clock: Clock = field(compare=False)
+
+    @property
+    def id(self) -> WorkerId:
+        """See `Wanted`."""
+        return self.spec.worker_id
+
+    async def open(self, registry: Registry) -> Worker:
+        """See `Wanted`."""
+        backend = OwnBackend(self.tokenizer, self.clock)
+        launched = await self.launcher.start(self.spec, backend)
+        worker = registry.new(self.id, self.spec.model_name, backend)
+        worker.address, worker.served_model = str(launched.address), self.spec.model_name
+
+        async def stop(timeout_s: float) -> None:
+            await self.launcher.stop(self.id, timeout_s=timeout_s)
+
+        worker.stop = stop
+        return worker
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Attached:
+    """A worker that somebody else started, at an address."""
+
+    id: WorkerId
+    route: str
+    config: WorkerConfig
+    tokenizer: Tokenizer = field(compare=False)
+    tools: Tools = field(compare=False)
+
+    async def open(self, registry: Registry) -> Worker:
+        """See `Wanted`."""
+        worker = registry.new(self.id, self.route, self._backend())
+        worker.engine, worker.address = self.config.engine, self.config.url
+        if self.config.engine == "penstock":
+            worker.kind, worker.served_model = self.config.kind, self.config.served_model or self.route
+        else:  # Its backend looks at what it serves.
+            worker.kind = self.config.kind or self.config.engine
+        return worker
+
+    def _backend(self) -> Backend:
+        config = self.config
+        if config.engine == "penstock":
+            own = OwnBackend(self.tokenizer, self.tools.clock)
+            own.connect_to(parse_address(config.url.replace("tcp://", "tcp:")))
+            return own
+        foreign = ForeignWorker(
+            engine=config.engine,
+            url=config.url,
+            model=config.served_model or self.route,
+            api_key=_key_of(config),
+            metrics_url=config.metrics_url,
+            max_model_len=config.max_model_len,
+            max_running=config.max_running,
+            has_priorities=config.priorities,
+        )
+        backend = make_backend(foreign, self.tokenizer, self.tools)
+        backend.open()
+        return backend
+
+
+def _key_of(config: WorkerConfig) -> str:
+    """The key that a worker wants.
+
+    Raises:
+        ConfigError: the variable that should have it is not set.
+    """
+    if not config.api_key_env:
+        return ""
+    key = os.environ.get(config.api_key_env, "").strip()
+    if not key:
+        raise ConfigError(f"api_key_env: the environment variable {config.api_key_env} is not set")
+    return key
+
+
+def worker_id_at(route: str, config: WorkerConfig) -> WorkerId:
+    """The name of a worker at an address: the model's, and where it is."""
+    return WorkerId(f"{route}@{config.url.partition('://')[2] or config.url}")

@@ -1,0 +1,59 @@
+"""One worker as the registry keeps it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from penstock.backends.base import Backend
+from penstock.policy.worker_state import WorkerLife, WorkerState
+from penstock.types import WorkerId
+
+Stop = Callable[[float], Awaitable[None]]
+"""Lets a worker's streams end, up to so many seconds, and then ends it. Nothing of it is left afterwards."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Worker:
+    """One worker. Its fields are the registry's to write; everybody may read them."""
+
+    id: WorkerId
+    route: str
+    """The model that it computes, by the name that clients use."""
+    backend: Backend
+    life: WorkerLife
+    engine: str = "penstock"
+    kind: str = ""
+    """Workers of one kind are about as fast as each other."""
+    address: str = ""
+    """Where it listens, for people and for other gateways of this server."""
+    served_model: str = ""
+    """What it must say that it serves; empty takes what it says."""
+    stop: Stop | None = None
+    """None: there is nothing to end but the backend's connection."""
+    problem: str = ""
+    """Why it was refused; empty if it was not."""
+    drained: asyncio.Task[None] | None = None
+    """Its end, once that has begun."""
+
+    @property
+    def state(self) -> WorkerState:
+        """Where it is."""
+        return self.life.state
+
+    @property
+    def epoch(self) -> int:
+        """Which of its lives this is."""
+        return self.life.epoch
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it counts as capacity."""
+        return self.life.is_ready
+
+    @property
+    def stage(self) -> str:
+        """What it is doing, in words."""
+        if self.problem:
+            return f"refused: {self.problem}"
+        said = self.backend.status.stage
+        return f"suspect: {said}" if self.state is WorkerState.SUSPECT else said

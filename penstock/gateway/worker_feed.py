@@ -1,0 +1,88 @@
+"""What the registry tells of workers, brought to flow control when it is next asked: once for each worker that has changed,
+however often it did. Costs nothing while nothing changes, however many workers there are.
+"""
+
+from collections.abc import Callable, Iterator
+
+from penstock.fleet.registry import Registry
+from penstock.fleet.worker import Worker
+from penstock.gateway.meters import Meters
+from penstock.policy.control import FlowControl
+from penstock.policy.gate import Gate
+from penstock.policy.room import WorkerView
+from penstock.policy.worker_state import WorkerState
+from penstock.types import WorkerId
+
+
+class WorkerFeed:
+    """Between the registry and flow control."""
+
+    def __init__(
+        self,
+        control: FlowControl,
+        registry: Registry,
+        gate: Gate,
+        meters: Meters,
+        *,
+        is_shared: bool,
+        on_news: Callable[[], None],
+    ) -> None:
+        """`is_shared`: other gateways use the workers too, so what runs there is not all ours. `on_news` is called for
+        every change; it may ask for a `refresh`, later.
+        """
+        self._control, self._gate, self._meters, self._is_shared = control, gate, meters, is_shared
+        self._on_news = on_news
+        self._changed: dict[WorkerId, Worker] = {worker.id: worker for worker in registry}
+        self._ready: dict[WorkerId, int] = {}
+        """Workers that flow control counts as ready, and in which of their lives."""
+        self._routes: dict[str, None] = {}
+        registry.listen(self._note)
+
+    def refresh(self, now_ns: int) -> None:
+        """Tell flow control what has changed since the last time."""
+        if self._changed:
+            changed, self._changed = self._changed, {}
+            for worker in changed.values():
+                self._tell(now_ns, worker)
+
+    def num_waiting(self) -> Iterator[tuple[str, int]]:
+        """Each model, and how many requests wait for it."""
+        for route in self._routes:
+            lane = self._control.lane(route)
+            if lane is not None:
+                yield route, lane.queue.num_waiting
+
+    def any_waits(self) -> bool:
+        """Whether requests wait for any model."""
+        return any(count for _, count in self.num_waiting())
+
+    def _note(self, worker: Worker) -> None:
+        self._changed[worker.id] = worker
+        self._on_news()
+
+    def _tell(self, now_ns: int, worker: Worker) -> None:
+        route = worker.route
+        self._routes[route] = None
+        if worker.state is WorkerState.GONE:
+            self._ready.pop(worker.id, None)
+            self._meters.left(worker.id)
+            self._control.set_worker(now_ns, route, worker.id, None)
+            return
+        if not worker.is_ready:
+            self._ready.pop(worker.id, None)
+        elif self._ready.get(worker.id) != worker.epoch:
+            self._ready[worker.id] = worker.epoch
+            self._gate.worker_started(route, worker.id)
+            self._meters.has_worker(now_ns, route, worker.id)
+        self._control.set_worker(now_ns, route, worker.id, self._view(worker))
+
+    def _view(self, worker: Worker) -> WorkerView:
+        info, stats = worker.backend.status.info, worker.backend.status.stats
+        return WorkerView(
+            ready=worker.is_ready,
+            max_running=info.max_running if info is not None else 0,
+            running=stats.running if stats is not None and self._is_shared else 0,
+            waiting=stats.waiting if stats is not None and self._is_shared else 0,
+            kv_blocks_total=stats.blocks_total if stats is not None else 0,
+            kv_blocks_used=stats.blocks_used if stats is not None else 0,
+        )

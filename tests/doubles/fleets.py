@@ -1,0 +1,28 @@
+"""A registry with workers around backends that exist already."""
+
+import io
+from collections.abc import Mapping
+
+from penstock.backends.base import Backend
+from penstock.clock import Clock
+from penstock.config.tree import LogConfig
+from penstock.fleet.registry import Registry
+from penstock.fleet.worker import Worker
+from penstock.telemetry.log import Log
+from penstock.types import WorkerId
+
+
+def fleet_of(
+    clock: Clock, backends: Mapping[str, Backend | list[Backend]], *, log: Log | None = None
+) -> Registry:
+    """One worker for each backend, named as the launcher names them: "model-0", "model-1"."""
+    registry = Registry(clock, log or Log(LogConfig(), clock, stream=io.StringIO()), workers_max=1024)
+    for route, found in backends.items():
+        for number, backend in enumerate(found if isinstance(found, list) else [found]):
+            registry.add(worker_of(registry, route, backend, number))
+    return registry
+
+
+def worker_of(registry: Registry, route: str, backend: Backend, number: int = 0) -> Worker:
+    """A worker that is not added yet."""
+    return registry.new(WorkerId(f"{route}-{number}"), route, backend)
