@@ -106,6 +106,7 @@ class Residency:
             None  # What a replay must begin with to be of the same process.
         )
         self._is_asked = self._is_void = False  # A replay is under way; it is of no use any more.
+        self._has_begun = False  # Something of it has come.
         self._awaited_ns: int | None = None
         self._start_asked = False
         self._predicted_max = config.predicted_max
@@ -137,33 +138,38 @@ class Residency:
         """From which batch on to ask for a replay. It begins with the last one that was heard, if any: were it another one
         now, another process would have begun to count anew.
         """
-        self._is_asked, self._is_void = True, False
+        self._is_asked, self._is_void, self._has_begun = True, False, False
         self._check = (self._next - 1, self._last_payload) if self._next else None
         return self._check[0] if self._check else 0
 
     def again(self, sequence: int, payload: bytes) -> None:
-        """One batch of a replay, which comes in order and without gaps from the oldest that is kept."""
+        """One batch of a replay, which comes in order from the oldest that is kept on. What is missing within it is asked for again."""
         if self.names.refused or self._is_void:
             return
+        has_begun, self._has_begun = self._has_begun, True
         if self._check is not None and sequence == self._check[0]:
             if payload != self._check[1]:
                 self.restarted()
                 self._miss()
                 return
             self._check = None
-        if sequence >= self._next:
+        if sequence > self._next and has_begun:
+            self._is_void = True
+            if self.wanted is None:
+                self._miss()
+        elif sequence >= self._next:
             if sequence > self._next or self._check is not None:
                 self._skip_to(sequence)
             self._check = None
             self._take(sequence, payload)
 
-    def end_of_replay(self) -> None:
+    def end_of_replay(self, *, is_answered: bool = True) -> None:
         """It has sent everything that it can, or does not answer. What waited goes on from there."""
         self._is_asked = False
         if self.names.refused or self._is_void:
             return
         if self.wanted is None:
-            if self._check is not None:  # What was heard is not known there.
+            if self._check is not None and is_answered:  # What was heard is not known there.
                 self.restarted()
                 self._miss()
             return
@@ -182,6 +188,13 @@ class Residency:
         """The connection was lost for a while: what came after what was heard, and from whom, must be seen first."""
         if self._next and self.wanted is None and not self.names.refused:
             self._miss()
+
+    def nonsense(self) -> None:
+        """A message came that is no batch at all."""
+        if not self.names.refused:
+            self._unreadable()
+            if self.names.refused:
+                self._move(StreamInput.SILENT)
 
     def restarted(self) -> None:
         """Another process is there instead: it has nothing, and counts from 0."""
