@@ -5,7 +5,8 @@
 A load client and an upstream in C (bench/relay/*.c, built here) cost next to nothing; between them stands one gateway
 process, whose CPU time (/proc/PID/stat, children included) and memory are read. Three shapes: `whole` answers at 64 connections;
 `chunks`: 64 chunks as fast as they are taken, 64 connections; `paced`: 256 chunks, one per 20 ms, 256 connections. `alone` is one connection
-at a time: its latency beside the upstream's own is what the gateway adds. Ours talks to a stand-in worker in our own protocol, and does all
+at a time: what its latency exceeds the upstream's own by is what the gateway adds (ours: a worker's that gives one token per
+step, asked without a gateway by bench/relay/direct.py). Ours talks to a stand-in worker in our own protocol, and does all
 that a proxy does not: tokenizing, detokenizing, encoding events. bench/relay/install_peers.sh makes VENV.
 """
 
@@ -211,6 +212,8 @@ def measure(gateway: str, shape: Shape, place: Path, venv: Path, scale: float) -
         before, started = process.cpu_s(), time.monotonic()
         seen = load(place, port, shape, requests)
         cpu_s, wall_s = process.cpu_s() - before, time.monotonic() - started
+        if shape.name == "alone" and gateway.startswith("penstock"):
+            seen["direct_p50_us"] = direct_us(worker, requests)
         return {
             "cpu_s_per_1000": cpu_s / requests * 1000,
             "rss_mb": process.rss_mb(),
@@ -223,9 +226,16 @@ def measure(gateway: str, shape: Shape, place: Path, venv: Path, scale: float) -
                 each.end()
 
 
+def direct_us(worker: str, requests: int) -> float:
+    """The worker's own time for the same answers, one at a time: what ours adds is what goes beyond it."""
+    command = [sys.executable, str(HERE / "direct.py"), worker, str(requests), "12"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return float(json.loads(done.stdout)["total_p50_us"])
+
+
 def show(results: dict[str, dict[str, list[dict[str, float]]]]) -> None:
     """A table of medians."""
-    print(f"{'gateway':18} {'whole':>8} {'chunks':>8} {'paced':>8}  {'RSS MB':>7} {'alone p50 us':>13}")
+    print(f"{'gateway':18} {'whole':>8} {'chunks':>8} {'paced':>8}  {'RSS MB':>7} {'added p50 us':>13}")
     for gateway, shapes in results.items():
         cells = []
         for name in ("whole", "chunks", "paced"):
@@ -234,8 +244,11 @@ def show(results: dict[str, dict[str, list[dict[str, float]]]]) -> None:
                 f"{statistics.median(r['cpu_s_per_1000'] for r in rounds):8.3f}" if rounds else " " * 8
             )
         rss = max((r["rss_mb"] for rounds in shapes.values() for r in rounds), default=0)
-        alone = shapes.get("alone", [])
-        latency = f"{statistics.median(r['total_p50_us'] for r in alone):13.0f}" if alone else ""
+        bare = statistics.median(
+            r["total_p50_us"] for r in results.get("upstream", {}).get("alone", [{"total_p50_us": 0.0}])
+        )
+        added = [r["total_p50_us"] - r.get("direct_p50_us", bare) for r in shapes.get("alone", [])]
+        latency = f"{statistics.median(added):13.0f}" if added else ""
         print(f"{gateway:18} {' '.join(cells)}  {rss:7.0f} {latency}")
 
 
