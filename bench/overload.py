@@ -9,6 +9,8 @@ pass is a sleep), and sends open-loop Poisson traffic of ten tenants through rea
   other nine compares, as a ratio to the run before it.
 - goodput: all together offer 1, 2, 5, 20 times the capacity; answer tokens per second that come back, as a share of the best.
 
+Answers are of a quarter to seven quarters of the mean length: were all equally long, slots would be given back in waves.
+
 The client shares the machine with what it measures: it says how late it sent (`send delay`), and a run in which that is more
 than a tenth of the TTFT says so.
 """
@@ -30,9 +32,10 @@ from pathlib import Path
 import msgspec
 import uvloop
 
+from penstock import rng
 from penstock.bench.client import Client, ClientLimits, Endpoint
 from penstock.bench.load import Level, LoadRun, Shape
-from penstock.bench.prompts import PromptPlan, made
+from penstock.bench.prompts import Prompt, PromptPlan, made
 from penstock.clock import SystemClock
 from penstock.config.launch import WorkerLaunch
 from penstock.config.tree import EngineConfig
@@ -178,7 +181,11 @@ async def drive(stack: Stack, rates: list[float], seconds: float, *, seed: int, 
             overhead_tokens=0,
         )
         runs.append(load)
-        tasks.append(asyncio.create_task(load.run(made(plan))))
+        lengths = rng.stream(seed, f"lengths/{run}/{tenant}")
+        prompts = (
+            Prompt(prompt.messages, lengths.randint(OUTPUT // 4, OUTPUT * 7 // 4)) for prompt in made(plan)
+        )
+        tasks.append(asyncio.create_task(load.run(prompts)))
     before, after = await window(runs, seconds)
     await asyncio.gather(*tasks)
     for load, first, last in zip(runs, before, after, strict=True):
