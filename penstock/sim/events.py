@@ -75,15 +75,13 @@ class Timeline:
 
 
 class LocalClock:
-    """One actor's clock: set by the actor before it calls what reads it. May be wrong by a constant (clock skew)."""
+    """One actor's clock: set by the actor before it calls what reads it."""
 
-    __slots__ = ("_wall_offset_ns", "skew_ns", "time_ns")
+    __slots__ = ("_wall_offset_ns", "time_ns")
 
     def __init__(self, *, wall_offset_ns: int = 0) -> None:
         self.time_ns = 0
         """Virtual time."""
-        self.skew_ns = 0
-        """How far its date is off."""
         self._wall_offset_ns = wall_offset_ns
 
     def now_ns(self) -> int:
@@ -92,4 +90,4 @@ class LocalClock:
 
     def wall_ns(self) -> int:
         """The date, as this actor sees it."""
-        return self.time_ns + self._wall_offset_ns + self.skew_ns
+        return self.time_ns + self._wall_offset_ns

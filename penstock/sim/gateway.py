@@ -17,6 +17,7 @@ from penstock.policy.budget import Budgets
 from penstock.policy.control import FlowControl
 from penstock.policy.flow import Arrival, Flow, State
 from penstock.policy.gate import Gate, ModelFacts
+from penstock.policy.lease import Leases
 from penstock.policy.output_length import OutputLengths
 from penstock.policy.parts import Parts
 from penstock.policy.price import PriceList
@@ -28,6 +29,7 @@ from penstock.sim.events import LocalClock, Rank, Timeline
 from penstock.sim.messages import Began, Failed, Finished, Report, Sliced, Submission, Told
 from penstock.sim.prompts import BlockNames
 from penstock.sim.request import RequestRecord, Segment, SimRequest
+from penstock.sim.store import LeaseKeeper, SharedStore
 from penstock.sim.worker import WorkerSpec
 from penstock.types import FinishReason, RequestId, TenantId, WorkerId
 
@@ -41,7 +43,7 @@ class Network(Protocol):
         """Send a request to a worker."""
         ...
 
-    def abort(self, now_ns: int, worker_id: WorkerId, request_id: RequestId) -> None:
+    def abort(self, now_ns: int, gateway: int, worker_id: WorkerId, request_id: RequestId) -> None:
         """Tell a worker to end one."""
         ...
 
@@ -61,7 +63,7 @@ class Witness(Protocol):
 class Facts:
     """What is the same for all gateways of a world."""
 
-    __slots__ = ("config", "link_ns", "models", "names", "tenants")
+    __slots__ = ("config", "link_ns", "models", "names", "poison", "skews_ns", "tenants")
 
     def __init__(
         self, config: Config, models: Mapping[str, WorkerSpec], tenants: Mapping[str, Tenant], link_ns: int
@@ -69,6 +71,10 @@ class Facts:
         """`models` by name; `link_ns` is the way to a client."""
         self.config, self.models, self.link_ns = config, models, link_ns
         self.names = BlockNames()
+        self.poison: frozenset[int] = frozenset()
+        """Numbers of requests that bring down every worker that computes them."""
+        self.skews_ns: dict[int, int] = {}
+        """How far the dates of gateways are off, by their number."""
         self.tenants = dict(tenants)
 
     def tenant(self, name: str, band: str) -> Tenant:
@@ -100,15 +106,36 @@ class SimGateway:
     """One gateway process. `number` names it to the workers."""
 
     def __init__(
-        self, number: int, actor: int, facts: Facts, timeline: Timeline, network: Network, witness: Witness
+        self,
+        number: int,
+        actor: int,
+        facts: Facts,
+        timeline: Timeline,
+        network: Network,
+        witness: Witness,
+        *,
+        store: SharedStore | None = None,
+        life: int = 0,
     ) -> None:
+        """`store` is that of shared limits, if there is one; `life` counts this gateway's starts."""
         self.number, self.actor = number, actor
+        self.life, self.is_gone = life, False
         self._facts, self._timeline, self._network, self._witness = facts, timeline, network, witness
         config = facts.config
-        self.clock = LocalClock(wall_offset_ns=timeline.wall_ns())
+        skew_ns = facts.skews_ns.get(number, 0)
+        self.clock = LocalClock(wall_offset_ns=timeline.wall_ns() - timeline.now_ns() + skew_ns)
+        self.clock.time_ns = timeline.now_ns()
         self.prices = PriceList(config.prices)
+        self._keeper: LeaseKeeper | None = None
         self.limiter = Limiter(config.rate_limits)
-        self.budgets = Budgets(config.budgets, wall_offset_ns=self.clock.wall_ns())
+        if store is not None:
+            leases = Leases(config.shared)
+            self._keeper = LeaseKeeper(
+                leases, store, timeline, actor=actor, name=f"{number}-{life}", link_ns=facts.link_ns
+            )
+            self.limiter = Limiter(config.rate_limits, leases.make_bucket)
+            self._keeper.start(timeline.now_ns())
+        self.budgets = Budgets(config.budgets, wall_offset_ns=self.clock.wall_ns() - self.clock.now_ns())
         self.gate = Gate(config.admission, config.routing, config.queue, self._model_facts)
         parts = Parts(
             admission=self.gate,
@@ -153,13 +180,23 @@ class SimGateway:
         if isinstance(answer, Settled):
             self._settled(now_ns, answer)
         elif isinstance(answer, Abort):
-            self._network.abort(now_ns, answer.worker_id, request_id)
+            self._network.abort(now_ns, self.number, answer.worker_id, request_id)
         self._dispatch(now_ns)
 
     def drain(self, now_ns: int, deadline_ns: int) -> None:
         """Take nothing new; what is here may go on until the deadline."""
         self.control.drain(now_ns, deadline_ns)
         self._dispatch(now_ns)
+
+    def leave(self, now_ns: int) -> list[SimRequest]:
+        """Be gone at once. Returns the requests that are cut off; the ledger finds them in its journal."""
+        self.is_gone, self._timer_ns = True, None
+        if self._keeper is not None:
+            self._keeper.close()
+        tickets, self.tickets = list(self.tickets.values()), {}
+        for ticket in tickets:
+            self._lose(now_ns, ticket)
+        return [ticket.request for ticket in tickets]
 
     # --- workers ------------------------------------------------------------------------------------
 
@@ -199,20 +236,60 @@ class SimGateway:
         self.control.set_worker(now_ns, route, worker_id, view)
         self._dispatch(now_ns)
 
-    def lost(self, now_ns: int, worker_id: WorkerId) -> None:
-        """A worker is gone, with all that ran there."""
-        route = self._known.pop(worker_id, None)
+    def lost(self, now_ns: int, worker_id: WorkerId) -> int:
+        """A worker is gone, with all that ran there; returns how many requests that were."""
+        route, num_lost = self._known.pop(worker_id, None), 0
         if route is None:
-            return
+            return 0
         self.control.set_worker(now_ns, route, worker_id, None)
         error = WorkerUnavailable("the worker is gone")
         for ticket in list(self.tickets.values()):
             flow = self._flow(ticket)
             if flow.worker == worker_id and flow.state is not State.QUEUED:
+                num_lost += 1
                 self._failed(now_ns, ticket, error)
         self._dispatch(now_ns)
+        return num_lost
 
     # --- inside -------------------------------------------------------------------------------------
+
+    def _lose(self, now_ns: int, ticket: Ticket) -> None:
+        """What the journal knows of a request when its gateway is gone."""
+        flow, arrival = self._flow(ticket), ticket.arrival
+        prompt_tokens = arrival.prompt_tokens if ticket.first_ns >= 0 else 0
+        self.clock.time_ns = now_ns
+        self._witness.billed(
+            UsageRecord(
+                request_id=arrival.id,
+                ended_ns=self.clock.wall_ns(),
+                tenant=arrival.tenant.id,
+                requested_model=arrival.requested_model,
+                served_model=arrival.route,
+                outcome=Outcome.FAILED,
+                error="GatewayLost",
+                prompt_tokens=prompt_tokens,
+                completion_tokens=flow.completion_tokens,
+                recovered=True,
+            )
+        )
+        self._witness.ended(
+            RequestRecord(
+                id=ticket.request.id,
+                tenant=arrival.tenant.id,
+                model=arrival.route,
+                band=arrival.tenant.band,
+                outcome=Outcome.FAILED,
+                reason="GatewayLost",
+                at_ns=ticket.request.at_ns,
+                first_ns=ticket.first_ns,
+                end_ns=now_ns,
+                prompt_tokens=prompt_tokens,
+                completion_tokens=flow.completion_tokens,
+                attempts=flow.attempts,
+                worker=flow.worker,
+                queue_ns=flow.queue_ns,
+            )
+        )
 
     def _began(self, now_ns: int, ticket: Ticket, worker_id: WorkerId) -> None:
         request_id, route = ticket.arrival.id, ticket.arrival.route
@@ -226,7 +303,7 @@ class SimGateway:
         stop = self.control.output(now_ns, word.id, word.num_tokens - self._flow(ticket).completion_tokens)
         ticket.num_told = word.num_tokens
         if stop is not None:
-            self._network.abort(now_ns, stop.worker_id, stop.id)
+            self._network.abort(now_ns, self.number, stop.worker_id, stop.id)
 
     def _finished(self, now_ns: int, ticket: Ticket, word: Finished) -> None:
         outcome = Outcome.FINISHED
@@ -266,7 +343,7 @@ class SimGateway:
             self._timeline.at(due_ns, self.actor, Rank.TIMER, self._on_timer, due_ns)
 
     def _on_timer(self, now_ns: int, _: int) -> None:
-        if self._timer_ns == now_ns:
+        if self._timer_ns == now_ns and not self.is_gone:
             self._timer_ns = None
             self._dispatch(now_ns)
 
@@ -293,7 +370,7 @@ class SimGateway:
             priority=start.priority,
             fairness_key=tenant.fairness_key or tenant.id,
             fairness_weight=tenant.weight,
-            poison=request.poison,
+            poison=request.poison or ticket.number in self._facts.poison,
         )
         self._network.submit(now_ns, start.worker_id, submission)
 
@@ -301,7 +378,7 @@ class SimGateway:
         if evict.settled is not None:
             self._settled(now_ns, evict.settled)
         elif evict.worker_id is not None:
-            self._network.abort(now_ns, evict.worker_id, evict.id)
+            self._network.abort(now_ns, self.number, evict.worker_id, evict.id)
 
     def _settled(self, now_ns: int, settled: Settled) -> None:
         flow, ticket = settled.flow, self.tickets.pop(settled.id)

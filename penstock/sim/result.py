@@ -17,6 +17,8 @@ class Counters:
     rejected: int = 0
     evicted: int = 0
     cancelled: int = 0
+    ended: int = 0
+    """All of these together."""
     records: int = 0
     """Lines of the ledger."""
     prompt_tokens: int = 0
@@ -62,6 +64,7 @@ class Tally:
     def ended(self, record: RequestRecord) -> None:
         """A request has ended, or was refused."""
         counters = self.counters
+        counters.ended += 1
         match record.outcome:
             case Outcome.FINISHED:
                 counters.finished += 1

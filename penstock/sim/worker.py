@@ -8,13 +8,13 @@ the next steps end, and does them in one leap when something is due or comes in 
 """
 
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.config.tree import EngineConfig
-from penstock.errors import PenstockError
+from penstock.errors import EngineFault, PenstockError
 from penstock.kv.hashing import BlockHasher
 from penstock.kv.manager import KVManager
 from penstock.schedule.limits import Limits
@@ -68,14 +68,18 @@ class Listener(Protocol):
         """What it says of itself, to all."""
         ...
 
+    def died(self, now_ns: int, worker: "SimWorker") -> None:
+        """A request brought it down."""
+        ...
+
 
 class _Stream:
     """One request here."""
 
-    __slots__ = ("answer", "due", "request", "submission")
+    __slots__ = ("answer", "due", "is_stuck", "request", "submission")
 
-    def __init__(self, submission: Submission, request: Request) -> None:
-        self.submission, self.request = submission, request
+    def __init__(self, submission: Submission, request: Request, *, is_stuck: bool) -> None:
+        self.submission, self.request, self.is_stuck = submission, request, is_stuck
         self.due = 1
         """Its answer's length at which it is told next."""
         stops = submission.output_tokens < submission.max_tokens
@@ -117,6 +121,13 @@ class SimWorker:
         self._is_reporting = False
         self._last_gauges = self._gauges()
         self.is_gone = False
+        self.fails = False
+        """Every request that it is given."""
+        self.sticks_next = False
+        """Nothing will be heard of the next request."""
+        self._is_garbage = False
+        self._slowness = 1.0
+        self._stuck: dict[RequestId, tuple[int, Told]] = {}
         self.steps = 0
         self.busy_ns = 0
 
@@ -127,11 +138,8 @@ class SimWorker:
         if self.is_gone:
             return
         self._inbox.append((now_ns, message))
-        if times := self._times:
-            # The step that runs now is the last to coast over.
-            if (end := bisect_right(times, now_ns)) < len(times) - 1:
-                self._times = times[: end + 1]
-                self._timeline.at(times[end], self.actor, Rank.STEP, self._on_coasted, self._times)
+        if self._times:
+            self._stop_coasting(bisect_right(self._times, now_ns))
         elif self._plan is None:
             self._rest(now_ns)
         if not self._is_reporting:
@@ -142,10 +150,26 @@ class SimWorker:
         """Be no more: whatever runs here is lost, and nothing is told any more."""
         self.is_gone, self._plan, self._times = True, None, []
 
+    def change_pace(self, now_ns: int, slowness: float, *, garbage: bool = False) -> None:
+        """From the next step on steps take so many times as long; with `garbage` they compute what is not numbers."""
+        self._slowness, self._is_garbage = slowness, garbage
+        if self._times:
+            self._stop_coasting(bisect_left(self._times, now_ns))
+
     @property
     def num_streams(self) -> int:
         """Requests that have come and not ended."""
-        return len(self._streams) + len(self._inbox)
+        return len(self._streams) + len(self._inbox) + len(self._stuck)
+
+    def ids_of(self, gateway: int) -> list[RequestId]:
+        """Requests of one gateway that are here."""
+        ids = [each.submission.id for each in self._streams.values() if each.submission.gateway == gateway]
+        ids += [request_id for request_id, (owner, _) in self._stuck.items() if owner == gateway]
+        return ids + [
+            message.id
+            for _, message in self._inbox
+            if isinstance(message, Submission) and message.gateway == gateway
+        ]
 
     def report(self, now_ns: int) -> Report:
         """Gauges, as they were when the last step ended."""
@@ -179,13 +203,11 @@ class SimWorker:
             for arrived_ns, message in inbox:
                 if isinstance(message, Submission):
                     self._submit(arrived_ns, message)
-                elif (stream := self._streams.get(message)) is not None:
-                    output = self.scheduler.abort(message)
-                    assert output is not None, "what has a stream has not ended"
-                    self._end(stream, output)
+                else:
+                    self._abort(message)
         if self._news:
             self._flush(now_ns)
-        most = self._steps_to_due() if self.spec.leaps else 0
+        most = self._steps_to_due() if self.spec.leaps and not self._is_garbage else 0
         if most and (most := self.scheduler.leap_max(most)):
             running = self.scheduler.running
             self._coast_max, self._coast_rows = most, len(running)
@@ -195,7 +217,19 @@ class SimWorker:
         elif self._streams:
             self._launch(now_ns)
 
+    def _abort(self, request_id: RequestId) -> None:
+        if (stream := self._streams.get(request_id)) is not None:
+            stream.is_stuck = False
+            output = self.scheduler.abort(request_id)
+            assert output is not None, "what has a stream has not ended"
+            self._end(stream, output)
+        elif (held := self._stuck.pop(request_id, None)) is not None:
+            self._say(*held)
+
     def _submit(self, arrived_ns: int, submission: Submission) -> None:
+        if self.fails:
+            self._say(submission.gateway, Failed(submission.id, submission.attempt, EngineFault("it failed")))
+            return
         request = Request(
             request_id=submission.id,
             tokens=prompt_tokens(submission.prompt),
@@ -212,7 +246,8 @@ class SimWorker:
             self._say(submission.gateway, Failed(submission.id, submission.attempt, error))
             return
         request.table.hashes += submission.names
-        self._streams[submission.id] = _Stream(submission, request)
+        self._streams[submission.id] = _Stream(submission, request, is_stuck=self.sticks_next)
+        self.sticks_next = False
 
     # --- one step -----------------------------------------------------------------------------------
 
@@ -224,22 +259,29 @@ class SimWorker:
         self._plan = plan
         for new in plan.new_rows:
             self._rows[new.row] = self._streams[new.request_id]
-        step_ns = max(1, self.spec.step_time.step_ns(StepShape.of(plan.work)))
+        step_ns = self._step_ns(StepShape.of(plan.work))
         self.steps += 1
         self.busy_ns += step_ns
         self._timeline.at(now_ns + step_ns, self.actor, Rank.STEP, self._on_step, plan)
+
+    def _step_ns(self, shape: StepShape) -> int:
+        step_ns = self.spec.step_time.step_ns(shape)
+        return max(1, step_ns if self._slowness == 1.0 else int(step_ns * self._slowness))
 
     def _on_step(self, now_ns: int, plan: StepPlan) -> None:
         if plan is not self._plan:
             return  # It was lost in a crash.
         self._plan, self.clock.time_ns = None, now_ns
-        rows = self._rows
+        rows, error = self._rows, "the logits are not numbers" if self._is_garbage else None
+        if any(rows[new.row].submission.poison for new in plan.new_rows):
+            self._listener.died(now_ns, self)
+            return
         sampled: list[Sampled] = []
         for work in plan.work:
             if work.samples:
                 stream = rows[work.row]
                 position = work.num_computed + work.num_tokens - stream.request.num_prompt
-                sampled.append(Sampled(work.row, stream.answer[position]))
+                sampled.append(Sampled(work.row, stream.answer[position], error=error))
         outcome = self.scheduler.apply(StepResult(plan.step, tuple(sampled)))
         self._tell_of(outcome.outputs)
         self._rest(now_ns)
@@ -261,10 +303,10 @@ class SimWorker:
     def _coast(self) -> None:
         """Work out when some more steps end."""
         times, rows, kv_tokens = self._times, self._coast_rows, self._coast_kv
-        step_ns, time_ns = self.spec.step_time.step_ns, self._times[-1]
+        step_ns, time_ns = self._step_ns, self._times[-1]
         for _ in range(min(_COAST_STEPS, self._coast_max + 1 - len(times))):
             kv_tokens += rows
-            time_ns += max(1, step_ns(StepShape(rows, 0, 0, kv_tokens)))
+            time_ns += step_ns(StepShape(rows, 0, 0, kv_tokens))
             times.append(time_ns)
         self._coast_kv = kv_tokens
         self._timeline.at(time_ns, self.actor, Rank.STEP, self._on_coasted, times)
@@ -272,12 +314,20 @@ class SimWorker:
     def _on_coasted(self, now_ns: int, times: list[int]) -> None:
         if times is not self._times:
             return  # Something came in between.
-        if len(times) <= self._coast_max and not self._inbox:
+        if len(times) <= self._coast_max:
             self._coast()
             return
         self._leap_to(len(times) - 1)
         self._times = []
         self._rest(now_ns)
+
+    def _stop_coasting(self, end: int) -> None:
+        """Let the step that ends at this one of the times be the last to coast over."""
+        times = self._times
+        self._coast_max = min(self._coast_max, end)
+        if end < len(times) - 1:
+            self._times = times[: end + 1]
+            self._timeline.at(times[end], self.actor, Rank.STEP, self._on_coasted, self._times)
 
     def _leap_to(self, index: int) -> None:
         """Do the steps until one of the times; the rest goes on."""
@@ -314,6 +364,8 @@ class SimWorker:
         request, submission = stream.request, stream.submission
         num_tokens, each = request.num_generated, self._listener.slice_tokens
         stream.due = (num_tokens // each + 1) * each
+        if stream.is_stuck:
+            return
         if num_tokens == 1:
             self._say(submission.gateway, Began(submission.id, submission.attempt, request.num_cached))
         else:
@@ -325,9 +377,11 @@ class SimWorker:
         assert output.finish is not None
         assert output.usage is not None
         reason, error = output.finish.value, output.error or ""
-        self._say(
-            submission.gateway, Finished(submission.id, submission.attempt, reason, output.usage, error)
-        )
+        word = Finished(submission.id, submission.attempt, reason, output.usage, error)
+        if stream.is_stuck:
+            self._stuck[submission.id] = (submission.gateway, word)
+        else:
+            self._say(submission.gateway, word)
 
     def _say(self, gateway: int, word: Told) -> None:
         self._news.setdefault(gateway, []).append(word)

@@ -8,57 +8,52 @@
 How many workers a pool has follows a schedule; whoever scales by load instead calls `scale`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from penstock.clock import NS_PER_MS
-from penstock.config.tree import Config
-from penstock.policy.record import UsageRecord
-from penstock.policy.tenant import Tenant
+from msgspec import structs
+
+from penstock.clock import NS_PER_MS, NS_PER_S
+from penstock.policy.record import Outcome, UsageRecord
 from penstock.sim.events import Rank, Timeline
 from penstock.sim.gateway import Facts, SimGateway
 from penstock.sim.messages import Report, Submission, Told
 from penstock.sim.request import RequestRecord, SimRequest
 from penstock.sim.result import SimResult, Tally
+from penstock.sim.spec import PoolSpec, WorldSpec
+from penstock.sim.store import SharedStore
 from penstock.sim.streams import Streams
-from penstock.sim.worker import SimWorker, WorkerSpec
+from penstock.sim.worker import SimWorker
 from penstock.types import RequestId, WorkerId
 
-_WORLD = 0
+WORLD = 0
 """The world's own number as an actor; gateways and workers follow."""
+_DETECT_NS = 100 * NS_PER_MS
+"""Until a gateway sees that a worker is gone: its connection ends."""
+_LINGER_NS = 5 * NS_PER_S
+_RESTART_NS = 1000 * NS_PER_MS
+"""Until a worker that a request brought down is started anew, or a client that was cut off asks again elsewhere."""
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class PoolSpec:
-    """The workers of one model in one region."""
+class Watcher(Protocol):
+    """Whoever looks on, to check: see checks.py."""
 
-    model: str = "model"
-    worker: WorkerSpec = field(default_factory=WorkerSpec)
-    count: int = 4
-    """Ready from the start."""
-    schedule: tuple[tuple[int, int], ...] = ()
-    """(time, count): how many there shall be from then on. New ones take their cold start, the newest leave first."""
-    region: str = ""
+    def asked(self, request: SimRequest) -> None:
+        """A client asks."""
+        ...
 
+    def ended(self, record: RequestRecord) -> None:
+        """A request has ended, or was refused."""
+        ...
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class WorldSpec:
-    """All that a run depends on, beside its requests."""
+    def billed(self, record: UsageRecord) -> None:
+        """One line of the ledger."""
+        ...
 
-    seed: int = 0
-    config: Config = field(default_factory=Config)
-    """Queues, admission, limits, prices, as in the file that `penstock serve` reads."""
-    pools: tuple[PoolSpec, ...] = (PoolSpec(),)
-    gateways: int = 1
-    """In every region."""
-    tenants: Mapping[str, Tenant] = field(default_factory=dict[str, Tenant])
-    """By name; a request of any other tenant is one's with the defaults."""
-    link_ns: int = NS_PER_MS // 2
-    """One way between a gateway and a worker, and between a client and a gateway."""
-    report_ns: int = 500 * NS_PER_MS
-    """Time between two reports of a worker."""
-    until_ns: int = 0
-    """When the run is cut off; 0: when everything has ended."""
+    def happened(self, num_events: int) -> None:
+        """An event is over; so many were until now."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +65,15 @@ class Member:
     since_ns: int
     ready: bool = False
     draining: bool = False
+    left: bool = False
+    """It drained, and left when it was empty."""
+    is_mute: bool = False
+    """What it says of itself is lost."""
+    late_ns: int = 0
+    """What its messages take more than others'."""
+    sent_ns: dict[int, int] = field(default_factory=dict[int, int])
+    """When the last message of each gateway arrives there: none overtakes another."""
+    told_ns: dict[int, int] = field(default_factory=dict[int, int])
 
 
 class World:
@@ -87,21 +91,27 @@ class World:
         """
         self.spec, self.timeline, self.streams = spec, Timeline(), Streams(spec.seed)
         self.tally = Tally()
+        self.watcher: Watcher | None = None
         self._records: list[RequestRecord] = []
         self._on_record = on_record or self._records.append
         self._requests: Iterator[SimRequest] = iter(requests)
         self._next: SimRequest | None = None
         models = {pool.model: pool.worker for pool in spec.pools}
         self.facts = Facts(spec.config, models, spec.tenants, spec.link_ns)
+        self.facts.skews_ns = {
+            number: int(skew_s * NS_PER_S) for number, skew_s in enumerate(spec.clock_skews_s)
+        }
         self.regions = tuple(dict.fromkeys(pool.region for pool in spec.pools))
+        shared = spec.config.shared
+        self.store = SharedStore(shared) if shared.store != "none" else None
         self.gateways: list[SimGateway] = []
-        self._fronts: dict[str, list[SimGateway]] = {region: [] for region in self.regions}
+        """Those that are gone too, until they are back."""
+        self._fronts: dict[str, list[int]] = {}
         for region in self.regions:
-            for _ in range(spec.gateways):
-                number = len(self.gateways)
-                gateway = SimGateway(number, 1 + number, self.facts, self.timeline, self, self)
-                self.gateways.append(gateway)
-                self._fronts[region].append(gateway)
+            first = len(self.gateways)
+            self._fronts[region] = list(range(first, first + spec.gateways))
+            self.gateways += [self._gateway(number) for number in self._fronts[region]]
+        self._cut: dict[int, list[SimRequest]] = {}
         self.members: dict[WorkerId, Member] = {}
         self._num_workers = 0
         self.use_by_kind: dict[str, tuple[int, int]] = {}
@@ -113,14 +123,18 @@ class World:
             for _ in range(pool.count):
                 self._ready(0, self._add(0, pool))
             for when_ns, count in pool.schedule:
-                self.timeline.at(when_ns, _WORLD, Rank.FAULT, self._on_scale, (pool, count))
+                self.timeline.at(when_ns, WORLD, Rank.FAULT, self._on_scale, (pool, count))
 
     def run(self) -> SimResult:
         """Let everything happen."""
         self._take_next()
         timeline, until_ns = self.timeline, self.spec.until_ns
         while (next_ns := timeline.next_ns) is not None and (not until_ns or next_ns <= until_ns):
+            if self._is_over and self.store is not None and not until_ns:
+                until_ns = next_ns + _LINGER_NS  # Those who keep leases never rest.
             timeline.step()
+            if self.watcher is not None:
+                self.watcher.happened(timeline.num_events)
         return self.result()
 
     def result(self) -> SimResult:
@@ -143,83 +157,191 @@ class World:
 
     def scale(self, now_ns: int, pool: PoolSpec, count: int) -> None:
         """Let the pool have so many workers: new ones after their cold start, the newest drain."""
-        members = [each for each in self.members.values() if each.pool is pool and not each.draining]
+        members = [
+            each
+            for each in self.members.values()
+            if each.pool is pool and not each.draining and not each.worker.is_gone
+        ]
         for _ in range(count - len(members)):
-            member = self._add(now_ns, pool)
-            self.timeline.at(now_ns + pool.worker.cold_start_ns, _WORLD, Rank.FAULT, self._on_ready, member)
+            self._start(now_ns, pool, pool.worker.cold_start_ns)
         for member in members[max(count, 0) :]:
             self.drain(now_ns, member)
+
+    def crash(self, now_ns: int, member: Member) -> None:
+        """It is gone at once, with all that runs there."""
+        self._gone(now_ns, member, now_ns + _DETECT_NS)
+
+    def replace(self, now_ns: int, member: Member) -> None:
+        """Start another worker like this one."""
+        self._start(now_ns, member.pool, member.pool.worker.cold_start_ns)
+
+    def reset_link(self, now_ns: int, gateway: SimGateway, member: Member) -> None:
+        """The two lose sight of each other, and of what streams between them; soon they are connected again."""
+        if gateway.number not in self._fronts[member.pool.region] or gateway.is_gone:
+            return
+        actor = member.worker.actor
+        when_ns = self._arrives_ns(now_ns, member.sent_ns, member, gateway.number)
+        self.timeline.at(when_ns, actor, Rank.MESSAGE, self._on_hang_up, (member, gateway.number))
+        self.timeline.at(
+            now_ns + self.spec.link_ns, gateway.actor, Rank.MESSAGE, self._on_gone, (gateway, member)
+        )
+        self.timeline.at(now_ns + _DETECT_NS, WORLD, Rank.TIMER, self._on_connected, (gateway, member))
+
+    def lose_gateway(self, now_ns: int, gateway: SimGateway) -> None:
+        """It is gone at once; its clients ask again when it is back."""
+        if gateway.is_gone:
+            return
+        number = gateway.number
+        self._cut.setdefault(number, []).extend(gateway.leave(now_ns))
+        for member in self.members.values():
+            if number in self._fronts[member.pool.region]:
+                when_ns = self._arrives_ns(now_ns, member.sent_ns, member, number)
+                self.timeline.at(
+                    when_ns, member.worker.actor, Rank.MESSAGE, self._on_hang_up, (member, number)
+                )
+
+    def restore_gateway(self, now_ns: int, number: int) -> None:
+        """It starts anew, and those that were cut off ask again, all at once."""
+        if not self.gateways[number].is_gone:
+            return
+        gateway = self.gateways[number] = self._gateway(number, life=self.gateways[number].life + 1)
+        for member in self.members.values():
+            self._on_connected(now_ns, (gateway, member))
+        self._ask_again(now_ns, self._cut.pop(number, []))
+
+    def lose_region(self, now_ns: int, region: str) -> None:
+        """All of its gateways and workers are gone; clients that were cut off soon ask elsewhere."""
+        for number in self._fronts[region]:
+            self.lose_gateway(now_ns, self.gateways[number])
+            self.timeline.at(
+                now_ns + _RESTART_NS, WORLD, Rank.TIMER, self._ask_again, self._cut.pop(number, [])
+            )
+        for member in list(self.members.values()):
+            if member.pool.region == region:
+                self.crash(now_ns, member)
+
+    def restore_region(self, now_ns: int, region: str) -> None:
+        """Its gateways are back, and its workers start."""
+        for number in self._fronts[region]:
+            self.restore_gateway(now_ns, number)
+        for pool in self.spec.pools:
+            if pool.region == region:
+                self.scale(now_ns, pool, pool.count)
 
     def drain(self, now_ns: int, member: Member) -> None:
         """Give it nothing new; it leaves when what runs there has ended."""
         member.draining = True
         self._tell_state(now_ns, member, member.worker.report(now_ns))
         # By then whatever was sent there before the gateways knew has come.
-        self.timeline.at(now_ns + 3 * self.spec.link_ns, _WORLD, Rank.TIMER, self._leave_if_empty, member)
+        self.timeline.at(now_ns + 3 * self.spec.link_ns, WORLD, Rank.TIMER, self._leave_if_empty, member)
 
     # --- Network ------------------------------------------------------------------------------------
 
     def submit(self, now_ns: int, worker_id: WorkerId, submission: Submission) -> None:
         """See `Network`."""
-        if (member := self.members.get(worker_id)) is not None:
-            when_ns = now_ns + self.spec.link_ns
-            self.timeline.at(
-                when_ns, member.worker.actor, Rank.MESSAGE, self._on_message, (member, submission)
-            )
+        self._send(now_ns, submission.gateway, worker_id, submission)
 
-    def abort(self, now_ns: int, worker_id: WorkerId, request_id: RequestId) -> None:
+    def abort(self, now_ns: int, gateway: int, worker_id: WorkerId, request_id: RequestId) -> None:
         """See `Network`."""
-        if (member := self.members.get(worker_id)) is not None:
-            when_ns = now_ns + self.spec.link_ns
-            self.timeline.at(
-                when_ns, member.worker.actor, Rank.MESSAGE, self._on_message, (member, request_id)
-            )
+        self._send(now_ns, gateway, worker_id, request_id)
 
     # --- Listener -----------------------------------------------------------------------------------
 
     def told(self, now_ns: int, worker: SimWorker, gateway: int, told: Sequence[Told]) -> None:
         """See `Listener`."""
-        to, when_ns = self.gateways[gateway], now_ns + self.spec.link_ns
-        self.timeline.at(when_ns, to.actor, Rank.MESSAGE, self._on_told, (to, worker.id, told))
         member = self.members[worker.id]
+        to, when_ns = self.gateways[gateway], self._arrives_ns(now_ns, member.told_ns, member, gateway)
+        self.timeline.at(when_ns, to.actor, Rank.MESSAGE, self._on_told, (to, worker.id, told))
         if member.draining:
             self._leave_if_empty(now_ns, member)
 
     def reported(self, now_ns: int, worker: SimWorker, report: Report) -> None:
         """See `Listener`."""
-        self._tell_state(now_ns, self.members[worker.id], report)
+        member = self.members[worker.id]
+        if not member.is_mute:
+            self._tell_state(now_ns, member, report)
+
+    def died(self, now_ns: int, worker: SimWorker) -> None:
+        """See `Listener`."""
+        member = self.members[worker.id]
+        self.crash(now_ns, member)
+        self._start(now_ns, member.pool, max(_RESTART_NS, member.pool.worker.cold_start_ns))
 
     # --- Witness ------------------------------------------------------------------------------------
 
     def ended(self, record: RequestRecord) -> None:
         """See `Witness`."""
         self.tally.ended(record)
+        if self.watcher is not None:
+            self.watcher.ended(record)
         self._on_record(record)
 
     def billed(self, record: UsageRecord) -> None:
         """See `Witness`."""
         self.tally.billed(record)
+        if self.watcher is not None:
+            self.watcher.billed(record)
+
+    @property
+    def _is_over(self) -> bool:
+        counters = self.tally.counters
+        return self._next is None and counters.arrived == counters.ended
 
     # --- inside: clients ----------------------------------------------------------------------------
 
     def _take_next(self) -> None:
         """Only the next request is in the heap: a workload of a million need not be in memory."""
-        request = next(self._requests, None)
+        request = self._next = next(self._requests, None)
         if request is not None:
-            self.timeline.at(request.at_ns, _WORLD, Rank.MESSAGE, self._on_request, request)
+            self.timeline.at(request.at_ns, WORLD, Rank.MESSAGE, self._on_request, request)
 
     def _on_request(self, now_ns: int, what: SimRequest) -> None:
         number = self.tally.counters.arrived
         self.tally.counters.arrived = number + 1
-        fronts = self._fronts[what.region or self.regions[0]]
-        gateway = fronts[number % len(fronts)]
-        self.timeline.at(
-            now_ns + self.spec.link_ns, gateway.actor, Rank.MESSAGE, self._on_arrival, (gateway, what, number)
-        )
+        self._ask(now_ns, what, number)
         self._take_next()
+
+    def _ask(self, now_ns: int, request: SimRequest, number: int) -> None:
+        """Send it to a gateway of its region, or of any other if there is none; none at all refuses it."""
+        if self.watcher is not None:
+            self.watcher.asked(request)
+        own = self._fronts[request.region or self.regions[0]]
+        fronts = [self.gateways[each] for each in own if not self.gateways[each].is_gone]
+        fronts = fronts or [gateway for gateway in self.gateways if not gateway.is_gone]
+        if not fronts:
+            self._unreachable(now_ns, request)
+            return
+        gateway, when_ns = fronts[number % len(fronts)], now_ns + self.spec.link_ns
+        self.timeline.at(when_ns, gateway.actor, Rank.MESSAGE, self._on_arrival, (gateway, request, number))
+
+    def _unreachable(self, now_ns: int, request: SimRequest) -> None:
+        self.ended(
+            RequestRecord(
+                id=request.id,
+                tenant=request.tenant,
+                model=request.model,
+                band=request.band,
+                outcome=Outcome.REJECTED,
+                reason="no_gateway",
+                at_ns=request.at_ns,
+                end_ns=now_ns,
+            )
+        )
+
+    def _ask_again(self, now_ns: int, requests: list[SimRequest]) -> None:
+        """Clients that were cut off: each comes as a new request."""
+        for request in requests:
+            leaves_ns = request.cancel_at_ns and now_ns + max(0, request.cancel_at_ns - request.at_ns)
+            again = structs.replace(request, id=f"{request.id}~", at_ns=now_ns, cancel_at_ns=leaves_ns)
+            number = self.tally.counters.arrived
+            self.tally.counters.arrived = number + 1
+            self._ask(now_ns, again, number)
 
     def _on_arrival(self, now_ns: int, what: tuple[SimGateway, SimRequest, int]) -> None:
         gateway, request, number = what
+        if gateway.is_gone:
+            self._unreachable(now_ns, request)
+            return
         if not gateway.arrive(now_ns, request, number):
             return
         timeline, request_id = self.timeline, RequestId(request.id)
@@ -232,9 +354,34 @@ class World:
 
     def _on_cancel(self, now_ns: int, what: tuple[SimGateway, RequestId, bool]) -> None:
         gateway, request_id, unless_begun = what
-        gateway.cancel(now_ns, request_id, unless_begun=unless_begun)
+        if not gateway.is_gone:
+            gateway.cancel(now_ns, request_id, unless_begun=unless_begun)
 
     # --- inside: links ------------------------------------------------------------------------------
+
+    def _arrives_ns(self, now_ns: int, last_ns: dict[int, int], member: Member, gateway: int) -> int:
+        """When a message between these two arrives, behind those before it."""
+        when_ns = max(now_ns + self.spec.link_ns + member.late_ns, last_ns.get(gateway, 0))
+        last_ns[gateway] = when_ns
+        return when_ns
+
+    def _send(self, now_ns: int, gateway: int, worker_id: WorkerId, message: Submission | RequestId) -> None:
+        if (member := self.members.get(worker_id)) is not None:
+            when_ns = self._arrives_ns(now_ns, member.sent_ns, member, gateway)
+            self.timeline.at(when_ns, member.worker.actor, Rank.MESSAGE, self._on_message, (member, message))
+
+    def _on_hang_up(self, now_ns: int, what: tuple[Member, int]) -> None:
+        """A gateway hangs up: what it had there ends."""
+        member, gateway = what
+        for request_id in member.worker.ids_of(gateway):
+            member.worker.take(now_ns, request_id)
+
+    def _on_connected(self, now_ns: int, what: tuple[SimGateway, Member]) -> None:
+        gateway, member = what
+        if gateway.number in self._fronts[member.pool.region] and not member.worker.is_gone:
+            ready = member.ready and not member.draining
+            told = (gateway, member, member.worker.report(now_ns), ready)
+            self.timeline.at(now_ns + self.spec.link_ns, gateway.actor, Rank.MESSAGE, self._on_state, told)
 
     def _on_message(self, now_ns: int, what: tuple[Member, Submission | RequestId]) -> None:
         member, message = what
@@ -242,17 +389,19 @@ class World:
 
     def _on_told(self, now_ns: int, what: tuple[SimGateway, WorkerId, Sequence[Told]]) -> None:
         gateway, worker_id, told = what
-        gateway.heard(now_ns, worker_id, told)
+        if not gateway.is_gone:
+            gateway.heard(now_ns, worker_id, told)
 
     def _tell_state(self, now_ns: int, member: Member, report: Report) -> None:
         """Let the region's gateways know what the worker says of itself, and whether it takes requests."""
-        for gateway in self._fronts[member.pool.region]:
+        for number in self._fronts[member.pool.region]:
+            gateway = self.gateways[number]
             what = (gateway, member, report, member.ready and not member.draining)
             self.timeline.at(now_ns + self.spec.link_ns, gateway.actor, Rank.MESSAGE, self._on_state, what)
 
     def _on_state(self, now_ns: int, what: tuple[SimGateway, Member, Report, bool]) -> None:
         gateway, member, report, ready = what
-        if not member.worker.is_gone:
+        if not member.worker.is_gone and not gateway.is_gone:
             gateway.reported(now_ns, member.pool.model, member.worker.id, report, ready=ready)
 
     # --- inside: workers ----------------------------------------------------------------------------
@@ -278,19 +427,40 @@ class World:
         self.scale(now_ns, *what)
 
     def _leave_if_empty(self, now_ns: int, member: Member) -> None:
-        if member.worker.is_gone or member.worker.num_streams:
+        if not member.worker.is_gone and not member.worker.num_streams:
+            member.left = True
+            self._gone(
+                now_ns, member, now_ns + 2 * self.spec.link_ns + member.late_ns
+            )  # Behind its last words.
+
+    def _gone(self, now_ns: int, member: Member, seen_ns: int) -> None:
+        if member.worker.is_gone:
             return
         member.worker.leave()
         self._count(now_ns, member)
-        for gateway in self._fronts[member.pool.region]:
-            # Behind its last words.
-            when_ns = now_ns + 2 * self.spec.link_ns
-            self.timeline.at(when_ns, gateway.actor, Rank.MESSAGE, self._on_gone, (gateway, member))
+        for number in self._fronts[member.pool.region]:
+            gateway = self.gateways[number]
+            self.timeline.at(seen_ns, gateway.actor, Rank.MESSAGE, self._on_gone, (gateway, member))
+        self.timeline.at(seen_ns, WORLD, Rank.TIMER, self._on_forgotten, member)
 
     def _on_gone(self, now_ns: int, what: tuple[SimGateway, Member]) -> None:
         gateway, member = what
-        gateway.lost(now_ns, member.worker.id)
-        self.members.pop(member.worker.id, None)
+        if not gateway.is_gone:
+            num_lost = gateway.lost(now_ns, member.worker.id)
+            assert not num_lost or not member.left, f"the drain of {member.worker.id} cut {num_lost} streams"
+
+    def _on_forgotten(self, now_ns: int, member: Member) -> None:
+        del now_ns, self.members[member.worker.id]
+
+    def _start(self, now_ns: int, pool: PoolSpec, cold_ns: int) -> None:
+        """Another worker, ready after its cold start."""
+        member = self._add(now_ns, pool)
+        self.timeline.at(now_ns + cold_ns, WORLD, Rank.FAULT, self._on_ready, member)
+
+    def _gateway(self, number: int, *, life: int = 0) -> SimGateway:
+        return SimGateway(
+            number, 1 + number, self.facts, self.timeline, self, self, store=self.store, life=life
+        )
 
     def _count(self, now_ns: int, member: Member) -> None:
         """What a worker did, into the counters: when it leaves, or at the end."""

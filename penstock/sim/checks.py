@@ -1,0 +1,181 @@
+"""What must hold in every simulation, whatever fails in it: looked at while it runs, and when it is over.
+
+| check | when |
+|---|---|
+| a request ends exactly once, an accepted one has exactly one line in the ledger, a refused one none | every end |
+| counts: an answer is as long as the model made it, and never longer; nothing of the prompt or the cache is made up | every end |
+| queue bounds; tickets, flows and holds agree | every event of a gateway, O(1) |
+| KV blocks: each in one state, references add up, every block is its namespace's (so no prefix of another tenant) | every `every` events |
+| queue, rooms, scheduler and rows agree | every `every` events |
+| a drain cuts no stream | when a worker has left (world.py) |
+| nothing is left: no request, no stream, no held token, no used block | at the end |
+| tokens: what was billed was generated | at the end |
+| first tokens come as soon as before the faults | at the end, after a while |
+"""
+
+from dataclasses import dataclass
+
+from penstock.clock import NS_PER_S
+from penstock.policy.record import Outcome, UsageRecord
+from penstock.sim.request import RequestRecord, SimRequest
+from penstock.sim.result import SimResult
+from penstock.sim.world import World
+
+_BUDGET = "budget"
+
+
+class Violation(AssertionError):
+    """A check does not hold."""
+
+
+@dataclass(slots=True, frozen=True)
+class Recovery:
+    """When latency must be back to what it was."""
+
+    calm_ns: int
+    """Before this nothing failed."""
+    over_ns: int
+    """From here on nothing fails any more, and there was time to recover."""
+    times_max: float = 3.0
+    """How many times as long the median first token may take then."""
+    slack_ns: int = NS_PER_S // 2
+    """And so much more, since short times differ by chance."""
+    least: int = 20
+    """Requests that each side must have for a verdict."""
+
+
+class Checks:
+    """Watches one world. Put between the world and whoever keeps its records."""
+
+    def __init__(self, world: World, *, every: int = 256) -> None:
+        """`every` so many events the checks that cost O(n) are made."""
+        self._world, self._every = world, every
+        self._ended: dict[str, RequestRecord] = {}
+        self._billed: dict[str, UsageRecord] = {}
+        self._asked: dict[str, SimRequest] = {}
+        world.watcher = self
+
+    # --- Watcher ------------------------------------------------------------------------------------
+
+    def asked(self, request: SimRequest) -> None:
+        """A client asks."""
+        _hold(request.id not in self._asked, f"{request.id} is asked twice")
+        self._asked[request.id] = request
+
+    def ended(self, record: RequestRecord) -> None:
+        """A request has ended, or was refused."""
+        _hold(record.id not in self._ended, f"{record.id} ends twice")
+        _hold(record.id in self._asked, f"{record.id} was never asked")
+        self._ended[record.id] = record
+        is_billed = record.id in self._billed
+        _hold(
+            is_billed == (record.outcome is not Outcome.REJECTED),
+            f"{record.id}: {record.outcome}, and the ledger disagrees",
+        )
+        self._check_counts(self._asked[record.id], record)
+
+    def billed(self, record: UsageRecord) -> None:
+        """One line of the ledger."""
+        _hold(record.request_id not in self._billed, f"{record.request_id} is billed twice")
+        self._billed[record.request_id] = record
+
+    def happened(self, num_events: int) -> None:
+        """An event is over."""
+        config = self._world.spec.config.queue
+        for gateway in self._world.gateways:
+            if gateway.is_gone:
+                continue
+            _hold(len(gateway.control) == len(gateway.tickets), "tickets and flows differ in number")
+            for model in self._world.facts.models:
+                if (lane := gateway.control.lane(model)) is not None:
+                    _hold(lane.queue.num_waiting <= config.requests_max, f"{lane.queue.num_waiting} wait")
+                    _hold(lane.queue.num_bytes <= config.bytes_max, f"{lane.queue.num_bytes} bytes wait")
+        if num_events % self._every == 0:
+            self.check_all()
+
+    def check_all(self) -> None:
+        """Everything that can be checked at any time. O(n)."""
+        for member in self._world.members.values():
+            if not member.worker.is_gone:
+                member.worker.scheduler.check_invariants()
+        for gateway in self._world.gateways:
+            if not gateway.is_gone:
+                for model in self._world.facts.models:
+                    if (lane := gateway.control.lane(model)) is not None:
+                        lane.check_invariants()
+
+    # --- the end ------------------------------------------------------------------------------------
+
+    def finish(self, result: SimResult, recovery: Recovery | None = None) -> None:
+        """The world has come to rest."""
+        self.check_all()
+        missing = [name for name in self._asked if name not in self._ended]
+        _hold(not missing, f"{len(missing)} requests never ended, {missing[:3]} first")
+        for gateway in self._world.gateways:
+            if not gateway.is_gone:
+                _hold(not len(gateway.control), "a gateway has requests left")
+                _hold(not gateway.limiter.outstanding, f"{gateway.limiter.outstanding} tokens are still held")
+        for member in self._world.members.values():
+            if not member.worker.is_gone:
+                used = member.worker.report(result.virtual_ns).blocks_used
+                _hold(
+                    not used and not member.worker.num_streams, f"{member.worker.id} has {used} blocks left"
+                )
+        counters = result.counters
+        lines = sum(record.completion_tokens for record in self._billed.values())
+        _hold(lines == counters.completion_tokens, "the ledger does not add up")
+        _hold(
+            lines <= counters.generated_tokens,
+            f"{lines} tokens are billed, {counters.generated_tokens} were generated",
+        )
+        if recovery is not None:
+            self._check_recovery(recovery)
+
+    def _check_counts(self, request: SimRequest, record: RequestRecord) -> None:
+        name, most = record.id, min(request.output_tokens, request.max_tokens or request.output_tokens)
+        _hold(record.completion_tokens <= most, f"{name}: {record.completion_tokens} tokens of {most}")
+        _hold(
+            record.prompt_tokens in (0, request.prompt_tokens),
+            f"{name}: {record.prompt_tokens} prompt tokens",
+        )
+        _hold(record.cached_tokens <= max(0, request.prompt_tokens - 1), f"{name}: too much was cached")
+        if record.outcome is Outcome.REJECTED:
+            return
+        line = self._billed[name]
+        same = (line.completion_tokens, line.prompt_tokens, line.outcome, line.tenant)
+        mine = (record.completion_tokens, record.prompt_tokens, record.outcome, record.tenant)
+        _hold(same == mine, f"{name}: the ledger says {same}, the client saw {mine}")
+        if record.outcome is Outcome.FINISHED and line.finish_reason != _BUDGET:
+            _hold(
+                record.completion_tokens == most,
+                f"{name} finished with {record.completion_tokens} of {most} tokens",
+            )
+            _hold(record.prompt_tokens == request.prompt_tokens, f"{name}: its prompt does not count")
+        _hold(
+            record.first_ns < 0 or record.at_ns <= record.first_ns <= record.end_ns, f"{name}: time runs back"
+        )
+
+    def _check_recovery(self, recovery: Recovery) -> None:
+        """The median time to first token after the faults, beside that before them."""
+        before = sorted(
+            each.ttft_ns
+            for each in self._ended.values()
+            if each.first_ns >= 0 and each.at_ns < recovery.calm_ns
+        )
+        late = [each for each in self._ended.values() if each.at_ns >= recovery.over_ns]
+        after = sorted(each.ttft_ns for each in late if each.first_ns >= 0)
+        if len(before) < recovery.least or len(late) < recovery.least:
+            return
+        answered = len(after) / len(late)
+        _hold(answered > 0.9, f"only {answered:.0%} are answered after the faults")
+        was_ns, is_ns = before[len(before) // 2], after[len(after) // 2]
+        bound_ns = was_ns * recovery.times_max + recovery.slack_ns
+        _hold(
+            is_ns <= bound_ns,
+            f"first tokens take {is_ns / 1e6:.0f} ms after the faults, {was_ns / 1e6:.0f} ms before",
+        )
+
+
+def _hold(holds: object, why: str) -> None:
+    if not holds:
+        raise Violation(why)

@@ -1,0 +1,44 @@
+"""What a simulated world is made of, beside its requests."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from penstock.clock import NS_PER_MS
+from penstock.config.tree import Config
+from penstock.policy.tenant import Tenant
+from penstock.sim.worker import WorkerSpec
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class PoolSpec:
+    """The workers of one model in one region."""
+
+    model: str = "model"
+    worker: WorkerSpec = field(default_factory=WorkerSpec)
+    count: int = 4
+    """Ready from the start."""
+    schedule: tuple[tuple[int, int], ...] = ()
+    """(time, count): how many there shall be from then on. New ones take their cold start, the newest leave first."""
+    region: str = ""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class WorldSpec:
+    """All that a run depends on, beside its requests."""
+
+    seed: int = 0
+    config: Config = field(default_factory=Config)
+    """Queues, admission, limits, prices, as in the file that `penstock serve` reads."""
+    pools: tuple[PoolSpec, ...] = (PoolSpec(),)
+    gateways: int = 1
+    """In every region."""
+    tenants: Mapping[str, Tenant] = field(default_factory=dict[str, Tenant])
+    """By name; a request of any other tenant is one's with the defaults."""
+    link_ns: int = NS_PER_MS // 2
+    """One way between a gateway and a worker, and between a client and a gateway."""
+    report_ns: int = 500 * NS_PER_MS
+    """Time between two reports of a worker."""
+    clock_skews_s: tuple[float, ...] = ()
+    """How far the dates of the gateways are off, from the first on."""
+    until_ns: int = 0
+    """When the run is cut off; 0: when everything has ended."""
