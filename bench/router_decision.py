@@ -15,12 +15,14 @@ from statistics import median
 from time import process_time_ns
 
 from penstock.config.flow import QueueConfig
+from penstock.config.kv_index import KVIndexConfig
 from penstock.config.placement import PlacementConfig
-from penstock.kv.prefix_index import PrefixIndex
-from penstock.kv.prompt_keys import PromptKeys
+from penstock.kv.locality import KVLocality
+from penstock.kv.prefix_index import Tier
+from penstock.kv.prompt_keys import PromptKeyMaker, PromptKeys
+from penstock.kv.vllm_events import Stored
 from penstock.policy.band import Work
 from penstock.policy.decision_log import DecisionLog
-from penstock.policy.locality import IndexedLocality
 from penstock.policy.parts import LeastLoaded, Placement
 from penstock.policy.room import Room, Rooms, WorkerView
 from penstock.policy.route import Router
@@ -38,7 +40,8 @@ class FixedKeys(PromptKeys):
 
     __slots__ = ()
 
-    def __init__(self, own: list[int]) -> None:
+    def __init__(self, maker: PromptKeyMaker, own: list[int]) -> None:
+        super().__init__(maker, range(16 * len(own)))
         self._own = own
 
 
@@ -75,28 +78,27 @@ class Rig:
         self._running.append((work, room))
 
 
-def prompts_of(count: int, seed: int) -> list[FixedKeys]:
+def prompts_of(maker: PromptKeyMaker, count: int, seed: int) -> list[FixedKeys]:
     """Conversations of 512 blocks; those of one group share the first 64."""
     random, groups = Random(seed), [[Random(g).getrandbits(63) for _ in range(64)] for g in range(16)]
     return [
-        FixedKeys([*groups[i % 16], *(random.getrandbits(63) for _ in range(BLOCKS - 64))])
+        FixedKeys(maker, [*groups[i % 16], *(random.getrandbits(63) for _ in range(BLOCKS - 64))])
         for i in range(count)
     ]
 
 
 def rig(policy: str, num_workers: int, seed: int) -> Rig:
     """One router, or least-loaded."""
-    index = PrefixIndex(entries_max=4_000_000, predicted_max=8192)
-    locality, rooms = IndexedLocality(index, predicted_s=120), Rooms(QueueConfig())
-    prompts = prompts_of(2 * num_workers, seed)
+    locality, rooms = KVLocality(KVIndexConfig(), b"bench/router_decision"), Rooms(QueueConfig())
+    prompts = prompts_of(locality.maker("m"), 2 * num_workers, seed)
     for i in range(num_workers):
         worker = WorkerId(f"w{i}")
         rooms.set(
             worker, WorkerView(max_running=64, kv_blocks_total=65_536, kv_blocks_used=20_000, running=0)
         )
-        number = locality.enter(worker)
+        residency = locality.add(worker, model="m", is_own=True)
         for keys in prompts[2 * i : 2 * i + 2]:
-            index.stored(number, keys.own[:STORED])
+            residency.hear([Stored(keys.own[:STORED], None, b"", 16, Tier.DEVICE)])
     if policy == "least_loaded":
         return Rig(LeastLoaded(), rooms, prompts, seed)
     log = DecisionLog(kept_max=1024)

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from penstock.config.tree import Config
 from penstock.errors import PenstockError, WorkerUnavailable
+from penstock.kv.events import KVEvent
 from penstock.policy.answers import Abort, Diverted, Evict, Refused, Settled, Start
 from penstock.policy.budget import Budgets
 from penstock.policy.control import FlowControl
@@ -25,6 +26,7 @@ from penstock.policy.rate_limit import Limiter
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.policy.room import WorkerView
 from penstock.policy.tenant import Tenant
+from penstock.sim.caches import Caches
 from penstock.sim.events import LocalClock, Rank, Timeline
 from penstock.sim.messages import Began, Failed, Finished, Report, Sliced, Submission, Told
 from penstock.sim.prompts import BlockNames
@@ -63,7 +65,7 @@ class Witness(Protocol):
 class Facts:
     """What is the same for all gateways of a world."""
 
-    __slots__ = ("config", "link_ns", "models", "names", "poison", "skews_ns", "tenants")
+    __slots__ = ("config", "link_ns", "models", "names", "poison", "seed", "skews_ns", "tenants")
 
     def __init__(
         self, config: Config, models: Mapping[str, WorkerSpec], tenants: Mapping[str, Tenant], link_ns: int
@@ -75,6 +77,8 @@ class Facts:
         """Numbers of requests that bring down every worker that computes them."""
         self.skews_ns: dict[int, int] = {}
         """How far the dates of gateways are off, by their number."""
+        self.seed = 0
+        """What the chance in decisions is drawn from."""
         self.tenants = dict(tenants)
 
     def tenant(self, name: str, band: str) -> Tenant:
@@ -137,12 +141,14 @@ class SimGateway:
             self._keeper.start(timeline.now_ns())
         self.budgets = Budgets(config.budgets, wall_offset_ns=self.clock.wall_ns() - self.clock.now_ns())
         self.gate = Gate(config.admission, config.routing, config.queue, self._model_facts)
+        self.caches = Caches(config, seed=facts.seed, gateway=number)
         parts = Parts(
             admission=self.gate,
             limits=self.limiter,
             budgets=self.budgets,
             prices=self.prices,
             lengths=OutputLengths(config.rate_limits),
+            placement=self.caches.placement,
             slice_tokens=config.budgets.slice_tokens,
         )
         self.control = FlowControl(config.queue, parts)
@@ -229,10 +235,13 @@ class SimGateway:
             waiting=report.waiting if report is not None and is_shared else 0,
             kv_blocks_total=report.blocks_total if report is not None else 0,
             kv_blocks_used=report.blocks_used if report is not None else 0,
+            kind=spec.kind,
+            max_model_len=spec.max_model_len,
         )
         if worker_id not in self._known:
             self._known[worker_id] = route
             self.gate.worker_started(route, worker_id)
+            self.caches.joined(worker_id, route)
         self.control.set_worker(now_ns, route, worker_id, view)
         self._dispatch(now_ns)
 
@@ -242,6 +251,7 @@ class SimGateway:
         if route is None:
             return 0
         self.control.set_worker(now_ns, route, worker_id, None)
+        self.caches.left(worker_id)
         error = WorkerUnavailable("the worker is gone")
         for ticket in list(self.tickets.values()):
             flow = self._flow(ticket)
@@ -250,6 +260,10 @@ class SimGateway:
                 self._failed(now_ns, ticket, error)
         self._dispatch(now_ns)
         return num_lost
+
+    def cached(self, worker_id: WorkerId, events: tuple[KVEvent, ...]) -> None:
+        """Words of a worker about its KV cache."""
+        self.caches.heard(worker_id, events)
 
     # --- inside -------------------------------------------------------------------------------------
 
@@ -423,10 +437,19 @@ class SimGateway:
         )
 
     def _arrival(self, request: SimRequest, route: str, diverted: str) -> Arrival:
-        num_tokens = request.prompt_tokens
+        num_tokens, keys = request.prompt_tokens, None
+        tenant = self._facts.tenant(request.tenant, request.band)
+        if self.caches.is_on:
+            names = self._facts.names.chain(
+                request.prompt,
+                salt=tenant.cache_salt,
+                adapter=request.adapter,
+                public_tokens=request.public_tokens,
+            )
+            keys = self.caches.keys(route, num_tokens, names)
         return Arrival(
             id=RequestId(request.id),
-            tenant=self._facts.tenant(request.tenant, request.band),
+            tenant=tenant,
             route=route,
             requested_model=request.model,
             diverted=diverted,
@@ -436,6 +459,8 @@ class SimGateway:
             first_token_ns=request.first_token_ns,
             context_tokens=num_tokens + (request.max_tokens or request.output_tokens),
             adapter=request.adapter,
+            session=f"{tenant.id}\0{request.session}" if request.session else "",
+            keys=keys,
         )
 
     def _flow(self, ticket: Ticket) -> Flow:

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from penstock.config.tree import EngineConfig
 from penstock.errors import EngineFault, PenstockError
+from penstock.kv.events import KVEvent, KVEventLog
 from penstock.kv.hashing import BlockHasher
 from penstock.kv.manager import KVManager
 from penstock.schedule.limits import Limits
@@ -72,6 +73,10 @@ class Listener(Protocol):
         """A request brought it down."""
         ...
 
+    def cached(self, now_ns: int, worker: "SimWorker", events: tuple[KVEvent, ...]) -> None:
+        """What has changed in its KV cache, to all."""
+        ...
+
 
 class _Stream:
     """One request here."""
@@ -94,8 +99,16 @@ class SimWorker:
     """One engine. Its owner sends it what arrives; it enters its own steps into the timeline."""
 
     def __init__(
-        self, worker_id: WorkerId, actor: int, spec: WorkerSpec, timeline: Timeline, listener: Listener
+        self,
+        worker_id: WorkerId,
+        actor: int,
+        spec: WorkerSpec,
+        timeline: Timeline,
+        listener: Listener,
+        *,
+        tells_kv: bool = False,
     ) -> None:
+        """With `tells_kv` it tells what its KV cache holds, whenever it tells of requests."""
         self.id, self.actor, self.spec = worker_id, actor, spec
         self._timeline, self._listener = timeline, listener
         self.clock = LocalClock()
@@ -104,6 +117,9 @@ class SimWorker:
         )
         if not spec.engine.prefix_cache:
             manager = KVManager.without_prefix_cache(spec.num_blocks)
+        self._kv_events = KVEventLog("none") if tells_kv else None
+        if self._kv_events is not None:
+            manager.pool.events = self._kv_events
         self.scheduler = Scheduler(
             Limits.of(spec.engine, spec.max_model_len),
             manager,
@@ -390,3 +406,6 @@ class SimWorker:
         news, self._news = self._news, {}
         for gateway, told in news.items():
             self._listener.told(now_ns, self, gateway, told)
+        # Between two words about requests nobody hears of blocks: a leap over steps changes nothing that is seen.
+        if self._kv_events is not None and (events := self._kv_events.take()):
+            self._listener.cached(now_ns, self, events)

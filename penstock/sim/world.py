@@ -15,6 +15,7 @@ from typing import Protocol
 from msgspec import structs
 
 from penstock.clock import NS_PER_MS, NS_PER_S
+from penstock.kv.events import KVEvent
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.sim.events import Rank, Timeline
 from penstock.sim.gateway import Facts, SimGateway
@@ -101,6 +102,7 @@ class World:
         self.facts.skews_ns = {
             number: int(skew_s * NS_PER_S) for number, skew_s in enumerate(spec.clock_skews_s)
         }
+        self.facts.seed = spec.seed
         self.regions = tuple(dict.fromkeys(pool.region for pool in spec.pools))
         shared = spec.config.shared
         self.store = SharedStore(shared) if shared.store != "none" else None
@@ -267,6 +269,13 @@ class World:
         self.crash(now_ns, member)
         self._start(now_ns, member.pool, max(_RESTART_NS, member.pool.worker.cold_start_ns))
 
+    def cached(self, now_ns: int, worker: SimWorker, events: tuple[KVEvent, ...]) -> None:
+        """See `Listener`."""
+        member = self.members[worker.id]
+        for number in self._fronts[member.pool.region]:
+            to, when_ns = self.gateways[number], self._arrives_ns(now_ns, member.told_ns, member, number)
+            self.timeline.at(when_ns, to.actor, Rank.MESSAGE, self._on_cached, (to, worker.id, events))
+
     # --- Witness ------------------------------------------------------------------------------------
 
     def ended(self, record: RequestRecord) -> None:
@@ -387,6 +396,10 @@ class World:
         member, message = what
         member.worker.take(now_ns, message)
 
+    def _on_cached(self, now_ns: int, what: tuple[SimGateway, WorkerId, tuple[KVEvent, ...]]) -> None:
+        gateway, worker_id, events = what
+        gateway.cached(worker_id, events)
+
     def _on_told(self, now_ns: int, what: tuple[SimGateway, WorkerId, Sequence[Told]]) -> None:
         gateway, worker_id, told = what
         if not gateway.is_gone:
@@ -411,7 +424,8 @@ class World:
         self._num_workers += 1
         worker_id = WorkerId(f"{pool.model}-{number}")
         actor = 1 + len(self.gateways) + number
-        worker = SimWorker(worker_id, actor, pool.worker, self.timeline, self)
+        tells_kv = self.spec.config.routing.placement.policy != "least_loaded"
+        worker = SimWorker(worker_id, actor, pool.worker, self.timeline, self, tells_kv=tells_kv)
         member = self.members[worker_id] = Member(worker, pool, now_ns)
         return member
 
