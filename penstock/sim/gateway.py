@@ -6,7 +6,7 @@
 The other driver of the same objects is gateway/dispatch.py, on an event loop and with bytes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -20,7 +20,7 @@ from penstock.policy.flow import Arrival, Flow, State
 from penstock.policy.gate import Gate, ModelFacts
 from penstock.policy.lease import Leases
 from penstock.policy.output_length import OutputLengths
-from penstock.policy.parts import Parts
+from penstock.policy.parts import Parts, Placement
 from penstock.policy.price import PriceList
 from penstock.policy.rate_limit import Limiter
 from penstock.policy.record import Outcome, UsageRecord
@@ -65,7 +65,7 @@ class Witness(Protocol):
 class Facts:
     """What is the same for all gateways of a world."""
 
-    __slots__ = ("config", "link_ns", "models", "names", "poison", "seed", "skews_ns", "tenants")
+    __slots__ = ("config", "link_ns", "models", "names", "placement", "poison", "seed", "skews_ns", "tenants")
 
     def __init__(
         self, config: Config, models: Mapping[str, WorkerSpec], tenants: Mapping[str, Tenant], link_ns: int
@@ -79,6 +79,8 @@ class Facts:
         """How far the dates of gateways are off, by their number."""
         self.seed = 0
         """What the chance in decisions is drawn from."""
+        self.placement: Callable[[str], Placement] | None = None
+        """In place of the configured one."""
         self.tenants = dict(tenants)
 
     def tenant(self, name: str, band: str) -> Tenant:
@@ -148,7 +150,7 @@ class SimGateway:
             budgets=self.budgets,
             prices=self.prices,
             lengths=OutputLengths(config.rate_limits),
-            placement=self.caches.placement,
+            placement=facts.placement or self.caches.placement,
             slice_tokens=config.budgets.slice_tokens,
         )
         self.control = FlowControl(config.queue, parts)

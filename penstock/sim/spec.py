@@ -1,10 +1,11 @@
 """What a simulated world is made of, beside its requests."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from penstock.clock import NS_PER_MS
 from penstock.config.tree import Config
+from penstock.policy.parts import Placement
 from penstock.policy.tenant import Tenant
 from penstock.sim.worker import WorkerSpec
 
@@ -40,5 +41,7 @@ class WorldSpec:
     """Time between two reports of a worker."""
     clock_skews_s: tuple[float, ...] = ()
     """How far the dates of the gateways are off, from the first on."""
+    placement: Callable[[str], Placement] | None = None
+    """Makes the placement of a model in place of the configured one, for comparisons; for worlds of one gateway."""
     until_ns: int = 0
     """When the run is cut off; 0: when everything has ended."""

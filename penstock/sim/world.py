@@ -102,7 +102,7 @@ class World:
         self.facts.skews_ns = {
             number: int(skew_s * NS_PER_S) for number, skew_s in enumerate(spec.clock_skews_s)
         }
-        self.facts.seed = spec.seed
+        self.facts.seed, self.facts.placement = spec.seed, spec.placement
         self.regions = tuple(dict.fromkeys(pool.region for pool in spec.pools))
         shared = spec.config.shared
         self.store = SharedStore(shared) if shared.store != "none" else None

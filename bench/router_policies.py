@@ -1,0 +1,231 @@
+"""What placement is worth: prefix hit rate and time to first token on four workers, by policy.
+
+    python bench/router_policies.py [--json] [--seeds N] [--seconds S] [--trace FILE [--speed X] [--limit N]]
+
+Runs the real flow control, placement, prefix index, engine scheduler and KV block pools in the simulator; only the time of an
+engine's step is modelled. Policies beside ours: round robin, least-loaded, and an approximate prefix router (the longest prefix that was
+sent there before, if it is over half of the prompt and the worker is not overloaded: smg's rule). `ideal` is the hit rate
+of one cache without end. Without a trace it makes conversations; a trace is a file in the format penstock-trace/1.
+Ratios are to round robin in the same run, over seeds: median and range.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from statistics import median
+
+from penstock.config.flow import QueueConfig
+from penstock.config.kv_index import KVIndexConfig
+from penstock.config.placement import PlacementConfig
+from penstock.config.routing import RoutingConfig
+from penstock.config.tree import Config, EngineConfig
+from penstock.kv.locality import KVLocality
+from penstock.kv.prompt_keys import PromptKeys, own_keys
+from penstock.policy.band import Work
+from penstock.policy.parts import LeastLoaded, Placement
+from penstock.policy.room import Room, Rooms
+from penstock.sim.arrivals import Poisson
+from penstock.sim.prompts import BlockNames
+from penstock.sim.request import Segment, SimRequest
+from penstock.sim.spec import PoolSpec, WorldSpec
+from penstock.sim.traces import Trace
+from penstock.sim.worker import WorkerSpec
+from penstock.sim.workload import Callers, Conversations, Lengths, even, merged
+from penstock.sim.world import World
+from penstock.types import WorkerId
+
+WORKERS = 4
+POLICIES = ("round_robin", "least_loaded", "approximate", "weighted", "ttft")
+
+
+class RoundRobin(LeastLoaded):
+    """Each worker in its turn, among those that the request fits on."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def place(
+        self,
+        now_ns: int,
+        work: Work,
+        rooms: Rooms,
+        avoid: Collection[WorkerId],
+        blocked: Collection[WorkerId],
+    ) -> Room | None:
+        rooms_now = list(rooms)
+        for i in range(len(rooms_now)):
+            room = rooms_now[(self._next + i) % len(rooms_now)]
+            if room.fits(work) and not room.held:
+                self._next += i + 1
+                return room
+        return None
+
+
+class Approximate(LeastLoaded):
+    """The worker that was sent most of this prompt before, unless that is little or the worker has far more to do than others."""
+
+    def __init__(self) -> None:
+        self._seen = KVLocality(KVIndexConfig(), b"bench/router_policies")
+
+    def place(
+        self,
+        now_ns: int,
+        work: Work,
+        rooms: Rooms,
+        avoid: Collection[WorkerId],
+        blocked: Collection[WorkerId],
+    ) -> Room | None:
+        assert isinstance(work.keys, PromptKeys)
+        for room in rooms:
+            if self._seen.get(room.id) is None:
+                self._seen.add(room.id, model=work.keys.model, is_own=True)
+        best = next(self._seen.match(now_ns, work.keys).holders(), None)
+        if best is not None and best[1].blocks > work.keys.num_blocks / 2:
+            room, loads = rooms.get(best[0]), [room.booked for room in rooms]
+            mean = sum(loads) / len(loads)
+            if (
+                room is not None
+                and room.fits(work)
+                and not (room.booked > mean + 32 and room.booked > 1.1 * mean)
+            ):
+                return room
+        return super().place(now_ns, work, rooms, avoid, blocked)
+
+    def started(self, now_ns: int, work: Work, room: Room) -> None:
+        self._seen.sent(now_ns, room.id, work.keys)
+
+
+def spec_of(policy: str, seed: int, worker: WorkerSpec) -> WorldSpec:
+    """Four workers behind one gateway."""
+    made: Callable[[], Placement] | None = {"round_robin": RoundRobin, "approximate": Approximate}.get(policy)
+    named = policy if made is None else "ttft"
+    once = None if made is None else made()
+    config = Config(
+        routing=RoutingConfig(placement=PlacementConfig(policy=named)),
+        queue=QueueConfig(requests_max=100_000, bands=QueueConfig().bands),
+    )
+    return WorldSpec(
+        seed=seed,
+        config=config,
+        pools=(PoolSpec(worker=worker, count=WORKERS),),
+        placement=None if once is None else lambda _: once,
+    )
+
+
+def ideal_hit_rate(requests: Sequence[SimRequest]) -> float:
+    """Of one cache that never forgets and knows every prompt as soon as it came, answers too."""
+    names, seen, hits, total = BlockNames(), set[int](), 0, 0
+    for request in requests:
+        keys = own_keys(names.chain(request.prompt, salt=request.tenant.encode(), adapter=request.adapter))
+        usable = keys[: (request.prompt_tokens - 1) // 16]
+        matched = next((i for i, key in enumerate(usable) if key not in seen), len(usable))
+        hits, total = hits + 16 * matched, total + request.prompt_tokens
+        whole = (
+            (*request.prompt, Segment(request.answer, request.output_tokens))
+            if request.answer
+            else request.prompt
+        )
+        seen.update(own_keys(names.chain(whole, salt=request.tenant.encode(), adapter=request.adapter)))
+    return hits / total
+
+
+def run(policy: str, seed: int, requests: Sequence[SimRequest], worker: WorkerSpec) -> dict[str, float]:
+    """One run: hit rate and TTFT."""
+    result = World(spec_of(policy, seed, worker), iter(requests)).run()
+    counters = result.counters
+    ttfts = sorted(record.ttft_ns / 1e9 for record in result.records if record.first_ns >= 0)
+    return {
+        "hit_rate": counters.cached_tokens / max(1, counters.prompt_tokens),
+        "ttft_mean": sum(ttfts) / len(ttfts),
+        "ttft_p50": ttfts[len(ttfts) // 2],
+        "ttft_p95": ttfts[int(0.95 * len(ttfts))],
+        "answered": counters.finished / counters.arrived,
+    }
+
+
+def workload(args: argparse.Namespace, seed: int) -> list[SimRequest]:
+    """The trace, or conversations of eight tenants."""
+    if args.trace:
+        trace = Trace(path=Path(args.trace), speed=args.speed, limit=args.limit, prompt_max=100_000)
+        return list(merged([trace], seed, args.seconds))
+    talks = Conversations(
+        arrivals=Poisson(args.rate),
+        callers=Callers(tenants=even(8)),
+        system_tokens=1500,
+        turns=6.0,
+        message=Lengths(400, 1.0, maximum=8192),
+        output=Lengths(200, maximum=2048),
+        think_s=10.0,
+    )
+    return list(merged([talks], seed, args.seconds))
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and range."""
+    return {"median": round(median(values), 4), "min": round(min(values), 4), "max": round(max(values), 4)}
+
+
+def main() -> None:
+    """Print a table, or JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--rate", type=float, default=4.0, help="conversations that begin per second")
+    parser.add_argument("--trace", default="")
+    parser.add_argument("--speed", type=float, default=1.0)
+    parser.add_argument("--limit", type=int, default=0)
+    parser.add_argument("--blocks", type=int, default=16_384, help="KV blocks of a worker")
+    parser.add_argument("--policies", nargs="*", default=POLICIES)
+    args = parser.parse_args()
+    worker = WorkerSpec(
+        engine=EngineConfig(step_tokens=2048, max_running=64), num_blocks=args.blocks, max_model_len=131_072
+    )
+    found: dict[str, list[dict[str, float]]] = {policy: [] for policy in args.policies}
+    ideals: list[float] = []
+    for seed in range(args.seeds):
+        requests = workload(args, seed)
+        ideals.append(ideal_hit_rate(requests))
+        for policy in args.policies:
+            found[policy].append(run(policy, seed, requests, worker))
+    base = found[args.policies[0]]
+    table = {
+        policy: {
+            name: spread([each[name] for each in runs])
+            for name in ("hit_rate", "ttft_p50", "ttft_p95", "answered")
+        }
+        | {
+            f"{name}_ratio": spread(
+                [each[name] / first[name] for each, first in zip(runs, base, strict=True)]
+            )
+            for name in ("ttft_mean", "ttft_p50", "ttft_p95")
+        }
+        for policy, runs in found.items()
+    }
+    summary = {
+        "workload": (args.trace and Path(args.trace).name) or "conversations",
+        "requests": len(requests),
+        "seeds": args.seeds,
+        "ideal_hit_rate": spread(ideals),
+        "base": args.policies[0],
+        "policies": table,
+    }
+    if args.json:
+        print(json.dumps(summary, indent=1))
+        return
+    print(
+        f"{summary['workload']}: {len(requests)} requests, ideal hit rate {summary['ideal_hit_rate']['median']:.3f}"
+    )
+    for policy, row in table.items():
+        cells = [
+            f"{name} {value['median']:.3f} ({value['min']:.3f}-{value['max']:.3f})"
+            for name, value in row.items()
+        ]
+        print(f"{policy:>13}: " + "  ".join(cells))
+
+
+if __name__ == "__main__":
+    main()
