@@ -22,6 +22,7 @@ from penstock.config.fleet import WorkerConfig
 from penstock.config.tree import Config, ModelConfig
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry
+from penstock.fleet.sources.discovery import Discovery
 from penstock.fleet.sources.static import attached
 from penstock.fleet.wanted import Attached, Wanted
 from penstock.gateway.app import Gateway
@@ -53,6 +54,7 @@ async def _serve(launch: ChildLaunch) -> int:
     parts = [make_part(model, registry, clock) for model in config.models]
     metrics = Metrics([part.served.name for part in parts], version=__version__)
     tools = make_tools(config, metrics, clock)
+    discovery = Discovery(members, clock, log)
     gateway = Gateway(
         config,
         {part.served.name: part.served for part in parts},
@@ -71,10 +73,12 @@ async def _serve(launch: ChildLaunch) -> int:
     loop.add_reader(STDIN, parent.on_readable)
     for model, part in zip(config.models, parts, strict=True):
         await members.apply(f"models.{part.served.name}", _wanted(model, part, launch.workers, tools))
+        discovery.start(model, part.served.tokenizer, tools)
     await gateway.start()
     await stop.wait()
     if parent.is_gone:
         return EXIT_ORPHANED
+    discovery.stop()
     await gateway.stop()
     await members.close(0.0)
     return 0

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from penstock import __version__
-from penstock.cli import bench, chat, doctor, keys, plan, serve, simulate, usage_report
+from penstock.cli import bench, chat, doctor, drain, keys, plan, serve, simulate, top, usage_report
 from penstock.cli.usage import Help
 from penstock.errors import ConfigError, PenstockError
 
@@ -28,6 +28,7 @@ examples:
   penstock serve ./Qwen3-0.6B           serve a Hugging Face model directory
   penstock chat "What is a penstock?"   ask once; without a question: a conversation
   penstock bench --concurrency 1,8,32   measure TTFT, TPOT and throughput
+  penstock top                          show the fleet, live
   penstock doctor                       say what works on this machine, and why not
   penstock usage --since 7d             say what was used and what it cost
   penstock keys create --tenant acme    make an API key
@@ -44,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (serve, chat, bench, doctor, keys, usage_report, simulate, plan):
+    for command in (serve, chat, top, drain, bench, doctor, keys, usage_report, simulate, plan):
         command.add_parser(commands)
     return parser
 

@@ -13,6 +13,7 @@ from collections import deque
 from penstock import __version__, rng
 from penstock.backends.base import BackendStatus
 from penstock.cli.fleet_log import FleetLog
+from penstock.cli.launching import make_launcher, shared_cores
 from penstock.cli.models import Part, make_part, make_tools
 from penstock.cli.processes import GatewayProcesses
 from penstock.cli.progress import LoadingDisplay
@@ -20,9 +21,9 @@ from penstock.clock import Clock
 from penstock.config.tree import Config, ModelConfig, ServerConfig
 from penstock.errors import ConfigError, OperatorError
 from penstock.fleet.launchers.base import LaunchedWorker
-from penstock.fleet.launchers.local import LocalLauncher
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry
+from penstock.fleet.sources.discovery import Discovery
 from penstock.fleet.sources.static import attached, launched
 from penstock.fleet.wanted import Wanted
 from penstock.fleet.worker import Worker
@@ -50,7 +51,8 @@ class Stack:
         self._members = Members(self._registry, log, drain_timeout_s=config.fleet.drain_timeout_s)
         self._parts = [make_part(model, self._registry, clock) for model in config.models]
         self._words = _WorkerWords(log)
-        self._launcher = LocalLauncher(clock, rng.fresh_key(), log=self._words.say)
+        self._launcher = make_launcher(config.fleet, clock, self._words.say)
+        self._discovery = Discovery(self._members, clock, log)
         self._fleet_log: FleetLog | None = None
         models = {part.served.name: part.served for part in self._parts}
         metrics = Metrics(list(models), version=__version__)
@@ -60,6 +62,7 @@ class Stack:
             config,
             models,
             self._registry,
+            self._members,
             metrics=metrics,
             clock=clock,
             ids=rng.IdSource(),
@@ -82,14 +85,18 @@ class Stack:
         """Listen, then start the workers; returns the address. Models are still loading.
 
         Raises:
-            ConfigError: the address cannot be listened on.
+            ConfigError: the address cannot be listened on, or there is no place for workers.
         """
         try:
             address = await self._gateway.start()
         except ConfigError as error:
             raise _friendlier(error, self._config.server) from error
+        if any(model.replicas for model in self._config.models):
+            await self._launcher.open()
         for model, part in zip(self._config.models, self._parts, strict=True):
             await self._members.apply(f"models.{part.served.name}", self._wanted(model, part))
+            if self._processes is None:
+                self._discovery.start(model, part.served.tokenizer, self._tools)
         if self._processes is not None:
             await self._processes.open(
                 [
@@ -103,7 +110,10 @@ class Stack:
     def _wanted(self, model: ModelConfig, part: Part) -> list[Wanted]:
         """The workers of one model. In front of several gateway processes this one only keeps what it launches."""
         tokenizer = part.served.tokenizer
-        found: list[Wanted] = [*launched(model, part.path, self._launcher, tokenizer, self._clock)]
+        cores = shared_cores(self._config.fleet)
+        found: list[Wanted] = [
+            *launched(model, part.path, self._launcher, tokenizer, self._clock, cores=cores)
+        ]
         if self._processes is None:
             found += attached(model, tokenizer, self._tools)
         return found
@@ -191,6 +201,7 @@ class Stack:
     async def _close(self, *, timeout_s: float) -> None:
         if self._fleet_log is not None:
             self._fleet_log.close()
+        self._discovery.stop()
         if self._processes is not None:
             await self._processes.kill()
         await self._members.close(timeout_s)

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from penstock.config.branch import Branch, Count, Positive, Seconds
+from penstock.config.ray import RayConfig
 
 Engine = Literal["penstock", "vllm", "sglang", "tgi", "trtllm", "triton", "openai"]
 Replicas = Annotated[int, Meta(ge=0, le=256)]
@@ -40,6 +41,13 @@ class WorkerConfig(Branch, frozen=True, kw_only=True):
 class FleetConfig(Branch, frozen=True, kw_only=True):
     """How workers join and leave."""
 
+    launcher: Literal["local", "ray"] = "local"
+    """Where `replicas` run: processes on this machine, or actors on a Ray cluster (extra `ray`)."""
+    ray: RayConfig = RayConfig()
+    logs: str = ""
+    """Directory of what launched workers print, a file for each; empty: "workers" in the state directory."""
+    log_bytes_max: Annotated[int, Meta(ge=4096)] = 8 * 1024 * 1024
+    """Kept of one worker."""
     workers_max: Positive = 1024
     """Workers of all models together; more are not taken."""
     drain_timeout_s: Seconds = 600.0

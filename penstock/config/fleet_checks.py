@@ -3,11 +3,17 @@
 import re
 from collections.abc import Iterator, Sequence
 
+from penstock.config.discover import DiscoverConfig
 from penstock.config.fleet import FleetConfig, WorkerConfig
 from penstock.config.tree import ModelConfig
 
 _HTTP = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(:[0-9]{1,5})?(/[^\s?#]*)?")
 _OWN = re.compile(r"tcp:(//)?(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):([0-9]{1,5})|unix:/[^\x00]{1,106}")
+_NAME_AND_PORT = re.compile(
+    r"[A-Za-z0-9.-]{1,253}:([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-5][0-9]{2})"
+)
+_SRV = re.compile(r"_[A-Za-z0-9-]{1,62}\._(tcp|udp)\.[A-Za-z0-9.-]{1,253}")
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -17,8 +23,10 @@ def fleet_problems(models: Sequence[ModelConfig], fleet: FleetConfig) -> Iterato
     count = 0
     for i, model in enumerate(models):
         count += model.replicas + len(model.workers)
-        if not model.replicas and not model.workers:
+        if not model.replicas and not model.workers and not model.discover:
             yield f"models[{i}].replicas: 0, and there are no workers: nobody would answer"
+        for j, discover in enumerate(model.discover):
+            yield from _discover_problems(discover, f"models[{i}].discover[{j}]")
         if model.replicas > 1 and model.engine.kv_events.endpoint:
             yield f"models[{i}].engine.kv_events.endpoint: {model.replicas} replicas cannot share one address"
         for j, worker in enumerate(model.workers):
@@ -31,6 +39,26 @@ def fleet_problems(models: Sequence[ModelConfig], fleet: FleetConfig) -> Iterato
             taken.setdefault(same, key)
     if count > fleet.workers_max:
         yield f"fleet.workers_max: {count} workers are configured, which is over {fleet.workers_max}"
+
+
+def _discover_problems(discover: DiscoverConfig, key: str) -> Iterator[str]:
+    kubernetes = discover.kubernetes
+    if bool(discover.dns) == (kubernetes is not None):
+        yield f"{key}: expected exactly one of dns and kubernetes"
+    if discover.dns and not (_NAME_AND_PORT.fullmatch(discover.dns) or _SRV.fullmatch(discover.dns)):
+        yield f"{key}.dns: expected name:port or _service._tcp.name, got {discover.dns!r}"
+    if kubernetes is not None:
+        for field in ("namespace", "service"):
+            if not _LABEL.fullmatch(name := getattr(kubernetes, field)):
+                yield f"{key}.kubernetes.{field}: expected a name of 1 to 63 of a-z, 0-9 and -, got {name!r}"
+        if kubernetes.api_server and not _HTTP.fullmatch(kubernetes.api_server):
+            yield f"{key}.kubernetes.api_server: expected https://HOST:PORT, got {kubernetes.api_server!r}"
+        if kubernetes.api_server.startswith("http:") and kubernetes.token_file:
+            yield f"{key}.kubernetes.api_server: refused over http, which shows the token to anybody; use https, or an empty token_file"
+    if discover.api_key_env and not _VARIABLE.fullmatch(discover.api_key_env):
+        yield f"{key}.api_key_env: expected the name of an environment variable, got {discover.api_key_env!r}"
+    if discover.kv_replay_port and not discover.kv_events_port:
+        yield f"{key}.kv_replay_port: of no use without {key}.kv_events_port"
 
 
 def _worker_problems(worker: WorkerConfig, key: str) -> Iterator[str]:

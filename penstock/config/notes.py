@@ -7,11 +7,13 @@ from collections.abc import Mapping
 
 from penstock.config import (
     backends,
+    discover,
     fleet,
     flow,
     kv_index,
     ledger,
     placement,
+    ray,
     routing,
     tenancy,
     tree,
@@ -19,11 +21,13 @@ from penstock.config import (
 
 NOTED = (
     backends,
+    discover,
     fleet,
     flow,
     kv_index,
     ledger,
     placement,
+    ray,
     routing,
     tenancy,
     tree,

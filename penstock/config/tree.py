@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from penstock.config.backends import BackendsConfig
 from penstock.config.branch import Branch, Fraction, Port, Positive, Seconds
+from penstock.config.discover import DiscoverConfig
 from penstock.config.fleet import FleetConfig, Replicas, WorkerConfig
 from penstock.config.flow import QueueConfig, RateLimitsConfig, SharedConfig
 from penstock.config.kv_index import KVIndexConfig
@@ -151,6 +152,8 @@ class ModelConfig(Branch, frozen=True, kw_only=True):
     """Workers of our own engine that are launched for it; 0: none."""
     workers: Annotated[tuple[WorkerConfig, ...], Meta(max_length=256)] = ()
     """Workers that run somewhere already."""
+    discover: Annotated[tuple[DiscoverConfig, ...], Meta(max_length=16)] = ()
+    """Workers that come and go: by a name, or in a cluster."""
     engine: EngineConfig = EngineConfig()
 
 

@@ -6,7 +6,8 @@ A worker whose settings changed leaves first and then comes anew, and so does on
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from penstock.errors import PenstockError
 from penstock.fleet.registry import Registry
@@ -15,6 +16,15 @@ from penstock.fleet.worker import Worker
 from penstock.policy.worker_state import WorkerState
 from penstock.telemetry.log import Log
 from penstock.types import WorkerId
+
+
+@dataclass(slots=True, frozen=True)
+class Held:
+    """What a worker was that somebody has taken out of service."""
+
+    route: str
+    engine: str
+    address: str
 
 
 class Members:
@@ -27,6 +37,7 @@ class Members:
         self._wanted: dict[str, dict[WorkerId, Wanted]] = {}
         self._there: dict[WorkerId, Wanted] = {}
         """What the workers in the registry were made from."""
+        self._held: dict[WorkerId, Held] = {}
         self._one_at_a_time = asyncio.Lock()
         self._again: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -36,7 +47,30 @@ class Members:
         the same again tries it again, and likewise workers that are down for good.
         """
         self._wanted[source] = {each.id: each for each in wanted}
+        every = {worker_id for found in self._wanted.values() for worker_id in found}
+        self._held = {worker_id: held for worker_id, held in self._held.items() if worker_id in every}
         await self._reconcile()
+
+    @property
+    def held(self) -> Mapping[WorkerId, "Held"]:
+        """Workers that somebody has taken out of service, whether they still drain or are gone."""
+        return self._held
+
+    def hold(self, worker_id: WorkerId, timeout_s: float) -> bool:
+        """Take a worker out of service, whatever the sources want: it drains and leaves. False if there is none."""
+        worker = self._registry.get(worker_id)
+        if worker is None:
+            return worker_id in self._held
+        self._held[worker_id] = Held(worker.route, worker.engine, worker.address)
+        self._take_away(worker, timeout_s)
+        return True
+
+    async def release(self, worker_id: WorkerId) -> bool:
+        """Let it come back, as a new one, if a source wants it still. False if it was not held."""
+        if self._held.pop(worker_id, None) is None:
+            return False
+        await self._reconcile()
+        return True
 
     async def close(self, timeout_s: float) -> None:
         """Drain every worker, all at the same time."""
@@ -48,12 +82,15 @@ class Members:
     async def _reconcile(self) -> None:
         async with self._one_at_a_time:
             wanted = {
-                worker_id: each for source in self._wanted.values() for worker_id, each in source.items()
+                worker_id: each
+                for source in self._wanted.values()
+                for worker_id, each in source.items()
+                if worker_id not in self._held
             }
             for worker in list(self._registry):
                 each = wanted.get(worker.id)
                 if worker.state is WorkerState.GONE or each is None or each != self._there.get(worker.id):
-                    self._take_away(worker)
+                    self._take_away(worker, self.drain_timeout_s)
             for worker_id, each in wanted.items():
                 if self._registry.get(worker_id) is None and not self._is_closed:
                     await self._join(each)
@@ -67,9 +104,9 @@ class Members:
         else:
             self._there[worker.id] = wanted
 
-    def _take_away(self, worker: Worker) -> None:
+    def _take_away(self, worker: Worker, timeout_s: float) -> None:
         already = worker.drained is not None
-        drained = self._registry.drain(worker.id, self.drain_timeout_s)
+        drained = self._registry.drain(worker.id, timeout_s)
         if drained is not None and not already:
             self._log.info("a worker leaves", worker=worker.id, streams=worker.backend.num_streams)
             drained.add_done_callback(lambda _: self._on_drained(worker.id))

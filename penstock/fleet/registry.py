@@ -29,6 +29,8 @@ EVENT_OF = {
     Phase.DOWN: WorkerEvent.END,
 }
 """What a backend's phase means for the worker's life."""
+_SPOKEN = frozenset({Phase.LOADING, Phase.WARMING, Phase.READY, Phase.REFUSED, Phase.DRAINING})
+"""Phases in which news are the worker's own."""
 
 Listener = Callable[[Worker], None]
 """Told of a worker that was added, has changed (its state, what it says of itself, its load) or is GONE. It runs inside of what
@@ -133,6 +135,8 @@ class Registry:
         """Its backend has news."""
         now_ns, status = self._clock.now_ns(), worker.backend.status
         event = EVENT_OF[status.phase]
+        if status.phase in _SPOKEN:
+            worker.heard_ns = now_ns
         if status.phase is Phase.READY and status.info is not None:
             problem = self.of(worker.route).problem(worker)
             if problem:

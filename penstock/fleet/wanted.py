@@ -16,7 +16,7 @@ from penstock.errors import ConfigError
 from penstock.fleet.launchers.base import Launcher, WorkerSpec
 from penstock.fleet.registry import Registry
 from penstock.fleet.worker import Worker
-from penstock.protocol.address import parse_address
+from penstock.protocol.address import Address, parse_address
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import WorkerId
 
@@ -62,7 +62,10 @@ class Launched:
         async def stop(timeout_s: float) -> None:
             await self.launcher.stop(self.id, timeout_s=timeout_s)
 
-        worker.stop = stop
+        def on_move(address: Address) -> None:
+            worker.address = str(address)
+
+        worker.stop, launched.on_move = stop, on_move
         return worker
 
 

@@ -30,6 +30,8 @@ class Worker:
     """What it must say that it serves; empty takes what it says."""
     stop: Stop | None = None
     """None: there is nothing to end but the backend's connection."""
+    heard_ns: int = 0
+    """When it last said anything; 0: never."""
     problem: str = ""
     """Why it was refused; empty if it was not."""
     drained: asyncio.Task[None] | None = None

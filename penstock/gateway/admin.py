@@ -2,8 +2,13 @@
 
 from urllib.parse import unquote
 
+import msgspec
+
 from penstock import __version__
-from penstock.errors import NotFound
+from penstock.clock import NS_PER_S
+from penstock.errors import InvalidRequest, NotFound
+from penstock.fleet.members import Members
+from penstock.fleet.registry import Registry
 from penstock.fleet.worker import Worker
 from penstock.gateway.auth import Caller
 from penstock.gateway.exchange import Exchange
@@ -11,24 +16,32 @@ from penstock.gateway.inspect import answer
 from penstock.gateway.models import ServedModel
 from penstock.gateway.services import Services
 from penstock.policy.decision_log import explain
-from penstock.protocol.fleet import FleetReport, ModelReport, WorkerReport
+from penstock.protocol.fleet import DrainOrder, FleetReport, ModelReport, WorkerReport
 from penstock.telemetry.metrics import Metrics
-from penstock.types import RequestId
+from penstock.types import RequestId, WorkerId
+
+WORKERS = "/admin/workers/"
+_orders = msgspec.json.Decoder(DrainOrder)
 
 
 class Admin:
     """The endpoints, over the services they share."""
 
-    def __init__(self, services: Services, metrics: Metrics) -> None:
+    def __init__(
+        self, services: Services, metrics: Metrics, registry: Registry, members: Members | None
+    ) -> None:
+        """Without `members` nobody can be drained from here."""
         self._services, self._metrics = services, metrics
+        self._registry, self._members = registry, members
 
     async def workers(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /admin/workers`: every worker and every model, as this gateway process sees them."""
-        models = list(self._services.models)
+        now_ns = self._services.clock.now_ns()
+        workers = [_worker(worker, now_ns) for worker in self._registry]
         report = FleetReport(
             version=__version__,
-            workers=[_worker(worker) for model in models for worker in model.workers],
-            models=[self._model(model) for model in models],
+            workers=workers + self._drained(),
+            models=[self._model(model) for model in self._services.models],
         )
         answer(exchange, report)
 
@@ -47,6 +60,58 @@ class Admin:
             )
         answer(exchange, {"request_id": name, "decisions": [explain(each) for each in decisions]})
 
+    async def order(self, exchange: Exchange, caller: Caller) -> None:
+        """`POST /admin/workers/{id}/drain` and `/undrain`. The id may hold slashes."""
+        shown, _, verb = exchange.head.path.removeprefix(WORKERS).rstrip("/").rpartition("/")
+        worker_id = WorkerId(unquote(shown))
+        if verb not in ("drain", "undrain") or not shown:
+            raise NotFound("Unknown path. There are /drain and /undrain of a worker.", code="unknown_path")
+        members = self._members
+        if members is None or self._services.config.server.processes > 1:
+            raise InvalidRequest("Workers cannot be drained by hand while server.processes is above 1.")
+        if verb == "undrain":
+            known = await members.release(worker_id)
+        else:
+            known = members.hold(worker_id, self._timeout_s(exchange.body))
+        if not known:
+            raise NotFound(f"There is no such worker: {worker_id[:128]}.", code="unknown_worker")
+        worker = self._registry.get(worker_id)
+        streams = 0 if worker is None else worker.backend.num_streams
+        state = "gone" if worker is None else worker.state.value
+        answer(exchange, {"id": worker_id, "state": state, "streams": streams})
+
+    def _timeout_s(self, body: bytes) -> float:
+        """How long the streams have.
+
+        Raises:
+            InvalidRequest: the body says something else.
+        """
+        default_s = self._services.config.fleet.drain_timeout_s
+        if not body.strip():
+            return default_s
+        try:
+            order = _orders.decode(body)
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(f"Invalid body: {error}.", code="invalid_value") from error
+        return default_s if order.timeout_s is None else order.timeout_s
+
+    def _drained(self) -> list[WorkerReport]:
+        """Workers that were drained by hand and are gone: they can come back."""
+        if self._members is None:
+            return []
+        return [
+            WorkerReport(
+                id=worker_id,
+                model=each.route,
+                engine=each.engine,
+                address=each.address,
+                state="gone",
+                stage="drained by hand",
+            )
+            for worker_id, each in self._members.held.items()
+            if self._registry.get(worker_id) is None
+        ]
+
     def _model(self, model: ServedModel) -> ModelReport:
         metrics = self._metrics.model(model.name)
         lane = self._services.dispatcher.control.lane(model.name)
@@ -60,7 +125,7 @@ class Admin:
         )
 
 
-def _worker(worker: Worker) -> WorkerReport:
+def _worker(worker: Worker, now_ns: int) -> WorkerReport:
     status = worker.backend.status
     stats = status.stats
     return WorkerReport(
@@ -76,6 +141,7 @@ def _worker(worker: Worker) -> WorkerReport:
         kv_blocks_used=stats and stats.blocks_used,
         kv_blocks_total=stats and stats.blocks_total,
         generated_tokens=stats and stats.generated_tokens,
+        age_s=round((now_ns - worker.heard_ns) / NS_PER_S, 3) if worker.heard_ns else None,
         restarts=status.restarts,
         notes=list(status.notes),
     )

@@ -18,6 +18,7 @@ from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.config.tenancy_checks import names_callers
 from penstock.config.tree import Config
 from penstock.errors import Draining, PenstockError
+from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry
 from penstock.gateway.admin import Admin
 from penstock.gateway.assemble import make_decisions
@@ -53,6 +54,7 @@ class Gateway:
         config: Config,
         models: Mapping[ModelName, ServedModel],
         registry: Registry,
+        members: Members | None = None,
         *,
         metrics: Metrics,
         clock: Clock,
@@ -63,7 +65,7 @@ class Gateway:
     ) -> None:
         """Make it; `config.auth` must say who may call, or that everybody may.
 
-        `listeners` and `siblings` are for one of several processes that share an address.
+        With `members` workers can be drained by hand. `listeners` and `siblings` are for one of several processes that share an address.
 
         Raises:
             ConfigError: the keys file cannot be read, or does not go with the tiers.
@@ -98,7 +100,8 @@ class Gateway:
         self._inspect = Inspect(self._services, metrics, version=__version__, siblings=siblings)
         self._inspect.auth = not config.auth.disabled
         self.tenancy.on_reload.extend((self._reloaded, self._decisions.reload))
-        self._routes = Routes(Generate(self._services), self._inspect, Admin(self._services, metrics))
+        admin = Admin(self._services, metrics, registry, members)
+        self._routes = Routes(Generate(self._services), self._inspect, admin)
         self._server = HttpServer(self, config.server, relay=config.relay, clock=clock, listeners=listeners)
         self._tasks: set[asyncio.Task[None]] = set()
         self._pulse: asyncio.Task[None] | None = None

@@ -73,6 +73,7 @@ class Routes:
         self._below = {
             "/v1/models/": Route(Access.KEY, {"GET": inspect.show_model}),
             "/admin/explain/": Route(Access.ADMIN, {"GET": admin.explain}),
+            "/admin/workers/": Route(Access.ADMIN, {"POST": admin.order}),
         }
         """Paths that end in the name of something, which may hold slashes."""
 

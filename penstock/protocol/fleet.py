@@ -1,6 +1,9 @@
 """What `GET /admin/workers` says: the fleet as one gateway process sees it. `penstock top` reads it back."""
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,3 +53,10 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     workers: list[WorkerReport]
     models: list[ModelReport]
+
+
+class DrainOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of `POST /admin/workers/{id}/drain`; it may be left out."""
+
+    timeout_s: Annotated[float, Meta(ge=0, le=86_400)] | None = None
+    """How long its streams have; null: `fleet.drain_timeout_s`."""

@@ -29,6 +29,8 @@ GOLDEN = Path(__file__).parent / "golden"
         "keys list",
         "keys rotate",
         "keys revoke",
+        "top",
+        "drain",
     ],
 )
 def test_help_reads_as_written_down(command: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,10 @@
 
 import io
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from penstock.backends.base import Backend
+from penstock.backends.fake import FakeBackend
 from penstock.clock import Clock
 from penstock.config.tree import LogConfig
 from penstock.fleet.registry import Registry
@@ -26,3 +28,17 @@ def fleet_of(
 def worker_of(registry: Registry, route: str, backend: Backend, number: int = 0) -> Worker:
     """A worker that is not added yet."""
     return registry.new(WorkerId(f"{route}-{number}"), route, backend)
+
+
+@dataclass(slots=True, frozen=True)
+class Prepared:
+    """A worker that is wanted; each time that it comes it has a new backend."""
+
+    id: WorkerId
+    route: str
+    clock: Clock = field(compare=False)
+    backends: list[FakeBackend] = field(default_factory=list, compare=False)
+
+    async def open(self, registry: Registry) -> Worker:
+        self.backends.append(FakeBackend(self.clock))
+        return registry.new(self.id, self.route, self.backends[-1])

@@ -18,6 +18,7 @@ from fleets import fleet_of
 from penstock.backends.fake import FakeBackend, Script, endless_words
 from penstock.clock import SystemClock
 from penstock.config.tree import AuthConfig, Config, LimitsConfig, LogConfig, RelayConfig, ServerConfig
+from penstock.fleet.members import Members
 from penstock.gateway.app import Gateway
 from penstock.gateway.models import ServedModel
 from penstock.gateway.public import PublicPrefixes
@@ -95,7 +96,9 @@ class RunningGateway:
         self.metrics = Metrics(list(self._names), version="test")
         tokenizer = tiny_tokenizer()
         template = ChatTemplate({"default": TEMPLATE}, special_tokens={}, wall_ns=self.clock.wall_ns)
+        log = Log(self.config.log, self.clock, stream=self.log_text)
         self.registry = fleet_of(self.clock, self.backends)
+        self.members = Members(self.registry, log, drain_timeout_s=5.0)
         models = [
             ServedModel(
                 name=ModelName(name),
@@ -111,10 +114,11 @@ class RunningGateway:
             self.config,
             {model.name: model for model in models},
             self.registry,
+            self.members,
             metrics=self.metrics,
             clock=self.clock,
             ids=IdSource(seed=1),
-            log=Log(self.config.log, self.clock, stream=self.log_text),
+            log=log,
         )
         self.host, self.port = await self.gateway.start()
         self._ready.set()

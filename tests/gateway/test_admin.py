@@ -1,10 +1,14 @@
 """The endpoints under /admin: what they show, and whom."""
 
+import asyncio
 import json
 import urllib.error
 import urllib.request
 
 import pytest
+from fleets import Prepared
+
+from penstock.types import WorkerId
 
 ADMIN_KEY = "sk-admin-0123456789"
 WORKERS = "/admin/workers"
@@ -93,3 +97,78 @@ def test_a_request_that_nobody_knows_is_not_explained(running):
     status, body = send(running, "/admin/explain/chatcmpl-nobody")
     assert status == 404
     assert body["error"]["code"] == "unknown_request"
+
+
+def with_worker(running, name="m/x@h:1"):
+    """One more worker, which a source wants."""
+    wanted = Prepared(WorkerId(name), "tiny", running.clock)
+    applying = running.members.apply("test", [wanted])
+    asyncio.run_coroutine_threadsafe(applying, running.loop).result(10)
+    return wanted
+
+
+def workers_of(running):
+    return {worker["id"]: worker for worker in send(running, WORKERS)[1]["workers"]}
+
+
+def test_a_drained_worker_ends_its_streams_leaves_and_comes_back_when_asked(running, kit):
+    wanted = with_worker(running)
+    path = f"{WORKERS}/m%2Fx@h:1"
+    assert workers_of(running)["m/x@h:1"]["state"] == "ready"
+    assert send(running, f"{path}/drain", {"timeout_s": 1})[0] == 200
+    running.wait_until(lambda: running.registry.get(wanted.id) is None)
+    drained = workers_of(running)["m/x@h:1"]
+    assert (drained["state"], drained["stage"]) == ("gone", "drained by hand")
+    with_worker(running)  # A source that says the same again does not bring it back.
+    assert running.registry.get(wanted.id) is None
+    assert send(running, f"{path}/drain", method="POST")[0] == 200, "once more changes nothing"
+    assert send(running, f"{path}/undrain", method="POST")[1]["state"] == "ready"
+    assert workers_of(running)["m/x@h:1"]["epoch"] == 1, "it is a new one"
+    assert send(running, "/v1/chat/completions", kit.chat(max_tokens=2), key=kit.KEY)[0] == 200
+
+
+def test_a_stream_outlives_the_order_to_drain_and_undrain_waits_for_its_end(start, kit):
+    config = kit.replace(kit.make_config(), auth={"admin_keys": (ADMIN_KEY,)})
+    running = start(config, step_s=0.02)
+    asyncio.run_coroutine_threadsafe(empty(running), running.loop).result(10)
+    wanted = with_worker(running)
+    raw = kit.Raw(running)
+    raw.send(kit.post("/v1/chat/completions", kit.chat(max_tokens=150, stream=True)))
+    raw.read_until(b"content")
+    answer = send(running, f"{WORKERS}/m%2Fx@h:1/drain", method="POST")[1]
+    assert (answer["state"], answer["streams"]) == ("draining", 1)
+    assert send(running, f"{WORKERS}/m%2Fx@h:1/undrain", method="POST")[1]["state"] == "draining"
+    assert b"[DONE]" in raw.read_until(b"[DONE]")
+    raw.close()
+    running.wait_until(lambda: len(wanted.backends) == 2 and running.registry.get(wanted.id).is_ready)
+
+
+async def empty(running) -> None:
+    """Take the gateway's own workers away."""
+    for worker in list(running.registry):
+        running.registry.remove(worker.id)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "word"),
+    [
+        ("/nobody/drain", None, 404, "no such worker"),
+        ("/nobody/undrain", None, 404, "no such worker"),
+        ("/tiny-0/explode", None, 404, "/drain and /undrain"),
+        ("/drain", None, 404, "/drain and /undrain"),
+        ("/tiny-0/drain", {"timeout_s": -1}, 400, "timeout_s"),
+        ("/tiny-0/drain", {"timeout": 1}, 400, "timeout"),
+        ("/tiny-0/drain", [], 400, "object"),
+    ],
+)
+def test_orders_that_cannot_be_followed_are_refused(running, path, body, status, word):
+    got, answer = send(running, f"{WORKERS}{path}", body, method="POST")
+    assert got == status
+    assert word in answer["error"]["message"]
+    assert workers_of(running)["tiny-0"]["state"] == "ready"
+
+
+def test_a_tenant_may_not_drain(running, kit):
+    assert send(running, f"{WORKERS}/tiny-0/drain", key=kit.KEY, method="POST")[0] == 403
+    assert send(running, f"{WORKERS}/tiny-0/drain", method="GET")[0] == 405
+    assert workers_of(running)["tiny-0"]["state"] == "ready"

@@ -1,4 +1,4 @@
-"""The contract of whatever can place an engine worker somewhere: processes here; Ray and Kubernetes later.
+"""The contract of whatever can place an engine worker somewhere: processes here; or on a Ray cluster.
 
 A launcher owns the worker's life (start, watch, restart, stop). The `OwnBackend` that it is given owns the
 connection; the launcher points it at the worker and tells it what a socket cannot know.
@@ -33,6 +33,9 @@ class WorkerSpec:
 class LaunchedWorker(Protocol):
     """A worker that was started and is kept running until it is stopped."""
 
+    on_move: Callable[[Address], None]
+    """Called when it listens somewhere else, with the new address; its backend follows by itself."""
+
     @property
     def spec(self) -> WorkerSpec:
         """What was asked for."""
@@ -45,7 +48,7 @@ class LaunchedWorker(Protocol):
 
     @property
     def address(self) -> Address:
-        """Where it listens, also after a restart. Any number of gateways may connect."""
+        """Where it listens, also after a restart (unless it had to move to another machine). Any number of gateways may connect."""
         ...
 
     async def wait_ready(self, on_progress: ProgressCallback | None = None) -> None:
@@ -61,6 +64,14 @@ class LaunchedWorker(Protocol):
 class Launcher(Protocol):
     """Places workers."""
 
+    async def open(self) -> None:
+        """Find out whether workers can be placed at all. Called before the first `start`.
+
+        Raises:
+            ConfigError: they cannot, as it is configured.
+        """
+        ...
+
     async def start(self, spec: WorkerSpec, backend: OwnBackend) -> LaunchedWorker:
         """Start a worker and return at once, usually before it is ready."""
         ...
@@ -71,4 +82,8 @@ class Launcher(Protocol):
 
     def list(self) -> tuple[LaunchedWorker, ...]:
         """Every worker that was started and not stopped."""
+        ...
+
+    async def close(self, *, timeout_s: float) -> None:
+        """Stop every worker, all at the same time. Nothing of them is left but their logs."""
         ...

@@ -47,6 +47,9 @@ class LocalLauncher:
         self._directory = tempfile.TemporaryDirectory(prefix="penstock-")  # Mode 0700.
         self._num_started = 0
 
+    async def open(self) -> None:
+        """See `Launcher`: this machine is there."""
+
     async def start(self, spec: WorkerSpec, backend: OwnBackend) -> SupervisedWorker:
         """Start a worker process and return at once; see `SupervisedWorker.wait_ready`.
 

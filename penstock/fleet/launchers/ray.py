@@ -60,17 +60,33 @@ class RayLauncher:
         self._environment, self._log = environment or {}, log
         self._log_directory, self._log_bytes_max = log_directory, log_bytes_max
         self._workers: dict[WorkerId, SupervisedWorker] = {}
-        self._connecting = asyncio.Lock()
+
+    async def open(self) -> None:
+        """Connect to the cluster.
+
+        Raises:
+            ConfigError: there is none at `fleet.ray.address`.
+        """
+        if self._ray.is_initialized():
+            return
+        try:
+            await self._knock()
+            # In a thread, since it waits for the cluster; workers' words reach us by themselves (RayProcess).
+            await asyncio.to_thread(
+                self._ray.init, address=self._config.address, log_to_driver=False, logging_level="warning"
+            )
+        except (OSError, RuntimeError, ValueError) as error:
+            what = str(error).strip().partition("\n")[0] or type(error).__name__
+            message = f"fleet.ray.address: no cluster at {self._config.address!r}: {what}"
+            raise ConfigError(message) from error
 
     async def start(self, spec: WorkerSpec, backend: OwnBackend) -> SupervisedWorker:
         """Find a place for a worker and start it there; returns as soon as it has one.
 
         Raises:
-            ConfigError: there is no cluster at `fleet.ray.address`.
             WorkerUnavailable: the cluster has no room for it.
         """
         assert spec.worker_id not in self._workers, f"{spec.worker_id} runs already"
-        await self._connect()
         process = RayProcess(self._ray, spec.worker_id, self._launch(spec), self._config, self._environment)
         process.log = tee(
             self._log, self._log_directory, spec.worker_id, self._clock, bytes_max=self._log_bytes_max
@@ -98,22 +114,6 @@ class RayLauncher:
         await asyncio.gather(
             *(self.stop(worker_id, timeout_s=timeout_s) for worker_id in list(self._workers))
         )
-
-    async def _connect(self) -> None:
-        async with self._connecting:
-            if self._ray.is_initialized():
-                return
-            try:
-                await self._knock()
-                # In a thread, since it waits for the cluster; workers' words reach us by themselves (RayProcess).
-                await asyncio.to_thread(
-                    self._ray.init, address=self._config.address, log_to_driver=False, logging_level="warning"
-                )
-            except (OSError, RuntimeError, ValueError) as error:
-                what = str(error).strip().partition("\n")[0]
-                raise ConfigError(
-                    f"fleet.ray.address: no cluster at {self._config.address!r}: {what}"
-                ) from error
 
     async def _knock(self) -> None:
         """Ray's client waits for minutes for a cluster that is not there, and may end the process then."""

@@ -9,6 +9,7 @@ When to restart is in `supervision.py`; how a process is started and ended is th
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from penstock.backends.own import OwnBackend
@@ -82,6 +83,7 @@ class SupervisedWorker:
 
     def __init__(self, spec: WorkerSpec, backend: OwnBackend, process: Supervisable, clock: Clock) -> None:
         self.spec, self.backend = spec, backend
+        self.on_move: Callable[[Address], None] = _ignored
         self._process, self._clock = process, clock
         self._budget = RestartBudget(spec.engine.restarts_max, clock)
         self._down: PenstockError | None = None
@@ -170,6 +172,7 @@ class SupervisedWorker:
         except OSError as error:
             return f"no process can be started: {error}"
         if self.address != before:
+            self.on_move(self.address)
             await self.backend.move_to(self.address)
         watch = asyncio.create_task(self._watch(), name=f"watch {self.spec.worker_id}")
         try:
@@ -220,3 +223,7 @@ class SupervisedWorker:
             if kind == operator_error.__name__:
                 return operator_error(words)
         return WorkerUnavailable(f"{what}; its last words: {tail[-1]}" if tail else what)
+
+
+def _ignored(_: Address) -> None:
+    """Nobody needs to know."""

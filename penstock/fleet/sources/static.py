@@ -1,6 +1,5 @@
 """The workers that the configuration names: replicas to launch, and workers at addresses."""
 
-import os
 from collections.abc import Iterator
 
 from msgspec.structs import replace
@@ -16,16 +15,16 @@ from penstock.types import ModelName, WorkerId
 
 
 def launched(
-    model: ModelConfig, path: str, launcher: Launcher, tokenizer: Tokenizer, clock: Clock
+    model: ModelConfig, path: str, launcher: Launcher, tokenizer: Tokenizer, clock: Clock, *, cores: int = 0
 ) -> Iterator[Launched]:
-    """The replicas of one model; `path` is its directory."""
+    """The replicas of one model; `path` is its directory. They share `cores`; 0: each has those of its place."""
     name = served_name(model)
     for number in range(model.replicas):
         spec = WorkerSpec(
             worker_id=WorkerId(f"{name}-{number}"),
             model_path=path,
             model_name=ModelName(name),
-            engine=share_of(model.engine, model.replicas, len(os.sched_getaffinity(0))),
+            engine=share_of(model.engine, model.replicas, cores),
         )
         yield Launched(spec=spec, launcher=launcher, tokenizer=tokenizer, clock=clock)
 
@@ -41,6 +40,6 @@ def attached(model: ModelConfig, tokenizer: Tokenizer, tools: Tools) -> Iterator
 
 def share_of(engine: EngineConfig, replicas: int, cores: int) -> EngineConfig:
     """The engine's settings for one of several replicas on one machine: they share its cores."""
-    if replicas == 1 or engine.threads:
+    if replicas == 1 or engine.threads or not cores:
         return engine
     return replace(engine, threads=max(1, cores // replicas))

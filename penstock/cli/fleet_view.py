@@ -1,0 +1,142 @@
+"""The fleet as `penstock top` shows it: rates from two reports, and tables. Pure, but for the look of it."""
+
+from collections.abc import Sequence
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from penstock.cli.console import printable
+from penstock.protocol.fleet import FleetReport, ModelReport, WorkerReport
+
+STYLES = {
+    "ready": "green",
+    "suspect": "yellow",
+    "draining": "yellow",
+    "gone": "red",
+}
+"""Other states are on their way, and need no colour."""
+
+
+class WorkerRow(WorkerReport, frozen=True, kw_only=True):
+    """A worker, and how fast it is."""
+
+    tokens_per_s: float | None = None
+    """Since the report before; null if nobody has said."""
+
+
+class ModelRow(ModelReport, frozen=True, kw_only=True):
+    """A model, and how long answers take to begin."""
+
+    running: int = 0
+    tokens_per_s: float = 0.0
+    ttft_s: float | None = None
+    """Mean of the answers that began since the report before; null if none did."""
+
+
+class FleetView(msgspec.Struct, frozen=True, kw_only=True):
+    """What is shown at one time."""
+
+    version: str
+    workers: list[WorkerRow]
+    models: list[ModelRow]
+
+
+def view_of(now: FleetReport, before: FleetReport | None, seconds: float) -> FleetView:
+    """A report with what has changed since the one `seconds` before it."""
+    old_workers = {(worker.id, worker.epoch): worker for worker in before.workers} if before else {}
+    old_models = {model.name: model for model in before.models} if before else {}
+    workers = [
+        WorkerRow(
+            **msgspec.structs.asdict(worker),
+            tokens_per_s=_rate(worker, old_workers.get((worker.id, worker.epoch)), seconds),
+        )
+        for worker in now.workers
+    ]
+    models = [_model_row(model, old_models.get(model.name), workers) for model in now.models]
+    return FleetView(version=now.version, workers=workers, models=models)
+
+
+def _model_row(model: ModelReport, old: ModelReport | None, workers: Sequence[WorkerRow]) -> ModelRow:
+    mine = [worker for worker in workers if worker.model == model.name]
+    count = model.ttft_count - old.ttft_count if old is not None else 0
+    grown_s = model.ttft_sum_s - old.ttft_sum_s if old is not None else 0.0
+    return ModelRow(
+        **msgspec.structs.asdict(model),
+        running=sum(worker.running or 0 for worker in mine),
+        tokens_per_s=sum(worker.tokens_per_s or 0.0 for worker in mine),
+        ttft_s=grown_s / count if count > 0 else None,
+    )
+
+
+def _rate(now: WorkerReport, old: WorkerReport | None, seconds: float) -> float | None:
+    if old is None or now.generated_tokens is None or old.generated_tokens is None or seconds <= 0:
+        return None
+    return max(0, now.generated_tokens - old.generated_tokens) / seconds
+
+
+def tables(view: FleetView, where: str, trouble: str = "") -> RenderableType:
+    """For people: a head line, the models, the workers; `trouble` is why there is nothing newer."""
+    ready = sum(worker.state == "ready" for worker in view.workers)
+    head = _text(f"{where}  penstock {view.version}  {ready} of {len(view.workers)} workers ready")
+    parts: list[RenderableType] = [head]
+    if trouble:
+        parts.append(_text(trouble, "red"))
+    parts += [Text(), _model_table(view.models), Text(), _worker_table(view.workers)]
+    parts += [_text(f"{worker.id}: {worker.notes[-1]}", "dim") for worker in view.workers if worker.notes]
+    return Group(*parts)
+
+
+def _model_table(models: Sequence[ModelRow]) -> Table:
+    table = _table(
+        "model", workers="right", queued="right", running="right", **{"tokens/s": "right", "TTFT": "right"}
+    )
+    for model in models:
+        ttft = "-" if model.ttft_s is None else f"{model.ttft_s * 1000:,.0f} ms"
+        counts = (f"{model.ready}/{model.workers}", f"{model.waiting:,}", f"{model.running:,}")
+        table.add_row(_text(model.name), *counts, f"{model.tokens_per_s:,.0f}", ttft)
+    return table
+
+
+def _worker_table(workers: Sequence[WorkerRow]) -> Table:
+    right = dict.fromkeys(("run", "wait", "KV", "tokens/s", "heard", "restarts"), "right")
+    table = _table("worker", engine="left", state="left", **right)
+    for worker in workers:
+        state = _text(worker.state, STYLES.get(worker.state, ""))
+        if worker.state != "ready" and worker.stage not in ("", worker.state):
+            state.append(f" ({printable(worker.stage)})", style="dim")
+        table.add_row(
+            _text(worker.id),
+            _text(worker.engine),
+            state,
+            _count(worker.running),
+            _count(worker.waiting),
+            _share(worker.kv_blocks_used, worker.kv_blocks_total),
+            _count(None if worker.tokens_per_s is None else round(worker.tokens_per_s)),
+            "-" if worker.age_s is None else f"{worker.age_s:,.0f} s",
+            str(worker.restarts),
+        )
+    return table
+
+
+def _table(first: str, **columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(first, overflow="fold")
+    for name, side in columns.items():
+        # Only the words about a worker's state may take a second line.
+        table.add_column(name, justify="right" if side == "right" else "left", no_wrap=name != "state")
+    return table
+
+
+def _count(number: int | None) -> str:
+    return "-" if number is None else f"{number:,}"
+
+
+def _share(used: int | None, total: int | None) -> str:
+    return "-" if used is None or not total else f"{100 * used / total:.0f}%"
+
+
+def _text(said: str, style: str = "") -> Text:
+    """Words of others: no markup, and nothing that steers a terminal."""
+    return Text(printable(said), style=style)

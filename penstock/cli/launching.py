@@ -1,0 +1,47 @@
+"""Which launcher there is, by the configuration."""
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock import rng
+from penstock.clock import Clock
+from penstock.config.fleet import FleetConfig
+from penstock.config.state import state_directory
+from penstock.fleet.launchers.base import Launcher
+from penstock.fleet.launchers.local import LocalLauncher
+from penstock.fleet.launchers.ray import RayLauncher
+
+
+def make_launcher(config: FleetConfig, clock: Clock, say: Callable[[str], None]) -> Launcher:
+    """The launcher of every replica; `say` hears what workers print.
+
+    Raises:
+        ConfigError: it needs something that is not installed.
+    """
+    key, logs = rng.fresh_key(), log_directory(config)
+    if config.launcher == "ray":
+        return RayLauncher(
+            clock,
+            key,
+            config=config.ray,
+            log=say,
+            log_directory=logs,
+            log_bytes_max=config.log_bytes_max,
+        )
+    return LocalLauncher(clock, key, log=say, log_directory=logs, log_bytes_max=config.log_bytes_max)
+
+
+def log_directory(config: FleetConfig) -> Path | None:
+    """Where workers' words are kept; None where there is no place for them."""
+    if config.logs:
+        return Path(config.logs)
+    with contextlib.suppress(RuntimeError):  # There may be no home directory.
+        return state_directory() / "workers"
+    return None
+
+
+def shared_cores(config: FleetConfig) -> int:
+    """Cores that all replicas share: this machine's, if they run here."""
+    return len(os.sched_getaffinity(0)) if config.launcher == "local" else 0

@@ -1,0 +1,82 @@
+"""From the endpoints that a source has found to the workers that there should be: the same for every kind of source."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from penstock.config.discover import DiscoverConfig
+from penstock.config.fleet import WorkerConfig
+from penstock.fleet.members import Members
+from penstock.fleet.wanted import Wanted
+from penstock.telemetry.log import Log
+
+_SAME = frozenset(DiscoverConfig.__struct_fields__) & frozenset(WorkerConfig.__struct_fields__)
+"""Settings that workers which are found have like those at addresses."""
+
+
+@dataclass(slots=True, frozen=True, order=True)
+class Endpoint:
+    """Somebody listens there."""
+
+    host: str
+    port: int
+
+    @property
+    def authority(self) -> str:
+        """As it stands in URLs; IPv6 addresses are bracketed."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class Found:
+    """What one source wants, kept in the registry by way of its members."""
+
+    def __init__(
+        self,
+        source: str,
+        config: DiscoverConfig,
+        make: Callable[[WorkerConfig], Wanted],
+        members: Members,
+        log: Log,
+    ) -> None:
+        """`make` says what a worker at an address is."""
+        self.source, self.config = source, config
+        self._make, self._members, self._log = make, members, log
+        self._now: tuple[Endpoint, ...] | None = None
+        self._left_out = 0
+
+    async def take(self, endpoints: Iterable[Endpoint]) -> None:
+        """These are there now, and no others. What is there no more drains."""
+        every = sorted(set(endpoints))
+        now = tuple(every[: self.config.found_max])
+        if (left_out := len(every) - len(now)) != self._left_out:
+            self._left_out = left_out
+            if left_out:
+                self._log.warning(
+                    "more workers were found than discover.found_max allows",
+                    source=self.source,
+                    count=left_out,
+                )
+        if now == self._now:
+            return
+        before, self._now = set(self._now or ()), now
+        self._log.info(
+            "workers were found",
+            source=self.source,
+            joined=len(set(now) - before),
+            left=len(before - set(now)),
+        )
+        await self._members.apply(self.source, [self._make(worker_at(each, self.config)) for each in now])
+
+
+def worker_at(endpoint: Endpoint, config: DiscoverConfig) -> WorkerConfig:
+    """The worker at an endpoint."""
+    is_ours = config.engine == "penstock"
+
+    def zmq(port: int) -> str:
+        return f"tcp://{Endpoint(endpoint.host, port).authority}" if port else ""
+
+    return WorkerConfig(
+        url=f"tcp:{endpoint.authority}" if is_ours else f"{config.scheme}://{endpoint.authority}",
+        kv_events=zmq(config.kv_events_port),
+        kv_replay=zmq(config.kv_replay_port),
+        **{name: getattr(config, name) for name in _SAME},
+    )

@@ -1,0 +1,333 @@
+"""Workers that are found by name or in a cluster: who joins, who leaves, and what failures change (nothing)."""
+
+import asyncio
+import contextlib
+import io
+
+import dns.asyncresolver
+import dns.message
+import dns.rcode
+import dns.rrset
+import pytest
+from kube_api import KubeApi, make_slice
+
+from penstock.clock import SystemClock
+from penstock.config.discover import DiscoverConfig, KubernetesConfig
+from penstock.config.tree import LogConfig
+from penstock.errors import ConfigError
+from penstock.fleet.sources import kubernetes
+from penstock.fleet.sources.dns import DnsSource, LookupFailed, SrvLookup, addresses, lookup_for
+from penstock.fleet.sources.found import Endpoint, Found, worker_at
+from penstock.fleet.sources.kubernetes import KubernetesSource
+from penstock.telemetry.log import Log
+
+READY, NOT_READY = {"ready": True}, {"ready": False}
+LEAVING = {"ready": False, "serving": True, "terminating": True}
+
+
+class Applied:
+    """Stands for the members: keeps what was applied last, and wakes whoever waits for it."""
+
+    def __init__(self) -> None:
+        self.history: list[tuple[str, ...]] = []
+        self._news = asyncio.Event()
+
+    async def apply(self, source, wanted) -> None:
+        assert source == "test"
+        self.history.append(tuple(each.url for each in wanted))
+        self._news.set()
+
+    async def next(self) -> tuple[str, ...]:
+        async with asyncio.timeout(10):
+            await self._news.wait()
+        self._news.clear()
+        return self.history[-1]
+
+
+def made(applied: Applied, **config: object) -> tuple[Found, Log, io.StringIO]:
+    text = io.StringIO()
+    log = Log(LogConfig(), SystemClock(), stream=text)
+    settings = DiscoverConfig(engine="vllm", **{"dns": "x:80", **config})
+    return Found("test", settings, lambda worker: worker, applied, log), log, text
+
+
+def run(check, *arguments) -> None:
+    async def timed() -> None:
+        async with asyncio.timeout(20):
+            await check(*arguments)
+
+    asyncio.run(timed())
+
+
+# --- what is made of an endpoint ------------------------------------------------------------------
+
+
+def test_an_endpoint_becomes_a_worker_of_the_configured_kind() -> None:
+    config = DiscoverConfig(engine="vllm", kind="l4", kv_events_port=5557, scheme="https")
+    worker = worker_at(Endpoint("fd00::1", 8000), config)
+    assert (worker.url, worker.kv_events) == ("https://[fd00::1]:8000", "tcp://[fd00::1]:5557")
+    assert (worker.engine, worker.kind, worker.kv_replay) == ("vllm", "l4", "")
+    assert worker_at(Endpoint("10.0.0.1", 70), DiscoverConfig(engine="penstock")).url == "tcp:10.0.0.1:70"
+
+
+def test_only_changes_are_applied_and_only_so_many_are_taken() -> None:
+    async def check() -> None:
+        applied = Applied()
+        found, _, text = made(applied, found_max=2)
+        for names in ("ba", "ab", "abc", ""):
+            await found.take(Endpoint(name, 1) for name in names)
+        assert applied.history == [("http://a:1", "http://b:1"), ()]
+        assert text.getvalue().count("found_max") == 1
+
+    run(check)
+
+
+# --- DNS ------------------------------------------------------------------------------------------
+
+
+def test_a_lookup_that_fails_changes_nothing_and_an_empty_one_is_believed_the_third_time() -> None:
+    async def check() -> None:
+        applied, answers = Applied(), []
+        found, log, text = made(applied, timeout_s=0.05)
+        a, b = Endpoint("a", 1), Endpoint("b", 1)
+
+        async def lookup(name: str) -> tuple[Endpoint, ...]:
+            assert name == "x:80"
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            if answer is None:
+                await asyncio.Event().wait()
+            return answer
+
+        source = DnsSource(found, lookup, log)
+        answers[:] = [(a,), LookupFailed("away"), None, LookupFailed("away"), (), (), (a, b), (), (), (), ()]
+        while answers:
+            await source.look()
+        assert applied.history == [("http://a:1",), ("http://a:1", "http://b:1"), ()]
+        assert "away" in text.getvalue()
+        assert "no answer within 0.05 s" in text.getvalue()
+
+    run(check)
+
+
+def test_it_asks_again_and_again() -> None:
+    async def check() -> None:
+        applied, numbers = Applied(), iter(range(100))
+
+        async def lookup(_: str) -> tuple[Endpoint, ...]:
+            return (Endpoint("h", next(numbers)),)
+
+        found, log, _ = made(applied, refresh_s=0.1)
+        task = asyncio.create_task(DnsSource(found, lookup, log).run())
+        assert [await applied.next() for _ in range(3)] == [(f"http://h:{i}",) for i in range(3)]
+        task.cancel()
+
+    run(check)
+
+
+def test_addresses_are_what_this_machine_resolves() -> None:
+    async def check() -> None:
+        assert Endpoint("127.0.0.1", 8000) in await lookup_for("localhost:8000")("localhost:8000")
+        assert await addresses("[::1]:8000".replace("[", "").replace("]", "")) == (Endpoint("::1", 8000),)
+
+    run(check)
+
+
+class NameServer(asyncio.DatagramProtocol):
+    """Answers SRV questions from a table; a name that it does not know does not exist."""
+
+    def __init__(self, records: dict[str, list[str]]) -> None:
+        self.records, self.code = records, dns.rcode.NXDOMAIN
+
+    def connection_made(self, transport) -> None:
+        self.transport = transport
+
+    def datagram_received(self, data, where) -> None:
+        query = dns.message.from_wire(data)
+        answer = dns.message.make_response(query)
+        name = query.question[0].name
+        if records := self.records.get(str(name)):
+            answer.answer.append(dns.rrset.from_text(name, 30, "IN", "SRV", *records))
+        else:
+            answer.set_rcode(self.code)
+        self.transport.sendto(answer.to_wire(), where)
+
+
+def test_srv_records_name_hosts_and_ports() -> None:
+    async def check() -> None:
+        name = "_http._tcp.vllm.default.svc."
+        table = {
+            name: ["0 50 8000 a.svc.", "0 50 8001 b.svc.", "10 50 9 backup.svc."],
+            "_no._tcp.x.": ["0 0 0 ."],
+        }
+        transport, server = await asyncio.get_running_loop().create_datagram_endpoint(
+            lambda: NameServer(table), local_addr=("127.0.0.1", 0)
+        )
+        resolver = dns.asyncresolver.Resolver(configure=False)
+        resolver.nameservers, resolver.lifetime = ["127.0.0.1"], 2.0
+        resolver.port = transport.get_extra_info("sockname")[1]
+        lookup = SrvLookup(resolver)
+        assert set(await lookup(name)) == {Endpoint("a.svc", 8000), Endpoint("b.svc", 8001)}
+        assert await lookup("_no._tcp.x.") == await lookup("_gone._tcp.x.") == ()
+        server.code = dns.rcode.SERVFAIL
+        with pytest.raises(LookupFailed):
+            await lookup("_gone._tcp.x.")
+        transport.close()
+
+    run(check)
+
+
+def test_srv_needs_its_library(monkeypatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "dns.asyncresolver", None)
+    with pytest.raises(ConfigError, match=r"penstock\[dns\]"):
+        lookup_for("_http._tcp.x")
+
+
+# --- Kubernetes -----------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def followed(monkeypatch, api: KubeApi, **config: object):
+    """A source that follows an API server."""
+    monkeypatch.setattr(kubernetes, "BACKOFF_MIN_S", 0.01)
+    monkeypatch.setattr(kubernetes, "BACKOFF_MAX_S", 0.05)
+    await api.start()
+    applied = Applied()
+    found, log, text = made(applied, dns="")
+    settings = KubernetesConfig(
+        namespace="default", service="vllm", api_server=api.url, **{"token_file": "", **config}
+    )
+    task = asyncio.create_task(KubernetesSource(found, settings, SystemClock(), log).run())
+    try:
+        yield applied, text
+    finally:
+        task.cancel()
+        await api.stop()
+
+
+def urls(*hosts: str) -> tuple[str, ...]:
+    return tuple(f"http://{host}" for host in hosts)
+
+
+async def until(check) -> None:
+    async with asyncio.timeout(10):
+        while not check():
+            await asyncio.sleep(0.005)
+
+
+def test_endpoints_join_when_they_are_ready_and_leave_when_they_terminate(monkeypatch) -> None:
+    async def check() -> None:
+        api = KubeApi(page=1)
+        api.slices = {
+            "s-1": make_slice("s-1", ("1", "10.0.0.1", READY), ("2", "10.0.0.2", NOT_READY)),
+            "s-2": make_slice("s-2", ("3", "10.0.0.3", {}), ("1", "10.0.0.1", READY)),
+        }
+        async with followed(monkeypatch, api) as (applied, _):
+            assert await applied.next() == urls("10.0.0.1:8000", "10.0.0.3:8000"), "unknown counts as ready"
+            await until(lambda: api.num_watches == 1)
+            await api.put(make_slice("s-1", ("1", "10.0.0.1", READY), ("2", "10.0.0.2", READY)))
+            assert await applied.next() == urls("10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000")
+            await api.put(make_slice("s-2", ("3", "10.0.0.3", LEAVING)))
+            assert await applied.next() == urls("10.0.0.1:8000", "10.0.0.2:8000")
+            await api.delete("s-1")
+            assert await applied.next() == ()
+        assert [query.get("continue") for _, query in api.requests[:2]] == [None, "1"]
+        assert api.requests[2][1]["resourceVersion"] == "100"
+
+    run(check)
+
+
+def test_of_a_pod_with_two_families_one_address_is_taken(monkeypatch) -> None:
+    async def check() -> None:
+        api = KubeApi()
+        api.slices = {
+            "4": make_slice("4", ("1", "10.0.0.1", READY)),
+            "6": make_slice("6", ("1", "fd00::1", READY), ("2", "fd00::2", READY), family="IPv6"),
+        }
+        async with followed(monkeypatch, api) as (applied, _):
+            assert await applied.next() == urls("10.0.0.1:8000", "[fd00::2]:8000")
+
+    run(check)
+
+
+@pytest.mark.parametrize(
+    ("config", "host"), [({"port": 9}, "a:9"), ({"port_name": "http"}, "a:8000"), ({"port_name": "x"}, None)]
+)
+def test_the_port_is_the_configured_one(monkeypatch, config, host) -> None:
+    async def check() -> None:
+        api = KubeApi()
+        api.slices = {"s": make_slice("s", ("1", "a", READY))}
+        async with followed(monkeypatch, api, **config) as (applied, _):
+            assert await applied.next() == (urls(host) if host else ())
+
+    run(check)
+
+
+def test_a_broken_watch_goes_on_from_its_version_and_a_forgotten_one_from_a_list(monkeypatch) -> None:
+    async def check() -> None:
+        api = KubeApi()
+        api.slices = {"s": make_slice("s", ("1", "a", READY))}
+        async with followed(monkeypatch, api) as (applied, _):
+            assert await applied.next() == urls("a:8000")
+            await until(lambda: api.num_watches == 1)
+            await api.bookmark()
+            await until(lambda: api.num_watches == 1)
+            await asyncio.sleep(0.1)
+            await api.cut()
+            await api.put(make_slice("s", ("2", "b", READY)))
+            assert await applied.next() == urls("b:8000")
+            kinds = [query.get("resourceVersion", "list") for _, query in api.requests]
+            assert kinds[:2] == ["list", "100"]
+            assert kinds[-1] == "101", "the bookmark's"
+            api.slices["s"] = make_slice("s", ("3", "c", READY))  # Nobody is told of this.
+            api.version += 10
+            api.forget()
+            await api.cut()
+            assert await applied.next() == urls("c:8000")
+            assert "list" in [query.get("resourceVersion", "list") for _, query in api.requests[2:]]
+
+    run(check)
+
+
+def test_workers_stay_while_the_api_server_refuses_and_a_new_token_is_taken(monkeypatch, tmp_path) -> None:
+    async def check() -> None:
+        token = tmp_path / "token"
+        token.write_text("old\n")
+        api = KubeApi(token="old")
+        api.slices = {"s": make_slice("s", ("1", "a", READY))}
+        async with followed(monkeypatch, api, token_file=str(token)) as (applied, text):
+            assert await applied.next() == urls("a:8000")
+            await until(lambda: api.num_watches == 1)
+            api.token = "new"
+            await api.cut()
+            await until(lambda: "refuses (401)" in text.getvalue())
+            assert applied.history == [urls("a:8000")]
+            token.write_text("new\n")
+            await until(lambda: api.num_watches == 1)
+            await api.put(make_slice("s", ("2", "b", READY)))
+            assert await applied.next() == urls("b:8000")
+
+    run(check)
+
+
+def test_an_answer_that_is_none_is_reported_and_tried_again(monkeypatch) -> None:
+    async def check() -> None:
+        api = KubeApi()
+        api._list = lambda query: {"metadata": 5}
+        async with followed(monkeypatch, api) as (applied, text):
+            await until(lambda: "cannot be read" in text.getvalue())
+            del api._list
+            assert await applied.next() == ()
+
+    run(check)
+
+
+def test_without_a_pod_an_api_server_must_be_named() -> None:
+    config = KubernetesConfig(namespace="n", service="s")
+    with pytest.raises(ConfigError, match="api_server"):
+        kubernetes.api_server(config, {})
+    at = kubernetes.api_server(
+        config, {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "6443"}
+    )
+    assert str(at) == "https://[fd00::1]:6443"
