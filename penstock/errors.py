@@ -9,7 +9,8 @@
     │   ├── Forbidden              the caller is known and may not use this         (403)
     │   ├── NotFound               no such path or model                            (404)
     │   ├── MethodNotAllowed       the path exists, this verb on it does not        (405)
-    │   └── TooLarge               the body or the header is over its bound         (413)
+    │   ├── TooLarge               the body or the header is over its bound         (413)
+    │   └── PoisonRequest          workers have died of its like                    (422)
     ├── Overloaded             nobody is at fault; safe to retry later              (429/503)
     │   ├── BudgetExhausted        the tenant's money for this day or month is spent (429)
     │   ├── Evicted                accepted, then dropped before it was finished    (503)
@@ -86,6 +87,13 @@ class TooLarge(ClientError):
     """The body or the header block is over its configured bound."""
 
 
+class PoisonRequest(ClientError):
+    """Workers have died of requests like this one: it is refused for a while, for the sake of all others."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="poison_request")
+
+
 class Overloaded(PenstockError):
     """Too much work for now. `retry_after_s` is when room is expected, if that can be said."""
 
@@ -113,7 +121,11 @@ class IdentityUnavailable(Overloaded):
 
 
 class WorkerError(PenstockError):
-    """A worker failed us; the client did nothing wrong."""
+    """A worker failed us; the client did nothing wrong. `died`: its process ended with this request on it."""
+
+    def __init__(self, message: str, *, died: bool = False) -> None:
+        super().__init__(message)
+        self.died = died
 
 
 class WorkerUnavailable(WorkerError):

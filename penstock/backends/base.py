@@ -25,6 +25,9 @@ class GenerateRequest:
     request_id: RequestId
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    resumed: tuple[int, ...] = ()
+    """The answer so far, which another worker gave (`Finish.resume`): the sink hears only what comes behind it, and `usage`
+    counts both. A backend that cannot go on with exactly the tokens that would have followed refuses it."""
     stop: tuple[str, ...] = ()
     """Strings that end the answer; the text is cut before them."""
     include_stop: bool = False
@@ -86,6 +89,9 @@ class Finish:
     """The stop string or stop token id that matched, if one did (EOS is not reported)."""
     error: PenstockError | None = None
     """Set exactly when the reason is ERROR."""
+    resume: tuple[int, ...] | None = None
+    """With the reasons ERROR and ABORT: the whole answer so far, with which another worker can go on as if nothing had
+    happened. None: it cannot be gone on with."""
 
 
 class Sink(Protocol):
@@ -123,6 +129,7 @@ class Phase(enum.StrEnum):
     LOADING = "loading"
     WARMING = "warming"
     READY = "ready"  # It takes requests.
+    SUSPECT = "suspect"  # It is connected and does not answer: its streams may go on, it gets nothing new.
     LOST = "lost"  # It answered once, and cannot be reached now. Every stream was broken off.
     REFUSED = "refused"  # It answers, and is not what it should be; `stage` says why.
     DRAINING = "draining"  # What it has may end; it takes nothing new.
@@ -174,7 +181,8 @@ class Backend(Protocol):
         """Start a stream: any number of `on_delta`, then exactly one `on_finish`.
 
         Raises:
-            WorkerUnavailable: nothing was sent; another worker may be tried. The sink hears nothing.
+            WorkerUnavailable: nothing was sent; another worker may be tried. The sink hears nothing. Also if the request is
+                `resumed` and this kind of worker cannot do that.
 
         After a successful return trouble arrives as a `Finish` with an error: `WorkerUnavailable` if no
         output came before it, `StreamBroken` if some did, `EngineFault` if only this request is hit.

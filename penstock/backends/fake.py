@@ -6,7 +6,7 @@ deterministic. Like an engine it works in steps: every stream gets one token per
 
 import asyncio
 from collections.abc import Callable, Iterator
-from itertools import count
+from itertools import count, islice
 
 import msgspec
 
@@ -45,6 +45,8 @@ class FakeBackend:
         self, clock: Clock, *, script: Script = endless_words, step_s: float = 0.0, max_running: int = 1024
     ) -> None:
         self.on_change: Callable[[], None] = nothing
+        self.resumes = True
+        """Whether another worker can go on with what this one began, as with our own engine."""
         self._clock, self._script, self._step_s = clock, script, step_s
         self._streams: dict[RequestId, _FakeStream] = {}
         self._timer: asyncio.Handle | None = None
@@ -72,7 +74,11 @@ class FakeBackend:
         if not self._status.ready:
             raise WorkerUnavailable(f"the worker is not ready: {self._status.stage}")
         assert request.request_id not in self._streams, f"{request.request_id} is already running"
-        stream = _FakeStream(request, sink, self._script(request), self._clock, self._leave)
+        if request.resumed and not self.resumes:
+            raise WorkerUnavailable("this kind of worker cannot go on with what another one began")
+        stream = _FakeStream(
+            request, sink, self._script(request), self._clock, self._leave, resumes=self.resumes
+        )
         self._streams[request.request_id] = stream
         self._idle.clear()
         if self._timer is None:
@@ -143,14 +149,19 @@ class _FakeStream:
         tokens: Iterator[str],
         clock: Clock,
         leave: Callable[[RequestId], None],
+        *,
+        resumes: bool,
     ) -> None:
-        self.num_tokens = 0
+        self.num_tokens, self._resumes = 0, resumes
         self._request, self._sink, self._tokens = request, sink, tokens
         self._clock, self._leave = clock, leave
         self._stop = StopChecker(request.stop, include_stop=request.include_stop)
         self._started_ns = clock.now_ns()
         self._first_ns = 0
         self._done = False
+        for token in islice(tokens, len(request.resumed)):  # As `OwnStream` does.
+            self.num_tokens += 1
+            self._stop.push(token)
 
     @property
     def usage(self) -> Usage | None:
@@ -204,7 +215,11 @@ class _FakeStream:
         if not self._done:
             self._done = True
             self._leave(self._request.request_id)
-            self._sink.on_finish(Finish(reason=reason, usage=self._usage(), stop=stop, error=error))
+            resume = None
+            if self._resumes and reason in (FinishReason.ABORT, FinishReason.ERROR):
+                resume = tuple(range(1, self.num_tokens + 1))
+            finish = Finish(reason=reason, usage=self._usage(), stop=stop, error=error, resume=resume)
+            self._sink.on_finish(finish)
 
     def _usage(self) -> Usage:
         now_ns = self._clock.now_ns()

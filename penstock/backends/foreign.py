@@ -17,6 +17,7 @@ from penstock.backends.trtllm import TrtllmDialect
 from penstock.backends.vllm import VllmDialect
 from penstock.clock import Clock
 from penstock.config.backends import BackendsConfig
+from penstock.config.health import HeartbeatConfig
 from penstock.errors import ConfigError
 from penstock.telemetry.backend_metrics import BackendMeters
 from penstock.text.tokenizer import Tokenizer
@@ -63,6 +64,8 @@ class Tools:
     """Counters of an engine."""
     draw: Callable[[], float]
     """Numbers from 0 to 1."""
+    heartbeat: HeartbeatConfig = HeartbeatConfig()  # noqa: RUF009 - it is frozen.
+    """For workers of our own that somebody else started."""
 
 
 def make_backend(worker: ForeignWorker, tokenizer: Tokenizer, tools: Tools) -> HttpBackend:

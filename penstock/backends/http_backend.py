@@ -96,8 +96,11 @@ class HttpBackend:
         """See `Backend.generate`.
 
         Raises:
-            WorkerUnavailable: it is not ready, draining, or all connections that are allowed are in use.
+            WorkerUnavailable: it is not ready, draining, all connections that are allowed are in use, or it is to go on
+                with what another worker began, which no foreign engine can do exactly.
         """
+        if request.resumed:
+            raise WorkerUnavailable("this kind of worker cannot go on with what another one began")
         if not self._status.ready or self._draining:
             raise WorkerUnavailable(f"the worker is not ready: {self._status.stage}")
         assert request.request_id not in self._streams, f"{request.request_id} is already running"

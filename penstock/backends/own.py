@@ -13,6 +13,7 @@ from penstock.backends.own_kv import KVEventListener, KVSubscription
 from penstock.backends.own_link import WorkerLink
 from penstock.backends.own_stream import OwnStream
 from penstock.clock import Clock, sleep
+from penstock.config.health import HeartbeatConfig
 from penstock.errors import WorkerUnavailable
 from penstock.kv.hashing import token_bytes
 from penstock.protocol.address import Address
@@ -44,7 +45,12 @@ NOTES_MAX = 20
 class OwnBackend:
     """One engine worker. `connect_to` an address, and it stays connected until drained or closed."""
 
-    def __init__(self, tokenizer: Tokenizer, clock: Clock) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        clock: Clock,
+        heartbeat: HeartbeatConfig = HeartbeatConfig(),  # noqa: B008 - it is frozen.
+    ) -> None:
         self.failure: Failed | None = None
         """Why the worker says that it cannot serve, until it is heard of again."""
         self.on_change: Callable[[], None] = nothing
@@ -53,7 +59,7 @@ class OwnBackend:
         """The same, but not for newer `stats`. For the launcher."""
         self.progress = 0
         """The last step heard of: while `num_streams` or the stats say that there is work, it must grow."""
-        self._tokenizer, self._clock = tokenizer, clock
+        self._tokenizer, self._clock, self._heartbeat = tokenizer, clock, heartbeat
         self._status = BackendStatus()
         self._link: WorkerLink | None = None
         self._streams: dict[RequestId, OwnStream] = {}
@@ -123,6 +129,7 @@ class OwnBackend:
             Submit(
                 request_id=request.request_id,
                 prompt=token_bytes(request.prompt_token_ids),
+                resumed=token_bytes(request.resumed) if request.resumed else b"",
                 sampling=request.sampling,
                 cache_salt=request.cache_salt,
                 public_tokens=request.public_tokens,
@@ -205,8 +212,16 @@ class OwnBackend:
         else:
             self._on_state(message)
 
+    def on_link_doubted(self, *, doubted: bool) -> None:
+        """It gets nothing new while it does not answer; its streams wait for it, until the link is given up."""
+        if doubted:
+            self._change(Phase.SUSPECT, "it does not answer")
+        else:
+            self._change(Phase.READY, "ready")
+
     def on_link_lost(self, why: str) -> None:
         """Every stream breaks off; the connecting task tries again."""
+        died = self._link is not None and not self._link.was_cut
         self._link = None
         if self.failure is not None:
             why = f"the worker failed with {self.failure.kind}: {self.failure.error}"
@@ -214,7 +229,7 @@ class OwnBackend:
         self.progress = 0
         self._change(Phase.LOST, "disconnected")
         for stream in list(self._streams.values()):
-            stream.break_off(why)
+            stream.break_off(why, died=died)
 
     def _on_state(self, state: Loading | Ready | Failed) -> None:
         self.failure = None
@@ -230,6 +245,8 @@ class OwnBackend:
         else:
             self._status.info = state.info
             self._delay_s = RECONNECT_MIN_S
+            if self._link is not None:
+                self._link.expect_answers()
             self._change(Phase.READY, "ready")
 
     def _change(self, phase: Phase, stage: str) -> None:
@@ -250,7 +267,7 @@ class OwnBackend:
     async def _stay_connected(self, address: Address) -> None:
         while True:
             try:
-                link = await WorkerLink.connect(address, self)
+                link = await WorkerLink.connect(address, self, self._heartbeat)
             except OSError:
                 pass  # Nobody listens yet.
             else:

@@ -1,22 +1,31 @@
 """The wire between a gateway and one engine worker: messages in both directions, no streams, no policy.
 
 What is sent in one tick of the event loop leaves in one write. Whoever owns the link is told of every
-message and of the end; after the end a link is spent, and a new one is made.
+message and of the end; after the end a link is spent, and a new one is made. A worker that says nothing any more is
+asked for a sign of life, then doubted, then given up: whatever it may say later, nobody listens on that connection.
 """
 
 import asyncio
 from typing import Protocol, cast
 
+from penstock.backends.heartbeat import Beat, Heartbeat
+from penstock.config.health import HeartbeatConfig
 from penstock.protocol.address import Address, UnixAddress
 from penstock.protocol.worker import (
     MAX_FRAME_BYTES,
     FrameDecoder,
     FromWorker,
+    Ping,
+    Pong,
     ProtocolError,
     ToWorker,
     decode_from_worker,
     encode,
 )
+
+CONNECT_TIMEOUT_S = 2.0
+GREETING_BEATS = 20
+"""Silent beats after which a connection without a first word is cut. A worker that is stopped still has its kernel accept connections. It may also just be starting, on a busy machine."""
 
 
 class LinkOwner(Protocol):
@@ -34,6 +43,10 @@ class LinkOwner(Protocol):
         """
         ...
 
+    def on_link_doubted(self, *, doubted: bool) -> None:
+        """The worker has not answered for a while, or is heard again."""
+        ...
+
     def on_link_lost(self, why: str) -> None:
         """The link is gone, for either side's reasons. Called once."""
         ...
@@ -42,28 +55,44 @@ class LinkOwner(Protocol):
 class WorkerLink(asyncio.Protocol):
     """One connection to a worker. Made by `connect`."""
 
-    def __init__(self, owner: LinkOwner) -> None:
+    def __init__(self, owner: LinkOwner, heartbeat: HeartbeatConfig) -> None:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the connection is gone."""
         self._owner = owner
         self._decoder = FrameDecoder()
         self._unsent: list[bytes] = []
         self._transport: asyncio.Transport | None = None
+        self.was_cut = False
+        """It was this side that ended it."""
         self._why = "the worker closed the connection"
+        self._config = heartbeat
+        self._heartbeat: Heartbeat | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._heard = False
+        self._greeting_beats = 0
 
     @classmethod
-    async def connect(cls, address: Address, owner: LinkOwner) -> "WorkerLink":
+    async def connect(cls, address: Address, owner: LinkOwner, heartbeat: HeartbeatConfig) -> "WorkerLink":
         """A link to the worker that listens there.
 
         Raises:
-            OSError: nobody does.
+            OSError: nobody does, or nobody answers (TimeoutError).
         """
         loop = asyncio.get_running_loop()
-        if isinstance(address, UnixAddress):
-            _, link = await loop.create_unix_connection(lambda: cls(owner), address.path)
-        else:
-            _, link = await loop.create_connection(lambda: cls(owner), address.host, address.port)
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            if isinstance(address, UnixAddress):
+                _, link = await loop.create_unix_connection(lambda: cls(owner, heartbeat), address.path)
+            else:
+                _, link = await loop.create_connection(
+                    lambda: cls(owner, heartbeat), address.host, address.port
+                )
         return link
+
+    def expect_answers(self) -> None:
+        """The worker serves: from now on it answers when it is asked, and silence counts. While it loads it may not."""
+        limits = self._config
+        if self._heartbeat is None:
+            self._heartbeat = Heartbeat(doubt_after=limits.suspect_after, give_up_after=limits.lost_after)
 
     @property
     def clogged(self) -> bool:
@@ -90,13 +119,14 @@ class WorkerLink(asyncio.Protocol):
 
     def close(self, why: str) -> None:
         """Send what is unsent, then close. The owner is told `why`, soon."""
-        self._why = why
+        self._why, self.was_cut = why, True
         self.flush()
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
         """Close without waiting for a worker that does not read."""
+        self.was_cut = True
         if self._transport is not None:
             self._transport.abort()
 
@@ -105,13 +135,17 @@ class WorkerLink(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The connection is open."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are not subclasses of it.
+        self._beat_later()
         self._owner.on_link_up(self)
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the worker. A worker that breaks the protocol is disconnected."""
+        self._heard = True
         try:
             for body in self._decoder.feed(data):
-                self._owner.on_message(decode_from_worker(body))
+                message = decode_from_worker(body)
+                if not isinstance(message, Pong):
+                    self._owner.on_message(message)
         except ProtocolError as error:
             self.close(f"the worker broke the protocol: {error}")
 
@@ -119,8 +153,42 @@ class WorkerLink(asyncio.Protocol):
         """The connection is gone."""
         self._transport = None
         self._unsent.clear()
+        if self._timer is not None:
+            self._timer.cancel()
         if exc is not None:
             self._why = f"the connection to the worker broke: {exc}"
         self._owner.on_link_lost(self._why)
         if not self.lost.done():  # Cancelled with the task that awaited it, perhaps.
             self.lost.set_result(None)
+
+    # --- signs of life -------------------------------------------------------------------------------
+
+    def _beat_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._config.interval_s, self._beat)
+
+    def _beat(self) -> None:
+        heard, self._heard = self._heard, False
+        self._beat_later()
+        if self._heartbeat is None:
+            self._await_greeting(heard=heard)
+            return
+        verdict = self._heartbeat.beat(heard=heard)
+        if verdict is Beat.NOTHING:
+            return
+        if verdict is Beat.GIVE_UP:
+            self._give_up(self._heartbeat.silent)
+            return
+        if verdict is not Beat.TRUST:
+            self.send(Ping())
+        if verdict is not Beat.ASK:
+            self._owner.on_link_doubted(doubted=verdict is Beat.DOUBT)
+
+    def _await_greeting(self, *, heard: bool) -> None:
+        """Every worker says at once how far it is. One that never does is stopped, or nobody at all."""
+        self._greeting_beats = -1 if heard or self._greeting_beats < 0 else self._greeting_beats + 1
+        if self._greeting_beats >= GREETING_BEATS:
+            self._give_up(self._greeting_beats)
+
+    def _give_up(self, beats: int) -> None:
+        self._why = f"the worker has given no sign of life for {beats * self._config.interval_s:.3g} s"
+        self.abort()

@@ -1,5 +1,6 @@
 """One stream of our own engine: token ids in, text out, exactly one end.
 
+    primed with what another worker gave before, if it goes on with that
     push* ──> finished by the engine
           ──> stop string: finished here, aborted there
           ──> abort (the client left)
@@ -7,8 +8,12 @@
 
 Whichever comes first wins; everything after it is ignored. `push` runs once per stream and step: it is the
 relay's hot path, so all that is only needed at the ends stays out of it.
+
+What the sink has heard is a function of the tokens alone, however they were cut into steps: so the detokenizer and the stop
+checker of a stream that goes on are given the tokens so far, and what they say to that was said before.
 """
 
+from array import array
 from collections.abc import Callable
 
 from msgspec.structs import replace
@@ -57,11 +62,11 @@ class OwnStream:
         "_done",
         "_first_ns",
         "_leave",
-        "_num_tokens",
         "_push_text",
         "_request",
         "_sink",
         "_stop",
+        "_token_ids",
         "_tokenizer",
         "_usage",
     )
@@ -80,9 +85,12 @@ class OwnStream:
         self._push_text = self._detokenizer.push
         self._stop = StopChecker(request.stop, include_stop=request.include_stop) if request.stop else None
         self._usage = Usage(prompt_tokens=len(request.prompt_token_ids))
-        self._num_tokens = 0
+        self._token_ids = array("i", request.resumed)
+        """The answer so far."""
         self._first_ns = 0
         self._done = False
+        if request.resumed:
+            self._prime(request.resumed)
 
     @property
     def usage(self) -> Usage | None:
@@ -101,7 +109,7 @@ class OwnStream:
             found = tuple(shown_logprob(each, self._tokenizer) for each in output.prompt_logprobs)
             self._sink.on_delta(Delta("", (), (), found))
             return
-        self._num_tokens += len(token_ids)
+        self._token_ids.extend(token_ids)
         text = self._push_text(token_ids)
         if self._stop is not None:
             text, matched = self._stop.push(text)
@@ -113,18 +121,31 @@ class OwnStream:
     def abort(self) -> None:
         """The client left: tell the worker, and the sink at once."""
         if not self._done:
-            self._end(Finish(reason=FinishReason.ABORT, usage=self._usage_here()), tell_worker=True)
+            finish = Finish(reason=FinishReason.ABORT, usage=self._usage_here(), resume=self._resume())
+            self._end(finish, tell_worker=True)
 
-    def break_off(self, why: str) -> None:
-        """The worker is lost."""
+    def break_off(self, why: str, *, died: bool = False) -> None:
+        """The worker is lost; `died`: its process ended."""
         if self._done:
             return
-        error = StreamBroken(why) if self._num_tokens else WorkerUnavailable(why)
-        self._end(Finish(reason=FinishReason.ERROR, usage=self._usage_here(), error=error))
+        kind = StreamBroken if self._token_ids else WorkerUnavailable
+        error = kind(why, died=died)
+        usage, resume = self._usage_here(), self._resume()
+        self._end(Finish(reason=FinishReason.ERROR, usage=usage, error=error, resume=resume))
+
+    def _prime(self, token_ids: tuple[int, ...]) -> None:
+        """Bring everything to where it was after these tokens; the sink has heard all of it."""
+        text = self._push_text(token_ids)
+        if self._stop is not None:
+            _, matched = self._stop.push(text)
+            assert matched is None, "what was stopped does not go on"
+
+    def _resume(self) -> tuple[int, ...]:
+        return tuple(self._token_ids)
 
     def _push_last(self, output: Output, finish: WorkerFinish) -> None:
         """The engine says that this is the end: let go of what was held back."""
-        self._num_tokens += len(output.token_ids)
+        self._token_ids.extend(output.token_ids)
         text = self._push_text(output.token_ids) + self._detokenizer.finish()
         matched = None
         if self._stop is not None:
@@ -139,10 +160,8 @@ class OwnStream:
         if matched is not None:
             return Finish(reason=FinishReason.STOP, usage=finish.usage, stop=matched)
         if finish.reason is FinishReason.ERROR:
-            kind = _KINDS.get(finish.error_kind or "", EngineFault)
-            return Finish(
-                reason=finish.reason, usage=finish.usage, error=kind(finish.error or "no reason given")
-            )
+            error = _KINDS.get(finish.error_kind or "", EngineFault)(finish.error or "no reason given")
+            return Finish(reason=finish.reason, usage=finish.usage, error=error, resume=self._resume())
         stop = finish.stop_token_id
         if stop in self._tokenizer.eos_ids:
             stop = None  # The ordinary end of an answer is nobody's stop token.
@@ -162,7 +181,7 @@ class OwnStream:
     def _usage_here(self) -> Usage:
         """What was used, as far as it arrived here: the worker's own count of the rest is not awaited."""
         decode_ns = self._clock.now_ns() - self._first_ns if self._first_ns else 0
-        return replace(self._usage, completion_tokens=self._num_tokens, decode_ns=decode_ns)
+        return replace(self._usage, completion_tokens=len(self._token_ids), decode_ns=decode_ns)
 
     def _delta(self, text: str, output: Output) -> Delta:
         found = output.logprobs or ()

@@ -110,9 +110,11 @@ class Stack:
     def _wanted(self, model: ModelConfig, part: Part) -> list[Wanted]:
         """The workers of one model. In front of several gateway processes this one only keeps what it launches."""
         tokenizer = part.served.tokenizer
-        cores = shared_cores(self._config.fleet)
+        cores, heartbeat = shared_cores(self._config.fleet), self._config.health.heartbeat
         found: list[Wanted] = [
-            *launched(model, part.path, self._launcher, tokenizer, self._clock, cores=cores)
+            *launched(
+                model, part.path, self._launcher, tokenizer, self._clock, heartbeat=heartbeat, cores=cores
+            )
         ]
         if self._processes is None:
             found += attached(model, tokenizer, self._tools)

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 
 from penstock.config.fleet_checks import fleet_problems
+from penstock.config.health_checks import health_problems
 from penstock.config.ledger_checks import ledger_problems, price_problems
 from penstock.config.presets import served_name
 from penstock.config.queue_checks import queue_problems
@@ -22,6 +23,7 @@ def check(config: Config) -> None:
     problems = [
         *access_problems(config.auth, config.server.host),
         *queue_problems(config.queue),
+        *health_problems(config.health),
         *tenant_problems(
             config.tenants, config.tiers, config.auth, [band.name for band in config.queue.bands]
         ),

@@ -14,6 +14,7 @@ from penstock.config.branch import Branch, Fraction, Port, Positive, Seconds
 from penstock.config.discover import DiscoverConfig
 from penstock.config.fleet import FleetConfig, Replicas, WorkerConfig
 from penstock.config.flow import QueueConfig, RateLimitsConfig, SharedConfig
+from penstock.config.health import HealthConfig
 from penstock.config.kv_index import KVIndexConfig
 from penstock.config.ledger import BudgetsConfig, LedgerConfig, PricesConfig
 from penstock.config.routing import AdmissionConfig, RoutingConfig
@@ -241,6 +242,7 @@ class Config(Branch, frozen=True, kw_only=True):
     kv_index: KVIndexConfig = KVIndexConfig()
     queue: QueueConfig = QueueConfig()
     fleet: FleetConfig = FleetConfig()
+    health: HealthConfig = HealthConfig()
     rate_limits: RateLimitsConfig = RateLimitsConfig()
     shared: SharedConfig = SharedConfig()
     prices: PricesConfig = PricesConfig()

@@ -223,11 +223,14 @@ def _request(message: Submit, vocab_size: int) -> Request:
             the namespace is none that a tenant may have.
     """
     try:
-        tokens = token_array(message.prompt)
+        tokens, resumed = token_array(message.prompt), token_array(message.resumed)
     except ValueError:
         raise InvalidRequest("the prompt is not a whole number of tokens", param="prompt") from None
-    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
-        raise InvalidRequest(f"the prompt has token ids outside 0..{vocab_size - 1}", param="prompt")
+    for name, known in (("prompt", tokens), ("resumed", resumed)):
+        if known and not 0 <= min(known) <= max(known) < vocab_size:
+            raise InvalidRequest(f"the {name} has token ids outside 0..{vocab_size - 1}", param=name)
+    if resumed and resumed[-1] in message.sampling.stop_token_ids:
+        raise InvalidRequest("what was resumed has come to its stop token", param="resumed")
     if any(not 0 <= token_id < vocab_size for token_id, _ in message.sampling.logit_bias):
         raise InvalidRequest(f"logit_bias has token ids outside 0..{vocab_size - 1}", param="logit_bias")
     if not 0 <= message.public_tokens <= len(tokens):
@@ -239,7 +242,8 @@ def _request(message: Submit, vocab_size: int) -> Request:
         raise InvalidRequest("this salt is reserved", param="cache_salt")
     return Request(
         request_id=message.request_id,
-        tokens=tokens,
+        tokens=tokens + resumed,
+        num_resumed=len(resumed),
         sampling=message.sampling,
         salt=message.cache_salt,
         public_tokens=message.public_tokens,

@@ -29,6 +29,8 @@ from penstock.protocol.worker import (
     KVEvents,
     Loading,
     Output,
+    Ping,
+    Pong,
     ProtocolError,
     Ready,
     Stats,
@@ -45,6 +47,8 @@ STATS_INTERVAL_S = 0.5
 """`Stats` go out this often while they change, and not at all while nothing does."""
 FLUSH_TIMEOUT_S = 2.0
 """How long the last frames may take to leave when the worker exits."""
+
+_PONG = encode(Pong())
 
 _log = logging.getLogger(__name__)
 
@@ -275,6 +279,8 @@ class _Connection(asyncio.Protocol):
             self._submit(message)
         elif isinstance(message, Abort):
             self._abort(message.request_ids)
+        elif isinstance(message, Ping):
+            self.send(_PONG)
         elif isinstance(message, SubscribeKVEvents):
             self._subscribe(message)
         else:

@@ -23,6 +23,7 @@ EVENT_OF = {
     Phase.LOADING: WorkerEvent.LOADING,
     Phase.WARMING: WorkerEvent.WARMING,
     Phase.READY: WorkerEvent.SERVING,
+    Phase.SUSPECT: WorkerEvent.DOUBTED,
     Phase.LOST: WorkerEvent.LOST,
     Phase.REFUSED: WorkerEvent.REFUSED,
     Phase.DRAINING: WorkerEvent.DRAIN,
@@ -137,6 +138,9 @@ class Registry:
         event = EVENT_OF[status.phase]
         if status.phase in _SPOKEN:
             worker.heard_ns = now_ns
+        was_silent, worker.is_silent = worker.is_silent, status.phase is Phase.SUSPECT
+        if was_silent and status.phase is Phase.READY:
+            event = WorkerEvent.TRUSTED
         if status.phase is Phase.READY and status.info is not None:
             problem = self.of(worker.route).problem(worker)
             if problem:

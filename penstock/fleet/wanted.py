@@ -12,6 +12,7 @@ from penstock.backends.foreign import ForeignWorker, Tools, make_backend
 from penstock.backends.own import OwnBackend
 from penstock.clock import Clock
 from penstock.config.fleet import WorkerConfig
+from penstock.config.health import HeartbeatConfig
 from penstock.errors import ConfigError
 from penstock.fleet.launchers.base import Launcher, WorkerSpec
 from penstock.fleet.registry import Registry
@@ -46,6 +47,7 @@ class Launched:
     launcher: Launcher = field(compare=False)
     tokenizer: Tokenizer = field(compare=False)
     clock: Clock = field(compare=False)
+    heartbeat: HeartbeatConfig = field(default=HeartbeatConfig(), compare=False)
 
     @property
     def id(self) -> WorkerId:
@@ -54,7 +56,7 @@ class Launched:
 
     async def open(self, registry: Registry) -> Worker:
         """See `Wanted`."""
-        backend = OwnBackend(self.tokenizer, self.clock)
+        backend = OwnBackend(self.tokenizer, self.clock, self.heartbeat)
         launched = await self.launcher.start(self.spec, backend)
         worker = registry.new(self.id, self.spec.model_name, backend)
         worker.address, worker.served_model = str(launched.address), self.spec.model_name
@@ -92,7 +94,7 @@ class Attached:
     def _backend(self) -> Backend:
         config = self.config
         if config.engine == "penstock":
-            own = OwnBackend(self.tokenizer, self.tools.clock)
+            own = OwnBackend(self.tokenizer, self.tools.clock, self.tools.heartbeat)
             own.connect_to(parse_address(config.url.replace("tcp://", "tcp:")))
             return own
         foreign = ForeignWorker(

@@ -34,6 +34,8 @@ class Worker:
     """When it last said anything; 0: never."""
     problem: str = ""
     """Why it was refused; empty if it was not."""
+    is_silent: bool = False
+    """It is suspect because it does not answer its backend."""
     drained: asyncio.Task[None] | None = None
     """Its end, once that has begun."""
 

@@ -17,10 +17,12 @@ from penstock.policy.budget import Budgets
 from penstock.policy.control import FlowControl
 from penstock.policy.decision_log import DecisionLog
 from penstock.policy.gate import Gate, ModelFacts
+from penstock.policy.health import FleetHealth
 from penstock.policy.output_length import OutputLengths
 from penstock.policy.parts import Parts
 from penstock.policy.price import PriceList
-from penstock.rng import fresh_seed
+from penstock.policy.quarantine import Quarantine
+from penstock.rng import fresh_seed, stream
 from penstock.telemetry.ledger import Ledger
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
@@ -101,18 +103,9 @@ def make_decisions(
     limits = SharedLimits(config.rate_limits, config.shared, gateway=gateway, clock=clock, log=log)
     budgets = Budgets(config.budgets, wall_offset_ns=clock.wall_ns() - clock.now_ns())
     ledger = Ledger(config.ledger, clock, log)
-
-    def facts(name: str) -> ModelFacts | None:
-        model = models.get(ModelName(name))
-        if model is None:
-            return None
-        info = model.workers.info
-        return ModelFacts(
-            max_model_len=info.max_model_len if info is not None else 0, kinds=model.workers.kinds
-        )
-
-    gate = Gate(config.admission, config.routing, config.queue, facts)
+    gate = Gate(config.admission, config.routing, config.queue, lambda name: _facts(models, name))
     placements = Placements(config.routing.placement, metrics=metrics, log=log, seed=fresh_seed())
+    health = FleetHealth(config.health, stream(fresh_seed(), "breakers").random)
     parts = Parts(
         admission=gate,
         limits=limits.limiter,
@@ -121,6 +114,9 @@ def make_decisions(
         lengths=OutputLengths(config.rate_limits),
         placement=placements.of,
         slice_tokens=config.budgets.slice_tokens,
+        health=health,
+        poison=Quarantine(config.health.quarantine),
+        migrations_max=config.health.migrations_max,
     )
     dispatcher = Dispatcher(
         FlowControl(config.queue, parts),
@@ -130,6 +126,7 @@ def make_decisions(
         prices=prices,
         ledger=ledger,
         slots=slots,
+        health=health,
         metrics=metrics,
         clock=clock,
         log=log,
@@ -147,3 +144,12 @@ def make_decisions(
         explained=placements.decisions,
         refresh_s=config.budgets.refresh_s if config.server.processes > 1 else 0.0,
     )
+
+
+def _facts(models: Mapping[ModelName, ServedModel], name: str) -> ModelFacts | None:
+    """What admission must know of a model; None if it is not served."""
+    model = models.get(ModelName(name))
+    if model is None:
+        return None
+    info = model.workers.info
+    return ModelFacts(max_model_len=info.max_model_len if info is not None else 0, kinds=model.workers.kinds)

@@ -55,6 +55,8 @@ class CollectSink:
         """The end."""
         finish = self._reply.ended(finish)
         self.reason = finish.reason
+        if not self._texts and finish.reason in (FinishReason.ERROR, FinishReason.ABORT):
+            self.prompt_logprobs.clear()  # Another attempt tells them again.
         self._reply.choice_finished(self._index, finish)
 
 

@@ -29,6 +29,7 @@ from penstock.policy.answers import Diverted, Evict, Refused, Settled, Start
 from penstock.policy.control import FlowControl
 from penstock.policy.flow import Arrival, Flow, State
 from penstock.policy.gate import Gate
+from penstock.policy.health import FleetHealth
 from penstock.policy.price import PriceList
 from penstock.policy.rate_limit import Limiter
 from penstock.policy.record import Outcome, UsageRecord
@@ -52,6 +53,8 @@ class Ticket:
     """Answer tokens that flow control knows of."""
     settled: Settled | None = None
     """Its end, if that was decided before its reply had ended."""
+    machine_micros: int = 0
+    """What workers cost that it began on and left for another one."""
 
 
 class Dispatcher:
@@ -64,6 +67,7 @@ class Dispatcher:
         *,
         gate: Gate,
         limiter: Limiter,
+        health: FleetHealth,
         prices: PriceList,
         ledger: Ledger,
         slots: StreamSlots,
@@ -87,7 +91,7 @@ class Dispatcher:
         self._log, self._slice_tokens = log, slice_tokens
         self._tickets: dict[RequestId, Ticket] = {}
         self._by_reply: dict[Reply, Ticket] = {}
-        self._prices, self._metrics = prices, metrics
+        self._prices, self._metrics, self._health = prices, metrics, health
         self._meters = Meters(prices)
         self._registry = registry
         self._is_due = False
@@ -142,6 +146,9 @@ class Dispatcher:
         self._meters.tick(now_ns)
         for model, count in self._workers.num_waiting():
             self._metrics.queue_waiting(model, count)
+        for model, worker, state in self._health.states():
+            self._metrics.breaker(model, worker, state)
+        self._metrics.retry_budget(self._health.retries.level(now_ns))
 
     def drain(self, timeout_s: float) -> None:
         """Accept nothing new; what is here may go on for so long."""
@@ -203,13 +210,20 @@ class Dispatcher:
     def broke(self, reply: Reply, error: PenstockError) -> bool:
         """See `Owner`: another attempt if flow control grants one."""
         ticket, now_ns = self._by_reply[reply], self._clock.now_ns()
+        usage, machine_micros = None, 0
         if (flow := self.control.flow(ticket.arrival.id)) is not None:
-            self._meters.ended(now_ns, flow)  # Whoever runs the worker pays for what it lost.
-        answer = self.control.failed(now_ns, ticket.arrival.id, error, retry=True)
+            machine_micros = self._meters.ended(now_ns, flow)
+            if flow.has_begun:  # Else whoever runs the worker pays for what it lost.
+                ticket.machine_micros += machine_micros
+                usage = reply.tally.total()
+        answer = self.control.failed(now_ns, ticket.arrival.id, error, retry=True, usage=usage)
         if isinstance(answer, Settled):
             ticket.settled = answer
             return False
-        self._metrics.retried(ticket.arrival.route)
+        if answer is not None and answer.migrates:
+            self._metrics.migrated(ticket.arrival.route)
+        else:
+            self._metrics.retried(ticket.arrival.route)
         self._dispatch_soon()
         return answer is not None
 
@@ -223,7 +237,7 @@ class Dispatcher:
         service_ns = flow.ended_ns - flow.dispatched_ns if flow.worker else 0
         self._gate.stream_ended(flow.id, route=flow.arrival.route, worker=flow.worker, service_ns=service_ns)
         record = flow.record(self._clock.wall_ns())
-        machine_micros = self._meters.ended(self._clock.now_ns(), flow)
+        machine_micros = ticket.machine_micros + self._meters.ended(self._clock.now_ns(), flow)
         if self._prices.version:
             record = replace(
                 record, price_version=self._prices.version, accelerator_cost_micros=machine_micros
@@ -256,6 +270,7 @@ class Dispatcher:
                 tally.total(),
                 finish_reason=tally.outcome.value if outcome is Outcome.FINISHED and tally.outcome else "",
                 error=type(error).__name__ if error else "",
+                fault=error if isinstance(error, PenstockError) else None,
             )
         assert isinstance(answer, Settled), answer
         return answer
@@ -314,22 +329,24 @@ class Dispatcher:
 
     def _start(self, start: Start) -> None:
         ticket = self._tickets[start.id]
-        ticket.reported, ticket.reply.next_slice = 0, self._slice_tokens
-        flow = self.control.flow(start.id)
+        reply, flow = ticket.reply, self.control.flow(start.id)
         assert flow is not None, "it was started just now"
+        ticket.reported = reply.num_produced
+        # Who goes on is heard of at once, so that flow control knows that it has begun there.
+        reply.next_slice = reply.num_produced + (1 if flow.has_begun else self._slice_tokens)
         self._meters.started(self._clock.now_ns(), flow)
         if (served := ticket.reply.exchange.served) is not None:
             served.queue_ns = flow.queue_ns
-        streams = ticket.streams
-        if start.priority:
-            streams = [(replaced(request, priority=start.priority), sink) for request, sink in streams]
+        streams = reply.remaining(ticket.streams)
+        if start.priority or start.attempt > 1:
+            streams = [(_attempt(request, start), sink) for request, sink in streams]
         try:
             worker = self._registry.get(start.worker_id)
             assert worker is not None, f"{start.worker_id} has room, so it is there"
-            ticket.reply.start(worker.backend, streams)
+            reply.start(worker.backend, streams)
         except Exception as error:  # noqa: BLE001 - one request's bug must not end the others.
-            self._log.bug("a request could not be started", error, request_id=ticket.reply.exchange.id)
-            ticket.reply.fail(error)
+            self._log.bug("a request could not be started", error, request_id=reply.exchange.id)
+            reply.fail(error)
 
     def _evict(self, evict: Evict) -> None:
         ticket = self._tickets.get(evict.id)
@@ -353,6 +370,12 @@ class Dispatcher:
         self._timer = None
         if not self._is_due:
             self._dispatch()
+
+
+def _attempt(request: GenerateRequest, start: Start) -> GenerateRequest:
+    """A stream as it is sent now. A worker that was thought dead may still have it from an earlier attempt: that is another."""
+    name = f"{request.request_id}~{start.attempt}" if start.attempt > 1 else request.request_id
+    return replaced(request, priority=start.priority, request_id=RequestId(name))
 
 
 def opening_record(arrival: Arrival, wall_ns: int) -> UsageRecord:

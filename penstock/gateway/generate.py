@@ -197,6 +197,7 @@ def _arrival(job: _Job, served: Served, hints: Hints, endpoint: Endpoint) -> Arr
         requested_model=served.requested,
         diverted=served.downgrade or "",
         prompt_tokens=sum(lengths),
+        prompts=job.prompts,
         context_tokens=max(lengths) + _asked_tokens(job.request),
         max_tokens=max(job.max_tokens),
         choices=job.num_choices,

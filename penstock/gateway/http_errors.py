@@ -7,6 +7,7 @@
     NotFound              404     invalid_request_error    no
     MethodNotAllowed      405     invalid_request_error    no, Allow
     TooLarge              413     invalid_request_error    no
+    PoisonRequest         422     invalid_request_error    no
     HttpFault             its own invalid_request_error    no
     BudgetExhausted       429     insufficient_quota       Retry-After
     Draining, Evicted     503     service_unavailable      Retry-After
@@ -36,6 +37,7 @@ from penstock.errors import (
     NotFound,
     Overloaded,
     PenstockError,
+    PoisonRequest,
     StreamBroken,
     TooLarge,
     Unauthenticated,
@@ -65,6 +67,7 @@ _STATUS: tuple[tuple[type[PenstockError], int, str], ...] = (
     (NotFound, 404, "invalid_request_error"),
     (MethodNotAllowed, 405, "invalid_request_error"),
     (TooLarge, 413, "invalid_request_error"),
+    (PoisonRequest, 422, "invalid_request_error"),
     (BudgetExhausted, 429, "insufficient_quota"),
     (Draining, 503, "service_unavailable"),
     (Evicted, 503, "service_unavailable"),

@@ -50,7 +50,7 @@ class Meters:
     def started(self, now_ns: int, flow: Flow) -> None:
         """A request was sent to its worker."""
         if (account := self._accounts.get(flow.worker)) is not None:
-            self._running[flow.id] = _Running(flow.worker)
+            self._running[flow.id] = _Running(flow.worker, flow.completion_tokens)
             account.started(now_ns, flow.id)
 
     def began(self, flow: Flow) -> None:

@@ -235,6 +235,12 @@ class CompletionLogprobsSink(TextSink):
         self._write(delta.text, delta.logprobs)
         self._reply.count(len(delta.token_ids))
 
+    def on_finish(self, finish: Finish) -> None:
+        """The end."""
+        if not self._began and finish.reason in (FinishReason.ERROR, FinishReason.ABORT):
+            self._prompt.clear()  # Another attempt tells them again.
+        super().on_finish(finish)
+
     def _begin(self) -> None:
         super()._begin()
         if self._echo.first is not None:

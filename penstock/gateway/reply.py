@@ -7,12 +7,12 @@ of its subclasses, `StreamReply` in relay.py and `WholeReply` in collect.py.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from penstock.backends.base import Backend, Finish, GenerateRequest, Generation, Sink
 from penstock.clock import Clock
-from penstock.errors import Draining, EngineFault, Overloaded, PenstockError, WorkerError
+from penstock.errors import Draining, Overloaded, PenstockError, StreamBroken, WorkerError
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.tally import Tally, outcome_of
 from penstock.protocol.stream import StreamHead
@@ -33,7 +33,9 @@ class Owner(Protocol):
         ...
 
     def broke(self, reply: "Reply", error: PenstockError) -> bool:
-        """The worker failed before any output. True: `start` is called again, later; False: the reply fails."""
+        """The worker failed, and another one can begin anew or go on. True: `start` is called again, later, with what
+        `remaining` says; False: the reply fails.
+        """
         ...
 
     def settled(self, reply: "Reply") -> None:
@@ -85,7 +87,7 @@ class Reply:
     """All streams of one request. Waits until it is started; ends once: completed, stopped, failed, or the client left."""
 
     __slots__ = (
-        "_broken", "_generations", "_is_over", "_live", "_settled", "_stopped", "_waiting",
+        "_broken", "_generations", "_is_over", "_live", "_resume", "_settled", "_stopped", "_waiting",
         "context", "error", "exchange", "next_slice", "num_produced", "tally",
     )  # fmt: skip
 
@@ -107,6 +109,8 @@ class Reply:
         self._settled = False
         self._stopped: FinishReason | None = None
         self._broken: PenstockError | None = None
+        self._resume: dict[int, tuple[int, ...]] = {}
+        """Choices that were broken off -> their answers so far, with which another worker can go on."""
         self.exchange.on_disconnect = self._client_left
 
     @property
@@ -117,6 +121,19 @@ class Reply:
     def first_usage(self) -> Usage | None:
         """What the worker told with the first output, of a request that is one stream; of several it is no one's time."""
         return self._generations[0].usage if len(self._generations) == 1 else None
+
+    def remaining(
+        self, streams: Sequence[tuple[GenerateRequest, Sink]]
+    ) -> Sequence[tuple[GenerateRequest, Sink]]:
+        """What to start now of all its streams: those that are not over, behind what the client has seen of each."""
+        if self.tally.first_ns is None:
+            return streams
+        resume = self._resume
+        return [
+            (replace(request, resumed=resume[i]), sink)
+            for i, (request, sink) in enumerate(streams)
+            if i in resume
+        ]
 
     def start(self, backend: Backend, streams: Sequence[tuple[GenerateRequest, Sink]]) -> None:
         """Start every stream. If one cannot start, none runs; the owner says what happens then."""
@@ -132,7 +149,7 @@ class Reply:
                 generation = backend.generate(request, sink)
             except (WorkerError, Overloaded) as error:
                 self._live -= 1
-                self._break(error)
+                self._break(error, can_go_on=True)  # With what it was to go on with here.
                 break
             except BaseException:
                 self._live -= 1
@@ -166,11 +183,12 @@ class Reply:
         """A stream is over (called by its sink)."""
         self._live -= 1
         self.tally.finished(index, finish.reason, finish.usage)
-        if self._broken is None:
-            if finish.reason is FinishReason.ERROR:
-                self._break(finish.error or EngineFault("The engine failed this request."))
-            elif finish.reason is FinishReason.ABORT:
-                self.fail(Draining("The request was cancelled by the server."))
+        self._resume.pop(index, None)
+        if finish.reason in (FinishReason.ERROR, FinishReason.ABORT):
+            if finish.resume is not None:
+                self._resume[index] = finish.resume
+            error = finish.error or Draining("The request was cancelled by the server.")
+            self._break(error, can_go_on=finish.resume is not None)
         self._settle_if_idle()
 
     def fail(self, error: Exception) -> None:
@@ -201,22 +219,28 @@ class Reply:
         """Tell the client that its request failed."""
         raise NotImplementedError
 
-    def _break(self, error: PenstockError) -> None:
-        """The worker failed us: another attempt only if the client has seen nothing and the error allows it."""
+    def _break(self, error: PenstockError, *, can_go_on: bool) -> None:
+        """The worker failed us: another attempt, if the error allows it and the client has seen nothing or what it has
+        seen can be gone on with. All choices move together.
+        """
         if self._is_over:
             return
-        if error.retry_safe and self.tally.first_ns is None:
+        if isinstance(error, StreamBroken):
+            may_move = can_go_on
+        else:
+            may_move = error.retry_safe and (can_go_on or self.tally.first_ns is None)
+        if not may_move:
+            self.fail(error)
+        elif self._broken is None:
             self._broken = error
             self._abort_all()
-        else:
-            self.fail(error)
 
     def _settle_if_idle(self) -> None:
         if self._live > 0 or self._settled or (self._waiting and not self._is_over):
             return
         if self._broken is not None and not self._is_over:
             error, self._broken, self._waiting = self._broken, None, True
-            self.tally.usages.clear()
+            self.tally.break_off()
             if self.context.owner.broke(self, error):
                 return
             self.fail(error)

@@ -32,12 +32,22 @@ class Tally:
     outcome: Outcome | None = None
     usages: dict[int, Usage] = field(default_factory=dict[int, Usage])
     """By index of the choice."""
+    carried: dict[int, Usage] = field(default_factory=dict[int, Usage])
+    """Of choices that go on on another worker: what was used until they left the last one."""
 
     def finished(self, index: int, reason: FinishReason, usage: Usage) -> None:
         """A choice is over. The first choice's ending stands for the request, if nothing worse happens."""
-        self.usages[index] = usage
+        before = self.carried.get(index)
+        self.usages[index] = usage if before is None else continued(before, usage)
         if index == 0 and self.outcome is None:
             self.outcome = _OUTCOMES.get(reason)
+
+    def break_off(self) -> None:
+        """Every choice that is not over will go on, or begin again if the client has seen nothing."""
+        if self.first_ns is None:
+            self.usages.clear()
+        else:
+            self.carried.update(self.usages)
 
     def usage(self) -> UsageBody:
         """The sum: every prompt once, every choice's answer."""
@@ -96,6 +106,31 @@ class Tally:
             cached_tokens=usage.prompt_tokens_details.cached_tokens,
             generated_tokens=usage.completion_tokens,
         )
+
+
+def continued(before: Usage, after: Usage) -> Usage:
+    """What a stream used that went on on another worker, as if it had never been interrupted: its prompt was read once for it,
+    its answer is one, and the time of the move is part of its decoding. The machines' work is the sum.
+    """
+    if not before.completion_tokens:
+        before, after = after, before  # It gave nothing there: its prompt was read where it did.
+        prefill_ns, decode_ns = before.prefill_ns, before.decode_ns
+    else:
+        prefill_ns = before.prefill_ns
+        decode_ns = before.decode_ns + after.queue_ns + after.prefill_ns + after.decode_ns
+    return Usage(
+        prompt_tokens=before.prompt_tokens,
+        completion_tokens=max(before.completion_tokens, after.completion_tokens),
+        cached_tokens=before.cached_tokens,
+        host_cached_tokens=before.host_cached_tokens,
+        queue_ns=before.queue_ns,
+        prefill_ns=prefill_ns,
+        decode_ns=decode_ns,
+        steps=before.steps + after.steps,
+        computed_tokens=before.computed_tokens + after.computed_tokens,
+        preemptions=before.preemptions + after.preemptions,
+        kv_block_ns=before.kv_block_ns + after.kv_block_ns,
+    )
 
 
 def outcome_of(error: Exception) -> Outcome:

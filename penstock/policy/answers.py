@@ -87,3 +87,5 @@ class Requeued(msgspec.Struct, frozen=True, gc=False):
 
     id: RequestId
     attempts: int
+    migrates: bool = False
+    """It goes on behind what it has given, and does not begin anew."""

@@ -14,7 +14,7 @@ from typing import cast
 
 from penstock.clock import NS_PER_S
 from penstock.config.flow import QueueConfig
-from penstock.errors import Draining, Evicted, Overloaded, PenstockError, WorkerUnavailable
+from penstock.errors import Draining, Evicted, Overloaded, PenstockError, WorkerError, WorkerUnavailable
 from penstock.policy.answers import (
     Abort,
     Diverted,
@@ -30,7 +30,7 @@ from penstock.policy.band import Work, cost
 from penstock.policy.fair_queue import Full
 from penstock.policy.flow import Arrival, Event, Flow, State
 from penstock.policy.lane import Lane
-from penstock.policy.life import Life, victims, work_of
+from penstock.policy.life import Life, blocks_of, count, victims, work_of
 from penstock.policy.parts import MoneyHold, Parts, Pass, Refusal, RouteLoad, TokenHold
 from penstock.policy.record import Outcome
 from penstock.policy.room import WorkerView
@@ -48,6 +48,7 @@ class FlowControl:
 
     __slots__ = (
         "_config",
+        "_deaths",
         "_dirty",
         "_drain_ns",
         "_lanes",
@@ -66,6 +67,8 @@ class FlowControl:
         self._timers: list[tuple[int, int, Lane]] = []
         self._timers_set = 0
         self._pending: list[Start | Evict] = []
+        self._deaths: dict[WorkerId, list[Arrival]] = {}
+        """Workers that died since `dispatch` was last called, and who was on them."""
         self._drain_ns: int | None = None
 
     # --- from the front ---------------------------------------------------------------------------
@@ -75,6 +78,8 @@ class FlowControl:
         assert arrival.id not in self._lives, f"{arrival.id} is here already"
         if self._drain_ns is not None:
             return Refused(arrival.id, "draining", Draining("this server is going away"))
+        if (poison := self._parts.poison.refusal(now_ns, arrival)) is not None:
+            return Refused(arrival.id, "quarantine", poison)
         lane = self._lane(now_ns, arrival.route)
         if self._config.no_worker == "refuse" and not lane.rooms.num_ready:
             return Refused(arrival.id, "no_worker", _no_worker(arrival.route))
@@ -134,6 +139,7 @@ class FlowControl:
         """Take what a worker says of itself; None: it is gone, and what ran there will be told by `failed`."""
         lane = self._lane(now_ns, route)
         lane.set_worker(now_ns, worker_id, view)
+        self._parts.health.worker(route, worker_id, ready=None if view is None else view.ready)
         self._dirty[route] = lane
 
     def first_output(self, now_ns: int, request_id: RequestId, *, cached_tokens: int | None = None) -> None:
@@ -144,6 +150,7 @@ class FlowControl:
         flow, arrival = life.flow, life.flow.arrival
         if flow.state is State.STARTED:
             life.lane.begin(now_ns, flow.worker, life.work)
+            self._parts.health.began(now_ns, life.lane.route, flow.worker, now_ns - flow.dispatched_ns)
             self._dirty[life.lane.route] = life.lane
         flow.on(Event.FIRST_OUTPUT, now_ns)
         if cached_tokens is not None:
@@ -181,10 +188,12 @@ class FlowControl:
         *,
         finish_reason: str = "",
         error: str = "",
+        fault: PenstockError | None = None,
     ) -> Settled | None:
         """The worker's last word: how it ended and what it used, all choices together. None if it had ended.
 
         An outcome that was decided before (cancelled, evicted, out of budget) stays. Without usage what was reported counts.
+        `fault` is what failed it, if it may be the worker's.
         """
         life = self._lives.get(request_id)
         if life is None:
@@ -196,7 +205,7 @@ class FlowControl:
         flow.on(Event.FAIL if outcome is Outcome.FAILED else Event.FINISH, now_ns)
         flow.finish_reason = flow.finish_reason or finish_reason
         flow.error = flow.error or error
-        return self._over(now_ns, life, usage)
+        return self._over(now_ns, life, usage, fault)
 
     def failed(
         self,
@@ -207,7 +216,9 @@ class FlowControl:
         retry: bool,
         usage: Usage | None = None,
     ) -> Settled | Requeued | None:
-        """Its worker failed, or could not be sent it. With `retry` it waits again if there was no output and tries are left."""
+        """Its worker failed, or could not be sent it. With `retry` it waits again if tries are left: from the beginning, or
+        behind what it gave (`usage` says how much) if it has begun; whoever asks knows that the latter is possible.
+        """
         life = self._lives.get(request_id)
         if life is None:
             return None
@@ -217,21 +228,39 @@ class FlowControl:
             flow.on(Event.FAIL, now_ns)
             flow.error = type(error).__name__
             return self._settle(now_ns, life)
-        if retry and flow.state is State.STARTED and flow.attempts <= self._config.retries_max:
-            flow.on(Event.RETRY, now_ns)
+        if isinstance(error, WorkerError) and error.died:
+            self._deaths.setdefault(flow.worker, []).append(flow.arrival)
+        again = self._again(now_ns, flow) if retry else None
+        if again is not None:
+            self._parts.health.ended(now_ns, lane.route, flow.worker, error)
+            flow.on(again, now_ns)
             lane.release(now_ns, flow.worker, work)
             lane.failed(flow.worker, work)
-            lane.queue.requeue(now_ns, work)
+            if flow.has_begun:
+                count(flow, usage)
+                work.blocks = blocks_of(flow)
+            lane.queue.requeue(now_ns, work, has_begun=flow.has_begun)
             self._dirty[lane.route] = lane
-            return Requeued(request_id, flow.attempts)
+            return Requeued(request_id, flow.attempts, flow.has_begun)
         flow.on(Event.FAIL, now_ns)
         flow.error = flow.error or type(error).__name__
-        return self._over(now_ns, life, usage)
+        return self._over(now_ns, life, usage, error)
+
+    def _again(self, now_ns: int, flow: Flow) -> Event | None:
+        """How a request whose worker failed may be tried again; None if it may not."""
+        if flow.state not in (State.STARTED, State.STREAMING):
+            return None
+        if flow.has_begun:
+            return Event.MIGRATE if flow.migrations < self._parts.migrations_max else None
+        may_retry = flow.attempts <= self._config.retries_max and self._parts.health.may_retry(now_ns)
+        return Event.RETRY if may_retry else None
 
     # --- by the clock -----------------------------------------------------------------------------
 
     def dispatch(self, now_ns: int) -> Sequence[Start | Evict]:
         """What must be done now, in order."""
+        if self._deaths:
+            self._look_for_poison(now_ns)
         told, self._pending = self._pending, []
         if self._drain_ns is not None and now_ns >= self._drain_ns:
             self._evict_all(now_ns, told)
@@ -324,6 +353,7 @@ class FlowControl:
             flow = life.flow
             flow.worker = room.id
             flow.on(Event.DISPATCH, now_ns)
+            self._parts.health.started(now_ns, lane.route, room.id)
             if work.matched_tokens:
                 self._count_matched(life)
             band = lane.queue.band_of(work)
@@ -342,6 +372,19 @@ class FlowControl:
         life.flow.reason, life.flow.error = reason, type(error).__name__
         life.flow.on(Event.EVICT, now_ns)
         return Evict(work.id, reason, error, settled=self._settle(now_ns, life))
+
+    def _look_for_poison(self, now_ns: int) -> None:
+        """Workers have died since the last time: whoever is found to be the cause does not go on to the next one."""
+        deaths, self._deaths = self._deaths, {}
+        for on_board in deaths.values():
+            self._parts.poison.died(now_ns, on_board)
+        for arrival in (arrival for on_board in deaths.values() for arrival in on_board):
+            life = self._lives.get(arrival.id)
+            if life is None or life.flow.state is not State.QUEUED:
+                continue
+            if (error := self._parts.poison.refusal(now_ns, arrival)) is not None:
+                life.lane.queue.remove(life.work)
+                self._pending.append(self._dropped(now_ns, life.work, "quarantine", error))
 
     def _evict_all(self, now_ns: int, told: list[Start | Evict]) -> None:
         error = Draining("this server went away before the answer was finished")
@@ -389,14 +432,13 @@ class FlowControl:
         usage = Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=output)
         return self._parts.prices.cost_micros(route, usage)
 
-    def _over(self, now_ns: int, life: Life, usage: Usage | None) -> Settled:
+    def _over(
+        self, now_ns: int, life: Life, usage: Usage | None, fault: PenstockError | None = None
+    ) -> Settled:
         """The end of one that ran: counts as the worker says them, room and share given back."""
         flow, lane, work = life.flow, life.lane, life.work
         arrival = flow.arrival
-        if usage is not None:
-            flow.usage = usage
-            flow.completion_tokens = usage.completion_tokens
-            flow.cached_tokens = min(usage.cached_tokens, arrival.prompt_tokens)
+        count(flow, usage)
         # A prompt counts once the worker has shown or told that it was read, or the client left while it was.
         if flow.first_output_ns >= 0 or flow.outcome in (Outcome.FINISHED, Outcome.CANCELLED):
             flow.prompt_tokens = arrival.prompt_tokens
@@ -406,6 +448,10 @@ class FlowControl:
         else:
             flow.cached_tokens = flow.completion_tokens = 0
             lane.queue.charge(work, 0)
+        self._parts.health.ended(now_ns, lane.route, flow.worker, fault)
+        if flow.outcome is Outcome.FINISHED:
+            self._parts.health.succeeded()
+            self._parts.poison.ended_well(arrival)
         lane.queue.end(work)
         lane.release(now_ns, flow.worker, work, usage)
         self._dirty[lane.route] = lane
@@ -416,6 +462,8 @@ class FlowControl:
         flow = life.flow
         del self._lives[flow.id]
         life.lane.avoid.pop(flow.id, None)
+        if flow.has_begun:  # Also if it waited for another worker to go on.
+            flow.prompt_tokens = flow.arrival.prompt_tokens
         life.tokens.settle(now_ns, flow.prompt_tokens + flow.completion_tokens)
         price = 0
         if flow.prompt_tokens or flow.completion_tokens:

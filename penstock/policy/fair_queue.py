@@ -107,12 +107,15 @@ class FairQueue:
         self._enter(now_ns, work, lift=True)
         return dropped
 
-    def requeue(self, now_ns: int, work: Work) -> None:
-        """Put back what was started and gave nothing, where its arrival belongs. Never refused: it was accepted.
+    def requeue(self, now_ns: int, work: Work, *, has_begun: bool = False) -> None:
+        """Put back what was started, where its arrival belongs. Never refused: it was accepted.
 
-        Nothing is charged for what it did not get, and its wait ends when it would have.
+        What gave nothing is charged nothing, and its wait ends when it would have. What has begun to answer is charged for
+        that at its end, and waits anew.
         """
         band = self.bands[work.level]
+        if has_begun:
+            work.queued_ns, work.expires_ns = now_ns, now_ns + band.timeout_ns
         band.end(work)
         band.charge(work, 0)
         self._enter(now_ns, work, lift=False)  # It did not idle.

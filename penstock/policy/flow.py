@@ -2,6 +2,7 @@
 
     NEW ──admit──> QUEUED ──dispatch──> STARTED ──first output──> STREAMING ──finish, fail──> ENDED
      │               │ ^                   │                          │                         ^
+     │               │ ├──────migrate──────┼──────────────────────────┤                         │
      reject          │ └──────retry────────┤                          │                         │
      v               evict, cancel, fail   cancel, evict, stop ───────┴──> STOPPING ──finish, fail
     ENDED            v
@@ -9,10 +10,12 @@
 
 A request that runs on a worker ends when the worker says so: whoever wants it to end earlier (the client left, the
 budget is used up, memory ran out) makes it STOPPING, the driver aborts it there, and the worker's last word has the exact
-counts. So nothing is settled from a guess, and nothing twice. Time is handed in; nothing here knows clocks or sockets.
+counts. So nothing is settled from a guess, and nothing twice. One that has streamed and whose worker died waits again at its
+old place (MIGRATE) and goes on behind its last token; it is the same request, with one end and one record. Time is handed in; nothing here knows clocks or sockets.
 """
 
 import enum
+from collections.abc import Sequence
 
 import msgspec
 
@@ -27,7 +30,7 @@ class State(enum.IntEnum):
     NEW = 0
     QUEUED = 1
     STARTED = 2
-    """On a worker that has sent nothing yet: it may still be tried on another."""
+    """On a worker that has sent nothing yet: it may still be tried on another, or moved if an earlier one had begun."""
     STREAMING = 3
     STOPPING = 4
     """Told to end; the worker's last word is awaited."""
@@ -53,6 +56,8 @@ class Event(enum.IntEnum):
     FINISH = 9
     """The worker's last word."""
     FAIL = 10
+    MIGRATE = 11
+    """Its worker failed after output, and another one can go on behind it."""
 
 
 class Action(enum.IntEnum):
@@ -86,6 +91,7 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
     (State.QUEUED, Event.EVICT): (State.ENDED, _LEAVE),
     (State.QUEUED, Event.FAIL): (State.ENDED, _LEAVE),
     (State.STARTED, Event.RETRY): (State.QUEUED, (Action.RELEASE, Action.ENQUEUE)),
+    (State.STARTED, Event.MIGRATE): (State.QUEUED, (Action.RELEASE, Action.ENQUEUE)),
     (State.STARTED, Event.FIRST_OUTPUT): (State.STREAMING, ()),
     (State.STARTED, Event.CANCEL): (State.STOPPING, _ABORT),
     (State.STARTED, Event.EVICT): (State.STOPPING, _ABORT),
@@ -94,6 +100,7 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
     (State.STARTED, Event.FAIL): (State.ENDED, _END),
     (State.STREAMING, Event.FIRST_OUTPUT): (State.STREAMING, ()),  # Another of its choices.
     (State.STREAMING, Event.OUTPUT): (State.STREAMING, ()),
+    (State.STREAMING, Event.MIGRATE): (State.QUEUED, (Action.RELEASE, Action.ENQUEUE)),
     (State.STREAMING, Event.CANCEL): (State.STOPPING, _ABORT),
     (State.STREAMING, Event.EVICT): (State.STOPPING, _ABORT),
     (State.STREAMING, Event.STOP): (State.STOPPING, _ABORT),
@@ -166,6 +173,8 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     adapter: str = ""
     session: str = ""
     """Names the conversation, keyed by tenant: requests of one session tend to share a prefix; empty: none was named."""
+    prompts: Sequence[Sequence[int]] = ()
+    """The prompts' tokens, by reference: looked at only when something has gone wrong. Empty: nobody told."""
     keys: object | None = None
     """The prompt's block keys (`kv.prompt_keys.PromptKeys`): what the placement asks the prefix index about."""
     key_prefix: str = ""
@@ -177,7 +186,7 @@ class Flow:
 
     __slots__ = (
         "arrival", "arrived_ns", "attempts", "cached_tokens", "completion_tokens", "cost_micros",
-        "dispatched_ns", "ended_ns", "error", "finish_reason", "first_output_ns", "outcome", "prompt_tokens", "queue_ns", "queued_ns",
+        "dispatched_ns", "ended_ns", "error", "finish_reason", "first_output_ns", "migrations", "outcome", "prompt_tokens", "queue_ns", "queued_ns",
         "reason", "state", "usage", "worker",
     )  # fmt: skip
 
@@ -192,6 +201,8 @@ class Flow:
         self.queue_ns = 0
         """Time in the queue, all visits together."""
         self.attempts = 0
+        self.migrations = 0
+        """Of them, those that went on behind what another worker had given, or were to."""
         self.worker = WorkerId("")
         self.cached_tokens = arrival.cached_tokens
         """Expected, then as reported."""
@@ -212,6 +223,11 @@ class Flow:
         """The request's name."""
         return self.arrival.id
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client may have seen something of the answer: it is never started from its beginning again."""
+        return self.first_output_ns >= 0
+
     def on(self, event: Event, now_ns: int) -> tuple[Action, ...]:
         """Take one event; what must be done is returned. Events that race by nature change nothing after the end.
 
@@ -224,6 +240,7 @@ class Flow:
         if state is not was:
             if was is State.QUEUED:
                 self.queue_ns += now_ns - self.queued_ns
+            self.migrations += event is Event.MIGRATE
             if self.outcome is None and event in _OUTCOME:
                 self.outcome = _OUTCOME[event]
             self._stamp(state, now_ns)
@@ -236,7 +253,8 @@ class Flow:
             self.dispatched_ns = now_ns
             self.attempts += 1
         elif state is State.STREAMING:
-            self.first_output_ns = now_ns
+            if self.first_output_ns < 0:
+                self.first_output_ns = now_ns
         elif state is State.ENDED:
             self.ended_ns = now_ns
 
@@ -273,7 +291,7 @@ class Flow:
             completion_tokens=self.completion_tokens,
             attempts=self.attempts,
             queue_us=(self.queue_ns + usage.queue_ns) // 1000,
-            prefill_us=(usage.prefill_ns or (ran_until - started if started >= 0 else 0)) // 1000,
+            prefill_us=(usage.prefill_ns or (max(0, ran_until - started) if started >= 0 else 0)) // 1000,
             decode_us=(usage.decode_ns or (self.ended_ns - first if first >= 0 else 0)) // 1000,
             total_us=(self.ended_ns - self.arrived_ns) // 1000,
             ttft_us=(first - self.arrived_ns) // 1000 if first >= 0 else 0,

@@ -137,6 +137,8 @@ class Lane:
             heappop(holds)
         if holds:
             times.append(holds[0][0])
+        if self.queue.num_waiting:
+            times.append(self._health.due_ns(self.route))
         return min((time for time in times if time is not None), default=None)
 
     def retry_after_s(self) -> float:

@@ -9,7 +9,7 @@ from penstock.policy.kv_pressure import RunningStream, blocks_to_free, choose_vi
 from penstock.policy.lane import Lane
 from penstock.policy.parts import MoneyHold, TokenHold
 from penstock.policy.room import Room
-from penstock.types import BLOCK_TOKENS
+from penstock.types import BLOCK_TOKENS, Usage
 
 
 class Life:
@@ -49,6 +49,20 @@ def work_of(arrival: Arrival, now_ns: int, expected: int) -> Work:
         session=arrival.session,
         adapter=arrival.adapter,
     )
+
+
+def count(flow: Flow, usage: Usage | None) -> None:
+    """Take a worker's own count of what a request used until now, if there is one."""
+    if usage is not None:
+        flow.usage = usage
+        flow.completion_tokens = usage.completion_tokens
+        flow.cached_tokens = min(usage.cached_tokens, flow.arrival.prompt_tokens)
+
+
+def blocks_of(flow: Flow) -> int:
+    """KV blocks that a stream needs to go on elsewhere: its prompt and what it gave."""
+    tokens = flow.arrival.prompt_tokens + flow.completion_tokens
+    return -(-tokens // BLOCK_TOKENS) + flow.arrival.choices
 
 
 def blocks_held(life: Life) -> int:

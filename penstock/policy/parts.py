@@ -4,7 +4,7 @@
 does through `policy/gate.py`. Whoever wires a gateway or a simulation chooses.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -183,6 +183,50 @@ class Health(Protocol):
         """Of one model's workers; empty rather than all of them."""
         ...
 
+    def due_ns(self, route: str) -> int | None:
+        """When `blocked` may change by time alone; None if it does not."""
+        ...
+
+    def worker(self, route: str, worker_id: WorkerId, *, ready: bool | None) -> None:
+        """A worker is ready or is not; None: it is gone for good."""
+        ...
+
+    def started(self, now_ns: int, route: str, worker_id: WorkerId) -> None:
+        """An attempt begins there."""
+        ...
+
+    def began(self, now_ns: int, route: str, worker_id: WorkerId, ttft_ns: int) -> None:
+        """Its first output came, so long after it was started there."""
+        ...
+
+    def ended(self, now_ns: int, route: str, worker_id: WorkerId, error: PenstockError | None) -> None:
+        """It ended there: None if it ended well, or its client or this gateway ended it."""
+        ...
+
+    def succeeded(self) -> None:
+        """A request ended well."""
+        ...
+
+    def may_retry(self, now_ns: int) -> bool:
+        """Whether one more request may be tried again from its beginning; then it counts."""
+        ...
+
+
+class Poison(Protocol):
+    """Which requests are refused because workers died of them: `quarantine.Quarantine`."""
+
+    def refusal(self, now_ns: int, arrival: Arrival) -> PenstockError | None:
+        """Why it is refused; None if it is not."""
+        ...
+
+    def died(self, now_ns: int, on_board: Sequence[Arrival]) -> None:
+        """A worker's process ended, with these requests on it."""
+        ...
+
+    def ended_well(self, arrival: Arrival) -> None:
+        """It was none of these."""
+        ...
+
 
 class _NoTokenHold:
     """Holds nothing. One object is enough for all requests."""
@@ -316,6 +360,44 @@ class AllHealthy:
         del now_ns, route
         return _NO_WORKERS
 
+    def due_ns(self, route: str) -> None:
+        """Never."""
+
+    def worker(self, route: str, worker_id: WorkerId, *, ready: bool | None) -> None:
+        """Nothing is learned."""
+
+    def started(self, now_ns: int, route: str, worker_id: WorkerId) -> None:
+        """Nothing is learned."""
+
+    def began(self, now_ns: int, route: str, worker_id: WorkerId, ttft_ns: int) -> None:
+        """Nothing is learned."""
+
+    def ended(self, now_ns: int, route: str, worker_id: WorkerId, error: PenstockError | None) -> None:
+        """Nothing is learned."""
+
+    def succeeded(self) -> None:
+        """Nothing is learned."""
+
+    def may_retry(self, now_ns: int) -> bool:
+        """Yes."""
+        del now_ns
+        return True
+
+
+class NoPoison:
+    """Suspects nobody."""
+
+    __slots__ = ()
+
+    def refusal(self, now_ns: int, arrival: Arrival) -> None:
+        """Nobody is refused."""
+
+    def died(self, now_ns: int, on_board: Sequence[Arrival]) -> None:
+        """Nothing is learned."""
+
+    def ended_well(self, arrival: Arrival) -> None:
+        """Nothing is learned."""
+
 
 _NO_WORKERS = frozenset[WorkerId]()
 
@@ -341,5 +423,8 @@ class Parts:
     placement: Callable[[str], Placement] = least_loaded
     """Makes the placement of a model, by its name."""
     health: Health = field(default_factory=AllHealthy)
+    poison: Poison = field(default_factory=NoPoison)
     slice_tokens: int = 256
     """Answer tokens between two looks at the budget."""
+    migrations_max: int = 3
+    """Workers that one stream may lose and still go on."""

@@ -11,6 +11,8 @@ token costs neither side a system call of its own. This module knows no sockets:
        |  <-- StepOutput*                    |   each request: any number of tokens, exactly one finish
        |  Abort -->                          |   answered by a finish with reason "abort"
        |  <-- Stats                          |   on a timer while anything changes
+       |  Ping -->                           |   when nothing was heard for a moment
+       |  <-- Pong                           |   at once, also while a step computes
        |  SubscribeKVEvents -->              |   once; then
        |  <-- KVEvents*                      |   what changed in the KV cache, one per step that changed something
        |  Drain -->                          |   finish what runs, refuse what is new, then exit
@@ -23,7 +25,7 @@ import msgspec
 
 from penstock.types import FinishReason, RequestId, SamplingParams, TokenLogprob, Usage
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 WARMING_UP = "warming up"
 """The stage of `Loading` that comes last: the weights are there, and the first steps are run."""
@@ -46,6 +48,9 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit", omit_defau
     sampling: SamplingParams
     cache_salt: bytes = b""
     """Prefix-cache namespace, set by the gateway from the authenticated tenant, never by the caller."""
+    resumed: bytes = b""
+    """Token ids, int32 little-endian, that another worker generated for it: it goes on behind them, with the very tokens that
+    would have followed there. They count as generated, and are not sent again."""
     public_tokens: int = 0
     """Leading prompt tokens that the gateway's operator declared public: whole blocks of them are shared by all tenants."""
     priority: int = 0
@@ -64,6 +69,10 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """Finish running requests, refuse new ones, then exit."""
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Show that you live: `Pong` is expected at once."""
 
 
 class SubscribeKVEvents(msgspec.Struct, frozen=True, tag="subscribe_kv_events"):
@@ -181,6 +190,10 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Of `step_ns`, what was not waiting for the model's forward pass and sampling."""
 
 
+class Pong(msgspec.Struct, frozen=True, tag="pong"):
+    """The answer to `Ping`: the process runs and its socket is served. Whether steps end is another question: see `Stats.step`."""
+
+
 class KVEvents(msgspec.Struct, frozen=True, kw_only=True, tag="kv_events", omit_defaults=True):
     """One numbered batch of KV events. Numbers have no gaps on a connection, except before a snapshot."""
 
@@ -196,15 +209,16 @@ class KVEvents(msgspec.Struct, frozen=True, kw_only=True, tag="kv_events", omit_
     """The snapshot goes on in the next message, which has the same number."""
 
 
-ToWorker = Submit | Abort | Drain | SubscribeKVEvents
+ToWorker = Submit | Abort | Drain | Ping | SubscribeKVEvents
 FromWorker = Loading | Ready | Failed | StepOutput | Stats | KVEvents
+"""What it has to say; a `Pong` only shows that it lives."""
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker = msgspec.msgpack.Decoder(ToWorker)
-_from_worker = msgspec.msgpack.Decoder(FromWorker)
+_from_worker = msgspec.msgpack.Decoder(FromWorker | Pong)
 
 
-def encode(message: ToWorker | FromWorker) -> bytes:
+def encode(message: ToWorker | FromWorker | Pong) -> bytes:
     """One message as a whole frame.
 
     Raises:
@@ -258,7 +272,7 @@ def decode_to_worker(body: bytes) -> ToWorker:
         raise ProtocolError(f"not a message for a worker: {error}") from error
 
 
-def decode_from_worker(body: bytes) -> FromWorker:
+def decode_from_worker(body: bytes) -> FromWorker | Pong:
     """Read a message that a worker sent.
 
     Raises:

@@ -47,7 +47,7 @@ class Limits:
         """Refuse what can never run, before anything is done for it.
 
         Raises:
-            InvalidRequest: an empty prompt, or no token to generate.
+            InvalidRequest: an empty prompt, or no token to generate, or no other than was resumed.
             ContextTooLong: it does not fit the model's context, or not even an empty cache of `num_blocks`.
         """
         if not request.num_prompt:
@@ -60,6 +60,8 @@ class Limits:
                 f"{self.max_model_len}",
                 param="prompt",
             )
+        if len(request.tokens) >= self.num_tokens_max(request):
+            raise InvalidRequest("what was resumed is a whole answer already", param="resumed")
         num_tokens = self.num_tokens_max(request) - 1  # The last token is drawn but never computed.
         if blocks_for(num_tokens) > num_blocks:
             raise ContextTooLong(

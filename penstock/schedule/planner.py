@@ -279,7 +279,9 @@ class Planner:
         if request.started_ns is not None:
             return
         request.started_ns = self._clock.now_ns()
-        request.num_cached = request.num_computed
+        request.num_cached = min(request.num_computed, request.num_prompt)
+        # What was resumed may be cached too, but is not of the prompt.
+        request.num_host_cached = min(request.num_host_cached, request.num_cached)
         self._queue.charge(request, prompt=request.num_prompt - request.num_cached, cached=request.num_cached)
         self._counters.prompt_tokens += request.num_prompt
         self._counters.cached_tokens += request.num_cached

@@ -38,6 +38,8 @@ class Request:
     tokens: "array[int]"
     """Every known token: the prompt, then what was generated (int32; see `token_array`)."""
     sampling: SamplingParams
+    num_resumed: int = 0
+    """The last so many of `tokens` were generated elsewhere, before it came here: it goes on as after a preemption."""
     salt: bytes = b""
     """Prefix-cache namespace of the tenant."""
     public_tokens: int = 0
@@ -94,7 +96,10 @@ class Request:
     first_token_ns: int | None = None
 
     def __post_init__(self) -> None:
-        self.num_prompt = len(self.tokens)
+        self.num_prompt = len(self.tokens) - self.num_resumed
+        if self.num_resumed:
+            self.num_scored = self.num_prompt  # All scores are told before the first token is.
+            self.num_charged = self.num_resumed
         self.stop_token_ids = frozenset(self.sampling.stop_token_ids)
 
     @property

@@ -143,6 +143,19 @@ CATALOG = (
     ),
     Metric("penstock_retries_total", "counter", "Requests that were started again on a worker.", MODEL),
     Metric(
+        "penstock_breaker_state",
+        "gauge",
+        "Circuit breaker of a worker: 0 closed, 1 open, 2 being probed, 3 being trusted again.",
+        ("model", "worker"),
+    ),
+    Metric("penstock_retry_budget_level", "gauge", "Requests that could be tried again now."),
+    Metric(
+        "penstock_migrations_total",
+        "counter",
+        "Streams whose worker was lost and that were to go on, token for token, on another.",
+        MODEL,
+    ),
+    Metric(
         "penstock_ttft_prediction_error_ratio", "histogram", "Predicted time to first token against the real one.",
         MODEL, ERROR_BUCKETS,
     ),

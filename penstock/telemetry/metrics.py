@@ -112,6 +112,9 @@ class Metrics:
         self._decisions = self._table.counter("penstock_route_decisions_total")
         self._matches = self._table.histogram("penstock_prefix_match_ratio")
         self._retries = self._table.counter("penstock_retries_total")
+        self._migrations = self._table.counter("penstock_migrations_total")
+        self._breakers = self._table.gauge("penstock_breaker_state")
+        self._retry_budget = self._table.gauge("penstock_retry_budget_level")
         self._errors = self._table.histogram("penstock_ttft_prediction_error_ratio")
         self._ledger_open = self._table.gauge("penstock_ledger_open_requests")
         self._table.gauge("penstock_build_info").labels(version).set(1)
@@ -174,6 +177,18 @@ class Metrics:
     def retried(self, model: str) -> None:
         """A request whose worker failed it unseen is started again."""
         self._retries.labels(model).inc()
+
+    def breaker(self, model: str, worker: str, state: int) -> None:
+        """What a worker's circuit breaker lets through: `BreakerState`."""
+        self._breakers.labels(model, worker).set(state)
+
+    def retry_budget(self, level: float) -> None:
+        """Requests that could be tried again now."""
+        self._retry_budget.set(level)
+
+    def migrated(self, model: str) -> None:
+        """A stream lost its worker and waits to go on."""
+        self._migrations.labels(model).inc()
 
     def predicted(self, model: str, error: float) -> None:
         """A first token came: the relative error of when it was expected."""

@@ -6,6 +6,7 @@ The tests want an endless deterministic answer: a longer `max_tokens` continues 
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 
 import pytest
 
@@ -274,6 +275,41 @@ class BackendConformance:
             with pytest.raises(WorkerUnavailable):
                 backend.generate(requests.make(), silent)
             assert silent.finish is None
+
+        self.run(check)
+
+    def test_what_was_broken_off_goes_on_with_the_same_tokens(self) -> None:
+        """Cut anywhere, also inside what may become a stop string: nothing is said twice, and usage counts once."""
+
+        async def check(backend: Backend, requests: Requests) -> None:
+            text = await self.text(backend, requests.make(max_tokens=24))
+            stop, never = text[-3:], text[6:9] + "\0"
+            whole, _ = self.start(backend, requests.make(max_tokens=24, stop=(stop, never), logprobs=1))
+            expected = await whole.end()
+            for num_tokens in (1, 7, 8, 12, whole.num_tokens - 1):
+                request = requests.make(max_tokens=24, stop=(stop, never), logprobs=1)
+                first, generation = self.start(backend, request)
+                while first.num_tokens < num_tokens and first.finish is None:
+                    await asyncio.sleep(0.001)
+                generation.abort()
+                broken = await first.end()
+                if broken.reason is not FinishReason.ABORT:
+                    continue  # It was quicker.
+                if broken.resume is None:
+                    pytest.skip("this kind of worker cannot go on with what another began")
+                again = replace(
+                    request, request_id=RequestId(f"{request.request_id}-2"), resumed=broken.resume
+                )
+                second, _ = self.start(backend, again)
+                finish = await second.end()
+                assert first.text + second.text == whole.text
+                assert first.num_tokens + second.num_tokens == whole.num_tokens
+                assert [
+                    each for part in (first, second) for delta in part.deltas for each in delta.logprobs
+                ] == [each for delta in whole.deltas for each in delta.logprobs]
+                assert (finish.reason, finish.stop) == (expected.reason, expected.stop)
+                assert finish.usage.prompt_tokens == expected.usage.prompt_tokens
+                assert finish.usage.completion_tokens == expected.usage.completion_tokens
 
         self.run(check)
 

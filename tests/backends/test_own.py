@@ -9,8 +9,10 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from conformance import TIMEOUT_S, Recorder, Requests
 
+from penstock.backends.base import Phase
 from penstock.backends.own import OwnBackend
 from penstock.clock import ManualClock
+from penstock.config.health import HeartbeatConfig
 from penstock.errors import (
     ContextTooLong,
     Draining,
@@ -31,6 +33,8 @@ from penstock.protocol.worker import (
     Loading,
     ModelInfo,
     Output,
+    Ping,
+    Pong,
     Ready,
     Stats,
     StepOutput,
@@ -62,6 +66,8 @@ class Peer:
         self.messages: asyncio.Queue[ToWorker] = asyncio.Queue()
         self.num_connections = 0
         self.num_reads = 0
+        self.answers = True
+        """Whether it shows that it lives when it is asked."""
         self.greeting: tuple[FromWorker, ...] = (Ready(INFO),)
         self._writer: asyncio.StreamWriter | None = None
         self._connected = asyncio.Event()
@@ -74,7 +80,11 @@ class Peer:
         while data := await reader.read(1 << 16):
             self.num_reads += 1
             for body in decoder.feed(data):
-                self.messages.put_nowait(decode_to_worker(body))
+                message = decode_to_worker(body)
+                if not isinstance(message, Ping):
+                    self.messages.put_nowait(message)
+                elif self.answers:
+                    self.say(Pong())
         writer.close()
 
     def say(self, *messages: FromWorker) -> None:
@@ -115,9 +125,10 @@ async def until(backend: OwnBackend, wanted: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def pair(
-    *greeting: FromWorker, clock: ManualClock | None = None
+    *greeting: FromWorker, clock: ManualClock | None = None, heartbeat: HeartbeatConfig | None = None
 ) -> AsyncIterator[tuple[Peer, OwnBackend]]:
-    peer, backend = Peer(), OwnBackend(byte_tokenizer(), clock or ManualClock())
+    peer = Peer()
+    backend = OwnBackend(byte_tokenizer(), clock or ManualClock(), heartbeat or HeartbeatConfig())
     peer.greeting = greeting or peer.greeting
     with tempfile.TemporaryDirectory() as directory:
         server = await asyncio.start_unix_server(peer.serve, f"{directory}/w.sock")
@@ -378,3 +389,36 @@ def test_work_is_seen_from_both_sides() -> None:
 
 def _stats(*, running: int = 0, step: int = 0) -> Stats:
     return Stats(step=step, running=running, waiting=0, blocks_total=4, blocks_used=0, blocks_cached=0)
+
+
+def test_a_worker_that_does_not_answer_is_suspect_until_it_does_again() -> None:
+    async def check() -> None:
+        async with pair(heartbeat=HeartbeatConfig(interval_s=0.02, lost_after=1000)) as (peer, backend):
+            recorder = Recorder()
+            backend.generate(Requests().make(), recorder)
+            submit = await peer.hear_submit()
+            peer.answers = False
+            await until(backend, lambda: not backend.status.ready)
+            assert backend.status.phase is Phase.SUSPECT
+            with pytest.raises(WorkerUnavailable, match="does not answer"):
+                backend.generate(Requests().make(), Recorder())
+            peer.answers = True
+            await until(backend, lambda: backend.status.ready)
+            peer.step(submit, 65, finish=Finish(reason=FinishReason.LENGTH, usage=Usage()))
+            assert (await recorder.end()).reason is FinishReason.LENGTH
+            assert recorder.text == "A", "its streams stayed"
+
+    run(check)
+
+
+def test_a_worker_that_loads_need_not_answer() -> None:
+    async def check() -> None:
+        async with pair(Loading("weights"), heartbeat=HeartbeatConfig(interval_s=0.01)) as (peer, backend):
+            peer.answers = False
+            await until(backend, lambda: backend.status.stage == "weights")
+            await asyncio.sleep(0.5)  # Twelve times as long as it takes to give up one that serves.
+            assert peer.num_connections == 1
+            peer.say(Ready(INFO))
+            await until(backend, lambda: backend.status.ready)
+
+    run(check)

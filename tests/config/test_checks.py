@@ -1,6 +1,7 @@
 import pytest
 
 from penstock.config.checks import check
+from penstock.config.health import HealthConfig, HeartbeatConfig
 from penstock.config.hosts import is_loopback
 from penstock.config.tree import (
     AuthConfig,
@@ -34,6 +35,10 @@ def test_the_defaults_are_fine() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        (
+            Config(health=HealthConfig(heartbeat=HeartbeatConfig(suspect_after=4))),
+            r"health\.heartbeat\.lost_after: not above",
+        ),
         (
             Config(shared=SharedConfig(store="redis")),
             r"shared\.url: needed with shared\.store redis",

@@ -10,7 +10,7 @@ from penstock.config.tree import EngineConfig
 from penstock.engine.core import EngineCore, build_core
 from penstock.engine.runner import Runner, load_runner
 from penstock.protocol.worker import Submit
-from penstock.types import FinishReason, RequestId, SamplingParams, TokenLogprob
+from penstock.types import FinishReason, RequestId, SamplingParams, TokenLogprob, Usage
 
 
 def tiny_runner(path: Path, **config: object) -> Runner:
@@ -30,6 +30,7 @@ class Answer:
     finish: FinishReason | None = None
     cached_tokens: int = 0
     error: str | None = None
+    usage: Usage | None = field(default=None, compare=False)
 
 
 class Driver:
@@ -41,13 +42,24 @@ class Driver:
         self.core: EngineCore = build_core(self.runner, EngineConfig(**settings), b"k" * 32, SystemClock())
         self._asked = 0
 
-    def ask(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Answer]:
+    def ask(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        resumed: Sequence[Sequence[int]] | None = None,
+    ) -> list[Answer]:
+        """Answers to all prompts; `resumed`: what another engine has said to each already."""
         answers: dict[RequestId, Answer] = {}
-        for prompt, params in zip(prompts, sampling, strict=True):
+        for prompt, params, so_far in zip(prompts, sampling, resumed or [()] * len(prompts), strict=True):
             self._asked += 1
             request_id = RequestId(f"r{self._asked}")
             answers[request_id] = Answer()
-            message = Submit(request_id=request_id, prompt=array("i", prompt).tobytes(), sampling=params)
+            message = Submit(
+                request_id=request_id,
+                prompt=array("i", prompt).tobytes(),
+                sampling=params,
+                resumed=array("i", so_far).tobytes(),
+            )
             self.core.submit(0, message, 0)
         while self.core.has_work:
             for output in self.core.step().get(0, []):
@@ -58,5 +70,6 @@ class Driver:
                 if output.finish is not None:
                     answer.finish = output.finish.reason
                     answer.error = output.finish.error
+                    answer.usage = output.finish.usage
                     answer.cached_tokens = output.finish.usage.cached_tokens
         return list(answers.values())

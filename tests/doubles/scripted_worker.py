@@ -8,6 +8,7 @@ from byte_tokenizer import byte_tokenizer
 
 from penstock.backends.own import OwnBackend
 from penstock.clock import SystemClock
+from penstock.config.health import HeartbeatConfig
 from penstock.config.tree import EngineConfig
 from penstock.fleet.launchers.base import WorkerSpec
 from penstock.fleet.launchers.local import LocalLauncher
@@ -23,6 +24,7 @@ class Bench:
 
     def __init__(self, step_s: float) -> None:
         self.lines: list[str] = []
+        self.heartbeat = HeartbeatConfig()
         environment = {"PYTHONPATH": DOUBLES, "SCRIPTED_STEP_S": str(step_s)}
         self.launcher = LocalLauncher(
             SystemClock(), b"secret" * 4, environment=environment, log=self.lines.append
@@ -36,7 +38,8 @@ class Bench:
             engine=EngineConfig(**engine),
             runner=RUNNER,
         )
-        return await self.launcher.start(spec, OwnBackend(byte_tokenizer(), SystemClock()))
+        backend = OwnBackend(byte_tokenizer(), SystemClock(), self.heartbeat)
+        return await self.launcher.start(spec, backend)
 
 
 @contextlib.asynccontextmanager

@@ -136,6 +136,25 @@ def test_the_prefix_cache_changes_nothing(case: Case) -> None:
     check_same(warm, case.expected)
 
 
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_resuming_on_another_worker_changes_nothing(case: Case, prefix_cache: bool) -> None:
+    """A stream that was cut after any number of tokens goes on as if nothing had happened, wherever it stood."""
+    driver = case.driver(prefix_cache=prefix_cache)
+    for cut in (1, 5, MAX_TOKENS - 1):
+        so_far = [other.token_ids[: cut + index % 2] for index, other in enumerate(case.expected)]
+        so_far = [tokens[: MAX_TOKENS - 1] for tokens in so_far]
+        answers = driver.ask(prompts(), sampling(), so_far)
+        for prompt, tokens, answer, other in zip(prompts(), so_far, answers, case.expected, strict=True):
+            assert answer.token_ids == other.token_ids[len(tokens) :]
+            assert answer.logprobs == other.logprobs[len(tokens) :]
+            assert answer.prompt_logprobs == [], "they were told before the first token was"
+            assert answer.finish == other.finish
+            assert answer.usage is not None
+            assert answer.usage.prompt_tokens == len(prompt)
+            assert answer.usage.completion_tokens == MAX_TOKENS
+            assert answer.usage.cached_tokens <= len(prompt)
+
+
 def until_stored(driver: Driver, count: int) -> None:
     """Step an engine without requests until `count` blocks are in host memory."""
     while driver.core.stats().host_stores < count:

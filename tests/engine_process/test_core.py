@@ -115,6 +115,11 @@ def test_nan_logits_end_one_request() -> None:
         (msgspec.structs.replace(submit("x"), public_tokens=-1), "InvalidRequest"),
         (msgspec.structs.replace(submit("x"), public_tokens=4), "InvalidRequest"),
         (msgspec.structs.replace(submit("x"), cache_salt=PUBLIC), "InvalidRequest"),
+        (msgspec.structs.replace(submit("x"), resumed=b"\1\2\3"), "InvalidRequest"),
+        (msgspec.structs.replace(submit("x"), resumed=b"\xff" * 4), "InvalidRequest"),
+        (msgspec.structs.replace(submit("x", max_tokens=2), resumed=b"\1\0\0\0" * 2), "InvalidRequest"),
+        (msgspec.structs.replace(submit("x", stop_token_ids=(7,)), resumed=b"\7\0\0\0"), "InvalidRequest"),
+        (msgspec.structs.replace(submit("x", ()), resumed=b"\7\0\0\0"), "InvalidRequest"),
     ],
     ids=[
         "empty",
@@ -125,6 +130,11 @@ def test_nan_logits_end_one_request() -> None:
         "public before it begins",
         "public after its end",
         "reserved",
+        "resumed and torn",
+        "resumed outside the vocabulary",
+        "resumed and whole",
+        "resumed and stopped",
+        "resumed from nothing",
     ],
 )
 def test_a_request_that_cannot_be_taken_ends_with_the_reason(message: Submit, kind: str) -> None:
@@ -134,6 +144,23 @@ def test_a_request_that_cannot_be_taken_ends_with_the_reason(message: Submit, ki
     assert output.finish is not None
     assert output.finish.error_kind == kind
     assert output.finish.error
+
+
+def test_what_is_resumed_goes_on_and_counts_once() -> None:
+    whole = tokens(run_one(submit("a", max_tokens=9, seed=3)))
+    so_far = array("i", whole[:4]).tobytes()
+    heard = run_one(msgspec.structs.replace(submit("a", max_tokens=9, seed=3), resumed=so_far))
+    assert tokens(heard) == whole[4:]
+    last = heard[-1].finish
+    assert last is not None
+    assert last.reason is FinishReason.LENGTH
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (3, 9)
+
+
+def run_one(message: Submit) -> list[Output]:
+    engine = core()
+    engine.submit(1, message, 0)
+    return run(engine)[1, message.request_id]
 
 
 def test_a_full_queue_refuses_one_more() -> None:

@@ -14,6 +14,7 @@ from scripted_runner import DIE, HANG, scripted_text
 from scripted_worker import Bench, bench
 
 from penstock.backends.base import GenerateRequest
+from penstock.config.health import HeartbeatConfig
 from penstock.errors import StreamBroken, WorkerUnavailable
 from penstock.fleet.launchers.supervised import SupervisedWorker
 from penstock.types import FinishReason, RequestId, SamplingParams
@@ -106,6 +107,23 @@ def test_a_hung_worker_is_killed_and_replaced() -> None:
         (note,) = worker.backend.status.notes
         assert note.startswith("the worker exited with code 1: a step has not ended for 0.")
         assert any("scripted_runner.py" in line for line in made.lines)  # Where it hung.
+        assert await answer(worker, Requests()) == scripted_text(3, 3, 9)
+
+    run(check)
+
+
+def test_a_worker_that_stood_still_so_long_that_it_was_cut_off_is_killed_and_replaced() -> None:
+    async def check(made: Bench) -> None:
+        made.heartbeat = HeartbeatConfig(interval_s=0.05)
+        worker = await made.start(stall_timeout_s=0.4)
+        await worker.wait_ready()
+        old = worker.pid
+        assert old is not None
+        os.kill(old, signal.SIGSTOP)  # It has no work, so nobody waits for a step of it.
+        while worker.pid == old:
+            await asyncio.sleep(0.02)
+        await worker.wait_ready()
+        assert worker.backend.status.notes == ["the worker hung: no answer in 0.8 s"]
         assert await answer(worker, Requests()) == scripted_text(3, 3, 9)
 
     run(check)

@@ -156,6 +156,7 @@ def test_a_lost_worker_is_503_before_the_first_byte(start, kit, stream):
 @pytest.mark.parametrize(("error", "status"), [(EngineFault("NaN logits"), 500), (StreamBroken("gone"), 502)])
 def test_a_worker_that_fails_one_of_several_choices(start, kit, error, status):
     running = start(step_s=30)
+    running.backend.resumes = False
     raw = kit.Raw(running)
     raw.send(kit.post(CHAT, kit.chat(n=3), "Connection: close"))
     running.wait_until(lambda: running.backend.num_streams == 3)

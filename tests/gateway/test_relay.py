@@ -126,6 +126,7 @@ def test_the_client_library_raises_on_trouble_in_the_middle(start, kit):
     import openai
 
     running = start(step_s=0.001)
+    running.backend.resumes = False
     with kit.openai_client(running) as client:
         stream = client.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "hi"}], stream=True

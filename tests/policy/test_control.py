@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from penstock.clock import NS_PER_S
 from penstock.config.flow import BandConfig, QueueConfig, RateLimitsConfig
-from penstock.errors import Draining, Evicted, Overloaded, WorkerUnavailable
+from penstock.errors import Draining, Evicted, Overloaded, StreamBroken, WorkerUnavailable
 from penstock.policy.answers import Abort, Diverted, Evict, Queued, Refused, Requeued, Settled, Start, Stop
 from penstock.policy.control import FlowControl
 from penstock.policy.flow import Arrival, State
@@ -152,15 +152,85 @@ def test_a_request_is_tried_again_elsewhere_in_its_old_place_until_tries_are_use
     assert record.prompt_tokens == 0, "nobody pays for what nobody answered"
 
 
-def test_after_the_first_output_nothing_is_tried_again() -> None:
+def test_after_the_first_output_nothing_is_begun_again() -> None:
     made = control()
     accept(made, "a")
     started(made)
     made.first_output(0, RequestId("a"))
-    settled = made.failed(0, RequestId("a"), WorkerUnavailable("gone"), retry=True)
+    settled = made.failed(0, RequestId("a"), StreamBroken("gone"), retry=False)
     assert isinstance(settled, Settled)
     assert settled.outcome is Outcome.FAILED
     assert settled.flow.record(0).prompt_tokens == 32
+
+
+def so_far(tokens: int) -> Usage:
+    return Usage(prompt_tokens=32, completion_tokens=tokens)
+
+
+def test_a_stream_whose_worker_died_goes_on_elsewhere_at_its_old_place_with_one_record() -> None:
+    made = control(retries_max=0)
+    made.set_worker(0, "m", V, WorkerView(max_running=1))
+    accept(made, "a", now_ns=1)
+    accept(made, "b", "c", now_ns=2)
+    assert {start.id: start.worker_id for start in made.dispatch(2)} == {"a": W, "b": V}
+    made.first_output(3, RequestId("a"))
+    made.set_worker(4, "m", W, None)
+    answer = made.failed(4, RequestId("a"), StreamBroken("gone"), retry=True, usage=so_far(7))
+    assert answer == Requeued(RequestId("a"), 1, migrates=True)
+    end(made, "b", now_ns=5 * S)
+    (start,) = made.dispatch(5 * S)
+    assert start == Start(RequestId("a"), "m", V, priority=0, attempt=2), "before c"
+    flow = made.flow(RequestId("a"))
+    assert flow is not None
+    assert (flow.state, flow.completion_tokens) == (State.STARTED, 7)
+    made.output(6 * S, RequestId("a"), 1)
+    assert flow.state is State.STREAMING
+    record = end(made, "a", 10, now_ns=7 * S).flow.record(0)
+    assert (record.outcome, record.worker, record.attempts) == (Outcome.FINISHED, "v", 2)
+    assert (record.prompt_tokens, record.completion_tokens, record.ttft_us) == (32, 10, 0)
+    assert record.queue_us == (5 * S - 4) // 1000, "it waited twice, the first time for a nanosecond"
+
+
+def test_streams_move_only_so_often() -> None:
+    made = control(parts=Parts(migrations_max=2))
+    accept(made, "a")
+    for number in range(3):
+        assert started(made) == ["a"]
+        if number != 1:  # One worker dies before it has gone on.
+            made.output(0, RequestId("a"), 1)
+        answer = made.failed(0, RequestId("a"), StreamBroken("gone"), retry=True, usage=so_far(number))
+        assert isinstance(answer, Requeued if number < 2 else Settled)
+    assert isinstance(answer, Settled)
+    record = answer.flow.record(0)
+    assert (record.outcome, record.error, record.attempts) == (Outcome.FAILED, "StreamBroken", 3)
+    assert record.prompt_tokens == 32
+
+
+def test_a_stream_that_waits_to_go_on_waits_anew_and_pays_for_what_it_gave() -> None:
+    made = control(no_worker_wait_s=1000.0)
+    accept(made, "a", "b", max_wait_ns=10 * S)
+    started(made)
+    made.first_output(S, RequestId("a"))
+    made.set_worker(70 * S, "m", W, None)
+    made.failed(70 * S, RequestId("a"), StreamBroken("gone"), retry=True, usage=so_far(5))
+    assert [each.id for each in made.dispatch(70 * S)] == ["b"], "which has waited too long"
+    settled = made.cancel(80 * S, RequestId("a"))
+    assert isinstance(settled, Settled)
+    record = settled.flow.record(0)
+    assert (record.outcome, record.prompt_tokens, record.completion_tokens) == (Outcome.CANCELLED, 32, 5)
+
+
+def test_a_stream_that_finds_no_worker_to_go_on_is_dropped_and_pays_for_what_it_gave() -> None:
+    made = control(no_worker_wait_s=5.0)
+    accept(made, "a")
+    started(made)
+    made.first_output(S, RequestId("a"))
+    made.set_worker(2 * S, "m", W, None)
+    made.failed(2 * S, RequestId("a"), StreamBroken("gone"), retry=True, usage=so_far(5))
+    evict = only(made.dispatch(7 * S))
+    assert evict.reason == "no_worker"
+    assert evict.settled is not None
+    assert evict.settled.flow.record(0).completion_tokens == 5
 
 
 def test_a_request_whose_client_left_is_not_tried_again() -> None:
@@ -586,7 +656,8 @@ class Life(RuleBasedStateMachine):
             if isinstance(answer, Requeued):
                 assert retry
                 assert name not in self.stopping
-                assert answer.attempts <= 1
+                assert answer.attempts <= 1 or answer.migrates
+                assert answer.attempts <= 4
                 del self.running[name]
                 self.waiting.add(name)
             else:

@@ -42,6 +42,26 @@ LIVES = {
         (A.ENQUEUE, A.START, A.RELEASE, A.SETTLE),
         Outcome.FAILED,
     ),
+    "moved twice": (
+        (
+            *RUN,
+            E.FIRST_OUTPUT,
+            E.MIGRATE,
+            E.DISPATCH,
+            E.MIGRATE,
+            E.DISPATCH,
+            E.FIRST_OUTPUT,
+            E.OUTPUT,
+            E.FINISH,
+        ),
+        (A.ENQUEUE, A.START, *(A.RELEASE, A.ENQUEUE, A.START) * 2, A.RELEASE, A.SETTLE),
+        Outcome.FINISHED,
+    ),
+    "the client left while it was to move": (
+        (*RUN, E.FIRST_OUTPUT, E.MIGRATE, E.CANCEL),
+        (A.ENQUEUE, A.START, A.RELEASE, A.ENQUEUE, A.LEAVE, A.SETTLE),
+        Outcome.CANCELLED,
+    ),
     "the client left, and left": (
         (*RUN, E.FIRST_OUTPUT, E.CANCEL, E.CANCEL, E.OUTPUT, E.FINISH, E.CANCEL, E.OUTPUT),
         (A.ENQUEUE, A.START, A.ABORT, A.RELEASE, A.SETTLE),

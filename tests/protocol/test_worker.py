@@ -17,6 +17,8 @@ from penstock.protocol.worker import (
     Loading,
     ModelInfo,
     Output,
+    Ping,
+    Pong,
     ProtocolError,
     Ready,
     Stats,
@@ -59,10 +61,13 @@ TO_WORKER = [
     ),
     Abort(("a", "b")),
     Drain(),
+    Ping(),
+    Submit(request_id="r", prompt=b"", resumed=b"\2\0\0\0", sampling=SamplingParams()),
     SubscribeKVEvents(),
     SubscribeKVEvents(2**63 - 1, 7),
 ]
 FROM_WORKER = [
+    Pong(),
     Loading("importing"),
     Loading("loading weights", 3, 9),
     Ready(INFO),

@@ -40,6 +40,9 @@ def test_names_and_labels_are_the_golden_ones() -> None:
     for count in (metrics.refused, metrics.evicted, metrics.diverted):
         count("m", "queue_full")
     metrics.retried("m")
+    metrics.migrated("m")
+    metrics.breaker("m", "m-0", 1)
+    metrics.retry_budget(3.0)
     metrics.predicted("m", 0.1)
     meters = metrics.backend("vllm")
     meters.ended("ok")

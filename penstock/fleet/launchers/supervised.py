@@ -193,13 +193,18 @@ class SupervisedWorker:
         startup = StallDetector(engine.startup_timeout_s, self._clock)
         # The worker notices a step that does not end by itself, and then says more than we could.
         stall = StallDetector(STALL_GRACE * engine.stall_timeout_s, self._clock)
+        # One that stands still is cut off long before that, and looks as one that has not begun.
+        silent, was_ready = StallDetector(STALL_GRACE * engine.stall_timeout_s, self._clock), False
         while True:
             await sleep(interval_s)
             ready = backend.status.ready
+            was_ready |= ready
             if startup.observe(0, has_work=not ready):
                 what = f"the worker was not ready within {engine.startup_timeout_s:g} s"
             elif stall.observe(backend.progress, has_work=ready and backend.has_work):
                 what = f"the worker hung: no step in {STALL_GRACE * engine.stall_timeout_s:g} s"
+            elif silent.observe(0, has_work=was_ready and not ready and not backend.draining):
+                what = f"the worker hung: no answer in {STALL_GRACE * engine.stall_timeout_s:g} s"
             else:
                 continue
             self._process.kill()

@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from penstock.backends.foreign import Tools
 from penstock.clock import Clock
+from penstock.config.health import HeartbeatConfig
 from penstock.config.presets import served_name
 from penstock.config.tree import EngineConfig, ModelConfig
 from penstock.fleet.launchers.base import Launcher, WorkerSpec
@@ -15,7 +16,14 @@ from penstock.types import ModelName, WorkerId
 
 
 def launched(
-    model: ModelConfig, path: str, launcher: Launcher, tokenizer: Tokenizer, clock: Clock, *, cores: int = 0
+    model: ModelConfig,
+    path: str,
+    launcher: Launcher,
+    tokenizer: Tokenizer,
+    clock: Clock,
+    *,
+    heartbeat: HeartbeatConfig = HeartbeatConfig(),  # noqa: B008 - it is frozen.
+    cores: int = 0,
 ) -> Iterator[Launched]:
     """The replicas of one model; `path` is its directory. They share `cores`; 0: each has those of its place."""
     name = served_name(model)
@@ -26,7 +34,7 @@ def launched(
             model_name=ModelName(name),
             engine=share_of(model.engine, model.replicas, cores),
         )
-        yield Launched(spec=spec, launcher=launcher, tokenizer=tokenizer, clock=clock)
+        yield Launched(spec=spec, launcher=launcher, tokenizer=tokenizer, clock=clock, heartbeat=heartbeat)
 
 
 def attached(model: ModelConfig, tokenizer: Tokenizer, tools: Tools) -> Iterator[Attached]:

@@ -1,0 +1,163 @@
+"""Flow control with its health parts: what fails is tried elsewhere, within bounds, and what kills is not passed on."""
+
+from penstock.clock import NS_PER_S
+from penstock.config.flow import QueueConfig
+from penstock.config.health import HealthConfig, QuarantineConfig, RetryConfig
+from penstock.errors import InvalidRequest, PenstockError, PoisonRequest, StreamBroken, WorkerUnavailable
+from penstock.policy.answers import Evict, Refused, Requeued, Settled, Start
+from penstock.policy.control import FlowControl
+from penstock.policy.flow import Arrival
+from penstock.policy.health import FleetHealth
+from penstock.policy.parts import Parts
+from penstock.policy.quarantine import Quarantine, fingerprint
+from penstock.policy.record import Outcome
+from penstock.policy.room import WorkerView
+from penstock.types import RequestId, Usage, WorkerId
+
+S = NS_PER_S
+W, V, U = WorkerId("w"), WorkerId("v"), WorkerId("u")
+GONE = WorkerUnavailable("gone")
+
+
+def control(*workers: WorkerId, slots: int = 100, **health) -> FlowControl:
+    config = HealthConfig(**health)
+    parts = Parts(health=FleetHealth(config, lambda: 0.0), poison=Quarantine(config.quarantine))
+    made = FlowControl(QueueConfig(worker_credit=0, retries_max=2), parts)
+    for worker in workers:
+        made.set_worker(0, "m", worker, WorkerView(max_running=slots))
+    return made
+
+
+def accept(made: FlowControl, name: str, now_ns: int = 0, prompt: tuple[int, ...] = ()) -> None:
+    made.arrive(now_ns, arrival(name, prompt))
+
+
+def arrival(name: str, prompt: tuple[int, ...] = ()) -> Arrival:
+    return Arrival(
+        id=RequestId(name), route="m", prompt_tokens=32, max_tokens=10, prompts=(prompt,) if prompt else ()
+    )
+
+
+def starts(made: FlowControl, now_ns: int = 0) -> dict[str, WorkerId]:
+    return {each.id: each.worker_id for each in made.dispatch(now_ns) if isinstance(each, Start)}
+
+
+def finish(made: FlowControl, name: str, now_ns: int = 0) -> None:
+    made.ended(now_ns, RequestId(name), Outcome.FINISHED, Usage(completion_tokens=1), finish_reason="stop")
+
+
+def test_a_worker_that_fails_is_left_alone_then_probed_by_one() -> None:
+    made = control(W, V, U, retry=RetryConfig(floor_per_s=100))
+    for i in range(30):
+        accept(made, f"r{i}")
+    placed = starts(made)
+    for name, worker in placed.items():
+        if worker == W:
+            made.failed(0, RequestId(name), GONE, retry=False)
+        else:
+            finish(made, name)
+    for i in range(6):
+        accept(made, f"s{i}")
+    assert W not in starts(made, S).values()
+    for i in range(6):
+        accept(made, f"t{i}", 6 * S)
+    assert list(starts(made, 6 * S).values()).count(W) == 1
+
+
+def test_what_waits_for_a_worker_that_is_left_alone_has_a_time_to_be_looked_at() -> None:
+    made = control(W, V, slots=10)
+    for i in range(20):
+        accept(made, f"r{i}")
+    for name, worker in starts(made).items():
+        if worker == W:
+            made.failed(0, RequestId(name), GONE, retry=False)
+    accept(made, "waits")
+    assert starts(made) == {}, "v is full and w is left alone"
+    assert made.next_ns(0) == 5 * S
+    assert starts(made, 5 * S) == {"waits": W}
+
+
+def test_retries_are_granted_while_the_budget_lasts() -> None:
+    made = control(W, V, retry=RetryConfig(floor_per_s=1))
+    for name in ("a", "b"):
+        accept(made, name)
+    starts(made)
+    assert isinstance(made.failed(0, RequestId("a"), GONE, retry=True), Requeued)
+    refused = made.failed(0, RequestId("b"), GONE, retry=True)
+    assert isinstance(refused, Settled)
+    assert refused.flow.error == "WorkerUnavailable"
+
+
+def test_moving_a_stream_takes_nothing_of_the_retry_budget() -> None:
+    made = control(W, V, retry=RetryConfig(floor_per_s=0, share=0.0))
+    accept(made, "a")
+    starts(made)
+    made.first_output(0, RequestId("a"))
+    assert isinstance(made.failed(0, RequestId("a"), StreamBroken("gone"), retry=True), Requeued)
+
+
+def test_a_clients_own_fault_is_nobodys_failure() -> None:
+    made = control(W, V)
+    for i in range(40):
+        accept(made, f"r{i}")
+        starts(made)
+        made.ended(0, RequestId(f"r{i}"), Outcome.FAILED, error="InvalidRequest", fault=InvalidRequest("no"))
+    accept(made, "next")
+    accept(made, "and next")
+    assert set(starts(made).values()) == {W, V}
+
+
+def died() -> PenstockError:
+    return StreamBroken("the worker closed the connection", died=True)
+
+
+def test_a_request_that_killed_two_workers_does_not_reach_the_third_and_is_refused_for_a_while() -> None:
+    made = control(W, V, U, quarantine=QuarantineConfig(refuse_s=60))
+    accept(made, "a", prompt=(6, 6, 6))
+    for _ in range(2):
+        (worker,) = starts(made).values()
+        made.first_output(0, RequestId("a"))
+        made.set_worker(0, "m", worker, None)
+        made.failed(0, RequestId("a"), died(), retry=True)
+    (evict,) = made.dispatch(0)
+    assert isinstance(evict, Evict)
+    assert (evict.reason, type(evict.error)) == ("quarantine", PoisonRequest)
+    again = made.arrive(S, arrival("b", (6, 6, 6)))
+    assert isinstance(again, Refused)
+    assert (again.reason, str(again.error)) == (
+        "quarantine",
+        "Workers have ended while they computed this prompt. It is refused for another 59 s.",
+    )
+    accept(made, "c", S, prompt=(6, 6, 7))
+    assert starts(made, S) == {"c": U}
+    accept(made, "d", 61 * S, prompt=(6, 6, 6))
+    assert starts(made, 61 * S) == {"d": U}
+
+
+def test_workers_that_are_killed_under_load_convict_nobody() -> None:
+    made = control(W, V, U)
+    for i in range(30):
+        accept(made, f"r{i}", prompt=(i,))
+    running = starts(made)
+    for worker in (W, V):
+        made.set_worker(0, "m", worker, None)
+        for name in [name for name, where in running.items() if where == worker]:
+            made.first_output(0, RequestId(name))
+            made.failed(0, RequestId(name), died(), retry=True)
+        answers = made.dispatch(0)
+        assert all(isinstance(each, Start) for each in answers)
+        running |= {each.id: each.worker_id for each in answers}
+    assert set(running.values()) == {U}
+
+
+def test_fingerprints_keep_tenants_models_and_prompts_apart() -> None:
+    from msgspec.structs import replace
+
+    one = Arrival(id=RequestId("a"), route="m", prompt_tokens=2, max_tokens=1, prompts=((1, 2), (3,)))
+    others = [
+        replace(one, route="n"),
+        replace(one, prompts=((1,), (2, 3))),
+        replace(one, prompts=((1, 2), (4,))),
+    ]
+    assert len({fingerprint(each) for each in [one, replace(one, id=RequestId("b")), *others]}) == 4
+    assert fingerprint(replace(one, prompts=())) is None
