@@ -9,6 +9,7 @@ import msgspec
 
 from penstock.clock import NS_PER_S
 from penstock.errors import InvalidRequest
+from penstock.fleet.worker import Worker
 from penstock.gateway.auth import Caller
 from penstock.gateway.exchange import Exchange, Response
 from penstock.gateway.models import ServedModel
@@ -54,6 +55,18 @@ class ModelState(msgspec.Struct, frozen=True, kw_only=True):
     """How many are in which state (policy/worker_state.py); each by itself is at /admin/workers."""
 
 
+class WorkerLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker on the page. `GET /admin/workers` says more, to those who may know."""
+
+    id: str
+    model: str
+    engine: str
+    state: str
+    running: int
+    waiting: int
+    restarts: int
+
+
 class Readiness(msgspec.Struct, frozen=True, kw_only=True):
     """`GET /ready`."""
 
@@ -73,6 +86,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool
     auth: bool
     models: list[ModelState]
+    workers: list[WorkerLine]
 
 
 class Inspect:
@@ -169,6 +183,7 @@ class Inspect:
             draining=services.draining,
             auth=self.auth,
             models=[_state(model) for model in services.models],
+            workers=[_line(worker) for model in services.models for worker in model.workers],
         )
         answer(exchange, status)
 
@@ -205,6 +220,19 @@ def _tokens(model: ServedModel, request: TokenizeRequest) -> tuple[int, ...]:
         tools=request.tools,
         add_generation_prompt=request.add_generation_prompt is not False,
         extra=request.chat_template_kwargs,
+    )
+
+
+def _line(worker: Worker) -> WorkerLine:
+    status = worker.backend.status
+    return WorkerLine(
+        id=worker.id,
+        model=worker.route,
+        engine=worker.engine,
+        state=worker.state.value,
+        running=status.stats.running if status.stats is not None else 0,
+        waiting=status.stats.waiting if status.stats is not None else 0,
+        restarts=status.restarts,
     )
 
 

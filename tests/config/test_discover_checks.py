@@ -1,6 +1,10 @@
 """What is wrong with places where workers are looked for: every problem names its key."""
 
+import re
+from pathlib import Path
+
 import pytest
+import yaml
 
 from penstock.config.checks import check
 from penstock.config.load import convert_config, dump_config
@@ -30,8 +34,6 @@ def config_of(**discover: object):
 def test_these_are_fine_alone_and_survive_being_printed(discover) -> None:
     config = config_of(**discover)
     check(config)
-    import yaml
-
     assert convert_config(yaml.safe_load(dump_config(config))) == config
 
 
@@ -59,3 +61,12 @@ def test_what_is_wrong_is_named(discover, problem) -> None:
 def test_an_unknown_engine_is_refused() -> None:
     with pytest.raises(ConfigError, match="engine: expected one of openai, penstock, "):
         config_of(dns="a:1", engine="vlm")
+
+
+def test_the_examples_of_the_docs_are_configurations() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "fleet.md").read_text()
+    examples = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)]
+    configs = [example for example in examples if "models" in example]
+    assert len(configs) >= 3
+    for raw in configs:
+        check(convert_config(raw | {"auth": {"keys": ["k"]}}))

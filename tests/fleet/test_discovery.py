@@ -9,17 +9,28 @@ import dns.message
 import dns.rcode
 import dns.rrset
 import pytest
+from byte_tokenizer import byte_tokenizer
+from conformance import Recorder, Requests
 from kube_api import KubeApi, make_slice
+from launcher_conformance import DOUBLES, Place
+from scripted_runner import scripted_text
 
+from penstock.cli.models import make_tools
 from penstock.clock import SystemClock
 from penstock.config.discover import DiscoverConfig, KubernetesConfig
-from penstock.config.tree import LogConfig
+from penstock.config.tree import Config, LogConfig, ModelConfig
 from penstock.errors import ConfigError
+from penstock.fleet.launchers.local import LocalLauncher
+from penstock.fleet.members import Members
+from penstock.fleet.registry import Registry
 from penstock.fleet.sources import kubernetes
+from penstock.fleet.sources.discovery import Discovery
 from penstock.fleet.sources.dns import DnsSource, LookupFailed, SrvLookup, addresses, lookup_for
 from penstock.fleet.sources.found import Endpoint, Found, worker_at
 from penstock.fleet.sources.kubernetes import KubernetesSource
 from penstock.telemetry.log import Log
+from penstock.telemetry.metrics import Metrics
+from penstock.types import FinishReason
 
 READY, NOT_READY = {"ready": True}, {"ready": False}
 LEAVING = {"ready": False, "serving": True, "terminating": True}
@@ -331,3 +342,39 @@ def test_without_a_pod_an_api_server_must_be_named() -> None:
         config, {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "6443"}
     )
     assert str(at) == "https://[fd00::1]:6443"
+
+
+# --- together with the registry, and a worker of ours on a port -----------------------------------
+
+
+def test_a_worker_at_a_name_joins_answers_and_leaves(tmp_path) -> None:
+    async def check() -> None:
+        clock, log = SystemClock(), Log(LogConfig(), SystemClock(), stream=io.StringIO())
+        launcher = LocalLauncher(
+            clock, b"secret" * 4, environment={"PYTHONPATH": DOUBLES}, log=lambda _: None, host="127.0.0.1"
+        )
+        place = Place(launcher, tmp_path)
+        launched = await place.start()
+        await launched.wait_ready()
+        port = str(launched.address).rpartition(":")[2]
+        registry = Registry(clock, log, workers_max=8)
+        members = Members(registry, log, drain_timeout_s=5.0)
+        discovery = Discovery(members, clock, log)
+        where = DiscoverConfig(dns=f"127.0.0.1:{port}", engine="penstock")
+        model = ModelConfig(path="scripted", replicas=0, discover=(where,))
+        config = Config()
+        discovery.start(model, byte_tokenizer(), make_tools(config, Metrics(["scripted"], version=""), clock))
+        await until(lambda: registry.of("scripted").is_ready)
+        (worker,) = registry
+        assert worker.id == f"scripted@tcp:127.0.0.1:{port}"
+        recorder = Recorder()
+        worker.backend.generate(Requests().make(seed=3, max_tokens=9), recorder)
+        assert (await recorder.end()).reason is FinishReason.LENGTH
+        assert recorder.text == scripted_text(3, 3, 9)
+        discovery.stop()
+        await members.close(1.0)
+        assert len(registry) == 0
+        assert launched.backend.status.ready, "who only uses a worker does not end it"
+        await launcher.close(timeout_s=0.1)
+
+    run(check)

@@ -74,6 +74,8 @@ def test_the_list_says_how_every_worker_and_model_is(running, kit):
     assert worker["model"] == "tiny"
     assert worker["state"] == "ready"
     assert worker["restarts"] == 0
+    (line,) = send(running, "/status.json")[1]["workers"]
+    assert (line["id"], line["engine"], line["state"]) == ("tiny-0", "penstock", "ready")
     (model,) = report["models"]
     assert (model["name"], model["ready"], model["workers"], model["waiting"]) == ("tiny", 1, 1, 0)
     assert model["ttft_count"] == 1
