@@ -64,6 +64,11 @@ simulate:  ## the policy gate: fixed scenarios and seeds on virtual time against
 	@$(DEV)
 	@$(BIN)/python bench/sim_gate.py $(ARGS)
 
+simulate-nightly:  ## two thousand seeds with drawn failures, each checked, and every scenario on 50 seeds (hours)
+	@$(DEV)
+	@$(BIN)/python bench/sim_swarm.py --seeds 2000
+	@$(BIN)/python bench/sim_gate.py --seeds 50
+
 train-demo:  ## make the demo models again from nothing (two cores: under two hours; a GPU is used if there is one)
 	@$(DEV)
 	@$(BIN)/python -m training.make_demo $(ARGS)

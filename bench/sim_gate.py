@@ -32,6 +32,7 @@ SEEDS = (1, 2, 3)
 GATED = (
     "steady", "bursts", "conversations", "agent-loops", "spike-20x", "noisy-tenant", "large-tenants",
     "priority-overload", "tenant-quota", "downgrade", "long-context", "kv-full", "spot-revocation", "thundering-herd",
+    "worker-crash", "slow-worker", "region-failover",
 )  # fmt: skip
 QUICK = ("conversations", "kv-full")
 

@@ -30,6 +30,7 @@ from penstock.bench.report import (
     utc_stamp,
 )
 from penstock.cli import console
+from penstock.cli.bench_fit import fit_steps
 from penstock.cli.remote import add_remote_flags, connect, no_server, pick_model
 from penstock.cli.usage import Commands, Help, number
 from penstock.clock import SystemClock, sleep
@@ -53,6 +54,7 @@ examples:
   penstock bench --rate 20 --duration 60          Poisson arrivals, 20 a second, for a minute
   penstock bench --prompt-tokens 1000 --shared-prefix 900 --concurrency 8
   penstock bench --dataset questions.jsonl --json out.json
+  penstock bench --fit penstock-demo --json steps.json
   penstock bench --url https://host/v1 --key KEY --model NAME --no-ignore-eos
 
 A data set has one JSON object per line: {"prompt": "..."} or {"messages": [...]}, and optionally
@@ -95,6 +97,11 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
         help="send for S seconds, then let the rest finish",
     )
     _add_request_flags(parser.add_argument_group("requests"))
+    parser.add_argument(
+        "--fit",
+        metavar="MODEL",
+        help="measure steps of our own engine in this process instead, for `penstock simulate --step-times`; with --json FILE",
+    )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the report here as JSON (- is standard output)"
     )
@@ -184,6 +191,8 @@ def plan_levels(args: argparse.Namespace) -> tuple[Level, ...]:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out `penstock bench`."""
+    if args.fit is not None:
+        return fit_steps(args.fit, args.json, seed=0 if args.seed is None else args.seed)
     dataset = read_dataset(args.dataset) if args.dataset else None
     if args.shared_prefix >= args.prompt_tokens and not dataset:
         raise ConfigError("--shared-prefix must be smaller than --prompt-tokens")

@@ -11,9 +11,9 @@ from penstock.sim.plan import Demand, Option, Terms
 from penstock.sim.roofline import Placed, Roofline
 from penstock.sim.scenario import kind_of
 from penstock.sim.setup import Setup, play
+from penstock.sim.spec import PoolSpec, WorldSpec
 from penstock.sim.worker import WorkerSpec
 from penstock.sim.workload import Callers, Chat, Lengths, even
-from penstock.sim.world import PoolSpec, WorldSpec
 
 REPLICAS_MAX = 4
 """Played at most: a larger plan is played in part, with its part of the traffic, which is only harder (less is pooled)."""

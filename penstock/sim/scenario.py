@@ -14,13 +14,14 @@ from penstock.clock import NS_PER_S
 from penstock.config.tree import EngineConfig
 from penstock.errors import ConfigError
 from penstock.sim.accelerators import accelerator, unknown
+from penstock.sim.faults import Fault
 from penstock.sim.figures import Objective
 from penstock.sim.model_shapes import model_shape
 from penstock.sim.roofline import Placed, Roofline
 from penstock.sim.setup import Knobs, Played, Scheduling, Setup, play
+from penstock.sim.spec import PoolSpec, WorldSpec
 from penstock.sim.worker import WorkerSpec
 from penstock.sim.workload import Source
-from penstock.sim.world import PoolSpec, WorldSpec
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,6 +155,7 @@ def kind_of(placed: Placed) -> str:
 
 def setup(
     knobs: Knobs, pools: Sequence[PoolSpec], sources: Sequence[Source], *, seconds: float,
+    faults: Sequence[Fault] = (),
     objective: Objective | None = None, **world: object,
 ) -> Setup:  # fmt: skip
     """A setup with the knobs applied: `world` goes to `WorldSpec`."""
@@ -169,6 +171,7 @@ def setup(
     return Setup(
         world=spec,
         sources=tuple(sources),
+        faults=tuple(faults),
         seconds=knobs.seconds or seconds,
         objective=promised,
         prices=prices,

@@ -10,12 +10,15 @@ import yaml
 from penstock.config.load import convert_config
 from penstock.config.tree import Config
 from penstock.errors import ConfigError
+from penstock.sim.chaos import Chaos
+from penstock.sim.faults import Fault
 from penstock.sim.figures import Figures, Objective, Run, WorkerUse, figures, wanted_of
 from penstock.sim.request import RequestRecord, SimRequest
 from penstock.sim.result import SimResult
+from penstock.sim.spec import WorldSpec
 from penstock.sim.step_time import StepTime
 from penstock.sim.workload import Source, merged
-from penstock.sim.world import World, WorldSpec
+from penstock.sim.world import World
 
 Scheduling = Literal["fair", "priority", "fcfs"]
 
@@ -26,6 +29,7 @@ class Setup:
 
     world: WorldSpec
     sources: tuple[Source, ...]
+    faults: tuple[Fault, ...] = ()
     seconds: float
     """Of arrivals; the run goes on until everything has ended."""
     objective: Objective = field(default_factory=Objective)
@@ -56,6 +60,8 @@ def play(setup: Setup, seed: int, *, on_arrival: Callable[[int], None] | None = 
             yield request
 
     world = World(replace(setup.world, seed=seed), arriving())
+    if setup.faults:
+        Chaos(world, setup.faults)
     result = world.run()
     run = Run(
         records=result.records,
@@ -120,7 +126,9 @@ def with_settings(knobs: Knobs, settings: Mapping[str, str]) -> Knobs:
 
 
 _KNOBS: Mapping[str, type] = {
-    each.name: each.type for each in msgspec.structs.fields(Knobs) if each.name not in ("config", "step_time")
+    each.name: each.type
+    for each in msgspec.structs.fields(Knobs)
+    if each.name not in ("config", "step_time")
 }
 
 

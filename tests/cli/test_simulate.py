@@ -7,6 +7,7 @@ import pytest
 
 from penstock.cli.main import main
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "trace.jsonl.gz"
 SMALL = ["--set", "seconds=3", "--set", "load=0.4"]
 
 
@@ -48,10 +49,19 @@ def test_traffic_can_be_written_and_played_again(tmp_path: Path, capsys: pytest.
     assert entry["figures"]["requests"] > 2
 
 
+def test_the_shipped_trace_plays(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["simulate", "steady", "--trace", str(EXAMPLE), "--set", "seconds=10", "--json", "-"]
+    assert main(args) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert entry["figures"]["requests"] > 10
+    assert entry["figures"]["hit_rate"] > 0.3
+
+
 @pytest.mark.parametrize(
     ("args", "why"),
     [
         (["simulate"], "--list"),
+        (["bench", "--fit", "penstock-demo"], "--fit needs --json"),
         (["simulate", "steadi"], "did you mean steady?"),
         (["simulate", "steady", "--set", "load"], "expected KEY=VALUE"),
         (["simulate", "steady", "--compare", "base", "nothing"], "is no file"),
