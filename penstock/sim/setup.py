@@ -126,9 +126,7 @@ def with_settings(knobs: Knobs, settings: Mapping[str, str]) -> Knobs:
 
 
 _KNOBS: Mapping[str, type] = {
-    each.name: each.type
-    for each in msgspec.structs.fields(Knobs)
-    if each.name not in ("config", "step_time")
+    each.name: each.type for each in msgspec.structs.fields(Knobs) if each.name not in ("config", "step_time")
 }
 
 

@@ -6,7 +6,6 @@ from sim_gate import GATED, MARGINS, QUICK, Baseline, judge, measure, read_basel
 from penstock.sim.scenarios import SCENARIOS
 from penstock.sim.setup import Knobs, with_settings
 
-
 BAD = {
     "routing.placement.policy": "weighted",
     "routing.placement.weighted": "{match: 0, delay: 0, pressure: 0, headroom: 0}",
