@@ -138,7 +138,7 @@ def pool(
         engine=EngineConfig(
             step_tokens=max(knobs.step_tokens or 512, max_running),
             max_running=max_running,
-            scheduling=scheduling,
+            scheduling=knobs.scheduling or scheduling,
         ),
         num_blocks=placed.num_blocks,
         max_model_len=min(placed.model.max_model_len, placed.num_blocks * 16),
