@@ -56,7 +56,9 @@ class Caches:
         """A worker is gone."""
         self.locality.remove(worker)
 
-    def heard(self, worker: WorkerId, events: tuple[KVEvent, ...]) -> None:
-        """Words of a worker about its cache."""
+    def heard(self, worker: WorkerId, events: tuple[KVEvent, ...], *, gap: bool) -> None:
+        """Words of a worker about its cache; after a `gap` nothing is believed of what it said before."""
         if (residency := self.locality.get(worker)) is not None:
+            if gap:
+                residency.restarted()
             residency.hear(events_of_own(KVEventBatch(ts=0.0, events=events)))

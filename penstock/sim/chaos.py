@@ -71,6 +71,8 @@ class Chaos:
                 member.late_ns = int(fault.amount * NS_PER_MS)
             case FaultKind.NO_REPORTS:
                 member.is_mute = True
+            case FaultKind.KV_GAP:
+                member.is_deaf = True
             case _:
                 raise AssertionError(f"{fault.kind} is nothing that happens to a worker")
 
@@ -107,6 +109,8 @@ class Chaos:
                 member.late_ns = 0
             case FaultKind.NO_REPORTS:
                 member.is_mute = False
+            case FaultKind.KV_GAP:
+                member.is_deaf = False
             case _:
                 pass
 

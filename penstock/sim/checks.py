@@ -16,7 +16,9 @@
 from dataclasses import dataclass
 
 from penstock.clock import NS_PER_S
+from penstock.policy.flow import State
 from penstock.policy.record import Outcome, UsageRecord
+from penstock.sim.gateway import SimGateway
 from penstock.sim.request import RequestRecord, SimRequest
 from penstock.sim.result import SimResult
 from penstock.sim.world import World
@@ -88,7 +90,11 @@ class Checks:
             _hold(len(gateway.control) == len(gateway.tickets), "tickets and flows differ in number")
             for model in self._world.facts.models:
                 if (lane := gateway.control.lane(model)) is not None:
-                    _hold(lane.queue.num_waiting <= config.requests_max, f"{lane.queue.num_waiting} wait")
+                    _hold(
+                        lane.queue.num_waiting <= config.requests_max
+                        or _fresh(gateway) <= config.requests_max,
+                        f"{lane.queue.num_waiting} wait",
+                    )
                     _hold(lane.queue.num_bytes <= config.bytes_max, f"{lane.queue.num_bytes} bytes wait")
         if num_events % self._every == 0:
             self.check_all()
@@ -174,6 +180,12 @@ class Checks:
             is_ns <= bound_ns,
             f"first tokens take {is_ns / 1e6:.0f} ms after the faults, {was_ns / 1e6:.0f} ms before",
         )
+
+
+def _fresh(gateway: SimGateway) -> int:
+    """Requests that wait for their first attempt: those that wait for another one come on top of a queue's bound."""
+    flows = (gateway.control.flow(request_id) for request_id in gateway.tickets)
+    return sum(flow is not None and flow.state is State.QUEUED and not flow.attempts for flow in flows)
 
 
 def _hold(holds: object, why: str) -> None:

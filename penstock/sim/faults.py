@@ -28,6 +28,8 @@ class FaultKind(enum.StrEnum):
     """A gateway loses its connection to a worker, and what streams over it; both are well."""
     NO_REPORTS = "lost-metrics"
     """What it says of itself is lost."""
+    KV_GAP = "kv-event-gap"
+    """What it says of its cache is lost; the gateways see the gap when more comes."""
     STORE_LOSS = "store-loss"
     """The store of shared limits does not answer; with `amount` over 1 it comes back empty."""
     REGION_LOSS = "region-loss"

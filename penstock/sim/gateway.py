@@ -263,9 +263,15 @@ class SimGateway:
         self._dispatch(now_ns)
         return num_lost
 
-    def cached(self, worker_id: WorkerId, events: tuple[KVEvent, ...]) -> None:
-        """Words of a worker about its KV cache."""
-        self.caches.heard(worker_id, events)
+    def cached(self, worker_id: WorkerId, events: tuple[KVEvent, ...], *, gap: bool = False) -> None:
+        """Words of a worker about its KV cache; after a `gap` some before these were lost."""
+        self.caches.heard(worker_id, events, gap=gap)
+
+    def has_streams(self, route: str, worker_id: WorkerId) -> bool:
+        """Whether anything of this gateway was started on the worker and has not ended."""
+        lane = self.control.lane(route)
+        room = lane.rooms.get(worker_id) if lane is not None and not self.is_gone else None
+        return room is not None and bool(room.begun)
 
     # --- inside -------------------------------------------------------------------------------------
 

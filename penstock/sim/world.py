@@ -10,7 +10,6 @@ How many workers a pool has follows a schedule; whoever scales by load instead c
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from msgspec import structs
 
@@ -25,6 +24,7 @@ from penstock.sim.result import SimResult, Tally
 from penstock.sim.spec import PoolSpec, WorldSpec
 from penstock.sim.store import SharedStore
 from penstock.sim.streams import Streams
+from penstock.sim.watch import Watcher
 from penstock.sim.worker import SimWorker
 from penstock.types import RequestId, WorkerId
 
@@ -35,26 +35,6 @@ _DETECT_NS = 100 * NS_PER_MS
 _LINGER_NS = 5 * NS_PER_S
 _RESTART_NS = 1000 * NS_PER_MS
 """Until a worker that a request brought down is started anew, or a client that was cut off asks again elsewhere."""
-
-
-class Watcher(Protocol):
-    """Whoever looks on, to check: see checks.py."""
-
-    def asked(self, request: SimRequest) -> None:
-        """A client asks."""
-        ...
-
-    def ended(self, record: RequestRecord) -> None:
-        """A request has ended, or was refused."""
-        ...
-
-    def billed(self, record: UsageRecord) -> None:
-        """One line of the ledger."""
-        ...
-
-    def happened(self, num_events: int) -> None:
-        """An event is over; so many were until now."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +50,10 @@ class Member:
     """It drained, and left when it was empty."""
     is_mute: bool = False
     """What it says of itself is lost."""
+    is_deaf: bool = False
+    """What it says of its cache is lost."""
+    has_gap: bool = False
+    """And some of that was."""
     late_ns: int = 0
     """What its messages take more than others'."""
     sent_ns: dict[int, int] = field(default_factory=dict[int, int])
@@ -254,8 +238,6 @@ class World:
         member = self.members[worker.id]
         to, when_ns = self.gateways[gateway], self._arrives_ns(now_ns, member.told_ns, member, gateway)
         self.timeline.at(when_ns, to.actor, Rank.MESSAGE, self._on_told, (to, worker.id, told))
-        if member.draining:
-            self._leave_if_empty(now_ns, member)
 
     def reported(self, now_ns: int, worker: SimWorker, report: Report) -> None:
         """See `Listener`."""
@@ -272,9 +254,13 @@ class World:
     def cached(self, now_ns: int, worker: SimWorker, events: tuple[KVEvent, ...]) -> None:
         """See `Listener`."""
         member = self.members[worker.id]
+        if member.is_deaf:
+            member.has_gap = True
+            return
+        gap, member.has_gap = member.has_gap, False
         for number in self._fronts[member.pool.region]:
             to, when_ns = self.gateways[number], self._arrives_ns(now_ns, member.told_ns, member, number)
-            self.timeline.at(when_ns, to.actor, Rank.MESSAGE, self._on_cached, (to, worker.id, events))
+            self.timeline.at(when_ns, to.actor, Rank.MESSAGE, self._on_cached, (to, worker.id, events, gap))
 
     # --- Witness ------------------------------------------------------------------------------------
 
@@ -396,9 +382,10 @@ class World:
         member, message = what
         member.worker.take(now_ns, message)
 
-    def _on_cached(self, now_ns: int, what: tuple[SimGateway, WorkerId, tuple[KVEvent, ...]]) -> None:
-        gateway, worker_id, events = what
-        gateway.cached(worker_id, events)
+    def _on_cached(self, now_ns: int, what: tuple[SimGateway, WorkerId, tuple[KVEvent, ...], bool]) -> None:
+        gateway, worker_id, events, gap = what
+        if not gateway.is_gone:
+            gateway.cached(worker_id, events, gap=gap)
 
     def _on_told(self, now_ns: int, what: tuple[SimGateway, WorkerId, Sequence[Told]]) -> None:
         gateway, worker_id, told = what
@@ -441,11 +428,15 @@ class World:
         self.scale(now_ns, *what)
 
     def _leave_if_empty(self, now_ns: int, member: Member) -> None:
-        if not member.worker.is_gone and not member.worker.num_streams:
-            member.left = True
-            self._gone(
-                now_ns, member, now_ns + 2 * self.spec.link_ns + member.late_ns
-            )  # Behind its last words.
+        """Whoever ends a drained worker sees that no gateway has anything there: it looks every so often."""
+        if member.worker.is_gone:
+            return
+        fronts = (self.gateways[number] for number in self._fronts[member.pool.region])
+        if any(front.has_streams(member.pool.model, member.worker.id) for front in fronts):
+            self.timeline.at(now_ns + _DETECT_NS, WORLD, Rank.TIMER, self._leave_if_empty, member)
+            return
+        member.left = True
+        self._gone(now_ns, member, now_ns + self.spec.link_ns)
 
     def _gone(self, now_ns: int, member: Member, seen_ns: int) -> None:
         if member.worker.is_gone:
