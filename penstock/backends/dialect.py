@@ -101,6 +101,11 @@ class Dialect(Protocol):
         ...
 
     @property
+    def sends_chats(self) -> bool:
+        """Whether conversations go to it as they are, to be put through a template and tokenized over there."""
+        ...
+
+    @property
     def needs_facts(self) -> bool:
         """Whether a worker without `facts_path` is no worker."""
         ...

@@ -113,6 +113,7 @@ class HttpBackend:
             clock=self._clock,
             owner=self,
             model=self._dialect.expects_model,
+            trusts_prompt=self._dialect.sends_chats and request.chat is not None,
             event_bytes_max=http.event_bytes_max,
             error_bytes_max=http.error_bytes_max,
         )

@@ -76,6 +76,7 @@ class HttpStream:
         "_body", "_clock", "_count", "_detokenizer", "_done", "_error_bytes", "_events", "_exchange",
         "_finish", "_first_ns", "_has_ids", "_has_output", "_headers", "_model", "_num_logprobs", "_owner", "_reader",
         "_reported", "_request", "_sink", "_started_ns", "_status", "_stop", "_stop_ids", "_stopped_by", "_tokenizer",
+        "_trusts_prompt",
     )  # fmt: skip
 
     def __init__(
@@ -88,12 +89,16 @@ class HttpStream:
         clock: Clock,
         owner: Owner,
         model: str,
+        trusts_prompt: bool,
         event_bytes_max: int,
         error_bytes_max: int,
     ) -> None:
-        """`model` is the name that the answer must bear; empty: any."""
+        """`model` is the name that the answer must bear; empty: any. `trusts_prompt`: only the worker knows how many tokens
+        the prompt has.
+        """
         self._request, self._sink, self._reader, self._owner = request, sink, reader, owner
         self._tokenizer, self._clock, self._model = tokenizer, clock, model
+        self._trusts_prompt = trusts_prompt
         self._error_bytes = error_bytes_max
         self._events = EventReader(event_bytes_max)
         self._stop = StopChecker(request.stop, include_stop=request.include_stop) if request.stop else None
@@ -398,7 +403,7 @@ class HttpStream:
             if not self._has_ids and reported.completion_tokens is not None:
                 # It alone knows; but it may not invent more than it could have sent.
                 completion = min(max(0, reported.completion_tokens), self._request.sampling.max_tokens)
-                if self._request.chat is not None and reported.prompt_tokens is not None:
+                if self._trusts_prompt and reported.prompt_tokens is not None:
                     prompt = max(0, reported.prompt_tokens)
         return Usage(
             prompt_tokens=prompt,

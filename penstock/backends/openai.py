@@ -307,6 +307,7 @@ class OpenAIDialect:
     health_path = ""
     facts_path = "/models"
     needs_facts = False
+    sends_chats = True
     listed_model = ""
     """Not every provider lists every name that it answers to, or has a list at all."""
     expects_model = ""

@@ -137,6 +137,7 @@ class SglangDialect:
     health_path = "/health"
     facts_path = "/v1/models"
     needs_facts = True
+    sends_chats = False
     expects_model = ""
     """Answers do not name the model; the list of models does."""
 

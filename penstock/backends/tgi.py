@@ -88,6 +88,7 @@ class TgiDialect:
     health_path = "/health"
     facts_path = "/info"
     needs_facts = True
+    sends_chats = False
     listed_model = ""
     """It goes by the name of its checkpoint, which is not the name that anybody asks for."""
     expects_model = ""

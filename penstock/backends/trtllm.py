@@ -20,6 +20,7 @@ class TrtllmDialect:
     health_path = "/health"
     facts_path = "/v1/models"
     needs_facts = True
+    sends_chats = False
 
     def __init__(self, model: str, *, has_priorities: bool) -> None:
         """`has_priorities`: its waiting queue goes by priority."""

@@ -72,6 +72,7 @@ class VllmDialect:
     health_path = "/health"
     facts_path = "/v1/models"
     needs_facts = True
+    sends_chats = False
 
     def __init__(self, model: str, *, has_priorities: bool) -> None:
         """`has_priorities`: it was started with `--scheduling-policy priority`; without it refuses them."""

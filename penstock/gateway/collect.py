@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.backends.base import Delta, Finish, TextLogprob
+from penstock.backends.base import Delta, Finish, TextLogprob, ToolCallPiece
 from penstock.gateway.exchange import Response
 from penstock.gateway.http_errors import error_response
 from penstock.gateway.logprobs import Echo, chat_logprobs, completion_logprobs, echoed_logprobs
@@ -22,10 +22,30 @@ from penstock.text.tools import Text, ToolEvent, ToolParser
 from penstock.types import FinishReason
 
 
+class PassedCall:
+    """A tool call that comes in parts from a provider."""
+
+    __slots__ = ("_arguments", "_id", "_name")
+
+    def __init__(self) -> None:
+        self._id = self._name = ""
+        self._arguments: list[str] = []
+
+    def add(self, piece: ToolCallPiece) -> None:
+        """The next part."""
+        self._id, self._name = self._id or piece.id, self._name or piece.name
+        self._arguments.append(piece.arguments)
+
+    def whole(self) -> AnswerToolCall:
+        """As it is answered."""
+        function = CalledFunction(name=self._name, arguments="".join(self._arguments))
+        return AnswerToolCall(id=self._id, type="function", function=function)
+
+
 class CollectSink:
     """Keeps one choice's output. Bounded by the request's max_tokens."""
 
-    __slots__ = ("_index", "_reply", "_texts", "logprobs", "prompt_logprobs", "reason")
+    __slots__ = ("_index", "_reply", "_texts", "logprobs", "passed_calls", "prompt_logprobs", "reason")
 
     def __init__(self, reply: Reply, index: int) -> None:
         self._reply = reply
@@ -33,6 +53,8 @@ class CollectSink:
         self._texts: list[str] = []
         self.logprobs: list[TextLogprob] = []
         self.prompt_logprobs: list[TextLogprob] = []
+        self.passed_calls: dict[int, PassedCall] = {}
+        """Tool calls that a provider has parsed, by index."""
         self.reason = FinishReason.ABORT
 
     @property
@@ -49,6 +71,8 @@ class CollectSink:
             self._reply.first_output()
         self._texts.append(delta.text)
         self.logprobs.extend(delta.logprobs)
+        for piece in delta.tool_calls:
+            self.passed_calls.setdefault(piece.index, PassedCall()).add(piece)
         self._reply.count(len(delta.token_ids))
 
     def on_finish(self, finish: Finish) -> None:
@@ -121,6 +145,7 @@ class WholeChat(WholeReply):
             for item in events
             if not isinstance(item, Text)
         ]
+        calls += [call.whole() for _, call in sorted(sink.passed_calls.items())]
         called = bool(calls) and sink.reason is FinishReason.STOP
         return ChatChoice(
             index=index,

@@ -245,6 +245,7 @@ def _requests(job: _Job) -> list[GenerateRequest]:
                     public_tokens=public_tokens,
                     fairness_key=job.caller.fairness_key,
                     fairness_weight=job.caller.tenant.weight,
+                    chat=request if isinstance(request, ChatRequest) else None,
                 )
             )
     return found

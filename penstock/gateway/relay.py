@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.backends.base import Delta, Finish, TextLogprob
+from penstock.backends.base import Delta, Finish, TextLogprob, ToolCallPiece
 from penstock.gateway.http_errors import error_body, error_response
 from penstock.gateway.logprobs import Echo, chat_logprobs, completion_logprobs, echoed_logprobs
 from penstock.gateway.reply import Context, Reply
@@ -191,6 +191,8 @@ class ChatSink(TextSink):
         elif text:
             self._exchange.write(self._chunks.text(text))
         self._send_calls(events)
+        for piece in delta.tool_calls:
+            self._exchange.write(self._chunks.tool_call(passed_call(piece)))
         self._reply.count(len(delta.token_ids))
 
     def on_finish(self, finish: Finish) -> None:
@@ -259,6 +261,17 @@ def streamed_call(call: ToolCall, ids: IdSource) -> AnswerToolCall:
         id=ids.take("call"),
         type="function",
         function=CalledFunction(name=call.name, arguments=call.arguments_json),
+    )
+
+
+def passed_call(piece: ToolCallPiece) -> AnswerToolCall:
+    """Part of a call that a provider made: its own id, for the call's answer goes back to it."""
+    is_start = bool(piece.id or piece.name)
+    return AnswerToolCall(
+        index=piece.index,
+        id=piece.id or None,
+        type="function" if is_start else None,
+        function=CalledFunction(name=piece.name or None, arguments=piece.arguments),
     )
 
 
