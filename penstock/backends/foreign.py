@@ -111,7 +111,9 @@ def _address(worker: ForeignWorker) -> HttpAddress:
 def _dialect(worker: ForeignWorker, tokenizer: Tokenizer) -> Dialect:
     model, has_priorities = worker.model, worker.has_priorities
     makers: Mapping[str, Callable[[], Dialect]] = {
-        "openai": lambda: OpenAIDialect(model, tokenizer),
+        "openai": lambda: OpenAIDialect(
+            model, tokenizer, max_model_len=worker.max_model_len or PROVIDER_CONTEXT
+        ),
         "vllm": lambda: VllmDialect(model, has_priorities=has_priorities),
         "sglang": lambda: SglangDialect(model, tokenizer, has_priorities=has_priorities),
         "trtllm": lambda: TrtllmDialect(model, has_priorities=has_priorities),

@@ -313,8 +313,9 @@ class OpenAIDialect:
     expects_model = ""
     """Providers answer with the name of a dated version."""
 
-    def __init__(self, model: str, tokenizer: Tokenizer) -> None:
-        self._model, self._tokenizer = model, tokenizer
+    def __init__(self, model: str, tokenizer: Tokenizer, *, max_model_len: int) -> None:
+        """`max_model_len` is what its context is taken to be."""
+        self._model, self._tokenizer, self._max_model_len = model, tokenizer, max_model_len
 
     def facts(self, body: bytes) -> WorkerFacts:
         """See `Dialect`."""
@@ -330,12 +331,16 @@ class OpenAIDialect:
         }
         if request.chat.max_completion_tokens is not None:
             fields["max_completion_tokens"] = request.sampling.max_tokens
-        elif request.chat.max_tokens is not None:
+        elif request.chat.max_tokens is not None or self._is_limited(request):
             fields["max_tokens"] = request.sampling.max_tokens
         if request.chat.seed is not None:
             fields["seed"] = request.sampling.seed
         fields |= {"model": self._model, "stream": True, "stream_options": {"include_usage": True}}
         return Submission("/chat/completions", _encode(fields))
+
+    def _is_limited(self, request: GenerateRequest) -> bool:
+        """Whether the answer may be less long than the context leaves: a limit that the client did not ask for."""
+        return request.sampling.max_tokens < self._max_model_len - len(request.prompt_token_ids)
 
     def _completion(self, request: GenerateRequest) -> Submission:
         refuse(self.engine, echo=request.sampling.prompt_logprobs is not None)

@@ -188,6 +188,22 @@ def test_a_chat_is_passed_through_and_the_providers_usage_counts() -> None:
     run(server, "openai", check)
 
 
+@pytest.mark.parametrize(("max_tokens", "sent"), [(32768 - 3, None), (500, 500)])
+def test_a_tenants_limit_goes_to_the_provider_and_its_whole_context_does_not(
+    max_tokens: int, sent: int | None
+) -> None:
+    server, body = OpenAIStandIn(), {"model": "ours", "messages": [{"role": "user", "content": "hi"}]}
+
+    async def check(backend: HttpBackend) -> None:
+        recorder = Recorder()
+        generation = backend.generate(chat(body, max_tokens), recorder)
+        await recorder.started.wait()
+        generation.abort()
+        assert server.requests[0].json.get("max_tokens") == sent
+
+    run(server, "openai", check)
+
+
 def test_without_usage_a_chat_counts_what_came() -> None:
     server = OpenAIStandIn()
     server.faults.no_usage = True
