@@ -27,6 +27,8 @@ from penstock.errors import ConfigError
 
 HEAD_BYTES_MAX = 64 * 1024
 """Of an answer."""
+_STALE_NS = NS_PER_S
+"""A connection that ends within this time of a request, unheard, was closed by its peer while it was idle."""
 _END_TIMEOUT_NS = 2 * NS_PER_S
 """How long the end of an answer that nobody waits for may take before its connection is closed."""
 
@@ -77,7 +79,7 @@ class Exchange:
     """One request and its answer, in the hands of whoever started it."""
 
     __slots__ = (
-        "_client", "_connecting", "_connection", "_deadline_ns", "_ends_ns", "_fresh", "_over", "_timer", "_what",
+        "_client", "_connecting", "_connection", "_deadline_ns", "_ends_ns", "_fresh", "_over", "_sent_ns", "_timer", "_what",
         "handler", "num_bytes", "request",
     )  # fmt: skip
 
@@ -88,6 +90,7 @@ class Exchange:
         self._client = client
         self._connection: _Connection | None = None
         self._connecting: asyncio.Task[None] | None = None
+        self._sent_ns = 0
         self._fresh = False
         self._over = False
         self._what = ""
@@ -139,6 +142,7 @@ class Exchange:
             self._client.put_back(connection)
             return
         self._connecting, self._connection = None, connection
+        self._sent_ns = self._client.clock.now_ns()
         self.wait("the answer's head", self._client.config.first_byte_timeout_s)
         connection.run(self)
 
@@ -175,7 +179,8 @@ class Exchange:
         RFC 9110, section 9.2.2: a request may be sent again when it is known that it had no effect; generating text for
         nobody has none.
         """
-        if was_heard or self._fresh or self._over:
+        is_late = self._client.clock.now_ns() - self._sent_ns > _STALE_NS
+        if was_heard or is_late or self._fresh or self._over:
             self.fail(failure)
         else:
             self._connection = None
@@ -385,7 +390,11 @@ class _Connection(asyncio.Protocol):
         exchange, self._exchange, self._transport = self._exchange, None, None
         if exchange is None:
             return
-        if self._status >= 200 and not {b"content-length", b"transfer-encoding"} & self._headers.keys():
+        if (
+            exc is None
+            and self._status >= 200
+            and not {b"content-length", b"transfer-encoding"} & self._headers.keys()
+        ):
             exchange.complete()  # No length was given: the end of the connection is the end of the body.
             return
         why = f"the connection broke: {exc}" if exc else "the worker closed the connection"

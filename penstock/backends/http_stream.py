@@ -223,6 +223,8 @@ class HttpStream:
         if self._finish is None:
             if piece.prompt_logprobs:
                 self._sink.on_delta(Delta("", (), (), self._shown(piece.prompt_logprobs)))
+            if self._done:
+                return  # The sink left.
             if piece.token_ids:
                 self._take_ids(piece)
             elif piece.text or piece.tool_calls or piece.text_logprobs:

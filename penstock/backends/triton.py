@@ -10,6 +10,7 @@ neither say why they ended nor count, unless the model has outputs `finish_reaso
 """
 
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
@@ -79,8 +80,8 @@ class TritonDialect:
 
     def __init__(self, model: str, tokenizer: Tokenizer) -> None:
         self.expects_model = self.listed_model = model
-        self.health_path = f"/v2/models/{model}/ready"
-        self.facts_path = f"/v2/models/{model}"
+        self.facts_path = f"/v2/models/{quote(model, safe='')}"
+        self.health_path = f"{self.facts_path}/ready"
         self._tokenizer = tokenizer
 
     def facts(self, body: bytes) -> WorkerFacts:
