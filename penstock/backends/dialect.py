@@ -50,6 +50,8 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     tool_calls: tuple[ToolCallPiece, ...] = ()
     finish: FinishReason | None = None
+    ends: bool = False
+    """The answer ends here, and why is not said: it is as long as it may be, or it stopped."""
     stop: str | int | None = None
     usage: ReportedUsage | None = None
     model: str = ""

@@ -23,6 +23,7 @@ from penstock.config.backends import BackendsConfig
 from penstock.errors import ClientError, Overloaded, StreamBroken, WorkerUnavailable
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.telemetry.backend_metrics import BackendMeters
+from penstock.text.piece_tokens import PieceTokens
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import BLOCK_TOKENS, FinishReason, RequestId
 
@@ -64,6 +65,7 @@ class HttpBackend:
         self._max_model_len, self._max_running = max_model_len, max_running
         self._probe_s = max(config.probe_s, probe_min_s)
         self._status = BackendStatus(stage="not asked yet")
+        self._pieces = PieceTokens(tokenizer)
         self._streams: dict[RequestId, HttpStream] = {}
         self._draining = False
         self._idle = asyncio.Event()
@@ -110,6 +112,7 @@ class HttpBackend:
             sink,
             self._dialect.reader(request),
             tokenizer=self._tokenizer,
+            pieces=self._pieces,
             clock=self._clock,
             owner=self,
             model=self._dialect.expects_model,

@@ -28,6 +28,7 @@ from penstock.clock import Clock
 from penstock.errors import PenstockError, StreamBroken, WorkerUnavailable
 from penstock.protocol.sse import EventReader, EventTooLong
 from penstock.text.detokenizer import IncrementalDetokenizer, detokenizer
+from penstock.text.piece_tokens import PieceTokens
 from penstock.text.stop import StopChecker
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import FinishReason, RequestId, TokenLogprob, Usage
@@ -74,7 +75,7 @@ class HttpStream:
 
     __slots__ = (
         "_body", "_clock", "_count", "_detokenizer", "_done", "_error_bytes", "_events", "_exchange",
-        "_finish", "_first_ns", "_has_ids", "_has_output", "_headers", "_model", "_num_logprobs", "_owner", "_reader",
+        "_finish", "_first_ns", "_has_ids", "_has_output", "_headers", "_model", "_num_logprobs", "_owner", "_pieces", "_reader",
         "_reported", "_request", "_sink", "_started_ns", "_status", "_stop", "_stop_ids", "_stopped_by", "_tokenizer",
         "_trusts_prompt",
     )  # fmt: skip
@@ -86,6 +87,7 @@ class HttpStream:
         reader: AnswerReader,
         *,
         tokenizer: Tokenizer,
+        pieces: PieceTokens,
         clock: Clock,
         owner: Owner,
         model: str,
@@ -98,7 +100,7 @@ class HttpStream:
         """
         self._request, self._sink, self._reader, self._owner = request, sink, reader, owner
         self._tokenizer, self._clock, self._model = tokenizer, clock, model
-        self._trusts_prompt = trusts_prompt
+        self._pieces, self._trusts_prompt = pieces, trusts_prompt
         self._error_bytes = error_bytes_max
         self._events = EventReader(event_bytes_max)
         self._stop = StopChecker(request.stop, include_stop=request.include_stop) if request.stop else None
@@ -231,6 +233,9 @@ class HttpStream:
                 self._take_text(piece)
             if piece.finish is not None and not self._done and self._finish is None:
                 self._finished(piece.finish, piece.stop)
+            elif piece.ends and not self._done:
+                is_full = self._count >= self._request.sampling.max_tokens
+                self._finished(FinishReason.LENGTH if is_full else FinishReason.STOP, None)
         if self._finish is not None and not self._done and (piece.done or self._reported is not None):
             self._conclude()
 
@@ -270,7 +275,7 @@ class HttpStream:
         """Text without ids: our tokenizer says about how much it is."""
         text = piece.text
         counted = text + "".join(call.name + call.arguments for call in piece.tool_calls)
-        ids = self._tokenizer.encode(counted.encode(errors="replace").decode()) if counted else ()
+        ids = self._pieces.of(counted) if counted else ()
         self._num_logprobs += len(piece.text_logprobs)
         self._deliver(text, ids, piece.text_logprobs, piece)
         most = self._request.sampling.max_tokens * _OVERRUN_FACTOR + _OVERRUN_SLACK

@@ -43,10 +43,9 @@ _decode_metadata = msgspec.json.Decoder(_Metadata).decode
 class TritonReader:
     """Reads pieces of text until the stream ends."""
 
-    __slots__ = ("_finish", "_max_tokens", "_num_tokens", "_tokenizer")
+    __slots__ = ("_finish", "_num_tokens")
 
-    def __init__(self, request: GenerateRequest, tokenizer: Tokenizer) -> None:
-        self._max_tokens, self._tokenizer = request.sampling.max_tokens, tokenizer
+    def __init__(self) -> None:
         self._num_tokens = 0
         self._finish: FinishReason | None = None
 
@@ -57,18 +56,16 @@ class TritonReader:
             return Piece(error=said)
         if found.text_output is None:
             raise msgspec.DecodeError("the event has no text_output")
-        counted = found.num_output_tokens
-        self._num_tokens += len(self._tokenizer.encode(found.text_output)) if counted is None else counted
         self._finish = finish_of(found.finish_reason) or self._finish
         usage = None
-        if counted is not None:
+        if found.num_output_tokens is not None:
+            self._num_tokens += found.num_output_tokens
             usage = ReportedUsage(prompt_tokens=found.num_input_tokens, completion_tokens=self._num_tokens)
         return Piece(text=found.text_output, usage=usage, model=found.model_name or "")
 
     def end(self) -> Piece:
         """See `AnswerReader`."""
-        reason = FinishReason.LENGTH if self._num_tokens >= self._max_tokens else FinishReason.STOP
-        return Piece(finish=self._finish or reason, done=True)
+        return Piece(finish=self._finish, ends=True, done=True)
 
 
 class TritonDialect:
@@ -120,4 +117,4 @@ class TritonDialect:
 
     def reader(self, request: GenerateRequest) -> TritonReader:
         """See `Dialect`."""
-        return TritonReader(request, self._tokenizer)
+        return TritonReader()
