@@ -77,7 +77,7 @@ class NoOwner:
     def noted(self, anomaly: str, detail: str) -> None:
         pass
 
-    def lost(self, why: str) -> None:
+    def lost(self, why: str, *, unreachable: bool) -> None:
         raise AssertionError(why)
 
 

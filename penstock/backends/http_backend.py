@@ -34,6 +34,10 @@ _NO_LIST = frozenset({404, 405, 429, 501})
 """A provider that answers so is there, and has no list of models for us."""
 
 
+class WrongWorker(ProbeFailed):
+    """It answers, and is not what the configuration says."""
+
+
 class HttpBackend:
     """One worker at an address. `open` it; it is probed until it is drained or closed."""
 
@@ -175,11 +179,14 @@ class HttpBackend:
         self._meters.odd(anomaly.value)
         self._complain(anomaly.value, detail)
         if anomaly is Anomaly.OTHER_MODEL:
-            self._lose(detail)
+            self._down(Phase.REFUSED, detail)
+            self._probe_now.set()
 
-    def lost(self, why: str) -> None:
-        """See `Owner`."""
-        self._lose(why)
+    def lost(self, why: str, *, unreachable: bool) -> None:
+        """See `Owner`. While other streams live, one that breaks is only a reason to look."""
+        self._probe_now.set()
+        if unreachable or len(self._streams) <= 1:
+            self._down(Phase.LOST, why)
 
     # --- probes ----------------------------------------------------------------------------------------
 
@@ -189,12 +196,14 @@ class HttpBackend:
             try:
                 async with asyncio.timeout(self._config.probe_timeout_s):
                     await self._probe()
+            except WrongWorker as error:
+                self._down(Phase.REFUSED, str(error))
             except ProbeFailed as error:
-                self._lose(str(error), again=False)
+                self._down(Phase.LOST, str(error))
             except TimeoutError:
-                self._lose(f"no answer to a probe within {self._config.probe_timeout_s:g} s", again=False)
+                self._down(Phase.LOST, f"no answer to a probe within {self._config.probe_timeout_s:g} s")
             except Exception as error:  # noqa: BLE001 - a worker whose words meet a bug here must not stay unwatched.
-                self._lose(f"a bug met its answer to a probe: {error!r}", again=False)
+                self._down(Phase.LOST, f"a bug met its answer to a probe: {error!r}")
             await self._pause(self._probe_s * (0.9 + 0.2 * self._draw()))
 
     async def _pause(self, seconds: float) -> None:
@@ -226,20 +235,22 @@ class HttpBackend:
                 facts = dialect.facts(answer[1])
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 if dialect.needs_facts:
-                    raise ProbeFailed(f"what it says of itself at {path} cannot be read: {error}") from error
+                    raise WrongWorker(f"what it says of itself at {path} cannot be read: {error}") from error
         if dialect.listed_model and dialect.listed_model not in facts.models:
             known = ", ".join(f"'{name[:64]}'" for name in facts.models[:8]) or "nothing"
-            raise ProbeFailed(f"it serves {known}, and not '{dialect.listed_model}'")
+            raise WrongWorker(f"it serves {known}, and not '{dialect.listed_model}'")
         self._learn(facts)
 
     def _expect_ok(self, answer: tuple[int, bytes], path: str) -> None:
+        if answer[0] in (401, 403):
+            raise WrongWorker(f"it does not accept the key that it is given ({path} answers {answer[0]})")
         if answer[0] != 200:
             raise ProbeFailed(f"{path} answers {answer[0]}")
 
     def _learn(self, facts: WorkerFacts) -> None:
         length = self._max_model_len or facts.max_model_len
         if not length:
-            raise ProbeFailed("it does not say how long its context is: set max_model_len of the worker")
+            raise WrongWorker("it does not say how long its context is: set max_model_len of the worker")
         known = self._status.info
         info = ModelInfo(
             model=self._model,
@@ -303,12 +314,13 @@ class HttpBackend:
 
     # --- inside ----------------------------------------------------------------------------------------
 
-    def _lose(self, why: str, *, again: bool = True) -> None:
-        if again:
-            self._probe_now.set()
+    def _down(self, phase: Phase, why: str) -> None:
+        """It takes nothing. One that never answered is starting still."""
         self._status.stats = None
-        if not self._draining and (self._status.ready or self._status.stage != why):
-            self._change(Phase.LOST, why)
+        if phase is Phase.LOST and self._status.info is None:
+            phase = Phase.STARTING
+        if not self._draining and (phase, why) != (self._status.phase, self._status.stage):
+            self._change(phase, why)
 
     def _complain(self, about: str, what: str) -> None:
         """Once for each thing: notes are for people."""

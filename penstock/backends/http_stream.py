@@ -65,8 +65,8 @@ class Owner(Protocol):
         """Something was odd."""
         ...
 
-    def lost(self, why: str) -> None:
-        """The worker could not be reached, or closed a connection in the middle of an answer."""
+    def lost(self, why: str, *, unreachable: bool) -> None:
+        """The worker cannot be reached, or else closed a stream's connection in the middle of its answer."""
         ...
 
 
@@ -191,7 +191,7 @@ class HttpStream:
         if self._done:
             return
         if failure.trouble in (Trouble.CONNECT, Trouble.BROKEN):
-            self._owner.lost(failure.message)
+            self._owner.lost(failure.message, unreachable=failure.trouble is Trouble.CONNECT)
         if not self._done:
             self._break(failure.message)
 
@@ -405,13 +405,13 @@ class HttpStream:
         first_ns = self._first_ns or now_ns
         reported = self._reported or ReportedUsage()
         prompt, completion = len(self._request.prompt_token_ids), self._exact_count()
+        if self._trusts_prompt and reported.prompt_tokens is not None:
+            prompt = max(0, reported.prompt_tokens)
         if completion is None:
             completion = self._count
             if not self._has_ids and reported.completion_tokens is not None:
                 # It alone knows; but it may not invent more than it could have sent.
                 completion = min(max(0, reported.completion_tokens), self._request.sampling.max_tokens)
-                if self._trusts_prompt and reported.prompt_tokens is not None:
-                    prompt = max(0, reported.prompt_tokens)
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,

@@ -13,7 +13,7 @@ from engine_stand_ins import OpenAIStandIn, StandIn, TritonStandIn, VllmStandIn,
 from test_engine_metrics import TRITON, VLLM
 from test_foreign_conformance import opened, tools
 
-from penstock.backends.base import GenerateRequest, ToolCallPiece
+from penstock.backends.base import GenerateRequest, Phase, ToolCallPiece
 from penstock.backends.foreign import ForeignWorker, make_backend
 from penstock.backends.http_backend import HttpBackend
 from penstock.config.backends import BackendsConfig
@@ -119,6 +119,46 @@ def test_a_worker_that_was_restarted_is_found_again() -> None:
         assert (await recorder.end()).reason is FinishReason.LENGTH
 
     run(server, "vllm", check)
+
+
+def test_what_is_known_of_a_worker_that_takes_nothing() -> None:
+    """Starting until it has answered, refused while it is another one, lost when it is gone; one broken stream is neither."""
+
+    async def inside() -> None:
+        server = VllmStandIn(step_s=0.001)
+        await server.start()
+        await server.kill()
+        worker = ForeignWorker(engine="vllm", url=server.url, model="served")
+        backend = make_backend(worker, byte_tokenizer(), tools())
+        backend.open()
+        try:
+            await check(server, backend)
+        finally:
+            await backend.close()
+            await server.kill()
+        assert backend.status.phase is Phase.DOWN
+
+    async def check(server: StandIn, backend: HttpBackend) -> None:
+        await until(lambda: "refused" in backend.status.stage)
+        assert backend.status.phase is Phase.STARTING
+        server.MODEL = "other"
+        await server.start()
+        await until(lambda: backend.status.phase is Phase.REFUSED)
+        server.MODEL = "served"
+        await until(lambda: backend.status.ready)
+        beside, broken, requests = Recorder(), Recorder(), Requests()
+        backend.generate(requests.make(max_tokens=20_000), beside)
+        await beside.started.wait()
+        server.faults.raw = b""
+        backend.generate(requests.make(), broken)
+        assert isinstance((await broken.end()).error, WorkerUnavailable)
+        assert backend.status.ready
+        await server.kill()
+        await beside.end()
+        assert backend.status.phase is Phase.LOST
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(inside())
 
 
 def test_what_a_vllm_worker_is_sent() -> None:

@@ -86,15 +86,10 @@ class RunningGateway:
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        self.backends = {
-            name: FakeBackend(
-                self.clock, script=self._recorded, step_s=self._step_s, max_running=self._max_running
-            )
-            for name in self._names
-        }
+        self.tokenizer = tokenizer = tiny_tokenizer()
+        self.backends = await self.make_backends()
         self.backend = self.backends["tiny"]
         self.metrics = Metrics(list(self._names), version="test")
-        tokenizer = tiny_tokenizer()
         template = ChatTemplate({"default": TEMPLATE}, special_tokens={}, wall_ns=self.clock.wall_ns)
         log = Log(self.config.log, self.clock, stream=self.log_text)
         self.registry = fleet_of(self.clock, self.backends)
@@ -124,6 +119,18 @@ class RunningGateway:
         self._ready.set()
         await self._stop.wait()
         await self.gateway.stop()
+        await self.close_backends()
+
+    async def make_backends(self):
+        return {
+            name: FakeBackend(
+                self.clock, script=self._recorded, step_s=self._step_s, max_running=self._max_running
+            )
+            for name in self._names
+        }
+
+    async def close_backends(self) -> None:
+        """Of those that need it."""
 
     def _recorded(self, request):
         self.requests.append(request)
