@@ -38,6 +38,7 @@ USAGE_WAIT_S = 2.0
 _OVERRUN_FACTOR = 4
 _OVERRUN_SLACK = 64
 """Text without token ids is counted by our tokenizer, which may see more tokens in it than the worker's."""
+_PROMPT_FACTOR = 8
 _BAD_EVENT = (msgspec.DecodeError, UnicodeDecodeError)
 
 
@@ -406,7 +407,8 @@ class HttpStream:
         reported = self._reported or ReportedUsage()
         prompt, completion = len(self._request.prompt_token_ids), self._exact_count()
         if self._trusts_prompt and reported.prompt_tokens is not None:
-            prompt = max(0, reported.prompt_tokens)
+            # Ours is an estimate; but nobody's tokenizer is that much finer.
+            prompt = min(max(0, reported.prompt_tokens), _PROMPT_FACTOR * (prompt + _OVERRUN_SLACK))
         if completion is None:
             completion = self._count
             if not self._has_ids and reported.completion_tokens is not None:
