@@ -65,6 +65,7 @@ async def _serve(launch: ChildLaunch) -> int:
         log=log,
         listeners=[socket.socket(fileno=number) for number in launch.listeners],
         siblings=Siblings(launch.parent),
+        hash_key=launch.hash_key,
     )
     stop = asyncio.Event()
     parent = _Parent(gateway, stop)
@@ -94,6 +95,7 @@ def _wanted(model: ModelConfig, part: Part, launched: Sequence[WorkerAt], tools:
             config=WorkerConfig(url=worker.address, engine="penstock"),
             tokenizer=tokenizer,
             tools=tools,
+            shares_key=True,
         )
         for worker in launched
         if worker.route == name

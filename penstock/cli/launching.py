@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock import rng
 from penstock.clock import Clock
 from penstock.config.fleet import FleetConfig
 from penstock.config.state import state_directory
@@ -14,13 +13,13 @@ from penstock.fleet.launchers.local import LocalLauncher
 from penstock.fleet.launchers.ray import RayLauncher
 
 
-def make_launcher(config: FleetConfig, clock: Clock, say: Callable[[str], None]) -> Launcher:
-    """The launcher of every replica; `say` hears what workers print.
+def make_launcher(config: FleetConfig, clock: Clock, key: bytes, say: Callable[[str], None]) -> Launcher:
+    """The launcher of every replica, which name their KV blocks with `key`; `say` hears what workers print.
 
     Raises:
         ConfigError: it needs something that is not installed.
     """
-    key, logs = rng.fresh_key(), log_directory(config)
+    logs = log_directory(config)
     if config.launcher == "ray":
         return RayLauncher(
             clock,

@@ -80,8 +80,9 @@ class Numbers:
 class GatewayProcesses:
     """`start` binds the address, `open` starts the processes, `stop` drains them, `kill` leaves nothing."""
 
-    def __init__(self, config: Config, clock: Clock, log: Log) -> None:
-        self._clock, self._log = clock, log
+    def __init__(self, config: Config, clock: Clock, log: Log, *, hash_key: bytes) -> None:
+        """`hash_key` is what the launched workers name their KV blocks with."""
+        self._clock, self._log, self._hash_key = clock, log, hash_key
         self._directory = tempfile.TemporaryDirectory(prefix="penstock-gateways-")  # Mode 0700.
         self._path = f"{self._directory.name}/parent.sock"
         self._config = self._sharing(config)
@@ -225,6 +226,7 @@ class GatewayProcesses:
             listeners=tuple(each.fileno() for each in self._listeners),
             workers=self._workers,
             parent=self._path,
+            hash_key=self._hash_key,
         )
         # A session of its own, so that Ctrl-C in the terminal reaches only the parent, which drains.
         process = await asyncio.create_subprocess_exec(

@@ -51,13 +51,16 @@ class Stack:
         self._members = Members(self._registry, log, drain_timeout_s=config.fleet.drain_timeout_s)
         self._parts = [make_part(model, self._registry, clock) for model in config.models]
         self._words = _WorkerWords(log)
-        self._launcher = make_launcher(config.fleet, clock, self._words.say)
+        hash_key = rng.fresh_key()
+        self._launcher = make_launcher(config.fleet, clock, hash_key, self._words.say)
         self._discovery = Discovery(self._members, clock, log)
         self._fleet_log: FleetLog | None = None
         models = {part.served.name: part.served for part in self._parts}
         metrics = Metrics(list(models), version=__version__)
         self._tools = make_tools(config, metrics, clock)
-        self._processes = GatewayProcesses(config, clock, log) if config.server.processes > 1 else None
+        self._processes = (
+            GatewayProcesses(config, clock, log, hash_key=hash_key) if config.server.processes > 1 else None
+        )
         self._gateway = self._processes or Gateway(
             config,
             models,
@@ -67,6 +70,7 @@ class Stack:
             clock=clock,
             ids=rng.IdSource(),
             log=log,
+            hash_key=hash_key,
         )
 
     @property

@@ -60,6 +60,7 @@ class Launched:
         launched = await self.launcher.start(self.spec, backend)
         worker = registry.new(self.id, self.spec.model_name, backend)
         worker.address, worker.served_model = str(launched.address), self.spec.model_name
+        worker.shares_key = True
 
         async def stop(timeout_s: float) -> None:
             await self.launcher.stop(self.id, timeout_s=timeout_s)
@@ -80,11 +81,15 @@ class Attached:
     config: WorkerConfig
     tokenizer: Tokenizer = field(compare=False)
     tools: Tools = field(compare=False)
+    shares_key: bool = False
+    """See `Worker`."""
 
     async def open(self, registry: Registry) -> Worker:
         """See `Wanted`."""
         worker = registry.new(self.id, self.route, self._backend())
         worker.engine, worker.address = self.config.engine, self.config.url
+        worker.shares_key = self.shares_key
+        worker.kv_events, worker.kv_replay = self.config.kv_events, self.config.kv_replay
         if self.config.engine == "penstock":
             worker.kind, worker.served_model = self.config.kind, self.config.served_model or self.route
         else:  # Its backend looks at what it serves.

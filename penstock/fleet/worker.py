@@ -28,6 +28,12 @@ class Worker:
     """Where it listens, for people and for other gateways of this server."""
     served_model: str = ""
     """What it must say that it serves; empty takes what it says."""
+    shares_key: bool = False
+    """It names its KV blocks with the key of this server: one that this server has launched."""
+    kv_events: str = ""
+    """ZeroMQ address of its KV events, where they do not come over the backend's own connection."""
+    kv_replay: str = ""
+    """And of missed ones."""
     stop: Stop | None = None
     """None: there is nothing to end but the backend's connection."""
     heard_ns: int = 0

@@ -18,6 +18,7 @@ from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.config.tenancy_checks import names_callers
 from penstock.config.tree import Config
 from penstock.errors import Draining, PenstockError
+from penstock.fleet.kv_watch import KVWatch
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry
 from penstock.gateway.admin import Admin
@@ -36,7 +37,8 @@ from penstock.gateway.siblings import Siblings
 from penstock.gateway.tally import outcome_of
 from penstock.gateway.tenancy import Tenancy
 from penstock.gateway.tokenize_pool import TokenizePool
-from penstock.rng import IdSource
+from penstock.kv.locality import KVLocality
+from penstock.rng import IdSource, fresh_key
 from penstock.telemetry.log import Access as AccessLine
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
@@ -62,10 +64,12 @@ class Gateway:
         log: Log,
         listeners: Sequence[socket.socket] = (),
         siblings: Siblings | None = None,
+        hash_key: bytes = b"",
     ) -> None:
         """Make it; `config.auth` must say who may call, or that everybody may.
 
-        With `members` workers can be drained by hand. `listeners` and `siblings` are for one of several processes that share an address.
+        With `members` workers can be drained by hand. `listeners` and `siblings` are for one of several processes that share an
+        address. `hash_key` is what workers that share it name their KV blocks with; empty: there are none.
 
         Raises:
             ConfigError: the keys file cannot be read, or does not go with the tiers.
@@ -75,6 +79,8 @@ class Gateway:
         self._metrics, self._log = metrics, log
         self.tenancy = Tenancy(config, clock=clock, log=log)
         """Who may call; parts that can take a new configuration subscribe to its `on_reload`."""
+        locality = KVLocality(config.kv_index, hash_key or fresh_key())
+        self._kv = KVWatch(registry, locality, config.kv_index, log)
         slots = StreamSlots(config.limits.concurrent_max)
         self._decisions = make_decisions(
             config,
@@ -85,6 +91,7 @@ class Gateway:
             metrics=metrics,
             clock=clock,
             log=log,
+            locality=locality,
         )
         self._dispatcher = self._decisions.dispatcher
         self._services = Services(
@@ -95,6 +102,7 @@ class Gateway:
             tokenize=TokenizePool(config.limits),
             dispatcher=self._dispatcher,
             explained=self._decisions.explained,
+            locality=locality,
         )
         self._siblings = siblings
         self._inspect = Inspect(self._services, metrics, version=__version__, siblings=siblings)
@@ -118,6 +126,7 @@ class Gateway:
             ConfigError: the address cannot be listened on.
         """
         await self._decisions.start()
+        self._kv.start()
         address = await self._server.start()
         self._pulse = asyncio.create_task(self._beat(), name="gateway-pulse")
         self.tenancy.start()
@@ -144,6 +153,7 @@ class Gateway:
             self._siblings.close()
         await self._server.stop()
         await self._decisions.stop()
+        await self._kv.close()
         self._services.tokenize.close()
 
     # --- what the HTTP server calls --------------------------------------------------------------
@@ -247,6 +257,7 @@ class Gateway:
         heartbeat_s = self._config.relay.heartbeat_s
         period_s = tick_s(heartbeat_s)
         ticks = max(1, round(heartbeat_s / period_s))
+        told_ns = 0
         while True:
             before_ns = self._clock.now_ns()
             await sleep(period_s)
@@ -256,6 +267,9 @@ class Gateway:
             self._inspect.num_connections = self._server.num_connections
             self._dispatcher.tick()
             self._tell_of_money()
+            if before_ns - told_ns >= NS_PER_S:  # Counting takes a millisecond.
+                told_ns = before_ns
+                self._metrics.kv_index_stats(self._kv.statistics(before_ns))
             if heartbeat_s > 0:
                 self._dispatcher.heartbeat(ticks)
 

@@ -13,6 +13,7 @@ from penstock.gateway.models import ServedModel
 from penstock.gateway.placements import Placements
 from penstock.gateway.reply import StreamSlots
 from penstock.gateway.shared.limits import SharedLimits
+from penstock.kv.locality import KVLocality
 from penstock.policy.budget import Budgets
 from penstock.policy.control import FlowControl
 from penstock.policy.decision_log import DecisionLog
@@ -91,6 +92,7 @@ def make_decisions(
     metrics: Metrics,
     clock: Clock,
     log: Log,
+    locality: KVLocality,
 ) -> Decisions:
     """Admission, limits, budgets, prices and queues of `config`, in front of the models' workers.
 
@@ -104,7 +106,9 @@ def make_decisions(
     budgets = Budgets(config.budgets, wall_offset_ns=clock.wall_ns() - clock.now_ns())
     ledger = Ledger(config.ledger, clock, log)
     gate = Gate(config.admission, config.routing, config.queue, lambda name: _facts(models, name))
-    placements = Placements(config.routing.placement, metrics=metrics, log=log, seed=fresh_seed())
+    placements = Placements(
+        config.routing.placement, metrics=metrics, log=log, seed=fresh_seed(), locality=lambda _: locality
+    )
     health = FleetHealth(config.health, stream(fresh_seed(), "breakers").random)
     parts = Parts(
         admission=gate,

@@ -30,6 +30,7 @@ from penstock.gateway.reply import Context, Reply
 from penstock.gateway.served_headers import Served
 from penstock.gateway.services import Services
 from penstock.gateway.tally import Tally
+from penstock.kv.prompt_keys import PromptKeys
 from penstock.policy.flow import Arrival
 from penstock.policy.tenant import Tenant
 from penstock.protocol.openai import ChatRequest, CompletionRequest, GenerationRequest
@@ -156,7 +157,7 @@ class Generate:
             exchange.tally = Tally(model=model.name, endpoint=endpoint, started_ns=exchange.started_ns)
             job, reply, sinks = await prepare(model)
             services.check_draining()  # It may have begun while the prompt was tokenized.
-            arrival = _arrival(job, served, hints, endpoint)
+            arrival = _arrival(job, served, hints, endpoint, self._keys(job))
             streams = list(zip(_requests(job), sinks, strict=True))
             ticket = Ticket(arrival=arrival, model=model, reply=reply, streams=streams)
             diverted = services.dispatcher.submit(ticket)
@@ -164,6 +165,17 @@ class Generate:
                 return
             model = services.models.get(diverted.route)
             served = replace(served, model=model.name, downgrade=diverted.why)
+
+    def _keys(self, job: _Job) -> PromptKeys | None:
+        """What the prompt's KV blocks are called; several prompts have no one place."""
+        if len(job.prompts) != 1:
+            return None
+        prompt = job.prompts[0]
+        return self._services.locality.maker(job.model.name).keys(
+            prompt,
+            salt=job.caller.cache_salt,
+            public_tokens=job.model.public_prefixes.num_tokens_of(prompt),
+        )
 
     def _context(self, job: _Job) -> Context:
         """What the reply is given."""
@@ -187,7 +199,7 @@ class Generate:
         )
 
 
-def _arrival(job: _Job, served: Served, hints: Hints, endpoint: Endpoint) -> Arrival:
+def _arrival(job: _Job, served: Served, hints: Hints, endpoint: Endpoint, keys: PromptKeys | None) -> Arrival:
     """The request as flow control sees it."""
     lengths, user = [len(prompt) for prompt in job.prompts], job.request.user
     return Arrival(
@@ -208,6 +220,7 @@ def _arrival(job: _Job, served: Served, hints: Hints, endpoint: Endpoint) -> Arr
         endpoint=endpoint.value,
         key_prefix=job.caller.key_prefix,
         user=user if isinstance(user, str) else "",
+        keys=keys,
         session=_session(job.caller.tenant, hints, user),
     )
 

@@ -8,6 +8,7 @@ from penstock.errors import Draining
 from penstock.gateway.dispatch import Dispatcher
 from penstock.gateway.models import ModelTable
 from penstock.gateway.tokenize_pool import TokenizePool
+from penstock.kv.locality import KVLocality
 from penstock.policy.decision_log import DecisionLog
 from penstock.rng import IdSource
 
@@ -24,6 +25,8 @@ class Services:
     dispatcher: Dispatcher
     explained: DecisionLog
     """Which worker got which of the last requests, and why."""
+    locality: KVLocality
+    """Where prompts are cached; makes their keys."""
     draining: bool = False
 
     def check_draining(self) -> None:

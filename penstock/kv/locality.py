@@ -10,6 +10,8 @@ their ids; inside they are numbers.
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass
 
 from penstock.config.kv_index import KVIndexConfig
 from penstock.kv.block_names import BlockNames, ForeignNames, OwnNames
@@ -49,14 +51,49 @@ _Workers = Mapping[WorkerId, Residency]
 _Numbers = Mapping[int, tuple[WorkerId, Residency]]
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class LocalityStatistics:
+    """Of now, and counters since the start."""
+
+    entries: int
+    predicted: int
+    staleness_ns: int
+    """Of the worker whose events have been awaited longest."""
+    gaps: int
+    replays: int
+    unreadable: int
+    """Batches and events that were not understood."""
+    blocks_hit: int
+    blocks_missed: int
+    blocks_unexpected: int
+
+
 class _Model:
     """One model's keys, and which of them its workers go by."""
 
-    __slots__ = ("maker", "num_foreign", "num_own")
+    __slots__ = ("maker", "num_foreign", "num_own", "own_model")
 
     def __init__(self, maker: PromptKeyMaker) -> None:
         self.maker = maker
+        self.own_model: tuple[str, str] = ("", "")
         self.num_own = self.num_foreign = 0
+
+
+class _Counters:
+    """Sums over workers, so that those who have gone still count."""
+
+    __slots__ = ("expected", "gaps", "hit", "unexpected", "unreadable")
+
+    def __init__(self) -> None:
+        self.gaps = self.unreadable = self.expected = self.hit = self.unexpected = 0
+
+    def add(self, residency: Residency) -> None:
+        audited = residency.audited
+        self.gaps += residency.num_gaps
+        self.unreadable += residency.num_unreadable + residency.num_unknown
+        self.expected += audited.num_expected
+        self.hit += audited.num_hit
+        self.unexpected += audited.num_unexpected
 
 
 class KVLocality:
@@ -71,6 +108,7 @@ class KVLocality:
         self._models_of: dict[WorkerId, _Model] = {}
         self._workers: _Workers = {}  # Replaced, never changed: a `Located` keeps both.
         self._numbers: _Numbers = {}
+        self._gone = _Counters()
 
     def __iter__(self) -> Iterator[tuple[WorkerId, Residency]]:
         """Every worker, in the order in which they came."""
@@ -82,7 +120,10 @@ class KVLocality:
 
     def set_own_model(self, model: str, *, checkpoint: str, kv_dtype: str) -> None:
         """How our workers of `model` name their blocks: by what they say that they serve."""
-        self.maker(model).own = BlockHasher(key=self._key, model=checkpoint, kv_dtype=kv_dtype)
+        entry = self._model(model)
+        if entry.own_model != (checkpoint, kv_dtype):
+            entry.own_model = checkpoint, kv_dtype
+            entry.maker.own = BlockHasher(key=self._key, model=checkpoint, kv_dtype=kv_dtype)
 
     # --- who is there ----------------------------------------------------------------------------------
 
@@ -109,6 +150,7 @@ class KVLocality:
         """The worker is gone; unknown ones are ignored."""
         if (residency := self._workers.get(worker)) is None:
             return
+        self._gone.add(residency)
         entry = self._models_of.pop(worker)
         if isinstance(residency.names, OwnNames):
             entry.num_own -= 1
@@ -121,6 +163,23 @@ class KVLocality:
     def get(self, worker: WorkerId) -> Residency | None:
         """One worker's part; None if it is not known."""
         return self._workers.get(worker)
+
+    def statistics(self, now_ns: int, *, num_replays: int = 0) -> LocalityStatistics:
+        """For metrics; takes a while."""
+        total = copy(self._gone)
+        for residency in self._workers.values():
+            total.add(residency)
+        return LocalityStatistics(
+            entries=self.index.num_entries,
+            predicted=self.index.num_predicted,
+            staleness_ns=max((each.staleness_ns(now_ns) for each in self._workers.values()), default=0),
+            gaps=total.gaps,
+            replays=num_replays,
+            unreadable=total.unreadable,
+            blocks_hit=total.hit,
+            blocks_missed=total.expected - total.hit,
+            blocks_unexpected=total.unexpected,
+        )
 
     # --- requests --------------------------------------------------------------------------------------
 

@@ -59,6 +59,8 @@ class ChildLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """The workers that the parent has launched. Those at addresses are in the configuration."""
     parent: str
     """Path of the parent's Unix socket."""
+    hash_key: bytes
+    """What those workers name their KV blocks with."""
 
 
 ToParent = Snapshot | Ask

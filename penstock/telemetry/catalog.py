@@ -141,6 +141,20 @@ CATALOG = (
         "penstock_prefix_match_ratio", "histogram", "Part of a prompt that its worker was expected to have cached.", MODEL,
         RATIO_BUCKETS,
     ),
+    # What the router knows of its workers' KV caches.
+    Metric("penstock_kv_index_entries", "gauge", "KV blocks that any worker is thought to have, by tier counted once."),
+    Metric("penstock_kv_index_predicted_entries", "gauge", "Of those, blocks that are only expected at a worker."),
+    Metric(
+        "penstock_kv_index_staleness_seconds", "gauge", "How long a worker's KV events have been awaited: the longest."
+    ),
+    Metric("penstock_kv_index_gaps_total", "counter", "Times that KV events were missing."),
+    Metric("penstock_kv_index_replays_total", "counter", "Times that a worker was asked for what was missed."),
+    Metric("penstock_kv_index_unreadable_total", "counter", "KV events that were not understood."),
+    Metric(
+        "penstock_kv_index_blocks_total", "counter",
+        "Prompt blocks that were expected in a worker's cache and were there (hit) or not (missed), or were there unexpected.",
+        ("outcome",),
+    ),
     Metric("penstock_retries_total", "counter", "Requests that were started again on a worker.", MODEL),
     Metric(
         "penstock_breaker_state",

@@ -52,6 +52,29 @@ class EngineStats(Protocol):
     def host_ns(self) -> int: ...  # noqa: D102
 
 
+class KVIndexStats(Protocol):
+    """What the router's KV index tells of itself. `kv.locality.LocalityStatistics` has this shape."""
+
+    @property
+    def entries(self) -> int: ...  # noqa: D102
+    @property
+    def predicted(self) -> int: ...  # noqa: D102
+    @property
+    def staleness_ns(self) -> int: ...  # noqa: D102
+    @property
+    def gaps(self) -> int: ...  # noqa: D102
+    @property
+    def replays(self) -> int: ...  # noqa: D102
+    @property
+    def unreadable(self) -> int: ...  # noqa: D102
+    @property
+    def blocks_hit(self) -> int: ...  # noqa: D102
+    @property
+    def blocks_missed(self) -> int: ...  # noqa: D102
+    @property
+    def blocks_unexpected(self) -> int: ...  # noqa: D102
+
+
 class LedgerStats(Protocol):
     """What the ledger tells of itself. `telemetry.ledger.LedgerStatistics` has this shape."""
 
@@ -111,6 +134,16 @@ class Metrics:
         self._diverted = self._table.counter("penstock_diverted_total")
         self._decisions = self._table.counter("penstock_route_decisions_total")
         self._matches = self._table.histogram("penstock_prefix_match_ratio")
+        self._kv_entries = self._table.gauge("penstock_kv_index_entries")
+        self._kv_predicted = self._table.gauge("penstock_kv_index_predicted_entries")
+        self._kv_staleness = self._table.gauge("penstock_kv_index_staleness_seconds")
+        self._kv_gaps = _Followed(self._table.counter("penstock_kv_index_gaps_total"))
+        self._kv_replays = _Followed(self._table.counter("penstock_kv_index_replays_total"))
+        self._kv_unreadable = _Followed(self._table.counter("penstock_kv_index_unreadable_total"))
+        blocks = self._table.counter("penstock_kv_index_blocks_total")
+        self._kv_blocks = {
+            outcome: _Followed(blocks.labels(outcome)) for outcome in ("hit", "missed", "unexpected")
+        }
         self._retries = self._table.counter("penstock_retries_total")
         self._migrations = self._table.counter("penstock_migrations_total")
         self._breakers = self._table.gauge("penstock_breaker_state")
@@ -149,6 +182,18 @@ class Metrics:
         self._ledger_pending.set(stats.pending)
         self._ledger_bytes.set(stats.journal_bytes)
         self._ledger_open.set(stats.open)
+
+    def kv_index_stats(self, stats: KVIndexStats) -> None:
+        """Take over what the router's KV index says."""
+        self._kv_entries.set(stats.entries)
+        self._kv_predicted.set(stats.predicted)
+        self._kv_staleness.set(stats.staleness_ns / NS_PER_S)
+        self._kv_gaps.follow(stats.gaps)
+        self._kv_replays.follow(stats.replays)
+        self._kv_unreadable.follow(stats.unreadable)
+        self._kv_blocks["hit"].follow(stats.blocks_hit)
+        self._kv_blocks["missed"].follow(stats.blocks_missed)
+        self._kv_blocks["unexpected"].follow(stats.blocks_unexpected)
 
     def queue_waiting(self, model: str, count: int) -> None:
         """So many requests wait for a worker of this model."""

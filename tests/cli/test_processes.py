@@ -23,7 +23,9 @@ def processes(**shared: object) -> GatewayProcesses:
         shared=SharedConfig(**shared),
     )
     clock = SystemClock()
-    return GatewayProcesses(config, clock, Log(LogConfig(), clock, stream=io.StringIO()))
+    return GatewayProcesses(
+        config, clock, Log(LogConfig(), clock, stream=io.StringIO()), hash_key=b"0123456789abcdef"
+    )
 
 
 def test_the_processes_share_their_limits_through_the_parent() -> None:

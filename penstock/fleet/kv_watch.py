@@ -1,0 +1,100 @@
+"""Keeps the locality equal to the registry: each worker's part of the KV index comes, listens and goes with the worker.
+
+our workers, launched by this server      their own connection tells their events (backends/own_kv.py)
+others, with an address of KV events      a feed of their own (kv_feed.py)
+all others                                predictions and audits only
+"""
+
+import asyncio
+
+from penstock.backends.own import OwnBackend
+from penstock.config.kv_index import KVIndexConfig
+from penstock.errors import ConfigError
+from penstock.fleet.kv_feed import KVFeed
+from penstock.fleet.registry import Registry
+from penstock.fleet.worker import Worker
+from penstock.kv.events import KVEventBatch
+from penstock.kv.locality import KVLocality, LocalityStatistics
+from penstock.kv.residency import Residency, StreamState
+from penstock.kv.vllm_events import events_of_own
+from penstock.policy.worker_state import WorkerState
+from penstock.telemetry.log import Log
+from penstock.types import WorkerId
+
+
+class KVWatch:
+    """One for each gateway process. `start` it on the event loop; `close` it when nothing is dispatched any more."""
+
+    def __init__(self, registry: Registry, locality: KVLocality, config: KVIndexConfig, log: Log) -> None:
+        self.locality = locality
+        self._registry, self._config, self._log = registry, config, log
+        self._feeds: dict[WorkerId, KVFeed] = {}
+        self._epochs: dict[WorkerId, int] = {}
+        self._num_replays = 0  # Of feeds that are closed.
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def statistics(self, now_ns: int) -> LocalityStatistics:
+        """For metrics; takes a while."""
+        num_replays = self._num_replays + sum(feed.num_replays for feed in self._feeds.values())
+        return self.locality.statistics(now_ns, num_replays=num_replays)
+
+    def start(self) -> None:
+        """Take in who is there, and everybody who comes."""
+        self._registry.listen(self._changed)
+        for worker in self._registry:
+            self._changed(worker)
+
+    async def close(self) -> None:
+        """Stop listening to anybody."""
+        self._registry.unlisten(self._changed)
+        for worker_id in list(self._feeds):
+            self._close_feed(worker_id)
+        if self._closing:
+            await asyncio.wait(self._closing)
+
+    def _changed(self, worker: Worker) -> None:
+        if worker.state is WorkerState.GONE:
+            self.locality.remove(worker.id)
+            self._epochs.pop(worker.id, None)
+            self._close_feed(worker.id)
+            return
+        residency = self.locality.get(worker.id)
+        if residency is None:
+            residency = self.locality.add(worker.id, model=worker.route, is_own=worker.shares_key)
+            self._listen(worker, residency)
+        elif self._epochs[worker.id] != worker.epoch and residency.state is StreamState.UNKNOWN:
+            residency.restarted()  # Streams of events find out by themselves, and perhaps before this.
+        self._epochs[worker.id] = worker.epoch
+        info = worker.backend.status.info
+        if worker.shares_key and worker.is_ready and info is not None:
+            self.locality.set_own_model(worker.route, checkpoint=info.model, kv_dtype=info.dtype)
+
+    def _listen(self, worker: Worker, residency: Residency) -> None:
+        if worker.shares_key and isinstance(worker.backend, OwnBackend):
+
+            def hear(batch: KVEventBatch) -> None:
+                residency.hear(events_of_own(batch))
+
+            worker.backend.hear_kv_events(hear)
+        elif worker.kv_events:
+            try:
+                feed = KVFeed(
+                    residency,
+                    events=worker.kv_events,
+                    replay=worker.kv_replay,
+                    config=self._config,
+                    log=self._log,
+                    worker=worker.id,
+                )
+            except ConfigError as error:
+                self._log.error("a worker's KV events cannot be heard", worker=worker.id, error=error)
+            else:
+                feed.start()
+                self._feeds[worker.id] = feed
+
+    def _close_feed(self, worker_id: WorkerId) -> None:
+        if (feed := self._feeds.pop(worker_id, None)) is not None:
+            self._num_replays += feed.num_replays
+            task = asyncio.get_running_loop().create_task(feed.close(), name=f"close KV feed of {worker_id}")
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)

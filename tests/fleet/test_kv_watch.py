@@ -1,0 +1,135 @@
+"""The locality follows the registry: workers come with their events, and go with all that was believed of them."""
+
+import asyncio
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+from conformance import Recorder
+from fleets import worker_of
+from kv_talker import KVTalker
+from scripted_worker import Bench, bench
+
+from penstock.backends.base import GenerateRequest
+from penstock.backends.fake import FakeBackend
+from penstock.clock import SystemClock
+from penstock.config.kv_index import KVIndexConfig
+from penstock.config.tree import KVEventsConfig, LogConfig
+from penstock.engine.kv_publisher import KVPublisher
+from penstock.fleet.kv_watch import KVWatch
+from penstock.fleet.registry import Registry
+from penstock.kv.events import Numbered
+from penstock.kv.locality import KVLocality
+from penstock.telemetry.log import Log
+from penstock.types import RequestId, SamplingParams, WorkerId
+
+CLOCK = SystemClock()
+KEY = b"secret" * 4
+"""The scripted worker's launcher has the same."""
+WORKER = WorkerId("m-0")
+TIMEOUT_S = 30.0
+
+
+class Made:
+    """A registry, and what watches it."""
+
+    def __init__(self) -> None:
+        self.lines = io.StringIO()
+        log = Log(LogConfig(), CLOCK, stream=self.lines)
+        self.registry = Registry(CLOCK, log, workers_max=8)
+        config = KVIndexConfig(entries_max=10_000, check_s=0.2)
+        self.locality = KVLocality(config, KEY)
+        self.watch = KVWatch(self.registry, self.locality, config, log)
+        self.watch.start()
+
+    def blocks(self, tokens: tuple[int, ...]) -> dict[str, int]:
+        """By worker."""
+        keys = self.locality.maker("m").keys(tokens)
+        return {worker: held.blocks for worker, held in self.locality.match(CLOCK.now_ns(), keys).holders()}
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(TIMEOUT_S):
+            while not condition():
+                turn = loop.create_future()
+                loop.call_later(0.01, turn.set_result, None)
+                await turn
+
+
+def test_a_worker_without_events_is_predicted_until_it_is_another_one() -> None:
+    async def check() -> None:
+        made, backend, tokens = Made(), FakeBackend(CLOCK), tuple(range(64))
+        made.registry.add(worker_of(made.registry, "m", backend))
+        made.locality.sent(CLOCK.now_ns(), WORKER, made.locality.maker("m").keys(tokens))
+        assert made.blocks(tokens) == {"m-0": 4}
+        backend.lose_worker()
+        backend.recover()
+        assert made.blocks(tokens) == {}
+        made.locality.sent(CLOCK.now_ns(), WORKER, made.locality.maker("m").keys(tokens))
+        made.registry.remove(WORKER)
+        assert (made.blocks(tokens), made.locality.get(WORKER)) == ({}, None)
+        await made.watch.close()
+
+    asyncio.run(check())
+
+
+def test_a_worker_with_an_address_of_events_is_fed_by_them(tmp_path: Path) -> None:
+    async def check() -> None:
+        made, talker, tokens = Made(), KVTalker(), tuple(range(64))
+        events, replay = f"ipc://{tmp_path}/pub", f"ipc://{tmp_path}/replay"
+        publisher = KVPublisher(KVEventsConfig(endpoint=events, replay_endpoint=replay))
+        talker.cache(tokens)
+        publisher.publish(Numbered(0, talker.publish()))
+        worker = worker_of(made.registry, "m", FakeBackend(CLOCK))
+        worker.engine, worker.kv_events, worker.kv_replay = "vllm", events, replay
+        made.registry.add(worker)
+        await made.until(lambda: made.blocks(tokens) == {"m-0": 4})
+        assert made.watch.statistics(CLOCK.now_ns()).replays >= 1
+        made.registry.remove(WORKER)
+        await made.watch.close()
+        assert made.watch.statistics(CLOCK.now_ns()).entries == 4, "swept out later"
+        assert made.blocks(tokens) == {}
+        publisher.close()
+
+    asyncio.run(check())
+
+
+def test_an_address_that_is_none_is_said_in_the_log_and_the_worker_is_predicted() -> None:
+    async def check() -> None:
+        made, tokens = Made(), tuple(range(64))
+        worker = worker_of(made.registry, "m", FakeBackend(CLOCK))
+        worker.kv_events = "nowhere"
+        made.registry.add(worker)
+        assert "kv_events: nowhere" in made.lines.getvalue()
+        made.locality.sent(CLOCK.now_ns(), WORKER, made.locality.maker("m").keys(tokens))
+        assert made.blocks(tokens) == {"m-0": 4}
+        await made.watch.close()
+
+    asyncio.run(check())
+
+
+def test_our_workers_tell_over_their_own_connection_and_name_blocks_as_the_router_does() -> None:
+    tokens = tuple(range(20, 85))
+
+    async def check(launched: Bench) -> None:
+        made = Made()
+        supervised = await launched.start()
+        worker = worker_of(made.registry, "m", supervised.backend)
+        worker.shares_key = True
+        made.registry.add(worker)
+        await supervised.wait_ready()
+        await made.until(lambda: made.locality.maker("m").own is not None)
+        recorder = Recorder()
+        request = GenerateRequest(
+            request_id=RequestId("a"), prompt_token_ids=tokens, sampling=SamplingParams(max_tokens=2)
+        )
+        supervised.backend.generate(request, recorder)
+        await recorder.end()
+        await made.until(lambda: made.blocks(tokens) == {"m-0": 4})
+        await made.watch.close()
+
+    async def run() -> None:
+        async with bench() as launched, asyncio.timeout(60):
+            await check(launched)
+
+    asyncio.run(run())
