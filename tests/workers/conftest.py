@@ -1,8 +1,10 @@
 """Real servers of others, started once for all tests that need them. `make test-workers` installs them first.
 
-PENSTOCK_TEST_VLLM names one that runs already (its URL), serving the 28M model as "served".
+PENSTOCK_TEST_VLLM names one that runs already (its URL), serving the 28M model as "served" and publishing KV events at
+KV_EVENTS and KV_REPLAY.
 """
 
+import json
 import os
 import subprocess
 import time
@@ -17,6 +19,8 @@ from peers.shapes import SHAPES, make_model
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / "bench" / "out" / "peers"
 START_TIMEOUT_S = 400.0
+KV_EVENTS, KV_REPLAY = "tcp://127.0.0.1:9374", "tcp://127.0.0.1:9375"
+"""Where the real vLLM tells its KV events."""
 
 
 def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -67,6 +71,13 @@ def vllm_url(model_28m: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     }
     command = [str(program), "serve", str(model_28m), "--served-model-name", "served", "--host", "127.0.0.1"]
     command += ["--port", str(port), "--max-model-len", "2048", "--enable-prompt-tokens-details"]
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": "tcp://*:9374",
+        "replay_endpoint": "tcp://*:9375",
+    }
+    command += ["--kv-events-config", json.dumps(events)]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
     try:

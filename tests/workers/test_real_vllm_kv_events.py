@@ -1,0 +1,132 @@
+"""A real vLLM's KV events: what the index says of a worker is what its answers say was cached."""
+
+import asyncio
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import uvloop
+from conformance import Recorder
+from engine_stand_ins import until
+from test_foreign_conformance import tools
+
+from penstock.backends.base import GenerateRequest
+from penstock.backends.foreign import ForeignWorker, make_backend
+from penstock.backends.http_backend import HttpBackend
+from penstock.clock import SystemClock
+from penstock.config.kv_index import KVIndexConfig
+from penstock.config.tree import LogConfig
+from penstock.fleet.kv_feed import KVFeed
+from penstock.kv.locality import KVLocality
+from penstock.kv.prompt_keys import PromptKeys
+from penstock.kv.residency import StreamState
+from penstock.telemetry.log import Log
+from penstock.text.tokenizer import Tokenizer
+from penstock.types import RequestId, SamplingParams, Usage, WorkerId
+
+pytestmark = [pytest.mark.workers, pytest.mark.timeout(600)]
+KV_EVENTS, KV_REPLAY = "tcp://127.0.0.1:9374", "tcp://127.0.0.1:9375"  # As in conftest.py.
+WORKER = WorkerId("vllm-0")
+CLOCK = SystemClock()
+
+
+class Fleet:
+    """One vLLM, its feed, and the locality."""
+
+    def __init__(self, backend: HttpBackend) -> None:
+        config = KVIndexConfig(check_s=0.5)
+        self.backend = backend
+        self.locality = KVLocality(config, b"0123456789abcdef")
+        self.residency = self.locality.add(WORKER, model="served", is_own=False)
+        log = Log(LogConfig(), CLOCK, stream=io.StringIO())
+        self.feed = KVFeed(
+            self.residency, events=KV_EVENTS, replay=KV_REPLAY, config=config, log=log, worker=WORKER
+        )
+        self._num_sent = 0
+
+    def keys(self, tokens: tuple[int, ...], salt: bytes = b"") -> PromptKeys:
+        return self.locality.maker("served").keys(tokens, salt=salt)
+
+    def blocks(self, tokens: tuple[int, ...], salt: bytes = b"") -> int:
+        keys = self.keys(tokens, salt).canonical
+        return self.locality.index.match(CLOCK.now_ns(), keys).of(self.residency.worker).blocks
+
+    async def ask(self, tokens: tuple[int, ...], salt: bytes = b"") -> Usage:
+        """Generate two tokens, as the gateway would."""
+        keys, recorder = self.keys(tokens, salt), Recorder()
+        self._num_sent += 1
+        self.locality.sent(CLOCK.now_ns(), WORKER, keys)
+        request = GenerateRequest(
+            request_id=RequestId(f"kv-{self._num_sent}"),
+            prompt_token_ids=tokens,
+            sampling=SamplingParams(max_tokens=2, temperature=0.0),
+            cache_salt=salt,
+        )
+        self.backend.generate(request, recorder)
+        finish = await recorder.end()
+        self.locality.answered(CLOCK.now_ns(), WORKER, keys, finish.usage.cached_tokens)
+        return finish.usage
+
+
+def run(url: str, model: Path, check: Callable[[Fleet], object]) -> None:
+    async def main() -> None:
+        worker = ForeignWorker(engine="vllm", url=url, model="served")
+        backend = make_backend(worker, Tokenizer.load(model), tools())
+        backend.open()
+        await until(lambda: backend.status.ready, timeout_s=60)
+        fleet = Fleet(backend)
+        fleet.feed.start()
+        await check(fleet)  # type: ignore[misc]
+        await fleet.feed.close()
+        await backend.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+
+
+def test_its_events_say_what_its_answers_say_was_cached(vllm_url: str, model_28m: Path) -> None:
+    async def check(fleet: Fleet) -> None:
+        tokens = tuple(100 + i % 700 for i in range(600))
+        await fleet.ask(tokens)
+        await until(lambda: fleet.residency.state is StreamState.SYNCED, timeout_s=20)
+        await until(lambda: fleet.locality.index.num_predicted == 0, timeout_s=20)
+        told = fleet.blocks(tokens)
+        assert told >= 32, "whole blocks of vLLM's size, cut into ours"
+        usage = await fleet.ask(tokens)
+        assert usage.cached_tokens == 16 * told
+        other = (*tokens[:400], *(3 + i % 90 for i in range(200)))
+        expected = fleet.blocks(other)
+        usage = await fleet.ask(other)
+        assert usage.cached_tokens == 16 * expected > 0
+        audited = fleet.residency.audited
+        assert audited.num_hit == audited.num_expected > 0
+
+    run(vllm_url, model_28m, check)
+
+
+def test_a_salted_prompt_is_its_tenants_alone(vllm_url: str, model_28m: Path) -> None:
+    async def check(fleet: Fleet) -> None:
+        tokens = tuple(200 + i % 500 for i in range(600))
+        await fleet.ask(tokens, b"tenant a")
+        await until(lambda: fleet.locality.index.num_predicted == 0, timeout_s=20)
+        told = fleet.blocks(tokens, b"tenant a")
+        assert told >= 32
+        assert fleet.blocks(tokens, b"tenant b") == fleet.blocks(tokens) == 0
+        assert (await fleet.ask(tokens, b"tenant b")).cached_tokens == 0
+        assert (await fleet.ask(tokens, b"tenant a")).cached_tokens == 16 * told
+
+    run(vllm_url, model_28m, check)
+
+
+def test_what_it_told_before_the_feed_came_is_replayed(vllm_url: str, model_28m: Path) -> None:
+    async def check(fleet: Fleet) -> None:
+        tokens = tuple(300 + i % 400 for i in range(600))
+        await fleet.ask(tokens)
+        await until(lambda: fleet.locality.index.num_predicted == 0, timeout_s=20)
+        late = Fleet(fleet.backend)
+        late.feed.start()
+        await until(lambda: late.blocks(tokens) == fleet.blocks(tokens) > 0, timeout_s=20)
+        await late.feed.close()
+
+    run(vllm_url, model_28m, check)
