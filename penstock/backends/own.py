@@ -7,8 +7,10 @@ cannot tell.
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from penstock.backends.base import BackendStatus, GenerateRequest, Phase, Sink, nothing
+from penstock.backends.own_auth import Handshake, Refused, WorkerKey
 from penstock.backends.own_kv import KVEventListener, KVSubscription
 from penstock.backends.own_link import WorkerLink
 from penstock.backends.own_stream import OwnStream
@@ -21,6 +23,7 @@ from penstock.protocol.worker import (
     PROTOCOL_VERSION,
     WARMING_UP,
     Abort,
+    Challenge,
     Drain,
     Failed,
     FromWorker,
@@ -30,6 +33,7 @@ from penstock.protocol.worker import (
     Stats,
     StepOutput,
     Submit,
+    Welcome,
 )
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import RequestId
@@ -50,7 +54,10 @@ class OwnBackend:
         tokenizer: Tokenizer,
         clock: Clock,
         heartbeat: HeartbeatConfig = HeartbeatConfig(),  # noqa: B008 - it is frozen.
+        *,
+        key: WorkerKey | None = None,
     ) -> None:
+        """`key`: the worker must have it, and wants to see that we have."""
         self.failure: Failed | None = None
         """Why the worker says that it cannot serve, until it is heard of again."""
         self.on_change: Callable[[], None] = nothing
@@ -61,6 +68,11 @@ class OwnBackend:
         """The last step heard of: while `num_streams` or the stats say that there is work, it must grow."""
         self._tokenizer, self._clock, self._heartbeat = tokenizer, clock, heartbeat
         self._status = BackendStatus()
+        self._key, self._handshake = key, Handshake(key)
+        self._refusal = ""
+        self._leaving: set[RequestId] = set()
+        """Streams that ended here; the worker has been told, and has not said its last word."""
+        self._num_again = 0
         self._link: WorkerLink | None = None
         self._streams: dict[RequestId, OwnStream] = {}
         self._kv: KVSubscription | None = None
@@ -111,7 +123,7 @@ class OwnBackend:
         """Tell `listener` from now on what can be hit in the worker's KV cache. Call it once."""
         assert self._kv is None, "there is a listener already"
         self._kv = KVSubscription(listener)
-        if self._link is not None:
+        if self._link is not None and self._handshake.is_over:
             self._link.send(self._kv.request())
 
     def generate(self, request: GenerateRequest, sink: Sink) -> OwnStream:
@@ -125,6 +137,12 @@ class OwnBackend:
         if self._link.clogged:
             raise WorkerUnavailable("the worker does not read what it is sent")
         assert request.request_id not in self._streams, f"{request.request_id} is already running"
+        if request.request_id in self._leaving:
+            # Another attempt of what was aborted here a moment ago. Its name must be another one there, or what the worker
+            # still says of the last attempt would be taken for this one's.
+            self._num_again += 1
+            again = RequestId(f"{request.request_id}+{self._num_again}")
+            request = replace(request, request_id=again)
         self._link.send(
             Submit(
                 request_id=request.request_id,
@@ -156,10 +174,12 @@ class OwnBackend:
                     stream.abort()
         await self.close()
 
-    def end_worker(self) -> None:
-        """Tell the worker to exit once it has finished what it runs, for whomever. For the launcher."""
-        if self._link is not None:
-            self._link.send(Drain())
+    def end_worker(self) -> bool:
+        """Tell the worker to exit once it has finished what it runs, for whomever; False if it cannot be told. For the launcher."""
+        if self._link is None:
+            return False
+        self._link.send(Drain())
+        return True
 
     async def close(self) -> None:
         """Let go of the worker at once: whatever still runs is broken off."""
@@ -188,20 +208,24 @@ class OwnBackend:
     # --- the link ------------------------------------------------------------------------------------
 
     def on_link_up(self, link: WorkerLink) -> None:
-        """Connected: the worker will say at once how far it is."""
-        self._link = link
-        if self._kv is not None:
-            link.send(self._kv.request())
+        """Connected: the worker will say at once how far it is, or what it wants to see first."""
+        self._link, self._handshake = link, Handshake(self._key)
+        if self._handshake.is_over:
+            self._welcomed(link)
 
     def on_message(self, message: FromWorker) -> None:
         """One message from the worker; outputs first, for they are nearly all there is."""
-        if isinstance(message, StepOutput):
+        if not self._handshake.is_over:
+            self._shake_hands(message)
+        elif isinstance(message, StepOutput):
             self.progress = message.step or self.progress
             streams = self._streams
             for output in message.outputs:
                 # A stream that ended here (abort, stop string) may still get a late output.
                 if (stream := streams.get(output.request_id)) is not None:
                     stream.push(output)
+                elif output.finish is not None:
+                    self._leaving.discard(output.request_id)
         elif isinstance(message, Stats):
             self._status.stats = message
             self.progress = message.step
@@ -209,6 +233,8 @@ class OwnBackend:
         elif isinstance(message, KVEvents):
             if self._kv is not None:
                 self._kv.push(message)
+        elif isinstance(message, Challenge | Welcome):
+            self._shake_hands(message)
         else:
             self._on_state(message)
 
@@ -219,15 +245,40 @@ class OwnBackend:
         else:
             self._change(Phase.READY, "ready")
 
+    def _shake_hands(self, message: FromWorker) -> None:
+        link = self._link
+        assert link is not None, "it speaks, so it is connected"
+        try:
+            proof = self._handshake.take(message)
+        except Refused as error:
+            self._refusal = str(error)
+            link.close(self._refusal)
+            return
+        if proof is not None:
+            link.send(proof)
+        elif self._handshake.is_over:
+            self._welcomed(link)
+
+    def _welcomed(self, link: WorkerLink) -> None:
+        self._refusal = ""
+        if self._kv is not None:
+            link.send(self._kv.request())
+
     def on_link_lost(self, why: str) -> None:
         """Every stream breaks off; the connecting task tries again."""
         died = self._link is not None and not self._link.was_cut
         self._link = None
+        self._leaving.clear()
+        if self._handshake.is_unanswered:
+            self._refusal = "it did not take the key that api_key_env names"
         if self.failure is not None:
             why = f"the worker failed with {self.failure.kind}: {self.failure.error}"
         self._status.stats = None
         self.progress = 0
-        self._change(Phase.LOST, "disconnected")
+        if self._refusal:
+            self._change(Phase.REFUSED, self._refusal)
+        else:
+            self._change(Phase.LOST, "disconnected")
         for stream in list(self._streams.values()):
             stream.break_off(why, died=died)
 
@@ -261,6 +312,7 @@ class OwnBackend:
         del self._streams[request_id]
         if tell_worker and self._link is not None:
             self._link.send(Abort((request_id,)))
+            self._leaving.add(request_id)
         if not self._streams:
             self._idle.set()
 

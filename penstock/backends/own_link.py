@@ -140,6 +140,8 @@ class WorkerLink(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the worker. A worker that breaks the protocol is disconnected."""
+        if self._transport is None or self._transport.is_closing():
+            return  # Given up: what it says now, after a pause perhaps, belongs to an epoch that is over.
         self._heard = True
         try:
             for body in self._decoder.feed(data):

@@ -19,6 +19,7 @@ from penstock.backends.foreign import Tools
 from penstock.cli.models import Part, make_part, make_tools
 from penstock.clock import SystemClock
 from penstock.config.fleet import WorkerConfig
+from penstock.config.reload import with_members
 from penstock.config.tree import Config, ModelConfig
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry
@@ -27,7 +28,7 @@ from penstock.fleet.sources.static import attached
 from penstock.fleet.wanted import Attached, Wanted
 from penstock.gateway.app import Gateway
 from penstock.gateway.siblings import Siblings
-from penstock.protocol.siblings import ChildLaunch, WorkerAt
+from penstock.protocol.siblings import ChildLaunch, ChildNews, WorkerAt
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 from penstock.types import WorkerId
@@ -68,12 +69,13 @@ async def _serve(launch: ChildLaunch) -> int:
         hash_key=launch.hash_key,
     )
     stop = asyncio.Event()
-    parent = _Parent(gateway, stop)
+    fleet = _Fleet(config, parts, launch.workers, members, tools)
+    parent = _Parent(gateway, fleet, stop)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     loop.add_reader(STDIN, parent.on_readable)
+    await fleet.apply()
     for model, part in zip(config.models, parts, strict=True):
-        await members.apply(f"models.{part.served.name}", _wanted(model, part, launch.workers, tools))
         discovery.start(model, part.served.tokenizer, tools)
     await gateway.start()
     await stop.wait()
@@ -85,32 +87,51 @@ async def _serve(launch: ChildLaunch) -> int:
     return 0
 
 
-def _wanted(model: ModelConfig, part: Part, launched: Sequence[WorkerAt], tools: Tools) -> list[Wanted]:
-    """The workers of one model: what the parent has launched, and what is at addresses."""
-    name, tokenizer = part.served.name, part.served.tokenizer
-    found: list[Wanted] = [
-        Attached(
-            id=WorkerId(worker.id),
-            route=name,
-            config=WorkerConfig(url=worker.address, engine="penstock"),
-            tokenizer=tokenizer,
-            tools=tools,
-            shares_key=True,
-        )
-        for worker in launched
-        if worker.route == name
-    ]
-    return [*found, *attached(model, tokenizer, tools)]
+class _Fleet:
+    """The workers of this process: what the parent has launched, and what is at addresses."""
+
+    def __init__(
+        self,
+        config: Config,
+        parts: Sequence[Part],
+        launched: Sequence[WorkerAt],
+        members: Members,
+        tools: Tools,
+    ) -> None:
+        self.models, self.launched = config.models, launched
+        self._parts, self._members, self._tools = parts, members, tools
+
+    async def apply(self) -> None:
+        """Let them be there, and no others."""
+        for model, part in zip(self.models, self._parts, strict=True):
+            await self._members.apply(f"models.{part.served.name}", self._wanted(model, part))
+
+    def _wanted(self, model: ModelConfig, part: Part) -> list[Wanted]:
+        name, tokenizer = part.served.name, part.served.tokenizer
+        found: list[Wanted] = [
+            Attached(
+                id=WorkerId(worker.id),
+                route=name,
+                config=WorkerConfig(url=worker.address, engine="penstock"),
+                tokenizer=tokenizer,
+                tools=self._tools,
+                shares_key=True,
+            )
+            for worker in self.launched
+            if worker.route == name
+        ]
+        return [*found, *attached(model, tokenizer, self._tools)]
 
 
 class _Parent:
-    """Standard input after the launch: a line with each new configuration; its end is the parent's."""
+    """Standard input after the launch: a line whenever the configuration or the launched workers change; its end is the parent's."""
 
-    def __init__(self, gateway: Gateway, stop: asyncio.Event) -> None:
+    def __init__(self, gateway: Gateway, fleet: _Fleet, stop: asyncio.Event) -> None:
         self.is_gone = False
-        self._gateway, self._stop = gateway, stop
+        self._gateway, self._fleet, self._stop = gateway, fleet, stop
         self._rest = b""
-        self._reloads: set[asyncio.Task[bool]] = set()
+        self._news: set[asyncio.Task[None]] = set()
+        self._one_at_a_time = asyncio.Lock()
 
     def on_readable(self) -> None:
         data = os.read(STDIN, 1 << 16)
@@ -121,10 +142,19 @@ class _Parent:
             return
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            config = msgspec.json.decode(line, type=Config)
-            task = asyncio.create_task(self._gateway.tenancy.reload(config))
-            self._reloads.add(task)
-            task.add_done_callback(self._reloads.discard)
+            task = asyncio.create_task(self._take(msgspec.json.decode(line, type=ChildNews)))
+            self._news.add(task)
+            task.add_done_callback(self._news.discard)
+
+    async def _take(self, news: ChildNews) -> None:
+        async with self._one_at_a_time:
+            if news.config:
+                config = msgspec.json.decode(news.config, type=Config)
+                if await self._gateway.tenancy.reload(config):
+                    self._fleet.models = with_members(self._fleet.models, config.models)
+            if news.workers is not None:
+                self._fleet.launched = news.workers
+            await self._fleet.apply()
 
 
 def _read_launch() -> ChildLaunch:

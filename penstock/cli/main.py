@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from penstock import __version__
-from penstock.cli import bench, chat, doctor, drain, keys, plan, serve, simulate, top, usage_report
+from penstock.cli import bench, chat, doctor, drain, keys, plan, serve, simulate, top, usage_report, worker
 from penstock.cli.usage import Help
 from penstock.errors import ConfigError, PenstockError
 
@@ -45,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (serve, chat, top, drain, bench, doctor, keys, usage_report, simulate, plan):
+    for command in (serve, worker, chat, top, drain, bench, doctor, keys, usage_report, simulate, plan):
         command.add_parser(commands)
     return parser
 

@@ -28,7 +28,16 @@ from penstock.errors import ConfigError, OperatorError
 from penstock.fleet.launchers.supervision import BACKOFF_MAX_S, RestartBudget
 from penstock.gateway.server import BACKLOG
 from penstock.gateway.shared.local_store import LeaseServer
-from penstock.protocol.siblings import Ask, ChildLaunch, Snapshot, Sum, WorkerAt, decode_to_parent, frame
+from penstock.protocol.siblings import (
+    Ask,
+    ChildLaunch,
+    ChildNews,
+    Snapshot,
+    Sum,
+    WorkerAt,
+    decode_to_parent,
+    frame,
+)
 from penstock.protocol.worker import FrameDecoder, ProtocolError
 from penstock.telemetry.log import Log
 from penstock.telemetry.merge import lasting, merged
@@ -164,10 +173,19 @@ class GatewayProcesses:
     async def reload(self, config: Config) -> bool:
         """Hand a new configuration to every process, and to those that come; each says in the log what it makes of it."""
         self._config = config = self._sharing(config)
+        self._tell(ChildNews(config=msgspec.json.encode(config)))
+        return True
+
+    def take_workers(self, workers: Sequence[WorkerAt]) -> None:
+        """The launched workers are others now, or somewhere else."""
+        if self._workers != (workers := tuple(workers)):
+            self._workers = workers
+            self._tell(ChildNews(workers=workers))
+
+    def _tell(self, news: ChildNews) -> None:
         for process in self._running.values():
             if process.stdin is not None:
-                process.stdin.write(msgspec.json.encode(config) + b"\n")
-        return True
+                process.stdin.write(msgspec.json.encode(news) + b"\n")
 
     async def stop(self) -> None:
         """Drain: every process ends its answers, up to `drain_timeout_s`."""

@@ -26,7 +26,7 @@ environment:
   PENSTOCK_SHARED_URL    Redis that gateways share their rate limits through (shared.url)
   PENSTOCK_HOST, PENSTOCK_PORT
 
-SIGHUP reads the configuration again: tenants, tiers, keys, prices and budgets; streams go on.
+SIGHUP reads the configuration again (tenants, keys, prices, budgets, workers); streams go on.
 Ctrl-C or SIGTERM lets running answers end, then stops; a second one stops at once.
 exit code: 0 stopped cleanly, 1 could not serve, 2 wrong configuration, 130 stopped at once
 

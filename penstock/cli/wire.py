@@ -18,6 +18,7 @@ from penstock.cli.models import Part, make_part, make_tools
 from penstock.cli.processes import GatewayProcesses
 from penstock.cli.progress import LoadingDisplay
 from penstock.clock import Clock
+from penstock.config.reload import with_members
 from penstock.config.tree import Config, ModelConfig, ServerConfig
 from penstock.errors import ConfigError, OperatorError
 from penstock.fleet.launchers.base import LaunchedWorker
@@ -28,6 +29,7 @@ from penstock.fleet.sources.static import attached, launched
 from penstock.fleet.wanted import Wanted
 from penstock.fleet.worker import Worker
 from penstock.gateway.app import Gateway
+from penstock.policy.worker_state import WorkerState
 from penstock.protocol.siblings import WorkerAt
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
@@ -47,6 +49,8 @@ class Stack:
             CheckpointError: its tokenizer or chat template cannot be read.
         """
         self._config, self._clock, self._log = config, clock, log
+        self._models = config.models
+        self._has_place = False
         self._registry = Registry(clock, log, workers_max=config.fleet.workers_max)
         self._members = Members(self._registry, log, drain_timeout_s=config.fleet.drain_timeout_s)
         self._parts = [make_part(model, self._registry, clock) for model in config.models]
@@ -95,21 +99,25 @@ class Stack:
             address = await self._gateway.start()
         except ConfigError as error:
             raise _friendlier(error, self._config.server) from error
-        if any(model.replicas for model in self._config.models):
-            await self._launcher.open()
-        for model, part in zip(self._config.models, self._parts, strict=True):
-            await self._members.apply(f"models.{part.served.name}", self._wanted(model, part))
-            if self._processes is None:
+        await self._apply_models()
+        if self._processes is None:
+            for model, part in zip(self._models, self._parts, strict=True):
                 self._discovery.start(model, part.served.tokenizer, self._tools)
         if self._processes is not None:
-            await self._processes.open(
-                [
-                    WorkerAt(worker.id, worker.route, worker.address)
-                    for worker in self._registry
-                    if worker.stop is not None
-                ]
-            )
+            self._registry.listen(lambda _: self._tell_processes())
+            await self._processes.open(self._launched_at())
         return address
+
+    def _launched_at(self) -> list[WorkerAt]:
+        return [
+            WorkerAt(worker.id, worker.route, worker.address)
+            for worker in self._registry
+            if worker.stop is not None and worker.state is not WorkerState.DRAINING
+        ]
+
+    def _tell_processes(self) -> None:
+        if self._processes is not None:
+            self._processes.take_workers(self._launched_at())
 
     def _wanted(self, model: ModelConfig, part: Part) -> list[Wanted]:
         """The workers of one model. In front of several gateway processes this one only keeps what it launches."""
@@ -127,8 +135,25 @@ class Stack:
     async def reload(self, config: Config) -> bool:
         """Put a new configuration in force, as far as that can be done while running; False if it was refused."""
         if isinstance(self._gateway, GatewayProcesses):
-            return await self._gateway.reload(config)
-        return await self._gateway.tenancy.reload(config)
+            taken = await self._gateway.reload(config)
+        else:
+            taken = await self._gateway.tenancy.reload(config)
+        if taken:
+            self._models = with_members(self._models, config.models)
+            await self._apply_models()
+        return taken
+
+    async def _apply_models(self) -> None:
+        """Let the workers that the configuration wants be there, and no others.
+
+        Raises:
+            ConfigError: there is no place for workers.
+        """
+        if not self._has_place and any(model.replicas for model in self._models):
+            await self._launcher.open()
+            self._has_place = True
+        for model, part in zip(self._models, self._parts, strict=True):
+            await self._members.apply(f"models.{part.served.name}", self._wanted(model, part))
 
     async def wait_ready(self, display: LoadingDisplay) -> None:
         """Return once every worker that is launched here can answer, and those at addresses had their time.

@@ -23,6 +23,8 @@ class WorkerLaunch(Branch, frozen=True, kw_only=True):
     """The launcher keeps the port of a TCP address (fleet/launchers/ports.py), so it is bound with SO_REUSEPORT."""
     hash_key: bytes
     """Key of the block-hash chain: a guess at a tenant's prompt cannot be tested without it."""
+    key: bytes = b""
+    """What gateways must prove to have (protocol/worker_auth.py); empty: whoever can connect is one."""
     engine: EngineConfig = EngineConfig()
     runner: str = REAL_RUNNER
     """`module:factory` of what computes. Tests name their own, so that a process starts at once."""

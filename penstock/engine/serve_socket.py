@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -22,6 +22,8 @@ from penstock.engine.mailbox import Aborted, ConnectionId, DrainAsked, KVEventsA
 from penstock.protocol.address import Address, UnixAddress
 from penstock.protocol.worker import (
     Abort,
+    Challenge,
+    Drain,
     Failed,
     Finish,
     FrameDecoder,
@@ -31,20 +33,29 @@ from penstock.protocol.worker import (
     Output,
     Ping,
     Pong,
+    Proof,
     ProtocolError,
     Ready,
     Stats,
     StepOutput,
     Submit,
     SubscribeKVEvents,
-    ToWorker,
+    Welcome,
     decode_to_worker,
     encode,
 )
+from penstock.protocol.worker_auth import NONCE_BYTES, gateway_mac, is_same, worker_mac
+from penstock.rng import fresh_key
 from penstock.types import FinishReason, RequestId, Usage
 
 STATS_INTERVAL_S = 0.5
 """`Stats` go out this often while they change, and not at all while nothing does."""
+PROOF_TIMEOUT_S = 5.0
+"""Where a key is wanted, a connection without a proof is cut after this long,"""
+PROOF_BYTES_MAX = 1024
+"""or after so many bytes,"""
+UNPROVEN_MAX = 64
+"""and more than so many at once are not let in."""
 FLUSH_TIMEOUT_S = 2.0
 """How long the last frames may take to leave when the worker exits."""
 
@@ -61,6 +72,8 @@ class ServerLimits:
     """Unsent bytes for one connection; over it the connection is dropped."""
     requests_max: int
     """Living requests over all connections; one more is refused as overloaded."""
+    key: bytes = field(default=b"", repr=False)
+    """What gateways must prove to have before they hear or say anything else; empty: nothing."""
 
 
 class WorkerServer:
@@ -77,7 +90,7 @@ class WorkerServer:
     ) -> None:
         """`shares_port`: somebody keeps the port for us and does not listen on it."""
         self.address, self.mailbox, self.limits, self.clock = address, mailbox, limits, clock
-        self.num_requests = 0
+        self.num_requests = self.num_unproven = 0
         self._shares_port = shares_port
         self._state: Loading | Ready | Failed = Loading("starting")
         self._stats: Stats | None = None
@@ -204,7 +217,8 @@ class WorkerServer:
 
     def left(self, connection: "_Connection") -> None:
         """A connection is gone: nobody wants its requests any more."""
-        del self._connections[connection.id]
+        if self._connections.pop(connection.id, None) is None:
+            return  # It never proved who it is.
         if connection.living:
             self.mailbox.post(Aborted(connection.id, tuple(connection.living)))
             self.num_requests -= len(connection.living)
@@ -227,6 +241,10 @@ class _Connection(asyncio.Protocol):
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.hears_kv_events = False
         self._asked_kv_events = False
+        self._is_proven = False
+        self._unproven_bytes = 0
+        self._nonce = b""
+        self._deadline: asyncio.TimerHandle | None = None
         self._server = server
         self._decoder = FrameDecoder()
         self._transport: asyncio.Transport | None = None
@@ -234,19 +252,42 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the loop."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are not subclasses of it.
-        self._server.joined(self)
+        if not self._server.limits.key:
+            self._server.joined(self)
+            return
+        self._server.num_unproven += 1
+        if self._server.num_unproven > UNPROVEN_MAX:
+            self._transport.abort()
+            return
+        self._nonce = fresh_key(NONCE_BYTES)
+        self._deadline = asyncio.get_running_loop().call_later(PROOF_TIMEOUT_S, self._transport.abort)
+        self._transport.write(encode(Challenge(self._nonce)))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the loop, for either side's reasons."""
         self._transport = None
+        if self._server.limits.key and not self._is_proven:
+            self._server.num_unproven -= 1
+        if self._deadline is not None:
+            self._deadline.cancel()
         self._server.left(self)
         self.lost.set_result(None)
 
     def data_received(self, data: bytes) -> None:
         """Called by the loop. A gateway that breaks the protocol loses its connection; others do not."""
         try:
+            if self._server.limits.key and not self._is_proven:
+                self._unproven_bytes += len(data)
+                if self._unproven_bytes > PROOF_BYTES_MAX:
+                    raise ProtocolError("much was said before it was shown who says it")
             for body in self._decoder.feed(data):
-                self._handle(decode_to_worker(body))
+                message = decode_to_worker(body)
+                if isinstance(message, Proof):
+                    self._check(message)
+                elif self._server.limits.key and not self._is_proven:
+                    raise ProtocolError("it did not prove that it has the key")
+                else:
+                    self._handle(message)
         except ProtocolError as error:
             _log.warning("gateway %d broke the protocol and was disconnected: %s", self.id, error)
             self.close()
@@ -274,7 +315,20 @@ class _Connection(asyncio.Protocol):
                 self._server.num_requests -= 1
         self.send(encode(StepOutput(step, tuple(outputs))))
 
-    def _handle(self, message: ToWorker) -> None:
+    def _check(self, proof: Proof) -> None:
+        key = self._server.limits.key
+        if not key or self._is_proven:
+            raise ProtocolError("a proof that nobody asked for")
+        if not is_same(proof.mac, gateway_mac(key, self._nonce, proof.nonce)):
+            raise ProtocolError("its key is another one")
+        self._is_proven = True
+        self._server.num_unproven -= 1
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self.send(encode(Welcome(worker_mac(key, self._nonce, proof.nonce))))
+        self._server.joined(self)
+
+    def _handle(self, message: Submit | Abort | Drain | SubscribeKVEvents) -> None:
         if isinstance(message, Submit):
             self._submit(message)
         elif isinstance(message, Abort):

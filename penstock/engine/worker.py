@@ -59,7 +59,9 @@ def main() -> int:
     _drain_on_sigterm(mailbox, ready)
     launch = read_launch(sys.stdin.fileno())
     config = launch.engine
-    limits = ServerLimits(config.connection_buffer_bytes_max, config.max_running + config.max_waiting)
+    limits = ServerLimits(
+        config.connection_buffer_bytes_max, config.max_running + config.max_waiting, launch.key
+    )
     server = WorkerServer(
         parse_address(launch.address), mailbox, limits, clock, shares_port=launch.shares_port
     )

@@ -10,14 +10,18 @@ from typing import Protocol
 from penstock.backends.base import Backend
 from penstock.backends.foreign import ForeignWorker, Tools, make_backend
 from penstock.backends.own import OwnBackend
+from penstock.backends.own_auth import WorkerKey
 from penstock.clock import Clock
 from penstock.config.fleet import WorkerConfig
 from penstock.config.health import HeartbeatConfig
+from penstock.config.tree import EngineConfig
 from penstock.errors import ConfigError
 from penstock.fleet.launchers.base import Launcher, WorkerSpec
 from penstock.fleet.registry import Registry
 from penstock.fleet.worker import Worker
 from penstock.protocol.address import Address, parse_address
+from penstock.protocol.worker_auth import NONCE_BYTES
+from penstock.rng import fresh_key
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import WorkerId
 
@@ -43,7 +47,9 @@ class Wanted(Protocol):
 class Launched:
     """Our engine, started and kept running by a launcher."""
 
-    spec: WorkerSpec
+    engine: EngineConfig
+    """As it is configured: what of it is this one's share changes with the number of replicas, and restarts nobody."""
+    spec: WorkerSpec = field(compare=False)
     launcher: Launcher = field(compare=False)
     tokenizer: Tokenizer = field(compare=False)
     clock: Clock = field(compare=False)
@@ -99,7 +105,13 @@ class Attached:
     def _backend(self) -> Backend:
         config = self.config
         if config.engine == "penstock":
-            own = OwnBackend(self.tokenizer, self.tools.clock, self.tools.heartbeat)
+            key = _key_of(config).encode()
+            own = OwnBackend(
+                self.tokenizer,
+                self.tools.clock,
+                self.tools.heartbeat,
+                key=WorkerKey(key, lambda: fresh_key(NONCE_BYTES)) if key else None,
+            )
             own.connect_to(parse_address(config.url.replace("tcp://", "tcp:")))
             return own
         foreign = ForeignWorker(

@@ -16,6 +16,7 @@ import msgspec
 
 from penstock.clock import Clock, sleep
 from penstock.config.checks import check
+from penstock.config.reload import with_members
 from penstock.config.tenancy_checks import names_callers
 from penstock.config.tree import Config
 from penstock.errors import ConfigError, Unauthenticated
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from penstock.gateway.tokens import Tokens
 
 RELOADABLE = ("tenants", "tiers", "auth", "prices", "budgets")
-"""Sections that a reload takes. Changes of others are named in the log, and wait for a restart."""
+"""Sections that a reload takes, and of `models` who their workers are. Changes of others are named in the log, and wait for a restart."""
 
 Subscriber = Callable[[Config], None]
 """Told of a new configuration that is in force: it has been checked, so this may not fail."""
@@ -151,15 +152,17 @@ class Tenancy:
 
     def _mergeable(self, config: Config) -> Config:
         """The running configuration with what may be changed taken from `config`; says what waits for a restart."""
+        models = with_members(self._config.models, config.models)
+        kept = msgspec.structs.replace(self._config, models=models)
         changed = [
             name
             for name in Config.__struct_fields__
-            if name not in RELOADABLE and getattr(config, name) != getattr(self._config, name)
+            if name not in RELOADABLE and getattr(config, name) != getattr(kept, name)
         ]
         if changed:
             self._log.warning("these changes need a restart", sections=", ".join(changed))
         taken: dict[str, Any] = {name: getattr(config, name) for name in RELOADABLE}
-        return msgspec.structs.replace(self._config, **taken)
+        return msgspec.structs.replace(kept, **taken)
 
     def _put_in_force(self, config: Config, table: TenantTable) -> None:
         same_provider = config.auth.jwt == self._config.auth.jwt

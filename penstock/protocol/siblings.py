@@ -63,6 +63,15 @@ class ChildLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """What those workers name their KV blocks with."""
 
 
+class ChildNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the parent tells a running gateway process: a line of JSON."""
+
+    config: bytes = b""
+    """A whole new configuration; empty: the old one stays."""
+    workers: tuple[WorkerAt, ...] | None = None
+    """All workers that the parent has launched and does not end; None: no news."""
+
+
 ToParent = Snapshot | Ask
 
 _to_parent = msgspec.msgpack.Decoder(ToParent)

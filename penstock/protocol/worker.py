@@ -84,6 +84,13 @@ class SubscribeKVEvents(msgspec.Struct, frozen=True, tag="subscribe_kv_events"):
     """The first number that is wanted: one more than the last that was heard."""
 
 
+class Proof(msgspec.Struct, frozen=True, tag="proof"):
+    """The answer to a `Challenge`: this gateway has the worker's key (worker_auth.py)."""
+
+    nonce: bytes
+    mac: bytes
+
+
 # --- worker to gateway ---------------------------------------------------------------------------
 
 
@@ -105,6 +112,18 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int
     num_host_blocks: int = 0
     """Blocks that fit the host tier of the KV cache; 0: there is none."""
+
+
+class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
+    """This worker has a key, and says nothing more before it has seen a `Proof`."""
+
+    nonce: bytes
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """The proof was right, and this one shows that the worker has the key as well."""
+
+    mac: bytes
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
@@ -209,8 +228,8 @@ class KVEvents(msgspec.Struct, frozen=True, kw_only=True, tag="kv_events", omit_
     """The snapshot goes on in the next message, which has the same number."""
 
 
-ToWorker = Submit | Abort | Drain | Ping | SubscribeKVEvents
-FromWorker = Loading | Ready | Failed | StepOutput | Stats | KVEvents
+ToWorker = Submit | Abort | Drain | Ping | SubscribeKVEvents | Proof
+FromWorker = Loading | Ready | Failed | StepOutput | Stats | KVEvents | Challenge | Welcome
 """What it has to say; a `Pong` only shows that it lives."""
 
 _encoder = msgspec.msgpack.Encoder()

@@ -8,9 +8,11 @@ from contextlib import asynccontextmanager
 import pytest
 from byte_tokenizer import byte_tokenizer
 from conformance import TIMEOUT_S, Recorder, Requests
+from fleets import fleet_of
 
 from penstock.backends.base import Phase
 from penstock.backends.own import OwnBackend
+from penstock.backends.own_link import WorkerLink
 from penstock.clock import ManualClock
 from penstock.config.health import HeartbeatConfig
 from penstock.errors import (
@@ -22,6 +24,7 @@ from penstock.errors import (
     StreamBroken,
     WorkerUnavailable,
 )
+from penstock.policy.worker_state import WorkerState
 from penstock.protocol.address import UnixAddress
 from penstock.protocol.worker import (
     Abort,
@@ -43,7 +46,7 @@ from penstock.protocol.worker import (
     decode_to_worker,
     encode,
 )
-from penstock.types import FinishReason, Usage
+from penstock.types import FinishReason, Usage, WorkerId
 
 INFO = ModelInfo(
     model="m",
@@ -420,5 +423,81 @@ def test_a_worker_that_loads_need_not_answer() -> None:
             assert peer.num_connections == 1
             peer.say(Ready(INFO))
             await until(backend, lambda: backend.status.ready)
+
+    run(check)
+
+
+def test_another_attempt_of_one_that_was_aborted_is_not_taken_for_it() -> None:
+    async def check() -> None:
+        async with pair() as (peer, backend):
+            request, old, new = Requests().make(), Recorder(), Recorder()
+            backend.generate(request, old).abort()
+            backend.generate(request, new)
+            first = await peer.hear_submit()
+            assert await peer.hear() == Abort((first.request_id,))
+            second = await peer.hear_submit()
+            assert second.request_id != first.request_id
+            peer.step(first, 65, finish=Finish(reason=FinishReason.ABORT, usage=Usage()))
+            peer.step(second, 66, finish=Finish(reason=FinishReason.LENGTH, usage=Usage()))
+            await new.end()
+            assert (new.text, old.deltas) == ("B", [])
+            backend.generate(request, Recorder())
+            assert (await peer.hear_submit()).request_id == first.request_id, "its last word was heard"
+
+    run(check)
+
+
+class FakeTransport(asyncio.Transport):
+    """A connection to a worker that is paused: closing it takes until the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.closing = False
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def write(self, data: object) -> None:
+        pass
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        self.closing = True
+
+    def abort(self) -> None:
+        self.closing = True
+
+
+def test_nothing_of_an_older_epoch_touches_a_stream() -> None:
+    """A worker comes back from a pause and goes on with what it was asked before its connection was given up."""
+
+    async def check() -> None:
+        backend, requests = OwnBackend(byte_tokenizer(), ManualClock()), Requests()
+        registry = fleet_of(ManualClock(), {"m": backend})
+        worker = registry.get(WorkerId("m-0"))
+        assert worker is not None
+        before, paused = FakeTransport(), WorkerLink(backend, HeartbeatConfig())
+        paused.connection_made(before)
+        paused.data_received(encode(Ready(INFO)))
+        request, lost, migrated = requests.make(), Recorder(), Recorder()
+        backend.generate(request, lost)
+        output = StepOutput(1, (Output(request.request_id, (65,), None, None),))
+        paused.data_received(encode(output))
+        assert worker.epoch == 1
+        paused.abort()
+        paused.connection_lost(None)
+        assert isinstance(lost.finish and lost.finish.error, StreamBroken)
+        assert (worker.epoch, worker.state) == (2, WorkerState.STARTING)
+        fresh = WorkerLink(backend, HeartbeatConfig())
+        fresh.connection_made(FakeTransport())
+        fresh.data_received(encode(Ready(INFO)))
+        backend.generate(request, migrated)  # The same request, on the same worker, in another epoch.
+        paused.data_received(encode(output))
+        paused.data_received(encode(Loading("loading weights")))
+        assert (migrated.deltas, worker.epoch, worker.is_ready) == ([], 2, True)
+        fresh.data_received(encode(StepOutput(1, (Output(request.request_id, (66,), None, None),))))
+        assert (migrated.text, lost.text) == ("B", "A")
 
     run(check)

@@ -18,6 +18,7 @@ GOLDEN = Path(__file__).parent / "golden"
     [
         "",
         "serve",
+        "worker",
         "chat",
         "bench",
         "doctor",

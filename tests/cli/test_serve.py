@@ -1,19 +1,18 @@
 """`penstock serve` as a process, with the real demo model and the real engine."""
 
 import asyncio
-import contextlib
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+from served import COMMAND, PATIENCE_S, Server
 
 from penstock.bench.client import Client, Endpoint, Response
 from penstock.bench.wire import decode_chunk
@@ -22,62 +21,9 @@ from penstock.config.presets import resolve
 from penstock.protocol.sse import EventReader
 
 DEMO = "penstock-demo"
-PATIENCE_S = 90.0
 QUICK = ("--port", "0", "--threads", "1")
-COMMAND = (sys.executable, "-m", "penstock", "serve")
 
 pytestmark = pytest.mark.timeout(240)
-
-
-class Server:
-    """A `penstock serve` process; its output goes to files, so that it never blocks on us."""
-
-    def __init__(self, place: Path, *argv: str, **environment: str) -> None:
-        self.out, self.err = place / "out", place / "err"
-        with self.out.open("w") as out, self.err.open("w") as err:
-            self.process = subprocess.Popen(
-                [*COMMAND, *argv], stdout=out, stderr=err, env={**os.environ, **environment}
-            )
-
-    def until(self, happened: Callable[[], object], what: str) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not happened():
-            assert time.monotonic() < deadline, f"{what}\n{self.out.read_text()}\n{self.err.read_text()}"
-            time.sleep(0.02)
-
-    def wait_ready(self) -> None:
-        self.until(
-            lambda: "Ctrl-C drains" in self.out.read_text() or self.process.poll() is not None, "no banner"
-        )
-        assert self.process.poll() is None, self.err.read_text()
-
-    def wait_said(self, words: str) -> None:
-        self.until(lambda: words in self.err.read_text(), f"never said {words!r}")
-
-    def wait_ended(self) -> int:
-        return self.process.wait(PATIENCE_S)
-
-    @property
-    def url(self) -> str:
-        found = re.search(r"API +(http://\S+)", self.out.read_text())
-        assert found
-        return found[1]
-
-    @property
-    def key(self) -> str:
-        found = re.search(r"key +(sk-\S+)", self.out.read_text())
-        return found[1] if found else ""
-
-    @property
-    def workers(self) -> list[int]:
-        """The process ids of its engine workers."""
-        pid = self.process.pid
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-    def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
-        self.process.wait()
 
 
 @pytest.fixture

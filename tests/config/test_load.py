@@ -145,6 +145,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_config(tmp_path / "big.yaml")
 
 
+@settings(deadline=None)  # A busy machine is no wrong answer.
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda inner: (
     st.lists(inner, max_size=3)
     | st.dictionaries(st.sampled_from(["server", "models", "port", "path", "engine", "log", "level"]), inner)

@@ -152,13 +152,19 @@ REAL = "penstock.engine.runner:build_runner"
 
 
 def launch_line(
-    address: Address, *, model_path: str = "scripted", runner: str = SCRIPTED, **engine: object
+    address: Address,
+    *,
+    model_path: str = "scripted",
+    runner: str = SCRIPTED,
+    key: bytes = b"",
+    **engine: object,
 ) -> bytes:
     launch = WorkerLaunch(
         model_path=model_path,
         model_name="scripted",
         address=str(address),
         hash_key=b"secret" * 4,
+        key=key,
         engine=EngineConfig(**engine),
         runner=runner,
     )
@@ -182,6 +188,7 @@ def raw_worker(
     model_path: str = "scripted",
     runner: str = SCRIPTED,
     tcp: bool = False,
+    key: bytes = b"",
     **engine: object,
 ) -> Iterator[RawWorker]:
     with tempfile.TemporaryDirectory() as directory:
@@ -192,7 +199,7 @@ def raw_worker(
         worker = RawWorker(process, address)
         try:
             assert process.stdin is not None
-            process.stdin.write(launch_line(address, model_path=model_path, runner=runner, **engine))
+            process.stdin.write(launch_line(address, model_path=model_path, runner=runner, key=key, **engine))
             process.stdin.flush()
             yield worker
         finally:

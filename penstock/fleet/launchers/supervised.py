@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from penstock.backends.own import OwnBackend
-from penstock.clock import Clock, sleep
+from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.errors import CheckpointError, ConfigError, OperatorError, PenstockError, WorkerUnavailable
 from penstock.fleet.launchers.base import ProgressCallback, WorkerSpec
 from penstock.fleet.launchers.process import EXIT_CANNOT_SERVE
@@ -121,9 +121,15 @@ class SupervisedWorker:
 
     async def stop(self, timeout_s: float) -> None:
         """Let streams end, up to the timeout; then end the process, by force if it must be."""
-        self.backend.end_worker()
-        await self.backend.drain(timeout_s)
         assert self._supervisor is not None
+        until_ns = self._clock.now_ns() + int(timeout_s * NS_PER_S)
+        told = self.backend.end_worker()
+        await self.backend.drain(timeout_s)
+        left_s = (until_ns - self._clock.now_ns()) / NS_PER_S
+        if (
+            told and left_s > 0
+        ):  # Other gateways may have streams there: it exits by itself after the last one.
+            await asyncio.wait([self._supervisor], timeout=left_s)
         self._supervisor.cancel()
         await asyncio.wait([self._supervisor])
         await self._process.close()
@@ -199,7 +205,7 @@ class SupervisedWorker:
             await sleep(interval_s)
             ready = backend.status.ready
             was_ready |= ready
-            if startup.observe(0, has_work=not ready):
+            if startup.observe(0, has_work=not ready and not backend.draining):
                 what = f"the worker was not ready within {engine.startup_timeout_s:g} s"
             elif stall.observe(backend.progress, has_work=ready and backend.has_work):
                 what = f"the worker hung: no step in {STALL_GRACE * engine.stall_timeout_s:g} s"

@@ -34,7 +34,14 @@ def launched(
             model_name=ModelName(name),
             engine=share_of(model.engine, model.replicas, cores),
         )
-        yield Launched(spec=spec, launcher=launcher, tokenizer=tokenizer, clock=clock, heartbeat=heartbeat)
+        yield Launched(
+            engine=model.engine,
+            spec=spec,
+            launcher=launcher,
+            tokenizer=tokenizer,
+            clock=clock,
+            heartbeat=heartbeat,
+        )
 
 
 def attached(model: ModelConfig, tokenizer: Tokenizer, tools: Tools) -> Iterator[Attached]:

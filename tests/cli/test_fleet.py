@@ -1,0 +1,140 @@
+"""A fleet of real processes: the worked example of docs/fleet.md, step by step, and the example configuration."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+from served import Server
+
+from penstock.cli.worker import _key
+from penstock.config.checks import check
+from penstock.config.load import load_config
+from penstock.config.tree import Config
+from penstock.errors import ConfigError
+from penstock.protocol.address import TcpAddress
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def ask(server: Server) -> int:
+    """One request; its status."""
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi."}], "max_tokens": 4}
+    request = urllib.request.Request(
+        f"{server.url}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return response.status
+
+
+def states(server: Server) -> dict[str, str]:
+    with urllib.request.urlopen(server.url.removesuffix("/v1") + "/admin/workers", timeout=60) as response:
+        return {worker["id"]: worker["state"] for worker in json.load(response)["workers"]}
+
+
+def test_the_worked_example(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "fleet.md").read_text()
+    found = re.search(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert found
+    file = tmp_path / "fleet.yaml"
+    file.write_text(found[1])
+    server = Server(tmp_path, "-c", str(file), "--port", "0", "--no-auth")
+    try:
+        server.wait_ready()
+        assert states(server) == {"tiny-0": "ready", "tiny-1": "ready"}
+        assert len(server.workers) == 2
+        os.kill(server.workers[0], signal.SIGKILL)
+        assert [ask(server) for _ in range(10)] == [200] * 10
+        server.wait_said("the worker was killed by SIGKILL; restart 1")
+        server.until(lambda: set(states(server).values()) == {"ready"}, "it did not come back")
+        assert "the model cannot answer" not in server.err.read_text()
+        file.write_text(found[1].replace("replicas: 2", "replicas: 1"))
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_said("a worker has left")
+        assert states(server) == {"tiny-0": "ready"}
+        server.until(lambda: len(server.workers) == 1, "its process is still there")
+        assert ask(server) == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_ended() == 0
+        assert "Traceback" not in server.err.read_text()
+    finally:
+        server.close()
+
+
+def test_several_gateway_processes_follow_their_workers(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    config = "models: [{path: penstock-demo-mini, name: tiny, replicas: 2, engine: {threads: 1}}]"
+    file.write_text(config)
+    server = Server(tmp_path, "-c", str(file), "--port", "0", "--no-auth", "--processes", "2")
+    try:
+        server.wait_ready()
+        server.until(lambda: states(server) == {"tiny-0": "ready", "tiny-1": "ready"}, "they do not see both")
+        file.write_text(config.replace("replicas: 2", "replicas: 1"))
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_said("a worker has left")
+        for _ in range(8):  # Whichever process answers.
+            server.until(lambda: states(server) == {"tiny-0": "ready"}, "one holds on to it")
+            assert ask(server) == 200
+        assert len(server.workers) == 3
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_ended() == 0
+    finally:
+        server.close()
+
+
+def test_a_worker_on_its_own_with_a_key(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    key = {"PENSTOCK_WORKER_KEY": "a key that both sides have"}
+    command = [sys.executable, "-m", "penstock", "worker", "penstock-demo-mini", "--name", "tiny"]
+    worker = subprocess.Popen(
+        [*command, "--listen", f"tcp:127.0.0.1:{port}", "--threads", "1"],
+        env={**os.environ, **key}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    file = tmp_path / "fleet.yaml"
+    at = f"{{url: 'tcp:127.0.0.1:{port}', engine: penstock, api_key_env: PENSTOCK_WORKER_KEY}}"
+    file.write_text(f"models: [{{path: penstock-demo-mini, name: tiny, replicas: 0, workers: [{at}]}}]")
+    server = Server(tmp_path, "-c", str(file), "--port", "0", "--no-auth", **key)
+    try:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == f"worker of tiny ready at tcp:127.0.0.1:{port}\n"
+        server.wait_ready()
+        server.until(lambda: states(server) == {f"tiny@tcp:127.0.0.1:{port}": "ready"}, "it is not ready")
+        assert ask(server) == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_ended() == 0
+        assert worker.poll() is None, "it is not ours to end"
+        worker.send_signal(signal.SIGTERM)
+        assert worker.wait(60) == 0
+    finally:
+        server.close()
+        worker.kill()
+        worker.communicate()
+
+
+def test_a_worker_that_others_can_reach_wants_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PENSTOCK_WORKER_KEY", raising=False)
+    with pytest.raises(ConfigError, match="PENSTOCK_WORKER_KEY: needed because other machines can reach"):
+        _key(TcpAddress("0.0.0.0", 9100))
+    assert _key(TcpAddress("127.0.0.1", 9100)) == b""
+    monkeypatch.setenv("PENSTOCK_WORKER_KEY", "short")
+    with pytest.raises(ConfigError, match="shorter than 16 bytes"):
+        _key(TcpAddress("127.0.0.1", 9100))
+
+
+def test_the_example_has_two_models_and_three_kinds_of_workers() -> None:
+    config = load_config(ROOT / "examples" / "fleet.yaml")
+    check(config)
+    assert isinstance(config, Config)
+    first, second = config.models
+    assert (first.replicas, second.replicas) == (2, 2)
+    assert [worker.engine for worker in first.workers] == ["penstock", "vllm"]
