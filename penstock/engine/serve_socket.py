@@ -328,7 +328,7 @@ class _Connection(asyncio.Protocol):
         self.send(encode(Welcome(worker_mac(key, self._nonce, proof.nonce))))
         self._server.joined(self)
 
-    def _handle(self, message: Submit | Abort | Drain | SubscribeKVEvents) -> None:
+    def _handle(self, message: Submit | Abort | Drain | Ping | SubscribeKVEvents) -> None:
         if isinstance(message, Submit):
             self._submit(message)
         elif isinstance(message, Abort):
