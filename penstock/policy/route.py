@@ -149,7 +149,6 @@ class Router:
                 prompt_tokens=work.prompt_tokens,
                 backlog_tokens=sent.backlog_tokens,
                 streams=sent.streams,
-                prefill_ns=usage.prefill_ns // work.streams,
                 first_ns=sent.began_ns - sent.at_ns if sent.began_ns else 0,
                 waited=sent.waited,
                 step_ns=decode_ns // further if further > 0 else 0,

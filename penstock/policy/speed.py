@@ -1,11 +1,12 @@
 """How fast workers are, by kind, learned from what their requests did: the rates that a placement reckons with.
 
-    prefill = fixed + tokens * a + tokens * prompt * b + streams * c + tokens * streams * d     (as in wait_time.py)
+    first output = fixed + tokens * a + computed * prompt * b + streams * c + tokens * streams * d     (as in wait_time.py)
     step    = fixed + streams * e                                                              (time per output token)
     service = how long a stream holds its place, on average
 
-A worker that tells of the prompt's computation (`Usage.prefill_ns`) teaches that; of others the time from dispatch to first
-output does, less what was expected to go before. Until then the configured rates are believed.
+`tokens` are those of the prompt that are computed, and of the prompts that were sent there before it and not computed yet: an
+engine mixes them in its steps, so the time of one alone (`Usage.prefill_ns`) counts some of the others in and some of
+them not, and together with a backlog would count them twice. Until enough was seen the configured rates are believed.
 """
 
 import msgspec
@@ -72,8 +73,6 @@ class Ran(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Prompt tokens of others that were sent there before it and not computed yet."""
     streams: int = 0
     """Beside it, when it came."""
-    prefill_ns: int = 0
-    """As the worker tells."""
     first_ns: int = 0
     """From dispatch to first output."""
     waited: bool = False
@@ -117,13 +116,12 @@ class _Kind:
         self.speed = self._read()
 
     def _learn_prefill(self, ran: Ran) -> None:
-        tokens = max(1, ran.computed_tokens)
-        terms = (1.0, tokens, tokens * ran.prompt_tokens, ran.streams, tokens * ran.streams)
-        if ran.prefill_ns > 0:
-            self._prefill.observe(terms, ran.prefill_ns)
-        elif ran.first_ns > 0 and not ran.waited:
-            before_ns = self.speed.backlog_s(ran.backlog_tokens, ran.streams) * NS_PER_S
-            self._prefill.observe(terms, max(0.0, ran.first_ns - before_ns), scale=ran.first_ns)
+        if ran.first_ns <= 0 or ran.waited:
+            return
+        computed = max(1, ran.computed_tokens)
+        tokens = computed + ran.backlog_tokens
+        terms = (1.0, tokens, computed * ran.prompt_tokens, ran.streams, tokens * ran.streams)
+        self._prefill.observe(terms, ran.first_ns)
 
     def _read(self) -> Speed:
         prefill, step = self._prefill.coefficient, self._step.coefficient

@@ -121,7 +121,7 @@ def test_speeds_are_believed_until_they_are_seen_and_kept_by_kind() -> None:
     for i in range(200):
         tokens = 100 + 37 * (i % 50)
         speeds.learn(
-            "a", ran(i, computed_tokens=tokens, prompt_tokens=tokens, prefill_ns=tokens * NS_PER_MS // 10)
+            "a", ran(i, computed_tokens=tokens, prompt_tokens=tokens, first_ns=tokens * NS_PER_MS // 10)
         )
     assert speeds.of("a").prefill_s(1000, 1000, 0) == pytest.approx(0.1, rel=0.05)
     assert speeds.of("b").prefill_s(1000, 1000, 0) == pytest.approx(0.5)
