@@ -18,6 +18,8 @@ class TtftPolicy(Branch, frozen=True, kw_only=True):
     """Time per output token that running streams are meant to have; over it another stream costs something."""
     tpot_weight: Factor = 1.0
     """Seconds that one second counts for which the worker's streams exceed that, over the whole expected answer."""
+    others_weight: Factor = 1.0
+    """What a second that the worker computes the prompt counts for those who wait for it or come later; 0 counts the client alone."""
     pressure_ms: Milliseconds = 100.0
     """What KV memory that is half full counts; x full counts x / (1 - x) times that."""
 

@@ -1,6 +1,6 @@
 """What sending a request to a worker is worth: two policies behind one interface, from facts to terms to one number.
 
-    ttft       wait + reload + prefill + adapter + lambda * TPOT penalty + mu * x / (1 - x)      seconds, the least wins
+    ttft       wait + reload + prefill + adapter + others + lambda * TPOT penalty + mu * x / (1 - x)   seconds, the least wins
     weighted   0.45 match - 0.25 delay - 0.20 pressure + 0.10 headroom                           marks, the most wins
 
 `Score.total` is a cost for both, so that what picks need not know which of them it has. Pure, and each score depends on its
@@ -156,11 +156,12 @@ class TtftScore:
     """`ttft`: what the client waits, and what the request does to those that run. All terms are seconds, so they add."""
 
     name = "ttft"
-    terms = ("wait_s", "reload_s", "prefill_s", "adapter_s", "tpot_s", "pressure_s")
+    terms = ("wait_s", "reload_s", "prefill_s", "adapter_s", "others_s", "tpot_s", "pressure_s")
 
     def __init__(self, config: PlacementConfig) -> None:
         self._config = config
         self._target_s, self._weight = config.ttft.tpot_target_ms / 1000, config.ttft.tpot_weight
+        self._others = config.ttft.others_weight
         self._pressure_s = config.ttft.pressure_ms / 1000
 
     def score(self, request: RequestFacts, worker: WorkerFacts) -> Score:
@@ -170,8 +171,9 @@ class TtftScore:
         over_s = worker.speed.tpot_s(worker.running + request.streams) - self._target_s
         tpot_s = self._weight * over_s * request.output_tokens if over_s > 0 else 0.0
         pressure_s = self._pressure_s * pressure(request, worker)
-        terms = (wait_s, reload_s, prefill_s, adapter_s, tpot_s, pressure_s)
-        return Score(ttft_s + tpot_s + pressure_s, terms, ttft_s, room_wait_s)
+        others_s = self._others * prefill_s
+        terms = (wait_s, reload_s, prefill_s, adapter_s, others_s, tpot_s, pressure_s)
+        return Score(ttft_s + others_s + tpot_s + pressure_s, terms, ttft_s, room_wait_s)
 
     def margin(self, best: float, share: float) -> float:
         """A share of the best."""

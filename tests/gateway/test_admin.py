@@ -91,7 +91,15 @@ def test_a_decision_is_explained_to_whoever_runs_the_fleet_only(running, kit):
     (decision,) = told["decisions"]
     assert (decision["worker"], decision["reason"], decision["policy"]) == ("tiny-0", "only", "ttft")
     (candidate,) = decision["candidates"]
-    assert set(candidate["parts"]) == {"wait_s", "reload_s", "prefill_s", "adapter_s", "tpot_s", "pressure_s"}
+    assert set(candidate["parts"]) == {
+        "wait_s",
+        "reload_s",
+        "prefill_s",
+        "adapter_s",
+        "others_s",
+        "tpot_s",
+        "pressure_s",
+    }
     assert decision["request"]["prompt_tokens"] == answer["usage"]["prompt_tokens"]
 
 

@@ -86,6 +86,7 @@ def test_the_terms_of_ttft_by_hand() -> None:
             "reload_s": 0.02,
             "prefill_s": 0.2,
             "adapter_s": 2.0,
+            "others_s": 0.2,
             "tpot_s": (0.06 - 0.05) * 216,
             "pressure_s": 0.1 * 99,
         }
