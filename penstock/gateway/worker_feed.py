@@ -85,4 +85,6 @@ class WorkerFeed:
             waiting=stats.waiting if stats is not None and self._is_shared else 0,
             kv_blocks_total=stats.blocks_total if stats is not None else 0,
             kv_blocks_used=stats.blocks_used if stats is not None else 0,
+            kind=worker.kind,
+            max_model_len=info.max_model_len if info is not None else 0,
         )

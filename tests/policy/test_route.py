@@ -418,3 +418,20 @@ def test_whatever_fits_on_some_worker_is_placed_or_held(seed) -> None:
     each = work(prompt_tokens=random.randrange(1, 3000), blocks=random.randrange(150))
     could = [room for room in world.rooms if room.fits(each)]
     assert (world.place(each) is not None) == bool(could)
+
+
+def test_the_example_of_the_routing_page() -> None:
+    """docs/routing.md, "Which worker": the numbers there come from here."""
+    world = World(PlacementConfig(explore=0.0), held={A: Held(90, 0)}).workers(A, B)
+    fill(world, A, 2, tokens=2000)
+    world.start(work())
+    decision = explain(world.log.of(RequestId("r"))[-1])
+    parts = {
+        row["worker"]: {name: round(value, 3) for name, value in row["parts"].items()}
+        for row in decision["candidates"]
+    }
+    assert (decision["worker"], decision["reason"]) == (A, "best")
+    assert (parts[A]["wait_s"], parts[A]["prefill_s"], parts[A]["others_s"]) == (0.5, 0.04, 0.04)
+    assert (parts[B]["wait_s"], parts[B]["prefill_s"], parts[B]["others_s"]) == (0.0, 0.4, 0.4)
+    fill(world, A, 1, tokens=1200)
+    assert world.start(work("next")) == B
