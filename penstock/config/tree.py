@@ -103,9 +103,9 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     max_waiting: Positive = 1024
     """Requests queued in the engine at most; one more is refused as overloaded."""
     scheduling: Literal["fair", "priority", "fcfs"] = "fair"
-    """Who starts next. "fair": the tenant that was served least, and its own requests by aged priority; the default,
-    because with one tenant it is "priority" and with several none can crowd out the others. "priority": by class,
-    and waiting makes up for class. "fcfs": strictly by class, then arrival: lower classes may starve."""
+    """Who starts next. "fair": by class, where waiting makes up for class, and in a class the tenant that was served least;
+    the default, because with one tenant it is "priority" and with several none can crowd out the others. "priority": by
+    class, and waiting makes up for class. "fcfs": strictly by class, then arrival: lower classes may starve."""
     priority_ageing_s: Seconds = 10.0
     """Waiting this long makes up for one priority class."""
     starvation_s: Seconds = 60.0

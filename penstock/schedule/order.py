@@ -1,7 +1,7 @@
 """Which waiting order a config asks for: chosen once, where the engine is wired."""
 
 from penstock.config.tree import EngineConfig
-from penstock.schedule.fair_queue import FairQueue
+from penstock.schedule.class_queue import ClassQueue
 from penstock.schedule.queue import AgeingQueue, FCFSQueue, WaitingQueue, aged_order
 
 _NS_PER_S = 1_000_000_000
@@ -18,4 +18,4 @@ def waiting_queue(config: EngineConfig) -> WaitingQueue:
             return AgeingQueue(config.max_waiting, ageing_ns=ageing_ns, starvation_ns=starvation_ns)
         case "fair":
             weights = {each.key: each.weight for each in config.fair_weights}
-            return FairQueue(config.max_waiting, aged_order(ageing_ns, starvation_ns), weights)
+            return ClassQueue(config.max_waiting, aged_order(ageing_ns, starvation_ns), weights)

@@ -3,6 +3,7 @@
 FCFSQueue     smaller priority first, then earlier arrival: a class can starve those below it
 AgeingQueue   the same, but a class is only worth so many seconds of waiting: nobody starves
 FairQueue     by tenant: whoever was served least goes first (fair_queue.py)
+ClassQueue    a FairQueue for each class; a class goes first until those below have waited long enough (class_queue.py)
 """
 
 from collections.abc import Callable

@@ -6,6 +6,7 @@ from scheduled_engine import ScheduledEngine
 from penstock.config.tree import EngineConfig, FairWeight
 from penstock.errors import Overloaded
 from penstock.kv.hashing import token_array
+from penstock.schedule.class_queue import ClassQueue
 from penstock.schedule.fair_queue import FairQueue
 from penstock.schedule.order import waiting_queue
 from penstock.schedule.queue import AgeingQueue, FCFSQueue, aged_order, by_class
@@ -187,6 +188,69 @@ def test_service_of_two_tenants_that_always_wait_differs_by_a_bound(of_a, of_b, 
         assert abs(queue.served("a") - queue.served("b")) <= bound
 
 
+# --- classes --------------------------------------------------------------------------------------
+
+
+def test_a_better_class_does_not_wait_for_who_was_served_less() -> None:
+    queue = ClassQueue(100, aged_order(1000, 100_000))
+    queue.charge(make(0, key="gold", priority=-1), generated=10_000)
+    for number in range(1, 4):
+        queue.push(make(number, key=f"free{number}", arrival_ns=number))
+    queue.push(make(9, key="gold", priority=-1, arrival_ns=50))
+    assert names(queue) == ["r9", "r1", "r2", "r3"]
+
+
+def test_a_class_that_waited_long_enough_goes_first_and_shares_hold_in_it() -> None:
+    queue = ClassQueue(100, aged_order(1000, 100_000))
+    queue.push(make(1, key="greedy", arrival_ns=0))
+    queue.push(make(2, key="modest", arrival_ns=900))
+    queue.charge(make(1, key="greedy"), prompt=100)
+    queue.push(make(3, key="gold", priority=-1, arrival_ns=1500))
+    # The oldest of class 0 has waited more than one class's worth longer; whose turn it is there is a matter of shares.
+    assert names(queue, 1) == ["r2"]
+    assert names(queue) == ["r1", "r3"]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["push", "requeue", "pop", "remove"]), st.integers(0, 3), st.integers(-2, 2)
+        )
+    )
+)
+def test_the_head_is_of_the_class_with_the_oldest_claim(steps) -> None:
+    order = aged_order(10, 1000)
+    queue, waiting = ClassQueue(1000, order), list[Request]()
+    for number, (step, key, priority) in enumerate(steps):
+        if step in ("push", "requeue"):
+            waiting.append(make(number, key=f"k{key}", priority=priority, arrival_ns=number))
+            getattr(queue, step)(waiting[-1])
+        elif waiting:
+            request = queue.pop() if step == "pop" else waiting[key % len(waiting)]
+            if step == "remove":
+                queue.remove(request)
+            queue.charge(request, generated=1)
+            waiting.remove(request)
+        assert len(queue) == len(waiting)
+        head = queue.peek()
+        assert (head is None) == (not waiting)
+        if head is not None:
+            assert head.order[0] == min(waiting, key=order).order[0]
+
+
+def test_a_full_queue_counts_all_classes_and_forgets_empty_ones() -> None:
+    queue = ClassQueue(2, aged_order(10, 1000))
+    queue.push(make(1, priority=1))
+    queue.push(make(2, priority=2))
+    with pytest.raises(Overloaded, match="2 requests"):
+        queue.push(make(3, priority=3))
+    names(queue)
+    for number in range(1000):
+        queue.push(make(number, priority=number))
+        queue.pop()
+    assert len(queue._classes) <= 64
+
+
 # --- wiring ---------------------------------------------------------------------------------------
 
 
@@ -194,6 +258,6 @@ def test_the_config_chooses_the_order() -> None:
     assert type(waiting_queue(EngineConfig(scheduling="fcfs"))) is FCFSQueue
     assert type(waiting_queue(EngineConfig(scheduling="priority"))) is AgeingQueue
     queue = waiting_queue(EngineConfig(fair_weights=(FairWeight(key="gold", weight=4),)))
-    assert isinstance(queue, FairQueue)
+    assert isinstance(queue, ClassQueue)
     queue.charge(make(1, key="gold"), prompt=8)
     assert queue.served("gold") == 2
