@@ -32,10 +32,11 @@ import psutil
 
 from penstock import rng
 from penstock.bench.client import CannotConnect, Client, ClientLimits, Endpoint, EndpointError
-from penstock.bench.wire import SseReader, UsageReport, decode_chunk
+from penstock.bench.wire import UsageReport, decode_chunk
 from penstock.clock import NS_PER_S, SystemClock, sleep
 from penstock.config.ledger import ModelPrice, PricesConfig
 from penstock.policy.price import PriceList
+from penstock.protocol.sse import EventReader
 from penstock.telemetry import ledger_files
 from penstock.telemetry.ledger_reader import LedgerReader
 from penstock.types import Usage
@@ -57,7 +58,7 @@ class Seen:
     usage: UsageReport | None = None
     done: bool = False
     error: bool = False
-    reader: SseReader = field(default_factory=SseReader)
+    reader: EventReader = field(default_factory=EventReader)
 
     def on_bytes(self, data: bytes) -> None:
         self.started = True

@@ -15,8 +15,9 @@ from penstock.bench.prompts import Prompt, PromptPlan, made, sentence
 from penstock.bench.prompts import probe as probe_prompt
 from penstock.bench.report import level_report
 from penstock.bench.stats import percentile
-from penstock.bench.wire import SseReader, decode_chunk
+from penstock.bench.wire import decode_chunk
 from penstock.clock import NS_PER_MS, SystemClock, sleep
+from penstock.protocol.sse import EventReader
 
 OUTPUT_TOKENS = 64
 PROMPT_TOKENS = 110
@@ -171,7 +172,7 @@ class Gaps:
     """When each piece of a streamed answer arrived. A `BodySink`."""
 
     def __init__(self, clock: SystemClock) -> None:
-        self._clock, self._reader = clock, SseReader()
+        self._clock, self._reader = clock, EventReader()
         self.stamps: list[int] = []
         """Nanoseconds, one per piece of output; what arrives together is one piece to the reader."""
 

@@ -38,7 +38,8 @@ class Prepared:
     route: str
     clock: Clock = field(compare=False)
     backends: list[FakeBackend] = field(default_factory=list, compare=False)
+    step_s: float = field(default=0.0, compare=False)
 
     async def open(self, registry: Registry) -> Worker:
-        self.backends.append(FakeBackend(self.clock))
+        self.backends.append(FakeBackend(self.clock, step_s=self.step_s))
         return registry.new(self.id, self.route, self.backends[-1])

@@ -109,9 +109,9 @@ def test_a_request_that_nobody_knows_is_not_explained(running):
     assert body["error"]["code"] == "unknown_request"
 
 
-def with_worker(running, name="m/x@h:1"):
+def with_worker(running, name="m/x@h:1", *, step_s=0.0):
     """One more worker, which a source wants."""
-    wanted = Prepared(WorkerId(name), "tiny", running.clock)
+    wanted = Prepared(WorkerId(name), "tiny", running.clock, step_s=step_s)
     applying = running.members.apply("test", [wanted])
     asyncio.run_coroutine_threadsafe(applying, running.loop).result(10)
     return wanted
@@ -139,9 +139,9 @@ def test_a_drained_worker_ends_its_streams_leaves_and_comes_back_when_asked(runn
 
 def test_a_stream_outlives_the_order_to_drain_and_undrain_waits_for_its_end(start, kit):
     config = kit.replace(kit.make_config(), auth={"admin_keys": (ADMIN_KEY,)})
-    running = start(config, step_s=0.02)
+    running = start(config)
     asyncio.run_coroutine_threadsafe(empty(running), running.loop).result(10)
-    wanted = with_worker(running)
+    wanted = with_worker(running, step_s=0.005)
     raw = kit.Raw(running)
     raw.send(kit.post("/v1/chat/completions", kit.chat(max_tokens=150, stream=True)))
     raw.read_until(b"content")
