@@ -29,6 +29,7 @@ from penstock.fleet.wanted import Attached, Wanted
 from penstock.gateway.app import Gateway
 from penstock.gateway.siblings import Siblings
 from penstock.protocol.siblings import ChildLaunch, ChildNews, WorkerAt
+from penstock.protocol.worker_auth import link_key_of
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 from penstock.types import WorkerId
@@ -69,7 +70,7 @@ async def _serve(launch: ChildLaunch) -> int:
         hash_key=launch.hash_key,
     )
     stop = asyncio.Event()
-    fleet = _Fleet(config, parts, launch.workers, members, tools)
+    fleet = _Fleet(config, parts, launch.workers, members, tools, launch.hash_key)
     parent = _Parent(gateway, fleet, stop)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
@@ -97,9 +98,11 @@ class _Fleet:
         launched: Sequence[WorkerAt],
         members: Members,
         tools: Tools,
+        hash_key: bytes,
     ) -> None:
         self.models, self.launched = config.models, launched
         self._parts, self._members, self._tools = parts, members, tools
+        self._link_key = link_key_of(hash_key)
 
     async def apply(self) -> None:
         """Let them be there, and no others."""
@@ -116,6 +119,7 @@ class _Fleet:
                 tokenizer=tokenizer,
                 tools=self._tools,
                 shares_key=True,
+                link_key=b"" if worker.address.startswith("unix:") else self._link_key,
             )
             for worker in self.launched
             if worker.route == name

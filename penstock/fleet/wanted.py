@@ -62,7 +62,9 @@ class Launched:
 
     async def open(self, registry: Registry) -> Worker:
         """See `Wanted`."""
-        backend = OwnBackend(self.tokenizer, self.clock, self.heartbeat)
+        backend = OwnBackend(
+            self.tokenizer, self.clock, self.heartbeat, key=worker_key(self.launcher.link_key)
+        )
         launched = await self.launcher.start(self.spec, backend)
         worker = registry.new(self.id, self.spec.model_name, backend)
         worker.address, worker.served_model = str(launched.address), self.spec.model_name
@@ -89,6 +91,8 @@ class Attached:
     tools: Tools = field(compare=False)
     shares_key: bool = False
     """See `Worker`."""
+    link_key: bytes = field(default=b"", compare=False)
+    """Of a worker that this server's parent process has launched on a TCP port; see `Launcher.link_key`."""
 
     async def open(self, registry: Registry) -> Worker:
         """See `Wanted`."""
@@ -105,12 +109,12 @@ class Attached:
     def _backend(self) -> Backend:
         config = self.config
         if config.engine == "penstock":
-            key = _key_of(config).encode()
+            key = self.link_key or _key_of(config).encode()
             own = OwnBackend(
                 self.tokenizer,
                 self.tools.clock,
                 self.tools.heartbeat,
-                key=WorkerKey(key, lambda: fresh_key(NONCE_BYTES)) if key else None,
+                key=worker_key(key),
             )
             own.connect_to(parse_address(config.url.replace("tcp://", "tcp:")))
             return own
@@ -127,6 +131,11 @@ class Attached:
         backend = make_backend(foreign, self.tokenizer, self.tools)
         backend.open()
         return backend
+
+
+def worker_key(key: bytes) -> WorkerKey | None:
+    """A backend's side of a worker's key; None without one."""
+    return WorkerKey(key, lambda: fresh_key(NONCE_BYTES)) if key else None
 
 
 def _key_of(config: WorkerConfig) -> str:

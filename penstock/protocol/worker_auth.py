@@ -14,7 +14,7 @@ import hmac
 
 NONCE_BYTES = 32
 KEY_BYTES_MIN = 16
-_GATEWAY, _WORKER, _HASHES = b"penstock gateway", b"penstock worker", b"penstock kv"
+_GATEWAY, _WORKER, _HASHES, _LINK = b"penstock gateway", b"penstock worker", b"penstock kv", b"penstock link"
 
 
 def gateway_mac(key: bytes, worker_nonce: bytes, gateway_nonce: bytes) -> bytes:
@@ -35,6 +35,13 @@ def is_same(mac: bytes, expected: bytes) -> bool:
 def hash_key_of(key: bytes) -> bytes:
     """The key of the block-hash chain for workers that share `key`: they name equal blocks alike."""
     return hmac.digest(key, _HASHES, hashlib.sha256)
+
+
+def link_key_of(hash_key: bytes) -> bytes:
+    """The key of workers that are launched on TCP ports: who launched them and its gateway processes know
+    `hash_key`. In letters, so that it fits an environment variable.
+    """
+    return hmac.new(hash_key, _LINK, hashlib.sha256).hexdigest().encode()
 
 
 def _mac(key: bytes, side: bytes, worker_nonce: bytes, gateway_nonce: bytes) -> bytes:

@@ -22,6 +22,8 @@ from penstock.clock import SystemClock
 from penstock.config.tree import EngineConfig
 from penstock.errors import CheckpointError, StreamBroken, WorkerUnavailable
 from penstock.fleet.launchers.base import LaunchedWorker, Launcher, WorkerSpec
+from penstock.fleet.wanted import worker_key
+from penstock.protocol.address import UnixAddress
 from penstock.types import FinishReason, ModelName, RequestId, SamplingParams, WorkerId
 
 DOUBLES = str(Path(__file__).parents[1] / "doubles")
@@ -45,7 +47,9 @@ class Place:
             engine=EngineConfig(**engine),
             runner=RUNNER,
         )
-        return await self.launcher.start(spec, OwnBackend(byte_tokenizer(), SystemClock()))
+        return await self.launcher.start(
+            spec, OwnBackend(byte_tokenizer(), SystemClock(), key=worker_key(self.launcher.link_key))
+        )
 
     def log_of(self, name: str) -> str:
         return (self.log_directory / f"{name}.log").read_text()
@@ -108,6 +112,25 @@ class LauncherConformance:
             await worker.wait_ready(lambda status: stages.append(status.stage))
             assert stages[0] == "starting"
             assert await answer(worker) == scripted_text(3, 3, 9)
+
+        self.run(tmp_path, check)
+
+    def test_whoever_can_reach_a_port_and_has_no_key_is_kept_out(self, tmp_path) -> None:
+        async def check(place: Place) -> None:
+            worker = await place.start()
+            await worker.wait_ready()
+            stranger = OwnBackend(byte_tokenizer(), SystemClock())
+            stranger.connect_to(worker.address)
+            try:
+                if isinstance(worker.address, UnixAddress):  # Its directory keeps strangers out.
+                    return
+                async with asyncio.timeout(10):
+                    while "key" not in stranger.status.stage:
+                        await asyncio.sleep(0.01)
+                assert not stranger.status.ready
+                assert await answer(worker) == scripted_text(3, 3, 9)
+            finally:
+                await stranger.close()
 
         self.run(tmp_path, check)
 

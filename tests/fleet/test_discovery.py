@@ -347,12 +347,13 @@ def test_without_a_pod_an_api_server_must_be_named() -> None:
 # --- together with the registry, and a worker of ours on a port -----------------------------------
 
 
-def test_a_worker_at_a_name_joins_answers_and_leaves(tmp_path) -> None:
+def test_a_worker_at_a_name_joins_answers_and_leaves(tmp_path, monkeypatch) -> None:
     async def check() -> None:
         clock, log = SystemClock(), Log(LogConfig(), SystemClock(), stream=io.StringIO())
         launcher = LocalLauncher(
             clock, b"secret" * 4, environment={"PYTHONPATH": DOUBLES}, log=lambda _: None, host="127.0.0.1"
         )
+        monkeypatch.setenv("LINK_KEY", launcher.link_key.decode())
         place = Place(launcher, tmp_path)
         launched = await place.start()
         await launched.wait_ready()
@@ -360,7 +361,7 @@ def test_a_worker_at_a_name_joins_answers_and_leaves(tmp_path) -> None:
         registry = Registry(clock, log, workers_max=8)
         members = Members(registry, log, drain_timeout_s=5.0)
         discovery = Discovery(members, clock, log)
-        where = DiscoverConfig(dns=f"127.0.0.1:{port}", engine="penstock")
+        where = DiscoverConfig(dns=f"127.0.0.1:{port}", engine="penstock", api_key_env="LINK_KEY")
         model = ModelConfig(path="scripted", replicas=0, discover=(where,))
         config = Config()
         discovery.start(model, byte_tokenizer(), make_tools(config, Metrics(["scripted"], version=""), clock))

@@ -64,6 +64,11 @@ class LaunchedWorker(Protocol):
 class Launcher(Protocol):
     """Places workers."""
 
+    @property
+    def link_key(self) -> bytes:
+        """What its workers' connections are proven with (protocol/worker_auth.py); empty where nobody else can reach them."""
+        ...
+
     async def open(self) -> None:
         """Find out whether workers can be placed at all. Called before the first `start`.
 

@@ -20,6 +20,7 @@ from penstock.fleet.launchers.ports import ReservedPort
 from penstock.fleet.launchers.process import WorkerProcess, stderr_line
 from penstock.fleet.launchers.supervised import SupervisedWorker
 from penstock.protocol.address import UnixAddress
+from penstock.protocol.worker_auth import link_key_of
 from penstock.types import WorkerId
 
 
@@ -41,6 +42,7 @@ class LocalLauncher:
         worker. With a `host` workers listen on TCP ports of that address instead of on Unix sockets.
         """
         self._clock, self._hash_key, self._host = clock, hash_key, host
+        self.link_key = link_key_of(hash_key) if host else b""
         self._environment, self._log = environment or {}, log
         self._log_directory, self._log_bytes_max = log_directory, log_bytes_max
         self._workers: dict[WorkerId, SupervisedWorker] = {}
@@ -65,6 +67,7 @@ class LocalLauncher:
             address=str(address),
             shares_port=bool(self._host),
             hash_key=self._hash_key,
+            key=self.link_key,
             engine=spec.engine,
             runner=spec.runner,
         )

@@ -29,6 +29,7 @@ from penstock.fleet.launchers.process import TAIL_LINES, describe_exit, stderr_l
 from penstock.fleet.launchers.ray_home import WorkerHome
 from penstock.fleet.launchers.supervised import SupervisedWorker
 from penstock.protocol.address import Address, TcpAddress, parse_address
+from penstock.protocol.worker_auth import link_key_of
 from penstock.types import WorkerId
 
 NODE_LABEL = "ray.io/node-id"
@@ -57,6 +58,7 @@ class RayLauncher:
         """
         self._ray = import_ray()
         self._clock, self._hash_key, self._config = clock, hash_key, config
+        self.link_key = link_key_of(hash_key)
         self._environment, self._log = environment or {}, log
         self._log_directory, self._log_bytes_max = log_directory, log_bytes_max
         self._workers: dict[WorkerId, SupervisedWorker] = {}
@@ -133,6 +135,7 @@ class RayLauncher:
             model_name=spec.model_name,
             address="",  # The actor knows.
             hash_key=self._hash_key,
+            key=self.link_key,
             engine=engine,
             runner=spec.runner,
         )
