@@ -59,6 +59,31 @@ def count(flow: Flow, usage: Usage | None) -> None:
         flow.cached_tokens = min(usage.cached_tokens, flow.arrival.prompt_tokens)
 
 
+def continued(before: Usage, after: Usage) -> Usage:
+    """What a stream used that went on on another worker, as if it had never been interrupted: its prompt was read once for it,
+    its answer is one, and the time of the move is part of its decoding. The machines' work is the sum.
+    """
+    if not before.completion_tokens:
+        before, after = after, before  # It gave nothing there: its prompt was read where it did.
+        prefill_ns, decode_ns = before.prefill_ns, before.decode_ns
+    else:
+        prefill_ns = before.prefill_ns
+        decode_ns = before.decode_ns + after.queue_ns + after.prefill_ns + after.decode_ns
+    return Usage(
+        prompt_tokens=before.prompt_tokens,
+        completion_tokens=max(before.completion_tokens, after.completion_tokens),
+        cached_tokens=before.cached_tokens,
+        host_cached_tokens=before.host_cached_tokens,
+        queue_ns=before.queue_ns,
+        prefill_ns=prefill_ns,
+        decode_ns=decode_ns,
+        steps=before.steps + after.steps,
+        computed_tokens=before.computed_tokens + after.computed_tokens,
+        preemptions=before.preemptions + after.preemptions,
+        kv_block_ns=before.kv_block_ns + after.kv_block_ns,
+    )
+
+
 def blocks_of(flow: Flow) -> int:
     """KV blocks that a stream needs to go on elsewhere: its prompt and what it gave."""
     tokens = flow.arrival.prompt_tokens + flow.completion_tokens

@@ -6,106 +6,64 @@
 The other driver of the same objects is gateway/dispatch.py, on an event loop and with bytes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Sequence
 
-from penstock.config.tree import Config
-from penstock.errors import PenstockError, WorkerUnavailable
+import msgspec
+
+from penstock import rng
+from penstock.errors import EngineFault, PenstockError, StreamBroken, WorkerUnavailable
 from penstock.kv.events import KVEvent
 from penstock.policy.answers import Abort, Diverted, Evict, Refused, Settled, Start
 from penstock.policy.budget import Budgets
 from penstock.policy.control import FlowControl
 from penstock.policy.flow import Arrival, Flow, State
 from penstock.policy.gate import Gate, ModelFacts
+from penstock.policy.health import FleetHealth
 from penstock.policy.lease import Leases
+from penstock.policy.life import continued
 from penstock.policy.output_length import OutputLengths
-from penstock.policy.parts import Parts, Placement
+from penstock.policy.parts import Parts
 from penstock.policy.price import PriceList
+from penstock.policy.quarantine import Quarantine
 from penstock.policy.rate_limit import Limiter
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.policy.room import WorkerView
-from penstock.policy.tenant import Tenant
 from penstock.sim.caches import Caches
 from penstock.sim.events import LocalClock, Rank, Timeline
+from penstock.sim.facts import Facts, Network, Witness
 from penstock.sim.messages import Began, Failed, Finished, Report, Sliced, Submission, Told
-from penstock.sim.prompts import BlockNames
+from penstock.sim.prompts import LazyTokens
 from penstock.sim.request import RequestRecord, Segment, SimRequest
 from penstock.sim.store import LeaseKeeper, SharedStore
-from penstock.sim.worker import WorkerSpec
-from penstock.types import FinishReason, RequestId, TenantId, WorkerId
+from penstock.types import FinishReason, RequestId, Usage, WorkerId
 
 _TOKEN_BYTES = 4
-
-
-class Network(Protocol):
-    """What a gateway can reach."""
-
-    def submit(self, now_ns: int, worker_id: WorkerId, submission: Submission) -> None:
-        """Send a request to a worker."""
-        ...
-
-    def abort(self, now_ns: int, gateway: int, worker_id: WorkerId, request_id: RequestId) -> None:
-        """Tell a worker to end one."""
-        ...
-
-
-class Witness(Protocol):
-    """Whoever keeps what became of requests."""
-
-    def ended(self, record: RequestRecord) -> None:
-        """A request has ended, or was refused."""
-        ...
-
-    def billed(self, record: UsageRecord) -> None:
-        """One line of the ledger."""
-        ...
-
-
-class Facts:
-    """What is the same for all gateways of a world."""
-
-    __slots__ = ("config", "link_ns", "models", "names", "placement", "poison", "seed", "skews_ns", "tenants")
-
-    def __init__(
-        self, config: Config, models: Mapping[str, WorkerSpec], tenants: Mapping[str, Tenant], link_ns: int
-    ) -> None:
-        """`models` by name; `link_ns` is the way to a client."""
-        self.config, self.models, self.link_ns = config, models, link_ns
-        self.names = BlockNames()
-        self.poison: frozenset[int] = frozenset()
-        """Numbers of requests that bring down every worker that computes them."""
-        self.skews_ns: dict[int, int] = {}
-        """How far the dates of gateways are off, by their number."""
-        self.seed = 0
-        """What the chance in decisions is drawn from."""
-        self.placement: Callable[[str], Placement] | None = None
-        """In place of the configured one."""
-        self.tenants = dict(tenants)
-
-    def tenant(self, name: str, band: str) -> Tenant:
-        """A tenant, with its own band or the one that a request asks for."""
-        key = f"{name}\0{band}" if band else name
-        found = self.tenants.get(key)
-        if found is None:
-            found = self.tenants.get(name)
-            if found is None:
-                found = Tenant(id=TenantId(name), cache_salt=name.encode(), fairness_key=name)
-            if band:
-                found = replace(found, band=band)
-            self.tenants[key] = found
-        return found
 
 
 class Ticket:
     """One accepted request."""
 
-    __slots__ = ("arrival", "attempt", "first_ns", "num_told", "number", "request")
+    __slots__ = ("arrival", "attempt", "carried", "first_ns", "num_told", "number", "request", "usage")
 
     def __init__(self, request: SimRequest, number: int, arrival: Arrival) -> None:
         self.request, self.number, self.arrival = request, number, arrival
-        self.attempt = self.num_told = 0
+        self.attempt = 0
+        """Of which words count; 0: of none."""
+        self.num_told = 0
+        """Tokens of the answer that the client has."""
         self.first_ns = -1
+        self.usage = Usage()
+        """What the worker told with the first token."""
+        self.carried: Usage | None = None
+        """What was used on workers that were lost in the middle of the answer."""
+
+    def break_off(self) -> Usage | None:
+        """Its worker is lost: what it used until now, if it has begun."""
+        self.attempt = 0
+        if self.first_ns >= 0:
+            here = msgspec.structs.replace(self.usage, completion_tokens=self.num_told)
+            self.carried = here if self.carried is None else continued(self.carried, here)
+        return self.carried
 
 
 class SimGateway:
@@ -144,6 +102,7 @@ class SimGateway:
         self.budgets = Budgets(config.budgets, wall_offset_ns=self.clock.wall_ns() - self.clock.now_ns())
         self.gate = Gate(config.admission, config.routing, config.queue, self._model_facts)
         self.caches = Caches(config, seed=facts.seed, gateway=number)
+        self.health = FleetHealth(config.health, rng.stream(facts.seed, f"breakers/{number}/{life}").random)
         parts = Parts(
             admission=self.gate,
             limits=self.limiter,
@@ -152,6 +111,9 @@ class SimGateway:
             lengths=OutputLengths(config.rate_limits),
             placement=facts.placement or self.caches.placement,
             slice_tokens=config.budgets.slice_tokens,
+            health=self.health,
+            poison=Quarantine(config.health.quarantine),
+            migrations_max=config.health.migrations_max,
         )
         self.control = FlowControl(config.queue, parts)
         self.tickets: dict[RequestId, Ticket] = {}
@@ -216,7 +178,7 @@ class SimGateway:
                 continue  # Of an attempt that is over.
             match word:
                 case Began():
-                    self._began(now_ns, ticket, worker_id)
+                    self._began(now_ns, ticket, worker_id, word)
                 case Sliced():
                     self._sliced(now_ns, ticket, word)
                 case Finished():
@@ -247,19 +209,19 @@ class SimGateway:
         self.control.set_worker(now_ns, route, worker_id, view)
         self._dispatch(now_ns)
 
-    def lost(self, now_ns: int, worker_id: WorkerId) -> int:
-        """A worker is gone, with all that ran there; returns how many requests that were."""
+    def lost(self, now_ns: int, worker_id: WorkerId, *, died: bool) -> int:
+        """A worker is gone, with all that ran there, or (not `died`) out of sight; returns how many requests that were."""
         route, num_lost = self._known.pop(worker_id, None), 0
         if route is None:
             return 0
         self.control.set_worker(now_ns, route, worker_id, None)
         self.caches.left(worker_id)
-        error = WorkerUnavailable("the worker is gone")
         for ticket in list(self.tickets.values()):
             flow = self._flow(ticket)
             if flow.worker == worker_id and flow.state is not State.QUEUED:
                 num_lost += 1
-                self._failed(now_ns, ticket, error)
+                kind = StreamBroken if ticket.first_ns >= 0 else WorkerUnavailable
+                self._failed(now_ns, ticket, kind("the worker is gone", died=died))
         self._dispatch(now_ns)
         return num_lost
 
@@ -313,13 +275,26 @@ class SimGateway:
             )
         )
 
-    def _began(self, now_ns: int, ticket: Ticket, worker_id: WorkerId) -> None:
+    def _began(self, now_ns: int, ticket: Ticket, worker_id: WorkerId, word: Began) -> None:
         request_id, route = ticket.arrival.id, ticket.arrival.route
-        self.control.first_output(now_ns, request_id)
+        self.control.first_output(now_ns, request_id, cached_tokens=word.cached_tokens)
         ticket.first_ns, ticket.num_told = now_ns + self._facts.link_ns, 1
+        ticket.usage = Usage(
+            prompt_tokens=ticket.arrival.prompt_tokens,
+            cached_tokens=word.cached_tokens,
+            prefill_ns=word.prefill_ns,
+        )
         if ticket.attempt == 1:
-            ttft_ns = now_ns - self._flow(ticket).arrived_ns
-            self.gate.first_token(now_ns, request_id, route=route, worker=worker_id, ttft_ns=ttft_ns)
+            self.gate.first_token(
+                now_ns,
+                request_id,
+                route=route,
+                worker=worker_id,
+                kind=self._facts.models[route].kind,
+                ttft_ns=now_ns - self._flow(ticket).arrived_ns,
+                cached_tokens=word.cached_tokens,
+                prefill_ns=word.prefill_ns,
+            )
 
     def _sliced(self, now_ns: int, ticket: Ticket, word: Sliced) -> None:
         stop = self.control.output(now_ns, word.id, word.num_tokens - self._flow(ticket).completion_tokens)
@@ -337,9 +312,10 @@ class SimGateway:
             now_ns,
             word.id,
             outcome,
-            word.usage,
+            word.usage if ticket.carried is None else continued(ticket.carried, word.usage),
             finish_reason=word.reason if outcome is Outcome.FINISHED else "",
             error="EngineFault" if word.error else "",
+            fault=EngineFault(word.error) if word.error else None,
         )
         assert answer is not None, f"{word.id} ended twice"
         if ticket.first_ns < 0 and word.usage.completion_tokens:
@@ -347,8 +323,10 @@ class SimGateway:
         self._settled(now_ns, answer)
 
     def _failed(self, now_ns: int, ticket: Ticket, error: PenstockError) -> None:
-        answer = self.control.failed(now_ns, ticket.arrival.id, error, retry=ticket.first_ns < 0)
-        ticket.attempt = 0
+        """Tried again under the conditions of `gateway.reply.Reply`: every worker of a simulation can go on with an answer."""
+        may_move = error.retry_safe or isinstance(error, StreamBroken)
+        usage = ticket.break_off()
+        answer = self.control.failed(now_ns, ticket.arrival.id, error, retry=may_move, usage=usage)
         if isinstance(answer, Settled):
             self._settled(now_ns, answer)
 
@@ -387,6 +365,7 @@ class SimGateway:
             answer=answer,
             output_tokens=request.output_tokens,
             max_tokens=max_tokens,
+            num_resumed=ticket.num_told,
             salt=tenant.cache_salt,
             public_tokens=request.public_tokens,
             priority=start.priority,
@@ -469,6 +448,7 @@ class SimGateway:
             adapter=request.adapter,
             session=f"{tenant.id}\0{request.session}" if request.session else "",
             keys=keys,
+            prompts=(LazyTokens(request.prompt, num_tokens),),
         )
 
     def _flow(self, ticket: Ticket) -> Flow:

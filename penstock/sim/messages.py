@@ -24,6 +24,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     output_tokens: int
     """When the model stops by itself."""
     max_tokens: int
+    num_resumed: int = 0
+    """The first so many tokens of the answer were given by workers that are lost: it goes on behind them."""
     salt: bytes = b""
     public_tokens: int = 0
     priority: int = 0
@@ -33,11 +35,12 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class Began(msgspec.Struct, frozen=True, gc=False):
-    """The first token came."""
+    """The answer's first token came."""
 
     id: RequestId
     attempt: int
     cached_tokens: int
+    prefill_ns: int
 
 
 class Sliced(msgspec.Struct, frozen=True, gc=False):

@@ -8,8 +8,9 @@ names are given to the engine's block table in place of those hashes, and the pr
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
+from typing import overload
 
 from penstock.kv.hashing import PUBLIC, BlockHash
 from penstock.sim.request import Segment
@@ -52,6 +53,28 @@ def prompt_tokens(segments: Sequence[Segment]) -> "array[int]":
     for segment in segments:
         tokens += content_tokens(segment.content, 0, segment.tokens)
     return tokens
+
+
+class LazyTokens(Sequence[int]):
+    """The token ids of a prompt, made when somebody looks at them."""
+
+    __slots__ = ("_num_tokens", "_segments")
+
+    def __init__(self, segments: Sequence[Segment], num_tokens: int) -> None:
+        self._segments, self._num_tokens = segments, num_tokens
+
+    def __len__(self) -> int:
+        return self._num_tokens
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        return prompt_tokens(self._segments)[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(prompt_tokens(self._segments))
 
 
 class BlockNames:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.config.tree import EngineConfig
-from penstock.errors import EngineFault, PenstockError
+from penstock.errors import PenstockError, WorkerUnavailable
 from penstock.kv.events import KVEvent, KVEventLog
 from penstock.kv.hashing import BlockHasher
 from penstock.kv.manager import KVManager
@@ -81,12 +81,12 @@ class Listener(Protocol):
 class _Stream:
     """One request here."""
 
-    __slots__ = ("answer", "due", "is_stuck", "request", "submission")
+    __slots__ = ("answer", "due", "first", "is_stuck", "request", "submission")
 
     def __init__(self, submission: Submission, request: Request, *, is_stuck: bool) -> None:
         self.submission, self.request, self.is_stuck = submission, request, is_stuck
-        self.due = 1
-        """Its answer's length at which it is told next."""
+        self.first = self.due = submission.num_resumed + 1
+        """Its answer's length with the first token that is made here, and that at which it is told next."""
         stops = submission.output_tokens < submission.max_tokens
         self.answer = content_tokens(
             submission.answer, 0, min(submission.output_tokens, submission.max_tokens)
@@ -162,8 +162,16 @@ class SimWorker:
             self._is_reporting = True
             self._report_later(now_ns)
 
-    def leave(self) -> None:
-        """Be no more: whatever runs here is lost, and nothing is told any more."""
+    def leave(self, now_ns: int) -> None:
+        """Be no more: whatever runs here is lost, and nothing is told any more. What was made until now is on its way: a worker
+        sends each token when it has it, also where its gateway would have acted on whole slices only.
+        """
+        if self._times:
+            self._leap_to(max(0, bisect_left(self._times, now_ns) - 1))
+        for stream in self._streams.values():
+            if not stream.is_stuck and stream.request.num_generated > stream.first:
+                self._is_due(stream)
+        self._flush(now_ns)
         self.is_gone, self._plan, self._times = True, None, []
 
     def change_pace(self, now_ns: int, slowness: float, *, garbage: bool = False) -> None:
@@ -244,11 +252,15 @@ class SimWorker:
 
     def _submit(self, arrived_ns: int, submission: Submission) -> None:
         if self.fails:
-            self._say(submission.gateway, Failed(submission.id, submission.attempt, EngineFault("it failed")))
+            self._say(
+                submission.gateway, Failed(submission.id, submission.attempt, WorkerUnavailable("it fails"))
+            )
             return
+        resumed = content_tokens(submission.answer, 0, submission.num_resumed)
         request = Request(
             request_id=submission.id,
-            tokens=prompt_tokens(submission.prompt),
+            tokens=prompt_tokens(submission.prompt) + resumed,
+            num_resumed=submission.num_resumed,
             sampling=SamplingParams(max_tokens=submission.max_tokens, stop_token_ids=_STOPS),
             salt=submission.salt,
             public_tokens=submission.public_tokens,
@@ -310,7 +322,7 @@ class SimWorker:
         for request in self.scheduler.running:
             stream = streams[request.request_id]
             due = stream.due
-            if due == 1:
+            if due == stream.first:
                 return 0
             left = min(due, len(stream.answer)) - request.num_generated
             least = min(least, left)
@@ -383,7 +395,9 @@ class SimWorker:
         if stream.is_stuck:
             return
         if num_tokens == 1:
-            self._say(submission.gateway, Began(submission.id, submission.attempt, request.num_cached))
+            prefill_ns = request.usage(self.clock.now_ns()).prefill_ns
+            word = Began(submission.id, submission.attempt, request.num_cached, prefill_ns)
+            self._say(submission.gateway, word)
         else:
             self._say(submission.gateway, Sliced(submission.id, submission.attempt, num_tokens))
 

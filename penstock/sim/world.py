@@ -17,7 +17,8 @@ from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.kv.events import KVEvent
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.sim.events import Rank, Timeline
-from penstock.sim.gateway import Facts, SimGateway
+from penstock.sim.facts import Facts
+from penstock.sim.gateway import SimGateway
 from penstock.sim.messages import Report, Submission, Told
 from penstock.sim.request import RequestRecord, SimRequest
 from penstock.sim.result import SimResult, Tally
@@ -169,7 +170,7 @@ class World:
         when_ns = self._arrives_ns(now_ns, member.sent_ns, member, gateway.number)
         self.timeline.at(when_ns, actor, Rank.MESSAGE, self._on_hang_up, (member, gateway.number))
         self.timeline.at(
-            now_ns + self.spec.link_ns, gateway.actor, Rank.MESSAGE, self._on_gone, (gateway, member)
+            now_ns + self.spec.link_ns, gateway.actor, Rank.MESSAGE, self._on_gone, (gateway, member, False)
         )
         self.timeline.at(now_ns + _DETECT_NS, WORLD, Rank.TIMER, self._on_connected, (gateway, member))
 
@@ -441,17 +442,17 @@ class World:
     def _gone(self, now_ns: int, member: Member, seen_ns: int) -> None:
         if member.worker.is_gone:
             return
-        member.worker.leave()
+        member.worker.leave(now_ns)
         self._count(now_ns, member)
         for number in self._fronts[member.pool.region]:
             gateway = self.gateways[number]
-            self.timeline.at(seen_ns, gateway.actor, Rank.MESSAGE, self._on_gone, (gateway, member))
+            self.timeline.at(seen_ns, gateway.actor, Rank.MESSAGE, self._on_gone, (gateway, member, True))
         self.timeline.at(seen_ns, WORLD, Rank.TIMER, self._on_forgotten, member)
 
-    def _on_gone(self, now_ns: int, what: tuple[SimGateway, Member]) -> None:
-        gateway, member = what
+    def _on_gone(self, now_ns: int, what: tuple[SimGateway, Member, bool]) -> None:
+        gateway, member, died = what
         if not gateway.is_gone:
-            num_lost = gateway.lost(now_ns, member.worker.id)
+            num_lost = gateway.lost(now_ns, member.worker.id, died=died)
             assert not num_lost or not member.left, f"the drain of {member.worker.id} cut {num_lost} streams"
 
     def _on_forgotten(self, now_ns: int, member: Member) -> None:
