@@ -4,7 +4,7 @@
                        ^───────────── TRIP ──────────────┴────┘
 
 It trips when of the attempts of the last ten seconds at least half failed, or at least half had a first token that took much longer
-than is usual for this worker while its peers are fine: then it is the worker and not the load. One probe is let through first, and a
+than is usual for this worker while its peers are fine and take much less: then it is the worker and not the load. One probe is let through first, and a
 few more behind it. A worker that trips again stays out for twice as long, up to a bound, and with jitter, so that workers which failed
 together are not probed together. Who calls decides what a failure is: never what the client did.
 
@@ -21,6 +21,8 @@ Draw = Callable[[], float]
 """Gives the next random number from 0 to 1."""
 _MEMORY = 16
 """The usual time to first token is a mean over about so many."""
+_RECENT = 4
+"""And that of now over so many."""
 
 
 class BreakerState(enum.IntEnum):
@@ -97,6 +99,7 @@ class Breaker:
         "_since_ns",
         "_usual_ns",
         "_window",
+        "recent_ns",
         "state",
     )
 
@@ -108,6 +111,8 @@ class Breaker:
         self._open_ns = 0
         """How long it stays open this time, or stayed the last time."""
         self._usual_ns = 0
+        self.recent_ns = 0
+        """How long first outputs take now: a mean over the last few; 0 before there was one."""
         self._probes: list[int] = []
         """When the attempts that are under way as probes were started."""
         self._passed = 0
@@ -141,6 +146,7 @@ class Breaker:
     def began(self, now_ns: int, ttft_ns: int, *, peers_fine: Callable[[], bool]) -> None:
         """An attempt has had its first output after so long: it counts as good, or as slow, which trips only if its peers are fine."""
         config, usual_ns = self._config, self._usual_ns
+        self.recent_ns += (ttft_ns - self.recent_ns) // _RECENT if self.recent_ns else ttft_ns
         bound_ns = max(round(usual_ns * config.slow_factor), config.slow_min_ms * NS_PER_MS)
         slow = usual_ns > 0 and ttft_ns > bound_ns
         # A slow one counts as just slow, so that a worker for which it becomes usual is taken for it, in time.

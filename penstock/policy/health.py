@@ -22,10 +22,12 @@ _NONE: frozenset[WorkerId] = frozenset()
 class _Route:
     """One model's workers."""
 
-    __slots__ = ("breakers", "ready", "unwell")
+    __slots__ = ("breakers", "known", "ready", "unwell")
 
     def __init__(self) -> None:
         self.breakers: dict[WorkerId, Breaker] = {}
+        self.known: set[WorkerId] = set()
+        """Those that are not gone."""
         self.ready: set[WorkerId] = set()
         self.unwell: dict[WorkerId, Breaker] = {}
         """Those that are not closed."""
@@ -60,7 +62,8 @@ class FleetHealth:
         found = self._routes.get(route)
         if found is None or not found.unwell:
             return None
-        times = [breaker.due_ns for breaker in found.unwell.values()]
+        # Of those that are not ready nothing changes: asked for a time in the past, a driver would wake up for ever.
+        times = [breaker.due_ns for worker_id, breaker in found.unwell.items() if worker_id in found.ready]
         return min((time for time in times if time is not None), default=None)
 
     def worker(self, route: str, worker_id: WorkerId, *, ready: bool | None) -> None:
@@ -72,7 +75,9 @@ class FleetHealth:
             found.ready.add(worker_id)
         else:
             found.ready.discard(worker_id)
+        found.known.add(worker_id)
         if ready is None:
+            found.known.discard(worker_id)
             found.breakers.pop(worker_id, None)
             found.unwell.pop(worker_id, None)
 
@@ -116,8 +121,8 @@ class FleetHealth:
 
     def _breaker(self, route: str, worker_id: WorkerId) -> Breaker | None:
         found = self._routes.get(route)
-        if found is None:
-            return None
+        if found is None or worker_id not in found.known:
+            return None  # Gone: what was lost with it is told after that.
         breaker = found.breakers.get(worker_id)
         if breaker is None:
             breaker = found.breakers[worker_id] = Breaker(self._config.breaker, self._draw)
@@ -136,8 +141,16 @@ class FleetHealth:
             unwell[worker_id] = breaker
 
     def _peers_fine(self, now_ns: int, route: str, worker_id: WorkerId) -> bool:
-        """Whether most others are well, so that a slow one is slow by itself. Without peers nobody can tell."""
+        """Whether most others are well, so that a slow one is slow by itself. Without peers nobody can tell.
+
+        When the load grows first outputs take longer everywhere, and somewhere first: a peer that takes nearly as long by now has
+        the same load.
+        """
         found = self._routes[route]
         peers = [found.breakers.get(each) for each in found.ready if each != worker_id]
-        fine = sum(peer is None or (not peer.state and peer.is_fine(now_ns)) for peer in peers)
+        late_ns = found.breakers[worker_id].recent_ns / self._config.breaker.slow_factor
+        fine = sum(
+            peer is None or (not peer.state and peer.is_fine(now_ns) and peer.recent_ns < late_ns)
+            for peer in peers
+        )
         return 2 * fine > len(peers)

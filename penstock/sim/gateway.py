@@ -270,6 +270,7 @@ class SimGateway:
                 prompt_tokens=prompt_tokens,
                 completion_tokens=flow.completion_tokens,
                 attempts=flow.attempts,
+                migrations=flow.migrations,
                 worker=flow.worker,
                 queue_ns=flow.queue_ns,
             )
@@ -405,6 +406,7 @@ class SimGateway:
             cached_tokens=flow.cached_tokens,
             completion_tokens=flow.completion_tokens,
             attempts=flow.attempts,
+            migrations=flow.migrations,
             worker=flow.worker,
             queue_ns=flow.queue_ns,
         )

@@ -75,6 +75,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     cached_tokens: int = 0
     completion_tokens: int = 0
     attempts: int = 0
+    migrations: int = 0
+    """Of the attempts, those that went on behind what a lost worker had given."""
     worker: str = ""
     queue_ns: int = 0
     """In the gateway's queue."""

@@ -27,6 +27,9 @@ class Counters:
     completion_tokens: int = 0
     cost_micros: int = 0
     retries: int = 0
+    """Attempts beside the first ones."""
+    migrations: int = 0
+    """Of them, those that went on in the middle of an answer."""
     steps: int = 0
     """Of all workers."""
     busy_ns: int = 0
@@ -77,6 +80,7 @@ class Tally:
             case Outcome.CANCELLED:
                 counters.cancelled += 1
         counters.retries += max(0, record.attempts - 1)
+        counters.migrations += record.migrations
         self._hash.update(
             f"{record.id}|{record.outcome.value}|{record.reason}|{record.first_ns}|{record.end_ns}|{record.prompt_tokens}|"
             f"{record.cached_tokens}|{record.completion_tokens}|{record.worker}|{record.queue_ns}\n".encode()

@@ -168,6 +168,8 @@ class SimWorker:
         """
         if self._times:
             self._leap_to(max(0, bisect_left(self._times, now_ns) - 1))
+            self.steps += 1  # The one that is under way.
+            self.busy_ns += self._times[1] - self._times[0]
         for stream in self._streams.values():
             if not stream.is_stuck and stream.request.num_generated > stream.first:
                 self._is_due(stream)

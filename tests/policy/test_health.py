@@ -1,3 +1,5 @@
+import pytest
+
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.health import HealthConfig
 from penstock.errors import EngineFault, InvalidRequest, Overloaded, PenstockError, WorkerUnavailable
@@ -80,3 +82,25 @@ def test_a_worker_that_turns_slow_by_itself_is_left_alone_and_a_fleet_that_does_
             all_of_them.began(40 * S + i, "m", worker, 3 * S)
     assert alone.blocked(40 * S + 9, "m") == {IDS[0]}
     assert all_of_them.blocked(40 * S + 9, "m") == frozenset()
+
+
+def test_a_load_that_grows_everywhere_opens_nobody_though_one_worker_shows_it_first() -> None:
+    """Found by the simulator in `priority-overload`: of two workers one was left alone in the first second of an overload."""
+    made = health(2)
+    for i in range(3):  # Idle workers answer at once: that is what is usual.
+        for worker in IDS[:2]:
+            made.began(i, "m", worker, 270 * MS)
+    for i in range(10):  # Then both have a backlog; one is above three times the usual, the other just below.
+        made.began(S + i, "m", IDS[0], 2000 * MS)
+        made.began(S + i, "m", IDS[1], 800 * MS)
+    assert {state for _, _, state in made.states()} == {BreakerState.CLOSED}
+
+
+@pytest.mark.parametrize("ready", [False, None])
+def test_a_worker_that_is_not_there_makes_nobody_wait_for_its_breaker(ready: bool | None) -> None:
+    """What was lost with a worker is told when it is gone: nothing of it may be left that is due for ever."""
+    made = health()
+    made.worker("m", IDS[0], ready=ready)
+    fail(made, IDS[0], WorkerUnavailable("gone"))
+    assert made.due_ns("m") is None
+    assert made.blocked(10 * S, "m") == frozenset()

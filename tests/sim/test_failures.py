@@ -1,0 +1,132 @@
+"""Simulated gateways act on failures with the product's own parts: streams move, breakers open and close, quarantine convicts."""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+from sim_load import poisson
+
+from penstock.clock import NS_PER_S
+from penstock.config.flow import RateLimitsConfig
+from penstock.config.health import HealthConfig
+from penstock.config.tree import Config
+from penstock.policy.breaker import BreakerState
+from penstock.policy.record import Outcome
+from penstock.sim.chaos import Chaos
+from penstock.sim.checks import Checks
+from penstock.sim.faults import Fault, FaultKind
+from penstock.sim.gateway import SimGateway
+from penstock.sim.worker import WorkerSpec
+from penstock.sim.world import PoolSpec, World, WorldSpec
+
+SLICED = Config(rate_limits=RateLimitsConfig(slice_tokens=16))
+
+
+def fault(kind: FaultKind, from_s: float, to_s: float, *, target: int = 0, amount: float = 1.0) -> Fault:
+    return Fault(kind, int(from_s * NS_PER_S), int(to_s * NS_PER_S), target, amount)
+
+
+def run(requests, faults, *, config=SLICED, workers=3, leaps=True):
+    spec = WorldSpec(
+        config=config,
+        pools=(PoolSpec(count=workers, worker=WorkerSpec(leaps=leaps, cold_start_ns=NS_PER_S)),),
+    )
+    world = World(spec, requests)
+    Chaos(world, faults)
+    checks = Checks(world)
+    result = world.run()
+    checks.finish(result)
+    return world, result
+
+
+@pytest.mark.parametrize("kind", [FaultKind.WORKER_CRASH, FaultKind.LINK_RESET, FaultKind.SPOT])
+def test_a_stream_whose_worker_is_lost_goes_on_behind_its_last_token(kind) -> None:
+    requests = list(poisson(1, 12, 2, output=300))
+    lost = [fault(kind, 1.5, 1.6)]
+    world, result = run(requests, lost)
+    stayed = run(requests, ())[1]
+    assert {record.outcome for record in result.records} == {Outcome.FINISHED}
+    moved = [record for record in result.records if record.migrations]
+    assert len(moved) >= 3
+    lengths = {request.id: request.output_tokens for request in requests}
+    assert all(record.completion_tokens == lengths[record.id] for record in result.records)
+    assert result.counters.migrations == sum(record.migrations for record in result.records)
+    # Nothing was begun again: beside what was in the air, the workers made each token once.
+    slack = len(requests) * (1 if kind is not FaultKind.LINK_RESET else SLICED.rate_limits.slice_tokens)
+    assert 0 <= result.counters.generated_tokens - result.counters.completion_tokens <= slack, (
+        "what was told is not made again"
+    )
+    # The prompt counts as it was first read, also if the second worker found more or less of it.
+    first_read = {record.id: record.cached_tokens for record in stayed.records}
+    assert any(record.cached_tokens == first_read[record.id] for record in moved)
+    assert not any(gateway.health.blocked(result.virtual_ns, "model") for gateway in world.gateways)
+    stepped = run(requests, lost, leaps=False)[1]
+    assert stepped.digest == result.digest
+
+
+def test_without_migrations_a_stream_ends_with_its_worker() -> None:
+    config = msgspec.structs.replace(SLICED, health=HealthConfig(migrations_max=0))
+    _, result = run(poisson(1, 12, 2, output=300), [fault(FaultKind.WORKER_CRASH, 1.5, 1.6)], config=config)
+    failed = [record for record in result.records if record.outcome is Outcome.FAILED]
+    assert failed
+    assert {record.reason for record in failed} == {"StreamBroken"}
+    assert all(record.first_ns >= 0 and record.prompt_tokens for record in failed)
+
+
+def test_who_fails_everything_is_left_alone_and_used_again_when_it_is_well() -> None:
+    requests = list(poisson(2, 12, 24))
+    world, result = run(requests, [fault(FaultKind.GRAY, 4, 9)])
+    (bad, *_) = world.members
+    tried = [record for record in result.records if record.attempts > 1]
+    unanswered = [record for record in result.records if record.outcome is not Outcome.FINISHED]
+    # As many as it takes to judge, and those that look whether it is well again.
+    assert 10 <= len(tried) + len(unanswered) <= 16
+    late = [record for record in result.records if record.at_ns > 20 * NS_PER_S]
+    assert {record.outcome for record in late} == {Outcome.FINISHED}
+    assert bad in {record.worker for record in late}
+    (health,) = (gateway.health for gateway in world.gateways)
+    assert {state for _, _, state in health.states()} == {BreakerState.CLOSED}
+
+
+def test_who_turns_slow_alone_gets_nothing_new() -> None:
+    requests = list(poisson(3, 15, 14))
+    slow = [fault(FaultKind.WORKER_SLOW, 5, 13, amount=40)]
+    (bad, *_), result = (part if i else part.members for i, part in enumerate(run(requests, slow)))
+    assert {record.outcome for record in result.records} == {Outcome.FINISHED}
+    during = [record for record in result.records if 10 < record.at_ns / NS_PER_S < 13]
+    assert sum(record.worker == bad for record in during) <= 2 < len(during) // 4
+
+
+def test_a_prompt_that_ends_workers_ends_two() -> None:
+    requests = list(poisson(4, 4, 12, output=20))
+    poison = requests[12]
+    again = [
+        msgspec.structs.replace(poison, id=f"again{i}", at_ns=poison.at_ns + i * NS_PER_S, poison=True)
+        for i in range(1, 6)
+    ]
+    mixed = sorted([*requests, *again], key=lambda request: request.at_ns)
+    mixed[mixed.index(poison)] = msgspec.structs.replace(poison, poison=True)
+    world, result = run(mixed, (), workers=4)
+    records = {record.id: record for record in result.records}
+    assert len(world.members) == 4
+    assert world._num_workers == 4 + 2
+    assert (records[poison.id].outcome, records[poison.id].reason) == (Outcome.EVICTED, "quarantine")
+    assert {records[each.id].reason for each in again} == {"quarantine"}
+    others = [record for record in result.records if record.id not in {poison.id, *(a.id for a in again)}]
+    assert {record.outcome for record in others} == {Outcome.FINISHED}
+
+
+def _drained_with_late_messages(seed: int) -> None:
+    """A worker to which messages take two seconds is told to leave while a request is on its way there."""
+    world = World(replace(WorldSpec(seed=seed), pools=(PoolSpec(count=2),)), poisson(seed, 10, 4))
+    Checks(world)
+    late = [fault(FaultKind.LATE, 1, 3, amount=2000), fault(FaultKind.SPOT, 2, 9)]
+    Chaos(world, late)
+    assert {record.outcome for record in world.run().records} == {Outcome.FINISHED}
+
+
+def test_seed_62_a_drained_worker_stays_while_requests_are_on_a_slow_link_to_it(monkeypatch) -> None:
+    _drained_with_late_messages(62)
+    monkeypatch.setattr(SimGateway, "has_streams", lambda *_: False)
+    with pytest.raises(AssertionError, match=r"the drain of model-0 cut \d+ streams"):
+        _drained_with_late_messages(62)
