@@ -8,6 +8,7 @@ import msgspec
 from penstock import rng
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.flow import QueueConfig, RateLimitsConfig, SharedConfig
+from penstock.config.health import BreakerConfig, HealthConfig
 from penstock.config.tree import Config, EngineConfig
 from penstock.policy.tenant import Tenant
 from penstock.sim.chaos import Chaos, clock_skews_s
@@ -200,6 +201,8 @@ def _spec(case: Case) -> WorldSpec:
     config = Config(
         queue=QueueConfig(requests_max=shape.queue_max),
         rate_limits=RateLimitsConfig(slice_tokens=32),
+        # Open for at most 3 s, so that all of it happens in half a minute: `_recovery` allows 5.
+        health=HealthConfig(breaker=BreakerConfig(window_s=4, attempts_min=5, open_s=1, open_max_s=3)),
         shared=SharedConfig(store="redis", url="redis://store") if shape.is_shared else SharedConfig(),
     )
     tenants = {

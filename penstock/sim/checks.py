@@ -10,7 +10,7 @@
 | a drain cuts no stream | when a worker has left (world.py) |
 | nothing is left: no request, no stream, no held token, no used block | at the end |
 | tokens: what was billed was generated | at the end |
-| first tokens come as soon as before the faults | at the end, after a while |
+| first tokens come as soon as before the faults, and no worker that is there is left alone any more | at the end, after a while |
 """
 
 from dataclasses import dataclass
@@ -136,6 +136,8 @@ class Checks:
         )
         if recovery is not None:
             self._check_recovery(recovery)
+            if result.virtual_ns >= recovery.over_ns:
+                self._check_breakers(result.virtual_ns)
 
     def _check_counts(self, request: SimRequest, record: RequestRecord) -> None:
         name, most = record.id, min(request.output_tokens, request.max_tokens or request.output_tokens)
@@ -180,6 +182,13 @@ class Checks:
             is_ns <= bound_ns,
             f"first tokens take {is_ns / 1e6:.0f} ms after the faults, {was_ns / 1e6:.0f} ms before",
         )
+
+    def _check_breakers(self, now_ns: int) -> None:
+        """Whoever failed gets another chance: breakers that are still open are due to be probed."""
+        for gateway in self._world.gateways:
+            for model in () if gateway.is_gone else self._world.facts.models:
+                blocked = gateway.health.blocked(now_ns, model)
+                _hold(not blocked, f"{sorted(blocked)} are left alone long after the faults")
 
 
 def _fresh(gateway: SimGateway) -> int:
