@@ -123,12 +123,12 @@ class SupervisedWorker:
         """Let streams end, up to the timeout; then end the process, by force if it must be."""
         assert self._supervisor is not None
         until_ns = self._clock.now_ns() + int(timeout_s * NS_PER_S)
+        was_ready = self.backend.status.ready
         told = self.backend.end_worker()
         await self.backend.drain(timeout_s)
         left_s = (until_ns - self._clock.now_ns()) / NS_PER_S
-        if (
-            told and left_s > 0
-        ):  # Other gateways may have streams there: it exits by itself after the last one.
+        # Other gateways may have streams at one that was ready: it exits by itself after the last one.
+        if told and was_ready and left_s > 0:
             await asyncio.wait([self._supervisor], timeout=left_s)
         self._supervisor.cancel()
         await asyncio.wait([self._supervisor])
