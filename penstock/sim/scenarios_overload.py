@@ -147,12 +147,12 @@ def _check_priority(played: Played, _: Played | None) -> Sequence[Finding]:
 def priority_overload(knobs: Knobs) -> Setup:
     """Twice the capacity is asked for: do the paying tenants notice?
 
-    A third is of the priority band, which goes first, in the gateway's queue and (`scheduling: priority`) in the engines';
+    A third is of the priority band, which goes first, in the gateway's queue and in the engines';
     the default band keeps its floor of a tenth and never starves.
     """
     paid = chat(knobs, 0.6, 2, name="paid", callers=Callers(tenants=even(3, "paid-"), band="priority"))
     free = chat(knobs, 1.4, 2, name="free", callers=Callers(tenants=even(6, "free-"), patience_s=20.0))
-    return setup(knobs, [pool(knobs, workers=2, scheduling="priority")], [paid, free], seconds=40)
+    return setup(knobs, [pool(knobs, workers=2)], [paid, free], seconds=40)
 
 
 def _check_quota(played: Played, _: Played | None) -> Sequence[Finding]:
