@@ -175,7 +175,7 @@ def test_a_restarted_worker_is_another_one(tmp_path: Path) -> None:
                     publish(publisher, new)
                 await until(lambda: heard.blocks(prompt(500, 6)) == 6)
                 assert heard.blocks(prompt(0, 5)) == 0
-                assert heard.residency.state is StreamState.SYNCED
+                await until(lambda: heard.residency.state is StreamState.SYNCED)
 
     run(test)
 
