@@ -1,7 +1,7 @@
-"""A runner that computes nothing and takes the time that the simulator's roofline says: the engine's other half stays real.
+"""A runner that computes nothing and takes the time that a law says: the engine's other half stays real.
 
-Named by worker processes that bench/sim_fidelity.py starts (`runner="modelled_runner:build_runner"`). Model, device and rows are
-in the environment, as JSON of `Modelled`.
+Named by worker processes that bench/sim_fidelity.py and bench/overload.py start (`runner="modelled_runner:build_runner"`, this
+directory on PYTHONPATH). What is modelled is in the environment, as JSON of `Modelled`: `environment` writes it.
 """
 
 import os
@@ -13,38 +13,63 @@ import msgspec
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.tree import EngineConfig
 from penstock.protocol.worker import ModelInfo
-from penstock.schedule.plan import Sampled, StepPlan, StepResult
+from penstock.schedule.plan import RowWork, Sampled, StepPlan, StepResult
 from penstock.sim.accelerators import accelerator
 from penstock.sim.model_shapes import model_shape
 from penstock.sim.roofline import Placed, Roofline
-from penstock.sim.step_time import StepShape
+from penstock.sim.step_time import LinearStepTime, StepShape, StepTime
 from penstock.types import BLOCK_TOKENS
 
 VARIABLE = "PENSTOCK_MODELLED"
 VOCAB_SIZE = 16_384
-TOKEN = 300
+FIRST_TOKEN = 300
 SPIN_NS = 1_000_000
 """The last part of a step is spun through: a sleep ends up to a scheduler's tick late."""
+
+
+class OnDevice(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Steps of a model on a named accelerator, by the simulator's roofline."""
+
+    model: str
+    device: str
+
+    def law(self) -> StepTime:
+        """How long steps take."""
+        return Roofline(Placed(model=model_shape(self.model), device=accelerator(self.device)))
+
+
+class Linear(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Steps of a fixed time, and so much for each prompt token."""
+
+    fixed_ns: int
+    prefill_ns: int
+
+    def law(self) -> StepTime:
+        """How long steps take."""
+        return LinearStepTime(fixed_ns=self.fixed_ns, row_ns=0, prefill_ns=self.prefill_ns, kv_ps=0)
 
 
 class Modelled(msgspec.Struct, frozen=True, kw_only=True):
     """What is modelled."""
 
-    model: str
-    device: str
+    speed: OnDevice | Linear
     num_blocks: int
     max_model_len: int
+    first_token: int = FIRST_TOKEN
+    num_tokens: int = 1
+    """So many token ids from the first on are what answers are made of, one after the other."""
 
-    def law(self) -> Roofline:
-        """How long its steps take."""
-        return Roofline(Placed(model=model_shape(self.model), device=accelerator(self.device)))
+    def environment(self, *paths: str) -> dict[str, str]:
+        """This process's environment, for a worker that models this and imports from `paths` first."""
+        path = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
+        return {**os.environ, VARIABLE: msgspec.json.encode(self).decode(), "PYTHONPATH": path}
 
 
 class ModelledRunner:
-    """Waits, and samples always the same token."""
+    """Waits, and makes up tokens."""
 
     def __init__(self, modelled: Modelled, max_running: int, clock: Clock) -> None:
-        self._law, self._clock = modelled.law(), clock
+        self._modelled, self._law, self._clock = modelled, modelled.speed.law(), clock
         self.info = ModelInfo(
             model="modelled", architecture="Modelled", dtype="bfloat16", num_parameters=0, vocab_size=VOCAB_SIZE,
             max_model_len=modelled.max_model_len, num_blocks=modelled.num_blocks, block_tokens=BLOCK_TOKENS,
@@ -60,7 +85,11 @@ class ModelledRunner:
         due_ns = began_ns + self._law.step_ns(StepShape.of(plan.work))
         while (left_ns := due_ns - self._clock.now_ns()) > 0:
             time.sleep(max(0, left_ns - SPIN_NS) / NS_PER_S)
-        return StepResult(plan.step, tuple(Sampled(work.row, TOKEN) for work in plan.work if work.samples))
+        return StepResult(plan.step, tuple(self._sampled(work) for work in plan.work if work.samples))
+
+    def _sampled(self, work: RowWork) -> Sampled:
+        told = self._modelled
+        return Sampled(work.row, told.first_token + (work.num_computed + work.num_tokens) % told.num_tokens)
 
 
 def build_runner(

@@ -2,7 +2,7 @@
 
     python bench/overload.py [--seconds 20] [--loads 1,2,5,20] [--repeats 3] [--seed 1] [--out FILE]
 
-Starts `penstock serve` in front of engine workers with bench/modelled/runner.py (the real scheduler and protocol; only the forward
+Starts `penstock serve` in front of engine workers with bench/modelled_runner.py (the real scheduler and protocol; only the forward
 pass is a sleep), and sends open-loop Poisson traffic of ten tenants through real sockets:
 
 - spike: every tenant sends a twentieth of the capacity; then one of them sends twenty times that. How the TTFT p95 of the
@@ -18,7 +18,6 @@ than a tenth of the TTFT says so.
 import argparse
 import asyncio
 import json
-import os
 import signal
 import socket
 import statistics
@@ -31,6 +30,7 @@ from pathlib import Path
 
 import msgspec
 import uvloop
+from modelled_runner import Linear, Modelled
 
 from penstock import rng
 from penstock.bench.client import Client, ClientLimits, Endpoint
@@ -47,6 +47,13 @@ CAPACITY = SLOTS / (OUTPUT * FIXED_MS / 1e3) * 0.95
 """Requests per second that one worker can answer: its slots, over how long one is held; prompts take the rest."""
 START_S = 60.0
 HERE = Path(__file__).parent
+MODELLED = Modelled(
+    speed=Linear(fixed_ns=round(FIXED_MS * 1e6), prefill_ns=25_000),
+    num_blocks=65_536,
+    max_model_len=32_768,
+    first_token=1000,  # From here on: plain text in the demo models' vocabulary.
+    num_tokens=64,
+)
 
 
 @dataclass(frozen=True)
@@ -83,10 +90,9 @@ class Stack:
             address=address,
             hash_key=b"overload" * 4,
             engine=engine,
-            runner="runner:build_runner",
+            runner="modelled_runner:build_runner",
         )
-        environment = {**os.environ, "PYTHONPATH": f"{HERE / 'modelled'}:{os.environ.get('PYTHONPATH', '')}"}
-        environment |= {"MODELLED_FIXED_MS": str(FIXED_MS), "PENSTOCK_STATE_DIR": str(self._place / "state")}
+        environment = MODELLED.environment(str(HERE)) | {"PENSTOCK_STATE_DIR": str(self._place / "state")}
         worker = self._run([sys.executable, "-m", "penstock.engine.worker"], environment, stdin=True)
         assert worker.stdin is not None
         worker.stdin.write(msgspec.json.encode(launch) + b"\n")

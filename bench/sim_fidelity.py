@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 import uvloop
-from modelled_runner import VARIABLE, VOCAB_SIZE, Modelled
+from modelled_runner import VOCAB_SIZE, Modelled, OnDevice
 
 from penstock import rng
 from penstock.bench.client import Client, ClientLimits, Endpoint
@@ -64,7 +63,8 @@ def source(args: argparse.Namespace) -> Source:
 
 def modelled() -> Modelled:
     placed = Placed(model=model_shape(MODEL), device=accelerator(DEVICE))
-    return Modelled(model=MODEL, device=DEVICE, num_blocks=placed.num_blocks, max_model_len=MODEL_LEN)
+    speed = OnDevice(model=MODEL, device=DEVICE)
+    return Modelled(speed=speed, num_blocks=placed.num_blocks, max_model_len=MODEL_LEN)
 
 
 # --- the simulated side -------------------------------------------------------------------------------
@@ -152,8 +152,7 @@ def real_stack(place: Path) -> Iterator[str]:
         engine=EngineConfig(max_running=MAX_RUNNING, step_tokens=STEP_TOKENS, overlap="off"),
         runner="modelled_runner:build_runner",
     )  # fmt: skip
-    environ = {**os.environ, VARIABLE: msgspec.json.encode(modelled()).decode()}
-    environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent), environ.get("PYTHONPATH", "")])
+    environ = modelled().environment(str(HERE), str(HERE.parent))
     worker = subprocess.Popen(
         [sys.executable, "-m", "penstock.engine.worker"], stdin=subprocess.PIPE, env=environ,
         stderr=(place / "worker.log").open("wb"),
