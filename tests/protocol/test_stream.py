@@ -15,7 +15,7 @@ from penstock.protocol.openai import (
     TopLogprob,
     UsageBody,
 )
-from penstock.protocol.sse import DONE, event, json_event
+from penstock.protocol.sse import DONE, event
 from penstock.protocol.stream import ChatChunks, CompletionChunks, StreamHead
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -94,4 +94,4 @@ def test_prefix_and_suffix_make_the_very_same_chunk():
 
 def test_events():
     assert event(b"x") == b"data: x\n\n"
-    assert json_event({"a": "\n"}) == b'data: {"a":"\\n"}\n\n'
+    assert event(msgspec.json.encode({"a": "\n"})) == b'data: {"a":"\\n"}\n\n'
