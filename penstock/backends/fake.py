@@ -20,6 +20,7 @@ from penstock.backends.base import (
     TextLogprob,
     nothing,
 )
+from penstock.backends.draining import end_streams
 from penstock.clock import Clock
 from penstock.errors import PenstockError, StreamBroken, WorkerUnavailable
 from penstock.protocol.worker import ModelInfo
@@ -80,7 +81,6 @@ class FakeBackend:
             request, sink, self._script(request), self._clock, self._leave, resumes=self.resumes
         )
         self._streams[request.request_id] = stream
-        self._idle.clear()
         if self._timer is None:
             self._schedule()
         return stream
@@ -88,13 +88,7 @@ class FakeBackend:
     async def drain(self, timeout_s: float) -> None:
         """See `Backend.drain`."""
         self._change(Phase.DRAINING, "draining")
-        if self._streams:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._idle.wait()
-            except TimeoutError:
-                for stream in list(self._streams.values()):
-                    stream.abort()
+        await end_streams(self._streams, self._idle, timeout_s)
         self._change(Phase.DOWN, "closed")
 
     def lose_worker(self, why: str = "the worker is gone") -> None:

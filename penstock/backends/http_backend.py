@@ -14,6 +14,7 @@ import msgspec
 
 from penstock.backends.base import BackendStatus, Finish, GenerateRequest, Phase, Sink, nothing
 from penstock.backends.dialect import Dialect, WorkerFacts
+from penstock.backends.draining import end_streams
 from penstock.backends.engine_metrics import LOAD_NAMES, EngineLoad, load_of, parse_metrics
 from penstock.backends.http_client import HttpClient, NoConnection
 from penstock.backends.http_fetch import ProbeFailed, fetch
@@ -141,14 +142,7 @@ class HttpBackend:
         """See `Backend.drain`. The worker stays: it is not ours."""
         self._draining = True
         self._change(Phase.DRAINING, "draining")
-        if self._streams:
-            self._idle.clear()
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._idle.wait()
-            except TimeoutError:
-                for stream in list(self._streams.values()):
-                    stream.abort()
+        await end_streams(self._streams, self._idle, timeout_s)
         await self.close()
 
     async def close(self) -> None:

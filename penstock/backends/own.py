@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from penstock.backends.base import BackendStatus, GenerateRequest, Phase, Sink, nothing
+from penstock.backends.draining import end_streams
 from penstock.backends.own_auth import Handshake, Refused, WorkerKey
 from penstock.backends.own_kv import KVEventListener, KVSubscription
 from penstock.backends.own_link import WorkerLink
@@ -164,14 +165,7 @@ class OwnBackend:
         """See `Backend.drain`. The worker stays: other gateways may use it, and who launched it ends it."""
         self._draining = True
         self._change(Phase.DRAINING, "draining")
-        if self._streams:
-            self._idle.clear()
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._idle.wait()
-            except TimeoutError:
-                for stream in list(self._streams.values()):
-                    stream.abort()
+        await end_streams(self._streams, self._idle, timeout_s)
         await self.close()
 
     def end_worker(self) -> bool:
