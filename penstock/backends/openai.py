@@ -300,6 +300,38 @@ class ChatReader:
         )
 
 
+class EngineDialect:
+    """What the servers of vLLM, SGLang and TensorRT-LLM have in common: prompts go as token ids, and they say what they are."""
+
+    health_path = "/health"
+    facts_path = "/v1/models"
+    needs_facts = True
+    sends_chats = False
+
+    def __init__(self, model: str, *, has_priorities: bool) -> None:
+        """`has_priorities`: it was started so that its waiting queue goes by priority."""
+        self.expects_model = self.listed_model = model
+        self._has_priorities = has_priorities
+
+    def facts(self, body: bytes) -> WorkerFacts:
+        """See `Dialect`."""
+        return models_of(body, self.listed_model)
+
+    def token_fields(self, request: GenerateRequest) -> dict[str, Any]:
+        """The fields of `/v1/completions` with the prompt's token ids and what engines have beyond OpenAI's API."""
+        sampling = request.sampling
+        return completion_fields(request, self.listed_model) | {
+            "prompt": request.prompt_token_ids,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "min_tokens": sampling.min_tokens,
+            "stop_token_ids": sampling.stop_token_ids,
+            "ignore_eos": True,
+            "skip_special_tokens": request.skip_special_tokens,
+        }
+
+
 class OpenAIDialect:
     """A provider, or any server that is addressed as one."""
 

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from penstock.backends.base import GenerateRequest
-from penstock.backends.dialect import NOTHING, Piece, ReportedUsage, SaidError, Submission, WorkerFacts
-from penstock.backends.openai import models_of
+from penstock.backends.dialect import NOTHING, Piece, ReportedUsage, SaidError, Submission
+from penstock.backends.openai import EngineDialect
 from penstock.backends.worker_errors import ErrorEvent
 from penstock.kv.prompt_keys import namespace_of
 from penstock.text.tokenizer import Tokenizer
@@ -130,25 +130,15 @@ class SglangReader:
         return tuple(_logprob(each, top, most) for each, top in list(zip(found, tops, strict=True))[1:])
 
 
-class SglangDialect:
-    """SGLang."""
+class SglangDialect(EngineDialect):
+    """SGLang. `has_priorities`: it was started with `--enable-priority-scheduling`."""
 
     engine = "sglang"
-    health_path = "/health"
-    facts_path = "/v1/models"
-    needs_facts = True
-    sends_chats = False
-    expects_model = ""
-    """Answers do not name the model; the list of models does."""
 
     def __init__(self, model: str, tokenizer: Tokenizer, *, has_priorities: bool) -> None:
-        """`has_priorities`: it was started with `--enable-priority-scheduling`."""
-        self.listed_model, self._eos_ids = model, frozenset(tokenizer.eos_ids)
-        self._has_priorities = has_priorities
-
-    def facts(self, body: bytes) -> WorkerFacts:
-        """See `Dialect`."""
-        return models_of(body, self.listed_model)
+        super().__init__(model, has_priorities=has_priorities)
+        self.expects_model = ""  # Answers do not name the model; the list of models does.
+        self._eos_ids = frozenset(tokenizer.eos_ids)
 
     def submission(self, request: GenerateRequest) -> Submission:
         """See `Dialect`."""

@@ -7,45 +7,22 @@ salt for plain completions: its KV cache is shared by all tenants (docs/backends
 import msgspec
 
 from penstock.backends.base import GenerateRequest
-from penstock.backends.dialect import Submission, WorkerFacts, refuse
-from penstock.backends.openai import CompletionReader, completion_fields, models_of
+from penstock.backends.dialect import Submission, refuse
+from penstock.backends.openai import CompletionReader, EngineDialect
 
 _encode = msgspec.json.Encoder().encode
 
 
-class TrtllmDialect:
+class TrtllmDialect(EngineDialect):
     """TensorRT-LLM."""
 
     engine = "trtllm"
-    health_path = "/health"
-    facts_path = "/v1/models"
-    needs_facts = True
-    sends_chats = False
-
-    def __init__(self, model: str, *, has_priorities: bool) -> None:
-        """`has_priorities`: its waiting queue goes by priority."""
-        self.expects_model = self.listed_model = model
-        self._has_priorities = has_priorities
-
-    def facts(self, body: bytes) -> WorkerFacts:
-        """See `Dialect`."""
-        return models_of(body, self.expects_model)
 
     def submission(self, request: GenerateRequest) -> Submission:
         """See `Dialect`."""
         sampling = request.sampling
         refuse(self.engine, echo=sampling.prompt_logprobs is not None)
-        fields = completion_fields(request, self.expects_model) | {
-            "prompt": request.prompt_token_ids,
-            "detokenize": False,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
-            "min_tokens": sampling.min_tokens,
-            "stop_token_ids": sampling.stop_token_ids,
-            "ignore_eos": True,
-            "skip_special_tokens": request.skip_special_tokens,
-        }
+        fields = self.token_fields(request) | {"detokenize": False}
         if sampling.logprobs is not None:
             fields["logprobs"] = max(1, sampling.logprobs)  # 0 means none to it.
         if self._has_priorities and request.priority:

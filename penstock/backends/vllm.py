@@ -8,14 +8,13 @@ for whether EOS ends an answer was decided by the gateway.
 import msgspec
 
 from penstock.backends.base import GenerateRequest
-from penstock.backends.dialect import Piece, ReportedUsage, Submission, WorkerFacts
+from penstock.backends.dialect import Piece, ReportedUsage, Submission
 from penstock.backends.openai import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionReader,
-    completion_fields,
+    EngineDialect,
     finish_of,
-    models_of,
     token_id_of,
     top_of,
 )
@@ -65,39 +64,18 @@ class VllmReader(CompletionReader):
         )
 
 
-class VllmDialect:
-    """vLLM."""
+class VllmDialect(EngineDialect):
+    """vLLM. `has_priorities`: it was started with `--scheduling-policy priority`; without it refuses them."""
 
     engine = "vllm"
-    health_path = "/health"
-    facts_path = "/v1/models"
-    needs_facts = True
-    sends_chats = False
-
-    def __init__(self, model: str, *, has_priorities: bool) -> None:
-        """`has_priorities`: it was started with `--scheduling-policy priority`; without it refuses them."""
-        self.expects_model = self.listed_model = model
-        self._has_priorities = has_priorities
-
-    def facts(self, body: bytes) -> WorkerFacts:
-        """See `Dialect`."""
-        return models_of(body, self.expects_model)
 
     def submission(self, request: GenerateRequest) -> Submission:
         """See `Dialect`."""
         sampling = request.sampling
-        fields = completion_fields(request, self.expects_model) | {
-            "prompt": request.prompt_token_ids,
+        fields = self.token_fields(request) | {
             "request_id": request.request_id,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
-            "min_tokens": sampling.min_tokens,
-            "stop_token_ids": sampling.stop_token_ids,
-            "ignore_eos": True,
-            "skip_special_tokens": request.skip_special_tokens,
         }
         if sampling.prompt_logprobs is not None:
             # Streams have no `prompt_logprobs`, but an echo has them in its first event.
