@@ -10,6 +10,7 @@ from penstock.config.fleet import FleetConfig
 from penstock.config.state import state_directory
 from penstock.fleet.launchers.base import Launcher
 from penstock.fleet.launchers.local import LocalLauncher
+from penstock.fleet.launchers.log_file import WorkerLogs
 from penstock.fleet.launchers.ray import RayLauncher
 
 
@@ -19,17 +20,10 @@ def make_launcher(config: FleetConfig, clock: Clock, key: bytes, say: Callable[[
     Raises:
         ConfigError: it needs something that is not installed.
     """
-    logs = log_directory(config)
+    logs = WorkerLogs(say, log_directory(config), config.log_bytes_max)
     if config.launcher == "ray":
-        return RayLauncher(
-            clock,
-            key,
-            config=config.ray,
-            log=say,
-            log_directory=logs,
-            log_bytes_max=config.log_bytes_max,
-        )
-    return LocalLauncher(clock, key, log=say, log_directory=logs, log_bytes_max=config.log_bytes_max)
+        return RayLauncher(clock, key, config=config.ray, logs=logs)
+    return LocalLauncher(clock, key, logs=logs)
 
 
 def log_directory(config: FleetConfig) -> Path | None:

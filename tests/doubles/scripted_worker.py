@@ -12,6 +12,7 @@ from penstock.config.health import HeartbeatConfig
 from penstock.config.tree import EngineConfig
 from penstock.fleet.launchers.base import WorkerSpec
 from penstock.fleet.launchers.local import LocalLauncher
+from penstock.fleet.launchers.log_file import WorkerLogs
 from penstock.fleet.launchers.supervised import SupervisedWorker
 from penstock.types import ModelName, WorkerId
 
@@ -27,7 +28,7 @@ class Bench:
         self.heartbeat = HeartbeatConfig()
         environment = {"PYTHONPATH": DOUBLES, "SCRIPTED_STEP_S": str(step_s)}
         self.launcher = LocalLauncher(
-            SystemClock(), b"secret" * 4, environment=environment, log=self.lines.append
+            SystemClock(), b"secret" * 4, environment=environment, logs=WorkerLogs(self.lines.append)
         )
 
     async def start(self, *, model_path: str = "scripted", **engine: object) -> SupervisedWorker:

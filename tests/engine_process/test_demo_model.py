@@ -13,6 +13,7 @@ from penstock.clock import SystemClock
 from penstock.config.tree import EngineConfig
 from penstock.fleet.launchers.base import WorkerSpec
 from penstock.fleet.launchers.local import LocalLauncher
+from penstock.fleet.launchers.log_file import WorkerLogs
 from penstock.fleet.launchers.supervised import SupervisedWorker
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import FinishReason, ModelName, RequestId, SamplingParams, WorkerId
@@ -24,7 +25,10 @@ QUESTION = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_sta
 @asynccontextmanager
 async def demo_worker() -> AsyncIterator[tuple[SupervisedWorker, Tokenizer, list[str]]]:
     lines: list[str] = []
-    launcher, tokenizer = LocalLauncher(SystemClock(), b"k" * 32, log=lines.append), Tokenizer.load(MODEL)
+    launcher, tokenizer = (
+        LocalLauncher(SystemClock(), b"k" * 32, logs=WorkerLogs(lines.append)),
+        Tokenizer.load(MODEL),
+    )
     spec = WorkerSpec(
         worker_id=WorkerId("demo"),
         model_path=str(MODEL),

@@ -21,6 +21,7 @@ from penstock.config.discover import DiscoverConfig, KubernetesConfig
 from penstock.config.tree import Config, LogConfig, ModelConfig
 from penstock.errors import ConfigError
 from penstock.fleet.launchers.local import LocalLauncher
+from penstock.fleet.launchers.log_file import WorkerLogs
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry
 from penstock.fleet.sources import kubernetes
@@ -351,7 +352,11 @@ def test_a_worker_at_a_name_joins_answers_and_leaves(tmp_path, monkeypatch) -> N
     async def check() -> None:
         clock, log = SystemClock(), Log(LogConfig(), SystemClock(), stream=io.StringIO())
         launcher = LocalLauncher(
-            clock, b"secret" * 4, environment={"PYTHONPATH": DOUBLES}, log=lambda _: None, host="127.0.0.1"
+            clock,
+            b"secret" * 4,
+            environment={"PYTHONPATH": DOUBLES},
+            logs=WorkerLogs(lambda _: None),
+            host="127.0.0.1",
         )
         monkeypatch.setenv("LINK_KEY", launcher.link_key.decode())
         place = Place(launcher, tmp_path)

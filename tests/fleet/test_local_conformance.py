@@ -7,6 +7,7 @@ from launcher_conformance import DOUBLES, LauncherConformance, Place
 
 from penstock.clock import SystemClock
 from penstock.fleet.launchers.local import LocalLauncher
+from penstock.fleet.launchers.log_file import WorkerLogs
 
 
 class TestUnixSockets(LauncherConformance):
@@ -19,8 +20,7 @@ class TestUnixSockets(LauncherConformance):
             SystemClock(),
             b"secret" * 4,
             environment={"PYTHONPATH": DOUBLES, "SCRIPTED_STEP_S": "0.001"},
-            log=lines.append,
-            log_directory=directory,
+            logs=WorkerLogs(lines.append, directory),
             host=self.HOST,
         )
         try:

@@ -13,6 +13,7 @@ from scripted_runner import scripted_text
 from penstock.clock import SystemClock
 from penstock.config.ray import RayConfig
 from penstock.errors import ConfigError, StreamBroken, WorkerUnavailable
+from penstock.fleet.launchers.log_file import WorkerLogs
 from penstock.fleet.launchers.ray import RayLauncher
 
 ray = pytest.importorskip("ray")
@@ -62,8 +63,7 @@ async def place_on(cluster, directory: Path, **config):
             "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{DOUBLES}",
             "SCRIPTED_STEP_S": "0.001",
         },
-        log=lines.append,
-        log_directory=directory,
+        logs=WorkerLogs(lines.append, directory),
     )
     try:
         await launcher.open()

@@ -4,7 +4,9 @@ Two files, each up to half the bound: NAME.log, and NAME.log.1 with what came be
 """
 
 import contextlib
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import quote
@@ -41,16 +43,29 @@ class LogFile:
             self._size += len(data)
 
 
-def tee(
-    say: Callable[[str], None], directory: Path | None, name: str, clock: Clock, *, bytes_max: int
-) -> Callable[[str], None]:
-    """What says a line and, where there is a directory, keeps it too."""
-    if directory is None:
-        return say
-    file = LogFile(directory, name, clock, bytes_max=bytes_max)
+def stderr_line(line: str) -> None:
+    """Where a worker's lines go unless the caller knows better."""
+    print(line, file=sys.stderr, flush=True)
 
-    def log(line: str) -> None:
-        file.write(line)
-        say(line)
 
-    return log
+@dataclass(slots=True, frozen=True)
+class WorkerLogs:
+    """Who hears the lines that workers print, and where they are kept beside that."""
+
+    say: Callable[[str], None] = stderr_line
+    directory: Path | None = None
+    """With a file for each worker; None: nowhere."""
+    bytes_max: int = LOG_BYTES_MAX
+    """Of one worker."""
+
+    def of(self, name: str, clock: Clock) -> Callable[[str], None]:
+        """Takes one worker's lines."""
+        if self.directory is None:
+            return self.say
+        file = LogFile(self.directory, name, clock, bytes_max=self.bytes_max)
+
+        def log(line: str) -> None:
+            file.write(line)
+            self.say(line)
+
+        return log

@@ -158,11 +158,6 @@ class WorkerProcess:
             self._log(f"[{self._name}] {text}")
 
 
-def stderr_line(line: str) -> None:
-    """Where a worker's lines go unless the caller knows better."""
-    print(line, file=sys.stderr, flush=True)
-
-
 def describe_exit(code: int | None) -> str:
     """An exit code in words."""
     if code is None:

@@ -13,7 +13,6 @@ import asyncio
 import importlib
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,21 +23,21 @@ from penstock.config.launch import WorkerLaunch
 from penstock.config.ray import RayConfig
 from penstock.errors import ConfigError, WorkerUnavailable
 from penstock.fleet.launchers.base import WorkerSpec
-from penstock.fleet.launchers.log_file import LOG_BYTES_MAX, tee
-from penstock.fleet.launchers.process import TAIL_LINES, describe_exit, stderr_line
+from penstock.fleet.launchers.log_file import WorkerLogs, stderr_line
+from penstock.fleet.launchers.process import TAIL_LINES, describe_exit
 from penstock.fleet.launchers.ray_home import WorkerHome
 from penstock.fleet.launchers.supervised import SupervisedWorker
+from penstock.fleet.launchers.supervising import SupervisingLauncher
 from penstock.protocol.address import Address, TcpAddress, parse_address
 from penstock.protocol.worker_auth import link_key_of
-from penstock.types import WorkerId
 
 NODE_LABEL = "ray.io/node-id"
 KNOCK_TIMEOUT_S = 5.0
 NOWHERE = TcpAddress("unplaced.invalid", 0)
 
 
-class RayLauncher:
-    """Starts workers on a cluster. `close` it, and nothing of them is left there."""
+class RayLauncher(SupervisingLauncher):
+    """Starts workers on a cluster. `close` it, and nothing of them is left there; the connection to Ray ends with this process."""
 
     def __init__(
         self,
@@ -47,21 +46,16 @@ class RayLauncher:
         *,
         config: RayConfig,
         environment: dict[str, str] | None = None,
-        log: Callable[[str], None] = stderr_line,
-        log_directory: Path | None = None,
-        log_bytes_max: int = LOG_BYTES_MAX,
+        logs: WorkerLogs = WorkerLogs(),  # noqa: B008 - it is frozen.
     ) -> None:
-        """`log` hears every line that a worker prints; with a `log_directory` they are kept there too, on this machine.
+        """`logs` are kept on this machine.
 
         Raises:
             ConfigError: Ray is not installed.
         """
-        self._ray = import_ray()
-        self._clock, self._hash_key, self._config = clock, hash_key, config
+        super().__init__(clock, hash_key, environment, logs)
+        self._ray, self._config = import_ray(), config
         self.link_key = link_key_of(hash_key)
-        self._environment, self._log = environment or {}, log
-        self._log_directory, self._log_bytes_max = log_directory, log_bytes_max
-        self._workers: dict[WorkerId, SupervisedWorker] = {}
 
     async def open(self) -> None:
         """Connect to the cluster.
@@ -90,32 +84,12 @@ class RayLauncher:
         """
         assert spec.worker_id not in self._workers, f"{spec.worker_id} runs already"
         process = RayProcess(self._ray, spec.worker_id, self._launch(spec), self._config, self._environment)
-        process.log = tee(
-            self._log, self._log_directory, spec.worker_id, self._clock, bytes_max=self._log_bytes_max
-        )
+        process.log = self._hearer_of(spec.worker_id)
         try:
             await process.place()
         except OSError as error:
             raise WorkerUnavailable(f"{spec.worker_id}: {error}") from error
-        worker = SupervisedWorker(spec, backend, process, self._clock)
-        self._workers[spec.worker_id] = worker
-        worker.start()
-        return worker
-
-    async def stop(self, worker_id: WorkerId, *, timeout_s: float) -> None:
-        """Drain the worker, up to the timeout, and end its process and its actor. Unknown ids are stopped already."""
-        if (worker := self._workers.pop(worker_id, None)) is not None:
-            await worker.stop(timeout_s)
-
-    def list(self) -> tuple[SupervisedWorker, ...]:
-        """Every worker that was started and not stopped."""
-        return tuple(self._workers.values())
-
-    async def close(self, *, timeout_s: float) -> None:
-        """Stop every worker, all at the same time. The connection to Ray ends with this process."""
-        await asyncio.gather(
-            *(self.stop(worker_id, timeout_s=timeout_s) for worker_id in list(self._workers))
-        )
+        return self._supervise(spec, backend, process)
 
     async def _knock(self) -> None:
         """Ray's client waits for minutes for a cluster that is not there, and may end the process then."""
