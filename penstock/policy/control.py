@@ -10,11 +10,11 @@ its heap. Nothing here is called by itself. After `arrive`, an end, a worker's r
 
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
-from typing import cast
 
 from penstock.clock import NS_PER_S
 from penstock.config.flow import QueueConfig
 from penstock.errors import Draining, Evicted, Overloaded, PenstockError, WorkerError, WorkerUnavailable
+from penstock.policy.account import Accounts
 from penstock.policy.answers import (
     Abort,
     Diverted,
@@ -26,12 +26,12 @@ from penstock.policy.answers import (
     Start,
     Stop,
 )
-from penstock.policy.band import Work, cost
+from penstock.policy.band import Work
 from penstock.policy.fair_queue import Full
 from penstock.policy.flow import Arrival, Event, Flow, State
 from penstock.policy.lane import Lane
-from penstock.policy.life import Life, blocks_of, count, victims, work_of
-from penstock.policy.parts import MoneyHold, Parts, Pass, Refusal, RouteLoad, TokenHold
+from penstock.policy.life import Life, blocks_of, charge, charge_matched, count, victims, work_of
+from penstock.policy.parts import Parts, Pass, RouteLoad
 from penstock.policy.record import Outcome
 from penstock.policy.room import WorkerView
 from penstock.types import RequestId, Usage, WorkerId
@@ -47,6 +47,7 @@ class FlowControl:
     """See the module. One per gateway process, or per simulated gateway."""
 
     __slots__ = (
+        "_accounts",
         "_config",
         "_deaths",
         "_dirty",
@@ -61,6 +62,7 @@ class FlowControl:
 
     def __init__(self, config: QueueConfig, parts: Parts | None = None) -> None:
         self._config, self._parts = config, parts or Parts()
+        self._accounts = Accounts(self._parts)
         self._lives: dict[RequestId, Life] = {}
         self._lanes: dict[str, Lane] = {}
         self._dirty: dict[str, Lane] = {}
@@ -83,33 +85,20 @@ class FlowControl:
         lane = self._lane(now_ns, arrival.route)
         if self._config.no_worker == "refuse" and not lane.rooms.num_ready:
             return Refused(arrival.id, "no_worker", _no_worker(arrival.route))
-        parts, tenant = self._parts, arrival.tenant
-        verdict = parts.admission.decide(now_ns, arrival, self._look(now_ns, arrival))
+        verdict = self._parts.admission.decide(now_ns, arrival, self._look(now_ns, arrival))
         if not isinstance(verdict, Pass):
             return verdict
-        longest = arrival.max_tokens * arrival.choices
-        expected = arrival.choices * parts.lengths.expect(tenant.id, arrival.route, arrival.max_tokens)
-        held = parts.limits.reserve(now_ns, tenant, arrival.prompt_tokens, expected, request_id=arrival.id)
-        if (error := _error_of(held)) is not None:
-            return Refused(arrival.id, "limits", error)
-        tokens = cast("TokenHold", held)
-        budgeted = min(parts.slice_tokens, longest)
-        price = self._price(arrival.route, arrival.prompt_tokens, arrival.cached_tokens, budgeted)
-        reserved = parts.budgets.reserve(now_ns, tenant, price)
-        if (error := _error_of(reserved)) is not None:
-            tokens.undo(now_ns)
-            return Refused(arrival.id, "budget", error)
-        money = cast("MoneyHold", reserved)
-        work = work_of(arrival, now_ns, expected)
+        account = self._accounts.open(now_ns, arrival)
+        if isinstance(account, Refused):
+            return account
+        work = work_of(arrival, now_ns, account.expected)
         dropped = lane.queue.push(now_ns, work)
         if isinstance(dropped, Full):
-            tokens.undo(now_ns)
-            money.undo(now_ns)
+            account.undo(now_ns)
             return Refused(arrival.id, "queue", _full(dropped, lane))
         flow = Flow(arrival, now_ns)
         flow.on(Event.ADMIT, now_ns)
-        self._lives[arrival.id] = life = Life(flow, lane, work, tokens, money)
-        life.budgeted = budgeted
+        self._lives[arrival.id] = Life(flow, lane, work, account)
         self._dirty[lane.route] = lane
         for victim in dropped:
             error = Evicted("gave way to a request of a higher band: the queue is full")
@@ -156,7 +145,7 @@ class FlowControl:
         if cached_tokens is not None:
             flow.cached_tokens = min(cached_tokens, arrival.prompt_tokens)
             if flow.cached_tokens != arrival.cached_tokens:
-                self._charge(life, max(life.expected, flow.completion_tokens))
+                charge(life, max(life.account.expected, flow.completion_tokens))
 
     def output(self, now_ns: int, request_id: RequestId, num_tokens: int) -> Stop | None:
         """So many new tokens came, of all choices together: call it once per slice, not per token.
@@ -171,13 +160,18 @@ class FlowControl:
             self.first_output(now_ns, request_id)
         flow.on(Event.OUTPUT, now_ns)
         flow.completion_tokens = total = flow.completion_tokens + num_tokens
-        life.tokens.renew(now_ns, total)
-        if total > life.expected:
-            life.expected = total
-            self._charge(life, total)
-        if total < life.budgeted or flow.state is State.STOPPING:
+        account = life.account
+        account.tokens.renew(now_ns, total)
+        if total > account.expected:
+            account.expected = total
+            charge(life, total)
+        if total < account.budgeted or flow.state is State.STOPPING:
             return None
-        return self._next_slice(now_ns, life, total)
+        if self._accounts.next_slice(now_ns, account, flow, total):
+            return None
+        flow.on(Event.STOP, now_ns)
+        flow.finish_reason = "budget"
+        return Stop(flow.id, flow.worker)
 
     def ended(
         self,
@@ -355,7 +349,7 @@ class FlowControl:
             flow.on(Event.DISPATCH, now_ns)
             self._parts.health.started(now_ns, lane.route, room.id)
             if work.matched_tokens:
-                self._count_matched(life)
+                charge_matched(life)
             band = lane.queue.band_of(work)
             told.append(Start(work.id, lane.route, room.id, band.config.order, flow.attempts))
         if self._config.shed_kv_above < 1:
@@ -402,36 +396,6 @@ class FlowControl:
         flow.on(Event.EVICT, now_ns)
         return Evict(flow.id, reason, error, worker_id=flow.worker)
 
-    def _next_slice(self, now_ns: int, life: Life, total: int) -> Stop | None:
-        """Hold money for the slice that begins, or end the answer here."""
-        flow, arrival = life.flow, life.flow.arrival
-        life.budgeted = min(
-            total + self._parts.slice_tokens, max(total, arrival.max_tokens * arrival.choices)
-        )
-        cached = max(flow.cached_tokens, 0)
-        price = self._price(life.lane.route, arrival.prompt_tokens, cached, life.budgeted)
-        if life.money.renew(now_ns, price):
-            return None
-        flow.on(Event.STOP, now_ns)
-        flow.finish_reason = "budget"
-        return Stop(flow.id, flow.worker)
-
-    def _charge(self, life: Life, output_tokens: int) -> None:
-        prompt, cached = life.flow.arrival.prompt_tokens, life.flow.cached_tokens
-        life.lane.queue.charge(life.work, cost(prompt - cached, cached, output_tokens))
-
-    def _count_matched(self, life: Life) -> None:
-        """Its worker should have part of the prompt: charge that as cached, until the worker tells."""
-        work = life.work
-        cached = min(work.cached_tokens + work.matched_tokens, life.flow.arrival.prompt_tokens)
-        life.lane.queue.charge(
-            work, cost(life.flow.arrival.prompt_tokens - cached, cached, work.output_tokens)
-        )
-
-    def _price(self, route: str, prompt: int, cached: int, output: int) -> int:
-        usage = Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=output)
-        return self._parts.prices.cost_micros(route, usage)
-
     def _over(
         self, now_ns: int, life: Life, usage: Usage | None, fault: PenstockError | None = None
     ) -> Settled:
@@ -442,7 +406,7 @@ class FlowControl:
         # A prompt counts once the worker has shown or told that it was read, or the client left while it was.
         if flow.first_output_ns >= 0 or flow.outcome in (Outcome.FINISHED, Outcome.CANCELLED):
             flow.prompt_tokens = arrival.prompt_tokens
-            self._charge(life, flow.completion_tokens)
+            charge(life, flow.completion_tokens)
             each = flow.completion_tokens // arrival.choices
             self._parts.lengths.observe(arrival.tenant.id, lane.route, each)
         else:
@@ -464,21 +428,9 @@ class FlowControl:
         life.lane.avoid.pop(flow.id, None)
         if flow.has_begun:  # Also if it waited for another worker to go on.
             flow.prompt_tokens = flow.arrival.prompt_tokens
-        life.tokens.settle(now_ns, flow.prompt_tokens + flow.completion_tokens)
-        price = 0
-        if flow.prompt_tokens or flow.completion_tokens:
-            price = self._price(
-                life.lane.route, flow.prompt_tokens, flow.cached_tokens, flow.completion_tokens
-            )
-        flow.cost_micros = price
-        life.money.settle(now_ns, price)
+        self._accounts.settle(now_ns, life.account, flow)
         assert flow.outcome is not None, "what has ended has an outcome"
         return Settled(flow.id, flow.outcome, flow)
-
-
-def _error_of(answer: object) -> PenstockError | None:
-    """The error of a refusal; None of anything else."""
-    return cast("Refusal", answer).error() if hasattr(answer, "error") else None
 
 
 def _no_worker(route: str) -> WorkerUnavailable:

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from penstock.config.flow import QueueConfig
-from penstock.policy.band import Work
+from penstock.policy.account import Account
+from penstock.policy.band import Work, cost
 from penstock.policy.flow import Arrival, Flow, State
 from penstock.policy.kv_pressure import RunningStream, blocks_to_free, choose_victims
 from penstock.policy.lane import Lane
-from penstock.policy.parts import MoneyHold, TokenHold
 from penstock.policy.room import Room
 from penstock.types import BLOCK_TOKENS, Usage
 
@@ -15,15 +15,10 @@ from penstock.types import BLOCK_TOKENS, Usage
 class Life:
     """One accepted request and what is held for it."""
 
-    __slots__ = ("budgeted", "expected", "flow", "lane", "money", "tokens", "work")
+    __slots__ = ("account", "flow", "lane", "work")
 
-    def __init__(self, flow: Flow, lane: Lane, work: Work, tokens: TokenHold, money: MoneyHold) -> None:
-        self.flow, self.lane, self.work = flow, lane, work
-        self.tokens, self.money = tokens, money
-        self.expected = work.output_tokens
-        """Answer tokens that its fair share was charged for."""
-        self.budgeted = 0
-        """Answer tokens that the budget holds money for."""
+    def __init__(self, flow: Flow, lane: Lane, work: Work, account: Account) -> None:
+        self.flow, self.lane, self.work, self.account = flow, lane, work, account
 
 
 def work_of(arrival: Arrival, now_ns: int, expected: int) -> Work:
@@ -49,6 +44,19 @@ def work_of(arrival: Arrival, now_ns: int, expected: int) -> Work:
         session=arrival.session,
         adapter=arrival.adapter,
     )
+
+
+def charge(life: Life, output_tokens: int) -> None:
+    """Its tenant's fair share pays for the prompt and so much of the answer."""
+    prompt, cached = life.flow.arrival.prompt_tokens, life.flow.cached_tokens
+    life.lane.queue.charge(life.work, cost(prompt - cached, cached, output_tokens))
+
+
+def charge_matched(life: Life) -> None:
+    """Its worker should have part of the prompt: charge that as cached, until the worker tells."""
+    work, prompt = life.work, life.flow.arrival.prompt_tokens
+    cached = min(work.cached_tokens + work.matched_tokens, prompt)
+    life.lane.queue.charge(work, cost(prompt - cached, cached, work.output_tokens))
 
 
 def count(flow: Flow, usage: Usage | None) -> None:
@@ -111,7 +119,7 @@ def victims(config: QueueConfig, lane: Lane, room: Room, lives: Sequence[Life]) 
             id=life.flow.id,
             band_order=life.work.level,
             is_protected=lane.queue.band_of(life.work).config.protected,
-            remaining_tokens=max(0, life.expected - life.flow.completion_tokens),
+            remaining_tokens=max(0, life.account.expected - life.flow.completion_tokens),
             blocks=blocks_held(life),
         )
         for life in lives
