@@ -66,7 +66,11 @@ class QuarantineConfig(Branch, frozen=True, kw_only=True):
     """What happens to a request whose worker's process dies, again and again."""
 
     deaths: Annotated[int, Meta(ge=1, le=100)] = 2
-    """Deaths of which it is the likeliest cause, before it is refused."""
+    """Deaths that it was present at, the last of them as the likeliest cause, before it is refused."""
+    progress_tokens: Count = 16
+    """Who has given so many more tokens than at the last death has shown that it was not the cause of that."""
+    together_ms: Annotated[int, Meta(ge=0, le=60_000)] = 10
+    """Deaths so close to each other may have one cause outside, such as a machine with several workers: they count once."""
     refuse_s: Annotated[float, Meta(ge=1, le=86_400)] = 600.0
     """For so long."""
     suspects_max: Positive = 10_000

@@ -32,6 +32,7 @@ from penstock.policy.flow import Arrival, Event, Flow, State
 from penstock.policy.lane import Lane
 from penstock.policy.life import Life, blocks_of, charge, charge_matched, count, victims, work_of
 from penstock.policy.parts import Parts, Pass, RouteLoad
+from penstock.policy.quarantine import OnBoard
 from penstock.policy.record import Outcome
 from penstock.policy.room import WorkerView
 from penstock.types import RequestId, Usage, WorkerId
@@ -69,8 +70,8 @@ class FlowControl:
         self._timers: list[tuple[int, int, Lane]] = []
         self._timers_set = 0
         self._pending: list[Start | Evict] = []
-        self._deaths: dict[WorkerId, list[Arrival]] = {}
-        """Workers that died since `dispatch` was last called, and who was on them."""
+        self._deaths: dict[WorkerId, tuple[int, list[OnBoard]]] = {}
+        """Workers that died since `dispatch` was last called, when, and who was on them."""
         self._drain_ns: int | None = None
 
     # --- from the front ---------------------------------------------------------------------------
@@ -99,6 +100,7 @@ class FlowControl:
         flow = Flow(arrival, now_ns)
         flow.on(Event.ADMIT, now_ns)
         self._lives[arrival.id] = Life(flow, lane, work, account)
+        lane.suspect(work, self._parts.poison.trial(now_ns, arrival))
         self._dirty[lane.route] = lane
         for victim in dropped:
             error = Evicted("gave way to a request of a higher band: the queue is full")
@@ -223,7 +225,10 @@ class FlowControl:
             flow.error = type(error).__name__
             return self._settle(now_ns, life)
         if isinstance(error, WorkerError) and error.died:
-            self._deaths.setdefault(flow.worker, []).append(flow.arrival)
+            given = flow.completion_tokens if usage is None else usage.completion_tokens
+            is_starting = flow.state is State.STARTED
+            _, on_board = self._deaths.setdefault(flow.worker, (now_ns, []))
+            on_board.append(OnBoard(flow.arrival, is_starting, given))
         again = self._again(now_ns, flow) if retry else None
         if again is not None:
             self._parts.health.ended(now_ns, lane.route, flow.worker, error)
@@ -370,15 +375,18 @@ class FlowControl:
     def _look_for_poison(self, now_ns: int) -> None:
         """Workers have died since the last time: whoever is found to be the cause does not go on to the next one."""
         deaths, self._deaths = self._deaths, {}
-        for on_board in deaths.values():
-            self._parts.poison.died(now_ns, on_board)
-        for arrival in (arrival for on_board in deaths.values() for arrival in on_board):
+        poison = self._parts.poison
+        for at_ns, on_board in deaths.values():
+            poison.died(at_ns, on_board)
+        for arrival in (each.arrival for _, on_board in deaths.values() for each in on_board):
             life = self._lives.get(arrival.id)
             if life is None or life.flow.state is not State.QUEUED:
                 continue
-            if (error := self._parts.poison.refusal(now_ns, arrival)) is not None:
+            if (error := poison.refusal(now_ns, arrival)) is not None:
                 life.lane.queue.remove(life.work)
                 self._pending.append(self._dropped(now_ns, life.work, "quarantine", error))
+            else:
+                life.lane.suspect(life.work, poison.trial(now_ns, arrival))
 
     def _evict_all(self, now_ns: int, told: list[Start | Evict]) -> None:
         error = Draining("this server went away before the answer was finished")
@@ -425,7 +433,7 @@ class FlowControl:
         """Exactly once for each accepted request: it is out of the queue and off its worker."""
         flow = life.flow
         del self._lives[flow.id]
-        life.lane.avoid.pop(flow.id, None)
+        life.lane.forget(life.work)
         if flow.has_begun:  # Also if it waited for another worker to go on.
             flow.prompt_tokens = flow.arrival.prompt_tokens
         self._accounts.settle(now_ns, life.account, flow)

@@ -268,6 +268,12 @@ class Flow:
         assert self.outcome is not None, "the event that ended it decided how"
         started, first = self.dispatched_ns, self.first_output_ns
         ran_until = first if first >= 0 else self.ended_ns
+        if self.queued_ns > started:
+            ran_until = min(ran_until, self.queued_ns)  # It ended while it waited for another attempt.
+        prefill_ns = max(0, ran_until - started) if started >= 0 else 0
+        # A wait in the middle of the answer is in the queue's time.
+        rest_ns = self.ended_ns - self.arrived_ns - self.queue_ns - prefill_ns
+        decode_ns = min(self.ended_ns - first, rest_ns) if first >= 0 else 0
         return UsageRecord(
             request_id=arrival.id,
             ended_ns=wall_ns,
@@ -291,8 +297,8 @@ class Flow:
             completion_tokens=self.completion_tokens,
             attempts=self.attempts,
             queue_us=(self.queue_ns + usage.queue_ns) // 1000,
-            prefill_us=(usage.prefill_ns or (max(0, ran_until - started) if started >= 0 else 0)) // 1000,
-            decode_us=(usage.decode_ns or (self.ended_ns - first if first >= 0 else 0)) // 1000,
+            prefill_us=(usage.prefill_ns or prefill_ns) // 1000,
+            decode_us=(usage.decode_ns or decode_ns) // 1000,
             total_us=(self.ended_ns - self.arrived_ns) // 1000,
             ttft_us=(first - self.arrived_ns) // 1000 if first >= 0 else 0,
             kv_block_us=usage.kv_block_ns // 1000,

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from penstock.clock import NS_PER_S
@@ -9,6 +10,7 @@ from penstock.config.flow import QueueConfig
 from penstock.policy.band import Work
 from penstock.policy.fair_queue import FairQueue
 from penstock.policy.parts import Health, Hold, Placement, RouteLoad
+from penstock.policy.quarantine import Trial
 from penstock.policy.room import Room, Rooms, WorkerView, uncached_tokens
 from penstock.types import RequestId, Usage, WorkerId
 
@@ -21,11 +23,20 @@ _PACE = 8
 _NOBODY: Collection[WorkerId] = ()
 
 
+@dataclass(slots=True)
+class _Tried:
+    """A request under suspicion."""
+
+    trial: Trial
+    worker: WorkerId | None = None
+    """Where it is starting; None while it waits."""
+
+
 class Lane:
     """What waits for one model, and who could run it."""
 
     __slots__ = (
-        "_config", "_down_ns", "_found", "_health", "_holds", "_last_ns", "_no_worker_ns", "_now_ns", "avoid", "gap_ns",
+        "_config", "_down_ns", "_found", "_health", "_holds", "_last_ns", "_no_worker_ns", "_now_ns", "_suspects", "avoid", "gap_ns",
         "held", "placement", "queue", "rooms", "route", "starting_tokens", "timer_ns",
     )  # fmt: skip
 
@@ -38,6 +49,8 @@ class Lane:
         """Too large for the room there was for too long: a worker is kept free for it."""
         self.avoid: dict[RequestId, set[WorkerId]] = {}
         """Requests that were tried before -> the workers where that failed."""
+        self._suspects: dict[RequestId, _Tried] = {}
+        """Requests under suspicion that have given nothing since."""
         self.starting_tokens = 0
         """Prompt tokens of what was started and has shown no output."""
         self.timer_ns: int | None = None
@@ -79,6 +92,8 @@ class Lane:
             return None
         assert room is not None, "what fits has a place"
         rooms.book(room, work)
+        if self._suspects and work.id in self._suspects:
+            self._suspects[work.id].worker = room.id
         self.starting_tokens += uncached_tokens(work)
         self.placement.started(now_ns, work, room)
         self._pace(now_ns)
@@ -88,10 +103,23 @@ class Lane:
         """It failed there, and will wait for another attempt."""
         self.avoid.setdefault(work.id, set()).add(worker_id)
         work.hold_ns = 0
+        if work.id in self._suspects:
+            self._suspects[work.id].worker = None
+
+    def suspect(self, work: Work, trial: Trial | None) -> None:
+        """It waits, and may be what a worker died of: until its next output it is beside others only as `trial` says."""
+        if trial is not None:
+            self._suspects[work.id] = _Tried(trial)
+
+    def forget(self, work: Work) -> None:
+        """It has ended."""
+        self.avoid.pop(work.id, None)
+        self._suspects.pop(work.id, None)
 
     def begin(self, now_ns: int, worker_id: WorkerId, work: Work) -> None:
         """Its first output was seen."""
         self._begin(worker_id, work)
+        self._suspects.pop(work.id, None)
         room = self.rooms.get(worker_id)
         assert room is not None, f"{worker_id} is not known"
         self.placement.began(now_ns, work, room)
@@ -182,7 +210,7 @@ class Lane:
 
     def _fits(self, work: Work) -> bool:
         now_ns = self._now_ns
-        blocked = self._health.blocked(now_ns, self.route)
+        blocked = self._blocked(now_ns, work)
         if work.hold_ns > now_ns and self._is_held(work, blocked):
             return False
         avoid = self.avoid.get(work.id, _NOBODY) if self.avoid else _NOBODY
@@ -199,6 +227,15 @@ class Lane:
         self._found = found
         return found is not None
 
+    def _blocked(self, now_ns: int, work: Work) -> frozenset[WorkerId]:
+        """Workers that this request must not be given to now."""
+        blocked = self._health.blocked(now_ns, self.route)
+        if not self._suspects or (tried := self._suspects.get(work.id)) is None:
+            return blocked
+        alone = tried.trial is Trial.ALONE
+        others = (each for each in self._suspects.values() if alone or each.trial is Trial.ALONE)
+        return blocked.union(each.worker for each in others if each.worker is not None)
+
     def _is_held(self, work: Work, blocked: Collection[WorkerId]) -> bool:
         """Whether it goes on waiting for the warm worker: that is still there, and still has no room."""
         room = self.rooms.get(work.hold_for)
@@ -208,12 +245,11 @@ class Lane:
         """Keep a worker free for whoever was passed over too long, until it fits there."""
         if self.held is not None:
             kept = self.rooms.held
-            blocked = self._health.blocked(now_ns, self.route)
-            if not self.held.waiting or kept is None or kept.id in blocked:
+            if not self.held.waiting or kept is None or kept.id in self._blocked(now_ns, self.held):
                 self._unhold()
         if self.held is None:
             work = self.queue.overdue(now_ns)
-            if work is None or self.rooms.hold(work, self._health.blocked(now_ns, self.route)) is None:
+            if work is None or self.rooms.hold(work, self._blocked(now_ns, work)) is None:
                 return None, None
             self.held = work
         held, room = self.held, self.rooms.held
@@ -229,7 +265,9 @@ class Lane:
         room, band = self.rooms.held, self.queue.band_of(held)
         if room is None or room.num_free < 1 or now_ns - held.aside_ns >= band.starvation_ns:
             return None, None
-        work = self.queue.pop(now_ns, room.fits, above=held.level)
+        work = self.queue.pop(
+            now_ns, lambda each: each.id not in self._suspects and room.fits(each), above=held.level
+        )
         if work is not None:
             work.matched_tokens = 0
         return work, room
@@ -261,4 +299,7 @@ class Lane:
         self.queue.check_invariants()
         self.rooms.check_invariants()
         assert self.starting_tokens >= 0
+        for one in self._suspects.values():
+            beside = sum(each.worker == one.worker for each in self._suspects.values())
+            assert one.worker is None or one.trial is not Trial.ALONE or beside == 1, "it is not alone"
         assert (self.held is None) == (self.rooms.held is None) or self.held is not None

@@ -14,6 +14,7 @@ from penstock.errors import PenstockError
 from penstock.policy.answers import Diverted, Refused
 from penstock.policy.band import Work
 from penstock.policy.flow import Arrival
+from penstock.policy.quarantine import OnBoard, Trial
 from penstock.policy.room import Room, Rooms
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId, Usage, WorkerId
@@ -219,7 +220,11 @@ class Poison(Protocol):
         """Why it is refused; None if it is not."""
         ...
 
-    def died(self, now_ns: int, on_board: Sequence[Arrival]) -> None:
+    def trial(self, now_ns: int, arrival: Arrival) -> Trial | None:
+        """How it is started if it is under suspicion; None if it is not."""
+        ...
+
+    def died(self, now_ns: int, on_board: Sequence[OnBoard]) -> None:
         """A worker's process ended, with these requests on it."""
         ...
 
@@ -392,7 +397,10 @@ class NoPoison:
     def refusal(self, now_ns: int, arrival: Arrival) -> None:
         """Nobody is refused."""
 
-    def died(self, now_ns: int, on_board: Sequence[Arrival]) -> None:
+    def trial(self, now_ns: int, arrival: Arrival) -> None:
+        """Nobody is."""
+
+    def died(self, now_ns: int, on_board: Sequence[OnBoard]) -> None:
         """Nothing is learned."""
 
     def ended_well(self, arrival: Arrival) -> None:

@@ -165,10 +165,12 @@ def region_failover(knobs: Knobs) -> Setup:
 
 
 def _check_poison(played: Played, _: Played | None) -> Sequence[Finding]:
+    found = [record for record in played.records if record.reason == "quarantine"]
     return (
         answered(played),
-        at_most("attempts of one request", max(record.attempts for record in played.records), 4),
-        at_most("requests that ended with an error of ours", failed_share(played) * len(played.records), 1),
+        at_least("requests that were found to be the cause", len(found), 1),
+        at_most("workers that it took", max((record.attempts for record in found), default=0), 2),
+        at_most("requests that ended with an error of ours", failed_share(played) * len(played.records), 0),
         at_least("good share of requests that came later", late_share(played), 0.95),
     )
 
@@ -177,9 +179,9 @@ def _check_poison(played: Played, _: Played | None) -> Sequence[Finding]:
 def poison_request(knobs: Knobs) -> Setup:
     """One request brings down every worker that computes it: does it take the fleet with it?
 
-    It is tried three times, then fails for good, and it alone: streams that were beside it move and go on, and workers come back.
-    Quarantine convicts it sooner if nobody else was there at every death.
+    Whoever was starting when the first worker died starts again alone, so the second death has one cause, which is refused. Streams
+    that were beside it move and go on, and workers come back.
     """
-    source = chat(knobs, 0.35, 4, callers=Callers(tenants=even(8), patience_s=30.0))
+    source = chat(knobs, 0.5, 4, callers=Callers(tenants=even(8), patience_s=30.0))
     faults = [fault(FaultKind.POISON, target=100)]
     return setup(knobs, [pool(knobs, workers=4, cold_start_s=5)], [source], seconds=55, faults=faults)

@@ -114,24 +114,24 @@ def died() -> PenstockError:
 def test_a_request_that_killed_two_workers_does_not_reach_the_third_and_is_refused_for_a_while() -> None:
     made = control(W, V, U, quarantine=QuarantineConfig(refuse_s=60))
     accept(made, "a", prompt=(6, 6, 6))
-    for _ in range(2):
-        (worker,) = starts(made).values()
-        made.first_output(0, RequestId("a"))
-        made.set_worker(0, "m", worker, None)
-        made.failed(0, RequestId("a"), died(), retry=True)
-    (evict,) = made.dispatch(0)
+    for now_ns in (0, S):
+        (worker,) = starts(made, now_ns).values()
+        made.first_output(now_ns, RequestId("a"))
+        made.set_worker(now_ns, "m", worker, None)
+        made.failed(now_ns, RequestId("a"), died(), retry=True)
+    (evict,) = made.dispatch(S)
     assert isinstance(evict, Evict)
     assert (evict.reason, type(evict.error)) == ("quarantine", PoisonRequest)
-    again = made.arrive(S, arrival("b", (6, 6, 6)))
+    again = made.arrive(2 * S, arrival("b", (6, 6, 6)))
     assert isinstance(again, Refused)
     assert (again.reason, str(again.error)) == (
         "quarantine",
         "Workers have ended while they computed this prompt. It is refused for another 59 s.",
     )
-    accept(made, "c", S, prompt=(6, 6, 7))
-    assert starts(made, S) == {"c": U}
-    accept(made, "d", 61 * S, prompt=(6, 6, 6))
-    assert starts(made, 61 * S) == {"d": U}
+    accept(made, "c", 2 * S, prompt=(6, 6, 7))
+    assert starts(made, 2 * S) == {"c": U}
+    accept(made, "d", 62 * S, prompt=(6, 6, 6))
+    assert starts(made, 62 * S) == {"d": U}
 
 
 def test_workers_that_are_killed_under_load_convict_nobody() -> None:
