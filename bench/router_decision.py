@@ -1,4 +1,4 @@
-"""What one placement decision costs in CPU: the router at 64 and 1,000 workers, beside least-loaded.
+"""What one placement decision costs in CPU: the router at 1, 64 and 1,000 workers, beside least-loaded.
 
     python bench/router_decision.py [--json] [--seconds S]
 
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0)
     args = parser.parse_args()
     found: dict[str, dict[str, float]] = {}
-    for num_workers in (64, 1000):
+    for num_workers in (1, 64, 1000):
         row = found[str(num_workers)] = {}
         for policy in ("least_loaded", "ttft", "weighted"):
             decision, request = cost_us(rig(policy, num_workers, 7), num_workers, args.seconds)

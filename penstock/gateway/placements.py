@@ -9,6 +9,7 @@ from penstock.policy.locality import Locality
 from penstock.policy.parts import LeastLoaded, Placement
 from penstock.policy.pick import Decision
 from penstock.policy.route import Router
+from penstock.policy.score import score_policy
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 
@@ -47,20 +48,22 @@ class Placements:
     def _count(self, decision: Decision) -> None:
         self._metrics.placed(decision.route, decision.config.policy, decision.choice.reason)
         picked = decision.picked
-        if picked is not None and decision.choice.reason not in ("none", "hold"):
+        if picked is not None and decision.looked_up and decision.choice.reason not in ("none", "hold"):
             matched = picked.device_tokens + picked.host_tokens
             self._metrics.matched(decision.route, matched / max(1, decision.request.prompt_tokens))
 
     def _write(self, decision: Decision) -> None:
         picked, choice = decision.picked, decision.choice
-        score = decision.scores[choice.index] if picked is not None else None
+        score = 0.0
+        if picked is not None:
+            score = score_policy(decision.config).score(decision.request, picked).total
         self._log.info(
             "placed",
             request_id=decision.request_id,
             model=decision.route,
             worker=picked.worker if picked is not None else "",
             reason=choice.reason,
-            score=round(score.total, 4) if score is not None else 0.0,
+            score=round(score, 4),
             candidates=len(decision.candidates),
             cached_tokens=picked.device_tokens + picked.host_tokens if picked is not None else 0,
             prompt_tokens=decision.request.prompt_tokens,

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.policy.pick import Decision
+from penstock.policy.pick import Decision, score_all
 from penstock.policy.score import score_policy
 from penstock.types import RequestId
 
@@ -66,8 +66,9 @@ class DecisionLog:
 def explain(decision: Decision) -> dict[str, Any]:
     """A decision as plain data: its candidates with the parts of their scores, best first, and why one of them was picked."""
     policy, choice = score_policy(decision.config), decision.choice
+    scores = score_all(policy, decision.request, decision.candidates)
     rows: list[tuple[float, int, dict[str, Any]]] = []
-    for worker, score in zip(decision.candidates, decision.scores, strict=True):
+    for worker, score in zip(decision.candidates, scores, strict=True):
         row: dict[str, Any] = {"worker": worker.worker}
         if score is None:
             row["filtered"] = worker.filtered

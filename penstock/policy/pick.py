@@ -50,7 +50,7 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """One choice with everything that it was made of: kept, explained and replayed."""
+    """One choice with everything that it was made of: kept, explained and replayed. Scores are made again from the facts."""
 
     request_id: RequestId
     route: str
@@ -58,10 +58,10 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     config: PlacementConfig
     request: RequestFacts
     candidates: tuple[WorkerFacts, ...]
-    scores: tuple[Score | None, ...]
-    """None for candidates that were filtered."""
     draws: tuple[int, ...]
     choice: Choice
+    looked_up: bool = True
+    """Whether anybody asked where the prompt is cached; a worker that is alone gets it wherever that is."""
 
     @property
     def picked(self) -> WorkerFacts | None:
@@ -71,9 +71,22 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 def score_all(
     policy: ScorePolicy, request: RequestFacts, candidates: Sequence[WorkerFacts]
-) -> tuple[Score | None, ...]:
+) -> list[Score | None]:
     """Every candidate's score; None for those that were filtered."""
-    return tuple([None if worker.filtered else policy.score(request, worker) for worker in candidates])
+    return [None if worker.filtered else policy.score(request, worker) for worker in candidates]
+
+
+def choose_only(request: RequestFacts, worker: WorkerFacts) -> Choice:
+    """What `choose` says where there is one candidate, whatever it would score."""
+    if worker.filtered or not worker.has_room:
+        return _NONE if worker.filtered else _NOT_YET
+    if worker.is_avoided:
+        return _AVOID
+    return _RELEASED if request.was_held else _ONLY
+
+
+_NONE, _NOT_YET = Choice(-1, "none"), Choice(0, "none")
+_AVOID, _RELEASED, _ONLY = Choice(0, "avoid"), Choice(0, "released"), Choice(0, "only")
 
 
 def choose(
@@ -85,32 +98,35 @@ def choose(
     draw: Draw,
 ) -> Choice:
     """Which of the candidates gets the request."""
-    ranked = sorted(
-        (score.total, candidates[i].turn, candidates[i].number, i)
-        for i, score in enumerate(scores)
+    ranked = [
+        (score.total, worker.turn, worker.number, i)
+        for i, (worker, score) in enumerate(zip(candidates, scores, strict=True))
         if score is not None
-    )
-    open_now = [
-        entry for entry in ranked if candidates[entry[3]].has_room and not candidates[entry[3]].is_avoided
     ]
+    ranked.sort()
+    open_now: list[tuple[float, int]] = []
+    for total, _, _, i in ranked:
+        worker = candidates[i]
+        if worker.has_room and not worker.is_avoided:
+            open_now.append((total, i))
     if not open_now:
         again = [i for *_, i in ranked if candidates[i].has_room]
         return Choice(again[0], "avoid") if again else Choice(ranked[0][3] if ranked else -1, "none")
-    best, _, _, index = open_now[0]
-    if ranked[0][3] != index and not request.was_held:
-        hold_s = _worth_holding_s(config, candidates, scores, ranked[0][3], index)
+    (best, index), wanted = open_now[0], ranked[0][3]
+    if wanted != index and not request.was_held:
+        hold_s = _worth_holding_s(config, candidates, scores, wanted, index)
         if hold_s > 0:
-            return Choice(ranked[0][3], "hold", hold_s)
+            return Choice(wanted, "hold", hold_s)
     if len(open_now) == 1:
         return Choice(index, "released" if request.was_held else "only")
     if config.explore and draw(DRAW_UNIT) < config.explore * DRAW_UNIT:
         within = best + policy.margin(best, _EXPLORE_WITHIN)
-        pool = [i for total, _, _, i in open_now if total <= within]
+        pool = [i for total, i in open_now if total <= within]
         return Choice(pool[draw(len(pool))], "explore")
     within = best + policy.margin(best, config.tie)
-    near = [i for total, _, _, i in open_now if total <= within]
-    if len(near) == 1:
+    if open_now[1][0] > within:
         return Choice(index, "released" if request.was_held else "best")
+    near = [i for total, i in open_now if total <= within]
     for i in near:
         if candidates[i].is_session:
             return Choice(i, "session")

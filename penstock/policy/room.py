@@ -5,8 +5,8 @@ cannot be known otherwise: streams of other gateways, and KV blocks that are rea
 has shown no output may not be in the last report, so its blocks count until its first output.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator
-from heapq import heapify, heappop, heappush
 from itertools import islice
 
 import msgspec
@@ -46,7 +46,8 @@ class Room:
     """One worker's."""
 
     __slots__ = (
-        "begun", "booked", "entry", "gone", "held", "id", "number", "others", "pending_blocks", "pending_tokens", "slots", "turn", "view",
+        "alone", "begun", "booked", "gone", "held", "id", "number", "others", "pending_blocks", "pending_tokens", "rank", "slots", "turn",
+        "view",
     )  # fmt: skip
 
     def __init__(self, worker_id: WorkerId, number: int) -> None:
@@ -67,7 +68,10 @@ class Room:
         """Nobody reports for it any more."""
         self.held = False
         """Kept free for a large request."""
-        self.entry = 0
+        self.alone = False
+        """Its model has no other worker: there is nothing to choose."""
+        self.rank: _Rank | None = None
+        """Where it stands among those that could start a stream; None: it could not, or is kept free."""
         self.turn = 0
         """When it was last given something, as a count of starts: of equally loaded workers the one that waited longest is next,
         so that the caches of all fill."""
@@ -89,27 +93,22 @@ class Room:
         return not total or work.blocks <= total - self.view.kv_blocks_used - self.pending_blocks
 
 
+_Rank = tuple[int, int, int, Room]
+"""Load, turn and number: who is least loaded, then waited longest; of equals the one that came first."""
+
+
 class Rooms:
-    """The workers of one model, least loaded first. O(log n) for all but `hold`, which is rare."""
+    """The workers of one model, least loaded first. O(log n) for all but `hold`, which is rare, and joining when there was one."""
 
     __slots__ = (
-        "_adapters",
-        "_config",
-        "_fresh",
-        "_heap",
-        "_next",
-        "_rooms",
-        "_starts",
-        "held",
-        "num_ready",
-        "num_running",
-        "num_slots",
-    )
+        "_adapters", "_config", "_fresh", "_next", "_open", "_rooms", "_starts", "held", "num_ready", "num_running", "num_slots",
+    )  # fmt: skip
 
     def __init__(self, config: QueueConfig) -> None:
         self._config = config
         self._rooms: dict[WorkerId, Room] = {}
-        self._heap: list[tuple[int, int, int, int, Room]] = []
+        # Sorted. Moving one in a list of a thousand takes less than one comparison of tuples, and the first ones are a slice.
+        self._open: list[_Rank] = []
         self._next = self._starts = 0
         self._adapters: dict[str, dict[WorkerId, None]] = {}
         self._fresh: dict[WorkerId, Room] = {}
@@ -126,6 +125,7 @@ class Rooms:
                 return None
             room = self._rooms[worker_id] = Room(worker_id, self._next)
             self._next += 1
+            self._count_alone()
         before = (room.view.ready, room.slots if room.view.ready else 0)
         had, room.view, room.gone = room.view.adapters, view or WorkerView(ready=False), view is None
         if room.view.adapters != had:
@@ -154,12 +154,14 @@ class Rooms:
         """The worker's room; None if it is not known."""
         return self._rooms.get(worker_id)
 
+    @property
+    def only(self) -> Room | None:
+        """The worker that has no other beside it, ready or not; None if there are several, or none."""
+        return next(iter(self._rooms.values())) if len(self._rooms) == 1 else None
+
     def has_room(self) -> bool:
         """Whether any worker, but one that is held, could start a stream."""
-        heap = self._heap
-        while heap and heap[0][3] != heap[0][4].entry:
-            heappop(heap)
-        return bool(heap)
+        return bool(self._open)
 
     def residents(self, adapter: str, count: int) -> list[WorkerId]:
         """Up to `count` workers that have the adapter loaded, as they told."""
@@ -169,34 +171,17 @@ class Rooms:
         self, work: Work, avoid: Collection[WorkerId] = (), blocked: Collection[WorkerId] = ()
     ) -> Room | None:
         """The least loaded worker on which a request fits now: never one that is `blocked`, if possible none to `avoid`."""
-        heap, other = self._heap, None
-        if not avoid and not blocked and self.has_room():  # The ordinary case, without a list.
-            room = heap[0][4]
-            if room.fits(work):
-                return room
-        looked: list[tuple[int, int, int, int, Room]] = []
-        found: Room | None = None
-        looks = _LOOKS_MAX + len(avoid) + len(blocked)
-        while len(looked) < looks and self.has_room():
-            room = heap[0][4]
+        other: Room | None = None
+        for *_, room in self._open[: _LOOKS_MAX + len(avoid) + len(blocked)]:
             if room.id not in blocked and room.fits(work):
                 if room.id not in avoid:
-                    found = room
-                    break
+                    return room
                 other = other or room
-            looked.append(heappop(heap))
-        for entry in looked:
-            heappush(heap, entry)
-        return found or other
+        return other
 
     def least_loaded(self, count: int) -> list[Room]:
-        """Up to `count` workers that could start a stream, least loaded first. O(count log n)."""
-        heap, found = self._heap, list[tuple[int, int, int, int, Room]]()
-        while len(found) < count and self.has_room():
-            found.append(heappop(heap))
-        for entry in found:
-            heappush(heap, entry)
-        return [entry[4] for entry in found]
+        """Up to `count` workers that could start a stream, least loaded first. O(count)."""
+        return [rank[3] for rank in self._open[:count]]
 
     def book(self, room: Room, work: Work) -> None:
         """It was started there."""
@@ -240,7 +225,7 @@ class Rooms:
             key=lambda room: (room.slots < work.streams, _blocks_short(room, work), _load(room), room.number),
         )
         best.held, self.held = True, best
-        best.entry += 1
+        self._enter(best)
         return best
 
     def unhold(self) -> None:
@@ -260,13 +245,22 @@ class Rooms:
         return iter(self._rooms.values())
 
     def _enter(self, room: Room) -> None:
-        room.entry += 1
-        if room.held or room.num_free < 1:
-            return
-        if len(self._heap) > 4 * len(self._rooms) + 16:
-            self._heap = [entry for entry in self._heap if entry[3] == entry[4].entry]
-            heapify(self._heap)
-        heappush(self._heap, (_load(room), room.turn, room.number, room.entry, room))
+        """Put it where it belongs now: its load, its turn or whether it has room may have changed."""
+        self._leave(room)
+        if not room.held and room.num_free >= 1:
+            room.rank = (_load(room), room.turn, room.number, room)
+            insort(self._open, room.rank)
+
+    def _leave(self, room: Room) -> None:
+        if room.rank is not None:
+            del self._open[bisect_left(self._open, room.rank)]
+            room.rank = None
+
+    def _count_alone(self) -> None:
+        """A worker came or went. More than two need no look: none of them was alone, or is."""
+        if len(self._rooms) <= 2:
+            for room in self._rooms.values():
+                room.alone = len(self._rooms) == 1
 
     def _reside(self, worker: WorkerId, had: frozenset[str], has: frozenset[str]) -> None:
         """Keep the workers of each adapter."""
@@ -279,9 +273,10 @@ class Rooms:
             self._adapters.setdefault(adapter, {})[worker] = None
 
     def _drop(self, room: Room) -> None:
-        room.entry += 1
+        self._leave(room)
         self.num_running -= room.others
         del self._rooms[room.id]
+        self._count_alone()
         self._fresh.pop(room.id, None)
 
     def check_invariants(self) -> None:
@@ -290,7 +285,9 @@ class Rooms:
         assert self.num_ready == sum(room.view.ready for room in rooms)
         assert self.num_running == sum(room.booked + room.others for room in rooms)
         assert self.num_slots == sum(room.slots for room in rooms if room.view.ready)
-        entered = {id(entry[4]) for entry in self._heap if entry[3] == entry[4].entry}
+        assert self._open == sorted(self._open)
+        entered = {id(rank[3]) for rank in self._open}
+        assert len(entered) == len(self._open)
         for room in rooms:
             assert room.booked >= 0, room.id
             assert room.pending_blocks >= 0, room.id
@@ -298,6 +295,8 @@ class Rooms:
             assert bool(room.begun) == bool(room.booked), room.id
             assert (id(room) in entered) == (room.num_free >= 1 and not room.held), room.id
             assert room.held == (room is self.held), room.id
+            assert room.alone == (len(rooms) == 1), room.id
+            assert room.rank in (None, (_load(room), room.turn, room.number, room)), room.id
 
 
 def uncached_tokens(work: Work) -> int:

@@ -7,19 +7,23 @@
 
 One per model; fulfils `parts.Placement`. A decision looks at a bounded number of workers, however large the fleet is.
 Load is what `Rooms` has booked since dispatch; what workers report only corrects it.
+
+A worker that is alone gets what fits on it: no prompt is hashed, looked up, predicted or audited, and nothing is learned,
+because nothing could be chosen by it. Its own events keep the index up to date for the day when another worker comes.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from penstock.clock import NS_PER_S
 from penstock.config.placement import PlacementConfig
-from penstock.kv.prefix_index import Held
+from penstock.kv.prefix_index import NOTHING_HELD, Held
 from penstock.policy.band import Work
 from penstock.policy.decision_log import DecisionLog
 from penstock.policy.locality import NOTHING_LOCATED, LastWorkers, Locality, Located, NoLocality
 from penstock.policy.parts import Hold
-from penstock.policy.pick import Decision, Draw, choose, score_all
+from penstock.policy.pick import Choice, Decision, Draw, choose, choose_only, score_all
 from penstock.policy.room import Room, Rooms, uncached_tokens
 from penstock.policy.score import RequestFacts, WorkerFacts, score_policy
 from penstock.policy.speed import Ran, Speeds
@@ -29,6 +33,7 @@ _WIDE = 64
 """Workers that are looked at, least loaded first, when no candidate may have the request."""
 _ADAPTERS_MAX = 4096
 _NOBODY = WorkerId("")
+_NOBODY_WAITS: Mapping[WorkerId, int] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -86,12 +91,9 @@ class Router:
         look = _Look(now_ns, work, rooms, avoid, blocked)
         if work.aside and not self._may_fit(look):
             return None
-        self._held.pop(work.id, None)
-        if work.keys is not None:
-            look.located = self._locality.match(now_ns, work.keys)
-        if work.session:
-            look.session = self._sessions.of(now_ns, work.session)
-        decision = self._decide(look)
+        if self._held:
+            self._held.pop(work.id, None)
+        decision = self._decide(look) if (only := rooms.only) is None else self._decide_only(look, only)
         picked, choice = decision.picked, decision.choice
         if choice.reason == "none":
             work.hold_for = picked.worker if picked is not None else _NOBODY
@@ -108,6 +110,12 @@ class Router:
 
     def started(self, now_ns: int, work: Work, room: Room) -> None:
         """See `parts.Placement`."""
+        if work.session:
+            self._sessions.put(now_ns, work.session, room.id)
+        if work.adapter:
+            self._adapters.put(now_ns, work.adapter, room.id)
+        if room.alone:
+            return
         running = room.booked + room.others
         rows = room.view.max_running
         self._sent[work.id] = _Sent(
@@ -118,10 +126,6 @@ class Router:
         )
         if work.keys is not None:
             self._locality.sent(now_ns, room.id, work.keys)
-        if work.session:
-            self._sessions.put(now_ns, work.session, room.id)
-        if work.adapter:
-            self._adapters.put(now_ns, work.adapter, room.id)
 
     def began(self, now_ns: int, work: Work, room: Room) -> None:
         """See `parts.Placement`."""
@@ -163,11 +167,12 @@ class Router:
         """The workers worth looking at, each once, in an order that does not depend on chance."""
         rooms, work, config = look.rooms, look.work, self._config
         found: dict[WorkerId, WorkerFacts] = {}
-        for worker, held in look.located.holders():
-            if len(found) >= config.holders_max:
-                break
-            if (room := rooms.get(worker)) is not None:
-                found[worker] = self._facts(look, room, held)
+        if config.holders_max:
+            for worker, held in look.located.holders():
+                if (room := rooms.get(worker)) is not None:
+                    found[worker] = self._facts(look, room, held)
+                    if len(found) >= config.holders_max:
+                        break
         names = [] if look.session is None else [look.session]
         if work.adapter:
             names += rooms.residents(work.adapter, config.least_loaded)
@@ -182,59 +187,90 @@ class Router:
 
     def _facts(self, look: "_Look", room: Room, held: Held) -> WorkerFacts:
         """What is known of a worker for this request."""
-        work, view = look.work, room.view
-        device = min(held.device * BLOCK_TOKENS, work.prompt_tokens)
+        work, view, worker = look.work, room.view, room.id
+        device = host = 0
+        if held is not NOTHING_HELD:
+            device = min(held.device * BLOCK_TOKENS, work.prompt_tokens)
+            host = min(held.host * BLOCK_TOKENS, work.prompt_tokens - device)
         adapters = view.adapters
-        return WorkerFacts(
-            worker=room.id,
-            number=room.number,
-            turn=room.turn,
-            filtered=_filter(work, room, look.blocked),
-            has_room=not room.held and room.fits(work),
-            is_avoided=room.id in look.avoid,
-            is_session=room.id == look.session,
-            device_tokens=device,
-            host_tokens=min(held.host * BLOCK_TOKENS, work.prompt_tokens - device),
-            backlog_tokens=room.pending_tokens,
-            running=room.booked + room.others,
-            rows=view.max_running,
-            slots=max(1, room.slots),
-            held=self._num_held(look.now_ns, room.id) if self._held else 0,
-            kv_blocks=view.kv_blocks_total,
-            kv_blocks_used=view.kv_blocks_used + room.pending_blocks,
-            has_adapter=not work.adapter or (adapters is not None and work.adapter in adapters),
-            speed=self.speeds.of(view.kind),
+        return WorkerFacts(  # In the order of its fields: half of what a candidate costs were their names.
+            worker,
+            room.number,
+            room.turn,
+            _filter(work, room, look.blocked),
+            not room.held and room.fits(work),
+            worker in look.avoid,
+            worker == look.session,
+            device,
+            host,
+            room.pending_tokens,
+            room.booked + room.others,
+            view.max_running,
+            room.slots or 1,
+            look.waiting.get(worker, 0),
+            view.kv_blocks_total,
+            view.kv_blocks_used + room.pending_blocks,
+            not work.adapter or (adapters is not None and work.adapter in adapters),
+            self.speeds.of(view.kind),
         )
+
+    def _decide_only(self, look: "_Look", room: Room) -> Decision:
+        """There is nothing to choose: whether the worker that is alone can start it now."""
+        request, worker = self._request(look), self._facts(look, room, NOTHING_HELD)
+        return self._decision(look, request, [worker], choose_only(request, worker), looked_up=False)
 
     def _decide(self, look: "_Look") -> Decision:
         """One decision, with all that it is made of."""
-        work, policy = look.work, self.policy
-        request = RequestFacts(
+        now_ns, work, policy, config = look.now_ns, look.work, self.policy, self._config
+        if work.keys is not None:
+            look.located = self._locality.match(now_ns, work.keys)
+        if work.session:
+            look.session = self._sessions.of(now_ns, work.session)
+        request = self._request(look)
+        candidates = self._candidates(look)
+        scores = score_all(policy, request, candidates)
+        choice = choose(policy, config, request, candidates, scores, self._drawing)
+        if choice.reason == "none" and (others := self._others(look, candidates)):
+            candidates += others
+            scores = score_all(policy, request, candidates)
+            choice = choose(policy, config, request, candidates, scores, self._drawing)
+        return self._decision(look, request, candidates, choice, looked_up=True)
+
+    def _request(self, look: "_Look") -> RequestFacts:
+        """What is known of the request; and who else waits for which worker, if anybody does."""
+        work = look.work
+        if self._held:
+            look.waiting = self._count_held(look.now_ns)
+        return RequestFacts(
             prompt_tokens=work.prompt_tokens,
             output_tokens=work.output_tokens,
             streams=work.streams,
             level=max(0, work.level),
             needs_adapter=bool(work.adapter),
-            was_held=work.hold_ns != 0 or not self._may_hold(look.now_ns),
+            was_held=work.hold_ns != 0 or len(self._held) >= self._config.holds_max,
         )
+
+    def _decision(
+        self,
+        look: "_Look",
+        request: RequestFacts,
+        candidates: list[WorkerFacts],
+        choice: Choice,
+        *,
+        looked_up: bool,
+    ) -> Decision:
+        drawn = tuple(self._drawn)
         self._drawn.clear()
-        candidates = self._candidates(look)
-        scores = score_all(policy, request, candidates)
-        choice = choose(policy, self._config, request, candidates, scores, self._drawing)
-        if choice.reason == "none" and (others := self._others(look, candidates)):
-            candidates += others
-            scores = score_all(policy, request, candidates)
-            choice = choose(policy, self._config, request, candidates, scores, self._drawing)
         return Decision(
-            request_id=work.id,
+            request_id=look.work.id,
             route=self._route,
             at_ns=look.now_ns,
             config=self._config,
             request=request,
             candidates=tuple(candidates),
-            scores=scores,
-            draws=tuple(self._drawn),
+            draws=drawn,
             choice=choice,
+            looked_up=looked_up,
         )
 
     def _others(self, look: "_Look", known: list[WorkerFacts]) -> list[WorkerFacts]:
@@ -256,15 +292,15 @@ class Router:
         wanted = rooms.get(work.hold_for)
         return wanted is not None and wanted.fits(work)
 
-    def _may_hold(self, now_ns: int) -> bool:
-        """Whether one more may wait for a warm worker."""
-        held, most = self._held, self._config.holds_max
-        if len(held) >= most:  # Those that left while they were held are still in it.
-            self._held = held = {name: hold for name, hold in held.items() if hold.until_ns > now_ns}
-        return len(held) < most
-
-    def _num_held(self, now_ns: int, worker: WorkerId) -> int:
-        return sum(hold.worker_id == worker and hold.until_ns > now_ns for hold in self._held.values())
+    def _count_held(self, now_ns: int) -> dict[WorkerId, int]:
+        """How many wait for each warm worker. Those whose time is over, and those that left meanwhile, are forgotten."""
+        waiting: dict[WorkerId, int] = {}
+        for name, hold in list(self._held.items()):
+            if hold.until_ns > now_ns:
+                waiting[hold.worker_id] = waiting.get(hold.worker_id, 0) + 1
+            else:
+                del self._held[name]
+        return waiting
 
     def _drawing(self, most: int) -> int:
         """Draw by chance, and remember what for the replay."""
@@ -273,17 +309,24 @@ class Router:
         return number
 
 
-@dataclass(slots=True)
 class _Look:
     """What one decision is made from."""
 
-    now_ns: int
-    work: Work
-    rooms: Rooms
-    avoid: Collection[WorkerId]
-    blocked: Collection[WorkerId]
-    located: Located = NOTHING_LOCATED
-    session: WorkerId | None = None
+    __slots__ = ("avoid", "blocked", "located", "now_ns", "rooms", "session", "waiting", "work")
+
+    def __init__(
+        self,
+        now_ns: int,
+        work: Work,
+        rooms: Rooms,
+        avoid: Collection[WorkerId],
+        blocked: Collection[WorkerId],
+    ) -> None:
+        self.now_ns, self.work, self.rooms, self.avoid, self.blocked = now_ns, work, rooms, avoid, blocked
+        self.located: Located = NOTHING_LOCATED
+        self.session: WorkerId | None = None
+        self.waiting = _NOBODY_WAITS
+        """Requests that are held for a worker."""
 
 
 def _filter(work: Work, room: Room, blocked: Collection[WorkerId]) -> str:

@@ -36,8 +36,8 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """It waited for a warm worker already, and will not again."""
 
 
-class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One worker, as it stands for one request."""
+class WorkerFacts(msgspec.Struct, frozen=True, gc=False):
+    """One worker, as it stands for one request. Not by keyword alone: a dozen are made for every request, in this order."""
 
     worker: WorkerId
     number: int
@@ -114,11 +114,11 @@ def pressure(request: RequestFacts, worker: WorkerFacts) -> float:
 
     Convex, as in smg's least-load policy: the last tenth of the memory counts more than all before it.
     """
-    if not worker.kv_blocks:
+    total = worker.kv_blocks
+    if not total:
         return 0.0
-    blocks = worker.kv_blocks_used + (request.prompt_tokens + request.output_tokens) / BLOCK_TOKENS
-    full = min(_FULL_MAX, blocks / worker.kv_blocks)
-    return full / (1 - full)
+    full = (worker.kv_blocks_used + (request.prompt_tokens + request.output_tokens) / BLOCK_TOKENS) / total
+    return full / (1 - full) if full < _FULL_MAX else _FULL_MAX / (1 - _FULL_MAX)
 
 
 def waits_s(request: RequestFacts, worker: WorkerFacts) -> tuple[float, float]:
@@ -126,10 +126,12 @@ def waits_s(request: RequestFacts, worker: WorkerFacts) -> tuple[float, float]:
 
     Prompts go one after the other; where streams must end first, one of n ends in a n-th of the time that they take.
     """
-    speed, running = worker.speed, worker.running
+    speed, running, rows = worker.speed, worker.running, worker.rows
     backlog_s = speed.backlog_s(worker.backlog_tokens, running)
+    over_rows = running + request.streams - rows if rows else 0
+    if worker.has_room and over_rows <= 0:
+        return backlog_s, 0.0
     each_s = speed.service_s / max(1, running)
-    over_rows = running + request.streams - worker.rows if worker.rows else 0
     wait_s = max(0, min(over_rows, running)) * each_s
     if worker.has_room:
         return backlog_s + wait_s, 0.0
@@ -143,11 +145,11 @@ def _times_s(
     config: PlacementConfig, request: RequestFacts, worker: WorkerFacts
 ) -> tuple[float, float, float, float, float]:
     """Wait, reload, prefill and adapter load; and of the wait, that for room."""
-    speed = worker.speed
+    speed, host_tokens = worker.speed, worker.host_tokens
     wait_s, room_wait_s = waits_s(request, worker)
-    uncached = max(1, request.prompt_tokens - worker.device_tokens - worker.host_tokens)
-    prefill_s = speed.prefill_s(uncached, request.prompt_tokens, worker.running)
-    reload_s = worker.host_tokens * speed.token_s * config.host_cost
+    uncached = request.prompt_tokens - worker.device_tokens - host_tokens
+    prefill_s = speed.prefill_s(uncached if uncached > 0 else 1, request.prompt_tokens, worker.running)
+    reload_s = host_tokens * speed.token_s * config.host_cost if host_tokens else 0.0
     adapter_s = config.adapter_load_ms / 1000 if request.needs_adapter and not worker.has_adapter else 0.0
     return wait_s, reload_s, prefill_s, adapter_s, room_wait_s
 

@@ -30,10 +30,12 @@ class Caches:
 
     def __init__(self, held: Mapping[WorkerId, Held] | None = None) -> None:
         self.held = dict(held or {})
+        self.num_asked = 0
         self.told: list[WorkerId] = []
         self.audited: list[tuple[WorkerId, int]] = []
 
     def match(self, now_ns: int, keys: object) -> "Caches":
+        self.num_asked += 1
         return self
 
     def sent(self, now_ns: int, worker: WorkerId, keys: object) -> None:
@@ -237,6 +239,42 @@ def test_where_no_candidate_may_have_it_the_next_ones_are_looked_at() -> None:
     assert isinstance(room, Room)
     assert room.id in names[15:]
     assert world.place(work(), blocked=set(names)) is None
+
+
+# --- a worker that is alone -----------------------------------------------------------------------------
+
+
+def test_a_worker_that_is_alone_gets_everything_without_a_look_at_caches() -> None:
+    world = World(held={A: Held(90, 0)}).workers(A)
+    each = work(session="s")
+    world.end(each, world.start(each), 1, cached_tokens=1440, completion_tokens=3)
+    assert (world.caches.num_asked, world.caches.told, world.caches.audited) == (0, [], [])
+    told = explain(world.log.of(each.id)[-1])
+    assert (told["worker"], told["reason"], len(told["candidates"])) == (A, "only", 1)
+    assert told["candidates"][0]["parts"]["prefill_s"] == pytest.approx(1600 / 4000)
+    room = world.place(work("again"), avoid={A})
+    assert isinstance(room, Room)
+    assert world.reason("again") == "avoid"
+    fill(world, A, 8)
+    assert world.place(work("late")) is None
+    assert world.reason("late") == "none"
+
+
+def test_what_is_cached_counts_from_the_moment_when_another_worker_comes() -> None:
+    world = World(held={A: Held(90, 0)}).workers(A)
+    before = work("before")
+    world.start(before)
+    world.workers(B)
+    after = work("after")
+    assert world.start(after) == A
+    assert (world.reason("after"), after.matched_tokens) == ("best", 1440)
+    assert (world.caches.num_asked, world.caches.told) == (1, [A])
+    for each in (before, after):
+        world.end(each, A, 1, cached_tokens=1440, completion_tokens=3)
+    assert world.caches.audited == [(A, 1440)], "nothing was expected of the one that was sent before"
+    world.rooms.set(B, None)
+    world.start(work("alone"))
+    assert (world.reason("alone"), world.caches.num_asked) == ("only", 1)
 
 
 # --- holds ----------------------------------------------------------------------------------------------
