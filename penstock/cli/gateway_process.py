@@ -21,6 +21,7 @@ from penstock.clock import SystemClock
 from penstock.config.fleet import WorkerConfig
 from penstock.config.reload import with_members
 from penstock.config.tree import Config, ModelConfig
+from penstock.errors import ConfigError
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry
 from penstock.fleet.sources.discovery import Discovery
@@ -28,7 +29,7 @@ from penstock.fleet.sources.static import attached
 from penstock.fleet.wanted import Attached, Wanted
 from penstock.gateway.app import Gateway
 from penstock.gateway.siblings import Siblings
-from penstock.protocol.siblings import ChildLaunch, ChildNews, WorkerAt
+from penstock.protocol.siblings import ChildLaunch, ChildNews
 from penstock.protocol.worker_auth import link_key_of
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
@@ -56,7 +57,6 @@ async def _serve(launch: ChildLaunch) -> int:
     parts = [make_part(model, registry, clock) for model in config.models]
     metrics = Metrics([part.served.name for part in parts], version=__version__)
     tools = make_tools(config, metrics, clock)
-    discovery = Discovery(members, clock, log)
     gateway = Gateway(
         config,
         {part.served.name: part.served for part in parts},
@@ -70,14 +70,13 @@ async def _serve(launch: ChildLaunch) -> int:
         hash_key=launch.hash_key,
     )
     stop = asyncio.Event()
-    fleet = _Fleet(config, parts, launch.workers, members, tools, launch.hash_key)
-    parent = _Parent(gateway, fleet, stop)
+    discovery = Discovery(members, clock, log)
+    fleet = _Fleet(config, parts, launch, members, discovery, tools)
+    parent = _Parent(gateway, fleet, stop, log)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     loop.add_reader(STDIN, parent.on_readable)
     await fleet.apply()
-    for model, part in zip(config.models, parts, strict=True):
-        discovery.start(model, part.served.tokenizer, tools)
     await gateway.start()
     await stop.wait()
     if parent.is_gone:
@@ -95,19 +94,25 @@ class _Fleet:
         self,
         config: Config,
         parts: Sequence[Part],
-        launched: Sequence[WorkerAt],
+        launch: ChildLaunch,
         members: Members,
+        discovery: Discovery,
         tools: Tools,
-        hash_key: bytes,
     ) -> None:
-        self.models, self.launched = config.models, launched
-        self._parts, self._members, self._tools = parts, members, tools
-        self._link_key = link_key_of(hash_key)
+        self.models, self.launched = config.models, launch.workers
+        self._parts, self._members, self._discovery, self._tools = parts, members, discovery, tools
+        self._link_key = link_key_of(launch.hash_key)
 
     async def apply(self) -> None:
-        """Let them be there, and no others."""
+        """Let them be there, and no others.
+
+        Raises:
+            ConfigError: a source of workers lacks something.
+        """
         for model, part in zip(self.models, self._parts, strict=True):
             await self._members.apply(f"models.{part.served.name}", self._wanted(model, part))
+        for model, part in zip(self.models, self._parts, strict=True):
+            await self._discovery.apply(model, part.served.tokenizer, self._tools)
 
     def _wanted(self, model: ModelConfig, part: Part) -> list[Wanted]:
         name, tokenizer = part.served.name, part.served.tokenizer
@@ -130,9 +135,9 @@ class _Fleet:
 class _Parent:
     """Standard input after the launch: a line whenever the configuration or the launched workers change; its end is the parent's."""
 
-    def __init__(self, gateway: Gateway, fleet: _Fleet, stop: asyncio.Event) -> None:
+    def __init__(self, gateway: Gateway, fleet: _Fleet, stop: asyncio.Event, log: Log) -> None:
         self.is_gone = False
-        self._gateway, self._fleet, self._stop = gateway, fleet, stop
+        self._gateway, self._fleet, self._stop, self._log = gateway, fleet, stop, log
         self._rest = b""
         self._news: set[asyncio.Task[None]] = set()
         self._one_at_a_time = asyncio.Lock()
@@ -158,7 +163,10 @@ class _Parent:
                     self._fleet.models = with_members(self._fleet.models, config.models)
             if news.workers is not None:
                 self._fleet.launched = news.workers
-            await self._fleet.apply()
+            try:
+                await self._fleet.apply()
+            except ConfigError as error:
+                self._log.error("not all workers of the new configuration can be had", error=error)
 
 
 def _read_launch() -> ChildLaunch:

@@ -100,9 +100,6 @@ class Stack:
         except ConfigError as error:
             raise _friendlier(error, self._config.server) from error
         await self._apply_models()
-        if self._processes is None:
-            for model, part in zip(self._models, self._parts, strict=True):
-                self._discovery.start(model, part.served.tokenizer, self._tools)
         if self._processes is not None:
             self._registry.listen(lambda _: self._tell_processes())
             await self._processes.open(self._launched_at())
@@ -140,20 +137,26 @@ class Stack:
             taken = await self._gateway.tenancy.reload(config)
         if taken:
             self._models = with_members(self._models, config.models)
-            await self._apply_models()
+            try:
+                await self._apply_models()
+            except ConfigError as error:
+                self._log.error("not all workers of the new configuration can be had", error=error)
         return taken
 
     async def _apply_models(self) -> None:
         """Let the workers that the configuration wants be there, and no others.
 
         Raises:
-            ConfigError: there is no place for workers.
+            ConfigError: there is no place for workers, or a source of workers lacks something.
         """
         if not self._has_place and any(model.replicas for model in self._models):
             await self._launcher.open()
             self._has_place = True
         for model, part in zip(self._models, self._parts, strict=True):
             await self._members.apply(f"models.{part.served.name}", self._wanted(model, part))
+        if self._processes is None:
+            for model, part in zip(self._models, self._parts, strict=True):
+                await self._discovery.apply(model, part.served.tokenizer, self._tools)
 
     async def wait_ready(self, display: LoadingDisplay) -> None:
         """Return once every worker that is launched here can answer, and those at addresses had their time.

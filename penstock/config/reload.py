@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from penstock.config.presets import served_name
 from penstock.config.tree import ModelConfig
 
-MEMBERS = ("replicas", "workers")
+MEMBERS = ("replicas", "workers", "discover")
 """Fields of a model that say who its workers are."""
 
 

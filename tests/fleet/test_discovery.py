@@ -24,6 +24,7 @@ from penstock.fleet.launchers.local import LocalLauncher
 from penstock.fleet.launchers.log_file import WorkerLogs
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry
+from penstock.fleet.sources import discovery as discovery_module
 from penstock.fleet.sources import kubernetes
 from penstock.fleet.sources.discovery import Discovery
 from penstock.fleet.sources.dns import DnsSource, LookupFailed, SrvLookup, addresses, lookup_for
@@ -369,7 +370,9 @@ def test_a_worker_at_a_name_joins_answers_and_leaves(tmp_path, monkeypatch) -> N
         where = DiscoverConfig(dns=f"127.0.0.1:{port}", engine="penstock", api_key_env="LINK_KEY")
         model = ModelConfig(path="scripted", replicas=0, discover=(where,))
         config = Config()
-        discovery.start(model, byte_tokenizer(), make_tools(config, Metrics(["scripted"], version=""), clock))
+        await discovery.apply(
+            model, byte_tokenizer(), make_tools(config, Metrics(["scripted"], version=""), clock)
+        )
         await until(lambda: registry.of("scripted").is_ready)
         (worker,) = registry
         assert worker.id == f"scripted@tcp:127.0.0.1:{port}"
@@ -382,5 +385,86 @@ def test_a_worker_at_a_name_joins_answers_and_leaves(tmp_path, monkeypatch) -> N
         assert len(registry) == 0
         assert launched.backend.status.ready, "who only uses a worker does not end it"
         await launcher.close(timeout_s=0.1)
+
+    run(check)
+
+
+# --- a new configuration --------------------------------------------------------------------------
+
+
+def test_sources_come_go_and_change_while_others_go_on(monkeypatch) -> None:
+    """Names are looked up in a table here; the workers are vLLMs that nobody answers for."""
+    table = {"a:1": ("h1", "h2"), "b:1": ("h3",)}
+    asked: list[str] = []
+
+    def lookup_of(_: str):
+        async def lookup(name: str) -> tuple[Endpoint, ...]:
+            asked.append(name)
+            if name not in table:
+                raise LookupFailed("away")
+            return tuple(Endpoint(host, 9) for host in table[name])
+
+        return lookup
+
+    monkeypatch.setattr(discovery_module, "lookup_for", lookup_of)
+
+    async def check() -> None:
+        clock, log = SystemClock(), Log(LogConfig(), SystemClock(), stream=io.StringIO())
+        registry = Registry(clock, log, workers_max=8)
+        members = Members(registry, log, drain_timeout_s=5.0)
+        discovery = Discovery(members, clock, log)
+        tools = make_tools(Config(), Metrics(["m"], version=""), clock)
+
+        def source(dns: str, **settings: object) -> DiscoverConfig:
+            return DiscoverConfig(dns=dns, engine="vllm", **{"refresh_s": 60.0, **settings})
+
+        async def apply(*sources: DiscoverConfig) -> None:
+            model = ModelConfig(path="m", replicas=0, discover=sources)
+            await discovery.apply(model, byte_tokenizer(), tools)
+
+        def there() -> dict[str, object]:
+            return {worker.id.partition("@")[2]: worker.backend for worker in registry}
+
+        await apply(source("a:1"))
+        await until(lambda: there().keys() == {"h1:9", "h2:9"})
+        first = there()
+
+        await apply(source("b:1"), source("a:1"))
+        await until(lambda: len(registry) == 3)
+        assert asked == ["a:1", "b:1"], "one that stays as it was is not begun anew, wherever it stands"
+
+        await apply(source("b:1", refresh_s=30.0), source("a:1"))
+        await until(lambda: asked == ["a:1", "b:1", "b:1"])
+        assert there().items() >= first.items(), "nobody had to leave"
+
+        del table["b:1"]
+        await apply(source("b:1", kind="l4"), source("a:1"))
+        await until(lambda: len(asked) == 4)
+        assert "h3:9" in there(), "while the changed source finds nothing its workers stay"
+
+        table["b:1"] = ("h3",)
+        before = there()["h3:9"]
+        await apply(source("b:1", kind="l40"), source("a:1"))
+        await until(lambda: there().get("h3:9", before) is not before)
+        assert there().items() >= first.items()
+
+        await apply(source("a:1"))
+        await until(lambda: there() == first)
+
+        async def refuses(config: DiscoverConfig) -> None:
+            with pytest.raises(ConfigError, match=r"kubernetes\.api_server"):
+                await apply(config)
+
+        monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+        await refuses(
+            DiscoverConfig(
+                kubernetes=KubernetesConfig(namespace="n", service="s", token_file=""), engine="vllm"
+            )
+        )
+        assert there() == first, "what cannot be changes nothing"
+        await apply()
+        await until(lambda: not registry)
+        discovery.stop()
+        await members.close(0.0)
 
     run(check)
