@@ -28,6 +28,8 @@ class BlockNames(Protocol):
     """Events whose blocks could not be named for another reason."""
     refused: str
     """Why none of this worker's blocks can be named; empty: they can."""
+    unit: int
+    """Of our blocks in one of this worker's: it reuses so many together or none of them."""
 
     def keys_of(self, prompt: PromptKeys) -> Sequence[int]:
         """What this worker's blocks of a prompt are called in the index."""
@@ -53,11 +55,12 @@ class BlockNames(Protocol):
 class OwnNames:
     """Of a worker that runs our engine, with the launcher's hash key."""
 
-    __slots__ = ("num_orphans", "num_skipped", "refused")
+    __slots__ = ("num_orphans", "num_skipped", "refused", "unit")
 
     def __init__(self) -> None:
         self.num_orphans = self.num_skipped = 0
         self.refused = ""
+        self.unit = 1
 
     def keys_of(self, prompt: PromptKeys) -> Sequence[int]:
         """See `BlockNames`."""
@@ -85,7 +88,7 @@ class ForeignNames:
 
     __slots__ = (
         "_blocks_max", "_group", "_hasher", "_known", "_num_parked", "_parked", "_parked_max", "num_orphans",
-        "num_skipped", "refused",
+        "num_skipped", "refused", "unit",
     )  # fmt: skip
 
     def __init__(self, hasher: CanonicalHasher, *, blocks_max: int, parked_max: int) -> None:
@@ -96,6 +99,7 @@ class ForeignNames:
         self._num_parked = 0
         self.num_orphans = self.num_skipped = 0
         self.refused = ""
+        self.unit = 1  # Until it has told of a block.
 
     @property
     def num_parked(self) -> int:
@@ -194,7 +198,8 @@ class ForeignNames:
         return keys
 
     def _keep(self, event: Stored, tier: Tier, keys: list[int]) -> None:
-        known, each = self._known[tier], event.block_tokens // BLOCK_TOKENS
+        known = self._known[tier]
+        self.unit = each = event.block_tokens // BLOCK_TOKENS
         if each == 1:
             known.update(zip(event.ids, keys, strict=True))
         else:

@@ -36,13 +36,13 @@ class Located:
         """What this worker has, in blocks."""
         if (residency := self._workers.get(worker)) is None:
             return NOTHING_HELD
-        return _believed(self._match.of(residency.worker), residency.credit(self._now_ns))
+        return _believed(self._match.of(residency.worker), residency, self._now_ns)
 
     def holders(self) -> Iterator[tuple[WorkerId, Held]]:
         """Every worker that has something, longest prefix first (before doubts are taken off)."""
         for number, held in self._match.holders():
             worker, residency = self._numbers[number]
-            believed = _believed(held, residency.credit(self._now_ns))
+            believed = _believed(held, residency, self._now_ns)
             if believed.blocks:
                 yield worker, believed
 
@@ -214,10 +214,12 @@ class KVLocality:
         return found
 
 
-def _believed(held: Held, credit: float) -> Held:
-    """Doubts take blocks off the end."""
-    if credit == 1.0:
+def _believed(held: Held, residency: Residency, now_ns: int) -> Held:
+    """Doubts take blocks off the end, and so does what is no whole block of the worker's own."""
+    credit, unit = residency.credit(now_ns), residency.names.unit
+    if credit == 1.0 and unit == 1:
         return held
     blocks = int(held.blocks * credit)
+    blocks -= blocks % unit
     device = min(held.device, blocks)
     return Held(device, blocks - device)

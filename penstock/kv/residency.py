@@ -308,7 +308,8 @@ class Residency:
         """The prompt was sent there: its blocks will soon be cached. Notes on it what is cached of it now."""
         keys = self.names.keys_of(prompt)
         held = self._index.match(now_ns, keys).of(self.worker).blocks
-        prompt.expected_blocks = min(held, _usable_blocks(prompt))
+        expected = min(held, _usable_blocks(prompt))
+        prompt.expected_blocks = expected - expected % self.names.unit
         is_new = self._index.predict(self.worker, keys, now_ns + self._ttl_ns())
         if is_new and self._awaited_ns is None and self.state is not StreamState.UNKNOWN:
             self._awaited_ns = now_ns

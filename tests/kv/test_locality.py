@@ -42,6 +42,20 @@ def test_workers_of_both_makes_are_found_by_one_look() -> None:
     assert [located.of(worker) for worker in (A, B, C)] == [Held(3, 0), Held(4, 0), Held(0, 0)]
 
 
+def test_of_a_worker_with_larger_blocks_only_whole_ones_are_counted_on() -> None:
+    """A vLLM on a CPU has blocks of 128 tokens: of two prompts that are alike for 400 it reuses 384."""
+    locality, talker = make(), KVTalker(block_tokens=128)
+    residency = locality.add(A, model="m", is_own=False)
+    talker.cache(tuple(range(600)))
+    residency.live(0, talker.publish())
+    other = (*range(400), *range(1000, 1200))
+    keys = locality.maker("m").keys(other)
+    assert locality.match(0, keys).of(A) == Held(24, 0)
+    locality.sent(0, A, keys)
+    locality.answered(0, A, keys, talker.cache(other))
+    assert (residency.audited.num_expected, residency.audited.num_hit, residency.trust) == (24, 24, 1.0)
+
+
 def test_prompts_of_other_models_and_requests_without_keys_find_nothing() -> None:
     locality = make()
     residency = locality.add(A, model="m", is_own=True)

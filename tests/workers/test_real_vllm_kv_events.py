@@ -49,8 +49,8 @@ class Fleet:
         return self.locality.maker("served").keys(tokens, salt=salt)
 
     def blocks(self, tokens: tuple[int, ...], salt: bytes = b"") -> int:
-        keys = self.keys(tokens, salt).canonical
-        return self.locality.index.match(CLOCK.now_ns(), keys).of(self.residency.worker).blocks
+        """What a placement would count on: whole blocks of vLLM's, in ours."""
+        return self.locality.match(CLOCK.now_ns(), self.keys(tokens, salt)).of(WORKER).blocks
 
     async def ask(self, tokens: tuple[int, ...], salt: bytes = b"") -> Usage:
         """Generate two tokens, as the gateway would."""
@@ -128,5 +128,31 @@ def test_what_it_told_before_the_feed_came_is_replayed(vllm_url: str, model_28m:
         late.feed.start()
         await until(lambda: late.blocks(tokens) == fleet.blocks(tokens) > 0, timeout_s=20)
         await late.feed.close()
+
+    run(vllm_url, model_28m, check)
+
+
+def test_a_batch_that_was_lost_is_replayed(vllm_url: str, model_28m: Path) -> None:
+    async def check(fleet: Fleet) -> None:
+        await fleet.ask(tuple(400 + i % 300 for i in range(600)))
+        await until(lambda: fleet.residency.state is StreamState.SYNCED, timeout_s=20)
+        take, lost = fleet.residency.live, list[int]()
+
+        def lose_one(sequence: int, payload: bytes) -> None:
+            if lost:
+                take(sequence, payload)
+            else:
+                lost.append(sequence)
+
+        fleet.residency.live = lose_one  # type: ignore[method-assign]
+        gone, next_one = (tuple(first + i % 300 for i in range(600)) for first in (500, 600))
+        await fleet.ask(gone)
+        await until(lambda: lost != [], timeout_s=20)
+        await fleet.ask(next_one)
+        await until(lambda: fleet.feed.num_replays > 0, timeout_s=20)
+        await until(lambda: fleet.residency.state is StreamState.SYNCED, timeout_s=20)
+        await until(lambda: fleet.locality.index.num_predicted == 0, timeout_s=20)
+        assert (await fleet.ask(gone)).cached_tokens == 16 * fleet.blocks(gone) > 0
+        assert fleet.residency.num_gaps == 1
 
     run(vllm_url, model_28m, check)
