@@ -28,6 +28,7 @@ from penstock.policy.room import Room, Rooms, WorkerView
 from penstock.policy.route import Router
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
+KEY = b"bench/router_decision"
 BLOCKS = 512
 STREAMS = 8
 """Requests per worker that run at any time."""
@@ -42,7 +43,7 @@ class FixedKeys(PromptKeys):
 
     def __init__(self, maker: PromptKeyMaker, own: list[int]) -> None:
         super().__init__(maker, range(16 * len(own)))
-        self._own = own
+        self._own = {KEY: own}
 
 
 class Rig:
@@ -89,7 +90,7 @@ def prompts_of(maker: PromptKeyMaker, count: int, seed: int) -> list[FixedKeys]:
 
 def rig(policy: str, num_workers: int, seed: int) -> Rig:
     """One router, or least-loaded."""
-    locality, rooms = KVLocality(KVIndexConfig(), b"bench/router_decision"), Rooms(QueueConfig())
+    locality, rooms = KVLocality(KVIndexConfig(), KEY), Rooms(QueueConfig())
     prompts = prompts_of(locality.maker("m"), 2 * num_workers, seed)
     for i in range(num_workers):
         worker = WorkerId(f"w{i}")
@@ -98,7 +99,7 @@ def rig(policy: str, num_workers: int, seed: int) -> Rig:
         )
         residency = locality.add(worker, model="m", is_own=True)
         for keys in prompts[2 * i : 2 * i + 2]:
-            residency.hear([Stored(keys.own[:STORED], None, b"", 16, Tier.DEVICE)])
+            residency.hear([Stored(keys.own(KEY)[:STORED], None, b"", 16, Tier.DEVICE)])
     if policy == "least_loaded":
         return Rig(LeastLoaded(), rooms, prompts, seed)
     log = DecisionLog(kept_max=1024)

@@ -1,6 +1,6 @@
 """Keeps the locality equal to the registry: each worker's part of the KV index comes, listens and goes with the worker.
 
-our workers, launched by this server      their own connection tells their events (backends/own_kv.py)
+our workers whose blocks' key is known    their own connection tells their events (backends/own_kv.py)
 others, with an address of KV events      a feed of their own (kv_feed.py)
 all others                                predictions and audits only
 """
@@ -60,14 +60,18 @@ class KVWatch:
             return
         residency = self.locality.get(worker.id)
         if residency is None:
-            residency = self.locality.add(worker.id, model=worker.route, is_own=worker.shares_key)
+            residency = self.locality.add(
+                worker.id, model=worker.route, is_own=worker.shares_key, key=worker.hash_key
+            )
             self._listen(worker, residency)
         elif self._epochs[worker.id] != worker.epoch and residency.state is StreamState.UNKNOWN:
             residency.restarted()  # Streams of events find out by themselves, and perhaps before this.
         self._epochs[worker.id] = worker.epoch
         info = worker.backend.status.info
         if worker.shares_key and worker.is_ready and info is not None:
-            self.locality.set_own_model(worker.route, checkpoint=info.model, kv_dtype=info.dtype)
+            self.locality.set_own_model(
+                worker.route, checkpoint=info.model, kv_dtype=info.dtype, key=worker.hash_key
+            )
 
     def _listen(self, worker: Worker, residency: Residency) -> None:
         if worker.shares_key and isinstance(worker.backend, OwnBackend):

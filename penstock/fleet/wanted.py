@@ -20,7 +20,7 @@ from penstock.fleet.launchers.base import Launcher, WorkerSpec
 from penstock.fleet.registry import Registry
 from penstock.fleet.worker import Worker
 from penstock.protocol.address import Address, parse_address
-from penstock.protocol.worker_auth import NONCE_BYTES
+from penstock.protocol.worker_auth import NONCE_BYTES, hash_key_of
 from penstock.rng import fresh_key
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import WorkerId
@@ -90,7 +90,7 @@ class Attached:
     tokenizer: Tokenizer = field(compare=False)
     tools: Tools = field(compare=False)
     shares_key: bool = False
-    """See `Worker`."""
+    """It names its KV blocks with the launcher's key: this server's parent process has launched it."""
     link_key: bytes = field(default=b"", compare=False)
     """Of a worker that this server's parent process has launched on a TCP port; see `Launcher.link_key`."""
 
@@ -99,6 +99,9 @@ class Attached:
         worker = registry.new(self.id, self.route, self._backend())
         worker.engine, worker.address = self.config.engine, self.config.url
         worker.shares_key = self.shares_key
+        if self.config.engine == "penstock" and not self.shares_key and (key := _key_of(self.config)):
+            # Once it has shown that it has this key, its blocks go by what is derived from it (`penstock worker`).
+            worker.shares_key, worker.hash_key = True, hash_key_of(key.encode())
         worker.kv_events, worker.kv_replay = self.config.kv_events, self.config.kv_replay
         if self.config.engine == "penstock":
             worker.kind, worker.served_model = self.config.kind, self.config.served_model or self.route

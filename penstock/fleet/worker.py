@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.backends.base import Backend
 from penstock.policy.worker_state import WorkerLife, WorkerState
@@ -29,7 +29,9 @@ class Worker:
     served_model: str = ""
     """What it must say that it serves; empty takes what it says."""
     shares_key: bool = False
-    """It names its KV blocks with the key of this server: one that this server has launched."""
+    """It runs our engine and names its KV blocks with a key that is known here: `hash_key`, or else the launcher's."""
+    hash_key: bytes = field(default=b"", repr=False)
+    """The key of a worker that somebody else started, derived from the one that it shares with its gateways."""
     kv_events: str = ""
     """ZeroMQ address of its KV events, where they do not come over the backend's own connection."""
     kv_replay: str = ""

@@ -53,18 +53,19 @@ class BlockNames(Protocol):
 
 
 class OwnNames:
-    """Of a worker that runs our engine, with the launcher's hash key."""
+    """Of a worker that runs our engine and names its blocks with a key that we have too."""
 
-    __slots__ = ("num_orphans", "num_skipped", "refused", "unit")
+    __slots__ = ("key", "num_orphans", "num_skipped", "refused", "unit")
 
-    def __init__(self) -> None:
+    def __init__(self, key: bytes) -> None:
+        self.key = key
         self.num_orphans = self.num_skipped = 0
         self.refused = ""
         self.unit = 1
 
     def keys_of(self, prompt: PromptKeys) -> Sequence[int]:
         """See `BlockNames`."""
-        return prompt.own
+        return prompt.own(self.key)
 
     def stored(self, event: Stored) -> Named:
         """See `BlockNames`."""

@@ -9,6 +9,7 @@ their ids; inside they are numbers.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
@@ -71,12 +72,14 @@ class LocalityStatistics:
 class _Model:
     """One model's keys, and which of them its workers go by."""
 
-    __slots__ = ("maker", "num_foreign", "num_own", "own_model")
+    __slots__ = ("maker", "num_foreign", "num_own", "own_models")
 
     def __init__(self, maker: PromptKeyMaker) -> None:
         self.maker = maker
-        self.own_model: tuple[str, str] = ("", "")
-        self.num_own = self.num_foreign = 0
+        self.own_models: dict[bytes, tuple[str, str]] = {}
+        self.num_own = Counter[bytes]()
+        """Workers of ours, by the key of their block names."""
+        self.num_foreign = 0
 
 
 class _Counters:
@@ -100,7 +103,9 @@ class KVLocality:
     """See the module."""
 
     def __init__(self, config: KVIndexConfig, key: bytes) -> None:
-        """`key` is the secret that our workers hash with, 16 bytes or more; canonical keys are made with one derived from it."""
+        """`key` is the secret that our workers hash with unless they have one of their own, 16 bytes or more; canonical keys are
+        made with one derived from it.
+        """
         self._config, self._key = config, key
         self._canonical_key = hashlib.blake2b(key=key, digest_size=32, person=b"penstock index").digest()
         self.index = PrefixIndex(entries_max=config.entries_max, predicted_max=config.predicted_max)
@@ -118,22 +123,25 @@ class KVLocality:
         """What makes the keys of this model's prompts; the same object for good."""
         return self._model(model).maker
 
-    def set_own_model(self, model: str, *, checkpoint: str, kv_dtype: str) -> None:
-        """How our workers of `model` name their blocks: by what they say that they serve."""
-        entry = self._model(model)
-        if entry.own_model != (checkpoint, kv_dtype):
-            entry.own_model = checkpoint, kv_dtype
-            entry.maker.own = BlockHasher(key=self._key, model=checkpoint, kv_dtype=kv_dtype)
+    def set_own_model(self, model: str, *, checkpoint: str, kv_dtype: str, key: bytes = b"") -> None:
+        """How our workers of `model` with this key name their blocks: by what they say that they serve."""
+        entry, key = self._model(model), key or self._key
+        if entry.own_models.get(key) != (checkpoint, kv_dtype):
+            entry.own_models[key] = checkpoint, kv_dtype
+            entry.maker.own[key] = BlockHasher(key=key, model=checkpoint, kv_dtype=kv_dtype)
 
     # --- who is there ----------------------------------------------------------------------------------
 
-    def add(self, worker: WorkerId, *, model: str, is_own: bool) -> Residency:
-        """A worker came: tell what is returned its KV events, if it has any."""
+    def add(self, worker: WorkerId, *, model: str, is_own: bool, key: bytes = b"") -> Residency:
+        """A worker came: tell what is returned its KV events, if it has any. `is_own`: it runs our engine, and names its blocks
+        with `key`; empty: with the launcher's.
+        """
         assert worker not in self._workers, f"{worker} is known already"
         entry, config = self._model(model), self._config
-        names: BlockNames = OwnNames()
+        names: BlockNames
         if is_own:
-            entry.num_own += 1
+            names = OwnNames(key or self._key)
+            entry.num_own[names.key] += 1
         else:
             entry.num_foreign += 1
             names = ForeignNames(
@@ -153,7 +161,10 @@ class KVLocality:
         self._gone.add(residency)
         entry = self._models_of.pop(worker)
         if isinstance(residency.names, OwnNames):
-            entry.num_own -= 1
+            key = residency.names.key
+            entry.num_own[key] -= 1
+            if not entry.num_own[key]:
+                del entry.num_own[key]
         else:
             entry.num_foreign -= 1
         self._workers = {each: kept for each, kept in self._workers.items() if each != worker}
@@ -203,9 +214,10 @@ class KVLocality:
         if not isinstance(keys, PromptKeys):
             return Match()
         entry = self._model(keys.model)
-        if entry.num_own and entry.num_foreign:
-            return self.index.match(now_ns, keys.own, keys.canonical)
-        return self.index.match(now_ns, keys.own if entry.num_own else keys.canonical)
+        names = [keys.own(key) for key in entry.num_own]
+        if entry.num_foreign:
+            names.append(keys.canonical)
+        return self.index.match(now_ns, *names)
 
     def _model(self, model: str) -> _Model:
         if (found := self._models.get(model)) is None:

@@ -1,7 +1,7 @@
 """What a router asks its index for: the 64-bit keys of a prompt's KV blocks, under two names.
 
     own        the first 8 bytes of our engine's block hash (hashing.py), which its KV events carry:
-               one look in the index answers for our workers, and nothing is hashed twice
+               one look in the index answers for our workers that share a key, and nothing is hashed twice
     canonical  a chain of our own over blocks of 16 tokens, for everybody else's blocks
 
                root  = H(key, model, adapter, namespace)
@@ -21,6 +21,7 @@ import hashlib
 import struct
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from penstock.kv.hashing import BLOCK_BYTES, BlockHash, BlockHasher, token_array, token_bytes
 from penstock.types import BLOCK_TOKENS
@@ -73,6 +74,14 @@ class CanonicalHasher:
         return keys
 
 
+class _Lineage(NamedTuple):
+    """Of a prompt (`hashing.Lineage`)."""
+
+    root: BlockHash
+    owner: bytes
+    num_public: int
+
+
 class PromptKeys:
     """The keys of one prompt's whole blocks, made when they are first asked for. Made by `PromptKeyMaker.keys`."""
 
@@ -96,7 +105,7 @@ class PromptKeys:
         """What the worker that it was sent to was expected to have of it (see residency.py)."""
         self._maker = maker
         self._tokens = token_ids
-        self._own: list[int] | None = None
+        self._own: dict[bytes, list[int]] = {}
         self._canonical: list[int] | None = None
 
     @property
@@ -109,16 +118,22 @@ class PromptKeys:
         """Whole blocks of the prompt: as many as there are keys of either kind."""
         return self.num_tokens // BLOCK_TOKENS
 
-    @property
-    def own(self) -> Sequence[int]:
-        """Keys of our engine's blocks; none while its model is not known yet. Leading public blocks are everybody's."""
-        if self._own is None:
-            if (hasher := self._maker.own) is None:
+    def own(self, key: bytes) -> Sequence[int]:
+        """Keys of the blocks of our workers that name them with `key`; none while their model is not known yet. Leading public
+        blocks are everybody's.
+        """
+        if (found := self._own.get(key)) is None:
+            if (hasher := self._maker.own.get(key)) is None:
                 return ()
             hashes: list[BlockHash] = []
-            hasher.grow(hashes, self._array(), self.num_blocks, lineage=self)
-            self._own = own_keys(hashes)
-        return self._own
+            lineage = _Lineage(
+                hasher.root_of(salt=self.owner, adapter=self.adapter, num_public=self.num_public),
+                self.owner,
+                self.num_public,
+            )
+            hasher.grow(hashes, self._array(), self.num_blocks, lineage=lineage)
+            self._own[key] = found = own_keys(hashes)
+        return found
 
     @property
     def canonical(self) -> Sequence[int]:
@@ -128,12 +143,6 @@ class PromptKeys:
             root = hasher.root(namespace=namespace_of(self.owner), adapter=self.adapter)
             self._canonical = hasher.extend(root, token_bytes(self._array()))
         return self._canonical
-
-    @property
-    def root(self) -> BlockHash:
-        """Where the chain of our engine's hashes starts (`hashing.Lineage`)."""
-        assert self._maker.own is not None
-        return self._maker.own.root_of(salt=self.owner, adapter=self.adapter, num_public=self.num_public)
 
     def _array(self) -> "array[int]":
         return token_array(self._tokens[: self.num_blocks * BLOCK_TOKENS])
@@ -147,8 +156,9 @@ class PromptKeyMaker:
     def __init__(self, *, key: bytes, model: str) -> None:
         self.model = model
         self.canonical = CanonicalHasher(key=key, model=model)
-        self.own: BlockHasher | None = None
-        """Set as soon as a worker of ours has said which model it serves, and in which type it keeps its KV."""
+        self.own: dict[bytes, BlockHasher] = {}
+        """By the key that workers of ours name their blocks with, as soon as one of them has said which model it serves, and in
+        which type it keeps its KV."""
 
     def keys(
         self, token_ids: Sequence[int], *, salt: bytes = b"", public_tokens: int = 0, adapter: str = ""

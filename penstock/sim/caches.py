@@ -24,7 +24,7 @@ class NamedKeys(PromptKeys):
 
     def __init__(self, maker: PromptKeyMaker, num_tokens: int, names: Sequence[BlockHash]) -> None:
         super().__init__(maker, range(num_tokens))
-        self._own = own_keys(names)
+        self._own = {_KEY: own_keys(names)}
 
 
 class Caches:

@@ -25,9 +25,9 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(240)
 
 
-def ask(server: Server) -> int:
+def ask(server: Server, content: str = "Hi.") -> int:
     """One request; its status."""
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi."}], "max_tokens": 4}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 4}
     request = urllib.request.Request(
         f"{server.url}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -38,6 +38,13 @@ def ask(server: Server) -> int:
 def states(server: Server) -> dict[str, str]:
     with urllib.request.urlopen(server.url.removesuffix("/v1") + "/admin/workers", timeout=60) as response:
         return {worker["id"]: worker["state"] for worker in json.load(response)["workers"]}
+
+
+def own_events(server: Server) -> int:
+    """Blocks in the KV index that a worker told of."""
+    with urllib.request.urlopen(server.url.removesuffix("/v1") + "/metrics", timeout=60) as response:
+        found = re.search(r"^penstock_kv_index_entries (\S+)$", response.read().decode(), re.MULTILINE)
+    return int(float(found[1])) if found else 0
 
 
 def test_the_worked_example(tmp_path: Path) -> None:
@@ -110,6 +117,8 @@ def test_a_worker_on_its_own_with_a_key(tmp_path: Path) -> None:
         server.wait_ready()
         server.until(lambda: states(server) == {f"tiny@tcp:127.0.0.1:{port}": "ready"}, "it is not ready")
         assert ask(server) == 200
+        assert ask(server, "Tell me of the sea, of its ships, and of all who sail on it. " * 3) == 200
+        server.until(lambda: own_events(server) > 0, "its KV events are of no use")
         server.process.send_signal(signal.SIGTERM)
         assert server.wait_ended() == 0
         assert worker.poll() is None, "it is not ours to end"

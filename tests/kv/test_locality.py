@@ -3,6 +3,7 @@
 from kv_talker import KVTalker
 
 from penstock.config.kv_index import KVIndexConfig
+from penstock.kv.block_names import OwnNames
 from penstock.kv.locality import KVLocality
 from penstock.kv.prefix_index import Held, Tier
 from penstock.kv.prompt_keys import PromptKeys
@@ -26,7 +27,8 @@ def keys_in(locality: KVLocality, model: str = "m") -> PromptKeys:
 
 
 def tell(residency: Residency, keys: PromptKeys, blocks: int, tier: Tier = Tier.DEVICE) -> None:
-    residency.hear([Stored(list(keys.own)[:blocks], None, b"", 16, tier)])
+    assert isinstance(residency.names, OwnNames)
+    residency.hear([Stored(list(keys.own(residency.names.key))[:blocks], None, b"", 16, tier)])
 
 
 def test_workers_of_both_makes_are_found_by_one_look() -> None:
@@ -40,6 +42,20 @@ def test_workers_of_both_makes_are_found_by_one_look() -> None:
     located = locality.match(0, keys)
     assert list(located.holders()) == [(B, Held(4, 0)), (A, Held(3, 0))]
     assert [located.of(worker) for worker in (A, B, C)] == [Held(3, 0), Held(4, 0), Held(0, 0)]
+
+
+def test_workers_of_ours_with_keys_of_their_own_are_found_by_the_same_look() -> None:
+    """Launched here, started elsewhere with a key, and with another one: nobody's blocks pass for another's."""
+    locality = make()
+    keys = keys_in(locality)
+    for key in (b"one key, 16 bytes", b"another, 16 bytes"):
+        locality.set_own_model("m", checkpoint="m", kv_dtype="float32", key=key)
+    tell(locality.add(A, model="m", is_own=True), keys, 3)
+    tell(locality.add(B, model="m", is_own=True, key=b"one key, 16 bytes"), keys, 2)
+    locality.add(C, model="m", is_own=True, key=b"another, 16 bytes")
+    assert list(locality.match(0, keys).holders()) == [(A, Held(3, 0)), (B, Held(2, 0))]
+    locality.remove(B)
+    assert list(locality.match(0, keys).holders()) == [(A, Held(3, 0))]
 
 
 def test_of_a_worker_with_larger_blocks_only_whole_ones_are_counted_on() -> None:

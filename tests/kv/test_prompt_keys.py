@@ -16,7 +16,8 @@ OWN = BlockHasher(key=KEY, model="m", kv_dtype="float32")
 
 def make_maker(*, own: BlockHasher | None = OWN, model: str = "m") -> PromptKeyMaker:
     maker = PromptKeyMaker(key=KEY, model=model)
-    maker.own = own
+    if own is not None:
+        maker.own[KEY] = own
     return maker
 
 
@@ -34,7 +35,7 @@ def test_own_keys_are_the_names_that_our_engine_gives_the_same_prompt(tokens, sa
     manager.match_prefix(table, array("i", (*tokens, 0)), len(tokens) + 1)
     keys = make_maker().keys(tokens, salt=salt, public_tokens=public_tokens, adapter=adapter)
     assert keys.num_blocks == len(tokens) // 16
-    assert list(keys.own) == own_keys(table.hashes[: keys.num_blocks])
+    assert list(keys.own(KEY)) == own_keys(table.hashes[: keys.num_blocks])
 
 
 @given(token_ids, token_ids, salts, salts, adapters, adapters)
@@ -46,11 +47,11 @@ def test_keys_agree_exactly_where_prefix_tenant_and_adapter_do(
     one = maker.keys(a, salt=salt_a, adapter=adapter_a)
     two = maker.keys(b, salt=salt_b, adapter=adapter_b)
     same_name = (salt_a, adapter_a) == (salt_b, adapter_b)
-    for first, second in ((one.own, two.own), (one.canonical, two.canonical)):
+    for first, second in ((one.own(KEY), two.own(KEY)), (one.canonical, two.canonical)):
         for i in range(min(len(first), len(second))):
             end = 16 * (i + 1)
             assert (first[i] == second[i]) == (same_name and a[:end] == b[:end])
-    assert not set(one.own) & set(one.canonical)
+    assert not set(one.own(KEY)) & set(one.canonical)
 
 
 def test_canonical_keys_can_be_made_block_by_block_from_a_parent() -> None:
@@ -73,15 +74,15 @@ def test_canonical_keys_of_other_models_and_of_other_secrets_differ() -> None:
 def test_there_are_no_own_keys_until_the_model_is_known() -> None:
     maker, tokens = make_maker(own=None), tuple(range(32))
     keys = maker.keys(tokens)
-    assert keys.own == ()
+    assert keys.own(KEY) == ()
     assert len(keys.canonical) == 2
-    maker.own = OWN
-    assert len(keys.own) == 2
+    maker.own[KEY] = OWN
+    assert len(keys.own(KEY)) == 2
 
 
 def test_a_tenants_public_blocks_are_anybodys_to_our_engine_only() -> None:
     maker, tokens = make_maker(), tuple(range(64))
     a = maker.keys(tokens, salt=b"a", public_tokens=40)
     b = maker.keys(tokens, salt=b"b", public_tokens=40)
-    assert [x == y for x, y in zip(a.own, b.own, strict=True)] == [True, True, False, False]
+    assert [x == y for x, y in zip(a.own(KEY), b.own(KEY), strict=True)] == [True, True, False, False]
     assert not set(a.canonical) & set(b.canonical)
