@@ -61,6 +61,7 @@ async def _serve(launch: ChildLaunch) -> int:
         config,
         {part.served.name: part.served for part in parts},
         registry,
+        members,
         metrics=metrics,
         clock=clock,
         ids=rng.IdSource(),
@@ -99,7 +100,7 @@ class _Fleet:
         discovery: Discovery,
         tools: Tools,
     ) -> None:
-        self.models, self.launched = config.models, launch.workers
+        self.models, self.launched, self.held = config.models, launch.workers, launch.held
         self._parts, self._members, self._discovery, self._tools = parts, members, discovery, tools
         self._link_key = link_key_of(launch.hash_key)
 
@@ -109,6 +110,7 @@ class _Fleet:
         Raises:
             ConfigError: a source of workers lacks something.
         """
+        await self._members.out_of_service({WorkerId(name): each for name, each in self.held.items()})
         for model, part in zip(self.models, self._parts, strict=True):
             await self._members.apply(f"models.{part.served.name}", self._wanted(model, part))
         for model, part in zip(self.models, self._parts, strict=True):
@@ -163,6 +165,8 @@ class _Parent:
                     self._fleet.models = with_members(self._fleet.models, config.models)
             if news.workers is not None:
                 self._fleet.launched = news.workers
+            if news.held is not None:
+                self._fleet.held = news.held
             try:
                 await self._fleet.apply()
             except ConfigError as error:

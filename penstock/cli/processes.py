@@ -17,7 +17,7 @@ import socket
 import sys
 import tempfile
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -32,6 +32,9 @@ from penstock.protocol.siblings import (
     Ask,
     ChildLaunch,
     ChildNews,
+    Done,
+    ModelNumbers,
+    Order,
     Snapshot,
     Sum,
     WorkerAt,
@@ -49,6 +52,8 @@ START_TIMEOUT_S = 60.0
 SPARE_S = 5.0
 """What a process may take beyond its drain timeout before it is killed."""
 READ_BYTES = 1 << 16
+HELD_MAX = 4096
+"""Workers that are remembered to be out of service by hand; of more the oldest come back."""
 
 
 class Numbers:
@@ -83,7 +88,21 @@ class Numbers:
             connections=sum(each.connections for each in last),
             streams=self.streams,
             processes=len(last),
+            models=self._models(),
+            gone=tuple(sorted(set[str].intersection(*(set(each.gone) for each in last)))) if last else (),
         )
+
+    def _models(self) -> dict[str, ModelNumbers]:
+        found: dict[str, ModelNumbers] = {}
+        for snapshot in self._last.values():
+            for name, each in snapshot.models.items():
+                before = found.get(name, ModelNumbers(0, 0.0, 0))
+                found[name] = ModelNumbers(
+                    before.waiting + each.waiting,
+                    before.ttft_sum_s + each.ttft_sum_s,
+                    before.ttft_count + each.ttft_count,
+                )
+        return found
 
 
 class GatewayProcesses:
@@ -98,6 +117,10 @@ class GatewayProcesses:
         self._leases = LeaseServer(self._config.shared, Path(self._leases_path), clock)
         self._listeners: list[socket.socket] = []
         self._workers: tuple[WorkerAt, ...] = ()
+        self._held: dict[str, float] = {}
+        self.on_order: Callable[[Order], Awaitable[None]] = _nobody
+        """Called when somebody has told one of the processes to take a worker out of service, or to bring it back, before the
+        others hear of it."""
         self._numbers = Numbers()
         self._told = asyncio.Event()
         self._server: asyncio.Server | None = None
@@ -182,6 +205,16 @@ class GatewayProcesses:
             self._workers = workers
             self._tell(ChildNews(workers=workers))
 
+    async def _order(self, order: Order) -> None:
+        """Let all processes know which workers are out of service, those that are yet to come too."""
+        self._held.pop(order.worker, None)
+        if order.timeout_s is not None:
+            self._held[order.worker] = order.timeout_s
+            if len(self._held) > HELD_MAX:
+                del self._held[next(iter(self._held))]
+        await self.on_order(order)
+        self._tell(ChildNews(held=self._held))
+
     def _tell(self, news: ChildNews) -> None:
         for process in self._running.values():
             if process.stdin is not None:
@@ -245,6 +278,7 @@ class GatewayProcesses:
             workers=self._workers,
             parent=self._path,
             hash_key=self._hash_key,
+            held=self._held,
         )
         # A session of its own, so that Ctrl-C in the terminal reaches only the parent, which drains.
         process = await asyncio.create_subprocess_exec(
@@ -264,6 +298,9 @@ class GatewayProcesses:
                     message = decode_to_parent(body)
                     if isinstance(message, Ask):
                         writer.write(frame(self._numbers.sum()))
+                    elif isinstance(message, Order):
+                        await self._order(message)
+                        writer.write(frame(Done()))
                     else:
                         self._numbers.told(writer, message)
                         self._told.set()
@@ -272,3 +309,7 @@ class GatewayProcesses:
         finally:
             self._numbers.ended(writer)
             writer.close()
+
+
+async def _nobody(_: Order) -> None:
+    """Nobody launched anything."""

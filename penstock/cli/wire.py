@@ -30,9 +30,10 @@ from penstock.fleet.wanted import Wanted
 from penstock.fleet.worker import Worker
 from penstock.gateway.app import Gateway
 from penstock.policy.worker_state import WorkerState
-from penstock.protocol.siblings import WorkerAt
+from penstock.protocol.siblings import Order, WorkerAt
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
+from penstock.types import WorkerId
 
 KILL_TIMEOUT_S = 2.0
 HELD_LINES_MAX = 500
@@ -59,6 +60,7 @@ class Stack:
         self._launcher = make_launcher(config.fleet, clock, hash_key, self._words.say)
         self._discovery = Discovery(self._members, clock, log)
         self._fleet_log: FleetLog | None = None
+        self._held_at: dict[WorkerId, WorkerAt] = {}
         models = {part.served.name: part.served for part in self._parts}
         metrics = Metrics(list(models), version=__version__)
         self._tools = make_tools(config, metrics, clock)
@@ -102,15 +104,29 @@ class Stack:
         await self._apply_models()
         if self._processes is not None:
             self._registry.listen(lambda _: self._tell_processes())
+            self._processes.on_order = self._take_order
             await self._processes.open(self._launched_at())
         return address
 
     def _launched_at(self) -> list[WorkerAt]:
-        return [
+        """The launched workers that gateway processes are to know; those that are out of service by hand are known as such."""
+        there = [
             WorkerAt(worker.id, worker.route, worker.address)
             for worker in self._registry
             if worker.stop is not None and worker.state is not WorkerState.DRAINING
         ]
+        return [*there, *(at for worker_id, at in self._held_at.items() if worker_id in self._members.held)]
+
+    async def _take_order(self, order: Order) -> None:
+        """One of the gateway processes was told to take a worker out of service, or to bring it back."""
+        worker_id = WorkerId(order.worker)
+        if order.timeout_s is None:
+            self._held_at.pop(worker_id, None)
+            self._tell_processes()
+            await self._members.release(worker_id)
+        elif (worker := self._registry.get(worker_id)) is not None:
+            self._held_at.setdefault(worker_id, WorkerAt(worker.id, worker.route, worker.address))
+            self._members.hold(worker_id, order.timeout_s)
 
     def _tell_processes(self) -> None:
         if self._processes is not None:

@@ -38,6 +38,7 @@ class Members:
         self._there: dict[WorkerId, Wanted] = {}
         """What the workers in the registry were made from."""
         self._held: dict[WorkerId, Held] = {}
+        self._ordered: dict[WorkerId, float] = {}
         self._one_at_a_time = asyncio.Lock()
         self._again: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -56,6 +57,10 @@ class Members:
         """Workers that somebody has taken out of service, whether they still drain or are gone."""
         return self._held
 
+    def is_held(self, worker_id: WorkerId) -> bool:
+        """Whether somebody has taken it out of service."""
+        return worker_id in self._held or worker_id in self._ordered
+
     def hold(self, worker_id: WorkerId, timeout_s: float) -> bool:
         """Take a worker out of service, whatever the sources want: it drains and leaves. False if there is none."""
         worker = self._registry.get(worker_id)
@@ -64,6 +69,23 @@ class Members:
         self._held[worker_id] = Held(worker.route, worker.engine, worker.address)
         self._take_away(worker, timeout_s)
         return True
+
+    async def out_of_service(self, ordered: Mapping[WorkerId, float]) -> None:
+        """These and no others are out of service, by what all gateway processes of this server agreed on: with the seconds
+        that their streams have. One that is not here yet will not join.
+        """
+        before, self._ordered = self._ordered, dict(ordered)
+        for worker_id in before.keys() - ordered.keys():
+            self._held.pop(worker_id, None)
+        for worker_id, timeout_s in ordered.items():
+            self.hold(worker_id, timeout_s)
+        await self._reconcile()
+
+    @property
+    def gone(self) -> tuple[WorkerId, ...]:
+        """Workers that are out of service and have left."""
+        held = self._held.keys() | self._ordered.keys()
+        return tuple(worker_id for worker_id in sorted(held) if self._registry.get(worker_id) is None)
 
     async def release(self, worker_id: WorkerId) -> bool:
         """Let it come back, as a new one, if a source wants it still. False if it was not held."""
@@ -85,7 +107,7 @@ class Members:
                 worker_id: each
                 for source in self._wanted.values()
                 for worker_id, each in source.items()
-                if worker_id not in self._held
+                if worker_id not in self._held and worker_id not in self._ordered
             }
             for worker in list(self._registry):
                 each = wanted.get(worker.id)

@@ -1,5 +1,6 @@
 """The endpoints of whoever runs the fleet, under /admin. They want an admin key; a tenant's ordinary key is refused."""
 
+from collections.abc import Collection
 from urllib.parse import unquote
 
 import msgspec
@@ -12,11 +13,13 @@ from penstock.fleet.registry import Registry
 from penstock.fleet.worker import Worker
 from penstock.gateway.auth import Caller
 from penstock.gateway.exchange import Exchange
-from penstock.gateway.inspect import answer
+from penstock.gateway.inspect import answer, model_numbers
 from penstock.gateway.models import ServedModel
 from penstock.gateway.services import Services
+from penstock.gateway.siblings import Siblings
 from penstock.policy.decision_log import explain
 from penstock.protocol.fleet import DrainOrder, FleetReport, ModelReport, WorkerReport
+from penstock.protocol.siblings import ModelNumbers
 from penstock.telemetry.metrics import Metrics
 from penstock.types import RequestId, WorkerId
 
@@ -28,20 +31,29 @@ class Admin:
     """The endpoints, over the services they share."""
 
     def __init__(
-        self, services: Services, metrics: Metrics, registry: Registry, members: Members | None
+        self,
+        services: Services,
+        metrics: Metrics,
+        registry: Registry,
+        members: Members | None,
+        siblings: Siblings | None = None,
     ) -> None:
-        """Without `members` nobody can be drained from here."""
+        """Without `members` nobody can be drained from here. With `siblings` orders reach, and numbers count, all of them."""
         self._services, self._metrics = services, metrics
-        self._registry, self._members = registry, members
+        self._registry, self._members, self._siblings = registry, members, siblings
 
     async def workers(self, exchange: Exchange, caller: Caller) -> None:
-        """`GET /admin/workers`: every worker and every model, as this gateway process sees them."""
+        """`GET /admin/workers`: every worker as this gateway process sees it, every model as all of them do."""
         now_ns = self._services.clock.now_ns()
+        numbers, gone = model_numbers(self._services, self._metrics), None
+        if self._siblings is not None:
+            total = await self._siblings.sum()
+            numbers, gone = total.models, frozenset(total.gone)
         workers = [_worker(worker, now_ns) for worker in self._registry]
         report = FleetReport(
             version=__version__,
-            workers=workers + self._drained(),
-            models=[self._model(model) for model in self._services.models],
+            workers=workers + self._drained(gone),
+            models=[_model(model, numbers.get(model.name)) for model in self._services.models],
         )
         answer(exchange, report)
 
@@ -67,14 +79,15 @@ class Admin:
         if verb not in ("drain", "undrain") or not shown:
             raise NotFound("Unknown path. There are /drain and /undrain of a worker.", code="unknown_path")
         members = self._members
-        if members is None or self._services.config.server.processes > 1:
-            raise InvalidRequest("Workers cannot be drained by hand while server.processes is above 1.")
-        if verb == "undrain":
-            known = await members.release(worker_id)
-        else:
-            known = members.hold(worker_id, self._timeout_s(exchange.body))
-        if not known:
+        if members is None:
+            raise NotFound("This gateway keeps no workers.", code="unknown_path")
+        timeout_s = None if verb == "undrain" else self._timeout_s(exchange.body)
+        if not (members.is_held(worker_id) if timeout_s is None else members.hold(worker_id, timeout_s)):
             raise NotFound(f"There is no such worker: {worker_id[:128]}.", code="unknown_worker")
+        if self._siblings is not None:
+            await self._siblings.order(worker_id, timeout_s)
+        elif timeout_s is None:
+            await members.release(worker_id)
         worker = self._registry.get(worker_id)
         streams = 0 if worker is None else worker.backend.num_streams
         state = "gone" if worker is None else worker.state.value
@@ -95,8 +108,10 @@ class Admin:
             raise InvalidRequest(f"Invalid body: {error}.", code="invalid_value") from error
         return default_s if order.timeout_s is None else order.timeout_s
 
-    def _drained(self) -> list[WorkerReport]:
-        """Workers that were drained by hand and are gone: they can come back."""
+    def _drained(self, gone: Collection[str] | None) -> list[WorkerReport]:
+        """Workers that were drained by hand and are gone: they can come back. `gone`: those that have left all gateway
+        processes; None: there is only this one.
+        """
         if self._members is None:
             return []
         return [
@@ -105,24 +120,23 @@ class Admin:
                 model=each.route,
                 engine=each.engine,
                 address=each.address,
-                state="gone",
+                state="gone" if gone is None or worker_id in gone else "draining",
                 stage="drained by hand",
             )
             for worker_id, each in self._members.held.items()
             if self._registry.get(worker_id) is None
         ]
 
-    def _model(self, model: ServedModel) -> ModelReport:
-        metrics = self._metrics.model(model.name)
-        lane = self._services.dispatcher.control.lane(model.name)
-        return ModelReport(
-            name=model.name,
-            waiting=0 if lane is None else lane.queue.num_waiting,
-            ready=model.workers.num_ready,
-            workers=len(model.workers),
-            ttft_sum_s=metrics.ttft_sum_s,
-            ttft_count=metrics.ttft_count,
-        )
+
+def _model(model: ServedModel, numbers: ModelNumbers | None) -> ModelReport:
+    return ModelReport(
+        name=model.name,
+        waiting=numbers.waiting if numbers is not None else 0,
+        ready=model.workers.num_ready,
+        workers=len(model.workers),
+        ttft_sum_s=numbers.ttft_sum_s if numbers is not None else 0.0,
+        ttft_count=numbers.ttft_count if numbers is not None else 0,
+    )
 
 
 def _worker(worker: Worker, now_ns: int) -> WorkerReport:

@@ -105,10 +105,12 @@ class Gateway:
             locality=locality,
         )
         self._siblings = siblings
-        self._inspect = Inspect(self._services, metrics, version=__version__, siblings=siblings)
+        self._inspect = Inspect(
+            self._services, metrics, version=__version__, members=members, siblings=siblings
+        )
         self._inspect.auth = not config.auth.disabled
         self.tenancy.on_reload.extend((self._reloaded, self._decisions.reload))
-        admin = Admin(self._services, metrics, registry, members)
+        admin = Admin(self._services, metrics, registry, members, siblings)
         self._routes = Routes(Generate(self._services), self._inspect, admin)
         self._server = HttpServer(self, config.server, relay=config.relay, clock=clock, listeners=listeners)
         self._tasks: set[asyncio.Task[None]] = set()

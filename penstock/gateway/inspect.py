@@ -9,6 +9,7 @@ import msgspec
 
 from penstock.clock import NS_PER_S
 from penstock.errors import InvalidRequest
+from penstock.fleet.members import Members
 from penstock.fleet.worker import Worker
 from penstock.gateway.auth import Caller
 from penstock.gateway.exchange import Exchange, Response
@@ -19,7 +20,7 @@ from penstock.gateway.siblings import Siblings
 from penstock.policy.tenant_limits import check_model
 from penstock.protocol.openai import DetokenizeAnswer, ModelList, TokenizeAnswer, TokenizeRequest
 from penstock.protocol.openai_validate import parse_detokenize, parse_tokenize
-from penstock.protocol.siblings import Snapshot, Sum
+from penstock.protocol.siblings import ModelNumbers, Snapshot, Sum
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.telemetry.metrics import CONTENT_TYPE, Metrics
 
@@ -93,9 +94,15 @@ class Inspect:
     """The endpoints, over the services they share."""
 
     def __init__(
-        self, services: Services, metrics: Metrics, *, version: str, siblings: Siblings | None = None
+        self,
+        services: Services,
+        metrics: Metrics,
+        *,
+        version: str,
+        members: Members | None = None,
+        siblings: Siblings | None = None,
     ) -> None:
-        self._siblings = siblings
+        self._members, self._siblings = members, siblings
         self._services = services
         self._metrics = metrics
         self._version = version
@@ -154,8 +161,13 @@ class Inspect:
 
     def snapshot(self) -> Snapshot:
         """This process's numbers, for the sum."""
-        streams = self._services.dispatcher.num_streams
-        return Snapshot(metrics=self._render(), connections=self.num_connections, streams=streams)
+        return Snapshot(
+            metrics=self._render(),
+            connections=self.num_connections,
+            streams=self._services.dispatcher.num_streams,
+            models=model_numbers(self._services, self._metrics),
+            gone=self._members.gone if self._members is not None else (),
+        )
 
     def _render(self) -> bytes:
         for model in self._services.models:
@@ -206,6 +218,17 @@ class Inspect:
         before, self._restarts[model.name] = self._restarts.get(model.name, {}), restarts
         for _ in range(sum(max(0, count - before.get(worker, 0)) for worker, count in restarts.items())):
             metrics.engine_restarted()
+
+
+def model_numbers(services: Services, metrics: Metrics) -> dict[str, ModelNumbers]:
+    """What this process knows of each model that others do not."""
+
+    def of(name: str) -> ModelNumbers:
+        lane, numbers = services.dispatcher.control.lane(name), metrics.model(name)
+        waiting = 0 if lane is None else lane.queue.num_waiting
+        return ModelNumbers(waiting, numbers.ttft_sum_s, numbers.ttft_count)
+
+    return {model.name: of(model.name) for model in services.models}
 
 
 def _tokens(model: ServedModel, request: TokenizeRequest) -> tuple[int, ...]:

@@ -5,7 +5,8 @@ from collections import deque
 from collections.abc import Callable
 
 from penstock.clock import sleep
-from penstock.protocol.siblings import Ask, Snapshot, Sum, decode_to_child, frame
+from penstock.errors import Overloaded
+from penstock.protocol.siblings import Ask, Order, Snapshot, Sum, ToChild, decode_to_child, frame
 from penstock.protocol.worker import FrameDecoder
 
 TELL_S = 1.0
@@ -19,7 +20,7 @@ class Siblings:
     def __init__(self, path: str) -> None:
         """`path` is the parent's Unix socket."""
         self._path = path
-        self._asked: deque[asyncio.Future[Sum]] = deque()
+        self._asked: deque[asyncio.Future[ToChild]] = deque()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, snapshot: Callable[[], Snapshot]) -> None:
@@ -35,14 +36,44 @@ class Siblings:
     async def sum(self) -> Sum:
         """The numbers of all processes; of this one alone if the parent does not answer."""
         own = self._snapshot()
-        answer: asyncio.Future[Sum] = asyncio.get_running_loop().create_future()
-        self._asked.append(answer)
-        self._writer.write(frame(own) + frame(Ask()))
         try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                return await answer
+            answer = await self._answer(frame(own) + frame(Ask()))
         except TimeoutError:
-            return Sum(metrics=own.metrics, connections=own.connections, streams=own.streams, processes=1)
+            answer = None
+        if isinstance(answer, Sum):
+            return answer
+        return Sum(
+            metrics=own.metrics,
+            connections=own.connections,
+            streams=own.streams,
+            processes=1,
+            models=own.models,
+            gone=own.gone,
+        )
+
+    async def order(self, worker: str, timeout_s: float | None) -> None:
+        """Let every process take this worker out of service; with None let it come back.
+
+        Raises:
+            Overloaded: the parent does not answer.
+        """
+        try:
+            await self._answer(frame(Order(worker, timeout_s)))
+        except TimeoutError:
+            message = "The other gateway processes could not be told in time; try again."
+            raise Overloaded(message, retry_after_s=ANSWER_TIMEOUT_S) from None
+
+    async def _answer(self, question: bytes) -> ToChild:
+        """The parent answers in order.
+
+        Raises:
+            TimeoutError: not in time.
+        """
+        answer: asyncio.Future[ToChild] = asyncio.get_running_loop().create_future()
+        self._asked.append(answer)
+        self._writer.write(question)
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            return await answer
 
     def close(self) -> None:
         """Leave."""

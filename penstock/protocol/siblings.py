@@ -4,6 +4,8 @@
       |  Snapshot -->              |   when it listens, then every second
       |  Snapshot, Ask -->         |
       |                 <-- Sum    |   of the last snapshot of each, and of those who have ended
+      |  Order -->                 |   somebody took a worker out of service, or brought it back: the parent tells everybody
+      |                 <-- Done   |
 
 Framed like `worker.py`'s messages.
 """
@@ -15,6 +17,14 @@ import msgspec
 _LENGTH = struct.Struct("<I")
 
 
+class ModelNumbers(msgspec.Struct, frozen=True):
+    """One model's, for `penstock top`."""
+
+    waiting: int
+    ttft_sum_s: float
+    ttft_count: int
+
+
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot"):
     """One process's numbers."""
 
@@ -22,10 +32,25 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot"):
     """Its `/metrics` text."""
     connections: int
     streams: int
+    models: dict[str, ModelNumbers] = {}
+    gone: tuple[str, ...] = ()
+    """Workers that were taken out of service by hand and that this process has no streams at any more."""
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
     """Somebody asked this process for the sum of all."""
+
+
+class Order(msgspec.Struct, frozen=True, tag="order"):
+    """Somebody told this process to take a worker out of service, or to bring it back."""
+
+    worker: str
+    timeout_s: float | None
+    """How long its streams have; None: it comes back."""
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """The order is on its way to every process."""
 
 
 class Sum(msgspec.Struct, frozen=True, kw_only=True, tag="sum"):
@@ -35,6 +60,9 @@ class Sum(msgspec.Struct, frozen=True, kw_only=True, tag="sum"):
     connections: int
     streams: int
     processes: int
+    models: dict[str, ModelNumbers] = {}
+    gone: tuple[str, ...] = ()
+    """Workers that were taken out of service and that no process has streams at any more."""
 
 
 class WorkerAt(msgspec.Struct, frozen=True):
@@ -61,6 +89,8 @@ class ChildLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """Path of the parent's Unix socket."""
     hash_key: bytes
     """What those workers name their KV blocks with."""
+    held: dict[str, float] = {}
+    """Workers that are out of service by hand, and how many seconds their streams were given."""
 
 
 class ChildNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -70,16 +100,19 @@ class ChildNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A whole new configuration; empty: the old one stays."""
     workers: tuple[WorkerAt, ...] | None = None
     """All workers that the parent has launched and does not end; None: no news."""
+    held: dict[str, float] | None = None
+    """All workers that are out of service by hand; None: no news."""
 
 
-ToParent = Snapshot | Ask
+ToParent = Snapshot | Ask | Order
+ToChild = Sum | Done
 
 _to_parent = msgspec.msgpack.Decoder(ToParent)
-_to_child = msgspec.msgpack.Decoder(Sum)
+_to_child = msgspec.msgpack.Decoder(ToChild)
 _encoder = msgspec.msgpack.Encoder()
 
 
-def frame(message: ToParent | Sum) -> bytes:
+def frame(message: ToParent | ToChild) -> bytes:
     """One message as a whole frame."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
@@ -94,7 +127,7 @@ def decode_to_parent(body: bytes) -> ToParent:
     return _to_parent.decode(body)
 
 
-def decode_to_child(body: bytes) -> Sum:
+def decode_to_child(body: bytes) -> ToChild:
     """Read what the parent sent.
 
     Raises:

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 from served import Server
 
+from penstock.cli.main import main
 from penstock.cli.worker import _key
 from penstock.config.checks import check
 from penstock.config.load import load_config
@@ -35,16 +37,26 @@ def ask(server: Server, content: str = "Hi.") -> int:
         return response.status
 
 
-def states(server: Server) -> dict[str, str]:
+def fleet(server: Server) -> dict[str, Any]:
     with urllib.request.urlopen(server.url.removesuffix("/v1") + "/admin/workers", timeout=60) as response:
-        return {worker["id"]: worker["state"] for worker in json.load(response)["workers"]}
+        return json.load(response)
+
+
+def states(server: Server) -> dict[str, str]:
+    return {worker["id"]: worker["state"] for worker in fleet(server)["workers"]}
 
 
 def own_events(server: Server) -> int:
     """Blocks in the KV index that a worker told of."""
     with urllib.request.urlopen(server.url.removesuffix("/v1") + "/metrics", timeout=60) as response:
-        found = re.search(r"^penstock_kv_index_entries (\S+)$", response.read().decode(), re.MULTILINE)
-    return int(float(found[1])) if found else 0
+        page = response.read().decode()
+    all_of_them, predicted = (
+        re.search(rf"^penstock_kv_index_{name} (\S+)$", page, re.MULTILINE)
+        for name in ("entries", "predicted_entries")
+    )
+    assert all_of_them
+    assert predicted
+    return int(float(all_of_them[1]) - float(predicted[1]))
 
 
 def test_the_worked_example(tmp_path: Path) -> None:
@@ -90,7 +102,22 @@ def test_several_gateway_processes_follow_their_workers(tmp_path: Path) -> None:
         for _ in range(8):  # Whichever process answers.
             server.until(lambda: states(server) == {"tiny-0": "ready"}, "one holds on to it")
             assert ask(server) == 200
-        assert len(server.workers) == 3
+        file.write_text(config)
+        server.process.send_signal(signal.SIGHUP)
+        server.until(
+            lambda: states(server) == {"tiny-0": "ready", "tiny-1": "ready"}, "it does not come back"
+        )
+        root = server.url.removesuffix("/v1")
+        assert main(["drain", "tiny-1", "--url", root, "--key", "x"]) == 0
+        for _ in range(8):
+            assert states(server) == {"tiny-0": "ready", "tiny-1": "gone"}
+            assert ask(server) == 200
+        server.until(lambda: len(server.workers) == 3, "its process is still there")
+        assert main(["drain", "tiny-1", "--url", root, "--undo"]) == 0
+        for _ in range(8):
+            server.until(lambda: states(server) == {"tiny-0": "ready", "tiny-1": "ready"}, "it stays away")
+        begun = [fleet(server)["models"][0]["ttft_count"] for _ in range(4)]
+        assert begun == [16] * 4, "answers of all processes are counted, whichever is asked"
         server.process.send_signal(signal.SIGTERM)
         assert server.wait_ended() == 0
     finally:
