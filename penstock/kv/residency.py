@@ -306,10 +306,11 @@ class Residency:
 
     def sent(self, now_ns: int, prompt: PromptKeys) -> None:
         """The prompt was sent there: its blocks will soon be cached. Notes on it what is cached of it now."""
-        keys = self.names.keys_of(prompt)
+        keys, unit = self.names.keys_of(prompt), self.names.unit
+        keys = keys[: len(keys) - len(keys) % unit]  # It caches no part of its blocks, and tells of none.
         held = self._index.match(now_ns, keys).of(self.worker).blocks
         expected = min(held, _usable_blocks(prompt))
-        prompt.expected_blocks = expected - expected % self.names.unit
+        prompt.expected_blocks = expected - expected % unit
         is_new = self._index.predict(self.worker, keys, now_ns + self._ttl_ns())
         if is_new and self._awaited_ns is None and self.state is not StreamState.UNKNOWN:
             self._awaited_ns = now_ns

@@ -70,6 +70,13 @@ def test_of_a_worker_with_larger_blocks_only_whole_ones_are_counted_on() -> None
     locality.sent(0, A, keys)
     locality.answered(0, A, keys, talker.cache(other))
     assert (residency.audited.num_expected, residency.audited.num_hit, residency.trust) == (24, 24, 1.0)
+    residency.live(1, talker.publish())
+    again = locality.maker("m").keys(other)
+    locality.sent(0, A, again)
+    locality.answered(0, A, again, talker.cache(other))
+    assert residency.credit(1000 * NS_PER_S) == 1.0, (
+        "nothing new is awaited: the rest of the prompt fills no block"
+    )
 
 
 def test_prompts_of_other_models_and_requests_without_keys_find_nothing() -> None:

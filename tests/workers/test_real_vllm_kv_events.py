@@ -21,6 +21,7 @@ from penstock.fleet.kv_feed import KVFeed
 from penstock.kv.locality import KVLocality
 from penstock.kv.prompt_keys import PromptKeys
 from penstock.kv.residency import StreamState
+from penstock.rng import fresh_seed
 from penstock.telemetry.log import Log
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import RequestId, SamplingParams, Usage, WorkerId
@@ -29,13 +30,15 @@ pytestmark = [pytest.mark.workers, pytest.mark.timeout(600)]
 KV_EVENTS, KV_REPLAY = "tcp://127.0.0.1:9374", "tcp://127.0.0.1:9375"  # As in conftest.py.
 WORKER = WorkerId("vllm-0")
 CLOCK = SystemClock()
+FIRST = fresh_seed() % 10_000
+"""Prompts are new in every run: a server that runs already may have been asked before."""
 
 
 class Fleet:
     """One vLLM, its feed, and the locality."""
 
-    def __init__(self, backend: HttpBackend) -> None:
-        config = KVIndexConfig(check_s=0.5)
+    def __init__(self, backend: HttpBackend, *, check_s: float = 0.5) -> None:
+        config = KVIndexConfig(check_s=check_s)
         self.backend = backend
         self.locality = KVLocality(config, b"0123456789abcdef")
         self.residency = self.locality.add(WORKER, model="served", is_own=False)
@@ -77,9 +80,11 @@ def run(url: str, model: Path, check: Callable[[Fleet], object]) -> None:
         await until(lambda: backend.status.ready, timeout_s=60)
         fleet = Fleet(backend)
         fleet.feed.start()
-        await check(fleet)  # type: ignore[misc]
-        await fleet.feed.close()
-        await backend.close()
+        try:
+            await check(fleet)  # type: ignore[misc]
+        finally:
+            await fleet.feed.close()
+            await backend.close()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())
@@ -87,7 +92,7 @@ def run(url: str, model: Path, check: Callable[[Fleet], object]) -> None:
 
 def test_its_events_say_what_its_answers_say_was_cached(vllm_url: str, model_28m: Path) -> None:
     async def check(fleet: Fleet) -> None:
-        tokens = tuple(100 + i % 700 for i in range(600))
+        tokens = tuple(FIRST + 100 + i % 700 for i in range(600))
         await fleet.ask(tokens)
         await until(lambda: fleet.residency.state is StreamState.SYNCED, timeout_s=20)
         await until(lambda: fleet.locality.index.num_predicted == 0, timeout_s=20)
@@ -95,7 +100,7 @@ def test_its_events_say_what_its_answers_say_was_cached(vllm_url: str, model_28m
         assert told >= 32, "whole blocks of vLLM's size, cut into ours"
         usage = await fleet.ask(tokens)
         assert usage.cached_tokens == 16 * told
-        other = (*tokens[:400], *(3 + i % 90 for i in range(200)))
+        other = (*tokens[:400], *(FIRST + 3 + i % 90 for i in range(200)))
         expected = fleet.blocks(other)
         usage = await fleet.ask(other)
         assert usage.cached_tokens == 16 * expected > 0
@@ -107,7 +112,7 @@ def test_its_events_say_what_its_answers_say_was_cached(vllm_url: str, model_28m
 
 def test_a_salted_prompt_is_its_tenants_alone(vllm_url: str, model_28m: Path) -> None:
     async def check(fleet: Fleet) -> None:
-        tokens = tuple(200 + i % 500 for i in range(600))
+        tokens = tuple(FIRST + 200 + i % 500 for i in range(600))
         await fleet.ask(tokens, b"tenant a")
         await until(lambda: fleet.locality.index.num_predicted == 0, timeout_s=20)
         told = fleet.blocks(tokens, b"tenant a")
@@ -121,38 +126,49 @@ def test_a_salted_prompt_is_its_tenants_alone(vllm_url: str, model_28m: Path) ->
 
 def test_what_it_told_before_the_feed_came_is_replayed(vllm_url: str, model_28m: Path) -> None:
     async def check(fleet: Fleet) -> None:
-        tokens = tuple(300 + i % 400 for i in range(600))
+        tokens = tuple(FIRST + 300 + i % 400 for i in range(600))
         await fleet.ask(tokens)
         await until(lambda: fleet.locality.index.num_predicted == 0, timeout_s=20)
         late = Fleet(fleet.backend)
         late.feed.start()
-        await until(lambda: late.blocks(tokens) == fleet.blocks(tokens) > 0, timeout_s=20)
-        await late.feed.close()
+        try:
+            await until(lambda: late.blocks(tokens) == fleet.blocks(tokens) > 0, timeout_s=20)
+        finally:
+            await late.feed.close()
 
     run(vllm_url, model_28m, check)
 
 
 def test_a_batch_that_was_lost_is_replayed(vllm_url: str, model_28m: Path) -> None:
-    async def check(fleet: Fleet) -> None:
-        await fleet.ask(tuple(400 + i % 300 for i in range(600)))
-        await until(lambda: fleet.residency.state is StreamState.SYNCED, timeout_s=20)
-        take, lost = fleet.residency.live, list[int]()
+    async def check(backend: HttpBackend) -> None:
+        fleet = Fleet(backend, check_s=600.0)  # Nothing is asked again without a reason.
+        fleet.feed.start()
+        try:
+            await lose_one(fleet)
+        finally:
+            await fleet.feed.close()
 
-        def lose_one(sequence: int, payload: bytes) -> None:
+    async def lose_one(fleet: Fleet) -> None:
+        await fleet.ask(tuple(FIRST + 400 + i % 300 for i in range(600)))
+        await until(lambda: fleet.residency.state is StreamState.SYNCED, timeout_s=20)
+        take, lost, num_replays = fleet.residency.live, list[int](), fleet.feed.num_replays
+
+        def live(sequence: int, payload: bytes) -> None:
             if lost:
                 take(sequence, payload)
             else:
                 lost.append(sequence)
 
-        fleet.residency.live = lose_one  # type: ignore[method-assign]
-        gone, next_one = (tuple(first + i % 300 for i in range(600)) for first in (500, 600))
+        fleet.residency.live = live  # type: ignore[method-assign]
+        gone, next_one = (tuple(FIRST + first + i % 300 for i in range(600)) for first in (500, 600))
+        num_gaps = fleet.residency.num_gaps
         await fleet.ask(gone)
         await until(lambda: lost != [], timeout_s=20)
         await fleet.ask(next_one)
-        await until(lambda: fleet.feed.num_replays > 0, timeout_s=20)
+        await until(lambda: fleet.feed.num_replays > num_replays, timeout_s=20)
         await until(lambda: fleet.residency.state is StreamState.SYNCED, timeout_s=20)
         await until(lambda: fleet.locality.index.num_predicted == 0, timeout_s=20)
+        assert fleet.residency.num_gaps == num_gaps + 1
         assert (await fleet.ask(gone)).cached_tokens == 16 * fleet.blocks(gone) > 0
-        assert fleet.residency.num_gaps == 1
 
-    run(vllm_url, model_28m, check)
+    run(vllm_url, model_28m, lambda fleet: check(fleet.backend))
