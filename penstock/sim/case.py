@@ -23,6 +23,9 @@ from penstock.sim.world import World
 from penstock.types import TenantId
 
 _BANDS = ("priority", "default", "default", "bulk")
+_ADAPTERS = ("", "", "one", "two")
+_COMMON = 99
+"""A content that every tenant's prompts may begin with: that its cache is not shared is what the checks look at."""
 _MODEL = "model"
 _Item = TypeVar("_Item")
 
@@ -41,6 +44,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     """Gateways share their limits by a store."""
     tokens_per_minute: int = 0
     """Of every tenant; 0: no limit."""
+    concurrent_max: int = 0
+    """Requests of one tenant at once; 0: no limit."""
     load_s: float = 20.0
     """Requests come for so long."""
 
@@ -68,6 +73,7 @@ def draw_case(seed: int) -> Case:
         queue_max=random.choice((12, 100, 4096)),
         is_shared=random.random() < 0.5,
         tokens_per_minute=random.choice((0, 0, 20_000)),
+        concurrent_max=random.choice((0, 0, 0, 6)),
     )
     # From half of what the workers can do to twice that.
     per_s = 0.7 * shape.workers * shape.regions * shape.max_running**0.5 * 2 ** random.uniform(-1, 1)
@@ -156,7 +162,9 @@ def _draw_requests(seed: int, shape: Shape, per_s: float) -> tuple[SimRequest, .
     while (at_s := at_s + random.expovariate(per_s)) < shape.load_s:
         number, tenant = len(requests), random.randrange(5)
         at_ns, answer = int(at_s * NS_PER_S), random.randint(1, min(200, room))
-        prompt = (Segment(1 + tenant, 48), Segment(1000 + number, random.randint(1, min(1000, room))))
+        first = random.choice((1 + tenant, _COMMON))
+        prompt = (Segment(first, 48), Segment(1000 + number, random.randint(1, min(1000, room))))
+        adapter = random.choice(_ADAPTERS)
         if requests and random.random() < 0.3:  # A next turn.
             before = requests[-1 - random.randrange(min(8, number))]
             prompt = (
@@ -164,7 +172,7 @@ def _draw_requests(seed: int, shape: Shape, per_s: float) -> tuple[SimRequest, .
                 Segment(before.answer, before.output_tokens),
                 Segment(1000 + number, 20),
             )
-            tenant = int(before.tenant[1:])
+            tenant, adapter = int(before.tenant[1:]), before.adapter
         if sum(segment.tokens for segment in prompt) > 2 * room:
             prompt = prompt[:1]
         requests.append(
@@ -177,6 +185,7 @@ def _draw_requests(seed: int, shape: Shape, per_s: float) -> tuple[SimRequest, .
                 answer=1_000_000 + number,
                 output_tokens=answer,
                 max_tokens=random.choice((0, answer + 50, 250)),
+                adapter=adapter,
                 band=_BANDS[tenant % len(_BANDS)],
                 region=f"region{random.randrange(shape.regions)}",
                 public_tokens=random.choice((0, 32)),
@@ -212,6 +221,7 @@ def _spec(case: Case) -> WorldSpec:
             fairness_key=f"t{number}",
             weight=1.0 + number,
             tokens_per_minute=shape.tokens_per_minute,
+            concurrent_max=shape.concurrent_max,
         )
         for number in range(5)
     }

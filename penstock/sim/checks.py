@@ -5,7 +5,11 @@
 | a request ends exactly once, an accepted one has exactly one line in the ledger, a refused one none | every end |
 | counts: an answer is as long as the model made it, and never longer; nothing of the prompt or the cache is made up | every end |
 | queue bounds; tickets, flows and holds agree | every event of a gateway, O(1) |
-| KV blocks: each in one state, references add up, every block is its namespace's (so no prefix of another tenant) | every `every` events |
+| what a worker found in its cache is the tenant's own text under the same adapter, or nobody's; it tells only who asked (isolation.py) | every word of a worker |
+| a higher band goes first, but for floors and starvation (order_checks.py); in an engine, but for age | every start |
+| nothing waits that a worker has room for; in-flight caps of workers and tenants (order_checks.py) | every `_LOOK_EVERY` events |
+| what an engine runs and has waiting (engine_checks.py) | every `every` events |
+| KV blocks: each in one state, references add up, every block is its namespace's; every stream has its own answer | every `every` events |
 | queue, rooms, scheduler and rows agree | every `every` events |
 | a drain cuts no stream | when a worker has left (world.py) |
 | nothing is left: no request, no stream, no held token, no used block | at the end |
@@ -13,17 +17,26 @@
 | first tokens come as soon as before the faults, and no worker that is there is left alone any more | at the end, after a while |
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.clock import NS_PER_S
 from penstock.policy.flow import State
 from penstock.policy.record import Outcome, UsageRecord
+from penstock.sim.engine_checks import inverted_in_engine, over_engine_cap
 from penstock.sim.gateway import SimGateway
+from penstock.sim.isolation import Isolation
+from penstock.sim.messages import Submission, Told
+from penstock.sim.order_checks import OrderChecks, Start
 from penstock.sim.request import RequestRecord, SimRequest
 from penstock.sim.result import SimResult
+from penstock.sim.worker import SimWorker
 from penstock.sim.world import World
+from penstock.types import WorkerId
 
 _BUDGET = "budget"
+_LOOK_EVERY = 16
+"""Events between two such looks: what waits for nothing does so until the next event of its gateway."""
 
 
 class Violation(AssertionError):
@@ -55,6 +68,9 @@ class Checks:
         self._ended: dict[str, RequestRecord] = {}
         self._billed: dict[str, UsageRecord] = {}
         self._asked: dict[str, SimRequest] = {}
+        self._isolation, self._order = Isolation(), OrderChecks(world.spec.config)
+        self._starts: dict[tuple[int, str], list[Start]] = {}
+        """Of the event that happens now, by gateway and model."""
         world.watcher = self
 
     # --- Watcher ------------------------------------------------------------------------------------
@@ -81,14 +97,31 @@ class Checks:
         _hold(record.request_id not in self._billed, f"{record.request_id} is billed twice")
         self._billed[record.request_id] = record
 
+    def submitted(self, worker_id: WorkerId, submission: Submission, model: str) -> None:
+        """A gateway sends a request to a worker."""
+        self._isolation.submitted(worker_id, submission, self._asked[submission.id])
+        starts = self._starts.setdefault((submission.gateway, model), [])
+        starts.append(Start(worker_id, submission))
+
+    def told(self, worker: SimWorker, gateway: int, told: Sequence[Told]) -> None:
+        """A worker says something of requests to a gateway."""
+        _none(self._isolation.told(worker.id, gateway, told))
+        _none(inverted_in_engine(worker, told))
+
     def happened(self, num_events: int) -> None:
         """An event is over."""
         config = self._world.spec.config.queue
+        now_ns, starts, self._starts = self._world.timeline.now_ns(), self._starts, {}
         for gateway in self._world.gateways:
             if gateway.is_gone:
                 continue
             _hold(len(gateway.control) == len(gateway.tickets), "tickets and flows differ in number")
             for model in self._world.facts.models:
+                started = starts.get((gateway.number, model), ())
+                _none(self._order.started(now_ns, gateway, model, started))
+                if num_events % _LOOK_EVERY == 0:
+                    _none(self._order.waits_for_nothing(now_ns, gateway, model))
+                    _none(self._order.over_cap(gateway, model))
                 if (lane := gateway.control.lane(model)) is not None:
                     _hold(
                         lane.queue.num_waiting <= config.requests_max
@@ -103,7 +136,8 @@ class Checks:
         """Everything that can be checked at any time. O(n)."""
         for member in self._world.members.values():
             if not member.worker.is_gone:
-                member.worker.scheduler.check_invariants()
+                member.worker.check_invariants()
+                _none(over_engine_cap(member.worker))
         for gateway in self._world.gateways:
             if not gateway.is_gone:
                 for model in self._world.facts.models:
@@ -199,4 +233,9 @@ def _fresh(gateway: SimGateway) -> int:
 
 def _hold(holds: object, why: str) -> None:
     if not holds:
+        raise Violation(why)
+
+
+def _none(why: str) -> None:
+    if why:
         raise Violation(why)

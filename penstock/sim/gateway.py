@@ -266,7 +266,7 @@ class SimGateway:
                 reason="GatewayLost",
                 at_ns=ticket.request.at_ns,
                 first_ns=ticket.first_ns,
-                end_ns=now_ns,
+                end_ns=now_ns + self._facts.link_ns,
                 prompt_tokens=prompt_tokens,
                 completion_tokens=flow.completion_tokens,
                 attempts=flow.attempts,

@@ -1,9 +1,13 @@
 """What a world lets others see while it runs."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from penstock.policy.record import UsageRecord
+from penstock.sim.messages import Submission, Told
 from penstock.sim.request import RequestRecord, SimRequest
+from penstock.sim.worker import SimWorker
+from penstock.types import WorkerId
 
 
 class Watcher(Protocol):
@@ -19,6 +23,14 @@ class Watcher(Protocol):
 
     def billed(self, record: UsageRecord) -> None:
         """One line of the ledger."""
+        ...
+
+    def submitted(self, worker_id: WorkerId, submission: Submission, model: str) -> None:
+        """A gateway sends a request to a worker of this model."""
+        ...
+
+    def told(self, worker: SimWorker, gateway: int, told: Sequence[Told]) -> None:
+        """A worker says something of requests to the gateway with this number."""
         ...
 
     def happened(self, num_events: int) -> None:

@@ -9,7 +9,7 @@ the next steps end, and does them in one leap when something is due or comes in 
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -186,6 +186,19 @@ class SimWorker:
     def num_streams(self) -> int:
         """Requests that have come and not ended."""
         return len(self._streams) + len(self._inbox) + len(self._stuck)
+
+    def requests(self) -> Iterator[Request]:
+        """What the scheduler has, oldest submission first."""
+        return (stream.request for stream in self._streams.values())
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between two events: the scheduler's own, and that every stream has the beginning of its answer."""
+        self.scheduler.check_invariants()
+        for stream in self._streams.values():
+            given = stream.request.tokens[stream.request.num_prompt :]
+            assert given == stream.answer[: len(given)], (
+                f"{stream.submission.id} has tokens of another answer"
+            )
 
     def ids_of(self, gateway: int) -> list[RequestId]:
         """Requests of one gateway that are here."""

@@ -226,6 +226,8 @@ class World:
 
     def submit(self, now_ns: int, worker_id: WorkerId, submission: Submission) -> None:
         """See `Network`."""
+        if self.watcher is not None and (member := self.members.get(worker_id)) is not None:
+            self.watcher.submitted(worker_id, submission, member.pool.model)
         self._send(now_ns, submission.gateway, worker_id, submission)
 
     def abort(self, now_ns: int, gateway: int, worker_id: WorkerId, request_id: RequestId) -> None:
@@ -236,6 +238,8 @@ class World:
 
     def told(self, now_ns: int, worker: SimWorker, gateway: int, told: Sequence[Told]) -> None:
         """See `Listener`."""
+        if self.watcher is not None:
+            self.watcher.told(worker, gateway, told)
         member = self.members[worker.id]
         to, when_ns = self.gateways[gateway], self._arrives_ns(now_ns, member.told_ns, member, gateway)
         self.timeline.at(when_ns, to.actor, Rank.MESSAGE, self._on_told, (to, worker.id, told))

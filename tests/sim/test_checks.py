@@ -1,0 +1,143 @@
+"""The checks see what they are for: each is shown a policy, an engine or a wire that was broken on purpose."""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from penstock.clock import NS_PER_MS
+from penstock.policy.fair_queue import FairQueue
+from penstock.policy.lane import Lane
+from penstock.policy.rate_limit import Limiter
+from penstock.policy.room import Room
+from penstock.policy.tenant import Tenant
+from penstock.schedule.class_queue import ClassQueue
+from penstock.sim import case
+from penstock.sim.case import Case, Shape, failure, run_case
+from penstock.sim.prompts import BlockNames
+from penstock.sim.request import Segment, SimRequest
+from penstock.sim.worker import SimWorker
+from penstock.sim.world import World
+
+BANDS = ("priority", "default", "bulk")
+
+
+def crowd(count: int = 36, *, gap_ms: int = 12, workers: int = 1, gateways: int = 1, **shape: int) -> Case:
+    """More requests than there are rows, of three tenants in three bands, all beginning alike."""
+    requests = tuple(
+        SimRequest(
+            id=f"r{number}",
+            at_ns=number * gap_ms * NS_PER_MS,
+            tenant=f"t{number % 3}",
+            prompt=(Segment(7, 64), Segment(100 + number, 20)),
+            answer=10_000 + number,
+            output_tokens=24,
+            adapter=("one", "two")[number % 2] if number < 12 else "",
+            band=BANDS[number % 3],
+            region="region0",
+        )
+        for number in range(count)
+    )
+    sizes = Shape(workers=workers, gateways=gateways, max_running=4, **shape)
+    return Case(seed=1, shape=sizes, requests=requests)
+
+
+def test_nothing_is_wrong_with_what_is_not_broken() -> None:
+    assert failure(crowd()) == ""
+    assert failure(crowd(workers=3, gateways=2, concurrent_max=3)) == ""
+
+
+def test_a_prefix_of_another_tenant_is_found(monkeypatch) -> None:
+    """Every tenant is given the same salt: the engines see one namespace, and nothing is wrong for them."""
+    monkeypatch.setattr(case, "Tenant", lambda **given: Tenant(**{**given, "cache_salt": b"one for all"}))
+    assert "sent there by nobody who may share them" in failure(crowd())
+
+
+def test_a_prefix_of_another_adapter_is_found(monkeypatch) -> None:
+    chain = BlockNames.chain
+    monkeypatch.setattr(
+        BlockNames, "chain", lambda self, segments, **given: chain(self, segments, **{**given, "adapter": ""})
+    )
+    assert "sent there by nobody who may share them" in failure(crowd(12))
+
+
+def test_what_is_public_is_everybodys() -> None:
+    made = crowd()
+    shared = tuple(msgspec.structs.replace(each, public_tokens=64) for each in made.requests)
+    assert failure(msgspec.structs.replace(made, requests=shared)) == ""
+
+
+def test_a_stream_that_goes_to_another_gateway_is_found(monkeypatch) -> None:
+    told = World.told
+    monkeypatch.setattr(
+        World,
+        "told",
+        lambda self, now_ns, worker, gateway, words: told(self, now_ns, worker, 1 - gateway, words),
+    )
+    assert "which it did not ask for" in failure(crowd(8, gateways=2))
+
+
+def test_tokens_of_another_answer_are_found(monkeypatch) -> None:
+    """All rows are given the tokens of whoever came first."""
+
+    def draw(self, request, count):
+        first, done = next(iter(self._streams.values())), request.num_generated
+        return first.answer[done : done + count]
+
+    monkeypatch.setattr(SimWorker, "_draw", draw)
+    with pytest.raises(AssertionError, match="has tokens of another answer"):
+        run_case(crowd(4, gap_ms=1), every=1)
+
+
+def test_lower_bands_that_go_first_are_found(monkeypatch) -> None:
+    in_turn = FairQueue._in_turn
+    monkeypatch.setattr(FairQueue, "_in_turn", lambda self, now_ns: list(in_turn(self, now_ns))[::-1])
+    why = failure(crowd())
+    assert "starts on" in why
+    assert "(priority)" in why or "(default)" in why
+
+
+def test_a_lower_class_that_an_engine_starts_first_is_found(monkeypatch) -> None:
+    """Credit is what waits at the engine: its queue forgets classes."""
+    first = ClassQueue._first
+
+    def last(self):
+        waiting = sorted(self._waiting.items())
+        return waiting[-1][1] if waiting else first(self)
+
+    monkeypatch.setattr(ClassQueue, "_first", last)
+    assert "is started on" in failure(crowd(60, gap_ms=4))
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_room_that_nobody_is_given_is_found(monkeypatch, workers) -> None:
+    """With two streams on a worker, the queue takes it for full."""
+    monkeypatch.setattr(
+        Room, "num_free", property(lambda room: max(0, 2 - room.booked) if room.view.ready else 0)
+    )
+    assert "has room for it" in failure(crowd(workers=workers))
+
+
+def test_a_request_that_is_forgotten_by_the_placement_is_found(monkeypatch) -> None:
+    """Whoever was passed over once is not looked at again while anybody runs."""
+    fits = Lane._fits
+    monkeypatch.setattr(
+        Lane, "_fits", lambda self, work: not (work.aside and self.rooms.num_running) and fits(self, work)
+    )
+    assert "has room for it" in failure(crowd(blocks=40))
+
+
+def test_more_streams_than_a_worker_has_room_for_are_found(monkeypatch) -> None:
+    free = Room.num_free.fget
+    monkeypatch.setattr(Room, "num_free", property(lambda room: free(room) + 3 * room.view.ready))
+    assert "is to have 8" in failure(crowd())
+
+
+def test_more_requests_than_a_tenant_may_have_are_found(monkeypatch) -> None:
+    reserve = Limiter.reserve
+
+    def generous(self, now_ns, tenant, *counts, **given):
+        return reserve(self, now_ns, replace(tenant, concurrent_max=0), *counts, **given)
+
+    monkeypatch.setattr(Limiter, "reserve", generous)
+    assert "and may have 2" in failure(crowd(concurrent_max=2))
