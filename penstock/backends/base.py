@@ -18,8 +18,7 @@ from penstock.protocol.worker import ModelInfo, Stats
 from penstock.types import FinishReason, RequestId, SamplingParams, Usage
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class GenerateRequest:
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One stream to generate. `n` choices of a client's request are n of these."""
 
     request_id: RequestId
@@ -40,6 +39,8 @@ class GenerateRequest:
     priority: int = 0
     fairness_key: str = ""
     fairness_weight: float = 1.0
+    piece_tokens: int = 1
+    """Behind the first output, tokens may be told in pieces of so many: nobody reads before the end."""
     chat: ChatRequest | None = None
     """The conversation as the client sent it, if it sent one: for providers, which have templates of their own."""
 
@@ -79,8 +80,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     """From workers that parse calls themselves; their text holds none."""
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Finish:
+class Finish(msgspec.Struct, frozen=True, kw_only=True):
     """The one end of a stream."""
 
     reason: FinishReason

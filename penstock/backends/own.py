@@ -7,7 +7,8 @@ cannot tell.
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from penstock.backends.base import BackendStatus, GenerateRequest, Phase, Sink, nothing
 from penstock.backends.draining import end_streams

@@ -61,7 +61,10 @@ class OwnStream:
         "_detokenizer",
         "_done",
         "_first_ns",
+        "_heard",
+        "_held",
         "_leave",
+        "_piece",
         "_push_text",
         "_request",
         "_sink",
@@ -87,6 +90,12 @@ class OwnStream:
         self._usage = Usage(prompt_tokens=len(request.prompt_token_ids))
         self._token_ids = array("i", request.resumed)
         """The answer so far."""
+        self._heard = False
+        """The sink has heard the first output, and more may come in pieces."""
+        self._held: list[int] = []
+        """Tokens of the answer that the sink has not heard of yet."""
+        # Stop strings must be seen at once, and logprobs belong to their tokens.
+        self._piece = 1 if request.stop else request.piece_tokens
         self._first_ns = 0
         self._done = False
         if request.resumed:
@@ -109,6 +118,13 @@ class OwnStream:
             found = tuple(shown_logprob(each, self._tokenizer) for each in output.prompt_logprobs)
             self._sink.on_delta(Delta("", (), (), found))
             return
+        if self._heard and output.logprobs is None:
+            self._held.extend(token_ids)
+            told = len(self._token_ids)
+            if told // self._piece != (told + len(self._held)) // self._piece:
+                self._let_go()
+            return
+        self._heard = self._piece > 1
         self._token_ids.extend(token_ids)
         text = self._push_text(token_ids)
         if self._stop is not None:
@@ -120,18 +136,28 @@ class OwnStream:
 
     def abort(self) -> None:
         """The client left: tell the worker, and the sink at once."""
+        self._let_go()
         if not self._done:
             finish = Finish(reason=FinishReason.ABORT, usage=self._usage_here(), resume=self._resume())
             self._end(finish, tell_worker=True)
 
     def break_off(self, why: str, *, died: bool = False) -> None:
         """The worker is lost; `died`: its process ended."""
+        self._let_go()
         if self._done:
             return
         kind = StreamBroken if self._token_ids else WorkerUnavailable
         error = kind(why, died=died)
         usage, resume = self._usage_here(), self._resume()
         self._end(Finish(reason=FinishReason.ERROR, usage=usage, error=error, resume=resume))
+
+    def _let_go(self) -> None:
+        """Tell the sink what was held back. It may end the stream."""
+        if self._held and not self._done:
+            token_ids = tuple(self._held)
+            self._held.clear()
+            self._token_ids.extend(token_ids)
+            self._sink.on_delta(Delta(self._push_text(token_ids), token_ids))
 
     def _prime(self, token_ids: tuple[int, ...]) -> None:
         """Bring everything to where it was after these tokens; the sink has heard all of it."""
@@ -145,6 +171,9 @@ class OwnStream:
 
     def _push_last(self, output: Output, finish: WorkerFinish) -> None:
         """The engine says that this is the end: let go of what was held back."""
+        self._let_go()
+        if self._done:
+            return
         self._token_ids.extend(output.token_ids)
         text = self._push_text(output.token_ids) + self._detokenizer.finish()
         matched = None

@@ -114,6 +114,7 @@ class Gateway:
         self._routes = Routes(Generate(self._services), self._inspect, admin)
         self._server = HttpServer(self, config.server, relay=config.relay, clock=clock, listeners=listeners)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._log_is_due = False
         self._pulse: asyncio.Task[None] | None = None
 
     @property
@@ -157,6 +158,7 @@ class Gateway:
         await self._decisions.stop()
         await self._kv.close()
         self._services.tokenize.close()
+        self._log.flush()
 
     # --- what the HTTP server calls --------------------------------------------------------------
 
@@ -220,8 +222,15 @@ class Gateway:
                 generated_tokens=record and record.generated_tokens,
             )
         )
+        if not self._log_is_due:
+            self._log_is_due = True
+            asyncio.get_running_loop().call_soon(self._flush_log)
 
     # --- inside ----------------------------------------------------------------------------------
+
+    def _flush_log(self) -> None:
+        self._log_is_due = False
+        self._log.flush()
 
     def _reloaded(self, config: Config) -> None:
         self._inspect.auth = not config.auth.disabled

@@ -13,7 +13,6 @@ that one turn of the loop accepted is written to the journal together, before an
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from dataclasses import replace as replaced
 
 from msgspec.structs import replace
 
@@ -375,7 +374,7 @@ class Dispatcher:
 def _attempt(request: GenerateRequest, start: Start) -> GenerateRequest:
     """A stream as it is sent now. A worker that was thought dead may still have it from an earlier attempt: that is another."""
     name = f"{request.request_id}~{start.attempt}" if start.attempt > 1 else request.request_id
-    return replaced(request, priority=start.priority, request_id=RequestId(name))
+    return replace(request, priority=start.priority, request_id=RequestId(name))
 
 
 def opening_record(arrival: Arrival, wall_ns: int) -> UsageRecord:

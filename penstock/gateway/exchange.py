@@ -8,8 +8,9 @@ It knows how a response is framed; sockets, parsing and timeouts belong to `conn
 import enum
 import http
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from penstock.gateway.flush import RelayTerms
 from penstock.gateway.served_headers import Served
@@ -19,8 +20,7 @@ JSON = b"application/json"
 EVENTS = b"text/event-stream; charset=utf-8"
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class RequestHead:
+class RequestHead(msgspec.Struct, frozen=True, kw_only=True):
     """A request's first line and headers. `path` has no query; header names are in lower case."""
 
     method: str
@@ -29,8 +29,7 @@ class RequestHead:
     version: str = "1.1"
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Response:
+class Response(msgspec.Struct, frozen=True, kw_only=True):
     """A whole response."""
 
     body: bytes

@@ -4,8 +4,11 @@ Each reads its request, finds the model, makes prompt tokens, checks that they f
 per choice to the dispatcher. After that everything is pushed (dispatch.py, reply.py, relay.py, collect.py).
 """
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+import msgspec
 
 from penstock.backends.base import GenerateRequest, Sink, TextLogprob
 from penstock.clock import NS_PER_S
@@ -41,8 +44,7 @@ from penstock.telemetry.catalog import Endpoint
 from penstock.types import RequestId
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class _Job:
+class _Job(msgspec.Struct, frozen=True, kw_only=True):
     """A request that has been checked against its model, and is ready to start."""
 
     exchange: Exchange
@@ -68,6 +70,8 @@ class _Job:
 _Prepared = tuple[_Job, Reply, Sequence[Sink]]
 Prepare = Callable[[ServedModel], Awaitable[_Prepared]]
 """Makes a request's prompt and reply for one model. Raises what the client has to change."""
+PIECE_TOKENS = 32
+"""Tokens of a whole answer that go on together: detokenizing and counting each costs more than the rest of a step."""
 TOKEN_BYTES = 8
 """What one prompt token of a waiting request takes: a place in a tuple."""
 
@@ -158,13 +162,20 @@ class Generate:
             job, reply, sinks = await prepare(model)
             services.check_draining()  # It may have begun while the prompt was tokenized.
             arrival = _arrival(job, served, hints, endpoint, self._keys(job))
-            streams = list(zip(_requests(job), sinks, strict=True))
+            streams = list(zip(_requests(job, self._piece_tokens(job)), sinks, strict=True))
             ticket = Ticket(arrival=arrival, model=model, reply=reply, streams=streams)
             diverted = services.dispatcher.submit(ticket)
             if diverted is None:
                 return
             model = services.models.get(diverted.route)
             served = replace(served, model=model.name, downgrade=diverted.why)
+
+    def _piece_tokens(self, job: _Job) -> int:
+        """In which pieces the answer may come. Limits and budgets are looked at between slices, so pieces end where those do."""
+        if job.request.stream or job.num_choices > 1:
+            return 1
+        config = self._services.config
+        return math.gcd(PIECE_TOKENS, config.rate_limits.slice_tokens, config.budgets.slice_tokens)
 
     def _keys(self, job: _Job) -> PromptKeys | None:
         """What the prompt's KV blocks are called; several prompts have no one place."""
@@ -231,7 +242,7 @@ def _session(tenant: Tenant, hints: Hints, user: object) -> str:
     return f"{tenant.id}\0{name}" if name else ""
 
 
-def _requests(job: _Job) -> list[GenerateRequest]:
+def _requests(job: _Job, piece_tokens: int) -> list[GenerateRequest]:
     """One stream for each choice of each prompt, in the order of their indexes."""
     request, stop, found = job.request, _stops(job.request), list[GenerateRequest]()
     for prompt, max_tokens in zip(job.prompts, job.max_tokens, strict=True):
@@ -258,6 +269,7 @@ def _requests(job: _Job) -> list[GenerateRequest]:
                     public_tokens=public_tokens,
                     fairness_key=job.caller.fairness_key,
                     fairness_weight=job.caller.tenant.weight,
+                    piece_tokens=piece_tokens,
                     chat=request if isinstance(request, ChatRequest) else None,
                 )
             )

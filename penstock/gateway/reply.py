@@ -7,8 +7,10 @@ of its subclasses, `StreamReply` in relay.py and `WholeReply` in collect.py.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Protocol
+
+import msgspec
+from msgspec.structs import replace
 
 from penstock.backends.base import Backend, Finish, GenerateRequest, Generation, Sink
 from penstock.clock import Clock
@@ -43,8 +45,7 @@ class Owner(Protocol):
         ...
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Context:
+class Context(msgspec.Struct, frozen=True, kw_only=True):
     """What a reply is given."""
 
     exchange: Exchange

@@ -16,6 +16,7 @@ _OUTCOMES: Mapping[FinishReason, Outcome] = {
     FinishReason.TOOL_CALLS: Outcome.TOOL_CALLS,
     FinishReason.BUDGET: Outcome.BUDGET,
 }
+_NOTHING = Usage()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,24 +53,23 @@ class Tally:
 
     def usage(self) -> UsageBody:
         """The sum: every prompt once, every choice's answer."""
-        firsts = [usage for i, usage in self.usages.items() if i % self.choices_per_prompt == 0]
-        prompt = sum(usage.prompt_tokens for usage in firsts)
-        completion = sum(usage.completion_tokens for usage in self.usages.values())
-        cached = sum(usage.cached_tokens for usage in firsts)
+        total = self.total()
         return UsageBody(
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            total_tokens=prompt + completion,
-            prompt_tokens_details=CachedTokens(cached),
+            prompt_tokens=total.prompt_tokens,
+            completion_tokens=total.completion_tokens,
+            total_tokens=total.prompt_tokens + total.completion_tokens,
+            prompt_tokens_details=CachedTokens(total.cached_tokens),
         )
 
     def total(self) -> Usage:
         """All choices together, as the ledger counts them; times are the first choice's."""
+        if self.num_choices == 1:
+            return self.usages.get(0, _NOTHING)
         usages, firsts = (
             list(self.usages.values()),
             [usage for i, usage in self.usages.items() if i % self.choices_per_prompt == 0],
         )
-        first = self.usages.get(0, Usage())
+        first = self.usages.get(0, _NOTHING)
         return Usage(
             prompt_tokens=sum(usage.prompt_tokens for usage in firsts),
             completion_tokens=sum(usage.completion_tokens for usage in usages),
@@ -90,7 +90,7 @@ class Tally:
 
     def record(self, now_ns: int) -> RequestRecord:
         """The request as it is counted; `now_ns` is its end."""
-        usage = self.usage()
+        usage = self.total()
         longest = max((u.completion_tokens for u in self.usages.values()), default=0)
         ended_ns = now_ns if self.ended_ns is None else self.ended_ns
         tpot_ns = None
@@ -104,7 +104,7 @@ class Tally:
             ttft_ns=self.ttft_ns(),
             tpot_ns=tpot_ns,
             prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.prompt_tokens_details.cached_tokens,
+            cached_tokens=usage.cached_tokens,
             generated_tokens=usage.completion_tokens,
         )
 

@@ -14,8 +14,9 @@ names them. A refusal says when to come back: when the queue will have drained s
 Pure and deterministic; the facts are handed in, and a fallback's are asked for only when it comes into question.
 """
 
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.routing import AdmissionConfig, ModelRoute, TtftTarget
@@ -27,8 +28,7 @@ from penstock.policy.wait_time import Prediction, WaitModels
 _AT_ONCE = Admit()
 
 
-@dataclass(slots=True, frozen=True)
-class _Verdict:
+class _Verdict(msgspec.Struct, frozen=True):
     """Whether one model would do."""
 
     fits: bool

@@ -6,8 +6,6 @@ string between two constants. Rare chunks (log-probabilities, tool calls, the en
 The shapes are OpenAI's, byte for byte stable: tests/protocol/golden holds them.
 """
 
-from dataclasses import dataclass
-
 import msgspec
 
 from penstock.protocol.openai import (
@@ -20,8 +18,7 @@ from penstock.protocol.openai import (
 _encode = msgspec.json.Encoder().encode
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class StreamHead:
+class StreamHead(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What all chunks of one answer have in common."""
 
     id: str

@@ -11,7 +11,6 @@ import re
 import sys
 import traceback
 from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TextIO
 
@@ -22,6 +21,8 @@ from penstock.config.tree import LogConfig
 
 Field = str | int | float | bool | BaseException | None
 HIDDEN = "[hidden]"
+ACCESS_LINES_MAX = 256
+"""Lines that wait for `Log.flush`."""
 SHOWN_MAX = 256
 """Methods and paths whose harmless form is remembered."""
 _SECRET_NAMES = frozenset(("authorization", "cookie", "key", "keys", "password", "secret", "token"))
@@ -32,8 +33,7 @@ _PLAIN = re.compile(r"[^\s\"'=\\\x00-\x1f\x7f-\x9f]+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Access:
+class Access(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One HTTP request, for the access line. `path` is without the query, which may hold secrets."""
 
     method: str
@@ -42,6 +42,7 @@ class Access:
     duration_ns: int
     request_id: str | None = None
     model: str | None = None
+    """Of a request that generates; then outcome and counts are there too."""
     outcome: str | None = None
     ttft_ns: int | None = None
     prompt_tokens: int | None = None
@@ -66,6 +67,7 @@ class Log:
         self._handler.setFormatter(self._lines)
         self._level = logging.getLevelNamesMapping()[config.level.upper()]
         self._access = config.access
+        self._access_lines: list[str] = []
 
     def debug(self, message: str, **fields: Field) -> None:
         """What only someone hunting a bug wants to see."""
@@ -89,19 +91,22 @@ class Log:
         self._write(logging.ERROR, message, {"error": error, **fields, "traceback": lines})
 
     def access(self, access: Access) -> None:
-        """One line for one HTTP request, if the config wants them."""
+        """One line for one HTTP request, if the config wants them. It is written by `flush`, or with the next line of another kind."""
         if not self._access or self._level > logging.INFO:
             return
-        fields: dict[str, str | int | float] = {"duration_ms": _ms(access.duration_ns)}
-        for name in ("request_id", "model", "outcome", "prompt_tokens", "cached_tokens", "generated_tokens"):
-            if (value := getattr(access, name)) is not None:
-                fields[name] = value
-        if access.ttft_ns is not None:
-            fields["ttft_ms"] = _ms(access.ttft_ns)
-        line = self._lines.access(f"{access.method} {access.path}", access.status, fields)
-        # Straight to the stream: a record and what `logging` does with it cost more than all the rest of this line.
+        self._access_lines.append(self._lines.access(access))
+        if len(self._access_lines) >= ACCESS_LINES_MAX:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the access lines that came since the last call: one write for all of a turn of the event loop."""
+        if not self._access_lines:
+            return
+        text = "\n".join(self._access_lines) + "\n"
+        self._access_lines.clear()
+        # Straight to the stream: a record and what `logging` does with it cost more than all the rest of a line.
         with contextlib.suppress(OSError, ValueError), self._handler.lock or contextlib.nullcontext():
-            self._handler.stream.write(line + "\n")
+            self._handler.stream.write(text)
             self._handler.flush()
 
     def adopt(self, name: str) -> None:
@@ -112,6 +117,7 @@ class Log:
 
     def _write(self, level: int, message: str, fields: dict[str, Field]) -> None:
         if level >= self._level:
+            self.flush()
             self._handler.handle(_record(level, message, fields))
 
 
@@ -152,8 +158,8 @@ class _Lines(logging.Formatter):
         super().__init__()
         self._clock, self._hidden = clock, hidden
 
-    def access(self, what: str, status: int, fields: dict[str, str | int | float]) -> str:
-        """The line of one request. Nothing in `fields` comes from a client; `what` does."""
+    def access(self, access: Access) -> str:
+        """The line of one request. Its method and path come from a client, nothing else does."""
         raise NotImplementedError
 
     def _now(self) -> datetime:
@@ -179,6 +185,7 @@ class _TextLines(_Lines):
         self._colour = colour
         self._second, self._stamp = -1, ""
         self._shown = functools.lru_cache(SHOWN_MAX)(self._plain)
+        self._word = functools.lru_cache(SHOWN_MAX)(_quoted)
         self._info = self._level_of("INFO")
 
     def format(self, record: logging.LogRecord) -> str:
@@ -190,12 +197,20 @@ class _TextLines(_Lines):
         lines = [] if trace is None else str(trace).splitlines()
         return "\n".join([line, *(_CONTROL.sub(_escape, text) for text in lines)])
 
-    def access(self, what: str, status: int, fields: dict[str, str | int | float]) -> str:
+    def access(self, access: Access) -> str:
         """See `_Lines.access`."""
-        line = [self._clock_time(), self._info, self._shown(what), str(status)]
-        for name, value in fields.items():
-            line.append(f"{name}={_quoted(value) if isinstance(value, str) else value}")
-        return " ".join(line)
+        what = self._shown(f"{access.method} {access.path}")
+        line = (
+            f"{self._clock_time()} {self._info} {what} {access.status} duration_ms={_ms(access.duration_ns)}"
+        )
+        if access.request_id is not None:
+            line += f" request_id={access.request_id}"
+        if access.model is not None:
+            line += (
+                f" model={self._word(access.model)} outcome={access.outcome} prompt_tokens={access.prompt_tokens}"
+                f" cached_tokens={access.cached_tokens} generated_tokens={access.generated_tokens}"
+            )
+        return line if access.ttft_ns is None else f"{line} ttft_ms={_ms(access.ttft_ns)}"
 
     def _clock_time(self) -> str:
         """The time of day, which changes its first eight characters once a second."""
@@ -216,10 +231,16 @@ class _TextLines(_Lines):
 class _JsonLines(_Lines):
     """For machines: one object per line with `ts`, `level`, `message` and the fields beside them."""
 
-    def access(self, what: str, status: int, fields: dict[str, str | int | float]) -> str:
+    def access(self, access: Access) -> str:
         """See `_Lines.access`."""
         stamp = self._now().isoformat(timespec="microseconds").replace("+00:00", "Z")
-        message = f"{self._hidden.text(what)} {status}"
+        message = f"{self._hidden.text(f'{access.method} {access.path}')} {access.status}"
+        fields: dict[str, str | int | float] = {"duration_ms": _ms(access.duration_ns)}
+        for name in ("request_id", "model", "outcome", "prompt_tokens", "cached_tokens", "generated_tokens"):
+            if (value := getattr(access, name)) is not None:
+                fields[name] = value
+        if access.ttft_ns is not None:
+            fields["ttft_ms"] = _ms(access.ttft_ns)
         return msgspec.json.encode({"ts": stamp, "level": "info", "message": message, **fields}).decode()
 
     def format(self, record: logging.LogRecord) -> str:

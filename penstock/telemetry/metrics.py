@@ -6,9 +6,9 @@ counting on the hot path is one method call; nothing here is called per token.
 
 from collections import Counter as Counts
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.exposition import generate_latest
 
@@ -92,8 +92,7 @@ class LedgerStats(Protocol):
     def open(self) -> int: ...  # noqa: D102
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class RequestRecord:
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One ended request, as it is counted. A time that never was (no first token) is None."""
 
     endpoint: Endpoint

@@ -6,9 +6,9 @@ The tests want an endless deterministic answer: a longer `max_tokens` continues 
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from penstock.backends.base import Backend, Delta, Finish, GenerateRequest, Generation
 from penstock.errors import StreamBroken, WorkerUnavailable

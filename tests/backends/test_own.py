@@ -9,10 +9,12 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from conformance import TIMEOUT_S, Recorder, Requests
 from fleets import fleet_of
+from msgspec.structs import replace
 
 from penstock.backends.base import Phase
 from penstock.backends.own import OwnBackend
 from penstock.backends.own_link import WorkerLink
+from penstock.backends.own_stream import OwnStream
 from penstock.clock import ManualClock
 from penstock.config.health import HeartbeatConfig
 from penstock.errors import (
@@ -168,6 +170,42 @@ def test_tokens_become_whole_characters() -> None:
             assert (finish.reason, finish.usage.completion_tokens) == (FinishReason.LENGTH, 7)
 
     run(check)
+
+
+@pytest.mark.parametrize("ending", ["finish", "abort", "break_off"])
+@pytest.mark.parametrize("cut", [1, 2, 3, 7])
+def test_a_whole_answer_comes_in_pieces_and_is_the_same(ending: str, cut: int) -> None:
+    tokens = tuple("Zwölf Flüsse, 12 €.".encode())
+    requests, tokenizer = Requests(), byte_tokenizer()
+    told: dict[int, tuple[Recorder, list[int]]] = {}
+    for piece in (1, 8):
+        recorder = Recorder()
+        request = replace(requests.make(), piece_tokens=piece)
+        stream = OwnStream(request, recorder, tokenizer, ManualClock(), lambda _id, _tell: None)
+        last = len(tokens) - cut if ending == "finish" else len(tokens)
+        for start in range(0, last, cut):
+            stream.push(Output(request.request_id, tokens[start : min(start + cut, last)]))
+        if ending == "finish":
+            finish = Finish(reason=FinishReason.LENGTH, usage=Usage())
+            stream.push(Output(request.request_id, tokens[last:], finish=finish))
+        elif ending == "abort":
+            stream.abort()
+        else:
+            stream.break_off("it died", died=True)
+        counts = [0]
+        for delta in recorder.deltas:
+            counts.append(counts[-1] + len(delta.token_ids))
+        told[piece] = recorder, counts
+    (plain, _), (pieces, counts) = told[1], told[8]
+    assert pieces.text == plain.text
+    assert pieces.finish is not None
+    assert plain.finish is not None
+    assert pieces.finish.resume == plain.finish.resume == (None if ending == "finish" else tokens)
+    assert pieces.finish.usage == plain.finish.usage
+    assert counts[1] == cut, "the first output is told at once"
+    assert len(pieces.deltas) <= 2 + len(tokens) // 8 + 1
+    for multiple in range(8, len(tokens), 8):  # Where a slice may end.
+        assert any(multiple <= count < multiple + cut for count in counts)
 
 
 def test_eos_is_no_stop_token_but_another_is() -> None:

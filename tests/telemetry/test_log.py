@@ -127,6 +127,7 @@ ACCESS = Access(
     outcome="stop",
     ttft_ns=9_000_000,
     prompt_tokens=31,
+    cached_tokens=16,
     generated_tokens=12,
 )
 
@@ -134,13 +135,36 @@ ACCESS = Access(
 def test_the_access_line() -> None:
     log, out = make()
     log.access(ACCESS)
-    assert out.getvalue().split(" ", 1)[1] == (
+    log.access(Access(method="GET", path="/he\nalth", status=200, duration_ns=1_000_000))
+    assert out.getvalue() == "", "lines of one turn are written together"
+    log.flush()
+    first, second = out.getvalue().splitlines()
+    assert first.split(" ", 1)[1] == (
         "info    POST /v1/chat/completions 200 duration_ms=132.5 request_id=chatcmpl-1 model=penstock-demo "
-        "outcome=stop prompt_tokens=31 generated_tokens=12 ttft_ms=9.0\n"
+        "outcome=stop prompt_tokens=31 cached_tokens=16 generated_tokens=12 ttft_ms=9.0"
+    )
+    assert second.split(" ", 1)[1] == "info    GET /he\\nalth 200 duration_ms=1.0"
+    log.access(ACCESS)
+    log.warning("something else")
+    assert [line.split()[1] for line in out.getvalue().splitlines()[2:]] == ["info", "warning"], (
+        "in their order"
     )
     log, out = make(access=False)
     log.access(ACCESS)
+    log.flush()
     assert out.getvalue() == ""
+
+
+def test_the_access_line_for_machines() -> None:
+    log, out = make(format="json")
+    log.access(ACCESS)
+    log.flush()
+    line = json.loads(out.getvalue())
+    assert (line["message"], line["model"], line["ttft_ms"]) == (
+        "POST /v1/chat/completions 200",
+        "penstock-demo",
+        9.0,
+    )
 
 
 def test_numbers_that_json_lacks() -> None:
