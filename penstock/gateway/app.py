@@ -278,6 +278,12 @@ class Gateway:
             self._inspect.num_connections = self._server.num_connections
             self._dispatcher.tick()
             self._tell_of_money()
+            if (leases := self._decisions.limits.leases) is not None:
+                self._metrics.shared_limits(
+                    is_away=leases.down_ns is not None,
+                    failures=leases.num_failures,
+                    num_gateways=leases.num_gateways,
+                )
             if before_ns - told_ns >= NS_PER_S:  # Counting takes a millisecond.
                 told_ns = before_ns
                 self._metrics.kv_index_stats(self._kv.statistics(before_ns))

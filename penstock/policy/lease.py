@@ -86,6 +86,7 @@ class Leases:
         "down_ns",
         "is_counted",
         "lease_ns",
+        "num_failures",
         "num_gateways",
         "on_want",
     )
@@ -103,6 +104,8 @@ class Leases:
         """Whether all gateways had the time to say that they are there: until then leases are a second's worth."""
         self.down_ns: int | None = None
         """Since when the store does not answer; None: it does, or was never asked."""
+        self.num_failures = 0
+        """Batches that the store did not answer."""
         self._wanting: dict[LeasedBucket, None] = {}
         self._in_flight: list[LeasedBucket] = []
         self._seq = 0
@@ -147,6 +150,7 @@ class Leases:
 
     def failed(self, now_ns: int) -> None:
         """The store did not answer the last `asks` in time, or said something wrong."""
+        self.num_failures += 1
         if self.down_ns is None:
             self.down_ns = now_ns
 

@@ -126,6 +126,10 @@ CATALOG = (
     Metric("penstock_ledger_sink_errors_total", "counter", "Times that the database took nothing."),
     Metric("penstock_ledger_journal_bytes", "gauge", "Disk taken by this process's journal."),
     Metric("penstock_ledger_open_requests", "gauge", "Accepted requests whose record is still to come."),
+    # Limits that several gateways share.
+    Metric("penstock_shared_store_away", "gauge", "Gateway processes that the store of shared limits does not answer."),
+    Metric("penstock_shared_store_failures_total", "counter", "Questions that the store of shared limits did not answer."),
+    Metric("penstock_shared_gateways", "gauge", "Gateway processes that share limits, as the store said last.", shared=True),
     # Admission and queues.
     Metric("penstock_queue_waiting", "gauge", "Requests that wait for a worker.", MODEL),
     Metric(

@@ -146,6 +146,9 @@ class Metrics:
         self._retries = self._table.counter("penstock_retries_total")
         self._migrations = self._table.counter("penstock_migrations_total")
         self._breakers = self._table.gauge("penstock_breaker_state")
+        self._store_away = self._table.gauge("penstock_shared_store_away")
+        self._store_failures = _Followed(self._table.counter("penstock_shared_store_failures_total"))
+        self._store_gateways = self._table.gauge("penstock_shared_gateways")
         self._retry_budget = self._table.gauge("penstock_retry_budget_level")
         self._errors = self._table.histogram("penstock_ttft_prediction_error_ratio")
         self._ledger_open = self._table.gauge("penstock_ledger_open_requests")
@@ -181,6 +184,12 @@ class Metrics:
         self._ledger_pending.set(stats.pending)
         self._ledger_bytes.set(stats.journal_bytes)
         self._ledger_open.set(stats.open)
+
+    def shared_limits(self, *, is_away: bool, failures: int, num_gateways: int) -> None:
+        """How this gateway stands with the store of shared limits; `failures` since it started."""
+        self._store_away.set(is_away)
+        self._store_failures.follow(failures)
+        self._store_gateways.set(num_gateways)
 
     def kv_index_stats(self, stats: KVIndexStats) -> None:
         """Take over what the router's KV index says."""

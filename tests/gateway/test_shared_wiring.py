@@ -47,8 +47,14 @@ def test_what_one_gateway_used_the_other_does_not_have(tmp_path: Path) -> None:
         while int(dict(other.limiter.headers(CLOCK.now_ns(), WHO))[b"x-ratelimit-remaining-tokens"]) > 20:
             await asyncio.sleep(0.005)
         assert isinstance(other.limiter.reserve(CLOCK.now_ns(), WHO, 40, 0), Refusal)
+        assert one.leases is not None
+        assert (one.leases.num_gateways, one.leases.num_failures) == (2, 0)
+        await server.close()
+        one.limiter.reserve(CLOCK.now_ns(), WHO, 1, 0)
+        while one.leases.down_ns is None:
+            await asyncio.sleep(0.005)
+        assert one.leases.num_failures > 0
         await one.close()
         await other.close()
-        await server.close()
 
     asyncio.run(check())

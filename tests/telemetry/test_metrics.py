@@ -51,6 +51,7 @@ def test_names_and_labels_are_the_golden_ones() -> None:
     meters.scrape_failed()
     metrics.placed("m", "ttft", "best")
     metrics.matched("m", 0.5)
+    metrics.shared_limits(is_away=True, failures=2, num_gateways=3)
     assert exposed_names(metrics) == GOLDEN.read_text().splitlines()
 
 
