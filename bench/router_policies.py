@@ -80,7 +80,7 @@ class Approximate(LeastLoaded):
         for room in rooms:
             if self._seen.get(room.id) is None:
                 self._seen.add(room.id, model=work.keys.model, is_own=True)
-        best = next(self._seen.match(now_ns, work.keys).holders(), None)
+        best = next(iter(self._seen.match(now_ns, work.keys).holders(1)), None)
         if best is not None and best[1].blocks > work.keys.num_blocks / 2:
             room, loads = rooms.get(best[0]), [room.booked for room in rooms]
             mean = sum(loads) / len(loads)

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
+from itertools import islice
 
 from penstock.config.kv_index import KVIndexConfig
 from penstock.kv.block_names import BlockNames, ForeignNames, OwnNames
@@ -21,6 +22,9 @@ from penstock.kv.prefix_index import NOTHING_HELD, Held, Match, PrefixIndex
 from penstock.kv.prompt_keys import PromptKeyMaker, PromptKeys
 from penstock.kv.residency import Residency
 from penstock.types import WorkerId
+
+_LOOKS = 4
+"""Holders that are looked at for each one that is wanted."""
 
 
 class Located:
@@ -37,15 +41,24 @@ class Located:
         """What this worker has, in blocks."""
         if (residency := self._workers.get(worker)) is None:
             return NOTHING_HELD
-        return _believed(self._match.of(residency.worker), residency, self._now_ns)
+        held = self._match.of(residency.worker)
+        return held if held is NOTHING_HELD else _believed(held, residency, self._now_ns)
 
-    def holders(self) -> Iterator[tuple[WorkerId, Held]]:
-        """Every worker that has something, longest prefix first (before doubts are taken off)."""
-        for number, held in self._match.holders():
-            worker, residency = self._numbers[number]
-            believed = _believed(held, residency, self._now_ns)
-            if believed.blocks:
-                yield worker, believed
+    def holders(self, most: int) -> list[tuple[WorkerId, Held]]:
+        """Up to `most` workers that have something, longest prefix first (before doubts are taken off).
+
+        Where doubts leave nothing of the first ones, no more than a few others are looked at.
+        """
+        found: list[tuple[WorkerId, Held]] = []
+        if most:
+            for number, held in islice(self._match.holders(), _LOOKS * most):
+                worker, residency = self._numbers[number]
+                believed = _believed(held, residency, self._now_ns)
+                if believed.device or believed.host:
+                    found.append((worker, believed))
+                    if len(found) == most:
+                        break
+        return found
 
 
 _Workers = Mapping[WorkerId, Residency]
@@ -231,7 +244,7 @@ def _believed(held: Held, residency: Residency, now_ns: int) -> Held:
     credit, unit = residency.credit(now_ns), residency.names.unit
     if credit == 1.0 and unit == 1:
         return held
-    blocks = int(held.blocks * credit)
+    device = held.device
+    blocks = int((device + held.host) * credit)
     blocks -= blocks % unit
-    device = min(held.device, blocks)
-    return Held(device, blocks - device)
+    return Held(device, blocks - device) if blocks > device else Held(blocks, 0)

@@ -4,16 +4,17 @@
     worker -> bit    of its present generation. `cleared` gives it a new one, and the old bit is swept out bit by bit
 
 A prompt's keys are a chain: whoever holds block n was given blocks 0..n-1 as well, and caches forget the end of a chain first.
-So the longest prefix of every worker at once is found by galloping: look at positions 0, 1, 3, 7, ..., and where some workers
-drop out between two looks, bisect for those alone. Where a cache broke a chain in the middle, what is found
-still ends at a border: the worker holds the last block of its run, and not the one after it.
+So the longest prefix of every worker at once is found by bisection: where some workers drop out between two looks, those alone are
+followed further down. Where a cache broke a chain in the middle, what is found still ends at a border: the worker holds the
+last block of its run, and not the one after it. Most workers drop out where a common system prompt ends, so that place is
+remembered by the chain's first key and looked at first. Looks cost misses of the processor's caches: their number is what counts.
 
 Entries are *stored* (a worker said so) or *predicted* (a request was sent there, so it soon will be): predicted ones
 end by themselves. Fed by residency.py; asked by placement and the simulator. Knows no tokens, no sockets and no clock.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from itertools import islice
 from typing import NamedTuple
@@ -24,6 +25,8 @@ RETIRED_MAX = 64
 """Old bits that wait to be swept out; with more, all are swept at once."""
 EXPIRED_MAX = 1024
 """Predictions that one call may end: less than a millisecond. Only after an idle time are there more, for the next calls."""
+FORKS_MAX = 4096
+"""First keys of which it is remembered where most workers dropped out."""
 _NEVER_NS = 1 << 63
 
 
@@ -75,24 +78,24 @@ class Match:
     def of(self, worker: int) -> Held:
         """What this worker has."""
         bit = self._bits.get(worker, 0)
-        if not (either := _run_of(self._either, bit)):
-            return NOTHING_HELD
-        device = _run_of(self._device, bit)
-        return Held(device, either - device)
+        for blocks, mask in self._either:
+            if mask & bit:
+                device = blocks if self._device is self._either else _run_of(self._device, bit)
+                return Held(device, blocks - device)
+        return NOTHING_HELD
 
     def holders(self) -> Iterator[tuple[int, Held]]:
-        """Every worker that has something, longest prefix first, then by number. Take as many as are wanted."""
+        """Every worker that has something, longest prefix first, then by bit. Take as many as are wanted."""
+        workers, is_same = self._workers, self._device is self._either
         for blocks, mask in self._either:
-            for worker in sorted(self._decode(mask)):
-                device = _run_of(self._device, self._bits[worker])
-                yield worker, Held(device, blocks - device)
-
-    def _decode(self, mask: int) -> Iterator[int]:
-        workers = self._workers
-        while mask:
-            low = mask & -mask
-            yield workers[low.bit_length() - 1]
-            mask ^= low
+            held = Held(blocks, 0)
+            while mask:
+                bit = mask & -mask
+                mask ^= bit
+                if not is_same:
+                    device = _run_of(self._device, bit)
+                    held = Held(device, blocks - device)
+                yield workers[bit.bit_length() - 1], held
 
 
 NO_MATCH = Match()
@@ -114,6 +117,7 @@ class _Holder:
 
 
 _Shards = list[dict[int, int]]
+_Runs = list[tuple[int, int]]
 
 
 class PrefixIndex:
@@ -137,6 +141,7 @@ class PrefixIndex:
         self._retired = 0
         self._swept = 0  # Shards since the last bit was retired.
         self._expires_ns = _NEVER_NS
+        self._forks: dict[int, int] = {}
         self.num_dropped = 0
         """Entries that were forgotten because the index was full: the oldest ones of their shard."""
 
@@ -203,19 +208,34 @@ class PrefixIndex:
             self._retire(holder)
             self._relist()
 
-    def predict(self, worker: int, keys: Sequence[int], until_ns: int) -> bool:
+    def predict(self, worker: int, keys: Sequence[int], until_ns: int, *, known: int = 0) -> bool:
         """A request with these blocks was sent there: count on them until then, or until the worker says otherwise.
 
-        Returns whether any of them is new there. What it said it has stays as it is. Above the worker's bound the longest unused predictions are forgotten.
+        Returns whether any of them is new there. What it said it has stays as it is. Above the worker's bound the longest unused predictions are
+        forgotten. `known`: the worker has so many of them, as `prefix_of` found; whoever knows spares looking at each one.
         """
         holder = self._holders.get(worker) or self._enter(worker)
         until_ns = holder.last_until_ns = max(
             until_ns, holder.last_until_ns
         )  # In order, so the first one ends first.
-        self._expires_ns = min(self._expires_ns, until_ns)
-        shards, predicted, bit, is_new = self._tiers[Tier.DEVICE], holder.predicted, holder.bit, False
+        predicted = holder.predicted
+        old, new = (keys[:known], keys[known:]) if known else ((), keys)
+        is_new = bool(new) and self._predict_new(holder, new, until_ns)
+        if old and predicted and not predicted.keys().isdisjoint(old):
+            for key in reversed(old):
+                if key in predicted:
+                    predicted[key] = until_ns
+                    predicted.move_to_end(key)
+        if predicted:
+            self._expires_ns = min(self._expires_ns, until_ns)
+            self._forget_over(holder)
+        return is_new
+
+    def _predict_new(self, holder: _Holder, keys: Sequence[int], until_ns: int) -> bool:
+        shards, low_bits, shard_max = self._tiers[Tier.DEVICE], self._low_bits, self._shard_max
+        predicted, bit, is_new = holder.predicted, holder.bit, False
         for key in reversed(keys):  # The end of a prompt is the first that a cache forgets.
-            shard = shards[key & self._low_bits]
+            shard = shards[key & low_bits]
             mask = shard.get(key, 0)
             if key in predicted:
                 predicted.move_to_end(key)
@@ -225,17 +245,18 @@ class PrefixIndex:
             if not mask & bit:
                 is_new = True
                 shard[key] = mask | bit
-                if len(shard) > self._shard_max:
+                if len(shard) > shard_max:
                     self._thin(shard)
         holder.is_used = True
-        self._forget_over(holder)
         return is_new
 
     def retract(self, worker: int, keys: Sequence[int]) -> None:
         """These blocks were predicted and did not come; what the worker said it has stays."""
-        if (holder := self._holders.get(worker)) is not None:
-            gone = [key for key in keys if holder.predicted.pop(key, None) is not None]
-            self._drop(self._tiers[Tier.DEVICE], gone, holder.bit)
+        holder = self._holders.get(worker)
+        if holder is None or not holder.predicted or holder.predicted.keys().isdisjoint(keys):
+            return  # As a rule: its events have confirmed them by now.
+        gone = [key for key in keys if holder.predicted.pop(key, None) is not None]
+        self._drop(self._tiers[Tier.DEVICE], gone, holder.bit)
 
     def limit_predictions(self, worker: int, predicted_max: int) -> None:
         """Believe that the worker's cache has room for so many predicted blocks."""
@@ -249,47 +270,79 @@ class PrefixIndex:
         """What every worker has of one prompt, whose blocks go by one or more lists of keys (see prompt_keys.py)."""
         if now_ns >= self._expires_ns:
             self._expire(now_ns)
-        device: list[tuple[int, int]] = []
-        either: list[tuple[int, int]] = []
+        on_device, on_host = self._tiers
+        device: _Runs = []
+        either: _Runs = []
         for keys in names:
             if keys:
-                device += self._runs(keys, self._on_device)
+                device += self._runs(keys, on_device, None)
                 if self._host_used:
-                    either += self._runs(keys, self._on_either)
+                    either += self._runs(keys, on_device, on_host)
         device.sort(reverse=True)
         either.sort(reverse=True)
         return Match(device, either if self._host_used else device, self._bits, self._workers)
+
+    def prefix_of(self, now_ns: int, worker: int, keys: Sequence[int]) -> Held:
+        """What one worker has of one prompt."""
+        if now_ns >= self._expires_ns:
+            self._expire(now_ns)
+        holder = self._holders.get(worker)
+        if holder is None or not keys:
+            return NOTHING_HELD
+        on_device, on_host = self._tiers
+        device = self._runs(keys, on_device, None, holder.bit)
+        if not self._host_used:
+            return Held(device[0][0], 0) if device else NOTHING_HELD
+        either = self._runs(keys, on_device, on_host, holder.bit)
+        if not either:
+            return NOTHING_HELD
+        blocks = device[0][0] if device else 0
+        return Held(blocks, either[0][0] - blocks)
 
     def holds(self, worker: int, key: int, tier: Tier = Tier.DEVICE) -> bool:
         """Whether the worker has this one block, as far as is known; an ended prediction may still count."""
         holder = self._holders.get(worker)
         return holder is not None and bool(self._tiers[tier][key & self._low_bits].get(key, 0) & holder.bit)
 
-    def _runs(self, keys: Sequence[int], mask_of: Callable[[int], int]) -> list[tuple[int, int]]:
-        """(length, workers whose prefix is that long) for every length that there is."""
-        runs: list[tuple[int, int]] = []
-        last, low, step = len(keys) - 1, 0, 1
-        alive = mask_of(keys[0])
-        while alive:
-            if low == last:
-                runs.append((len(keys), alive))
-                break
-            high = min(low + step, last)
-            there = mask_of(keys[high]) & alive
-            if there != alive:
-                _bisect(keys, mask_of, (low, high, alive & ~there), runs)
-            alive, low, step = there, high, step * 2
+    def _runs(self, keys: Sequence[int], shards: _Shards, others: _Shards | None, among: int = -1) -> _Runs:
+        """(length, workers whose prefix is that long) for every length that there is, in `shards` or `others`."""
+        low_bits, num = self._low_bits, len(keys)
+        first = keys[0]
+        mask = shards[first & low_bits].get(first, 0)
+        if others is not None:
+            mask |= others[first & low_bits].get(first, 0)
+        runs: _Runs = []
+        parts = [(0, num, mask)] if (mask := mask & self._live & among) else []
+        fork = self._forks.get(first, 0)
+        while parts:
+            low, high, mask = parts.pop()
+            while high - low > 1:  # All of `mask` have block `low`, and none of them has `high`.
+                if low < fork < high:
+                    middle = fork
+                elif high in (num, fork):
+                    middle = high - 1
+                else:
+                    middle = (low + high) >> 1
+                key = keys[middle]
+                there = shards[key & low_bits].get(key, 0)
+                if others is not None:
+                    there |= others[key & low_bits].get(key, 0)
+                if not (there := there & mask):
+                    high = middle
+                else:
+                    if there != mask:
+                        parts.append((low, middle, mask ^ there))
+                    low, mask = middle, there
+            runs.append((high, mask))
+        if len(runs) > 1 and fork not in [blocks for blocks, _ in runs]:
+            self._note_fork(first, num, runs)
         return runs
 
-    def _on_device(self, key: int) -> int:
-        """Who holds one block on the device."""
-        return self._tiers[0][key & self._low_bits].get(key, 0) & self._live
-
-    def _on_either(self, key: int) -> int:
-        """Who holds one block anywhere."""
-        device, host = self._tiers
-        i = key & self._low_bits
-        return (device[i].get(key, 0) | host[i].get(key, 0)) & self._live
+    def _note_fork(self, first: int, num: int, runs: _Runs) -> None:
+        """Remember where most workers dropped out."""
+        if len(self._forks) >= FORKS_MAX:
+            del self._forks[next(iter(self._forks))]
+        self._forks[first] = max([(mask.bit_count(), blocks) for blocks, mask in runs if blocks < num])[1]
 
     # --- bits ------------------------------------------------------------------------------------------
 
@@ -380,24 +433,3 @@ def _run_of(runs: Sequence[tuple[int, int]], bit: int) -> int:
         if mask & bit:
             return blocks
     return 0
-
-
-def _bisect(
-    keys: Sequence[int],
-    mask_of: Callable[[int], int],
-    part: tuple[int, int, int],
-    runs: list[tuple[int, int]],
-) -> None:
-    """Find where the runs end of workers that all hold position `low`, and none of which holds `high`."""
-    open_parts = [part]
-    while open_parts:
-        low, high, mask = open_parts.pop()
-        if high - low == 1:
-            runs.append((high, mask))
-            continue
-        middle = (low + high) // 2
-        there = mask_of(keys[middle]) & mask
-        if there:
-            open_parts.append((middle, high, there))
-        if there != mask:
-            open_parts.append((low, middle, mask & ~there))

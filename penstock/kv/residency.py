@@ -14,7 +14,7 @@ predictions or ends them, tells how large a silent worker's cache is, and how fa
 Pure: told by backends/own_kv.py, whose order is certain (`hear`), or by fleet/kv_feed.py (`live`, `again`, `end_of_replay`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum, StrEnum
 from types import MappingProxyType
 
@@ -110,6 +110,7 @@ class Residency:
         self._awaited_ns: int | None = None
         self._start_asked = False
         self._predicted_max = config.predicted_max
+        self._stale_ns = config.stale_s * 1e9
 
     # --- the stream, in an order that is certain -------------------------------------------------------
 
@@ -307,11 +308,12 @@ class Residency:
     def sent(self, now_ns: int, prompt: PromptKeys) -> None:
         """The prompt was sent there: its blocks will soon be cached. Notes on it what is cached of it now."""
         keys, unit = self.names.keys_of(prompt), self.names.unit
-        keys = keys[: len(keys) - len(keys) % unit]  # It caches no part of its blocks, and tells of none.
-        held = self._index.match(now_ns, keys).of(self.worker).blocks
-        expected = min(held, _usable_blocks(prompt))
+        if unit > 1:
+            keys = keys[: len(keys) - len(keys) % unit]  # It caches no part of its blocks, and tells of none.
+        held = self._index.prefix_of(now_ns, self.worker, keys)
+        expected = min(held.blocks, _usable_blocks(prompt))
         prompt.expected_blocks = expected - expected % unit
-        is_new = self._index.predict(self.worker, keys, now_ns + self._ttl_ns())
+        is_new = self._index.predict(self.worker, keys, now_ns + self._ttl_ns(), known=held.device)
         if is_new and self._awaited_ns is None and self.state is not StreamState.UNKNOWN:
             self._awaited_ns = now_ns
 
@@ -328,19 +330,25 @@ class Residency:
             self.trust += AUDIT_WEIGHT * (min(actual, expected) / expected - self.trust)
         if self.state is StreamState.UNKNOWN:
             self._resize(actual, expected)
-            self._index.predict(self.worker, keys, now_ns + self._ttl_ns())
+            self._predict(now_ns, keys)
         else:
             # What it computed it has told of; what it found is there, whether it was heard of or not.
             self._index.retract(self.worker, keys[actual:])
-            self._index.predict(self.worker, keys[:actual], now_ns + self._ttl_ns())
+            self._predict(now_ns, keys[:actual])
 
     def credit(self, now_ns: int) -> float:
         """By how much to believe what the index says of this worker, 0 to 1."""
-        return self.trust * max(0.0, 1.0 - self.staleness_ns(now_ns) / (self._config.stale_s * 1e9))
+        if self._awaited_ns is None:
+            return self.trust
+        return self.trust * max(0.0, 1.0 - (now_ns - self._awaited_ns) / self._stale_ns)
 
     def staleness_ns(self, now_ns: int) -> int:
         """How long word of a prompt that was sent there has been awaited. An idle worker has nothing to tell."""
         return 0 if self._awaited_ns is None else now_ns - self._awaited_ns
+
+    def _predict(self, now_ns: int, keys: Sequence[int]) -> None:
+        known = self._index.prefix_of(now_ns, self.worker, keys).device
+        self._index.predict(self.worker, keys, now_ns + self._ttl_ns(), known=known)
 
     def _ttl_ns(self) -> int:
         config = self._config

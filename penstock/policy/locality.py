@@ -1,7 +1,7 @@
 """Where parts of prompts are cached, as a placement asks for it; and where sessions and adapters were last."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Protocol
 
 from penstock.clock import NS_PER_S
@@ -16,8 +16,8 @@ class Located(Protocol):
         """What this worker has, in blocks."""
         ...
 
-    def holders(self) -> Iterator[tuple[WorkerId, Held]]:
-        """Every worker that has something, longest prefix first."""
+    def holders(self, most: int) -> Sequence[tuple[WorkerId, Held]]:
+        """Up to `most` workers that have something, longest prefix first."""
         ...
 
 
@@ -46,8 +46,9 @@ class _NothingLocated:
         del worker
         return NOTHING_HELD
 
-    def holders(self) -> Iterator[tuple[WorkerId, Held]]:
-        return iter(())
+    def holders(self, most: int) -> Sequence[tuple[WorkerId, Held]]:
+        del most
+        return ()
 
 
 NOTHING_LOCATED: Located = _NothingLocated()

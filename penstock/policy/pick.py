@@ -10,6 +10,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from math import inf
 
 import msgspec
 
@@ -98,21 +99,21 @@ def choose(
     draw: Draw,
 ) -> Choice:
     """Which of the candidates gets the request."""
-    ranked = [
-        (score.total, worker.turn, worker.number, i)
-        for i, (worker, score) in enumerate(zip(candidates, scores, strict=True))
-        if score is not None
-    ]
-    ranked.sort()
-    open_now: list[tuple[float, int]] = []
-    for total, _, _, i in ranked:
-        worker = candidates[i]
+    wanted = index = -1
+    least = best = inf
+    open_now: list[int] = []
+    for i, (worker, score) in enumerate(zip(candidates, scores, strict=True)):
+        if score is None:
+            continue
+        total = score.total
+        if total < least or (total == least and _is_next(worker, candidates[wanted])):
+            wanted, least = i, total
         if worker.has_room and not worker.is_avoided:
-            open_now.append((total, i))
-    if not open_now:
-        again = [i for *_, i in ranked if candidates[i].has_room]
-        return Choice(again[0], "avoid") if again else Choice(ranked[0][3] if ranked else -1, "none")
-    (best, index), wanted = open_now[0], ranked[0][3]
+            open_now.append(i)
+            if total < best or (total == best and _is_next(worker, candidates[index])):
+                index, best = i, total
+    if index < 0:
+        return _again(candidates, scores, wanted)
     if wanted != index and not request.was_held:
         hold_s = _worth_holding_s(config, candidates, scores, wanted, index)
         if hold_s > 0:
@@ -121,16 +122,36 @@ def choose(
         return Choice(index, "released" if request.was_held else "only")
     if config.explore and draw(DRAW_UNIT) < config.explore * DRAW_UNIT:
         within = best + policy.margin(best, _EXPLORE_WITHIN)
-        pool = [i for total, i in open_now if total <= within]
+        pool = _up_to(within, open_now, scores)
         return Choice(pool[draw(len(pool))], "explore")
     within = best + policy.margin(best, config.tie)
-    if open_now[1][0] > within:
+    near = _up_to(within, open_now, scores)
+    if len(near) == 1:
         return Choice(index, "released" if request.was_held else "best")
-    near = [i for total, i in open_now if total <= within]
     for i in near:
         if candidates[i].is_session:
             return Choice(i, "session")
     return Choice(_less_loaded(candidates, near, draw), "tie")
+
+
+def _is_next(worker: WorkerFacts, other: WorkerFacts) -> bool:
+    """Of two that score the same: who waited longer for something to do."""
+    return (worker.turn, worker.number) < (other.turn, other.number)
+
+
+def _up_to(within: float, open_now: list[int], scores: Sequence[Score | None]) -> list[int]:
+    """Those that cost no more."""
+    return [i for i in open_now if (score := scores[i]) is not None and score.total <= within]
+
+
+def _again(candidates: Sequence[WorkerFacts], scores: Sequence[Score | None], wanted: int) -> Choice:
+    """Where it failed on all that have room: the best of those. Else nobody gets it now; it would want `wanted`."""
+    again = [
+        (score.total, candidates[i].turn, candidates[i].number, i)
+        for i, score in enumerate(scores)
+        if score is not None and candidates[i].has_room
+    ]
+    return Choice(min(again)[3], "avoid") if again else Choice(wanted, "none")
 
 
 def replay(policy: ScorePolicy, decision: Decision) -> Choice:

@@ -83,14 +83,16 @@ class Room:
 
     def fits(self, work: Work) -> bool:
         """Whether it could be started now. An idle worker takes anything: what it cannot do at all it refuses itself."""
-        if not self.view.ready:
+        view, taken = self.view, self.booked + self.others
+        if not view.ready:
             return False
-        if not self.booked and not self.others:
+        if not taken:
             return True
-        if self.num_free < min(work.streams, self.slots):
+        free = self.slots - taken
+        if free < work.streams and free < self.slots:
             return False
-        total = self.view.kv_blocks_total
-        return not total or work.blocks <= total - self.view.kv_blocks_used - self.pending_blocks
+        total = view.kv_blocks_total
+        return not total or work.blocks <= total - view.kv_blocks_used - self.pending_blocks
 
 
 _Rank = tuple[int, int, int, Room]

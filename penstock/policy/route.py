@@ -167,12 +167,9 @@ class Router:
         """The workers worth looking at, each once, in an order that does not depend on chance."""
         rooms, work, config = look.rooms, look.work, self._config
         found: dict[WorkerId, WorkerFacts] = {}
-        if config.holders_max:
-            for worker, held in look.located.holders():
-                if (room := rooms.get(worker)) is not None:
-                    found[worker] = self._facts(look, room, held)
-                    if len(found) >= config.holders_max:
-                        break
+        for worker, held in look.located.holders(config.holders_max):
+            if (room := rooms.get(worker)) is not None:
+                found[worker] = self._facts(look, room, held)
         names = [] if look.session is None else [look.session]
         if work.adapter:
             names += rooms.residents(work.adapter, config.least_loaded)
@@ -191,8 +188,8 @@ class Router:
         device = host = 0
         if held is not NOTHING_HELD:
             device = min(held.device * BLOCK_TOKENS, work.prompt_tokens)
-            host = min(held.host * BLOCK_TOKENS, work.prompt_tokens - device)
-        adapters = view.adapters
+            if held.host:
+                host = min(held.host * BLOCK_TOKENS, work.prompt_tokens - device)
         return WorkerFacts(  # In the order of its fields: half of what a candidate costs were their names.
             worker,
             room.number,
@@ -210,7 +207,7 @@ class Router:
             look.waiting.get(worker, 0),
             view.kv_blocks_total,
             view.kv_blocks_used + room.pending_blocks,
-            not work.adapter or (adapters is not None and work.adapter in adapters),
+            not work.adapter or (view.adapters is not None and work.adapter in view.adapters),
             self.speeds.of(view.kind),
         )
 
@@ -334,15 +331,11 @@ def _filter(work: Work, room: Room, blocked: Collection[WorkerId]) -> str:
     view = room.view
     if not view.ready:
         return "not_ready"
-    if room.id in blocked:
+    if blocked and room.id in blocked:
         return "blocked"
     if 0 < view.max_model_len < work.context_tokens:
         return "context"
-    if (
-        work.adapter
-        and view.adapters is not None
-        and not view.adapters_max
-        and work.adapter not in view.adapters
-    ):
+    adapter, loaded = work.adapter, view.adapters
+    if adapter and loaded is not None and not view.adapters_max and adapter not in loaded:
         return "adapter"
     return ""

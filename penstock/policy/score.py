@@ -121,17 +121,14 @@ def pressure(request: RequestFacts, worker: WorkerFacts) -> float:
     return full / (1 - full) if full < _FULL_MAX else _FULL_MAX / (1 - _FULL_MAX)
 
 
-def waits_s(request: RequestFacts, worker: WorkerFacts) -> tuple[float, float]:
-    """Until the prompt is begun there, and of that until it can be sent there.
+def _waits_s(request: RequestFacts, worker: WorkerFacts, backlog_s: float) -> tuple[float, float]:
+    """Until the prompt is begun there, and of that until it can be sent there, where streams must end first.
 
-    Prompts go one after the other; where streams must end first, one of n ends in a n-th of the time that they take.
+    One of n streams ends in a n-th of the time that they take. What is there already takes `backlog_s`.
     """
-    speed, running, rows = worker.speed, worker.running, worker.rows
-    backlog_s = speed.backlog_s(worker.backlog_tokens, running)
-    over_rows = running + request.streams - rows if rows else 0
-    if worker.has_room and over_rows <= 0:
-        return backlog_s, 0.0
-    each_s = speed.service_s / max(1, running)
+    running = worker.running
+    each_s = worker.speed.service_s / max(1, running)
+    over_rows = running + request.streams - worker.rows if worker.rows else 0
     wait_s = max(0, min(over_rows, running)) * each_s
     if worker.has_room:
         return backlog_s + wait_s, 0.0
@@ -145,10 +142,13 @@ def _times_s(
     config: PlacementConfig, request: RequestFacts, worker: WorkerFacts
 ) -> tuple[float, float, float, float, float]:
     """Wait, reload, prefill and adapter load; and of the wait, that for room."""
-    speed, host_tokens = worker.speed, worker.host_tokens
-    wait_s, room_wait_s = waits_s(request, worker)
+    speed, running, host_tokens = worker.speed, worker.running, worker.host_tokens
+    # Prompts go one after the other.
+    wait_s, room_wait_s = speed.backlog_s(worker.backlog_tokens, running), 0.0
+    if not worker.has_room or 0 < worker.rows < running + request.streams:
+        wait_s, room_wait_s = _waits_s(request, worker, wait_s)
     uncached = request.prompt_tokens - worker.device_tokens - host_tokens
-    prefill_s = speed.prefill_s(uncached if uncached > 0 else 1, request.prompt_tokens, worker.running)
+    prefill_s = speed.prefill_s(uncached if uncached > 0 else 1, request.prompt_tokens, running)
     reload_s = host_tokens * speed.token_s * config.host_cost if host_tokens else 0.0
     adapter_s = config.adapter_load_ms / 1000 if request.needs_adapter and not worker.has_adapter else 0.0
     return wait_s, reload_s, prefill_s, adapter_s, room_wait_s

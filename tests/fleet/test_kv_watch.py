@@ -45,7 +45,7 @@ class Made:
     def blocks(self, tokens: tuple[int, ...]) -> dict[str, int]:
         """By worker."""
         keys = self.locality.maker("m").keys(tokens)
-        return {worker: held.blocks for worker, held in self.locality.match(CLOCK.now_ns(), keys).holders()}
+        return {worker: held.blocks for worker, held in self.locality.match(CLOCK.now_ns(), keys).holders(9)}
 
     async def until(self, condition: Callable[[], bool]) -> None:
         loop = asyncio.get_running_loop()

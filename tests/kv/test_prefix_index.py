@@ -128,11 +128,10 @@ def test_where_chains_are_whole_the_match_is_the_naive_one(steps, prompts) -> No
         match = index.match(now_ns, keys)
         expected = {worker: naive.of(now_ns, worker, keys) for worker in WORKERS}
         assert {worker: match.of(worker) for worker in WORKERS} == expected
-        in_order = sorted(
-            ((w, held) for w, held in expected.items() if held.blocks),
-            key=lambda item: (-item[1].blocks, item[0]),
-        )
-        assert list(match.holders()) == in_order
+        holders = list(match.holders())
+        assert dict(holders) == {w: held for w, held in expected.items() if held.blocks}
+        assert [held.blocks for _, held in holders] == sorted((h.blocks for _, h in holders), reverse=True)
+        assert {worker: index.prefix_of(now_ns, worker, keys) for worker in WORKERS} == expected
         assert match.longest == max(held.blocks for held in expected.values())
 
 
@@ -214,6 +213,38 @@ def test_the_oldest_predictions_go_first_and_of_a_prompt_its_end() -> None:
     assert index.match(0, new).of(0) == Held(3, 0)
     index.limit_predictions(0, 1)
     assert index.match(0, new).of(0) == Held(1, 0)
+
+
+@given(st.integers(0, 8), st.integers(0, 8), st.integers(0, 8), st.integers(1, 3))
+def test_who_knows_what_is_held_predicts_the_same_without_looking(told, hoped, blocks, predicted_max) -> None:
+    """Also which predictions go first, and when they end."""
+    keys, spared = chain(*range(8)), make_index(predicted_max=4 * predicted_max)
+    plain = make_index(predicted_max=4 * predicted_max)
+    for index in (plain, spared):
+        index.stored(0, keys[:told])
+        index.predict(0, keys[:hoped], 10)
+        index.predict(0, chain(9, 9, 9), 15)
+    known = spared.prefix_of(0, 0, keys[:blocks]).device
+    assert known == min(blocks, max(told, hoped)) or spared.num_predicted == 4 * predicted_max
+    is_new = plain.predict(0, keys[:blocks], 20)
+    assert spared.predict(0, keys[:blocks], 20, known=known) == is_new
+    for now_ns in (9, 10, 15, 20):
+        assert spared.match(now_ns, keys).of(0) == plain.match(now_ns, keys).of(0), now_ns
+        assert spared.num_predicted == plain.num_predicted
+
+
+def test_where_most_workers_drop_out_is_remembered_and_may_be_wrong_the_next_time() -> None:
+    index, system = make_index(), chain(*range(32))
+    prompts = [[*system, *chain(i, *range(40))] for i in (100, 200)]
+    for worker in range(20):
+        index.stored(worker, system)
+    for length in (72, 50, 33, 32, 31, 5, 1):
+        index.cleared(20)
+        index.stored(20, prompts[0][:length])
+        assert index.match(0, prompts[0]).of(20) == Held(length, 0)
+        assert index.match(0, prompts[0]).of(3) == Held(32, 0)
+        assert index.match(0, prompts[1]).of(20) == Held(min(32, length), 0)
+        assert index.match(0, system[:10]).longest == 10
 
 
 def test_many_predictions_that_end_at_once_end_within_a_few_calls() -> None:

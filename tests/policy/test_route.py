@@ -1,6 +1,6 @@
 """Placement by where the KV lives: who is preferred, when that gives way, and that every decision can be told and repeated."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from random import Random
 
 import pytest
@@ -47,8 +47,8 @@ class Caches:
     def of(self, worker: WorkerId) -> Held:
         return self.held.get(worker, NOTHING_HELD)
 
-    def holders(self) -> Iterator[tuple[WorkerId, Held]]:
-        return iter(sorted(self.held.items(), key=lambda entry: (-entry[1].blocks, entry[0])))
+    def holders(self, most: int) -> list[tuple[WorkerId, Held]]:
+        return sorted(self.held.items(), key=lambda entry: (-entry[1].blocks, entry[0]))[:most]
 
 
 class World:
