@@ -17,7 +17,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from itertools import islice
-from typing import NamedTuple
+
+import msgspec
 
 SHARD_ENTRIES = 1024
 """Entries of one shard when the index is full. What is done to a whole shard at once (sweep, thin out) takes 60 us."""
@@ -37,7 +38,7 @@ class Tier(IntEnum):
     HOST = 1
 
 
-class Held(NamedTuple):
+class Held(msgspec.Struct, frozen=True, gc=False):
     """What one worker has of a prompt, in whole blocks from its start."""
 
     device: int
