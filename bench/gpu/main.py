@@ -18,8 +18,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from common import CLOCK, Bench, Report
+from penstock.clock import SystemClock
 
+CLOCK = SystemClock()
 ROOT = Path(__file__).parents[2]
 TOTAL_S = 520
 """Sections that would begin later than this do not begin."""
@@ -48,12 +49,11 @@ SECTIONS = (
 
 def main() -> int:
     options = parse()
-    bench = Bench(cpu=options.cpu, tiny=options.tiny)
     if options.section:
-        run_section(next(one for one in SECTIONS if one.name == options.section), bench, options.out)
+        run_section(next(one for one in SECTIONS if one.name == options.section), options)
         return 0
     wanted = options.sections.split(",") if options.sections else [one.name for one in SECTIONS]
-    results = run_all([one for one in SECTIONS if one.name in wanted], bench, options)
+    results = run_all([one for one in SECTIONS if one.name in wanted], options)
     print(summary(results), flush=True)
     return int(any("error" in results["sections"][name] for name in results["sections"]))
 
@@ -72,15 +72,15 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run_all(sections: list[Section], bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
+def run_all(sections: list[Section], options: argparse.Namespace) -> dict[str, Any]:
     started_ns = CLOCK.now_ns()
     options.out.mkdir(parents=True, exist_ok=True)
     day = datetime.datetime.fromtimestamp(CLOCK.wall_ns() / 1e9, datetime.UTC).date().isoformat()
     path = options.out / f"{day}-gpu.json"
     results: dict[str, Any] = {
         "schema": "penstock.gpu/1",
-        "cpu": bench.cpu,
-        "tiny": bench.tiny,
+        "cpu": options.cpu,
+        "tiny": options.tiny,
         "sections": {},
     }
     for section in sections:
@@ -90,10 +90,10 @@ def run_all(sections: list[Section], bench: Bench, options: argparse.Namespace) 
         if limit_s < 5:
             found: dict[str, Any] = {"error": "not begun: the time is used up"}
         elif options.in_process:
-            found = run_section(section, bench, options.out)
+            found = run_section(section, options)
             part_of(section, options.out).unlink()
         else:
-            found = in_a_process(section, bench, options.out, limit_s)
+            found = in_a_process(section, options, limit_s)
         results["sections"][section.name] = found
         results["seconds"] = round((CLOCK.now_ns() - started_ns) / 1e9, 1)
         path.write_text(json.dumps(results, indent=1) + "\n")
@@ -103,9 +103,11 @@ def run_all(sections: list[Section], bench: Bench, options: argparse.Namespace) 
     return results
 
 
-def run_section(section: Section, bench: Bench, out: Path) -> dict[str, Any]:
+def run_section(section: Section, options: argparse.Namespace) -> dict[str, Any]:
     """Run a section here; what it finds is in its file at any time."""
-    report = Report(part_of(section, out))
+    from common import Bench, Report  # With torch, which the process that only starts others can do without.
+
+    bench, report = Bench(cpu=options.cpu, tiny=options.tiny), Report(part_of(section, options.out))
     started_ns = CLOCK.now_ns()
     try:
         importlib.import_module(section.module).run(bench, report, *section.arguments)
@@ -116,10 +118,10 @@ def run_section(section: Section, bench: Bench, out: Path) -> dict[str, Any]:
     return report.found
 
 
-def in_a_process(section: Section, bench: Bench, out: Path, limit_s: float) -> dict[str, Any]:
-    flags = [flag for flag, on in (("--cpu", bench.cpu), ("--tiny", bench.tiny)) if on]
-    command = [sys.executable, __file__, "--section", section.name, "--out", str(out), *flags]
-    part = part_of(section, out)
+def in_a_process(section: Section, options: argparse.Namespace, limit_s: float) -> dict[str, Any]:
+    flags = [flag for flag, on in (("--cpu", options.cpu), ("--tiny", options.tiny)) if on]
+    command = [sys.executable, __file__, "--section", section.name, "--out", str(options.out), *flags]
+    part = part_of(section, options.out)
     part.unlink(missing_ok=True)
     why = ""
     try:

@@ -24,7 +24,8 @@ from penstock.protocol.address import UnixAddress
 from penstock.types import RequestId
 
 QUICK = HeartbeatConfig(interval_s=0.05)
-MANY = 3000
+MANY = 400
+"""Tokens of an answer that is cut at its first: twice as many as a worker makes until it is given up."""
 
 
 async def until(backend: OwnBackend, wanted: Callable[[], bool]) -> None:

@@ -17,6 +17,7 @@ from served import COMMAND, PATIENCE_S, Server
 from penstock.bench.client import Client, Endpoint, Response
 from penstock.bench.wire import decode_chunk
 from penstock.cli.keyfile import load_key
+from penstock.cli.main import main
 from penstock.config.presets import resolve
 from penstock.protocol.sse import EventReader
 
@@ -225,22 +226,29 @@ def test_ctrl_c_while_loading(serve: Callable[..., Server]) -> None:
         ),
         (("-c", "{place}/absent.yaml"), 2, "penstock: {place}/absent.yaml: cannot be read: No such file"),
         (("--host", "0.0.0.0"), 2, "penstock: auth.keys: needed because"),
-        (("{place}/corrupt", *QUICK), 1, "penstock: {place}/corrupt/model.safetensors: "),
         (("--host", "192.0.2.1", "--api-key", "k"), 2, "penstock: server: cannot listen on 192.0.2.1"),
     ],
 )
 def test_what_cannot_be_served_is_said_in_one_message(
-    tmp_path: Path, argv: tuple[str, ...], code: int, complaint: str
+    tmp_path: Path, argv: tuple[str, ...], code: int, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "typo.yaml").write_text("server: {prot: 1}")
-    shutil.copytree(resolve(DEMO), tmp_path / "corrupt")
+    assert main(["serve", *(part.format(place=tmp_path) for part in argv)]) == code
+    said = capsys.readouterr()
+    assert said.out == ""
+    (line,) = said.err.splitlines()
+    assert line.startswith(complaint.format(place=tmp_path))
+
+
+def test_a_checkpoint_that_cannot_be_read_is_said_in_one_message(tmp_path: Path) -> None:
+    shutil.copytree(resolve("penstock-demo-mini"), tmp_path / "corrupt")
     weights = tmp_path / "corrupt" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100_000])
-    command = [*COMMAND, *(part.format(place=tmp_path) for part in argv)]
+    command = [*COMMAND, str(tmp_path / "corrupt"), *QUICK]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     (said,) = [line for line in done.stderr.splitlines() if not line.startswith("corrupt: ")]
-    assert said.startswith(complaint.format(place=tmp_path))
-    assert (done.returncode, done.stdout) == (code, "")
+    assert said.startswith(f"penstock: {tmp_path}/corrupt/model.safetensors: ")
+    assert (done.returncode, done.stdout) == (1, "")
 
 
 def test_print_config_starts_nothing() -> None:

@@ -14,6 +14,7 @@ from fleets import fleet_of
 from scripted_worker import bench
 
 from penstock.clock import SystemClock
+from penstock.config.health import HeartbeatConfig
 from penstock.config.ledger import LedgerConfig
 from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig
 from penstock.gateway.app import Gateway
@@ -64,7 +65,8 @@ def summed(chunks: list) -> tuple:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_worker_lost_in_mid_stream_is_noticed_by_nobody(how: signal.Signals, tmp_path: Path) -> None:
     async def main() -> None:
-        async with bench(step_s=0.002) as made:
+        async with bench() as made:
+            made.heartbeat = HeartbeatConfig(interval_s=0.05)
             clock, log = SystemClock(), Log(LogConfig(), SystemClock(), stream=io.StringIO())
             workers = [await made.start() for _ in range(2)]
             for worker in workers:
