@@ -8,6 +8,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any, cast
 
 import msgspec
@@ -30,7 +31,8 @@ def checked(value: object, root: type[msgspec.Struct]) -> object:
     Raises:
         ConfigError: an unknown key, with the nearest known one; NaN, infinity or an absurd number.
     """
-    return _Checker(inspect.type_info(root)).value(value, inspect.type_info(root), "")
+    kind = _type_of(root)
+    return _Checker(kind).value(value, kind, "")
 
 
 def explained(message: str, value: object, root: type[msgspec.Struct]) -> str:
@@ -40,13 +42,19 @@ def explained(message: str, value: object, root: type[msgspec.Struct]) -> str:
     steps = [int(step) if step.isdigit() else step for step in re.findall(r"[^.\[\]]+", path)]
     if text.startswith("Object missing required field"):
         return f"{_join(path, text.split('`')[1])}: missing"
-    kind, found = _at(inspect.type_info(root), value, steps)
+    kind, found = _at(_type_of(root), value, steps)
     if isinstance(kind, inspect.LiteralType):
         text = "expected one of " + ", ".join(str(choice) for choice in kind.values)
     text = re.sub(r"`([\w |]+)`", _plain_words, text.partition(", got")[0])
     # An API key must not come out in an error message.
     got = "" if path.startswith("auth") else f", got {_shown(found)}"
     return f"{path or 'config'}: {text[0].lower()}{text[1:]}{got}"
+
+
+@cache
+def _type_of(root: type[msgspec.Struct]) -> inspect.Type:
+    """msgspec's view of a tree; it looks at every annotation again each time it is asked."""
+    return inspect.type_info(root)
 
 
 def _plain_words(types: re.Match[str]) -> str:

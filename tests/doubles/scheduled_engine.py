@@ -45,7 +45,10 @@ class ScheduledEngine:
         preemptions_max: int = 3,
         kv_quota_fraction: float = 1.0,
         overlap: bool = False,
+        check_every: int = 1,
     ) -> None:
+        """`check_every`: invariants are looked at after every so many changes. What breaks one hardly ever mends it, so long
+        runs look less often."""
         hasher = BlockHasher(key=bytes(32), model="m", kv_dtype="float32")
         if prefix_cache:
             host = HostLimits(num_slots=host_slots, idle_ns=IDLE_NS, loads_max=loads_max, stores_max=4)
@@ -74,6 +77,7 @@ class ScheduledEngine:
         self.plans: list[StepPlan] = []
         self.overlap = overlap
         self.flights: deque[StepPlan] = deque()
+        self._check_every, self._num_changes = check_every, 0
 
     def submit(
         self,
@@ -140,13 +144,19 @@ class ScheduledEngine:
         plan = None
         while len(self.flights) < (2 if self.overlap else 1) and (planned := self.plan()) is not None:
             plan = planned
-            self.scheduler.check_invariants()
+            self.check()
         plan = plan or self.in_flight
         if self.flights:
             self.finish_step()
-        self.scheduler.check_invariants()
-        self.events.check()
+        self.check()
         return plan
+
+    def check(self) -> None:
+        """After a change; see `check_every`."""
+        self._num_changes += 1
+        if self._num_changes % self._check_every == 0:
+            self.scheduler.check_invariants()
+            self.events.check()
 
     def abort(self, name: str) -> RequestOutput | None:
         output = self.scheduler.abort(RequestId(name))
@@ -167,6 +177,8 @@ class ScheduledEngine:
                 break
         else:
             pytest.fail(f"not idle after {steps_max} steps")
+        self.scheduler.check_invariants()
+        self.events.check()
         assert not self.scheduler.has_work
         assert self.scheduler.live_requests() == ()
         now = self.kv.statistics()

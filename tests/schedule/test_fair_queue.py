@@ -172,7 +172,9 @@ def test_the_head_is_always_of_the_key_that_was_served_least(steps) -> None:
 def test_service_of_two_tenants_that_always_wait_differs_by_a_bound(of_a, of_b, max_running) -> None:
     """Theorem 4.4 of the paper, with its bound: 2 x max(dearest prompt, a batch full of answers)."""
     queue = FairQueue(1000, by_class)
-    engine = ScheduledEngine(num_blocks=200, max_running=max_running, queue=queue, prefix_cache=False)
+    engine = ScheduledEngine(
+        num_blocks=200, max_running=max_running, queue=queue, prefix_cache=False, check_every=20
+    )
     for number in range(30):
         for key, kinds in (("a", of_a), ("b", of_b)):
             prompt, answer = kinds[number % len(kinds)]

@@ -101,7 +101,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         config = EngineConfig(
             scheduling=scheduling, max_waiting=1000, priority_ageing_s=1e-6, starvation_s=4e-6
         )
-        self.engine = ScheduledEngine(**limits, queue=waiting_queue(config))
+        self.engine = ScheduledEngine(**limits, queue=waiting_queue(config), check_every=4)
         self.engine.runner.copy_steps = copy_steps
         self.submitted = 0
 
@@ -203,6 +203,7 @@ def run_trace(seed: int, *, overlap: bool, host_tier: bool = False) -> Counter[s
         overlap=overlap,
         scored_tokens=scoring.choice([17, 64]),
         host_slots=hosting.choice([6, 30]) if host_tier else 0,
+        check_every=5,
     )
     engine.runner.copy_steps = hosting.randint(1, 4)
     seen: Counter[str] = Counter()
@@ -233,7 +234,7 @@ def run_trace(seed: int, *, overlap: bool, host_tier: bool = False) -> Counter[s
                 engine.abort(name)
             while len(engine.flights) > int(engine.overlap):
                 engine.finish_step()
-            engine.scheduler.check_invariants()
+            engine.check()
     finish_and_check(engine)
     seen += Counter(end.finish.value for end in engine.ends.values() if end.finish)
     now, pool = engine.scheduler.statistics(), engine.kv.statistics()

@@ -33,8 +33,7 @@ def test_both_models_have_the_same_tokenizer() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(max_size=80))
-def test_any_text_comes_back(text: str) -> None:
-    tokenizer = Tokenizer.from_file(str(FILE))
+def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
 
