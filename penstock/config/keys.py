@@ -53,7 +53,7 @@ def explained(message: str, value: object, root: type[msgspec.Struct]) -> str:
 
 @cache
 def _type_of(root: type[msgspec.Struct]) -> inspect.Type:
-    """msgspec's view of a tree; it looks at every annotation again each time it is asked."""
+    """A tree as msgspec sees it, which looks at every annotation again each time it is asked."""
     return inspect.type_info(root)
 
 
