@@ -77,6 +77,8 @@ class OwnBackend:
         self._num_again = 0
         self._link: WorkerLink | None = None
         self._streams: dict[RequestId, OwnStream] = {}
+        self._gathered: list[OwnStream] = []
+        """Streams with output of several steps to hand on."""
         self._kv: KVSubscription | None = None
         self._draining = False
         self._idle = asyncio.Event()
@@ -208,8 +210,12 @@ class OwnBackend:
         if self._handshake.is_over:
             self._welcomed(link)
 
-    def on_message(self, message: FromWorker) -> None:
-        """One message from the worker; outputs first, for they are nearly all there is."""
+    def on_message(self, message: FromWorker, *, behind: bool = False) -> None:
+        """One message from the worker; outputs first, for they are nearly all there is.
+
+        `behind`: several came at once, so this gateway is slower than the worker now. Then what they give one stream goes on
+        together, in `on_caught_up`: a step costs less to relay the further behind we are.
+        """
         if not self._handshake.is_over:
             self._shake_hands(message)
         elif isinstance(message, StepOutput):
@@ -218,7 +224,11 @@ class OwnBackend:
             for output in message.outputs:
                 # A stream that ended here (abort, stop string) may still get a late output.
                 if (stream := streams.get(output.request_id)) is not None:
-                    stream.push(output)
+                    if behind:
+                        if stream.gather(output):
+                            self._gathered.append(stream)
+                    else:
+                        stream.push(output)
                 elif output.finish is not None:
                     self._leaving.discard(output.request_id)
         elif isinstance(message, Stats):
@@ -232,6 +242,13 @@ class OwnBackend:
             self._shake_hands(message)
         else:
             self._on_state(message)
+
+    def on_caught_up(self) -> None:
+        """All that came at once was handed on."""
+        if self._gathered:
+            gathered, self._gathered = self._gathered, []
+            for stream in gathered:
+                stream.let_go()
 
     def on_link_doubted(self, *, doubted: bool) -> None:
         """It gets nothing new while it does not answer; its streams wait for it, until the link is given up."""

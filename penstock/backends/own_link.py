@@ -35,12 +35,16 @@ class LinkOwner(Protocol):
         """The connection is open. Called once, before anything else."""
         ...
 
-    def on_message(self, message: FromWorker) -> None:
-        """One message, in order.
+    def on_message(self, message: FromWorker, *, behind: bool = False) -> None:
+        """One message, in order. `behind`: others came with it, and `on_caught_up` is called after the last of them.
 
         Raises:
             ProtocolError: it makes no sense here; the link is closed.
         """
+        ...
+
+    def on_caught_up(self) -> None:
+        """All that came at once was handed over."""
         ...
 
     def on_link_doubted(self, *, doubted: bool) -> None:
@@ -144,12 +148,15 @@ class WorkerLink(asyncio.Protocol):
             return  # Given up: what it says now, after a pause perhaps, belongs to an epoch that is over.
         self._heard = True
         try:
-            for body in self._decoder.feed(data):
+            bodies = list(self._decoder.feed(data))
+            behind = len(bodies) > 1
+            for body in bodies:
                 message = decode_from_worker(body)
                 if not isinstance(message, Pong):
-                    self._owner.on_message(message)
+                    self._owner.on_message(message, behind=behind)
         except ProtocolError as error:
             self.close(f"the worker broke the protocol: {error}")
+        self._owner.on_caught_up()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone."""

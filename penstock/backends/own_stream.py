@@ -106,8 +106,21 @@ class OwnStream:
         """See `Generation.usage`: our engine tells with the first tokens."""
         return self._usage if self._first_ns else None
 
+    def gather(self, output: Output) -> bool:
+        """One step's output, of which more came with it. True: what it gave is held until `let_go` is called."""
+        plain = (
+            output.finish is None and output.usage is None and output.logprobs is None and output.token_ids
+        )
+        if not plain or self._stop is not None or self._piece > 1:
+            self.push(output)
+            return False
+        self._held.extend(output.token_ids)
+        return len(self._held) == len(output.token_ids)
+
     def push(self, output: Output) -> None:
         """One step's output for this stream."""
+        if self._held and self._piece == 1:
+            self.let_go()
         if output.usage is not None:
             self._usage, self._first_ns = output.usage, self._clock.now_ns()
         if output.finish is not None:
@@ -122,7 +135,7 @@ class OwnStream:
             self._held.extend(token_ids)
             told = len(self._token_ids)
             if told // self._piece != (told + len(self._held)) // self._piece:
-                self._let_go()
+                self.let_go()
             return
         self._heard = self._piece > 1
         self._token_ids.extend(token_ids)
@@ -136,14 +149,14 @@ class OwnStream:
 
     def abort(self) -> None:
         """The client left: tell the worker, and the sink at once."""
-        self._let_go()
+        self.let_go()
         if not self._done:
             finish = Finish(reason=FinishReason.ABORT, usage=self._usage_here(), resume=self._resume())
             self._end(finish, tell_worker=True)
 
     def break_off(self, why: str, *, died: bool = False) -> None:
         """The worker is lost; `died`: its process ended."""
-        self._let_go()
+        self.let_go()
         if self._done:
             return
         kind = StreamBroken if self._token_ids else WorkerUnavailable
@@ -151,7 +164,7 @@ class OwnStream:
         usage, resume = self._usage_here(), self._resume()
         self._end(Finish(reason=FinishReason.ERROR, usage=usage, error=error, resume=resume))
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
         """Tell the sink what was held back. It may end the stream."""
         if self._held and not self._done:
             token_ids = tuple(self._held)
@@ -171,7 +184,7 @@ class OwnStream:
 
     def _push_last(self, output: Output, finish: WorkerFinish) -> None:
         """The engine says that this is the end: let go of what was held back."""
-        self._let_go()
+        self.let_go()
         if self._done:
             return
         self._token_ids.extend(output.token_ids)

@@ -149,7 +149,8 @@ class PrefixIndex:
     @property
     def num_entries(self) -> int:
         """Blocks that are held by anybody, counted once per tier. Takes a while: for metrics."""
-        return sum(len(shard) for shards in self._tiers for shard in shards)
+        device, host = self._tiers
+        return sum(map(len, device)) + sum(map(len, host))
 
     @property
     def num_predicted(self) -> int:

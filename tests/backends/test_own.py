@@ -166,7 +166,7 @@ def test_tokens_become_whole_characters() -> None:
                 submit, 0xC3, finish=Finish(reason=FinishReason.LENGTH, usage=Usage(completion_tokens=7))
             )
             finish = await recorder.end()
-            assert [delta.text for delta in recorder.deltas] == ["", "€uro", "\ufffd"]
+            assert recorder.text == "€uro\ufffd"
             assert (finish.reason, finish.usage.completion_tokens) == (FinishReason.LENGTH, 7)
 
     run(check)
@@ -206,6 +206,30 @@ def test_a_whole_answer_comes_in_pieces_and_is_the_same(ending: str, cut: int) -
     assert len(pieces.deltas) <= 2 + len(tokens) // 8 + 1
     for multiple in range(8, len(tokens), 8):  # Where a slice may end.
         assert any(multiple <= count < multiple + cut for count in counts)
+
+
+def test_steps_that_come_together_go_on_together() -> None:
+    async def check() -> None:
+        async with pair() as (peer, backend):
+            requests, both = Requests(), [Recorder(), Recorder()]
+            for recorder in both:
+                backend.generate(requests.make(), recorder)
+            first, second = await peer.hear_submit(), await peer.hear_submit()
+            steps = [
+                StepOutput(i, tuple(Output(each.request_id, (65 + i,)) for each in (first, second)))
+                for i in range(3)
+            ]
+            peer.say(*steps[:1])
+            while not both[1].deltas:
+                await asyncio.sleep(0.001)
+            peer.say(*steps[1:])  # One write, so one read.
+            end = Finish(reason=FinishReason.LENGTH, usage=Usage())
+            peer.step(first, 90, finish=end)
+            await both[0].end()
+            assert [delta.text for delta in both[0].deltas] == ["A", "BC", "Z"]
+            assert [delta.token_ids for delta in both[1].deltas] == [(65,), (66, 67)]
+
+    run(check)
 
 
 def test_eos_is_no_stop_token_but_another_is() -> None:
