@@ -2,29 +2,39 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "bench" / "gpu" / "main.py"
 
 
-def run(out: Path, *flags: str) -> tuple[int, dict[str, Any], str]:
-    environment = os.environ | {"PYTHON": sys.executable, "OUT": str(out), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [ROOT / "bench" / "gpu.sh", *flags], env=environment, capture_output=True, text=True, check=False
-    )
-    found = list(out.glob("*.json"))
-    assert len(found) == 1, done.stderr
-    return done.returncode, json.loads(found[0].read_text()), done.stdout
+def written(out: Path) -> dict[str, Any]:
+    (found,) = out.glob("*.json")
+    return json.loads(found.read_text())
 
 
-def test_everything_runs_on_the_cpu(tmp_path: Path) -> None:
-    code, found, printed = run(tmp_path, "--cpu", "--tiny", "--in-process")
-    sections = found["sections"]
+def test_everything_runs_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["main.py", "--cpu", "--tiny", "--in-process", "--out", str(tmp_path)])
+    monkeypatch.setattr(sys, "path", list(sys.path))  # The script adds its own folder.
+    known = set(sys.modules)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+    finally:
+        for name in set(sys.modules) - known:
+            if Path(getattr(sys.modules[name], "__file__", None) or "").parent == SCRIPT.parent:
+                del sys.modules[name]  # Others have modules of these names.
+    sections, printed = written(tmp_path)["sections"], capsys.readouterr().out
     errors = {name: one["error"] for name, one in sections.items() if "error" in one}
-    assert (code, errors) == (0, {}), printed
+    assert (ended.value.code, errors) == (0, {}), printed
     assert list(sections) == [
         "ceilings", "kernels", "correctness", "qwen3-0.6b", "llama-3-8b", "qwen3-14b", "throughput",
     ]  # fmt: skip
@@ -40,8 +50,11 @@ def test_everything_runs_on_the_cpu(tmp_path: Path) -> None:
 
 def test_what_fails_is_an_error_text(tmp_path: Path) -> None:
     """No GPU here: the section's process says so, and the script says it to the end."""
-    code, found, _ = run(tmp_path, "--tiny", "--sections", "throughput")
-    assert code == 1
-    assert found["sections"]["throughput"]["error"].startswith(
-        "ConfigError: engine.device is cuda, but torch sees"
-    )
+    environment = os.environ | {"PYTHON": sys.executable, "OUT": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [ROOT / "bench" / "gpu.sh", "--tiny", "--sections", "throughput"],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    error = written(tmp_path)["sections"]["throughput"]["error"]
+    assert error.startswith("ConfigError: engine.device is cuda, but torch sees")
