@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import sys
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from penstock.bench.report import (
 )
 from penstock.cli import console
 from penstock.cli.bench_fit import fit_steps
+from penstock.cli.output import check_place, screen_beside, write_to
 from penstock.cli.remote import add_remote_flags, connect, no_server, pick_model
 from penstock.cli.usage import Commands, Help, number
 from penstock.clock import SystemClock, sleep
@@ -196,8 +196,7 @@ def run(args: argparse.Namespace) -> int:
     dataset = read_dataset(args.dataset) if args.dataset else None
     if args.shared_prefix >= args.prompt_tokens and not dataset:
         raise ConfigError("--shared-prefix must be smaller than --prompt-tokens")
-    if args.json and str(args.json) != "-" and not args.json.parent.is_dir():
-        raise ConfigError(f"--json {args.json}: there is no directory {args.json.parent}")
+    check_place(args.json)
     bench = _Bench(args, dataset)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, contextlib.suppress(KeyboardInterrupt):
         runner.run(bench.run())
@@ -315,8 +314,7 @@ class _Bench:
 
 
 def _show(report: Report, json_path: Path | None) -> None:
-    to_stdout = json_path is not None and str(json_path) == "-"
-    screen = console.err() if to_stdout else console.out()
+    screen = screen_beside(json_path)
     screen.print(throughput_table(report))
     screen.print(latency_table(report))
     for level in report.levels:
@@ -328,13 +326,7 @@ def _show(report: Report, json_path: Path | None) -> None:
                 f"{level.name}: requests left up to {late} late (p99): the client is a bottleneck",
                 style="yellow",
             )
-    if to_stdout:
-        sys.stdout.write(to_json(report).decode())
-    elif json_path is not None:
-        try:
-            json_path.write_bytes(to_json(report))
-        except OSError as error:
-            raise ConfigError(f"--json {json_path}: {error.strerror or error}") from error
+    write_to(json_path, to_json(report))
 
 
 @contextlib.contextmanager

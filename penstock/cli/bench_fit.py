@@ -5,6 +5,7 @@ from pathlib import Path
 from rich.table import Table
 
 from penstock.cli import console
+from penstock.cli.output import check_place
 from penstock.clock import SystemClock
 from penstock.config.presets import resolve
 from penstock.config.tree import EngineConfig
@@ -23,8 +24,7 @@ def fit_steps(model: str, json_path: Path | None, *, seed: int) -> int:
     """
     if json_path is None or str(json_path) == "-":
         raise ConfigError("--fit needs --json FILE: where the measured steps are written")
-    if not json_path.parent.is_dir():
-        raise ConfigError(f"--json {json_path}: there is no directory {json_path.parent}")
+    check_place(json_path)
     # Here, because it imports torch, which the rest of `penstock bench` does without.
     from penstock.bench.fit import measure_steps
 

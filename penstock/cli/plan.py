@@ -1,7 +1,6 @@
 """`penstock plan`: how many of which accelerator a traffic needs, and what it costs."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
-from penstock.cli import console
+from penstock.cli.output import check_place, screen_beside, write_to
 from penstock.cli.usage import Commands, Help, number
 from penstock.errors import ConfigError
 from penstock.sim.accelerators import ACCELERATORS, Accelerator, accelerator
@@ -141,9 +140,8 @@ def run(args: argparse.Namespace) -> int:
         spare=args.spare,
         max_running=args.max_running,
     )
-    if args.json and str(args.json) != "-" and not args.json.parent.is_dir():
-        raise ConfigError(f"--json {args.json}: there is no directory {args.json.parent}")
-    screen = console.err() if str(args.json) == "-" else console.out()
+    check_place(args.json)
+    screen = screen_beside(args.json)
     devices = _devices(args.accelerator, args.price)
     if args.example:
         device = next((each for each in devices if each.name == "a100-80"), devices[0])
@@ -272,13 +270,4 @@ def _total(wanted: Sequence[tuple[ModelShape, Demand]], chosen: Sequence[Option]
 
 
 def _write(path: Path | None, content: dict[str, object]) -> None:
-    if path is None:
-        return
-    text = msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"
-    if str(path) == "-":
-        sys.stdout.write(text.decode())
-        return
-    try:
-        path.write_bytes(text)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+    write_to(path, msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")

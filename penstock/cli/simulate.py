@@ -1,7 +1,6 @@
 """`penstock simulate`: the product on virtual time, by scenario."""
 
 import argparse
-import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,6 +10,7 @@ import msgspec
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from penstock.cli import console
+from penstock.cli.output import check_place, screen_beside, write_to
 from penstock.cli.simulate_tables import (
     compare_table,
     figures_table,
@@ -121,8 +121,7 @@ def run(args: argparse.Namespace) -> int:
         console.out().print(scenario_list(SCENARIOS))
         return 0
     for path in (args.json, args.html, args.write_trace):
-        if path is not None and str(path) != "-" and not path.parent.is_dir():
-            raise ConfigError(f"{path}: there is no directory {path.parent}")
+        check_place(path)
     scenario = find(args.scenario, SCENARIOS)
     knobs = _knobs(args, args.settings)
     if args.trace is not None:
@@ -188,7 +187,7 @@ def _write(setup: Setup, args: argparse.Namespace) -> int:
 
 def _run(scenario: Scenario, knobs: Knobs, args: argparse.Namespace) -> int:
     verdicts = _play(scenario, knobs, args, "")
-    screen = console.err() if str(args.json) == "-" else console.out()
+    screen = screen_beside(args.json)
     screen.print(f"[bold]{scenario.name}[/]: {scenario.question}", soft_wrap=True)
     last = verdicts[-1]
     if len(verdicts) == 1:
@@ -208,7 +207,7 @@ def _compare(scenario: Scenario, args: argparse.Namespace) -> int:
     sides = [_side(args, text) for text in names]
     played = [_play(scenario, knobs, args, f"{side} ") for side, knobs in zip("AB", sides, strict=True)]
     found = compare(*([verdict.played.figures for verdict in side] for side in played))
-    screen = console.err() if str(args.json) == "-" else console.out()
+    screen = screen_beside(args.json)
     screen.print(compare_table(names, found, args.seeds))
     if args.seeds == 1:
         screen.print(
@@ -274,13 +273,6 @@ def _difference_json(each: Difference) -> dict[str, object]:
 def _write_out(args: argparse.Namespace, entries: list[dict[str, object]], page: str) -> None:
     content = msgspec.json.format(msgspec.json.encode(entries), indent=1)
     for path, text in ((args.json, content + b"\n"), (args.html, page.encode())):
-        if path is None:
-            continue
-        if str(path) == "-":
-            sys.stdout.write(text.decode())
-            continue
-        try:
-            path.write_bytes(text)
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
-        console.err().print(f"wrote {path}", markup=False, soft_wrap=True)
+        write_to(path, text)
+        if path is not None and str(path) != "-":
+            console.err().print(f"wrote {path}", markup=False, soft_wrap=True)
