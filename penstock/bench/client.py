@@ -2,6 +2,8 @@
 
 The load generator shares the machine with the server it measures, so this is an `asyncio.Protocol` over
 a C parser: body bytes are pushed to a sink as they arrive, with no task switch and no copy per chunk.
+It is not the gateway's own client (backends/http_client.py): a measuring instrument should neither share
+the faults of what it measures nor pay for the gateway's bounds on every chunk.
 It knows HTTP and nothing of what the bytes mean. Connections are kept alive and reused; a cancelled or
 timed-out request closes its connection, which is how a server learns that nobody listens any more.
 """
@@ -14,6 +16,7 @@ from urllib.parse import urlsplit
 
 import httptools  # pyright: ignore[reportMissingTypeStubs] # The package ships none.
 
+from penstock.backends.http_address import reason_of
 from penstock.errors import ConfigError, PenstockError
 
 
@@ -274,14 +277,5 @@ class Client:
         except TimeoutError as error:
             raise CannotConnect(f"{at.authority} does not answer") from error
         except OSError as error:
-            raise CannotConnect(f"cannot connect to {at.authority}: {_reason(error)}") from error
+            raise CannotConnect(f"cannot connect to {at.authority}: {reason_of(error)}") from error
         return connection
-
-
-def _reason(error: OSError) -> str:
-    """The system's own word for the trouble, without asyncio's wrapping."""
-    if isinstance(error, ssl.SSLError):
-        return f"TLS failed ({error.reason or error})"
-    if isinstance(error, ConnectionRefusedError):
-        return "connection refused"
-    return error.strerror or str(error)
