@@ -1,28 +1,88 @@
-"""The conformance suite against a real worker process with a scripted runner."""
+"""The conformance suite against a real worker process with a scripted runner.
 
+The worker stays from test to test, as it does for gateways that come and go; whoever takes it away gets another one.
+"""
+
+import asyncio
 import os
-from collections.abc import AsyncIterator
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
+import msgspec
+import pytest
 import uvloop
-from conformance import BackendConformance
-from scripted_worker import bench
+from byte_tokenizer import byte_tokenizer
+from conformance import TIMEOUT_S, BackendConformance
+from scripted_worker import DOUBLES, RUNNER
 
 from penstock.backends.own import OwnBackend
-from penstock.fleet.launchers.supervised import SupervisedWorker
+from penstock.clock import SystemClock
+from penstock.config.launch import WorkerLaunch
+from penstock.config.tree import EngineConfig
+from penstock.protocol.address import UnixAddress
+
+
+class Workers:
+    """One worker process at a time."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._num_started = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> UnixAddress:
+        """Where one listens, or will in a moment."""
+        if self._process is None:
+            self._start()
+        return UnixAddress(f"{self._directory}/{self._num_started}.sock")
+
+    def kill(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def _start(self) -> None:
+        self._num_started += 1
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "penstock.engine.worker"],
+            stdin=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{DOUBLES}", "SCRIPTED_STEP_S": "0.001"},
+        )  # fmt: skip
+        launch = WorkerLaunch(
+            model_path="scripted", model_name="scripted", address=str(self.address), hash_key=b"secret" * 4,
+            engine=EngineConfig(), runner=RUNNER,
+        )  # fmt: skip
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(launch) + b"\n")
+        self._process.stdin.flush()
 
 
 class TestOwnBackend(BackendConformance):
     loop_factory = staticmethod(uvloop.new_event_loop)  # As in production.
-    worker: SupervisedWorker
+    workers: Workers
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def place(cls) -> Iterator[None]:
+        with tempfile.TemporaryDirectory() as directory:
+            cls.workers = Workers(directory)
+            yield
+            cls.workers.kill()
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[OwnBackend]:
-        async with bench() as made:
-            self.worker = await made.start()
-            await self.worker.wait_ready()
-            yield self.worker.backend
+        backend = OwnBackend(byte_tokenizer(), SystemClock())
+        backend.connect_to(self.workers.address)
+        async with asyncio.timeout(TIMEOUT_S):
+            while not backend.status.ready:
+                await asyncio.sleep(0.01)
+        yield backend
+        await backend.close()
 
     async def lose_worker(self, backend: OwnBackend) -> None:
-        assert self.worker.pid is not None
-        os.kill(self.worker.pid, 9)
+        self.workers.kill()
