@@ -1,8 +1,8 @@
 import json
-import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -117,7 +117,7 @@ def test_ctrl_c_shows_what_was_measured(scripted: Scripted, tmp_path: Path) -> N
     assert process.stdout is not None
     while len(server.requests) < 10:
         assert process.poll() is None
-        os.sched_yield()
+        time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     shown, _ = process.communicate(timeout=30)
     assert process.returncode == 130

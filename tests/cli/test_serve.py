@@ -264,7 +264,7 @@ def test_sighup_takes_a_new_configuration_and_streams_go_on(
 ) -> None:
     config, keys = tmp_path / "penstock.yaml", tmp_path / "keys.jsonl"
     config.write_text("server: {port: 0}\n")
-    server = serve("-c", str(config), "--threads", "1")
+    server = serve("penstock-demo-mini", "--name", DEMO, "-c", str(config), "--threads", "1")
     server.wait_ready()
     key = run(
         sys.executable, "-m", "penstock", "keys", "create", "--tenant", "acme", "--file", str(keys)

@@ -37,7 +37,7 @@ def main() -> None:
     driver.runner.warm_up()
     before = peak_kib()
     random = stream(1, "worst traffic")
-    prompts = [[random.randrange(vocab_size) for _ in range(random.randint(1, 300))] for _ in range(64)]
+    prompts = [[random.randrange(vocab_size) for _ in range(random.randint(1, 300))] for _ in range(40)]
     params = [
         SamplingParams(
             temperature=random.choice([0.0, 0.5, 1.0, 5.0]),
@@ -51,7 +51,7 @@ def main() -> None:
             prompt_logprobs=random.choice([None, 2]),
             max_tokens=random.randint(1, 40),
         )
-        for index in range(64)
+        for index in range(40)
     ]
     answers = driver.ask(prompts, params)
     assert all(answer.error is None for answer in answers)
