@@ -70,9 +70,10 @@ class Case:
     """Every request's answer when it has the engine to itself."""
 
     @cached_property
-    def roomy(self) -> list[Answer]:
-        """Answers to `crowd` of an engine that has room for all."""
-        return self.driver(prefix_cache=False).ask(*crowd())
+    def roomy(self) -> tuple[list[Answer], int]:
+        """Answers to `crowd` of an engine that has room for all, and how many bytes a block of its KV cache has."""
+        driver = self.driver(prefix_cache=False)
+        return driver.ask(*crowd()), 8 * 1024 * 1024 // driver.runner.info.num_blocks
 
     def driver(self, **config: object) -> Driver:
         return Driver(self.path, **self.settings, **config)
@@ -200,9 +201,8 @@ def crowd() -> tuple[list[list[int]], list[SamplingParams]]:
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
 def test_preemption_changes_nothing(case: Case, overlap: str) -> None:
-    expected = case.roomy
+    expected, block_bytes = case.roomy
     # There are enough blocks for all to start, and not for all to finish.
-    block_bytes = 8 * 1024 * 1024 // case.driver().runner.info.num_blocks
     tight = case.driver(kv_memory_bytes=14 * block_bytes, overlap=overlap)
     answers = tight.ask(*crowd())
     assert tight.core.stats().preemptions > 0
