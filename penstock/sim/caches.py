@@ -4,14 +4,16 @@ from collections.abc import Sequence
 
 from penstock import rng
 from penstock.config.tree import Config
-from penstock.kv.events import KVEvent, KVEventBatch
+from penstock.kv.events import KVEventBatch, Numbered
 from penstock.kv.hashing import BlockHash
 from penstock.kv.locality import KVLocality
 from penstock.kv.prompt_keys import PromptKeyMaker, PromptKeys, own_keys
+from penstock.kv.residency import Residency
 from penstock.kv.vllm_events import events_of_own
 from penstock.policy.decision_log import DecisionLog
 from penstock.policy.parts import LeastLoaded, Placement
 from penstock.policy.route import Router
+from penstock.sim.kv_words import KVNews
 from penstock.types import WorkerId
 
 _KEY = b"simulated gateway"
@@ -27,6 +29,15 @@ class NamedKeys(PromptKeys):
         self._own = {_KEY: own_keys(names)}
 
 
+class Asked:
+    """One request for what is missing of a worker's events; only the last one of a worker counts."""
+
+    __slots__ = ("first",)
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+
 class Caches:
     """One gateway's. Off where placement asks for nothing of it."""
 
@@ -34,6 +45,7 @@ class Caches:
         self._config, self._seed, self._gateway = config.routing.placement, seed, gateway
         self.is_on = self._config.policy != "least_loaded"
         self.locality = KVLocality(config.kv_index, _KEY)
+        self._asked: dict[WorkerId, Asked] = {}
         self.decisions = DecisionLog(kept_max=self._config.decisions_kept)
 
     def placement(self, route: str) -> Placement:
@@ -54,11 +66,39 @@ class Caches:
 
     def left(self, worker: WorkerId) -> None:
         """A worker is gone."""
+        self._asked.pop(worker, None)
         self.locality.remove(worker)
 
-    def heard(self, worker: WorkerId, events: tuple[KVEvent, ...], *, gap: bool) -> None:
-        """Words of a worker about its cache; after a `gap` nothing is believed of what it said before."""
-        if (residency := self.locality.get(worker)) is not None:
-            if gap:
-                residency.restarted()
-            residency.hear(events_of_own(KVEventBatch(ts=0.0, events=events)))
+    def heard(self, worker: WorkerId, news: KVNews) -> Asked | None:
+        """Words of a worker about its cache. Returns what to ask it for, if anything is missing that was not asked for."""
+        if (residency := self.locality.get(worker)) is None:
+            return None
+        if isinstance(news, Numbered):
+            residency.live(*news)
+        else:
+            residency.hear(events_of_own(KVEventBatch(ts=0.0, events=news)))
+        return self._ask(worker, residency)
+
+    def heard_again(self, worker: WorkerId, asked: Asked, batches: Sequence[Numbered]) -> Asked | None:
+        """What it could say again; the same."""
+        residency = self.locality.get(worker)
+        if residency is None or self._asked.get(worker) is not asked:
+            return None
+        del self._asked[worker]
+        for batch in batches:
+            residency.again(*batch)
+        residency.end_of_replay()
+        return self._ask(worker, residency)
+
+    def reconnected(self, worker: WorkerId) -> Asked | None:
+        """It was not heard for a while, and what was said last may be missing; the same."""
+        if (residency := self.locality.get(worker)) is None:
+            return None
+        residency.reconnected()
+        return self._ask(worker, residency)
+
+    def _ask(self, worker: WorkerId, residency: Residency) -> Asked | None:
+        if residency.wanted is None or worker in self._asked:
+            return None
+        asked = self._asked[worker] = Asked(residency.ask())
+        return asked

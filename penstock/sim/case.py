@@ -46,7 +46,9 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     """Of every tenant; 0: no limit."""
     concurrent_max: int = 0
     """Requests of one tenant at once; 0: no limit."""
-    load_s: float = 20.0
+    kv_kept: int = 0
+    """See `WorldSpec.kv_kept`."""
+    load_s: float = 16.0
     """Requests come for so long."""
 
 
@@ -60,7 +62,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def draw_case(seed: int) -> Case:
-    """A small world, half a minute of mixed load, and faults: all from the seed."""
+    """A small world, some seconds of mixed load, and faults in the first half of them: all from the seed."""
     random = rng.stream(seed, "sim/case")
     gateways = random.choice((1, 1, 2, 3))
     shape = Shape(
@@ -74,12 +76,14 @@ def draw_case(seed: int) -> Case:
         is_shared=random.random() < 0.5,
         tokens_per_minute=random.choice((0, 0, 20_000)),
         concurrent_max=random.choice((0, 0, 0, 6)),
+        kv_kept=random.choice((0, 4, 500)),
     )
     # From half of what the workers can do to twice that.
     per_s = 0.7 * shape.workers * shape.regions * shape.max_running**0.5 * 2 ** random.uniform(-1, 1)
     requests = _draw_requests(seed, shape, per_s)
     until_ns = int(shape.load_s * NS_PER_S)
-    faults = draw_faults(seed, until_ns=int(0.75 * until_ns), requests=max(1, len(requests)))
+    # Over by half the time, so that there is a while in which all must be well again.
+    faults = draw_faults(seed, until_ns=until_ns // 2, requests=max(1, len(requests)))
     return Case(seed=seed, shape=shape, requests=requests, faults=faults)
 
 
@@ -163,7 +167,7 @@ def _draw_requests(seed: int, shape: Shape, per_s: float) -> tuple[SimRequest, .
         number, tenant = len(requests), random.randrange(5)
         at_ns, answer = int(at_s * NS_PER_S), random.randint(1, min(200, room))
         first = random.choice((1 + tenant, _COMMON))
-        prompt = (Segment(first, 48), Segment(1000 + number, random.randint(1, min(1000, room))))
+        prompt = (Segment(first, 48), Segment(1000 + number, random.randint(1, min(800, room))))
         adapter = random.choice(_ADAPTERS)
         if requests and random.random() < 0.3:  # A next turn.
             before = requests[-1 - random.randrange(min(8, number))]
@@ -210,7 +214,7 @@ def _spec(case: Case) -> WorldSpec:
     config = Config(
         queue=QueueConfig(requests_max=shape.queue_max),
         rate_limits=RateLimitsConfig(slice_tokens=32),
-        # Open for at most 3 s, so that all of it happens in half a minute: `_recovery` allows 5.
+        # Open for at most 3 s, so that all of it happens in a case: `_recovery` allows 5 s.
         health=HealthConfig(breaker=BreakerConfig(window_s=4, attempts_min=5, open_s=1, open_max_s=3)),
         shared=SharedConfig(store="redis", url="redis://store") if shape.is_shared else SharedConfig(),
     )
@@ -235,6 +239,7 @@ def _spec(case: Case) -> WorldSpec:
         gateways=shape.gateways,
         tenants=tenants,
         report_ns=100 * NS_PER_MS,
+        kv_kept=shape.kv_kept,
         clock_skews_s=clock_skews_s(case.faults, shape.gateways * shape.regions),
     )
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from penstock.clock import NS_PER_MS
 from penstock.sim.events import Rank
 from penstock.sim.faults import Fault, FaultKind
-from penstock.sim.world import WORLD, Member, World
+from penstock.sim.member import Member
+from penstock.sim.world import WORLD, World
 
 _WHOLE_RUN = (FaultKind.POISON, FaultKind.CLOCK_SKEW)
 
@@ -72,7 +73,7 @@ class Chaos:
             case FaultKind.NO_REPORTS:
                 member.is_mute = True
             case FaultKind.KV_GAP:
-                member.is_deaf = True
+                member.kv.is_lost = True
             case _:
                 raise AssertionError(f"{fault.kind} is nothing that happens to a worker")
 
@@ -110,7 +111,7 @@ class Chaos:
             case FaultKind.NO_REPORTS:
                 member.is_mute = False
             case FaultKind.KV_GAP:
-                member.is_deaf = False
+                world.hear_kv(now_ns, member)
             case _:
                 pass
 

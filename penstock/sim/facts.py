@@ -8,6 +8,7 @@ from penstock.config.tree import Config
 from penstock.policy.parts import Placement
 from penstock.policy.record import UsageRecord
 from penstock.policy.tenant import Tenant
+from penstock.sim.caches import Asked
 from penstock.sim.messages import Submission
 from penstock.sim.prompts import BlockNames
 from penstock.sim.request import RequestRecord
@@ -20,6 +21,10 @@ class Network(Protocol):
 
     def submit(self, now_ns: int, worker_id: WorkerId, submission: Submission) -> None:
         """Send a request to a worker."""
+        ...
+
+    def ask_kv(self, now_ns: int, gateway: int, worker_id: WorkerId, asked: Asked) -> None:
+        """Ask a worker to say again what it said of its cache."""
         ...
 
     def abort(self, now_ns: int, gateway: int, worker_id: WorkerId, request_id: RequestId) -> None:

@@ -29,7 +29,7 @@ class FaultKind(enum.StrEnum):
     NO_REPORTS = "lost-metrics"
     """What it says of itself is lost."""
     KV_GAP = "kv-event-gap"
-    """What it says of its cache is lost; the gateways see the gap when more comes."""
+    """What it says of its cache is lost, until it is heard again: what the gateways miss then they are told, or ask for (kv_words.py)."""
     STORE_LOSS = "store-loss"
     """The store of shared limits does not answer; with `amount` over 1 it comes back empty."""
     REGION_LOSS = "region-loss"

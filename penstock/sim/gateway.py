@@ -12,7 +12,7 @@ import msgspec
 
 from penstock import rng
 from penstock.errors import EngineFault, PenstockError, StreamBroken, WorkerUnavailable
-from penstock.kv.events import KVEvent
+from penstock.kv.events import Numbered
 from penstock.policy.answers import Abort, Diverted, Evict, Refused, Settled, Start
 from penstock.policy.budget import Budgets
 from penstock.policy.control import FlowControl
@@ -28,9 +28,10 @@ from penstock.policy.quarantine import Quarantine
 from penstock.policy.rate_limit import Limiter
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.policy.room import WorkerView
-from penstock.sim.caches import Caches
+from penstock.sim.caches import Asked, Caches
 from penstock.sim.events import LocalClock, Rank, Timeline
 from penstock.sim.facts import Facts, Network, Witness
+from penstock.sim.kv_words import KVNews
 from penstock.sim.messages import Began, Failed, Finished, Report, Sliced, Submission, Told
 from penstock.sim.prompts import LazyTokens
 from penstock.sim.request import RequestRecord, Segment, SimRequest
@@ -225,9 +226,23 @@ class SimGateway:
         self._dispatch(now_ns)
         return num_lost
 
-    def cached(self, worker_id: WorkerId, events: tuple[KVEvent, ...], *, gap: bool = False) -> None:
-        """Words of a worker about its KV cache; after a `gap` some before these were lost."""
-        self.caches.heard(worker_id, events, gap=gap)
+    def cached(self, now_ns: int, worker_id: WorkerId, news: KVNews) -> None:
+        """Words of a worker about its KV cache. What is found missing is asked for."""
+        self._ask_kv(now_ns, worker_id, self.caches.heard(worker_id, news))
+
+    def cached_again(
+        self, now_ns: int, worker_id: WorkerId, asked: Asked, batches: Sequence[Numbered]
+    ) -> None:
+        """What a worker could say again of what was asked for."""
+        self._ask_kv(now_ns, worker_id, self.caches.heard_again(worker_id, asked, batches))
+
+    def kv_reconnected(self, now_ns: int, worker_id: WorkerId) -> None:
+        """A worker's publisher is heard again after a while."""
+        self._ask_kv(now_ns, worker_id, self.caches.reconnected(worker_id))
+
+    def _ask_kv(self, now_ns: int, worker_id: WorkerId, asked: Asked | None) -> None:
+        if asked is not None:
+            self._network.ask_kv(now_ns, self.number, worker_id, asked)
 
     def has_streams(self, route: str, worker_id: WorkerId) -> bool:
         """Whether anything of this gateway was started on the worker and has not ended."""

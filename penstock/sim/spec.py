@@ -39,6 +39,9 @@ class WorldSpec:
     """One way between a gateway and a worker, and between a client and a gateway."""
     report_ns: int = 500 * NS_PER_MS
     """Time between two reports of a worker."""
+    kv_kept: int = 0
+    """KV events come over connections that keep them in order (0), or as a publisher's numbered messages, which may be lost and of which
+    it keeps so many to send again (kv_words.py)."""
     clock_skews_s: tuple[float, ...] = ()
     """How far the dates of the gateways are off, from the first on."""
     placement: Callable[[str], Placement] | None = None

@@ -117,6 +117,7 @@ class SimWorker:
         )
         if not spec.engine.prefix_cache:
             manager = KVManager.without_prefix_cache(spec.num_blocks)
+        self.tells_kv = tells_kv
         self._kv_events = KVEventLog("none") if tells_kv else None
         if self._kv_events is not None:
             manager.pool.events = self._kv_events

@@ -9,16 +9,18 @@ How many workers a pool has follows a schedule; whoever scales by load instead c
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 from msgspec import structs
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.kv.events import KVEvent
+from penstock.kv.events import KVEvent, Numbered
 from penstock.policy.record import Outcome, UsageRecord
+from penstock.sim.caches import Asked
 from penstock.sim.events import Rank, Timeline
 from penstock.sim.facts import Facts
 from penstock.sim.gateway import SimGateway
+from penstock.sim.kv_words import KVNews, KVWords
+from penstock.sim.member import Member
 from penstock.sim.messages import Report, Submission, Told
 from penstock.sim.request import RequestRecord, SimRequest
 from penstock.sim.result import SimResult, Tally
@@ -36,30 +38,6 @@ _DETECT_NS = 100 * NS_PER_MS
 _LINGER_NS = 5 * NS_PER_S
 _RESTART_NS = 1000 * NS_PER_MS
 """Until a worker that a request brought down is started anew, or a client that was cut off asks again elsewhere."""
-
-
-@dataclass(slots=True, eq=False)
-class Member:
-    """A worker as the fleet knows it."""
-
-    worker: SimWorker
-    pool: PoolSpec
-    since_ns: int
-    ready: bool = False
-    draining: bool = False
-    left: bool = False
-    """It drained, and left when it was empty."""
-    is_mute: bool = False
-    """What it says of itself is lost."""
-    is_deaf: bool = False
-    """What it says of its cache is lost."""
-    has_gap: bool = False
-    """And some of that was."""
-    late_ns: int = 0
-    """What its messages take more than others'."""
-    sent_ns: dict[int, int] = field(default_factory=dict[int, int])
-    """When the last message of each gateway arrives there: none overtakes another."""
-    told_ns: dict[int, int] = field(default_factory=dict[int, int])
 
 
 class World:
@@ -174,6 +152,16 @@ class World:
         )
         self.timeline.at(now_ns + _DETECT_NS, WORLD, Rank.TIMER, self._on_connected, (gateway, member))
 
+    def hear_kv(self, now_ns: int, member: Member) -> None:
+        """What it says of its cache arrives again."""
+        member.kv.is_lost = False
+        for number in self._fronts[member.pool.region]:
+            gateway = self.gateways[number]
+            if (news := member.kv.anew()) is not None:
+                self._tell_cache(now_ns, gateway, member, news)
+            elif not gateway.is_gone:
+                gateway.kv_reconnected(now_ns, member.worker.id)
+
     def lose_gateway(self, now_ns: int, gateway: SimGateway) -> None:
         """It is gone at once; its clients ask again when it is back."""
         if gateway.is_gone:
@@ -230,6 +218,13 @@ class World:
             self.watcher.submitted(worker_id, submission, member.pool.model)
         self._send(now_ns, submission.gateway, worker_id, submission)
 
+    def ask_kv(self, now_ns: int, gateway: int, worker_id: WorkerId, asked: Asked) -> None:
+        """See `Network`."""
+        if (member := self.members.get(worker_id)) is not None:
+            when_ns = self._arrives_ns(now_ns, member.sent_ns, member, gateway)
+            what = (self.gateways[gateway], member, asked)
+            self.timeline.at(when_ns, member.worker.actor, Rank.MESSAGE, self._on_kv_asked, what)
+
     def abort(self, now_ns: int, gateway: int, worker_id: WorkerId, request_id: RequestId) -> None:
         """See `Network`."""
         self._send(now_ns, gateway, worker_id, request_id)
@@ -259,13 +254,9 @@ class World:
     def cached(self, now_ns: int, worker: SimWorker, events: tuple[KVEvent, ...]) -> None:
         """See `Listener`."""
         member = self.members[worker.id]
-        if member.is_deaf:
-            member.has_gap = True
-            return
-        gap, member.has_gap = member.has_gap, False
-        for number in self._fronts[member.pool.region]:
-            to, when_ns = self.gateways[number], self._arrives_ns(now_ns, member.told_ns, member, number)
-            self.timeline.at(when_ns, to.actor, Rank.MESSAGE, self._on_cached, (to, worker.id, events, gap))
+        if (news := member.kv.said(events)) is not None:
+            for number in self._fronts[member.pool.region]:
+                self._tell_cache(now_ns, self.gateways[number], member, news)
 
     # --- Witness ------------------------------------------------------------------------------------
 
@@ -382,15 +373,33 @@ class World:
             ready = member.ready and not member.draining
             told = (gateway, member, member.worker.report(now_ns), ready)
             self.timeline.at(now_ns + self.spec.link_ns, gateway.actor, Rank.MESSAGE, self._on_state, told)
+            if (news := member.kv.anew()) is not None and member.worker.tells_kv:
+                self._tell_cache(now_ns, gateway, member, news)
 
     def _on_message(self, now_ns: int, what: tuple[Member, Submission | RequestId]) -> None:
         member, message = what
         member.worker.take(now_ns, message)
 
-    def _on_cached(self, now_ns: int, what: tuple[SimGateway, WorkerId, tuple[KVEvent, ...], bool]) -> None:
-        gateway, worker_id, events, gap = what
+    def _tell_cache(self, now_ns: int, to: SimGateway, member: Member, news: KVNews) -> None:
+        when_ns = self._arrives_ns(now_ns, member.told_ns, member, to.number)
+        self.timeline.at(when_ns, to.actor, Rank.MESSAGE, self._on_cached, (to, member.worker.id, news))
+
+    def _on_cached(self, now_ns: int, what: tuple[SimGateway, WorkerId, KVNews]) -> None:
+        gateway, worker_id, news = what
         if not gateway.is_gone:
-            gateway.cached(worker_id, events, gap=gap)
+            gateway.cached(now_ns, worker_id, news)
+
+    def _on_kv_asked(self, now_ns: int, what: tuple[SimGateway, Member, Asked]) -> None:
+        gateway, member, asked = what
+        if not member.worker.is_gone:
+            told = (gateway, member.worker.id, asked, member.kv.again(asked.first))
+            when_ns = self._arrives_ns(now_ns, member.told_ns, member, gateway.number)
+            self.timeline.at(when_ns, gateway.actor, Rank.MESSAGE, self._on_kv_again, told)
+
+    def _on_kv_again(self, now_ns: int, what: tuple[SimGateway, WorkerId, Asked, Sequence[Numbered]]) -> None:
+        gateway, worker_id, asked, batches = what
+        if not gateway.is_gone:
+            gateway.cached_again(now_ns, worker_id, asked, batches)
 
     def _on_told(self, now_ns: int, what: tuple[SimGateway, WorkerId, Sequence[Told]]) -> None:
         gateway, worker_id, told = what
@@ -418,7 +427,8 @@ class World:
         actor = 1 + len(self.gateways) + number
         tells_kv = self.spec.config.routing.placement.policy != "least_loaded"
         worker = SimWorker(worker_id, actor, pool.worker, self.timeline, self, tells_kv=tells_kv)
-        member = self.members[worker_id] = Member(worker, pool, now_ns)
+        kv = KVWords(worker.scheduler.kv.pool, kept=self.spec.kv_kept)
+        member = self.members[worker_id] = Member(worker, pool, now_ns, kv)
         return member
 
     def _ready(self, now_ns: int, member: Member) -> None:
