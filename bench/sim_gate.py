@@ -17,13 +17,17 @@ Exit status 1: worse than the baseline, or a scenario's own criterion fails.
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from penstock.clock import NS_PER_S, SystemClock
 from penstock.sim.compare import numbers
-from penstock.sim.scenario import Scenario, run_scenario
+from penstock.sim.scenario import run_scenario
 from penstock.sim.scenarios import SCENARIOS
 from penstock.sim.setup import Knobs
 
@@ -65,30 +69,52 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     """Of every run: equal ones mean that nothing at all has changed."""
 
 
-def measure(
-    names: Sequence[str], seeds: Sequence[int], knobs: Knobs, say: Callable[[str], None] = print
-) -> tuple[Baseline, list[str]]:
-    """The figures of every scenario and seed, and which criteria failed."""
-    measured, digests, failed = Measured(), dict[str, list[str]](), list[str]()
+class OneRun(NamedTuple):
+    """A scenario on one seed."""
+
+    figures: dict[str, float]
+    digest: str
+    failed: list[str]
+    spent_s: float
+
+
+def run_one(name: str, seed: int, knobs: Knobs) -> OneRun:
+    """Play it and look."""
     clock = SystemClock()
-    for name in names:
-        scenario: Scenario = SCENARIOS[name]
-        began_ns = clock.now_ns()
-        values: dict[str, list[float]] = {figure: [] for figure in MARGINS}
-        for seed in seeds:
-            verdict = run_scenario(scenario, knobs, seed)
-            found = numbers(verdict.played.figures)
-            for figure, list_ in values.items():
-                list_.append(round(found[figure], 6))
-            digests.setdefault(name, []).append(verdict.played.result.digest)
-            failed += [
-                f"{name}, seed {seed}: {each.words} is {each.value:.4g}, bound {each.bound:g}"
-                for each in verdict.findings
-                if not each.passed
-            ]
-        measured[name] = values
-        shown = "  ".join(f"{figure} {mean(each):.4g}" for figure, each in values.items())
-        say(f"{name:20} {shown}  ({(clock.now_ns() - began_ns) / NS_PER_S:.1f} s)")
+    began_ns = clock.now_ns()
+    verdict = run_scenario(SCENARIOS[name], knobs, seed)
+    found = numbers(verdict.played.figures)
+    failed = [
+        f"{name}, seed {seed}: {each.words} is {each.value:.4g}, bound {each.bound:g}"
+        for each in verdict.findings
+        if not each.passed
+    ]
+    figures = {figure: round(found[figure], 6) for figure in MARGINS}
+    return OneRun(figures, verdict.played.result.digest, failed, (clock.now_ns() - began_ns) / NS_PER_S)
+
+
+def measure(
+    names: Sequence[str],
+    seeds: Sequence[int],
+    knobs: Knobs,
+    say: Callable[[str], None] = print,
+    *,
+    jobs: int = 1,
+) -> tuple[Baseline, list[str]]:
+    """The figures of every scenario and seed, and which criteria failed; with several `jobs` in so many processes."""
+    measured, digests, failed = Measured(), dict[str, list[str]](), list[str]()
+    each_name = [name for name in names for _ in seeds]
+    each_seed = [seed for _ in names for seed in seeds]
+    with ProcessPoolExecutor(jobs) if jobs > 1 else nullcontext() as pool:
+        run = partial(run_one, knobs=knobs)
+        runs = pool.map(run, each_name, each_seed) if pool is not None else map(run, each_name, each_seed)
+        for name in names:
+            found = [next(runs) for _ in seeds]
+            measured[name] = {figure: [run.figures[figure] for run in found] for figure in MARGINS}
+            digests[name] = [run.digest for run in found]
+            failed += [line for run in found for line in run.failed]
+            shown = "  ".join(f"{figure} {mean(each):.4g}" for figure, each in measured[name].items())
+            say(f"{name:20} {shown}  ({sum(run.spent_s for run in found):.1f} s)")
     return Baseline(seeds=tuple(seeds), measured=measured, digests=digests), failed
 
 
@@ -133,10 +159,11 @@ def main() -> int:
     parser.add_argument("--update", action="store_true")
     parser.add_argument("--seeds", type=int, default=0, metavar="N", help="N seeds, criteria only")
     parser.add_argument("--scenario", action="append", choices=GATED, help="only these")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
     args = parser.parse_args()
     names = args.scenario or (QUICK if args.quick else GATED)
     seeds = range(1, args.seeds + 1) if args.seeds else SEEDS[:1] if args.quick else SEEDS
-    now, failed = measure(names, seeds, Knobs())
+    now, failed = measure(names, seeds, Knobs(), jobs=args.jobs)
     if args.seeds:
         return _verdict(failed, [], [])
     if args.update:

@@ -44,7 +44,10 @@ class AdmissionConfig(Branch, frozen=True, kw_only=True):
     samples_min: Positive = 20
     """Requests that must have been learned from, and predictions that must have been checked, before one is used."""
     error_p90_max: Annotated[float, Meta(gt=0, le=10)] = 0.5
-    """Predictions are used while nine of ten are off by less than this share."""
+    """Predictions are used while nine of ten are off by less than this share of the longer of both times."""
+    promise_error_p90_max: Annotated[float, Meta(gt=0, le=10)] = 0.7
+    """And less than this where there is a promise to hold, a target or the client's own bound. Under load times to first token scatter by
+    0.45 to 0.6 around any law, and a promise has a margin for that; what follows no law is off by 0.9."""
     retry_after_max_s: Annotated[float, Meta(ge=1, le=3600)] = 60.0
     retry_after_default_s: Annotated[float, Meta(ge=1, le=3600)] = 2.0
     """What a refused client is told while nothing is known of how fast the queue drains."""

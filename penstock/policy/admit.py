@@ -74,14 +74,14 @@ class Admission:
     def _judge(self, facts: AdmitFacts, route: Candidate) -> _Verdict:
         load = route.load
         if route.is_full:
-            prediction = self._known(route)
+            prediction = self._known(facts, route)
             limit_ns = self._limit(facts, prediction) if prediction else 0
             return _Verdict(fits=False, why="queue_full", prediction=prediction, limit_ns=limit_ns)
         if not load.tokens_ahead and not load.num_to_end:
             # Nothing is ahead of it: turning it away would gain nobody anything.
             self._is_over.discard((route.model, facts.band))
             return _Verdict(fits=True)
-        prediction = self._known(route)
+        prediction = self._known(facts, route)
         if prediction is None:
             return self._judge_by_depth(facts, route)
         return self._judge_by_time(facts, route, prediction)
@@ -122,9 +122,13 @@ class Admission:
             limit_ns = _least(limit_ns, facts.queue_wait_max_ns + prediction.prefill_ns)
         return limit_ns
 
-    def _known(self, route: Candidate) -> Prediction | None:
+    def _known(self, facts: AdmitFacts, route: Candidate) -> Prediction | None:
+        """A prediction that is good enough: for a promise, which has a margin, or else by itself. Where nothing is promised a
+        poor one would only let the queue grow to its bound.
+        """
         found = self._waits.of(route.model).predict(route.load)
-        return found if found.is_known else None
+        has_promise = found.may_promise and (self._target(facts) or facts.max_wait_ns)
+        return found if found.is_known or has_promise else None
 
     def _first_that_fits(self, facts: AdmitFacts) -> Candidate | None:
         return next((found for found in self._fallbacks(facts) if self._judge(facts, found).fits), None)
@@ -169,7 +173,7 @@ class Admission:
             mine_ns * self._config.prefer_fraction, mine_ns - self._config.prefer_saves_ms * NS_PER_MS
         )
         for candidate in self._fallbacks(facts):
-            theirs = self._known(candidate)
+            theirs = self._known(facts, candidate)
             if not candidate.is_full and theirs is not None and theirs.ttft_ns <= most_ns:
                 return Divert(candidate.model, "slo")
         return None

@@ -65,6 +65,7 @@ class Gate:
             cold_samples=admission.cold_samples,
             samples_min=admission.samples_min,
             error_p90_max=admission.error_p90_max,
+            promise_error_p90_max=admission.promise_error_p90_max,
         )
         self._admission = Admission(admission, routing.models, self.waits)
         self._facts = facts

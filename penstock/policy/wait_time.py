@@ -88,6 +88,8 @@ class Prediction(msgspec.Struct, frozen=True):
     """Whether the law is good enough to be relied on. If not, the numbers are the best guess there is."""
     margin: float = 1.0
     """Nine of ten requests came within this many times what was predicted."""
+    may_promise: bool = False
+    """Whether the law is good enough to hold a promise by, which has the margin. So is every law that `is_known`."""
 
     @property
     def ttft_ns(self) -> int:
@@ -105,11 +107,19 @@ class WaitModel:
 
     __slots__ = (
         "_ahead", "_cold_samples", "_error_max", "_error_p90", "_errors", "_learned_ns", "_margin", "_num_ended", "_own",
-        "_ratios", "_samples_min", "_seen", "_service_ns",
+        "_promise_error_max", "_ratios", "_samples_min", "_seen", "_service_ns",
     )  # fmt: skip
 
-    def __init__(self, *, cold_samples: int = 20, samples_min: int = 20, error_p90_max: float = 0.5) -> None:
-        self._cold_samples, self._samples_min, self._error_max = cold_samples, samples_min, error_p90_max
+    def __init__(
+        self,
+        *,
+        cold_samples: int = 20,
+        samples_min: int = 20,
+        error_p90_max: float = 0.5,
+        promise_error_p90_max: float = 0.7,
+    ) -> None:
+        self._cold_samples, self._samples_min = cold_samples, samples_min
+        self._error_max, self._promise_error_max = error_p90_max, max(error_p90_max, promise_error_p90_max)
         self._ahead = OnlineLaw(_AHEAD[0], memory=_MEMORY, prior=_AHEAD[1])
         self._own: dict[str, OnlineLaw] = {}
         self._service_ns = 0.0
@@ -153,7 +163,8 @@ class WaitModel:
         laws = [law for kind in load.kinds if (law := self._own.get(kind)) is not None]
         own = max((law.predict(_own_terms(load)) for law in laws), default=0.0)
         seen = len(laws) == len(load.kinds) and all(law.num_observed >= self._samples_min for law in laws)
-        return Prediction(round(wait), round(own), seen and self.is_known, self._margin)
+        may_promise = seen and self._error_p90 is not None and self._error_p90 <= self._promise_error_max
+        return Prediction(round(wait), round(own), seen and self.is_known, self._margin, may_promise)
 
     def added_ns(self, load: Load) -> int:
         """How much later whoever comes next starts because of a request with this load."""
@@ -239,8 +250,16 @@ class WaitModel:
 class WaitModels:
     """The laws of all routes. Bounded by the routes there are."""
 
-    def __init__(self, *, cold_samples: int = 20, samples_min: int = 20, error_p90_max: float = 0.5) -> None:
-        self._cold_samples, self._samples_min, self._error_max = cold_samples, samples_min, error_p90_max
+    def __init__(
+        self,
+        *,
+        cold_samples: int = 20,
+        samples_min: int = 20,
+        error_p90_max: float = 0.5,
+        promise_error_p90_max: float = 0.7,
+    ) -> None:
+        self._cold_samples, self._samples_min = cold_samples, samples_min
+        self._error_max, self._promise_error_max = error_p90_max, promise_error_p90_max
         self._models: dict[str, WaitModel] = {}
 
     def of(self, model: str) -> WaitModel:
@@ -248,7 +267,10 @@ class WaitModels:
         found = self._models.get(model)
         if found is None:
             found = self._models[model] = WaitModel(
-                cold_samples=self._cold_samples, samples_min=self._samples_min, error_p90_max=self._error_max
+                cold_samples=self._cold_samples,
+                samples_min=self._samples_min,
+                error_p90_max=self._error_max,
+                promise_error_p90_max=self._promise_error_max,
             )
         return found
 

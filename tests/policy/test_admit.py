@@ -17,22 +17,23 @@ CHAIN = (ModelRoute(model="large", fallback="medium"), ModelRoute(model="medium"
 TOKEN_NS, FIXED_NS = 20_000, 5 * NS_PER_MS
 
 
-def teach(model: WaitModel, *, slower: float = 1.0) -> None:
-    """A worker that computes a token in 20 us and is never out of slots."""
+def teach(model: WaitModel, *, slower: float = 1.0, scatter: float = 1.0) -> None:
+    """A worker that computes a token in 20 us and is never out of slots; every other request takes `scatter` times as long."""
     for number in range(200):
+        taken = slower * (scatter if number % 2 else 1.0)
         load = Load(prompt_tokens=100 + 37 * (number % 20), tokens_ahead=500 * (number % 7), slots=10_000)
-        prefill = round(slower * (FIXED_NS + TOKEN_NS * load.prompt_tokens))
+        prefill = round(taken * (FIXED_NS + TOKEN_NS * load.prompt_tokens))
         model.observe(
             Sample(
                 load=load,
                 kind="",
                 worker="w",
                 at_ns=number * NS_PER_S,
-                ttft_ns=prefill + round(slower * TOKEN_NS * load.tokens_ahead),
+                ttft_ns=prefill + round(taken * TOKEN_NS * load.tokens_ahead),
                 prefill_ns=prefill,
             )
         )
-    assert model.is_known
+    assert model.is_known == (scatter == 1.0)
 
 
 def known(*models: str, slower: float = 1.0) -> WaitModels:
@@ -81,6 +82,28 @@ def test_what_fits_its_target_is_let_in_with_the_prediction() -> None:
     decision = admission(known("large")).decide(0, facts)
     assert isinstance(decision, Admit)
     assert decision.predicted_ns == pytest.approx(515 * NS_PER_MS, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("target_ms", "asked_ns", "ahead_s", "expected"),
+    [
+        (1000, 0, 3, Divert("medium", "slo")),
+        (0, NS_PER_S, 3, Divert("medium", "slo")),
+        (1000, 0, 0.1, Admit),
+        (0, 0, 3, Admit()),  # Nothing is promised: few wait, whatever the poor prediction says.
+    ],
+)
+def test_a_promise_is_held_by_a_prediction_that_scatters(target_ms, asked_ns, ahead_s, expected) -> None:
+    waits = WaitModels()
+    teach(waits.of("large"), scatter=3.0)
+    assert 0.5 < (waits.of("large").error_p90 or 0) < 0.7
+    facts = AdmitFacts(
+        tenant=NOBODY, requested=at("large", ahead_s=ahead_s), max_wait_ns=asked_ns, candidate=FREE
+    )
+    decision = admission(waits, ttft_target_ms=target_ms).decide(0, facts)
+    assert decision == expected or (
+        expected is Admit and isinstance(decision, Admit) and decision.predicted_ns
+    )
 
 
 @pytest.mark.parametrize(
