@@ -8,7 +8,7 @@ per stream would cost a task switch per token, which is more than all the rest o
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -32,6 +32,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     include_stop: bool = False
     """Keep the matched stop string in the text."""
     skip_special_tokens: bool = True
+    adapter: str = ""
+    """Of the adapters that the worker says it serves (`BackendStatus.adapters`)."""
     cache_salt: bytes = b""
     """Prefix-cache namespace of the tenant."""
     public_tokens: int = 0
@@ -136,6 +138,18 @@ class Phase(enum.StrEnum):
     DOWN = "down"  # The end: it was stopped, or nobody will start it again.
 
 
+class Adapters(NamedTuple):
+    """A worker's low-rank adapters (LoRA), by the names that requests bear."""
+
+    served: frozenset[str] = frozenset()
+    """It takes requests for them."""
+    loaded: frozenset[str] = frozenset()
+    """Of those, the ones that it used last, as many as it keeps at hand: a request for another one has to wait for its load."""
+
+
+NO_ADAPTERS = Adapters()
+
+
 @dataclass(slots=True)
 class BackendStatus:
     """What is known of a worker now. Only its backend writes to it, and calls `Backend.on_change` afterwards."""
@@ -143,6 +157,7 @@ class BackendStatus:
     phase: Phase = Phase.STARTING
     info: ModelInfo | None = None
     stats: Stats | None = None
+    adapters: Adapters = NO_ADAPTERS
     stage: str = "starting"
     """In words, for people: what it is doing, or why it is not ready."""
     done: int = 0

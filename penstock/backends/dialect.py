@@ -87,6 +87,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     models: tuple[str, ...] = ()
     """Names that it answers to; empty: it does not say."""
     max_model_len: int | None = None
+    adapters: frozenset[str] = frozenset()
+    """Of `models`, those that are adapters of the others."""
 
 
 class Dialect(Protocol):
@@ -115,6 +117,11 @@ class Dialect(Protocol):
     @property
     def listed_model(self) -> str:
         """The name that `facts` must list; empty: any."""
+        ...
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether a request can name one of the adapters that `facts` tells of."""
         ...
 
     @property

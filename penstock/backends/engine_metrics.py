@@ -7,11 +7,14 @@
     trtllm   trtllm_num_requests_running   trtllm_num_requests_waiting         trtllm_kv_cache_utilization
     triton   (not told)                    nv_inference_pending_request_count  (not told)
 
+vLLM also tells which adapters are in use (`vllm:lora_requests_info`).
+
 A metric that is expected and not there is missing, which is reported; it is never read as zero. Pure: text in, numbers
 out, within bounds on both.
 """
 
 import math
+from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -19,6 +22,7 @@ LINES_MAX = 50_000
 LINE_BYTES_MAX = 16 * 1024
 SAMPLES_MAX = 4096
 """Kept of the metrics that are looked for."""
+TIMED_MAX = 64
 
 
 @dataclass(slots=True, frozen=True)
@@ -48,6 +52,9 @@ class LoadNames:
     """The same, as a metric and its labels for the number of blocks and the tokens of one."""
     model_label: str = ""
     """The label that names the model, where one server has several."""
+    adapters: tuple[str, str, str, str] | None = None
+    """A metric whose samples name adapters in their labels: of requests that ran, and that waited, separated by commas; and how
+    many it keeps at hand. The value is the time when that was so last. It comes with the first request for one."""
 
     def all(self) -> frozenset[str]:
         """Every name that is looked for."""
@@ -57,6 +64,7 @@ class LoadNames:
             self.kv_usage,
             self.kv_tokens,
             self.kv_info and self.kv_info[:1],
+            self.adapters and self.adapters[:1],
         )
         return frozenset(name for group in groups for name in group or ())
 
@@ -67,6 +75,7 @@ LOAD_NAMES: Mapping[str, LoadNames] = {
         waiting=("vllm:num_requests_waiting",),
         kv_usage=("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
         kv_info=("vllm:cache_config_info", "num_gpu_blocks", "block_size"),
+        adapters=("vllm:lora_requests_info", "running_lora_adapters", "waiting_lora_adapters", "max_lora"),
         model_label="model_name",
     ),
     "sglang": LoadNames(
@@ -99,13 +108,16 @@ class EngineLoad:
     """From 0 to 1."""
     kv_tokens: int | None = None
     """What its KV cache holds at most."""
+    adapters: tuple[str, ...] | None = None
+    """Those that were used last, the very last at the end, as many as it keeps at hand."""
     missing: tuple[str, ...] = ()
     """Names of metrics that were expected and not there."""
 
 
-def parse_metrics(text: bytes, names: Iterable[str]) -> Samples:
+def parse_metrics(text: bytes, names: Iterable[str], *, timed: str = "") -> Samples:
     """The samples of these metrics in a page of Prometheus' text format (version 0.0.4) or of OpenMetrics.
 
+    Of the metric `timed`, whose values are times, only the newest `TIMED_MAX` samples are kept: old ones stay on the page for good.
     Lines that cannot be read, and values that are no finite number, are left out: what they should have said is missing.
 
     Raises:
@@ -120,6 +132,11 @@ def parse_metrics(text: bytes, names: Iterable[str]) -> Samples:
     for line in lines:
         name = wanted.get(_name_of(line))
         if name is None or len(line) > LINE_BYTES_MAX or (sample := _sample_of(line, len(name))) is None:
+            continue
+        if name == timed:
+            kept = found.setdefault(name, [])
+            insort(kept, sample, key=_value)
+            del kept[:-TIMED_MAX]
             continue
         num_samples += 1
         if num_samples > SAMPLES_MAX:
@@ -151,6 +168,7 @@ def load_of(samples: Samples, names: LoadNames, *, model: str = "") -> EngineLoa
         waiting=_count(waiting),
         kv_usage=None if usage is None else min(1.0, max(0.0, sum(usage) / len(usage))),
         kv_tokens=kv_tokens,
+        adapters=_adapters(samples, names),
         missing=tuple(missing),
     )
 
@@ -173,6 +191,25 @@ def _told_tokens(samples: Samples, names: LoadNames) -> int | None:
     metric, blocks, tokens = names.kv_info
     told = [sample.labels for sample in samples.get(metric, ())]
     return sum(_digits(labels.get(blocks, "")) * _digits(labels.get(tokens, "")) for labels in told) or None
+
+
+def _adapters(samples: Samples, names: LoadNames) -> tuple[str, ...] | None:
+    """What was used last, oldest first; None: it does not say."""
+    if names.adapters is None or not (told := samples.get(names.adapters[0])):
+        return None
+    _, running, waiting, most = names.adapters
+    used: dict[str, None] = {}
+    for sample in sorted(told, key=_value):
+        words = f"{sample.labels.get(waiting, '')},{sample.labels.get(running, '')}".split(",")
+        for name in filter(None, words):
+            used.pop(name, None)
+            used[name] = None
+    count = _digits(told[0].labels.get(most, ""))
+    return tuple(used)[-count:] if count else ()
+
+
+def _value(sample: Sample) -> float:
+    return sample.value
 
 
 def _digits(text: str) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from penstock.backends.base import BackendStatus, Finish, GenerateRequest, Phase, Sink, nothing
+from penstock.backends.base import Adapters, BackendStatus, Finish, GenerateRequest, Phase, Sink, nothing
 from penstock.backends.dialect import Dialect, WorkerFacts
 from penstock.backends.draining import end_streams
 from penstock.backends.engine_metrics import LOAD_NAMES, EngineLoad, load_of, parse_metrics
@@ -31,6 +31,8 @@ from penstock.types import BLOCK_TOKENS, FinishReason, RequestId
 NOTES_MAX = 20
 """Lines kept in `BackendStatus.notes`; older ones go first."""
 FACTS_BYTES_MAX = 1024 * 1024
+FACTS_EVERY = 10
+"""Probes after which a worker with adapters is asked again which ones it has."""
 _NO_LIST = frozenset({404, 405, 429, 501})
 """A provider that answers so is there, and has no list of models for us."""
 
@@ -78,6 +80,9 @@ class HttpBackend:
         self._probing: asyncio.Task[None] | None = None
         self._load_ns = 0
         self._complaints: set[str] = set()
+        self._num_probes = 0
+        self._adapters: frozenset[str] = frozenset()
+        self._used: tuple[str, ...] = ()
 
     @property
     def status(self) -> BackendStatus:
@@ -110,6 +115,8 @@ class HttpBackend:
             raise WorkerUnavailable("this kind of worker cannot go on with what another one began")
         if not self._status.ready or self._draining:
             raise WorkerUnavailable(f"the worker is not ready: {self._status.stage}")
+        if request.adapter and request.adapter not in self._status.adapters.served:
+            raise WorkerUnavailable(f"the worker does not serve the adapter '{request.adapter[:64]}'")
         assert request.request_id not in self._streams, f"{request.request_id} is already running"
         http = self._config.http
         stream = HttpStream(
@@ -120,7 +127,7 @@ class HttpBackend:
             pieces=self._pieces,
             clock=self._clock,
             owner=self,
-            model=self._dialect.expects_model,
+            model=request.adapter or self._dialect.expects_model,
             trusts_prompt=self._dialect.sends_chats and request.chat is not None,
             event_bytes_max=http.event_bytes_max,
             error_bytes_max=http.error_bytes_max,
@@ -213,8 +220,10 @@ class HttpBackend:
         path = self._dialect.health_path
         if path:
             self._expect_ok(await fetch(self._client, path, FACTS_BYTES_MAX), path)
-        if self._status.info is None or not self._status.ready or not path:
-            await self._ask_facts()
+        self._num_probes += 1
+        knows = self._status.info is not None and self._status.ready and bool(path)
+        if not knows or ((self._adapters or self._used) and self._num_probes % FACTS_EVERY == 0):
+            await self._ask_facts()  # Adapters come and go while it runs.
         await self._read_load()
         if not self._status.ready and not self._draining:
             self._change(Phase.READY, "ready")
@@ -245,6 +254,8 @@ class HttpBackend:
         length = self._max_model_len or facts.max_model_len
         if not length:
             raise WrongWorker("it does not say how long its context is: set max_model_len of the worker")
+        self._adapters = facts.adapters if self._dialect.has_adapters else frozenset()
+        self._tell_adapters()
         known = self._status.info
         info = ModelInfo(
             model=self._model,
@@ -273,7 +284,8 @@ class HttpBackend:
             status, body = await fetch(client, path, self._config.metrics_bytes_max)
             if status != 200:
                 raise ProbeFailed(f"{path} answers {status}")
-            load = load_of(parse_metrics(body, names.all()), names, model=self._model)
+            timed = names.adapters[0] if names.adapters is not None else ""
+            load = load_of(parse_metrics(body, names.all(), timed=timed), names, model=self._model)
         except (ProbeFailed, ValueError) as error:
             self._meters.scrape_failed()
             self._complain("metrics", f"its metrics cannot be read: {error}")
@@ -282,8 +294,15 @@ class HttpBackend:
             self._meters.missing(name)
             self._complain(name, f"its metrics lack {name}")
         self._load_ns = self._clock.now_ns()
+        self._used = load.adapters or ()
+        self._tell_adapters()
         self._status.stats = self._stats(load)
         self.on_change()
+
+    def _tell_adapters(self) -> None:
+        now = Adapters(self._adapters, self._adapters.intersection(self._used))
+        if now != self._status.adapters:
+            self._status.adapters = now
 
     def _stats(self, load: EngineLoad) -> Stats | None:
         """The load as the rest of the gateway knows it; None if what counts most is not told."""

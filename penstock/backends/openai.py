@@ -134,6 +134,7 @@ class _ChatEvent(ErrorEvent):
 class _ModelCard(msgspec.Struct):
     id: str
     max_model_len: int | None = None
+    parent: str | None = None
 
 
 class _ModelList(msgspec.Struct):
@@ -159,7 +160,11 @@ def models_of(body: bytes, model: str) -> WorkerFacts:
     """
     cards = _decode_models(body).data
     lengths = [card.max_model_len for card in cards if card.id == model]
-    return WorkerFacts(models=tuple(card.id for card in cards), max_model_len=lengths[0] if lengths else None)
+    return WorkerFacts(
+        models=tuple(card.id for card in cards),
+        max_model_len=lengths[0] if lengths else None,
+        adapters=frozenset(card.id for card in cards if card.parent),
+    )
 
 
 def top_of(found: dict[str, float] | None, most: int) -> list[tuple[str, float]]:
@@ -307,6 +312,7 @@ class EngineDialect:
     facts_path = "/v1/models"
     needs_facts = True
     sends_chats = False
+    has_adapters = False
 
     def __init__(self, model: str, *, has_priorities: bool) -> None:
         """`has_priorities`: it was started so that its waiting queue goes by priority."""
@@ -340,6 +346,7 @@ class OpenAIDialect:
     facts_path = "/models"
     needs_facts = False
     sends_chats = True
+    has_adapters = False
     listed_model = ""
     """Not every provider lists every name that it answers to, or has a list at all."""
     expects_model = ""

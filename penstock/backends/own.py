@@ -134,12 +134,15 @@ class OwnBackend:
         """See `Backend.generate`.
 
         Raises:
-            WorkerUnavailable: not connected, not ready, draining, or the worker stopped reading.
+            WorkerUnavailable: not connected, not ready, draining, the worker stopped reading, or an adapter is asked for, which
+                our engine has none of.
         """
         if self._link is None or not self._status.ready or self._draining:
             raise WorkerUnavailable(f"the worker is not ready: {self._status.stage}")
         if self._link.clogged:
             raise WorkerUnavailable("the worker does not read what it is sent")
+        if request.adapter:
+            raise WorkerUnavailable(f"the worker does not serve the adapter '{request.adapter[:64]}'")
         assert request.request_id not in self._streams, f"{request.request_id} is already running"
         if request.request_id in self._leaving:
             # Another attempt of what was aborted here a moment ago. Its name must be another one there, or what the worker

@@ -89,6 +89,7 @@ class TgiDialect:
     facts_path = "/info"
     needs_facts = True
     sends_chats = False
+    has_adapters = False
     listed_model = ""
     """It goes by the name of its checkpoint, which is not the name that anybody asks for."""
     expects_model = ""

@@ -74,6 +74,7 @@ class TritonDialect:
     engine = "triton"
     needs_facts = True
     sends_chats = False
+    has_adapters = False
 
     def __init__(self, model: str, tokenizer: Tokenizer) -> None:
         self.expects_model = self.listed_model = model

@@ -68,6 +68,7 @@ class VllmDialect(EngineDialect):
     """vLLM. `has_priorities`: it was started with `--scheduling-policy priority`; without it refuses them."""
 
     engine = "vllm"
+    has_adapters = True
 
     def submission(self, request: GenerateRequest) -> Submission:
         """See `Dialect`."""
@@ -80,6 +81,8 @@ class VllmDialect(EngineDialect):
         if sampling.prompt_logprobs is not None:
             # Streams have no `prompt_logprobs`, but an echo has them in its first event.
             fields |= {"echo": True, "logprobs": max(sampling.prompt_logprobs, sampling.logprobs or 0)}
+        if request.adapter:
+            fields["model"] = request.adapter
         if request.cache_salt:
             fields["cache_salt"] = namespace_of(request.cache_salt)
         if self._has_priorities and request.priority:

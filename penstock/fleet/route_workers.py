@@ -19,7 +19,7 @@ class RouteWorkers:
     where it says so.
     """
 
-    __slots__ = ("_infos", "_ready", "_workers", "info", "kinds", "name")
+    __slots__ = ("_adapters", "_infos", "_ready", "_workers", "adapters", "info", "kinds", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -28,6 +28,9 @@ class RouteWorkers:
         there is no worker, so that requests can wait for one. None until the first one was ready."""
         self.kinds: tuple[str, ...] = ("",)
         """Kinds of the ready workers, each once."""
+        self.adapters: frozenset[str] = frozenset()
+        """Adapters that any of its workers serves, or served before it was lost: requests can wait for it."""
+        self._adapters: dict[WorkerId, frozenset[str]] = {}
         self._workers: dict[WorkerId, Worker] = {}
         self._infos: dict[WorkerId, ModelInfo] = {}
         self._ready: dict[WorkerId, str] = {}
@@ -57,6 +60,7 @@ class RouteWorkers:
         """For the registry."""
         del self._workers[worker.id]
         self._take_ready(worker, is_ready=False)
+        self._take_adapters(worker, frozenset())
         if self._infos.pop(worker.id, None) is not None and self._infos:
             self._agree()
 
@@ -66,6 +70,8 @@ class RouteWorkers:
         if worker.is_ready and info is not None and self._infos.get(worker.id) is not info:
             self._infos[worker.id] = info
             self._agree()
+        if worker.is_ready:
+            self._take_adapters(worker, worker.backend.status.adapters.served)
         self._take_ready(worker, is_ready=worker.is_ready)
 
     def problem(self, worker: Worker) -> str:
@@ -117,6 +123,14 @@ class RouteWorkers:
         else:
             del self._ready[worker.id]
         self.kinds = tuple(dict.fromkeys(self._ready.values())) or self.kinds
+
+    def _take_adapters(self, worker: Worker, served: frozenset[str]) -> None:
+        if served == self._adapters.get(worker.id, frozenset()):
+            return
+        self._adapters[worker.id] = served
+        if not served:
+            del self._adapters[worker.id]
+        self.adapters = frozenset[str]().union(*self._adapters.values())
 
     def _agree(self) -> None:
         infos = list(self._infos.values())

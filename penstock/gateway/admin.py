@@ -156,6 +156,8 @@ def _worker(worker: Worker, now_ns: int) -> WorkerReport:
         kv_blocks_total=stats and stats.blocks_total,
         generated_tokens=stats and stats.generated_tokens,
         age_s=round((now_ns - worker.heard_ns) / NS_PER_S, 3) if worker.heard_ns else None,
+        adapters=sorted(status.adapters.served),
+        adapters_loaded=sorted(status.adapters.loaded),
         restarts=status.restarts,
         notes=list(status.notes),
     )

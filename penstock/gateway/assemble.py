@@ -156,4 +156,8 @@ def _facts(models: Mapping[ModelName, ServedModel], name: str) -> ModelFacts | N
     if model is None:
         return None
     info = model.workers.info
-    return ModelFacts(max_model_len=info.max_model_len if info is not None else 0, kinds=model.workers.kinds)
+    return ModelFacts(
+        max_model_len=info.max_model_len if info is not None else 0,
+        adapters=model.workers.adapters,
+        kinds=model.workers.kinds,
+    )

@@ -50,6 +50,7 @@ class _Job(msgspec.Struct, frozen=True, kw_only=True):
     exchange: Exchange
     caller: Caller
     model: ServedModel
+    adapter: str
     request: GenerationRequest
     answer_id: str
     prompts: Sequence[tuple[int, ...]]
@@ -68,8 +69,8 @@ class _Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _Prepared = tuple[_Job, Reply, Sequence[Sink]]
-Prepare = Callable[[ServedModel], Awaitable[_Prepared]]
-"""Makes a request's prompt and reply for one model. Raises what the client has to change."""
+Prepare = Callable[[ServedModel, str], Awaitable[_Prepared]]
+"""Makes a request's prompt and reply for one model, or an adapter of it. Raises what the client has to change."""
 PIECE_TOKENS = 32
 """Tokens of a whole answer that go on together: detokenizing and counting each costs more than the rest of a step."""
 TOKEN_BYTES = 8
@@ -86,7 +87,7 @@ class Generate:
         """`POST /v1/chat/completions`."""
         request = parse_chat(exchange.body, self._services.config.limits)
 
-        async def prepare(model: ServedModel) -> _Prepared:
+        async def prepare(model: ServedModel, adapter: str) -> _Prepared:
             info = model.info()
             prompt = await self._services.tokenize.run(
                 len(exchange.body), lambda: chat_prompt(model, request)
@@ -97,6 +98,7 @@ class Generate:
                 exchange=exchange,
                 caller=caller,
                 model=model,
+                adapter=adapter,
                 request=request,
                 answer_id=self._services.ids.take("chatcmpl"),
                 prompts=[prompt],
@@ -114,7 +116,7 @@ class Generate:
         request = parse_completion(exchange.body, limits)
         texts, special = prompts_of(request, limits), request.add_special_tokens is not False
 
-        async def prepare(model: ServedModel) -> _Prepared:
+        async def prepare(model: ServedModel, adapter: str) -> _Prepared:
             info = model.info()
             prompts = await self._services.tokenize.run(
                 len(exchange.body),
@@ -128,6 +130,7 @@ class Generate:
                 exchange=exchange,
                 caller=caller,
                 model=model,
+                adapter=adapter,
                 request=request,
                 answer_id=self._services.ids.take("cmpl"),
                 prompts=prompts,
@@ -152,14 +155,15 @@ class Generate:
         services, tenant = self._services, caller.tenant
         services.check_draining()
         hints = read_hints(exchange.head.headers, services.config.admission)
-        model, choice = services.models.resolve(request, tenant)
-        served = Served(model=model.name, requested=request.model or model.name)
+        model, adapter, choice = services.models.resolve(request, tenant)
+        name = adapter or model.name
+        served = Served(model=name, requested=request.model or name)
         if choice is not None:
             served.downgrade, served.route = "complexity", choice.explain()
         while True:
             exchange.served = served
             exchange.tally = Tally(model=model.name, endpoint=endpoint, started_ns=exchange.started_ns)
-            job, reply, sinks = await prepare(model)
+            job, reply, sinks = await prepare(model, adapter)
             services.check_draining()  # It may have begun while the prompt was tokenized.
             arrival = _arrival(job, served, hints, endpoint, self._keys(job))
             streams = list(zip(_requests(job, self._piece_tokens(job)), sinks, strict=True))
@@ -167,8 +171,8 @@ class Generate:
             diverted = services.dispatcher.submit(ticket)
             if diverted is None:
                 return
-            model = services.models.get(diverted.route)
-            served = replace(served, model=model.name, downgrade=diverted.why)
+            model = services.models.get(diverted.route)  # One that has the adapter, if one is asked for.
+            served = replace(served, model=adapter or model.name, downgrade=diverted.why)
 
     def _piece_tokens(self, job: _Job) -> int:
         """In which pieces the answer may come. Limits and budgets are looked at between slices, so pieces end where those do."""
@@ -186,6 +190,7 @@ class Generate:
             prompt,
             salt=job.caller.cache_salt,
             public_tokens=job.model.public_prefixes.num_tokens_of(prompt),
+            adapter=job.adapter,
         )
 
     def _context(self, job: _Job) -> Context:
@@ -196,7 +201,7 @@ class Generate:
         head = StreamHead(
             id=job.answer_id,
             created=services.clock.wall_ns() // NS_PER_S,
-            model=job.model.name,
+            model=job.adapter or job.model.name,
             fingerprint=job.model.fingerprint(),
             include_usage=bool(options and options.include_usage),
         )
@@ -232,6 +237,7 @@ def _arrival(job: _Job, served: Served, hints: Hints, endpoint: Endpoint, keys: 
         key_prefix=job.caller.key_prefix,
         user=user if isinstance(user, str) else "",
         keys=keys,
+        adapter=job.adapter,
         session=_session(job.caller.tenant, hints, user),
     )
 
@@ -265,6 +271,7 @@ def _requests(job: _Job, piece_tokens: int) -> list[GenerateRequest]:
                     include_stop=bool(request.include_stop_str_in_output),
                     # The tags around a tool call are special tokens in some vocabularies.
                     skip_special_tokens=request.skip_special_tokens is not False and not _uses_tools(request),
+                    adapter=job.adapter,
                     cache_salt=job.caller.cache_salt,
                     public_tokens=public_tokens,
                     fairness_key=job.caller.fairness_key,

@@ -3,6 +3,9 @@
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
 
 from penstock.config.routing import RoutingConfig
 from penstock.errors import NotFound, WorkerUnavailable
@@ -11,7 +14,7 @@ from penstock.gateway.auto_model import AutoModels
 from penstock.gateway.public import NO_PUBLIC_PREFIXES, PublicPrefixes
 from penstock.policy.complexity import Choice
 from penstock.policy.tenant import NOBODY, Tenant
-from penstock.policy.tenant_limits import check_model, may_use_model
+from penstock.policy.tenant_limits import check_adapter, check_model, may_use_adapter, may_use_model
 from penstock.protocol.openai import GenerationRequest, ModelCard
 from penstock.protocol.worker import ModelInfo
 from penstock.text.chat import ChatTemplate
@@ -55,11 +58,25 @@ class ServedModel:
             max_model_len=info.max_model_len if info is not None else None,
         )
 
+    def adapter_card(self, name: str) -> ModelCard:
+        """The entry of one of its adapters."""
+        return msgspec.structs.replace(self.card(), id=name, parent=self.name)
+
     def fingerprint(self) -> str:
         """OpenAI's `system_fingerprint`: changes when the same seed may give another answer."""
         info = self.workers.info
         what = f"{self.name}/{info.architecture}/{info.dtype}/{info.num_parameters}" if info else self.name
         return "fp_" + hashlib.blake2b(what.encode(), digest_size=5).hexdigest()
+
+
+class Resolved(NamedTuple):
+    """What a request asks for."""
+
+    model: ServedModel
+    adapter: str = ""
+    """Of the model; empty: the model itself."""
+    choice: Choice | None = None
+    """How it was chosen, if the request asks for "auto"."""
 
 
 class ModelTable:
@@ -78,8 +95,12 @@ class ModelTable:
         return iter(self._models.values())
 
     def cards(self, tenant: Tenant) -> list[ModelCard]:
-        """What `/v1/models` lists for a tenant: "auto" after the models themselves."""
-        found = [model.card() for model in self if may_use_model(tenant, model.name)]
+        """What `/v1/models` lists for a tenant: their adapters and "auto" after the models themselves."""
+        mine = [model for model in self if may_use_model(tenant, model.name)]
+        found = [model.card() for model in mine]
+        for model in mine:
+            names = sorted(model.workers.adapters - self._models.keys())
+            found += [model.adapter_card(name) for name in names if may_use_adapter(tenant, name)]
         if self._auto is not None and self._auto.may_use(tenant):
             found.append(self._auto.card())
         return found
@@ -93,23 +114,34 @@ class ModelTable:
         """
         if self._auto is not None and name == self._auto.name and self._auto.may_use(tenant):
             return self._auto.card()
+        if (model := self._of_adapter(name)) is not None:
+            check_model(tenant, model.name)
+            check_adapter(tenant, name)
+            return model.adapter_card(name)
         model = self.get(name, tenant)
         check_model(tenant, model.name)
         return model.card()
 
-    def resolve(self, request: GenerationRequest, tenant: Tenant) -> tuple[ServedModel, Choice | None]:
-        """The model that a request asks for, and how it was chosen if it asks for "auto".
+    def resolve(self, request: GenerationRequest, tenant: Tenant) -> "Resolved":
+        """What a request asks for: a model, an adapter of one, or "auto".
 
         Raises:
             NotFound: there is no such model.
             Forbidden: it is not the tenant's.
         """
-        choice = None
         if self._auto is not None and request.model == self._auto.name:
             choice = self._auto.choose(request, tenant, self._max_length)
-        model = self.get(request.model if choice is None else choice.model, tenant)
+            model = self.get(choice.model, tenant)
+            check_model(tenant, model.name)
+            return Resolved(model, choice=choice)
+        if (model := self._of_adapter(request.model)) is not None:
+            assert request.model
+            check_model(tenant, model.name)
+            check_adapter(tenant, request.model)
+            return Resolved(model, adapter=request.model)
+        model = self.get(request.model, tenant)
         check_model(tenant, model.name)
-        return model, choice
+        return Resolved(model)
 
     def get(self, name: str | None, tenant: Tenant = NOBODY) -> ServedModel:
         """The model of this name; without a name the only one, where there is only one.
@@ -130,6 +162,12 @@ class ModelTable:
                 code="model_not_found",
             )
         return model
+
+    def _of_adapter(self, name: str | None) -> ServedModel | None:
+        """The model that has an adapter of this name; models' own names go before."""
+        if not name or name in self._models:
+            return None
+        return next((model for model in self if name in model.workers.adapters), None)
 
     def _max_length(self, name: str) -> int | None:
         model = self._models.get(ModelName(name))

@@ -78,6 +78,7 @@ class WorkerFeed:
 
     def _view(self, worker: Worker) -> WorkerView:
         info, stats = worker.backend.status.info, worker.backend.status.stats
+        adapters = worker.backend.status.adapters
         return WorkerView(
             ready=worker.is_ready,
             max_running=info.max_running if info is not None else 0,
@@ -87,4 +88,6 @@ class WorkerFeed:
             kv_blocks_used=stats.blocks_used if stats is not None else 0,
             kind=worker.kind,
             max_model_len=info.max_model_len if info is not None else 0,
+            adapters=adapters.loaded,
+            adapters_served=adapters.served,
         )

@@ -40,6 +40,8 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """Adapters that are loaded now; None: it does not tell."""
     adapters_max: int = 0
     """Adapters that it can hold, and so load; 0: only those that it has."""
+    adapters_served: frozenset[str] | None = None
+    """Adapters that it takes requests for, loaded or not; None: those that it has or can load."""
 
 
 class Room:

@@ -335,7 +335,9 @@ def _filter(work: Work, room: Room, blocked: Collection[WorkerId]) -> str:
         return "blocked"
     if 0 < view.max_model_len < work.context_tokens:
         return "context"
-    adapter, loaded = work.adapter, view.adapters
-    if adapter and loaded is not None and not view.adapters_max and adapter not in loaded:
-        return "adapter"
-    return ""
+    if not work.adapter:
+        return ""
+    served = view.adapters_served
+    if served is None and not view.adapters_max:
+        served = view.adapters
+    return "adapter" if served is not None and work.adapter not in served else ""

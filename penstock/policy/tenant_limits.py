@@ -28,13 +28,18 @@ def check_model(tenant: Tenant, model: str) -> None:
         )
 
 
+def may_use_adapter(tenant: Tenant, adapter: str) -> bool:
+    """Whether the tenant's allowlist has this adapter."""
+    return not tenant.adapters or adapter in tenant.adapters
+
+
 def check_adapter(tenant: Tenant, adapter: str) -> None:
     """Refuse an adapter that is not on the tenant's allowlist.
 
     Raises:
         Forbidden: it is not.
     """
-    if tenant.adapters and adapter not in tenant.adapters:
+    if not may_use_adapter(tenant, adapter):
         raise Forbidden(
             f"The adapter '{adapter[:SHOWN_CHARS]}' is not allowed for {_who(tenant)}.",
             param="model",

@@ -28,6 +28,10 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int | None = None
     age_s: float | None = None
     """Since it was last heard of."""
+    adapters: list[str] = []
+    """It takes requests for them."""
+    adapters_loaded: list[str] = []
+    """Of those, the ones that it used last, as many as it keeps at hand."""
     restarts: int = 0
     notes: list[str] = []
     """What happened to it, newest last."""

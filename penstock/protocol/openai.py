@@ -311,13 +311,16 @@ class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """One model of `/v1/models`. `max_model_len` is vLLM's extension; null until the model is loaded."""
+    """One model of `/v1/models`. vLLM's extensions: `max_model_len`, null until the model is loaded, and the model that an
+    adapter belongs to.
+    """
 
     id: str
     created: int
     object: str = "model"
     owned_by: str = "penstock"
     max_model_len: int | None = None
+    parent: str | None = None
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

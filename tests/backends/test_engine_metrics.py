@@ -1,3 +1,5 @@
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,6 +45,29 @@ def load(engine: str, text: bytes) -> EngineLoad:
 )
 def test_each_engine_by_its_own_names(engine: str, text: bytes, expected: EngineLoad) -> None:
     assert load(engine, text) == expected
+
+
+# As a vLLM 0.32 with two adapters told, of which requests had used one, then none, then the other.
+ADAPTERS = b"""# TYPE vllm:lora_requests_info gauge
+vllm:lora_requests_info{max_lora="2",running_lora_adapters="tone",waiting_lora_adapters="tone"} 1.7953242293197067e+09
+vllm:lora_requests_info{max_lora="2",running_lora_adapters="",waiting_lora_adapters=""} 1.7953242301205058e+09
+vllm:lora_requests_info{max_lora="2",running_lora_adapters="brief",waiting_lora_adapters="brief"} 1.7953242299431458e+09
+"""
+
+
+def test_adapters_that_were_used_last_are_loaded_as_many_as_there_is_room_for() -> None:
+    def used(text: bytes) -> tuple[str, ...] | None:
+        names = LOAD_NAMES["vllm"]
+        return load_of(parse_metrics(text, names.all(), timed="vllm:lora_requests_info"), names).adapters
+
+    assert used(VLLM) is None
+    assert used(ADAPTERS) == ("tone", "brief")
+    assert used(ADAPTERS.replace(b'max_lora="2"', b'max_lora="1"')) == ("brief",)
+    line = (
+        'vllm:lora_requests_info{max_lora="2",running_lora_adapters="a%d,a%d",waiting_lora_adapters=""} %d\n'
+    )
+    many = "".join(line % (i, i + 1, i) for i in random.Random(0).sample(range(5000), 5000))
+    assert used(many.encode()) == ("a4999", "a5000"), "what vLLM never forgets is no reason to read nothing"
 
 
 def test_an_older_name_counts_where_the_new_one_is_not_there() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -10,10 +11,10 @@ import uvloop
 from byte_tokenizer import byte_tokenizer
 from conformance import Recorder, Requests
 from engine_stand_ins import OpenAIStandIn, StandIn, TritonStandIn, VllmStandIn, serving, text_of, until
-from test_engine_metrics import TRITON, VLLM
+from test_engine_metrics import ADAPTERS, TRITON, VLLM
 from test_foreign_conformance import opened, tools
 
-from penstock.backends.base import GenerateRequest, Phase, ToolCallPiece
+from penstock.backends.base import Adapters, GenerateRequest, Phase, ToolCallPiece
 from penstock.backends.foreign import ForeignWorker, make_backend
 from penstock.backends.http_backend import HttpBackend
 from penstock.config.backends import BackendsConfig
@@ -73,6 +74,32 @@ def test_a_missing_metric_is_reported_and_not_read_as_zero() -> None:
         assert backend.status.ready
 
     run(server, "vllm", check, metrics=metrics)
+
+
+def test_adapters_are_those_that_it_lists_and_a_request_names_one_as_the_model() -> None:
+    server = VllmStandIn()
+    server.metrics, server.adapters = (VLLM + ADAPTERS).decode(), ("brief", "other")
+
+    async def check(backend: HttpBackend) -> None:
+        await until(lambda: backend.status.adapters == Adapters({"brief", "other"}, {"brief"}))
+        recorder = Recorder()
+        request = GenerateRequest(
+            request_id=RequestId("r"),
+            prompt_token_ids=(1, 2),
+            sampling=SamplingParams(max_tokens=2),
+            adapter="other",
+        )
+        backend.generate(request, recorder)
+        assert (await recorder.end()).error is None
+        assert server.requests[0].json["model"] == "other"
+        assert backend.status.ready
+        assert not backend.status.notes, "its answer bears the adapter's name, as it should"
+        with pytest.raises(WorkerUnavailable, match="'tone'"):
+            backend.generate(replace(request, request_id=RequestId("s"), adapter="tone"), Recorder())
+        server.adapters = ("tone",)
+        await until(lambda: backend.status.adapters == Adapters({"tone"}, {"tone"}))
+
+    run(server, "vllm", check, config=BackendsConfig(probe_s=0.02))
 
 
 def test_what_triton_does_not_tell_is_counted_here() -> None:

@@ -68,6 +68,7 @@ class StandIn:
         self.requests: list[Request] = []
         self.num_running = self.num_aborted = self.num_connections = 0
         self.metrics: str | None = None
+        self.adapters: tuple[str, ...] = ()
         self.healthy = True
         self.port = 0
         self._server: asyncio.Server | None = None
@@ -188,7 +189,9 @@ class StandIn:
         return 404, "application/json", b'{"detail":"Not Found"}'
 
     def models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": self.MODEL, "object": "model", "max_model_len": 32768}]}
+        cards = [{"id": self.MODEL, "object": "model", "parent": None, "max_model_len": 32768}]
+        cards += [{"id": name, "object": "model", "parent": self.MODEL} for name in self.adapters]
+        return {"object": "list", "data": cards}
 
     def events(self, body: dict[str, Any]) -> AsyncIterator[Any]:
         raise NotImplementedError

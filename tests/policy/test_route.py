@@ -205,6 +205,20 @@ def test_an_adapter_goes_where_it_is_loaded_and_never_where_it_cannot_be() -> No
     assert {each.worker: each.filtered for each in decision.candidates}[C] == "adapter"
 
 
+def test_an_adapter_that_is_served_but_not_loaded_costs_its_load() -> None:
+    world = (
+        World()
+        .workers(A, adapters=frozenset(), adapters_served=frozenset({"x", "y"}))
+        .workers(B, adapters=frozenset({"x"}), adapters_served=frozenset({"x"}))
+        .workers(C, adapters=frozenset(), adapters_served=frozenset())
+    )
+    assert world.start(work("r", adapter="x")) == B
+    assert world.start(work("s", adapter="y")) == A
+    decision = world.log.of(RequestId("r"))[-1]
+    found = {each.worker: (each.filtered, each.has_adapter) for each in decision.candidates}
+    assert found == {A: ("", False), B: ("", True), C: ("adapter", False)}
+
+
 @pytest.mark.parametrize(
     ("why", "view", "facts"),
     [

@@ -1,0 +1,60 @@
+"""Adapters that workers tell of: clients name them as models, and their requests go only where they are served."""
+
+import pytest
+from openai import NotFoundError
+
+from penstock.backends.base import Adapters, Phase
+
+
+@pytest.fixture
+def running(start, kit):
+    running = start(kit.replace(kit.make_config(), auth={"keys": (kit.KEY,), "admin_keys": (kit.KEY,)}))
+    tell(running, "tone", "brief")
+    return running
+
+
+def tell(running, *names: str, loaded: tuple[str, ...] = (), phase: Phase = Phase.READY) -> None:
+    """Let the worker say which adapters it has."""
+
+    def say() -> None:
+        running.backend.status.adapters = Adapters(frozenset(names), frozenset(loaded))
+        running.backend.status.phase = phase
+        running.backend.on_change()
+
+    running.call(say)
+
+
+def test_a_request_names_an_adapter_as_its_model(running, kit) -> None:
+    with kit.openai_client(running) as talk:
+        answer = talk.chat.completions.create(model="tone", messages=kit.chat()["messages"], max_tokens=2)
+        cards = {card.id: getattr(card, "parent", None) for card in talk.models.list()}
+        assert talk.models.retrieve("brief").id == "brief"
+    assert answer.model == "tone"
+    assert running.requests[0].adapter == "tone"
+    assert cards == {"tiny": None, "brief": "tiny", "tone": "tiny"}
+    (decision,) = running.gateway._services.explained.of(answer.id)
+    assert decision.request.needs_adapter
+
+
+def test_an_adapter_of_nobody_is_no_model_and_one_whose_worker_is_lost_is_waited_for(running, kit) -> None:
+    with kit.openai_client(running) as talk:
+        with pytest.raises(NotFoundError, match="'nonsuch' does not exist"):
+            talk.completions.create(model="nonsuch", prompt="x")
+        tell(running, phase=Phase.LOST)
+        assert "tone" in [card.id for card in talk.models.list()], "its worker may be back in a moment"
+        tell(running, phase=Phase.READY)
+        with pytest.raises(NotFoundError):
+            talk.completions.create(model="tone", prompt="x")
+
+
+def test_placements_know_what_is_served_and_what_is_loaded_and_the_fleet_shows_it(running, kit) -> None:
+    tell(running, "tone", "brief", loaded=("tone",))
+    with kit.openai_client(running) as talk:
+        for name, is_loaded in (("tone", True), ("brief", False)):
+            answer = talk.completions.create(model=name, prompt="x", max_tokens=1)
+            (decision,) = running.gateway._services.explained.of(answer.id)
+            assert [each.has_adapter for each in decision.candidates] == [is_loaded]
+    shown = kit.Raw(running)
+    shown.send(kit.get("/admin/workers", f"Authorization: Bearer {kit.KEY}"))
+    assert b'"adapters":["brief","tone"],"adapters_loaded":["tone"]' in shown.read_until(b'"models"')
+    shown.close()
