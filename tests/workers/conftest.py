@@ -1,7 +1,7 @@
 """Real servers of others, started once for all tests that need them. `make test-workers` installs them first.
 
-PENSTOCK_TEST_VLLM names one that runs already (its URL), serving the 28M model as "served" and publishing KV events at
-KV_EVENTS and KV_REPLAY.
+PENSTOCK_TEST_VLLM names one that runs already (its URL), serving the 28M model as "served" with ADAPTERS, and publishing KV
+events at KV_EVENTS and KV_REPLAY.
 """
 
 import json
@@ -13,14 +13,17 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from peers.shapes import SHAPES, make_model
+from safetensors.numpy import save_file
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / "bench" / "out" / "peers"
 START_TIMEOUT_S = 400.0
 KV_EVENTS, KV_REPLAY = "tcp://127.0.0.1:9374", "tcp://127.0.0.1:9375"
 """Where the real vLLM tells its KV events."""
+ADAPTERS = ("tone", "brief")
 
 
 def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -52,6 +55,25 @@ def model_28m() -> Path:
     return make_model(SHAPES["28m"], ROOT / "bench" / "out" / "models" / "28m")
 
 
+def make_adapter(path: Path, model: Path, seed: int) -> Path:
+    """A low-rank adapter of the model's queries and values, with weights that were made up, as PEFT writes it."""
+    shape, draw, rank = json.loads((model / "config.json").read_text()), np.random.default_rng(seed), 8
+    hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
+    wide = {"q_proj": hidden, "v_proj": hidden // heads * shape["num_key_value_heads"]}
+    weights: dict[str, np.ndarray] = {}
+    for layer in range(shape["num_hidden_layers"]):
+        for part, out in wide.items():
+            name = f"base_model.model.model.layers.{layer}.self_attn.{part}"
+            weights[f"{name}.lora_A.weight"] = draw.normal(0, 0.05, (rank, hidden)).astype(np.float32)
+            weights[f"{name}.lora_B.weight"] = draw.normal(0, 0.05, (out, rank)).astype(np.float32)
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(weights, path / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 16, "bias": "none"}
+    settings |= {"lora_dropout": 0.0, "target_modules": [*wide], "base_model_name_or_path": "28m"}
+    (path / "adapter_config.json").write_text(json.dumps(settings))
+    return path
+
+
 @pytest.fixture(scope="session")
 def vllm_url(model_28m: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real vLLM on the CPU, which takes more than a minute to start."""
@@ -78,6 +100,11 @@ def vllm_url(model_28m: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         "replay_endpoint": "tcp://*:9375",
     }
     command += ["--kv-events-config", json.dumps(events)]
+    adapters = tmp_path_factory.mktemp("adapters")
+    command += ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "1", "--lora-modules"]
+    command += [
+        f"{name}={make_adapter(adapters / name, model_28m, seed)}" for seed, name in enumerate(ADAPTERS)
+    ]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
     try:

@@ -109,6 +109,19 @@ class TestRealVllm(BackendConformance):
 
         self.run(check)
 
+    def test_its_adapters_are_told_and_answer(self) -> None:
+        async def check(backend: Backend, requests: Requests) -> None:
+            await until(lambda: backend.status.adapters.served == {"tone", "brief"}, 30)
+            prompt, found = (7, 500, 8, 600), set[tuple[int, ...]]()
+            for name in ("", "tone", "brief"):
+                ids, _ = await greedy(backend, prompt, adapter=name)
+                found.add(tuple(ids))
+                await until(lambda name=name: not name or name in backend.status.adapters.loaded, 30)
+            assert len(found) == 3
+            assert not backend.status.notes
+
+        self.run(check)
+
     def test_a_prompt_that_is_too_long_is_the_clients(self) -> None:
         async def check(backend: Backend, requests: Requests) -> None:
             recorder = Recorder()
@@ -145,7 +158,7 @@ class TestRealVllm(BackendConformance):
 
 
 async def greedy(
-    backend: Backend, prompt: tuple[int, ...]
+    backend: Backend, prompt: tuple[int, ...], *, adapter: str = ""
 ) -> tuple[list[int], list[list[tuple[str, float]]]]:
     """Token ids, and the likeliest alternatives of each."""
     recorder = Recorder()
@@ -155,6 +168,7 @@ async def greedy(
         prompt_token_ids=prompt,
         sampling=sampling,
         skip_special_tokens=False,
+        adapter=adapter,
     )
     backend.generate(request, recorder)
     assert (await recorder.end()).reason is FinishReason.LENGTH

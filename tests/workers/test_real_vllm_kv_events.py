@@ -48,16 +48,16 @@ class Fleet:
         )
         self._num_sent = 0
 
-    def keys(self, tokens: tuple[int, ...], salt: bytes = b"") -> PromptKeys:
-        return self.locality.maker("served").keys(tokens, salt=salt)
+    def keys(self, tokens: tuple[int, ...], salt: bytes = b"", adapter: str = "") -> PromptKeys:
+        return self.locality.maker("served").keys(tokens, salt=salt, adapter=adapter)
 
-    def blocks(self, tokens: tuple[int, ...], salt: bytes = b"") -> int:
+    def blocks(self, tokens: tuple[int, ...], salt: bytes = b"", adapter: str = "") -> int:
         """What a placement would count on: whole blocks of vLLM's, in ours."""
-        return self.locality.match(CLOCK.now_ns(), self.keys(tokens, salt)).of(WORKER).blocks
+        return self.locality.match(CLOCK.now_ns(), self.keys(tokens, salt, adapter)).of(WORKER).blocks
 
-    async def ask(self, tokens: tuple[int, ...], salt: bytes = b"") -> Usage:
+    async def ask(self, tokens: tuple[int, ...], salt: bytes = b"", adapter: str = "") -> Usage:
         """Generate two tokens, as the gateway would."""
-        keys, recorder = self.keys(tokens, salt), Recorder()
+        keys, recorder = self.keys(tokens, salt, adapter), Recorder()
         self._num_sent += 1
         self.locality.sent(CLOCK.now_ns(), WORKER, keys)
         request = GenerateRequest(
@@ -65,6 +65,7 @@ class Fleet:
             prompt_token_ids=tokens,
             sampling=SamplingParams(max_tokens=2, temperature=0.0),
             cache_salt=salt,
+            adapter=adapter,
         )
         self.backend.generate(request, recorder)
         finish = await recorder.end()
@@ -120,6 +121,21 @@ def test_a_salted_prompt_is_its_tenants_alone(vllm_url: str, model_28m: Path) ->
         assert fleet.blocks(tokens, b"tenant b") == fleet.blocks(tokens) == 0
         assert (await fleet.ask(tokens, b"tenant b")).cached_tokens == 0
         assert (await fleet.ask(tokens, b"tenant a")).cached_tokens == 16 * told
+
+    run(vllm_url, model_28m, check)
+
+
+def test_what_an_adapter_computed_is_no_use_without_it(vllm_url: str, model_28m: Path) -> None:
+    async def check(fleet: Fleet) -> None:
+        await until(lambda: "tone" in fleet.backend.status.adapters.served, timeout_s=20)
+        tokens = tuple(FIRST + 700 + i % 500 for i in range(600))
+        await fleet.ask(tokens, b"tenant a", "tone")
+        await until(lambda: fleet.locality.index.num_predicted == 0, timeout_s=20)
+        told = fleet.blocks(tokens, b"tenant a", "tone")
+        assert told >= 32
+        assert fleet.blocks(tokens, b"tenant a") == fleet.blocks(tokens, b"tenant a", "brief") == 0
+        assert (await fleet.ask(tokens, b"tenant a")).cached_tokens == 0
+        assert (await fleet.ask(tokens, b"tenant a", "tone")).cached_tokens == 16 * told
 
     run(vllm_url, model_28m, check)
 
