@@ -83,6 +83,7 @@ class OwnBackend:
         self._draining = False
         self._idle = asyncio.Event()
         self._connecting: asyncio.Task[None] | None = None
+        self._says_trouble = False
         self._delay_s = RECONNECT_MIN_S
 
     @property
@@ -106,9 +107,12 @@ class OwnBackend:
         """Nothing new is taken, and the worker's exit will be no accident."""
         return self._draining
 
-    def connect_to(self, address: Address) -> None:
-        """Connect, now or as soon as somebody listens there, and again after every loss."""
+    def connect_to(self, address: Address, *, says_trouble: bool = False) -> None:
+        """Connect, now or as soon as somebody listens there, and again after every loss. `says_trouble`: that nobody listens is
+        told as the stage, for nobody else knows more.
+        """
         assert self._connecting is None, "already connected"
+        self._says_trouble = says_trouble
         self._connecting = asyncio.create_task(self._stay_connected(address), name=f"connect {address}")
 
     async def move_to(self, address: Address) -> None:
@@ -335,8 +339,11 @@ class OwnBackend:
         while True:
             try:
                 link = await WorkerLink.connect(address, self, self._heartbeat)
-            except OSError:
-                pass  # Nobody listens yet.
+            except OSError as error:  # Nobody listens (yet).
+                why = f"cannot connect to {address}: {error.strerror or error}"
+                if self._says_trouble and why != self._status.stage:
+                    self._status.stage = why
+                    self.on_change()
             else:
                 await link.lost
             await sleep(self._delay_s)

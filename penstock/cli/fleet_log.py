@@ -14,8 +14,9 @@ CALM_S = 0.3
 class FleetLog:
     """Listens from the moment it is made."""
 
-    def __init__(self, registry: Registry, log: Log) -> None:
-        self._registry, self._log = registry, log
+    def __init__(self, registry: Registry, log: Log, *, only_attached: bool = False) -> None:
+        """`only_attached`: of the workers that were launched another process says it."""
+        self._registry, self._log, self._only_attached = registry, log, only_attached
         self._changed: dict[WorkerId, Worker] = {}
         self._workers: dict[WorkerId, str] = {}
         """What was said last of each worker: "ready", or the stage that it is in instead."""
@@ -33,6 +34,8 @@ class FleetLog:
         self._changed.clear()
 
     def _note(self, worker: Worker) -> None:
+        if self._only_attached and worker.shares_key and not worker.hash_key:
+            return
         if self._workers.get(worker.id) == _word(worker) and worker in self._registry.of(worker.route):
             return
         self._changed[worker.id] = worker

@@ -16,6 +16,8 @@ import uvloop
 
 from penstock import __version__, rng
 from penstock.backends.foreign import Tools
+from penstock.cli.attached import wait_for_attached
+from penstock.cli.fleet_log import FleetLog
 from penstock.cli.models import Part, make_part, make_tools
 from penstock.clock import SystemClock
 from penstock.config.fleet import WorkerConfig
@@ -79,13 +81,26 @@ async def _serve(launch: ChildLaunch) -> int:
     loop.add_reader(STDIN, parent.on_readable)
     await fleet.apply()
     await gateway.start()
+    telling = asyncio.create_task(_tell_of_attached(config, registry, log)) if launch.index == 0 else None
     await stop.wait()
+    if telling is not None:
+        telling.cancel()
     if parent.is_gone:
         return EXIT_ORPHANED
     discovery.stop()
     await gateway.stop()
     await members.close(0.0)
     return 0
+
+
+async def _tell_of_attached(config: Config, registry: Registry, log: Log) -> None:
+    """What happens to workers at addresses, which the parent does not see: one process says it for all."""
+    await wait_for_attached(registry, config.models, log, timeout_s=config.fleet.connect_timeout_s)
+    news = FleetLog(registry, log, only_attached=True)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        news.close()
 
 
 class _Fleet:

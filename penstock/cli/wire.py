@@ -12,6 +12,7 @@ from collections import deque
 
 from penstock import __version__, rng
 from penstock.backends.base import BackendStatus
+from penstock.cli.attached import wait_for_attached
 from penstock.cli.fleet_log import FleetLog
 from penstock.cli.launching import make_launcher, shared_cores
 from penstock.cli.models import Part, make_part, make_tools
@@ -27,7 +28,6 @@ from penstock.fleet.registry import Registry
 from penstock.fleet.sources.discovery import Discovery
 from penstock.fleet.sources.static import attached, launched
 from penstock.fleet.wanted import Wanted
-from penstock.fleet.worker import Worker
 from penstock.gateway.app import Gateway
 from penstock.policy.worker_state import WorkerState
 from penstock.protocol.siblings import Order, WorkerAt
@@ -194,7 +194,9 @@ class Stack:
             self._words.release()
             for task in tasks:
                 task.cancel()
-        await self._wait_for_attached()
+        await wait_for_attached(
+            self._registry, self._models, self._log, timeout_s=self._config.fleet.connect_timeout_s
+        )
         self._fleet_log = FleetLog(self._registry, self._log)
 
     async def _wait_for(self, worker: LaunchedWorker, display: LoadingDisplay) -> None:
@@ -208,32 +210,6 @@ class Stack:
 
         await worker.wait_ready(show)
         show(worker.backend.status)
-
-    async def _wait_for_attached(self) -> None:
-        """Give workers at addresses a moment; who is not there then is no reason not to serve."""
-        changed = asyncio.Event()
-
-        def listener(_: Worker) -> None:
-            changed.set()
-
-        self._registry.listen(listener)
-        try:
-            async with asyncio.timeout(self._config.fleet.connect_timeout_s):
-                while not all(worker.is_ready for worker in self._registry):
-                    changed.clear()
-                    await changed.wait()
-        except TimeoutError:
-            for worker in self._registry:
-                if not worker.is_ready:
-                    self._log.warning(
-                        "a worker is not there yet",
-                        model=worker.route,
-                        worker=worker.id,
-                        address=worker.address,
-                        stage=worker.stage,
-                    )
-        finally:
-            self._registry.unlisten(listener)
 
     async def drain(self) -> None:
         """Take nothing new, let answers end (up to `drain_timeout_s`), then stop everything."""

@@ -119,7 +119,8 @@ class Attached:
                 self.tools.heartbeat,
                 key=worker_key(key),
             )
-            own.connect_to(parse_address(config.url.replace("tcp://", "tcp:")))
+            address = parse_address(config.url.replace("tcp://", "tcp:"))
+            own.connect_to(address, says_trouble=not self.shares_key)
             return own
         foreign = ForeignWorker(
             engine=config.engine,

@@ -136,13 +136,19 @@ def test_a_worker_on_its_own_with_a_key(tmp_path: Path) -> None:
     )  # fmt: skip
     file = tmp_path / "fleet.yaml"
     at = f"{{url: 'tcp:127.0.0.1:{port}', engine: penstock, api_key_env: PENSTOCK_WORKER_KEY}}"
-    file.write_text(f"models: [{{path: penstock-demo-mini, name: tiny, replicas: 0, workers: [{at}]}}]")
+    dead = "{url: 'tcp:127.0.0.1:1', engine: penstock}"
+    file.write_text(
+        f"models: [{{path: penstock-demo-mini, name: tiny, replicas: 0, workers: [{at}, {dead}]}}]"
+    )
     server = Server(tmp_path, "-c", str(file), "--port", "0", "--no-auth", **key)
     try:
         assert worker.stdout is not None
         assert worker.stdout.readline() == f"worker of tiny ready at tcp:127.0.0.1:{port}\n"
         server.wait_ready()
-        server.until(lambda: states(server) == {f"tiny@tcp:127.0.0.1:{port}": "ready"}, "it is not ready")
+        server.wait_said("field=models[0].workers[1].url address=tcp:127.0.0.1:1 stage=")
+        server.wait_said("cannot connect to tcp:127.0.0.1:1: ")
+        alive, dead = f"tiny@tcp:127.0.0.1:{port}", "tiny@tcp:127.0.0.1:1"
+        server.until(lambda: states(server) == {alive: "ready", dead: "starting"}, "it is not ready")
         assert ask(server) == 200
         assert ask(server, "Tell me of the sea, of its ships, and of all who sail on it. " * 3) == 200
         server.until(lambda: own_events(server) > 0, "its KV events are of no use")
