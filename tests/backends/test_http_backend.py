@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -11,6 +10,7 @@ import uvloop
 from byte_tokenizer import byte_tokenizer
 from conformance import Recorder, Requests
 from engine_stand_ins import OpenAIStandIn, StandIn, TritonStandIn, VllmStandIn, serving, text_of, until
+from msgspec.structs import replace
 from test_engine_metrics import ADAPTERS, TRITON, VLLM
 from test_foreign_conformance import opened, tools
 
