@@ -11,7 +11,7 @@ Times are process CPU: of a decision (look-up, scores, pick, record), and per re
 import argparse
 import json
 from random import Random
-from statistics import median
+from statistics import median, quantiles
 from time import process_time_ns
 
 from penstock.config.flow import QueueConfig
@@ -107,8 +107,8 @@ def rig(policy: str, num_workers: int, seed: int) -> Rig:
     return Rig(Router("m", config, Random(seed).randrange, locality=locality, log=log), rooms, prompts, seed)
 
 
-def cost_us(each: Rig, num_workers: int, seconds: float) -> tuple[float, float]:
-    """Median CPU microseconds of a decision, and of all that a request costs the placement, over batches of 200."""
+def cost_us(each: Rig, num_workers: int, seconds: float) -> tuple[tuple[float, ...], float]:
+    """CPU microseconds of a decision: median, first and last decile; and the median of all that a request costs the placement."""
     costs: list[float] = []
     now_ns = 0
     for _ in range(STREAMS * num_workers + 500):
@@ -122,7 +122,8 @@ def cost_us(each: Rig, num_workers: int, seconds: float) -> tuple[float, float]:
             now_ns += 1_000_000
             each.decide(now_ns, STREAMS * num_workers)
         costs.append((process_time_ns() - began) / 200 / 1000)
-    return median(each.decisions) / 1000, median(costs)
+    tenths = [cost / 1000 for cost in quantiles(each.decisions, n=10)]
+    return (median(each.decisions) / 1000, tenths[0], tenths[-1]), median(costs)
 
 
 def main() -> None:
@@ -133,18 +134,25 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--seconds", type=float, default=2.0)
     args = parser.parse_args()
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, list[float]]] = {}
     for num_workers in (1, 64, 1000):
         row = found[str(num_workers)] = {}
         for policy in ("least_loaded", "ttft", "weighted"):
             decision, request = cost_us(rig(policy, num_workers, 7), num_workers, args.seconds)
-            row[policy], row[f"{policy}_request"] = round(decision, 1), round(request, 1)
-        row["ttft_ratio"] = round(row["ttft"] / row["least_loaded"], 1)
+            row[policy], row[f"{policy}_request"] = [round(cost, 1) for cost in decision], [round(request, 1)]
+        row["ttft_ratio"] = [round(row["ttft"][0] / row["least_loaded"][0], 1)]
     if args.json:
-        print(json.dumps({"cpu_us": found}))
+        print(json.dumps({"schema": "penstock.router_decision/1", "cpu_us": found}, indent=2))
         return
     for num_workers, row in found.items():
-        print(f"{num_workers:>5} workers: " + ", ".join(f"{name} {value}" for name, value in row.items()))
+        print(
+            f"{num_workers:>5} workers: " + ", ".join(f"{name} {_show(each)}" for name, each in row.items())
+        )
+
+
+def _show(values: list[float]) -> str:
+    """A median, with its deciles if they are known."""
+    return f"{values[0]:g}" + (f" ({values[1]:g}-{values[2]:g})" if len(values) > 1 else "")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ end by themselves. Fed by residency.py; asked by placement and the simulator. Kn
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from heapq import heappop, heappush
 from itertools import islice
 
 import msgspec
@@ -28,7 +29,6 @@ EXPIRED_MAX = 1024
 """Predictions that one call may end: less than a millisecond. Only after an idle time are there more, for the next calls."""
 FORKS_MAX = 4096
 """First keys of which it is remembered where most workers dropped out."""
-_NEVER_NS = 1 << 63
 
 
 class Tier(IntEnum):
@@ -105,7 +105,7 @@ NO_MATCH = Match()
 class _Holder:
     """One worker in its present generation."""
 
-    __slots__ = ("bit", "is_used", "last_until_ns", "predicted", "predicted_max")
+    __slots__ = ("bit", "is_due", "is_used", "last_until_ns", "predicted", "predicted_max")
 
     def __init__(self, bit: int, predicted_max: int) -> None:
         self.bit = bit
@@ -113,6 +113,8 @@ class _Holder:
         """Key -> when it ends; the first one to end, and to be forgotten, comes first."""
         self.predicted_max = predicted_max
         self.last_until_ns = 0
+        self.is_due = False
+        """Whether it stands among those whose predictions will end."""
         self.is_used = False
         """Whether the bit may stand in any mask."""
 
@@ -141,7 +143,9 @@ class PrefixIndex:
         self._live = 0
         self._retired = 0
         self._swept = 0  # Shards since the last bit was retired.
-        self._expires_ns = _NEVER_NS
+        # When something of each worker that has predictions ends, or a little earlier: who has none costs no look.
+        self._due: list[tuple[int, int, _Holder]] = []
+        self._num_due = 0
         self._forks: dict[int, int] = {}
         self.num_dropped = 0
         """Entries that were forgotten because the index was full: the oldest ones of their shard."""
@@ -229,8 +233,8 @@ class PrefixIndex:
                     predicted[key] = until_ns
                     predicted.move_to_end(key)
         if predicted:
-            self._expires_ns = min(self._expires_ns, until_ns)
             self._forget_over(holder)
+            self._put_due(holder)
         return is_new
 
     def _predict_new(self, holder: _Holder, keys: Sequence[int], until_ns: int) -> bool:
@@ -270,7 +274,7 @@ class PrefixIndex:
 
     def match(self, now_ns: int, *names: Sequence[int]) -> Match:
         """What every worker has of one prompt, whose blocks go by one or more lists of keys (see prompt_keys.py)."""
-        if now_ns >= self._expires_ns:
+        if self._due and now_ns >= self._due[0][0]:
             self._expire(now_ns)
         on_device, on_host = self._tiers
         device: _Runs = []
@@ -286,7 +290,7 @@ class PrefixIndex:
 
     def prefix_of(self, now_ns: int, worker: int, keys: Sequence[int]) -> Held:
         """What one worker has of one prompt."""
-        if now_ns >= self._expires_ns:
+        if self._due and now_ns >= self._due[0][0]:
             self._expire(now_ns)
         holder = self._holders.get(worker)
         if holder is None or not keys:
@@ -356,6 +360,7 @@ class PrefixIndex:
         return holder
 
     def _retire(self, holder: _Holder) -> None:
+        holder.predicted.clear()
         self._retired |= holder.bit
         self._live &= ~holder.bit
         self._swept = 0
@@ -405,19 +410,26 @@ class PrefixIndex:
 
     def _expire(self, now_ns: int) -> None:
         """End the predictions whose time is over."""
-        left, next_ns = EXPIRED_MAX, _NEVER_NS
-        for holder in self._holders.values():
+        left, due = EXPIRED_MAX, self._due
+        while left > 0 and due and due[0][0] <= now_ns:
+            holder = heappop(due)[2]
             predicted, gone = holder.predicted, list[int]()
-            while predicted:
+            while predicted and len(gone) < left:
                 key = next(iter(predicted))
-                if predicted[key] > now_ns or len(gone) == left:
-                    next_ns = min(next_ns, predicted[key])
+                if predicted[key] > now_ns:
                     break
                 del predicted[key]
                 gone.append(key)
             left -= len(gone)
             self._drop(self._tiers[Tier.DEVICE], gone, holder.bit)
-        self._expires_ns = next_ns
+            holder.is_due = False
+            self._put_due(holder)
+
+    def _put_due(self, holder: _Holder) -> None:
+        if holder.predicted and not holder.is_due:
+            holder.is_due = True
+            self._num_due += 1  # Breaks ties.
+            heappush(self._due, (next(iter(holder.predicted.values())), self._num_due, holder))
 
     def _drop(self, shards: _Shards, keys: Sequence[int], bit: int) -> None:
         low_bits, others = self._low_bits, ~bit
