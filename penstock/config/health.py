@@ -5,6 +5,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from penstock.config.branch import Branch, Count, Fraction, Positive
+from penstock.config.hedge import HedgeConfig
 
 Share = Annotated[float, Meta(ge=0, le=1)]
 Beats = Annotated[int, Meta(ge=2, le=1000)]
@@ -85,6 +86,7 @@ class HealthConfig(Branch, frozen=True, kw_only=True):
     panic_above: Fraction = 0.5
     """When more than this share of a model's ready workers would be left alone, none is."""
     retry: RetryConfig = RetryConfig()
+    hedge: HedgeConfig = HedgeConfig()
     quarantine: QuarantineConfig = QuarantineConfig()
     migrations_max: Count = 3
     """Workers that one stream may lose and still go on behind its last token; 0: a stream ends with its worker."""

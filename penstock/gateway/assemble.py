@@ -19,6 +19,7 @@ from penstock.policy.control import FlowControl
 from penstock.policy.decision_log import DecisionLog
 from penstock.policy.gate import Gate, ModelFacts
 from penstock.policy.health import FleetHealth
+from penstock.policy.hedge import Hedges
 from penstock.policy.output_length import OutputLengths
 from penstock.policy.parts import Parts
 from penstock.policy.price import PriceList
@@ -110,6 +111,7 @@ def make_decisions(
         config.routing.placement, metrics=metrics, log=log, seed=fresh_seed(), locality=lambda _: locality
     )
     health = FleetHealth(config.health, stream(fresh_seed(), "breakers").random)
+    hedge = config.health.hedge
     parts = Parts(
         admission=gate,
         limits=limits.limiter,
@@ -119,6 +121,7 @@ def make_decisions(
         placement=placements.of,
         slice_tokens=config.budgets.slice_tokens,
         health=health,
+        hedges=Hedges(hedge, metrics.hedged) if hedge.enabled else None,
         poison=Quarantine(config.health.quarantine),
         migrations_max=config.health.migrations_max,
     )
@@ -136,6 +139,7 @@ def make_decisions(
         log=log,
         slice_tokens=min(config.rate_limits.slice_tokens, config.budgets.slice_tokens),
         is_shared=config.server.processes > 1,
+        hedges=hedge.enabled,
     )
     return Decisions(
         dispatcher=dispatcher,

@@ -52,6 +52,8 @@ class Ticket:
     """Answer tokens that flow control knows of."""
     settled: Settled | None = None
     """Its end, if that was decided before its reply had ended."""
+    second: int = 0
+    """The number of a second attempt that ran at once with the first; 0: there was none."""
     machine_micros: int = 0
     """What workers cost that it began on and left for another one."""
 
@@ -75,9 +77,10 @@ class Dispatcher:
         log: Log,
         slice_tokens: int,
         is_shared: bool = False,
+        hedges: bool = False,
     ) -> None:
         """`slice_tokens` are the answer tokens between two looks at limits and budgets; `is_shared`: other gateways
-        use the same workers.
+        use the same workers; `hedges`: flow control may start a request a second time beside the first.
         """
         self.control = control
         self._gate, self._limiter, self._ledger, self._slots, self._clock = (
@@ -93,6 +96,7 @@ class Dispatcher:
         self._prices, self._metrics, self._health = prices, metrics, health
         self._meters = Meters(prices)
         self._registry = registry
+        self._hedges = hedges
         self._is_due = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = 0
@@ -226,6 +230,22 @@ class Dispatcher:
         self._dispatch_soon()
         return answer is not None
 
+    def won(self, reply: Reply, attempt: int) -> None:
+        """See `Owner`."""
+        ticket, now_ns = self._by_reply[reply], self._clock.now_ns()
+        if (flow := self.control.flow(ticket.arrival.id)) is not None:
+            self._meters.dropped(now_ns, flow, second=attempt != ticket.second)
+        self.control.races.won(now_ns, ticket.arrival.id, attempt)
+        self._dispatch_soon()
+
+    def lost(self, reply: Reply, attempt: int, error: PenstockError | None) -> None:
+        """See `Owner`."""
+        ticket, now_ns = self._by_reply[reply], self._clock.now_ns()
+        if (flow := self.control.flow(ticket.arrival.id)) is not None:
+            self._meters.dropped(now_ns, flow, second=attempt == ticket.second)
+        self.control.races.lost(now_ns, ticket.arrival.id, attempt, error)
+        self._dispatch_soon()
+
     def settled(self, reply: Reply) -> None:
         """See `Owner`: one record, and the place is free."""
         ticket = self._by_reply.pop(reply)
@@ -321,9 +341,10 @@ class Dispatcher:
         self._workers.refresh(now_ns)
         for action in self.control.dispatch(now_ns):
             if isinstance(action, Start):
-                self._start(action)
-            else:
+                (self._start_beside if action.beside else self._start)(action)
+            elif isinstance(action, Evict):
                 self._evict(action)
+            # An `Abort` is of an attempt whose reply ends as a whole, and aborts both.
         self._set_timer(now_ns)
 
     def _start(self, start: Start) -> None:
@@ -342,10 +363,26 @@ class Dispatcher:
         try:
             worker = self._registry.get(start.worker_id)
             assert worker is not None, f"{start.worker_id} has room, so it is there"
-            reply.start(worker.backend, streams)
+            race = start.attempt if self._hedges and start.attempt == 1 and len(streams) == 1 else 0
+            reply.start(worker.backend, streams, race=race)
         except Exception as error:  # noqa: BLE001 - one request's bug must not end the others.
             self._log.bug("a request could not be started", error, request_id=reply.exchange.id)
             reply.fail(error)
+
+    def _start_beside(self, start: Start) -> None:
+        ticket = self._tickets[start.id]
+        flow = self.control.flow(start.id)
+        assert flow is not None, "it was started just now"
+        ticket.second = start.attempt
+        self._meters.started_beside(self._clock.now_ns(), flow, start.worker_id)
+        ((request, sink),) = ticket.streams
+        worker = self._registry.get(start.worker_id)
+        assert worker is not None, f"{start.worker_id} has room, so it is there"
+        try:
+            ticket.reply.start_beside(worker.backend, _attempt(request, start), sink, attempt=start.attempt)
+        except Exception as error:  # noqa: BLE001 - one request's bug must not end the others.
+            self._log.bug("a second attempt could not be started", error, request_id=start.id)
+            ticket.reply.fail(error)
 
     def _evict(self, evict: Evict) -> None:
         ticket = self._tickets.get(evict.id)

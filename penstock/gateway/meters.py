@@ -31,6 +31,8 @@ class Meters:
         self._prices = prices
         self._accounts: dict[WorkerId, AcceleratorCost] = {}
         self._running: dict[RequestId, _Running] = {}
+        self._beside: dict[RequestId, _Running] = {}
+        """Second attempts that run at once with the first."""
         self._left: set[WorkerId] = set()
         self._interval_ns = 0
 
@@ -52,6 +54,22 @@ class Meters:
         if (account := self._accounts.get(flow.worker)) is not None:
             self._running[flow.id] = _Running(flow.worker, flow.completion_tokens)
             account.started(now_ns, flow.id)
+
+    def started_beside(self, now_ns: int, flow: Flow, worker: WorkerId) -> None:
+        """It was sent to a second worker too."""
+        if (account := self._accounts.get(worker)) is not None:
+            self._beside[flow.id] = _Running(worker, flow.completion_tokens)
+            account.started(now_ns, flow.id)
+
+    def dropped(self, now_ns: int, flow: Flow, *, second: bool) -> None:
+        """One of two attempts is over. What it cost is paid by whoever runs the worker."""
+        other = self._beside.pop(flow.id, None)
+        gone = other if second else self._running.pop(flow.id, None)
+        if not second and other is not None:
+            self._running[flow.id] = other
+        if gone is not None:
+            self._accounts[gone.worker].settle(now_ns, flow.id)
+            self._close(gone.worker)
 
     def began(self, flow: Flow) -> None:
         """Its first output is here: the prompt is done."""
@@ -86,7 +104,8 @@ class Meters:
 
     def _close(self, worker: WorkerId) -> None:
         """Drop the account of a worker that is gone and runs nothing."""
-        if worker in self._left and all(running.worker != worker for running in self._running.values()):
+        running = (*self._running.values(), *self._beside.values())
+        if worker in self._left and all(each.worker != worker for each in running):
             self._left.remove(worker)
             del self._accounts[worker]
 

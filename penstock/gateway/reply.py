@@ -16,6 +16,7 @@ from penstock.backends.base import Backend, Finish, GenerateRequest, Generation,
 from penstock.clock import Clock
 from penstock.errors import Draining, Overloaded, PenstockError, StreamBroken, WorkerError
 from penstock.gateway.exchange import Exchange
+from penstock.gateway.race import Race, Racer
 from penstock.gateway.tally import Tally, outcome_of
 from penstock.protocol.stream import StreamHead
 from penstock.rng import IdSource
@@ -38,6 +39,14 @@ class Owner(Protocol):
         """The worker failed, and another one can begin anew or go on. True: `start` is called again, later, with what
         `remaining` says; False: the reply fails.
         """
+        ...
+
+    def won(self, reply: "Reply", attempt: int) -> None:
+        """Of two attempts that ran at once this one has output first; the other is aborted next."""
+        ...
+
+    def lost(self, reply: "Reply", attempt: int, error: PenstockError | None) -> None:
+        """Of two attempts this one failed, or was aborted; the other goes on."""
         ...
 
     def settled(self, reply: "Reply") -> None:
@@ -88,7 +97,7 @@ class Reply:
     """All streams of one request. Waits until it is started; ends once: completed, stopped, failed, or the client left."""
 
     __slots__ = (
-        "_broken", "_generations", "_is_over", "_live", "_resume", "_settled", "_stopped", "_waiting",
+        "_broken", "_generations", "_is_over", "_live", "_race", "_resume", "_settled", "_stopped", "_waiting",
         "context", "error", "exchange", "next_slice", "num_produced", "tally",
     )  # fmt: skip
 
@@ -110,6 +119,8 @@ class Reply:
         self._settled = False
         self._stopped: FinishReason | None = None
         self._broken: PenstockError | None = None
+        self._race: Race | None = None
+        """Set while it is one stream that may be started a second time, beside the first."""
         self._resume: dict[int, tuple[int, ...]] = {}
         """Choices that were broken off -> their answers so far, with which another worker can go on."""
         self.exchange.on_disconnect = self._client_left
@@ -136,9 +147,18 @@ class Reply:
             if i in resume
         ]
 
-    def start(self, backend: Backend, streams: Sequence[tuple[GenerateRequest, Sink]]) -> None:
-        """Start every stream. If one cannot start, none runs; the owner says what happens then."""
+    def start(
+        self, backend: Backend, streams: Sequence[tuple[GenerateRequest, Sink]], *, race: int = 0
+    ) -> None:
+        """Start every stream. If one cannot start, none runs; the owner says what happens then. With `race` it is one stream, the
+        attempt of that number, and `start_beside` may follow.
+        """
         assert self._waiting, "it runs already"
+        self._race = None
+        if race:
+            self._race, ((request, sink),) = self._new_race(), streams
+            racer = self._race.enter(sink, race)
+            streams = [(request, racer.as_sink())]
         if not self.exchange.is_open:
             self._over(Outcome.ABORT)  # The client left while its prompt was tokenized.
         self._generations.clear()
@@ -157,10 +177,28 @@ class Reply:
                 self._waiting = False
                 raise
             self._generations.append(generation)
+            if isinstance(sink, Racer):
+                sink.generation = generation
         self._waiting = False
         if self._is_over or self._broken is not None:
             self._abort_all()
         self._settle_if_idle()
+
+    def start_beside(self, backend: Backend, request: GenerateRequest, sink: Sink, *, attempt: int) -> None:
+        """Start its one stream a second time: whichever has output first is heard."""
+        assert self._race is not None, "it was not started so"
+        if self._is_over or self._broken is not None:
+            self.context.owner.lost(self, attempt, None)
+            return
+        racer = self._race.enter(sink, attempt)
+        try:
+            generation = backend.generate(request, racer.as_sink())
+        except (WorkerError, Overloaded) as error:
+            self._race.leave(racer)
+            self.context.owner.lost(self, attempt, error)
+            return
+        racer.generation = generation
+        self._generations.append(generation)
 
     def first_output(self) -> None:
         """A choice has its first output."""
@@ -252,6 +290,22 @@ class Reply:
         self.context.owner.settled(self)  # First: what the client was told has been written down.
         if is_complete:
             self.complete()
+
+    def _new_race(self) -> Race:
+        owner = self.context.owner
+
+        def won(winner: Racer, loser: Racer) -> None:
+            owner.won(self, winner.attempt)
+            if loser.generation is not None:
+                self._generations.remove(loser.generation)
+                loser.generation.abort()
+
+        def lost(loser: Racer, finish: Finish) -> None:
+            if loser.generation is not None:
+                self._generations.remove(loser.generation)
+            owner.lost(self, loser.attempt, finish.error)
+
+        return Race(on_won=won, on_lost=lost)
 
     def _client_left(self) -> None:
         if not self._is_over:

@@ -43,6 +43,8 @@ class Start(msgspec.Struct, frozen=True, gc=False):
     priority: int
     """The band's order: what the engine's own queue goes by."""
     attempt: int
+    beside: bool = False
+    """The attempt before it runs on: tell `won` which of them has output first, or `lost` which of them failed."""
 
 
 class Abort(msgspec.Struct, frozen=True, gc=False):
@@ -50,6 +52,8 @@ class Abort(msgspec.Struct, frozen=True, gc=False):
 
     id: RequestId
     worker_id: WorkerId
+    attempt: int = 0
+    """Of two attempts the one that is dropped: it holds nothing any more, and nothing that it says counts. 0: all there is."""
 
 
 class Stop(msgspec.Struct, frozen=True, gc=False):

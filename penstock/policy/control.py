@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 
 from penstock.clock import NS_PER_S
 from penstock.config.flow import QueueConfig
-from penstock.errors import Draining, Evicted, Overloaded, PenstockError, WorkerError, WorkerUnavailable
+from penstock.errors import Draining, Evicted, Overloaded, PenstockError, WorkerUnavailable
 from penstock.policy.account import Accounts
 from penstock.policy.answers import (
     Abort,
@@ -27,12 +27,13 @@ from penstock.policy.answers import (
     Stop,
 )
 from penstock.policy.band import Work
+from penstock.policy.deaths import Deaths
 from penstock.policy.fair_queue import Full
 from penstock.policy.flow import Arrival, Event, Flow, State
 from penstock.policy.lane import Lane
 from penstock.policy.life import Life, blocks_of, charge, charge_matched, count, victims, work_of
 from penstock.policy.parts import Parts, Pass, RouteLoad
-from penstock.policy.quarantine import OnBoard
+from penstock.policy.race import Races
 from penstock.policy.record import Outcome
 from penstock.policy.room import WorkerView
 from penstock.types import RequestId, Usage, WorkerId
@@ -59,6 +60,7 @@ class FlowControl:
         "_pending",
         "_timers",
         "_timers_set",
+        "races",
     )
 
     def __init__(self, config: QueueConfig, parts: Parts | None = None) -> None:
@@ -69,9 +71,12 @@ class FlowControl:
         self._dirty: dict[str, Lane] = {}
         self._timers: list[tuple[int, int, Lane]] = []
         self._timers_set = 0
-        self._pending: list[Start | Evict] = []
-        self._deaths: dict[WorkerId, tuple[int, list[OnBoard]]] = {}
-        """Workers that died since `dispatch` was last called, when, and who was on them."""
+        self._pending: list[Start | Abort | Evict] = []
+        self._deaths = Deaths(self._parts.poison, self._lives)
+        self.races = Races(
+            self._parts.hedges, self._parts.health, self._lives, self._deaths, on_change=self._touch
+        )
+        """Where the driver tells of requests that run on two workers at once."""
         self._drain_ns: int | None = None
 
     # --- from the front ---------------------------------------------------------------------------
@@ -113,6 +118,7 @@ class FlowControl:
         if life is None:
             return None
         flow = life.flow
+        self._end_race(now_ns, life)
         was = flow.state
         flow.on(Event.CANCEL, now_ns)
         if was is State.QUEUED:
@@ -140,7 +146,8 @@ class FlowControl:
             return
         flow, arrival = life.flow, life.flow.arrival
         if flow.state is State.STARTED:
-            life.lane.begin(now_ns, flow.worker, life.work)
+            life.lane.begin(now_ns, flow.worker, life.booked)
+            self.races.began(now_ns, life)
             self._parts.health.began(now_ns, life.lane.route, flow.worker, now_ns - flow.dispatched_ns)
             self._dirty[life.lane.route] = life.lane
         flow.on(Event.FIRST_OUTPUT, now_ns)
@@ -196,6 +203,7 @@ class FlowControl:
             return None
         flow = life.flow
         assert flow.state is not State.QUEUED, f"{request_id} runs nowhere"
+        self._end_race(now_ns, life)
         if outcome in _ENDS:
             flow.on(_ENDS[outcome], now_ns)
         flow.on(Event.FAIL if outcome is Outcome.FAILED else Event.FINISH, now_ns)
@@ -224,16 +232,13 @@ class FlowControl:
             flow.on(Event.FAIL, now_ns)
             flow.error = type(error).__name__
             return self._settle(now_ns, life)
-        if isinstance(error, WorkerError) and error.died:
-            given = flow.completion_tokens if usage is None else usage.completion_tokens
-            is_starting = flow.state is State.STARTED
-            _, on_board = self._deaths.setdefault(flow.worker, (now_ns, []))
-            on_board.append(OnBoard(flow.arrival, is_starting, given))
+        self._end_race(now_ns, life)
+        self._deaths.note(now_ns, flow.worker, life, error, usage)
         again = self._again(now_ns, flow) if retry else None
         if again is not None:
             self._parts.health.ended(now_ns, lane.route, flow.worker, error)
             flow.on(again, now_ns)
-            lane.release(now_ns, flow.worker, work)
+            self.races.release(now_ns, life)
             lane.failed(flow.worker, work)
             if flow.has_begun:
                 count(flow, usage)
@@ -256,7 +261,7 @@ class FlowControl:
 
     # --- by the clock -----------------------------------------------------------------------------
 
-    def dispatch(self, now_ns: int) -> Sequence[Start | Evict]:
+    def dispatch(self, now_ns: int) -> Sequence[Start | Abort | Evict]:
         """What must be done now, in order."""
         if self._deaths:
             self._look_for_poison(now_ns)
@@ -273,22 +278,23 @@ class FlowControl:
             dirty, self._dirty = self._dirty, {}
             for lane in dirty.values():
                 self._serve(now_ns, lane, told)
+        told += self.races.due(now_ns)
         return told
 
-    def shed(self, now_ns: int, route: str) -> Sequence[Evict]:
+    def shed(self, now_ns: int, route: str) -> Sequence[Start | Abort | Evict]:
         """Make KV memory free at workers that reported it nearly full. `dispatch` calls it after every report.
 
         Only for the sake of a higher band that runs there or waits for the model: among equals the engine's own preemption is
         fair, and nothing is lost by it. Lowest band first, in it whoever has the longest answer still to come; protected
         bands never.
         """
-        lane, told = self._lanes.get(route), list[Evict]()
+        lane, told = self._lanes.get(route), list[Start | Abort | Evict]()
         for room in lane.rooms.take_fresh() if lane is not None else ():
             assert lane is not None, "its rooms were just looked at"
-            lives = [self._lives[request_id] for request_id in room.begun]
+            lives = [self.races.life_of(name) for name in room.begun]
             error = Evicted("gave way to requests of a higher band: KV memory ran out")
             for victim in victims(self._config, lane, room, lives):
-                told.append(self._give_way(now_ns, self._lives[RequestId(victim)], "memory", error))
+                self._give_way(now_ns, self._lives[RequestId(victim)], "memory", error, told)
         return told
 
     def next_ns(self, now_ns: int) -> int | None:
@@ -297,6 +303,8 @@ class FlowControl:
         while timers and timers[0][2].timer_ns != timers[0][0]:
             heappop(timers)
         first = timers[0][0] if timers else None
+        if (hedge_ns := self.races.next_ns()) is not None:
+            first = hedge_ns if first is None else min(first, hedge_ns)
         if self._pending or self._dirty:
             first = now_ns
         if self._drain_ns is not None and any(
@@ -337,7 +345,7 @@ class FlowControl:
 
         return look
 
-    def _serve(self, now_ns: int, lane: Lane, told: list[Start | Evict]) -> None:
+    def _serve(self, now_ns: int, lane: Lane, told: list[Start | Abort | Evict]) -> None:
         while (late := lane.next_expired(now_ns)) is not None:
             work, reason = late
             waited_s = (now_ns - work.queued_ns) / NS_PER_S
@@ -352,6 +360,8 @@ class FlowControl:
             flow = life.flow
             flow.worker = room.id
             flow.on(Event.DISPATCH, now_ns)
+            life.attempt, life.booked = flow.attempts, work
+            self.races.started(now_ns, life)
             self._parts.health.started(now_ns, lane.route, room.id)
             if work.matched_tokens:
                 charge_matched(life)
@@ -374,35 +384,36 @@ class FlowControl:
 
     def _look_for_poison(self, now_ns: int) -> None:
         """Workers have died since the last time: whoever is found to be the cause does not go on to the next one."""
-        deaths, self._deaths = self._deaths, {}
-        poison = self._parts.poison
-        for at_ns, on_board in deaths.values():
-            poison.died(at_ns, on_board)
-        for arrival in (each.arrival for _, on_board in deaths.values() for each in on_board):
-            life = self._lives.get(arrival.id)
-            if life is None or life.flow.state is not State.QUEUED:
-                continue
-            if (error := poison.refusal(now_ns, arrival)) is not None:
-                life.lane.queue.remove(life.work)
-                self._pending.append(self._dropped(now_ns, life.work, "quarantine", error))
-            else:
-                life.lane.suspect(life.work, poison.trial(now_ns, arrival))
+        for life, error in self._deaths.refused(now_ns):
+            life.lane.queue.remove(life.work)
+            self._pending.append(self._dropped(now_ns, life.work, "quarantine", error))
 
-    def _evict_all(self, now_ns: int, told: list[Start | Evict]) -> None:
+    def _evict_all(self, now_ns: int, told: list[Start | Abort | Evict]) -> None:
         error = Draining("this server went away before the answer was finished")
         for life in list(self._lives.values()):
             if life.flow.state is State.QUEUED:
                 life.lane.queue.remove(life.work)
                 told.append(self._dropped(now_ns, life.work, "drain", error))
             elif life.flow.state is not State.STOPPING:
-                told.append(self._give_way(now_ns, life, "drain", error))
+                self._give_way(now_ns, life, "drain", error, told)
 
-    def _give_way(self, now_ns: int, life: Life, reason: str, error: PenstockError) -> Evict:
+    def _give_way(
+        self, now_ns: int, life: Life, reason: str, error: PenstockError, told: list[Start | Abort | Evict]
+    ) -> None:
         """Tell one that runs to end."""
+        self._end_race(now_ns, life, told)
         flow = life.flow
         flow.reason, flow.error = reason, type(error).__name__
         flow.on(Event.EVICT, now_ns)
-        return Evict(flow.id, reason, error, worker_id=flow.worker)
+        told.append(Evict(flow.id, reason, error, worker_id=flow.worker))
+
+    def _end_race(self, now_ns: int, life: Life, told: list[Start | Abort | Evict] | None = None) -> None:
+        """What happens to it happens to all of it: a second attempt ends first."""
+        if life.race is not None:
+            (self._pending if told is None else told).append(self.races.end(now_ns, life))
+
+    def _touch(self, lane: Lane) -> None:
+        self._dirty[lane.route] = lane
 
     def _over(
         self, now_ns: int, life: Life, usage: Usage | None, fault: PenstockError | None = None
@@ -425,7 +436,7 @@ class FlowControl:
             self._parts.health.succeeded()
             self._parts.poison.ended_well(arrival)
         lane.queue.end(work)
-        lane.release(now_ns, flow.worker, work, usage)
+        self.races.release(now_ns, life, usage)
         self._dirty[lane.route] = lane
         return self._settle(now_ns, life)
 

@@ -6,12 +6,13 @@
      reject          │ └──────retry────────┤                          │                         │
      v               evict, cancel, fail   cancel, evict, stop ───────┴──> STOPPING ──finish, fail
     ENDED            v
-                    ENDED
+                    ENDED               STARTED ──hedge──> RACING ──drop──> STARTED
 
 A request that runs on a worker ends when the worker says so: whoever wants it to end earlier (the client left, the
 budget is used up, memory ran out) makes it STOPPING, the driver aborts it there, and the worker's last word has the exact
 counts. So nothing is settled from a guess, and nothing twice. One that has streamed and whose worker died waits again at its
-old place (MIGRATE) and goes on behind its last token; it is the same request, with one end and one record. Time is handed in; nothing here knows clocks or sockets.
+old place (MIGRATE) and goes on behind its last token; it is the same request, with one end and one record. One that has no output for long may be started on a second worker (HEDGE);
+whatever happens then, one of the two attempts is dropped first. Time is handed in; nothing here knows clocks or sockets.
 """
 
 import enum
@@ -31,10 +32,12 @@ class State(enum.IntEnum):
     QUEUED = 1
     STARTED = 2
     """On a worker that has sent nothing yet: it may still be tried on another, or moved if an earlier one had begun."""
-    STREAMING = 3
-    STOPPING = 4
+    RACING = 3
+    """On two workers that have sent nothing yet: it goes on on one of them."""
+    STREAMING = 4
+    STOPPING = 5
     """Told to end; the worker's last word is awaited."""
-    ENDED = 5
+    ENDED = 6
 
 
 class Event(enum.IntEnum):
@@ -58,6 +61,10 @@ class Event(enum.IntEnum):
     FAIL = 10
     MIGRATE = 11
     """Its worker failed after output, and another one can go on behind it."""
+    HEDGE = 12
+    """It has waited long for its first output, and is started on another worker too."""
+    DROP = 13
+    """One of two attempts is over: the other had output first, or it failed, or both are to end."""
 
 
 class Action(enum.IntEnum):
@@ -93,6 +100,11 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
     (State.STARTED, Event.RETRY): (State.QUEUED, (Action.RELEASE, Action.ENQUEUE)),
     (State.STARTED, Event.MIGRATE): (State.QUEUED, (Action.RELEASE, Action.ENQUEUE)),
     (State.STARTED, Event.FIRST_OUTPUT): (State.STREAMING, ()),
+    (State.STARTED, Event.HEDGE): (State.RACING, (Action.START,)),
+    (State.RACING, Event.DROP): (
+        State.STARTED,
+        (Action.ABORT, Action.RELEASE),
+    ),  # First of all, whatever happens.
     (State.STARTED, Event.CANCEL): (State.STOPPING, _ABORT),
     (State.STARTED, Event.EVICT): (State.STOPPING, _ABORT),
     (State.STARTED, Event.STOP): (State.STOPPING, _ABORT),
@@ -243,15 +255,15 @@ class Flow:
             self.migrations += event is Event.MIGRATE
             if self.outcome is None and event in _OUTCOME:
                 self.outcome = _OUTCOME[event]
+            if event is Event.DISPATCH:
+                self.dispatched_ns = now_ns
+            self.attempts += Action.START in actions
             self._stamp(state, now_ns)
         return actions
 
     def _stamp(self, state: State, now_ns: int) -> None:
         if state is State.QUEUED:
             self.queued_ns = now_ns
-        elif state is State.STARTED:
-            self.dispatched_ns = now_ns
-            self.attempts += 1
         elif state is State.STREAMING:
             if self.first_output_ns < 0:
                 self.first_output_ns = now_ns

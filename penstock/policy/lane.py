@@ -91,13 +91,32 @@ class Lane:
         if work is None:
             return None
         assert room is not None, "what fits has a place"
-        rooms.book(room, work)
         if self._suspects and work.id in self._suspects:
             self._suspects[work.id].worker = room.id
-        self.starting_tokens += uncached_tokens(work)
-        self.placement.started(now_ns, work, room)
+        self.book(now_ns, work, room)
         self._pace(now_ns)
         return work, room
+
+    def book(self, now_ns: int, work: Work, room: Room) -> None:
+        """It is started there."""
+        self.rooms.book(room, work)
+        self.starting_tokens += uncached_tokens(work)
+        self.placement.started(now_ns, work, room)
+
+    def place_beside(self, now_ns: int, work: Work, worker: WorkerId) -> Room | None:
+        """Where a request that runs at `worker` could be started a second time: only if nobody waits, and there is room for it in
+        another worker's batch. Books nothing.
+        """
+        if self.queue.num_waiting:
+            return None
+        blocked = self._health.blocked(now_ns, self.route).union(
+            (worker,), (each.worker for each in self._suspects.values() if each.worker is not None)
+        )
+        room = self.placement.place(now_ns, work, self.rooms, _NOBODY, blocked)
+        if room is None or isinstance(room, Hold):
+            return None
+        rows = room.view.max_running or room.slots
+        return room if room.booked + room.others + work.streams <= rows else None
 
     def failed(self, worker_id: WorkerId, work: Work) -> None:
         """It failed there, and will wait for another attempt."""
@@ -110,6 +129,10 @@ class Lane:
         """It waits, and may be what a worker died of: until its next output it is beside others only as `trial` says."""
         if trial is not None:
             self._suspects[work.id] = _Tried(trial)
+
+    def is_suspect(self, work: Work) -> bool:
+        """Whether it is under suspicion, and has given nothing since."""
+        return work.id in self._suspects
 
     def forget(self, work: Work) -> None:
         """It has ended."""

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import msgspec
+
 from penstock.config.flow import QueueConfig
 from penstock.policy.account import Account
 from penstock.policy.band import Work, cost
@@ -9,16 +11,33 @@ from penstock.policy.flow import Arrival, Flow, State
 from penstock.policy.kv_pressure import RunningStream, blocks_to_free, choose_victims
 from penstock.policy.lane import Lane
 from penstock.policy.room import Room
-from penstock.types import BLOCK_TOKENS, Usage
+from penstock.types import BLOCK_TOKENS, Usage, WorkerId
+
+
+class Race(msgspec.Struct, gc=False):
+    """The second of two attempts that run at once."""
+
+    worker: WorkerId
+    work: Work
+    attempt: int
+    started_ns: int
 
 
 class Life:
     """One accepted request and what is held for it."""
 
-    __slots__ = ("account", "flow", "lane", "work")
+    __slots__ = ("account", "attempt", "booked", "flow", "lane", "race", "raced_ns", "work")
 
     def __init__(self, flow: Flow, lane: Lane, work: Work, account: Account) -> None:
         self.flow, self.lane, self.work, self.account = flow, lane, work, account
+        self.booked = work
+        """What is booked at `flow.worker`: `work`, or that of a second attempt which outran the first."""
+        self.attempt = 0
+        """The number of the attempt at `flow.worker`."""
+        self.race: Race | None = None
+        """The other attempt, while there are two."""
+        self.raced_ns = -1
+        """When it was started first, if it was then started beside that."""
 
 
 def work_of(arrival: Arrival, now_ns: int, expected: int) -> Work:

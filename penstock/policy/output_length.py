@@ -10,46 +10,14 @@ The high percentile is chosen so that nine of ten answers need no renewal, while
 one: the window of all tenants' answers of that model; without that too, a default.
 """
 
-from array import array
-from bisect import bisect_left, insort
-
 from penstock.config.flow import RateLimitsConfig
+from penstock.policy.quantile_window import AMOUNT_MAX, Window
 from penstock.types import TenantId
 
 _SAMPLES_MIN = 8
 """Answers that a window must have seen before it is believed."""
 _EVERYBODY = TenantId("\0everybody")
 """Key of the window over all tenants of a model; no tenant has such a name, since names are printable."""
-_LENGTH_MAX = 2**32 - 1
-
-
-class _Window:
-    """The last `size` answers' lengths, and the same in order."""
-
-    __slots__ = ("_next", "_ring", "_size", "_sorted")
-
-    def __init__(self, size: int) -> None:
-        self._size, self._next = size, 0
-        self._ring, self._sorted = array("I"), array("I")
-
-    def __len__(self) -> int:
-        return len(self._ring)
-
-    def add(self, length: int) -> None:
-        if len(self._ring) < self._size:
-            self._ring.append(length)
-        else:
-            oldest = self._ring[self._next]
-            del self._sorted[bisect_left(self._sorted, oldest)]
-            self._ring[self._next] = length
-            self._next = (self._next + 1) % self._size
-        insort(self._sorted, length)
-
-    def quantile(self, share: float) -> int:
-        """The smallest length that at least `share` of the window does not exceed (nearest rank)."""
-        count = len(self._sorted)
-        rank = -int(-share * count // 1)
-        return self._sorted[min(count, max(1, rank)) - 1]
 
 
 class OutputLengths:
@@ -59,7 +27,7 @@ class OutputLengths:
 
     def __init__(self, config: RateLimitsConfig) -> None:
         self._config = config
-        self._windows: dict[tuple[TenantId, str], _Window] = {}
+        self._windows: dict[tuple[TenantId, str], Window] = {}
 
     def expect(self, tenant: TenantId, model: str, max_tokens: int) -> int:
         """Tokens to reserve for one answer of at most `max_tokens`; at least 1."""
@@ -73,7 +41,7 @@ class OutputLengths:
 
     def observe(self, tenant: TenantId, model: str, num_tokens: int) -> None:
         """An answer ended after `num_tokens`, whatever ended it: what was used is what the next one is likely to use."""
-        length = min(num_tokens, _LENGTH_MAX)
+        length = min(num_tokens, AMOUNT_MAX)
         self._window(tenant, model).add(length)
         self._window(_EVERYBODY, model).add(length)
 
@@ -81,12 +49,12 @@ class OutputLengths:
         """Pairs that are remembered, those of all tenants together included."""
         return len(self._windows)
 
-    def _window(self, tenant: TenantId, model: str) -> _Window:
+    def _window(self, tenant: TenantId, model: str) -> Window:
         """The window of a pair, moved to the end of the line of those that make room."""
         key = (tenant, model)
         window = self._windows.pop(key, None)
         if window is None:
-            window = _Window(self._config.output_window)
+            window = Window(self._config.output_window)
             while len(self._windows) >= self._config.output_windows_max:
                 del self._windows[next(iter(self._windows))]
         self._windows[key] = window

@@ -14,6 +14,7 @@ from penstock.errors import PenstockError
 from penstock.policy.answers import Diverted, Refused
 from penstock.policy.band import Work
 from penstock.policy.flow import Arrival
+from penstock.policy.hedge import Hedges
 from penstock.policy.quarantine import OnBoard, Trial
 from penstock.policy.room import Room, Rooms
 from penstock.policy.tenant import Tenant
@@ -432,6 +433,8 @@ class Parts:
     """Makes the placement of a model, by its name."""
     health: Health = field(default_factory=AllHealthy)
     poison: Poison = field(default_factory=NoPoison)
+    hedges: Hedges | None = None
+    """None: no request is started beside another attempt of itself."""
     slice_tokens: int = 256
     """Answer tokens between two looks at the budget."""
     migrations_max: int = 3

@@ -8,17 +8,16 @@ The other driver of the same objects is gateway/dispatch.py, on an event loop an
 
 from collections.abc import Sequence
 
-import msgspec
-
 from penstock import rng
 from penstock.errors import EngineFault, PenstockError, StreamBroken, WorkerUnavailable
 from penstock.kv.events import Numbered
 from penstock.policy.answers import Abort, Diverted, Evict, Refused, Settled, Start
 from penstock.policy.budget import Budgets
 from penstock.policy.control import FlowControl
-from penstock.policy.flow import Arrival, Flow, State
+from penstock.policy.flow import Arrival, Flow
 from penstock.policy.gate import Gate, ModelFacts
 from penstock.policy.health import FleetHealth
+from penstock.policy.hedge import HedgeOutcome, Hedges
 from penstock.policy.lease import Leases
 from penstock.policy.life import continued
 from penstock.policy.output_length import OutputLengths
@@ -36,35 +35,10 @@ from penstock.sim.messages import Began, Failed, Finished, Report, Sliced, Submi
 from penstock.sim.prompts import LazyTokens
 from penstock.sim.request import RequestRecord, Segment, SimRequest
 from penstock.sim.store import LeaseKeeper, SharedStore
+from penstock.sim.ticket import Ticket
 from penstock.types import FinishReason, RequestId, Usage, WorkerId
 
 _TOKEN_BYTES = 4
-
-
-class Ticket:
-    """One accepted request."""
-
-    __slots__ = ("arrival", "attempt", "carried", "first_ns", "num_told", "number", "request", "usage")
-
-    def __init__(self, request: SimRequest, number: int, arrival: Arrival) -> None:
-        self.request, self.number, self.arrival = request, number, arrival
-        self.attempt = 0
-        """Of which words count; 0: of none."""
-        self.num_told = 0
-        """Tokens of the answer that the client has."""
-        self.first_ns = -1
-        self.usage = Usage()
-        """What the worker told with the first token."""
-        self.carried: Usage | None = None
-        """What was used on workers that were lost in the middle of the answer."""
-
-    def break_off(self) -> Usage | None:
-        """Its worker is lost: what it used until now, if it has begun."""
-        self.attempt = 0
-        if self.first_ns >= 0:
-            here = msgspec.structs.replace(self.usage, completion_tokens=self.num_told)
-            self.carried = here if self.carried is None else continued(self.carried, here)
-        return self.carried
 
 
 class SimGateway:
@@ -103,6 +77,10 @@ class SimGateway:
         self.budgets = Budgets(config.budgets, wall_offset_ns=self.clock.wall_ns() - self.clock.now_ns())
         self.gate = Gate(config.admission, config.routing, config.queue, self._model_facts)
         self.caches = Caches(config, seed=facts.seed, gateway=number)
+        self.num_hedges: dict[HedgeOutcome, int] = dict.fromkeys(HedgeOutcome, 0)
+        """By what came of them."""
+        hedge = config.health.hedge
+        self.hedges = Hedges(hedge, self._count_hedge) if hedge.enabled else None
         self.health = FleetHealth(config.health, rng.stream(facts.seed, f"breakers/{number}/{life}").random)
         parts = Parts(
             admission=self.gate,
@@ -113,6 +91,7 @@ class SimGateway:
             placement=facts.placement or self.caches.placement,
             slice_tokens=config.budgets.slice_tokens,
             health=self.health,
+            hedges=self.hedges,
             poison=Quarantine(config.health.quarantine),
             migrations_max=config.health.migrations_max,
         )
@@ -175,8 +154,10 @@ class SimGateway:
         """Words of a worker about requests."""
         for word in told:
             ticket = self.tickets.get(word.id)
-            if ticket is None or ticket.attempt != word.attempt:
+            if ticket is None or not word.attempt or word.attempt not in (ticket.attempt, ticket.beside):
                 continue  # Of an attempt that is over.
+            if ticket.beside and not self._race(now_ns, ticket, word):
+                continue
             match word:
                 case Began():
                     self._began(now_ns, ticket, worker_id, word)
@@ -218,11 +199,13 @@ class SimGateway:
         self.control.set_worker(now_ns, route, worker_id, None)
         self.caches.left(worker_id)
         for ticket in list(self.tickets.values()):
-            flow = self._flow(ticket)
-            if flow.worker == worker_id and flow.state is not State.QUEUED:
+            attempt = self.control.races.attempt_at(ticket.arrival.id, worker_id)
+            if attempt:
                 num_lost += 1
                 kind = StreamBroken if ticket.first_ns >= 0 else WorkerUnavailable
-                self._failed(now_ns, ticket, kind("the worker is gone", died=died))
+                error = kind("the worker is gone", died=died)
+                if not self._lost_one(now_ns, ticket, attempt, error):
+                    self._failed(now_ns, ticket, error)
         self._dispatch(now_ns)
         return num_lost
 
@@ -291,6 +274,27 @@ class SimGateway:
             )
         )
 
+    def _race(self, now_ns: int, ticket: Ticket, word: Told) -> bool:
+        """One of two attempts has said something; whether that counts for the request."""
+        if isinstance(word, Failed):
+            return not self._lost_one(now_ns, ticket, word.attempt, word.error)
+        loser = self.control.races.won(now_ns, word.id, word.attempt)
+        assert loser is not None, f"{word.id} runs twice"
+        ticket.attempt, ticket.beside = word.attempt, 0
+        self._network.abort(now_ns, self.number, loser.worker_id, loser.id)
+        return True
+
+    def _lost_one(self, now_ns: int, ticket: Ticket, attempt: int, error: PenstockError) -> bool:
+        """An attempt failed: whether another one goes on."""
+        if not self.control.races.lost(now_ns, ticket.arrival.id, attempt, error):
+            return False
+        ticket.attempt, ticket.beside = ticket.attempt + ticket.beside - attempt, 0
+        return True
+
+    def _count_hedge(self, route: str, outcome: HedgeOutcome) -> None:
+        del route
+        self.num_hedges[outcome] += 1
+
     def _began(self, now_ns: int, ticket: Ticket, worker_id: WorkerId, word: Began) -> None:
         request_id, route = ticket.arrival.id, ticket.arrival.route
         self.control.first_output(now_ns, request_id, cached_tokens=word.cached_tokens)
@@ -351,6 +355,10 @@ class SimGateway:
         for action in self.control.dispatch(now_ns):
             if isinstance(action, Start):
                 self._start(now_ns, action)
+            elif isinstance(action, Abort):
+                self._network.abort(now_ns, self.number, action.worker_id, action.id)
+                if (ticket := self.tickets.get(action.id)) is not None:
+                    ticket.attempt, ticket.beside = ticket.attempt + ticket.beside - action.attempt, 0
             else:
                 self._evict(now_ns, action)
         due_ns = self.control.next_ns(now_ns)
@@ -365,7 +373,10 @@ class SimGateway:
 
     def _start(self, now_ns: int, start: Start) -> None:
         ticket = self.tickets[start.id]
-        ticket.attempt = start.attempt
+        if start.beside:
+            ticket.beside = start.attempt
+        else:
+            ticket.attempt = start.attempt
         request, tenant = ticket.request, ticket.arrival.tenant
         answer = request.answer or (1 << 60) + ticket.number
         max_tokens = ticket.arrival.max_tokens

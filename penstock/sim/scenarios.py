@@ -4,7 +4,20 @@ All are small (a few thousand steps), so that each takes seconds; `--set workers
 this module registers them all.
 """
 
-from penstock.sim import scenarios_everyday, scenarios_faults, scenarios_fleet, scenarios_overload
+from penstock.sim import (
+    scenarios_everyday,
+    scenarios_faults,
+    scenarios_fleet,
+    scenarios_hedge,
+    scenarios_overload,
+)
 from penstock.sim.scenario_parts import SCENARIOS
 
-__all__ = ["SCENARIOS", "scenarios_everyday", "scenarios_faults", "scenarios_fleet", "scenarios_overload"]
+__all__ = [
+    "SCENARIOS",
+    "scenarios_everyday",
+    "scenarios_faults",
+    "scenarios_fleet",
+    "scenarios_hedge",
+    "scenarios_overload",
+]

@@ -168,6 +168,12 @@ CATALOG = (
     ),
     Metric("penstock_retry_budget_level", "gauge", "Requests that could be tried again now."),
     Metric(
+        "penstock_hedges_total",
+        "counter",
+        "Requests that were started on a second worker beside the first, or should have been, by what came of it.",
+        ("model", "outcome"),
+    ),
+    Metric(
         "penstock_migrations_total",
         "counter",
         "Streams whose worker was lost and that were to go on, token for token, on another.",

@@ -144,6 +144,7 @@ class Metrics:
             outcome: _Followed(blocks.labels(outcome)) for outcome in ("hit", "missed", "unexpected")
         }
         self._retries = self._table.counter("penstock_retries_total")
+        self._hedges = self._table.counter("penstock_hedges_total")
         self._migrations = self._table.counter("penstock_migrations_total")
         self._breakers = self._table.gauge("penstock_breaker_state")
         self._store_away = self._table.gauge("penstock_shared_store_away")
@@ -238,6 +239,10 @@ class Metrics:
     def retry_budget(self, level: float) -> None:
         """Requests that could be tried again now."""
         self._retry_budget.set(level)
+
+    def hedged(self, model: str, outcome: str) -> None:
+        """A request was started on a second worker beside the first, or was to be (`policy.hedge.HedgeOutcome`)."""
+        self._hedges.labels(model, outcome).inc()
 
     def migrated(self, model: str) -> None:
         """A stream lost its worker and waits to go on."""

@@ -165,6 +165,12 @@ class Owner:
     def broke(self, reply, error):
         return False
 
+    def won(self, reply, attempt):
+        pass
+
+    def lost(self, reply, attempt, error):
+        pass
+
     def settled(self, reply):
         pass
 

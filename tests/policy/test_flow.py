@@ -62,6 +62,11 @@ LIVES = {
         (A.ENQUEUE, A.START, A.RELEASE, A.ENQUEUE, A.LEAVE, A.SETTLE),
         Outcome.CANCELLED,
     ),
+    "the second attempt or the first goes on": (
+        (*RUN, E.HEDGE, E.DROP, E.FIRST_OUTPUT, E.FINISH),
+        (A.ENQUEUE, A.START, A.START, A.ABORT, A.RELEASE, A.RELEASE, A.SETTLE),
+        Outcome.FINISHED,
+    ),
     "the client left, and left": (
         (*RUN, E.FIRST_OUTPUT, E.CANCEL, E.CANCEL, E.OUTPUT, E.FINISH, E.CANCEL, E.OUTPUT),
         (A.ENQUEUE, A.START, A.ABORT, A.RELEASE, A.SETTLE),
@@ -132,7 +137,9 @@ def test_whatever_happens_it_settles_once_and_its_times_are_in_order(events) -> 
     ends = actions.count(A.SETTLE) + actions.count(A.REFUSE)
     assert ends == (flow.state is State.ENDED)
     assert actions.count(A.START) == flow.attempts
-    running = flow.state in (State.STARTED, State.STREAMING, State.STOPPING)
+    running = (flow.state in (State.STARTED, State.STREAMING, State.STOPPING)) + 2 * (
+        flow.state is State.RACING
+    )
     assert actions.count(A.START) - actions.count(A.RELEASE) == running
     assert (flow.outcome is not None) == (flow.state in (State.STOPPING, State.ENDED))
     if flow.state is State.ENDED and flow.outcome is not Outcome.REJECTED:

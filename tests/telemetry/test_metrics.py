@@ -41,6 +41,7 @@ def test_names_and_labels_are_the_golden_ones() -> None:
         count("m", "queue_full")
     metrics.retried("m")
     metrics.migrated("m")
+    metrics.hedged("m", "won")
     metrics.breaker("m", "m-0", 1)
     metrics.retry_budget(3.0)
     metrics.predicted("m", 0.1)
