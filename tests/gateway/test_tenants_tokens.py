@@ -319,7 +319,7 @@ def test_unknown_keys_cannot_make_us_hammer_the_provider(start, kit, provider) -
 )
 def test_a_provider_that_is_down(start, kit, provider, answer) -> None:
     provider.answer = answer
-    running = start(with_provider(kit, provider, refresh_s=1.0, timeout_s=1.0))
+    running = start(with_provider(kit, provider, refresh_s=0.2, timeout_s=1.0))
     status, body = ask(running, provider.token())
     assert (status, body["error"]["code"]) == (503, "identity_unavailable")
     assert ask(running, kit.KEY)[0] == 200
@@ -334,7 +334,7 @@ def test_a_provider_that_is_down(start, kit, provider, answer) -> None:
 
 
 def test_stale_keys_are_dropped_in_the_end(start, kit, provider) -> None:
-    running = start(with_provider(kit, provider, refresh_s=1.0, timeout_s=0.5, stale_s_max=0.2))
+    running = start(with_provider(kit, provider, refresh_s=0.2, timeout_s=0.5, stale_s_max=0.2))
     assert ask(running, provider.token())[0] == 200
     provider.answer = (500, b"")
     running.wait_until(lambda: "its keys are dropped" in running.log_text.getvalue())
