@@ -78,8 +78,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def provider(installed: Path) -> Iterator[RealProvider]:
+    """Tokens of every test are new, and so are the keys that a gateway has seen."""
     made = RealProvider(installed)
     yield made
     made.close()
@@ -127,7 +128,8 @@ def test_a_real_providers_keys_rotate(provider, start, kit) -> None:
     assert (status, body["error"]["code"]) == (401, "invalid_token")
 
 
-def test_a_real_provider_goes_away(provider, start, kit) -> None:
+def test_a_real_provider_goes_away(installed, start, kit) -> None:
+    provider = RealProvider(installed)
     running = gateway_for(provider, start, kit)
     tokens = [provider.token("acme") for _ in range(2)]
     assert ask(running, tokens[0])[0] == 200
