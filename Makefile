@@ -64,6 +64,12 @@ simulate:  ## the policy gate: fixed scenarios and seeds on virtual time against
 	@$(DEV)
 	@$(BIN)/python bench/sim_gate.py $(ARGS)
 
+simulate-record:  ## after a policy changed: the gate's baseline, the figures and plots of docs/testing-overload.md (minutes)
+	@$(DEV)
+	@$(BIN)/python bench/sim_gate.py --update
+	@$(BIN)/python bench/sim_scenarios.py --json docs/results/sim-scenarios.json
+	@$(BIN)/python bench/sim_plots.py
+
 simulate-nightly:  ## two thousand seeds with drawn failures, each checked, and every scenario on 50 seeds (hours)
 	@$(DEV)
 	@$(BIN)/python bench/sim_swarm.py --seeds 2000

@@ -1,6 +1,7 @@
 """The simulator beside the real stack: the same requests through a real gateway process and a real worker process, and simulated.
 
-    python bench/sim_fidelity.py [--seconds 120] [--rate 4] [--seed 1] [--trace FILE [--speed X]] [--json FILE]
+    python bench/sim_fidelity.py [--seconds 120] [--rate 3] [--seed 1] [--trace FILE [--speed X]] [--json FILE]
+    python bench/sim_fidelity.py --seconds 600 --json docs/results/sim-fidelity.json       the goal's ten minutes, on a quiet machine
 
 The real worker computes nothing: its runner takes the time that the roofline says (modelled_runner.py); scheduler, block pool,
 prefix cache, sockets, gateway, queue, tokenizer and HTTP are the product's own. The simulated side has the same configuration and the
@@ -238,9 +239,12 @@ def main() -> int:
         print(f"{name:16}{was[name]:12.1f}{value:12.1f}{ratio:9.3f}  {'' if good else 'OFF'}")
     print(f"the load client sent up to {was['send_delay_p99_ms']:.1f} ms late (p99)")
     if args.json is not None:
-        args.json.write_text(
-            json.dumps({"real": was, "simulated": sim, "seconds": args.seconds, "seed": args.seed}, indent=1)
-        )
+        told = {
+            "seconds": args.seconds, "seed": args.seed, "rate": args.rate, "trace": str(args.trace or ""), "real": was, "simulated": sim,
+            "ratios": {name: round(ratio, 4) for name, (ratio, _) in found.items()},
+            "off": [name for name, (_, good) in found.items() if not good],
+        }  # fmt: skip
+        args.json.write_text(json.dumps(told, indent=1) + "\n")
     return 0 if all(good for _, good in found.values()) else 1
 
 

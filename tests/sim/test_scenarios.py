@@ -24,6 +24,20 @@ def test_every_scenario_asks_a_question_and_can_be_built(name: str) -> None:
     assert all(price > 0 for price in made.prices.values())
 
 
+def test_every_scenario_answers_a_question_of_the_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "testing-overload.md").read_text()
+    table = page[page.index("| question of the requirement |") : page.index("## What it has found")]
+    asked = {
+        name
+        for row in table.splitlines()
+        if row.startswith("| ")
+        for name in re.findall(r"`([a-z0-9-]+)`", row)
+    }
+    assert asked <= set(SCENARIOS)
+    everyday = {"bursts", "conversations", "agent-loops"}
+    assert set(SCENARIOS) - asked == everyday
+
+
 def test_the_same_seed_is_the_same_run() -> None:
     made = SCENARIOS["steady"].build(with_settings(Knobs(), SMALL))
     first, again, other = play(made, 3), play(made, 3), play(made, 4)
