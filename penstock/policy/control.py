@@ -242,7 +242,7 @@ class FlowControl:
             lane.failed(flow.worker, work)
             if flow.has_begun:
                 count(flow, usage)
-                work.blocks = blocks_of(flow)
+                work.blocks, work.goes_on = blocks_of(flow), True
             lane.queue.requeue(now_ns, work, has_begun=flow.has_begun)
             self._dirty[lane.route] = lane
             return Requeued(request_id, flow.attempts, flow.has_begun)

@@ -40,6 +40,8 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """Adapters that are loaded now; None: it does not tell."""
     adapters_max: int = 0
     """Adapters that it can hold, and so load; 0: only those that it has."""
+    resumes: bool = True
+    """It can go on with what another worker began."""
     adapters_served: frozenset[str] | None = None
     """Adapters that it takes requests for, loaded or not; None: those that it has or can load."""
 
@@ -86,7 +88,7 @@ class Room:
     def fits(self, work: Work) -> bool:
         """Whether it could be started now. An idle worker takes anything: what it cannot do at all it refuses itself."""
         view, taken = self.view, self.booked + self.others
-        if not view.ready:
+        if not view.ready or (work.goes_on and not view.resumes):
             return False
         if not taken:
             return True

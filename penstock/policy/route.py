@@ -333,6 +333,8 @@ def _filter(work: Work, room: Room, blocked: Collection[WorkerId]) -> str:
         return "not_ready"
     if blocked and room.id in blocked:
         return "blocked"
+    if work.goes_on and not view.resumes:
+        return "resume"
     if 0 < view.max_model_len < work.context_tokens:
         return "context"
     if not work.adapter:

@@ -45,7 +45,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, gc=False):
     turn: int = 0
     """When it was last given something, as a count: who waited longest is next among equals."""
     filtered: str = ""
-    """Why it cannot have the request at all: "not_ready", "blocked", "context" or "adapter"; empty: it can."""
+    """Why it cannot have the request at all: "not_ready", "blocked", "resume", "context" or "adapter"; empty: it can."""
     has_room: bool = True
     """Whether it could start the request now."""
     is_avoided: bool = False

@@ -96,6 +96,22 @@ def test_moving_a_stream_takes_nothing_of_the_retry_budget() -> None:
     assert isinstance(made.failed(0, RequestId("a"), StreamBroken("gone"), retry=True), Requeued)
 
 
+def test_a_stream_that_moves_waits_for_a_worker_that_can_go_on_with_it() -> None:
+    made = control(W)
+    made.set_worker(0, "m", V, WorkerView(max_running=100, resumes=False))
+    made.set_worker(0, "m", U, WorkerView(max_running=100, resumes=False))
+    for i in range(9):
+        accept(made, f"r{i}")
+    mine = next(name for name, worker in starts(made).items() if worker == W)
+    made.first_output(0, RequestId(mine))
+    made.set_worker(0, "m", W, WorkerView(ready=False))
+    assert isinstance(made.failed(0, RequestId(mine), StreamBroken("gone"), retry=True), Requeued)
+    accept(made, "new")
+    assert starts(made).keys() == {"new"}, "the others would have to refuse it"
+    made.set_worker(S, "m", W, WorkerView(max_running=100))
+    assert starts(made, S) == {mine: W}
+
+
 def test_a_clients_own_fault_is_nobodys_failure() -> None:
     made = control(W, V)
     for i in range(40):

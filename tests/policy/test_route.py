@@ -223,6 +223,7 @@ def test_an_adapter_that_is_served_but_not_loaded_costs_its_load() -> None:
     ("why", "view", "facts"),
     [
         ("not_ready", {"ready": False}, {}),
+        ("resume", {"resumes": False}, {"goes_on": True}),
         ("context", {"max_model_len": 1000}, {"context_tokens": 1700}),
         ("blocked", {}, {}),
     ],
