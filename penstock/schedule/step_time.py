@@ -18,7 +18,8 @@ from penstock.schedule.plan import RowWork
 
 _SCALES = (1.0, 1 / 64, 1 / 16, 1 / 16_384, 1 / 1_048_576)
 """One unit of each term, so that all are of about the same size: keeps the sums well conditioned."""
-_TERMS = range(len(_SCALES))
+_ALL = 0b11111
+"""Every term. Sets of terms are masks."""
 _MEMORY = 0.98
 """What remains per step of what was known about loads like the step's: the last 50 such steps decide."""
 _RIDGE = 1e-4
@@ -27,11 +28,16 @@ _TOO_SHORT = 0.5
 """A time below this share of what was expected counts as this share. Too long ones weigh little by themselves."""
 _CHECK_EVERY = 16
 """Observations between two looks at what is expected, for that bound: solving each time would cost too much."""
+_PIVOT_MIN = _RIDGE * 1e-6
 _OBSERVATIONS_MIN = 4
 _LEVERAGE_MAX = 4.0
 """A prediction is trusted up to twice the deviation that one observation of that very load would leave."""
 
-Vector = list[float]
+Vector = tuple[float, float, float, float, float]
+Triangle = tuple[
+    float, float, float, float, float, float, float, float, float, float, float, float, float, float, float
+]
+"""The lower half of a symmetric matrix, row by row."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -103,9 +109,11 @@ class StepTimeModel:
     __slots__ = ("_cost", "_count", "_expected", "_information", "_passive", "_target", "_unit_ns")
 
     def __init__(self) -> None:
-        self._information: list[Vector] = [[_RIDGE * (i == j) for j in _TERMS] for i in _TERMS]
-        self._target: Vector = [0.0 for _ in _TERMS]
-        self._passive = tuple(_TERMS)  # Terms that were not held at zero in the last solution.
+        self._information: Triangle = (
+            _RIDGE, 0.0, _RIDGE, 0.0, 0.0, _RIDGE, 0.0, 0.0, 0.0, _RIDGE, 0.0, 0.0, 0.0, 0.0, _RIDGE,
+        )  # fmt: skip
+        self._target: Vector = (0.0, 0.0, 0.0, 0.0, 0.0)
+        self._passive = _ALL  # Terms that were not held at zero in the last solution.
         self._unit_ns = 0.0  # The first time observed: makes the numbers independent of the machine's speed.
         self._count = 0
         self._cost: StepCost | None = None  # Solved when asked for.
@@ -120,9 +128,12 @@ class StepTimeModel:
     def cost(self) -> StepCost:
         """The coefficients as of now: all zero before the first observation."""
         if self._cost is None:
-            units, self._passive = _solve_non_negative(self._information, self._target, self._passive)
+            (u0, u1, u2, u3, u4), self._passive = _solve_non_negative(
+                self._information, self._target, self._passive
+            )
+            unit_ns, (s0, s1, s2, s3, s4) = self._unit_ns, _SCALES
             self._cost = StepCost(
-                *(unit * scale * self._unit_ns for unit, scale in zip(units, _SCALES, strict=True))
+                u0 * s0 * unit_ns, u1 * s1 * unit_ns, u2 * s2 * unit_ns, u3 * s3 * unit_ns, u4 * s4 * unit_ns
             )
         return self._cost
 
@@ -136,24 +147,44 @@ class StepTimeModel:
             return
         if not self._count:
             self._unit_ns = float(step_ns)
-        row = _row(load, self._unit_ns / max(step_ns, _TOO_SHORT * self._expected.predict_ns(load)))
-        image = _times(self._information, row)
-        r0, r1, r2, r3, r4 = row
-        i0, i1, i2, i3, i4 = image
+        weight = self._unit_ns / max(step_ns, _TOO_SHORT * self._expected.predict_ns(load))
+        # Written out: this runs in the engine's step loop.
+        r0, r1, r2, r3, r4 = _row(load, weight)
+        a00, a10, a11, a20, a21, a22, a30, a31, a32, a33, a40, a41, a42, a43, a44 = self._information
+        i0 = a00 * r0 + a10 * r1 + a20 * r2 + a30 * r3 + a40 * r4
+        i1 = a10 * r0 + a11 * r1 + a21 * r2 + a31 * r3 + a41 * r4
+        i2 = a20 * r0 + a21 * r1 + a22 * r2 + a32 * r3 + a42 * r4
+        i3 = a30 * r0 + a31 * r1 + a32 * r2 + a33 * r3 + a43 * r4
+        i4 = a40 * r0 + a41 * r1 + a42 * r2 + a43 * r3 + a44 * r4
         forget = (1 - _MEMORY) / (r0 * i0 + r1 * i1 + r2 * i2 + r3 * i3 + r4 * i4)
-        along = forget * sum(map(mul, row, self._target))
+        t0, t1, t2, t3, t4 = self._target
+        along = forget * (r0 * t0 + r1 * t1 + r2 * t2 + r3 * t3 + r4 * t4)
         # What was known along this row shrinks by the forgetting factor, then the row comes in (target: 1).
-        self._target = [t + r - along * i for t, r, i in zip(self._target, row, image, strict=True)]
-        self._information = [
-            [
-                a + r * r0 - f * i0,
-                b + r * r1 - f * i1,
-                c + r * r2 - f * i2,
-                d + r * r3 - f * i3,
-                e + r * r4 - f * i4,
-            ]
-            for (a, b, c, d, e), r, f in zip(self._information, row, [forget * i for i in image], strict=True)
-        ]
+        self._target = (
+            t0 + r0 - along * i0,
+            t1 + r1 - along * i1,
+            t2 + r2 - along * i2,
+            t3 + r3 - along * i3,
+            t4 + r4 - along * i4,
+        )
+        f0, f1, f2, f3, f4 = forget * i0, forget * i1, forget * i2, forget * i3, forget * i4
+        self._information = (
+            a00 + r0 * r0 - f0 * i0,
+            a10 + r1 * r0 - f1 * i0,
+            a11 + r1 * r1 - f1 * i1,
+            a20 + r2 * r0 - f2 * i0,
+            a21 + r2 * r1 - f2 * i1,
+            a22 + r2 * r2 - f2 * i2,
+            a30 + r3 * r0 - f3 * i0,
+            a31 + r3 * r1 - f3 * i1,
+            a32 + r3 * r2 - f3 * i2,
+            a33 + r3 * r3 - f3 * i3,
+            a40 + r4 * r0 - f4 * i0,
+            a41 + r4 * r1 - f4 * i1,
+            a42 + r4 * r2 - f4 * i2,
+            a43 + r4 * r3 - f4 * i3,
+            a44 + r4 * r4 - f4 * i4,
+        )
         self._count += 1
         self._cost = None
         if self._count % _CHECK_EVERY == 0:
@@ -168,7 +199,9 @@ class StepTimeModel:
         if expected_ns <= 0:
             return False
         row = _row(load, self._unit_ns / expected_ns)
-        return sum(map(mul, row, _solve(self._information, row, tuple(_TERMS)))) <= _LEVERAGE_MAX
+        l0, l1, l2, l3, l4 = _solve(self._information, row, _ALL)
+        r0, r1, r2, r3, r4 = row
+        return r0 * l0 + r1 * l1 + r2 * l2 + r3 * l3 + r4 * l4 <= _LEVERAGE_MAX
 
 
 def _chunk_pairs(num_computed: int, num_tokens: int) -> int:
@@ -177,46 +210,63 @@ def _chunk_pairs(num_computed: int, num_tokens: int) -> int:
 
 def _row(load: StepLoad, weight: float) -> Vector:
     """The terms of a load in their units, times `weight`."""
-    return [
+    return (
         weight,
         load.num_tokens * _SCALES[1] * weight,
         load.num_sequences * _SCALES[2] * weight,
         load.kv_read * _SCALES[3] * weight,
         load.chunk_pairs * _SCALES[4] * weight,
-    ]
+    )
 
 
-def _times(matrix: list[Vector], row: Vector) -> Vector:
-    """The matrix times the vector; written out, since this runs in the engine's step loop."""
-    r0, r1, r2, r3, r4 = row
-    return [a * r0 + b * r1 + c * r2 + d * r3 + e * r4 for a, b, c, d, e in matrix]
+def _solve(matrix: Triangle, right: Vector, terms: int) -> Vector:
+    """The solution of the equations of `terms` alone (symmetric, positive definite), by Cholesky; zero elsewhere.
+
+    A term that is left out keeps an equation of its own: one times it is zero. Written out for the step loop.
+    """
+    a00, a10, a11, a20, a21, a22, a30, a31, a32, a33, a40, a41, a42, a43, a44 = matrix
+    b0, b1, b2, b3, b4 = right
+    if terms != _ALL:
+        if not terms & 1:
+            a00, a10, a20, a30, a40, b0 = 1.0, 0.0, 0.0, 0.0, 0.0, 0.0
+        if not terms & 2:
+            a10, a11, a21, a31, a41, b1 = 0.0, 1.0, 0.0, 0.0, 0.0, 0.0
+        if not terms & 4:
+            a20, a21, a22, a32, a42, b2 = 0.0, 0.0, 1.0, 0.0, 0.0, 0.0
+        if not terms & 8:
+            a30, a31, a32, a33, a43, b3 = 0.0, 0.0, 0.0, 1.0, 0.0, 0.0
+        if not terms & 16:
+            a40, a41, a42, a43, a44, b4 = 0.0, 0.0, 0.0, 0.0, 1.0, 0.0
+    # Rounding may eat the last of a tiny pivot; it is then as good as the ridge.
+    l00 = max(a00, _PIVOT_MIN) ** 0.5
+    l10 = a10 / l00
+    l11 = max(a11 - l10 * l10, _PIVOT_MIN) ** 0.5
+    l20 = a20 / l00
+    l21 = (a21 - l20 * l10) / l11
+    l22 = max(a22 - (l20 * l20 + l21 * l21), _PIVOT_MIN) ** 0.5
+    l30 = a30 / l00
+    l31 = (a31 - l30 * l10) / l11
+    l32 = (a32 - (l30 * l20 + l31 * l21)) / l22
+    l33 = max(a33 - (l30 * l30 + l31 * l31 + l32 * l32), _PIVOT_MIN) ** 0.5
+    l40 = a40 / l00
+    l41 = (a41 - l40 * l10) / l11
+    l42 = (a42 - (l40 * l20 + l41 * l21)) / l22
+    l43 = (a43 - (l40 * l30 + l41 * l31 + l42 * l32)) / l33
+    l44 = max(a44 - (l40 * l40 + l41 * l41 + l42 * l42 + l43 * l43), _PIVOT_MIN) ** 0.5
+    f0 = b0 / l00
+    f1 = (b1 - l10 * f0) / l11
+    f2 = (b2 - (l20 * f0 + l21 * f1)) / l22
+    f3 = (b3 - (l30 * f0 + l31 * f1 + l32 * f2)) / l33
+    f4 = (b4 - (l40 * f0 + l41 * f1 + l42 * f2 + l43 * f3)) / l44
+    x4 = f4 / l44
+    x3 = (f3 - l43 * x4) / l33
+    x2 = (f2 - (l32 * x3 + l42 * x4)) / l22
+    x1 = (f1 - (l21 * x2 + l31 * x3 + l41 * x4)) / l11
+    x0 = (f0 - (l10 * x1 + l20 * x2 + l30 * x3 + l40 * x4)) / l00
+    return x0, x1, x2, x3, x4
 
 
-def _solve(matrix: list[Vector], right: Vector, terms: tuple[int, ...]) -> Vector:
-    """The solution of the equations of `terms` alone (symmetric, positive definite), by Cholesky; zero elsewhere."""
-    lower: list[Vector] = []
-    for i, term in enumerate(terms):
-        line: Vector = []
-        for j in range(i):
-            known = sum(map(mul, line, lower[j]))
-            line.append((matrix[term][terms[j]] - known) / lower[j][j])
-        pivot = matrix[term][term] - sum(map(mul, line, line))
-        # Rounding may eat the last of a tiny pivot; it is then as good as the ridge.
-        line.append(max(pivot, _RIDGE * 1e-6) ** 0.5)
-        lower.append(line)
-    forward: Vector = []
-    for i, term in enumerate(terms):
-        forward.append((right[term] - sum(lower[i][k] * forward[k] for k in range(i))) / lower[i][i])
-    solution = [0.0 for _ in right]
-    for i in reversed(range(len(terms))):
-        rest = sum(lower[k][i] * solution[terms[k]] for k in range(i + 1, len(terms)))
-        solution[terms[i]] = (forward[i] - rest) / lower[i][i]
-    return solution
-
-
-def _solve_non_negative(
-    matrix: list[Vector], right: Vector, passive: tuple[int, ...]
-) -> tuple[Vector, tuple[int, ...]]:
+def _solve_non_negative(matrix: Triangle, right: Vector, passive: int) -> tuple[Vector, int]:
     """Least squares without negative coefficients, by an active set (Lawson and Hanson 1974) from a first guess.
 
     Returns the solution and the terms that are not held at zero. With five terms a few rounds settle it; the
@@ -224,15 +274,25 @@ def _solve_non_negative(
     """
     for _ in range(4 * len(right)):
         solution = _solve(matrix, right, passive)
-        worst = min(passive, key=lambda i: solution[i], default=-1)
-        if worst >= 0 and solution[worst] < 0:
-            passive = tuple(i for i in passive if i != worst)
+        if (lowest := min(solution)) < 0:
+            passive &= ~(1 << solution.index(lowest))
             continue
-        pull = {i: right[i] - sum(map(mul, matrix[i], solution)) for i in _TERMS if i not in passive}
-        best = max(pull, key=lambda i: pull[i], default=-1)
-        if best < 0 or pull[best] <= 1e-9 * (1 + abs(right[best])):
-            break
-        passive = tuple(sorted((*passive, best)))
-    else:
-        solution = _solve(matrix, right, passive)
-    return [max(value, 0.0) for value in solution], passive
+        if passive == _ALL:
+            return solution, passive
+        best, most = -1, 0.0
+        for i in range(len(right)):
+            if not passive >> i & 1 and (pull := right[i] - _known(matrix, i, solution)) > most:
+                best, most = i, pull
+        if best < 0 or most <= 1e-9 * (1 + abs(right[best])):
+            return solution, passive
+        passive |= 1 << best
+    x0, x1, x2, x3, x4 = _solve(matrix, right, passive)
+    return (max(x0, 0.0), max(x1, 0.0), max(x2, 0.0), max(x3, 0.0), max(x4, 0.0)), passive
+
+
+def _known(matrix: Triangle, i: int, solution: Vector) -> float:
+    """One row of the matrix times the solution."""
+    row = (
+        matrix[i * (i + 1) // 2 + j] if j <= i else matrix[j * (j + 1) // 2 + i] for j in range(len(solution))
+    )
+    return sum(map(mul, row, solution))
