@@ -100,26 +100,47 @@ class BlockPool:
         None, and nothing changes, if there are not that many. `owner` is the namespace (the tenant's
         salt) whose tokens the blocks will hold; the first `num_public` of them are everybody's.
         """
-        if count > self.num_available:
+        if not count:
+            return ()
+        free = self._free
+        left = len(free) - count
+        if left >= 0:
+            blocks = free[left:]
+            del free[left:]
+            blocks.reverse()
+        elif count <= self.num_available:
+            blocks = [*reversed(free), *self._evict(-left)]
+            free.clear()
+        else:
             return None
-        return tuple([self._take(PUBLIC if i < num_public else owner) for i in range(count)])
+        references, owners = self._references, self._owner
+        for block in blocks:
+            references[block] = 1
+            owners[block] = owner
+        for block in blocks[:num_public]:
+            owners[block] = PUBLIC
+        num_public = min(num_public, count)
+        self._count_used(owner, count - num_public)
+        self._count_used(PUBLIC, num_public)
+        return tuple(blocks)
 
     def lookup(self, hashes: Iterable[BlockHash], *, owner: bytes = b"") -> tuple[int, ...]:
         """The blocks of the longest known prefix of a hash chain. Changes nothing: `acquire` them to hold them."""
         hits: list[int] = []
+        block_of, owners = self._block_of.get, self._owner
         for block_hash in hashes:
-            block = self._block_of.get(block_hash)
+            block = block_of(block_hash)
             if block is None:
                 break
             # The salt is part of the hash, so this can only fail if a tenant's wall is broken.
-            assert self._owner[block] in (owner, PUBLIC), f"block {block} belongs to another namespace"
+            assert owners[block] == owner or owners[block] == PUBLIC, f"block {block} is in another namespace"
             hits.append(block)
         return tuple(hits)
 
     def num_idle(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` nobody holds, no epoch either: acquiring those takes from `num_available`."""
         references, holds = self._references, self._num_holds
-        return sum(1 for block in blocks if not references[block] and not holds[block])
+        return len([block for block in blocks if not references[block] and not holds[block]])
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """Hold blocks that `lookup` found: one reference more for each."""
@@ -150,22 +171,47 @@ class BlockPool:
         self._publication[block] = self._publications
         return True
 
+    def publish_new(self, blocks: Sequence[int], hashes: Sequence[BlockHash]) -> bool:
+        """`publish` for consecutive blocks of one chain; False, and nothing changes, if one of the names is taken."""
+        block_of, names = self._block_of, self._hash_of
+        if not block_of.keys().isdisjoint(hashes):
+            return False
+        number = self._publications
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            assert self._references[block], f"block {block} is published but nobody holds it"
+            assert names[block] is None, f"block {block} already has another name"
+            block_of[block_hash] = block
+            names[block] = block_hash
+            number += 1
+            self._publication[block] = number
+        self._publications = number
+        return True
+
     def free(self, blocks: Sequence[int]) -> None:
         """Give up one reference to each of a request's blocks, given head first.
 
         They are put away tail first: the head of a prompt is likelier to be hit and useless parts go
         first, because a tail cannot be hit without its head.
         """
+        references, owners, holds, names = self._references, self._owner, self._num_holds, self._hash_of
+        owner, num_used = b"", 0  # Neighbours mostly have one owner: they are counted together.
         for block in reversed(blocks):
-            assert self._references[block], f"block {block} is freed twice"
-            self._references[block] -= 1
-            if self._references[block]:
+            count = references[block]
+            assert count, f"block {block} is freed twice"
+            references[block] = count - 1
+            if count > 1:
                 continue
-            self._count_used(self._owner[block], -1)
-            if self._num_holds[block]:
+            if owners[block] != owner:
+                self._count_used(owner, -num_used)
+                owner, num_used = owners[block], 0
+            num_used += 1
+            if holds[block]:
                 self._num_draining += 1
+            elif names[block] is None:
+                self._free.append(block)
             else:
-                self._put_away(block)
+                self._cached[block] = None
+        self._count_used(owner, -num_used)
 
     def begin_epoch(self) -> Epoch:
         """Something starts that will touch blocks; it must be ended once."""
@@ -288,20 +334,13 @@ class BlockPool:
         return self._owner[block]
 
     def _count_used(self, owner: bytes, change: int) -> None:
+        if not change:
+            return
         count = self._used_by.get(owner, 0) + change
         if count:
             self._used_by[owner] = count
         else:
             del self._used_by[owner]
-
-    def _take(self, owner: bytes) -> int:
-        if not self._free:
-            self._evict()
-        block = self._free.pop()
-        self._references[block] = 1
-        self._count_used(owner, 1)
-        self._owner[block] = owner
-        return block
 
     def _put_away(self, block: int) -> None:
         """Make a block that nobody holds any more available."""
@@ -310,12 +349,17 @@ class BlockPool:
         else:
             self._cached[block] = None
 
-    def _evict(self) -> None:
-        """Make the least recently used cached block a free one."""
-        name = self._unname(next(iter(self._cached)))
-        assert name is not None
-        self.events.removed(name)
-        self._evictions += 1
+    def _evict(self, count: int) -> list[int]:
+        """Take the names off the `count` least recently used cached blocks, which are then in no state."""
+        evicted: list[int] = []
+        for _ in range(count):
+            block, _ = self._cached.popitem(last=False)
+            name = self._unname(block)
+            assert name is not None
+            self.events.removed(name)
+            evicted.append(block)
+        self._evictions += count
+        return evicted
 
     def _unname(self, block: int) -> BlockHash | None:
         """Take the name off a block, and return it; without one, a block that nobody holds is free."""

@@ -159,8 +159,17 @@ class KVEventLog:
         told = self._token_ids == "all" or (self._token_ids == "public" and owner == PUBLIC)
         ids = tuple(tokens[first * BLOCK_TOKENS : end * BLOCK_TOKENS]) if told else ()
         self._close_removed()
+        parent = hashes[first - 1] if first else None
         self._events.append(
-            stored_event(tuple(hashes[first:end]), parent=hashes[first - 1] if first else None, token_ids=ids)
+            BlockStored(
+                block_hashes=tuple(hashes[first:end]),
+                parent_block_hash=parent,
+                token_ids=ids,
+                block_size=BLOCK_TOKENS,
+                lora_id=None,
+                medium=DEVICE,
+                lora_name=None,
+            )
         )
 
     def copied(self, block_hash: BlockHash, *, medium: str) -> None:

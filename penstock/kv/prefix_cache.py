@@ -139,6 +139,10 @@ class HashedPrefixCache:
         num_full = num_computed // BLOCK_TOKENS
         self._hash(table, tokens, num_full)
         first = table.num_published
+        if self._pool.publish_new(table.blocks[first:num_full], table.hashes[first:num_full]):
+            self._announce(table, tokens, first, num_full)
+            table.num_published = num_full
+            return
         for index in range(first, num_full):
             if not self._pool.publish(table.blocks[index], table.hashes[index]):
                 self._announce(table, tokens, first, index)
@@ -156,7 +160,8 @@ class HashedPrefixCache:
 
     def _hash(self, table: BlockTable, tokens: "array[int]", num_blocks: int) -> None:
         """Extend the table's chain to `num_blocks`; what was hashed before is not hashed again."""
-        self._hasher.grow(table.hashes, tokens, num_blocks, lineage=table)
+        if len(table.hashes) < num_blocks:
+            self._hasher.grow(table.hashes, tokens, num_blocks, lineage=table)
 
 
 class NoPrefixCache:

@@ -19,7 +19,7 @@ from penstock.errors import WorkerError
 from penstock.kv.events import DEVICE, HOST, AllBlocksCleared, BlockStored, KVEventBatch
 from penstock.kv.hashing import token_bytes
 from penstock.kv.prefix_index import Tier
-from penstock.kv.prompt_keys import KEY_BYTES
+from penstock.kv.prompt_keys import KEY_BYTES, own_keys
 
 _ID_MASK = (1 << 8 * KEY_BYTES) - 1
 _STORED_FIELDS = (
@@ -96,21 +96,21 @@ def events_of_own(batch: KVEventBatch) -> list[Event]:
     """Our engine's events, which came decoded (backends/own_kv.py)."""
     found: list[Event] = []
     for event in batch.events:
-        if isinstance(event, AllBlocksCleared):
-            found.append(Cleared())
-        elif isinstance(event, BlockStored):
-            parent = None if event.parent_block_hash is None else _id(event.parent_block_hash)
+        if isinstance(event, BlockStored):
+            parent = event.parent_block_hash
             found.append(
                 Stored(
-                    [_id(each) for each in event.block_hashes],
-                    parent,
-                    token_bytes(event.token_ids),
+                    own_keys(event.block_hashes),
+                    None if parent is None else int.from_bytes(parent[:KEY_BYTES], "little"),
+                    token_bytes(event.token_ids) if event.token_ids else b"",
                     event.block_size,
                     _tier(event.medium),
                 )
             )
+        elif isinstance(event, AllBlocksCleared):
+            found.append(Cleared())
         else:
-            found.append(Removed([_id(each) for each in event.block_hashes], _tier(event.medium)))
+            found.append(Removed(own_keys(event.block_hashes), _tier(event.medium)))
     return found
 
 
