@@ -38,57 +38,74 @@ class Leap:
         """
         if not self._planner.only_decodes():
             return 0
-        needed = 0
-        for request in self._batch.running:
-            most = min(most, request.num_tokens_max - len(request.tokens))
-            if request.status is not _RUNNING or len(request.tokens) != request.num_planned + 1:
+        running = self._batch.running
+        for request in running:
+            num_tokens = len(request.tokens)
+            if num_tokens != request.num_planned + 1 or request.status is not _RUNNING:
                 return 0
+            left = request.num_tokens_max - num_tokens
+            if left < most:
+                most = left
         available = self._manager.pool.num_available
-        if len(self._batch.running) * (most // BLOCK_TOKENS + 1) > available:
-            # Near the end of memory somebody may have to give way: count to the block.
-            needed = sum(
-                (request.num_planned + most - 1) // BLOCK_TOKENS - (request.num_planned - 1) // BLOCK_TOKENS
-                for request in self._batch.running
-            )
+        if len(running) * (most // BLOCK_TOKENS + 1) <= available:
+            return most
+        # Near the end of memory somebody may have to give way: count to the block.
+        needed = sum(
+            (request.num_planned + most - 1) // BLOCK_TOKENS - (request.num_planned - 1) // BLOCK_TOKENS
+            for request in running
+        )
         return most if needed <= available else 0
 
-    def over(self, step: int, times_ns: Sequence[int], draw: Draw) -> None:
+    def over(self, step: int, times_ns: Sequence[int], draw: Draw) -> list[Request]:
         """Do steps `step + 1` and so on; each is planned at one of the times and over at the next.
 
-        At most `steps_max`, and nothing may have changed since that was asked.
+        At most `steps_max`, and nothing may have changed since that was asked. Returns those that stop, or are full. O(rows + blocks).
         """
         count, running = len(times_ns) - 1, self._batch.running
         self._planner.leap(count)
         self._observe(step, times_ns)
-        by_place: list[list[Request]] = [[] for _ in range(BLOCK_TOKENS)]
-        for request in running:
-            request.tokens.extend(draw(request, count))
-            by_place[request.num_planned % BLOCK_TOKENS].append(request)
-        self._counters.generated_tokens += count * len(running)
-        for index in range(count):
-            # Whose token is the first of a block, and whose is the last of one.
-            for request in by_place[-index % BLOCK_TOKENS]:
-                self._extend(request, request.num_planned + index + 1, times_ns[index])
-            for request in by_place[-(index + 1) % BLOCK_TOKENS]:
-                self._manager.publish_computed(request.table, request.tokens, request.num_planned + index + 1)
-        for request in running:
-            request.num_planned += count
-            request.num_computed += count
+        # Whose token is the first of a block, and whose is the last of one: in the order of the steps.
+        edges: list[tuple[int, int]] = []
+        ended: list[Request] = []
+        for place, request in enumerate(running):
+            tokens, planned = request.tokens, request.num_planned
+            tokens.extend(draw(request, count))
+            for first in range(-planned % BLOCK_TOKENS, count, BLOCK_TOKENS):
+                edges.append((2 * first, place))
+            for last in range(-(planned + 1) % BLOCK_TOKENS, count, BLOCK_TOKENS):
+                edges.append((2 * last + 1, place))
+            request.num_planned = request.num_computed = planned + count
             request.num_steps += count
+            if tokens[-1] in request.stop_token_ids or len(tokens) >= request.num_tokens_max:
+                ended.append(request)
+        self._counters.generated_tokens += count * len(running)
+        if edges:
+            edges.sort()
+            self._cross(edges, times_ns)
+        return ended
 
-    def _extend(self, request: Request, num_tokens: int, planned_ns: int) -> None:
-        blocks = self._manager.extend(request.table, num_tokens)
-        assert blocks is not None, "there were blocks enough"
-        if blocks:
-            request.count_blocks(planned_ns, len(request.table.blocks))
+    def _cross(self, edges: Sequence[tuple[int, int]], times_ns: Sequence[int]) -> None:
+        """Take the blocks that begin, and name those that are full."""
+        running, manager, count = self._batch.running, self._manager, len(times_ns) - 1
+        for when, place in edges:
+            request = running[place]
+            index = when >> 1
+            num_tokens = request.num_planned - count + index + 1
+            if when & 1:
+                manager.publish_computed(request.table, request.tokens, num_tokens)
+                continue
+            blocks = manager.extend(request.table, num_tokens)
+            assert blocks is not None, "there were blocks enough"
+            if blocks:
+                request.count_blocks(times_ns[index], len(request.table.blocks))
 
     def _observe(self, step: int, times_ns: Sequence[int]) -> None:
         """Let the prefill budget learn what it would have."""
-        rows = len(self._batch.running)
-        kv_read = sum(request.num_planned for request in self._batch.running)
+        rows, prefill = len(self._batch.running), self._prefill
+        kv_read = sum([request.num_planned for request in self._batch.running])
         for index in range(len(times_ns) - 1):
             kv_read += rows
-            if self._prefill.learns_decoding(step + index + 1):
+            if prefill.learns_decoding(step + index + 1):
                 load = StepLoad(rows, rows, kv_read, 0)
-                self._prefill.observe_decoding(load, times_ns[index], times_ns[index + 1])
-        self._prefill.step_over(times_ns[-1])
+                prefill.observe_decoding(load, times_ns[index], times_ns[index + 1])
+        prefill.step_over(times_ns[-1])

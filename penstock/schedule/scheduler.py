@@ -198,14 +198,9 @@ class Scheduler:
         outcome has those that ended; now must be the last of the times.
         """
         assert not self._flights, "apply a plan in flight first"
-        self._leap.over(self._step, times_ns, draw)
+        ended = self._leap.over(self._step, times_ns, draw)
         self._step += len(times_ns) - 1
-        outcome = StepOutcome()
-        for request in self._batch.running.copy():
-            token, tokens = request.tokens[-1], request.tokens
-            if token in request.stop_token_ids or len(tokens) >= request.num_tokens_max:
-                outcome.outputs.append(self._ended_by(request, token, None, times_ns[-1]))
-        return outcome
+        return StepOutcome([self._ended_by(each, each.tokens[-1], None, times_ns[-1]) for each in ended])
 
     @property
     def running(self) -> Sequence[Request]:

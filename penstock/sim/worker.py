@@ -81,16 +81,15 @@ class Listener(Protocol):
 class _Stream:
     """One request here."""
 
-    __slots__ = ("answer", "due", "first", "is_stuck", "request", "submission")
+    __slots__ = ("answer", "due", "first", "is_stuck", "num_answer", "request", "submission")
 
     def __init__(self, submission: Submission, request: Request, *, is_stuck: bool) -> None:
         self.submission, self.request, self.is_stuck = submission, request, is_stuck
         self.first = self.due = submission.num_resumed + 1
         """Its answer's length with the first token that is made here, and that at which it is told next."""
         stops = submission.output_tokens < submission.max_tokens
-        self.answer = content_tokens(
-            submission.answer, 0, min(submission.output_tokens, submission.max_tokens)
-        )
+        self.num_answer = min(submission.output_tokens, submission.max_tokens)
+        self.answer = content_tokens(submission.answer, 0, self.num_answer)
         if stops:
             self.answer[-1] = EOS
 
@@ -340,17 +339,22 @@ class SimWorker:
             due = stream.due
             if due == stream.first:
                 return 0
-            left = min(due, len(stream.answer)) - request.num_generated
-            least = min(least, left)
+            left = (due if due < stream.num_answer else stream.num_answer) - len(request.tokens)
+            left += request.num_prompt
+            if left < least:
+                least = left
         return least if streams else 0
 
     def _coast(self) -> None:
         """Work out when some more steps end."""
         times, rows, kv_tokens = self._times, self._coast_rows, self._coast_kv
-        step_ns, time_ns = self._step_ns, self._times[-1]
+        step_ns, time_ns, slowness = self.spec.step_time.step_ns, self._times[-1], self._slowness
         for _ in range(min(_COAST_STEPS, self._coast_max + 1 - len(times))):
             kv_tokens += rows
-            time_ns += step_ns(StepShape(rows, 0, 0, kv_tokens))
+            each_ns = step_ns(StepShape(rows, 0, 0, kv_tokens))
+            if slowness != 1.0:
+                each_ns = int(each_ns * slowness)
+            time_ns += each_ns if each_ns > 1 else 1
             times.append(time_ns)
         self._coast_kv = kv_tokens
         self._timeline.at(time_ns, self.actor, Rank.STEP, self._on_coasted, times)
@@ -388,7 +392,7 @@ class SimWorker:
             self._tell_of(outcome.outputs)
 
     def _draw(self, request: Request, count: int) -> "array[int]":
-        first = request.num_generated
+        first = len(request.tokens) - request.num_prompt
         return self._streams[request.request_id].answer[first : first + count]
 
     # --- words --------------------------------------------------------------------------------------
@@ -401,7 +405,7 @@ class SimWorker:
                 self._end(streams[output.request_id], output)
         for request in self.scheduler.running:
             stream = streams[request.request_id]
-            if request.num_generated >= stream.due:
+            if len(request.tokens) - request.num_prompt >= stream.due:
                 self._is_due(stream)
 
     def _is_due(self, stream: _Stream) -> None:
