@@ -36,11 +36,12 @@ def blocks_for(num_tokens: int) -> int:
 class KVManager:
     """Hands out one pool's blocks to block tables. Give it a `PrefixCache`, or `NoPrefixCache`."""
 
-    __slots__ = ("_cache", "_waiting", "host", "pool")
+    __slots__ = ("_cache", "_clears", "_waiting", "host", "pool")
 
     def __init__(self, pool: BlockPool, host: HostTier, cache: PrefixCache) -> None:
         self.pool, self.host, self._cache = pool, host, cache
         self._waiting: dict[int, list[BlockTable]] = {}  # By host slot: who awaits its content.
+        self._clears = 0  # How often the cache was cleared.
 
     @classmethod
     def with_prefix_cache(
@@ -65,7 +66,7 @@ class KVManager:
         assert salt != PUBLIC, "no tenant's salt"
         num_public = public_tokens // BLOCK_TOKENS
         root = self._cache.root(salt, adapter, public=num_public > 0)
-        return BlockTable(owner=salt, root=root, num_public=num_public)
+        return BlockTable(owner=salt, root=root, num_public=num_public, clears=self._clears)
 
     def match_prefix(
         self, table: BlockTable, tokens: "array[int]", num_tokens_max: int | None = None
@@ -121,8 +122,11 @@ class KVManager:
         return new
 
     def publish_computed(self, table: BlockTable, tokens: "array[int]", num_computed: int) -> None:
-        """Let others hit the blocks that are full now that `num_computed` of `tokens` are stored."""
-        if num_computed // BLOCK_TOKENS > table.num_published:
+        """Let others hit the blocks that are full now that `num_computed` of `tokens` are stored.
+
+        Nothing of a table that held blocks when the cache was cleared: what was computed before may be of no use since.
+        """
+        if num_computed // BLOCK_TOKENS > table.num_published and table.clears == self._clears:
             self._cache.publish(table, tokens, num_computed)
 
     def release(
@@ -142,7 +146,7 @@ class KVManager:
         self.pool.free(table.blocks)
         self.host.offer(table.blocks, urgent=preempted)
         table.blocks.clear()
-        table.num_published = 0
+        table.num_published, table.clears = 0, self._clears
 
     def take_copies(self) -> Copies:
         """The copies between device and host to start now; each is answered by one entry of `finish_copies`."""
@@ -158,6 +162,7 @@ class KVManager:
 
     def clear_cache(self) -> int:
         """Forget every cached prefix, here and in host memory; see `BlockPool.clear_cache`."""
+        self._clears += 1
         self.host.clear()
         return self.pool.clear_cache()
 

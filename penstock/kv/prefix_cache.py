@@ -34,6 +34,8 @@ class BlockTable:
     hashes: list[BlockHash] = field(default_factory=list[BlockHash])
     num_published: int = 0
     """Leading blocks that are full and were offered to the cache."""
+    clears: int = 0
+    """How often the cache had been cleared when the table was empty."""
     awaits: set[int] = field(default_factory=set[int])
     """Host slots whose content is still on its way into `blocks`."""
     broken: bool = False

@@ -1,8 +1,8 @@
 """Many steps in one call, where every step would be the same: all rows decode, and nobody comes or goes but in the last.
 
 For who drives the scheduler on virtual time (sim/worker.py): what a leap leaves behind is what so many calls of `schedule`
-and `apply` would have left, to the last bit. Within it blocks are taken and named in the order of those calls, row by row and
-step by step, so that evictions and events are the same ones too; tests/sim/test_leap.py holds both ways side by side.
+and `apply` would have left, except for which free block went to whom. As many blocks are evicted as by those calls, in the same
+order, and nothing is named meanwhile (`Batch.release`); tests/sim/test_leap.py holds both ways side by side.
 """
 
 from array import array
@@ -44,8 +44,7 @@ class Leap:
             if num_tokens != request.num_planned + 1 or request.status is not _RUNNING:
                 return 0
             left = request.num_tokens_max - num_tokens
-            if left < most:
-                most = left
+            most = min(most, left)
         available = self._manager.pool.num_available
         if len(running) * (most // BLOCK_TOKENS + 1) <= available:
             return most
@@ -64,40 +63,28 @@ class Leap:
         count, running = len(times_ns) - 1, self._batch.running
         self._planner.leap(count)
         self._observe(step, times_ns)
-        # Whose token is the first of a block, and whose is the last of one: in the order of the steps.
-        edges: list[tuple[int, int]] = []
         ended: list[Request] = []
-        for place, request in enumerate(running):
+        for request in running:
             tokens, planned = request.tokens, request.num_planned
             tokens.extend(draw(request, count))
-            for first in range(-planned % BLOCK_TOKENS, count, BLOCK_TOKENS):
-                edges.append((2 * first, place))
-            for last in range(-(planned + 1) % BLOCK_TOKENS, count, BLOCK_TOKENS):
-                edges.append((2 * last + 1, place))
             request.num_planned = request.num_computed = planned + count
             request.num_steps += count
+            if (planned - 1) // BLOCK_TOKENS != (planned + count - 1) // BLOCK_TOKENS:
+                self._extend(request, planned, times_ns)
             if tokens[-1] in request.stop_token_ids or len(tokens) >= request.num_tokens_max:
                 ended.append(request)
         self._counters.generated_tokens += count * len(running)
-        if edges:
-            edges.sort()
-            self._cross(edges, times_ns)
         return ended
 
-    def _cross(self, edges: Sequence[tuple[int, int]], times_ns: Sequence[int]) -> None:
-        """Take the blocks that begin, and name those that are full."""
-        running, manager, count = self._batch.running, self._manager, len(times_ns) - 1
-        for when, place in edges:
-            request = running[place]
-            index = when >> 1
-            num_tokens = request.num_planned - count + index + 1
-            if when & 1:
-                manager.publish_computed(request.table, request.tokens, num_tokens)
-                continue
-            blocks = manager.extend(request.table, num_tokens)
-            assert blocks is not None, "there were blocks enough"
-            if blocks:
-                request.count_blocks(times_ns[index], len(request.table.blocks))
+    def _extend(self, request: Request, planned: int, times_ns: Sequence[int]) -> None:
+        """Take the blocks that the steps begin, each at its time."""
+        blocks = self._manager.extend(request.table, request.num_planned)
+        assert blocks is not None, "there were blocks enough"
+        num_blocks = len(request.table.blocks) - len(blocks)
+        for index in range(-planned % BLOCK_TOKENS, len(times_ns) - 1, BLOCK_TOKENS):
+            num_blocks += 1
+            request.count_blocks(times_ns[index], num_blocks)
+        assert num_blocks == len(request.table.blocks), "a block begins with its first token"
 
     def _observe(self, step: int, times_ns: Sequence[int]) -> None:
         """Let the prefill budget learn what it would have."""

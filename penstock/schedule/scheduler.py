@@ -175,7 +175,7 @@ class Scheduler:
             num_tokens = work.num_tokens
             request.num_computed = computed = work.num_computed + num_tokens
             request.num_steps += 1
-            if num_tokens > 1 or not computed % BLOCK_TOKENS:  # Else no block became full.
+            if num_tokens > 1 or computed == request.num_prompt:  # Those of answers: see `Batch.release`.
                 self._manager.publish_computed(request.table, request.tokens, computed)
             if scores is not None:
                 outputs.append(self._score(request, scores, work.num_computed, now_ns))

@@ -339,10 +339,9 @@ class SimWorker:
             due = stream.due
             if due == stream.first:
                 return 0
-            left = (due if due < stream.num_answer else stream.num_answer) - len(request.tokens)
+            left = (min(stream.num_answer, due)) - len(request.tokens)
             left += request.num_prompt
-            if left < least:
-                least = left
+            least = min(least, left)
         return least if streams else 0
 
     def _coast(self) -> None:
@@ -354,7 +353,7 @@ class SimWorker:
             each_ns = step_ns(StepShape(rows, 0, 0, kv_tokens))
             if slowness != 1.0:
                 each_ns = int(each_ns * slowness)
-            time_ns += each_ns if each_ns > 1 else 1
+            time_ns += max(1, each_ns)
             times.append(time_ns)
         self._coast_kv = kv_tokens
         self._timeline.at(time_ns, self.actor, Rank.STEP, self._on_coasted, times)
