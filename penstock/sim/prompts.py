@@ -10,6 +10,7 @@ names are given to the engine's block table in place of those hashes, and the pr
 from array import array
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
+from struct import iter_unpack
 from typing import overload
 
 from penstock.kv.hashing import PUBLIC, BlockHash
@@ -17,7 +18,8 @@ from penstock.sim.request import Segment
 from penstock.sim.streams import mix
 from penstock.types import BLOCK_TOKENS
 
-NAME_BYTES = 8
+_NAME = "8s"
+"""A name is 8 bytes long."""
 EOS = 2**31 - 1
 """The stop token. No content has it."""
 _TAPE_TOKENS = 1 << 16
@@ -112,4 +114,4 @@ class BlockNames:
             packed += array("Q", ends).tobytes()
             place = (place + tokens) % BLOCK_TOKENS
             state = mix(base, tokens)
-        return [BlockHash(packed[at : at + NAME_BYTES]) for at in range(0, len(packed), NAME_BYTES)]
+        return [BlockHash(name) for (name,) in iter_unpack(_NAME, packed)]
