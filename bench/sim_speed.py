@@ -1,22 +1,32 @@
-"""How many requests a second the simulator runs through on one core, and where the time goes.
+"""How many requests a second the simulator runs through on one core, where the time goes, and what a thousand workers take.
 
-    python bench/sim_speed.py [--requests 5000] [--profile] [--fleet 1000 --fleet-requests 1000000]
+    python bench/sim_speed.py [--requests 4000] [--profile] [--against CHECKOUT] [--json FILE]
+    python bench/sim_speed.py --fleet 1000 --minutes 10
 
 Prompts have about 1,000 tokens, a fifth of them a prefix that the tenant's requests share; answers have about 200. Both vary by
 a factor of two either way. The step time is that of a middling accelerator; tokens may take 50 ms. Workers are loaded to
-70%. Beside the rate stands its ratio to a bare heap: one push and pop for every event that the simulation had.
+70%. Time is that of the processor, for others use the machine too; beside it stands its ratio to a bare heap, which is asked in
+turn with the simulation: one push and pop for every event that it had. `--against` runs another checkout in turn with this one, each time in a process of
+its own. `--fleet` lets requests come for so many minutes of processor time, and says how much memory there was after how many.
 """
 
 import argparse
 import cProfile
+import json
+import os
 import pstats
 import resource
+import statistics
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from heapq import heappop, heappush
+from pathlib import Path
+from time import process_time
 
 from penstock import rng
-from penstock.clock import NS_PER_S, SystemClock
+from penstock.clock import NS_PER_S
 from penstock.config.tree import EngineConfig
 from penstock.sim.request import RequestRecord, Segment, SimRequest
 from penstock.sim.result import SimResult
@@ -25,106 +35,220 @@ from penstock.sim.step_time import LinearStepTime
 from penstock.sim.worker import WorkerSpec
 from penstock.sim.world import World
 
-CLOCK = SystemClock()
 ROWS = 64
 STEP = LinearStepTime(fixed_ns=10_000_000, row_ns=60_000, prefill_ns=40_000, kv_ps=500)
 PROMPT, OUTPUT, LOAD = 1000, 200, 0.7
+ROUNDS, LOOKS, LOOK_EVERY, HEAP_EVENTS = 3, 16, 2000, 40_000
+PARTS = {
+    "schedule/step_time": "law of step times", "schedule/prefill_budget": "law of step times",
+    "schedule/overrun": "law of step times", "schedule/leap": "leaps", "sim/worker": "simulated worker, events, messages",
+    "sim/events": "simulated worker, events, messages", "sim/world": "simulated worker, events, messages",
+    "sim/gateway": "simulated gateway", "sim/caches": "simulated gateway", "sim/prompts": "block names",
+    "sim/streams": "block names", "sim/result": "records and digest", "sim/request": "records and digest",
+    "kv/block_pool": "blocks and prefix cache", "kv/manager": "blocks and prefix cache",
+    "kv/prefix_cache": "blocks and prefix cache", "kv/hashing": "blocks and prefix cache", "policy/route": "router",
+    "policy/score": "router", "policy/pick": "router", "policy/speed": "router", "policy/online_law": "laws of waiting and speed",
+    "policy/wait_time": "laws of waiting and speed", "schedule/": "scheduler", "kv/": "KV index and its events",
+    "policy/": "flow control, limits, ledger",
+}  # fmt: skip
 
 
-def load(requests: int, workers: int) -> Iterator[SimRequest]:
-    """Poisson arrivals of 100 tenants."""
-    random = rng.stream(1, "speed")
-    # A request takes its prompt's time, and its share of the steps it decodes in.
-    each_s = 1.082 * (PROMPT * 40_000 * 0.85 + OUTPUT * 15_000_000 / 32) / NS_PER_S
-    per_s, at_s = LOAD * workers / each_s, 0.0
-    for number in range(requests):
-        at_s += random.expovariate(per_s)
-        tenant = random.randrange(100)
-        prompt, output = (max(1, int(mean * 2 ** random.uniform(-1, 1))) for mean in (PROMPT * 0.8, OUTPUT))
-        yield SimRequest(
-            id=f"r{number}",
-            at_ns=int(at_s * NS_PER_S),
-            tenant=f"t{tenant}",
-            prompt=(Segment(1 + tenant, PROMPT // 5), Segment(1000 + number, prompt)),
-            output_tokens=output,
-        )
+class Load:
+    """Poisson arrivals of 100 tenants, so many or until a time; looks at the machine as it goes."""
+
+    def __init__(self, requests: int, workers: int, *, until_s: float = 0.0) -> None:
+        """`until_s` in seconds of this process."""
+        self.requests, self.workers, self.until_s = requests, workers, until_s
+        self.heap_s: list[float] = []
+        """Processor seconds that one event of a bare heap takes, asked now and then."""
+        self.looked_s = 0.0
+        self.memory: list[tuple[int, float]] = []
+        """(requests, GiB)."""
+
+    def __iter__(self) -> Iterator[SimRequest]:
+        random = rng.stream(1, "speed")
+        # A request takes its prompt's time, and its share of the steps it decodes in.
+        each_s = 1.082 * (PROMPT * 40_000 * 0.85 + OUTPUT * 15_000_000 / 32) / NS_PER_S
+        per_s, at_s = LOAD * self.workers / each_s, 0.0
+        for number in range(self.requests):
+            if number % max(1, min(self.requests // LOOKS, LOOK_EVERY)) == 0:
+                self._look(number)
+                if self.until_s and process_time() > self.until_s:
+                    return
+            at_s += random.expovariate(per_s)
+            tenant = random.randrange(100)
+            prompt, output = (
+                max(1, int(mean * 2 ** random.uniform(-1, 1))) for mean in (PROMPT * 0.8, OUTPUT)
+            )
+            yield SimRequest(
+                id=f"r{number}",
+                at_ns=int(at_s * NS_PER_S),
+                tenant=f"t{tenant}",
+                prompt=(Segment(1 + tenant, PROMPT // 5), Segment(1000 + number, prompt)),
+                output_tokens=output,
+            )
+
+    def _look(self, number: int) -> None:
+        began_s = process_time()
+        heap: list[tuple[int, int]] = []
+        for event in range(HEAP_EVENTS):
+            heappush(heap, (event * 7919 % 100_003, event))
+            if len(heap) > 1000:
+                heappop(heap)
+        spent_s = process_time() - began_s
+        self.looked_s += spent_s
+        self.heap_s.append(spent_s / HEAP_EVENTS)
+        self.memory.append((number, gib()))
 
 
-def simulate(requests: int, workers: int, *, leaps: bool = True) -> tuple[SimResult, float]:
-    """The run, and its seconds of wall time. Records are counted and dropped."""
-    engine = EngineConfig(step_tokens=2048, max_running=ROWS, itl_target_ms=50)
-    worker = WorkerSpec(step_time=STEP, engine=engine, num_blocks=16_384, leaps=leaps)
-    spec = WorldSpec(pools=(PoolSpec(worker=worker, count=workers),))
-    world = World(spec, load(requests, workers), on_record=drop)
-    began_ns = CLOCK.now_ns()
-    result = world.run()
-    return result, (CLOCK.now_ns() - began_ns) / NS_PER_S
+def gib() -> float:
+    """Resident memory at most, until now."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
 
 
 def drop(_: RequestRecord) -> None:
-    """Keep nothing."""
+    """Records are counted and hashed, and not kept."""
 
 
-def bare_s(num_events: int) -> float:
-    """Seconds that a heap takes for so many events and nothing else."""
-    heap: list[tuple[int, int]] = []
-    began_ns = CLOCK.now_ns()
-    for number in range(num_events):
-        heappush(heap, (number * 7919 % 100_003, number))
-        if len(heap) > 1000:
-            heappop(heap)
-    return (CLOCK.now_ns() - began_ns) / NS_PER_S
+def simulate(load: Load, *, leaps: bool = True, num_blocks: int = 16_384) -> tuple[SimResult, float]:
+    """The run, and its seconds of processor time."""
+    engine = EngineConfig(step_tokens=2048, max_running=ROWS, itl_target_ms=50)
+    worker = WorkerSpec(step_time=STEP, engine=engine, num_blocks=num_blocks, leaps=leaps)
+    spec = WorldSpec(pools=(PoolSpec(worker=worker, count=load.workers),))
+    world = World(spec, load, on_record=drop)
+    began_s = process_time()
+    result = world.run()
+    return result, process_time() - began_s - load.looked_s
 
 
-def say(name: str, result: SimResult, spent_s: float) -> None:
+def figures(load: Load, result: SimResult, spent_s: float) -> dict[str, float]:
+    """What is said of a run."""
     counters = result.counters
-    rate, tokens = counters.arrived / spent_s, counters.completion_tokens / max(1, counters.steps)
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
+    heap_s = result.num_events * statistics.fmean(load.heap_s)
+    return {
+        "workers": load.workers,
+        "requests": counters.arrived,
+        "cpu_s": round(spent_s, 2),
+        "requests_per_s": round(counters.arrived / spent_s, 1),
+        "times_bare_heap": round(spent_s / heap_s, 1),
+        "heap_events_per_request": round(spent_s / statistics.fmean(load.heap_s) / counters.arrived, 1),
+        "events_per_request": round(result.num_events / counters.arrived, 2),
+        "steps_per_request": round(counters.steps / counters.arrived, 2),
+        "rows_per_step": round(counters.completion_tokens / max(1, counters.steps), 2),
+        "virtual_s": round(result.virtual_ns / NS_PER_S, 2),
+        "gib_max": round(gib(), 3),
+    }
+
+
+def say(name: str, said: dict[str, float]) -> None:
     print(
-        f"{name}: {counters.arrived} requests in {spent_s:.1f} s = {rate:,.0f}/s; {result.num_events / counters.arrived:.1f} events "
-        f"and {counters.steps / counters.arrived:.1f} steps of {tokens:.1f} rows each; {result.virtual_ns / NS_PER_S / spent_s:.1f} "
-        f"times as fast as time; {spent_s / bare_s(result.num_events):.0f} times a bare heap; {memory:.2f} GiB at most"
+        f"{name}: {said['requests']} requests in {said['cpu_s']} s = {said['requests_per_s']:,.0f}/s; "
+        f"{said['events_per_request']} events and {said['steps_per_request']} steps of {said['rows_per_step']} rows each; "
+        f"{said['virtual_s'] / said['cpu_s']:.1f} times as fast as time; {said['times_bare_heap']:.0f} times a bare heap; "
+        f"{said['gib_max']:.2f} GiB at most",
+        flush=True,
     )
 
 
-def profile(requests: int, workers: int) -> None:
-    """Which part of the code the time is spent in. The profiler makes calls dearer than they are: read it as shares."""
+def part_of(path: str) -> str:
+    """Which part of the product a file is; what is built in is told apart from it."""
+    _, _, inside = path.rpartition("penstock/")
+    return next((part for prefix, part in PARTS.items() if inside.startswith(prefix)), "other, built in")
+
+
+def profile(requests: int, workers: int) -> dict[str, float]:
+    """The share of each part. Built-in functions count for who calls them. The profiler makes calls dearer than they are."""
     profiler = cProfile.Profile()
     profiler.enable()
-    simulate(requests, workers)
+    simulate(Load(requests, workers))
     profiler.disable()
     parts: dict[str, float] = defaultdict(float)
-    stats = pstats.Stats(profiler)
-    table: dict[tuple[str, int, str], tuple[int, int, float, float, object]] = vars(stats)["stats"]
-    for (path, _, _), (_, _, own_s, _, _) in table.items():
-        _, _, inside = path.partition("penstock/")
-        package = inside.rpartition("penstock/")[2] if inside else "built-in"
-        parts[package] += own_s
+    table = vars(pstats.Stats(profiler))["stats"]
+    for (path, _, name), (_, _, own_s, _, callers) in table.items():
+        if "penstock/" in path:
+            parts[part_of(path)] += own_s
+            continue
+        for (caller, _, caller_name), (_, _, by_s, _) in callers.items():
+            if "_look" not in (name, caller_name):
+                parts[part_of(caller)] += by_s
     total = sum(parts.values())
-    for name, spent_s in sorted(parts.items(), key=lambda part: -part[1])[:18]:
-        print(f"  {spent_s / total:6.1%}  {name}")
+    shares = {name: round(spent / total, 3) for name, spent in sorted(parts.items(), key=lambda p: -p[1])}
+    for name, share in shares.items():
+        print(f"  {share:6.1%}  {name}")
+    return shares
+
+
+def against(checkout: Path, requests: int, workers: int) -> dict[str, object]:
+    """This checkout and another in turn; how many times as long the other takes, in events of a bare heap."""
+    here = Path(__file__).resolve()
+    runs: dict[str, list[float]] = {"this": [], "other": []}
+    for _ in range(ROUNDS):
+        for name, root in (("other", checkout.resolve()), ("this", here.parent.parent)):
+            # The same script for both: it asks nothing of the simulator that one of them may lack.
+            command = [
+                sys.executable,
+                str(here),
+                "--requests",
+                str(requests),
+                "--workers",
+                str(workers),
+                "--alone",
+            ]
+            env = {**os.environ, "PYTHONPATH": str(root)}
+            answer = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
+            runs[name].append(json.loads(answer.stdout)["heap_events_per_request"])
+    ratios = [other / this for other, this in zip(runs["other"], runs["this"], strict=True)]
+    print(
+        f"the other takes {statistics.median(ratios):.2f} times as long ({min(ratios):.2f} to {max(ratios):.2f})"
+    )
+    return {"heap_events_per_request": runs, "times_as_long": ratios}
+
+
+def fleet(workers: int, minutes: float) -> dict[str, object]:
+    """As many requests as it gets through in so much processor time, and the rest of what runs then."""
+    load = Load(1_000_000, workers, until_s=process_time() + minutes * 60)
+    result, spent_s = simulate(load, num_blocks=8192)
+    said = figures(load, result, spent_s)
+    say(f"{workers} workers", said)
+    print("memory after so many requests:", load.memory[:: max(1, len(load.memory) // 8)])
+    return {**said, "memory": load.memory}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--requests", type=int, default=5000)
+    parser.add_argument("--requests", type=int, default=4000)
     parser.add_argument("--workers", type=int, default=64)
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--fleet", type=int, default=0, help="workers of a second, large run")
-    parser.add_argument("--fleet-requests", type=int, default=1_000_000)
+    parser.add_argument("--against", type=Path, help="another checkout, to run in turn with this one")
+    parser.add_argument("--alone", action="store_true", help="one run, as JSON")
+    parser.add_argument("--fleet", type=int, default=0, help="workers of a large run, and nothing else")
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    result, spent_s = simulate(args.requests, args.workers)
-    say(f"{args.workers} workers", result, spent_s)
-    stepped, stepped_s = simulate(args.requests // 10, args.workers, leaps=False)
-    leapt, leapt_s = simulate(args.requests // 10, args.workers)
-    assert stepped.digest == leapt.digest
-    print(f"without leaps: {stepped_s / leapt_s:.1f} times as long, the same digest")
-    if args.profile:
-        profile(args.requests // 4, args.workers)
+    said: dict[str, object] = {}
     if args.fleet:
-        say(f"{args.fleet} workers", *simulate(args.fleet_requests, args.fleet))
+        said["fleet"] = fleet(args.fleet, args.minutes)
+    else:
+        load = Load(args.requests, args.workers)
+        alone = figures(load, *simulate(load))
+        if args.alone:
+            print(json.dumps(alone))
+            return
+        say(f"{args.workers} workers", alone)
+        said["alone"] = alone
+        stepped, stepped_s = simulate(Load(args.requests // 10, args.workers), leaps=False)
+        leapt, leapt_s = simulate(Load(args.requests // 10, args.workers))
+        assert stepped.digest == leapt.digest
+        print(f"without leaps: {stepped_s / leapt_s:.1f} times as long, the same digest", flush=True)
+        said["times_as_long_without_leaps"] = round(stepped_s / leapt_s, 2)
+        if args.profile:
+            said["profile"] = profile(args.requests // 4, args.workers)
+        if args.against:
+            said["against"] = against(args.against, args.requests, args.workers)
+    if args.json:
+        args.json.write_text(json.dumps(said, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -195,7 +195,7 @@ class Planner:
         The head is never skipped: short prompts would starve long ones.
         """
         reserved = -1
-        if step.takes_prompts and len(self._queue):
+        if step.takes_prompts and len(self._queue) > 1:  # Who is alone is next, whatever was counted.
             self.charge_running()
         max_running = min(self._limits.max_running, self._cap.tokens)
         while step.takes_prompts and len(self._batch.running) < max_running:

@@ -16,6 +16,7 @@ from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.kv.events import KVEvent, Numbered
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.sim.caches import Asked
+from penstock.sim.collector import calm
 from penstock.sim.events import Rank, Timeline
 from penstock.sim.facts import Facts
 from penstock.sim.gateway import SimGateway
@@ -92,6 +93,10 @@ class World:
 
     def run(self) -> SimResult:
         """Let everything happen."""
+        with calm():
+            return self._run()
+
+    def _run(self) -> SimResult:
         self._take_next()
         timeline, until_ns = self.timeline, self.spec.until_ns
         while (next_ns := timeline.next_ns) is not None and (not until_ns or next_ns <= until_ns):
