@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from penstock.kv.block_pool import Epoch
 from penstock.schedule.plan import StepPlan
 from penstock.schedule.request import Request
+from penstock.schedule.step_time import StepLoad
 
 FLIGHTS_MAX = 2
 """One step computes while the next is planned. More would only make stops and new requests wait longer."""
@@ -19,6 +20,8 @@ class Flight:
     """Whose work it is, beside `plan.work`: a row may belong to somebody else when the result comes."""
     epoch: Epoch
     """Holds the blocks of requests that end meanwhile."""
+    load: StepLoad
+    """What the step costs."""
     is_void: bool = False
     """A step before it failed, so that it computed on nothing: its result is dropped."""
 

@@ -132,8 +132,12 @@ class Planner:
         num_prompts = num_running + can_start * min(len(self._queue), free_rows)
         if num_prompts:
             # All rows in the step so far decode.
-            classes = {self._batch.rows[row].priority for row in step.rows()}
-            step.prompts = self._prefill.open(step.load(), classes, num_prompts)
+            load, rows = step.load(), self._batch.rows
+            if self._prefill.targets.by_priority:
+                classes = {rows[row].priority for row in step.rows()}
+            else:
+                classes = {0} if load.num_sequences else set[int]()  # All are alike.
+            step.prompts = self._prefill.open(load, classes, num_prompts)
 
     def _end_loading(self, request: Request, now_ns: int) -> bool:
         """Whether the request's prefix has arrived. If a copy failed it starts anew, and computes that part."""

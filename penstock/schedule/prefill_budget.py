@@ -76,15 +76,15 @@ class PrefillBudget:
         self.targets, self.model, self.overrun = targets, StepTimeModel(), Overrun()
         self._last_ns = 0
 
-    def observe(self, plan: StepPlan, now_ns: int) -> None:
-        """Learn from a step that is over now.
+    def observe(self, plan: StepPlan, load: StepLoad, now_ns: int) -> None:
+        """Learn from a step with this load that is over now.
 
         It took the time since it was planned; or since the step before it was over, if that ran meanwhile.
         """
         began_ns, self._last_ns = max(plan.planned_ns, self._last_ns), now_ns
         has_chunk = plan.work[-1].num_tokens > 1
         if has_chunk or self.learns_decoding(plan.step):
-            load, step_ns = StepLoad.of(plan.work), now_ns - began_ns
+            step_ns = now_ns - began_ns
             if has_chunk and plan.work[0].num_tokens == 1 and self.model.num_observed >= _KNOWN_STEPS:
                 self.overrun.observe(step_ns / self.model.predict_ns(load))
             self.model.observe(load, step_ns)

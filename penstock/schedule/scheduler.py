@@ -160,7 +160,7 @@ class Scheduler:
             return outcome
         self._cap.step_fitted()
         if flight.plan.work:
-            self._prefill.observe(flight.plan, now_ns)
+            self._prefill.observe(flight.plan, flight.load, now_ns)
         drawn, scored, outputs = iter(result.sampled), iter(result.scored), outcome.outputs
         for request, work in zip(flight.requests, flight.plan.work, strict=True):
             draw = scores = None

@@ -8,13 +8,16 @@ from penstock.schedule.flight import Flight
 from penstock.schedule.plan import NewRow, RowWork, StepPlan
 from penstock.schedule.prefill_budget import PromptShare
 from penstock.schedule.request import Request
-from penstock.schedule.step_time import StepLoad
+from penstock.schedule.step_time import StepLoad, chunk_pairs
 
 
 class StepBuilder:
     """Collects one step's work. Never holds more tokens than its budget, nor a row twice."""
 
-    __slots__ = ("_new_rows", "_requests", "_work", "budget", "planned_ns", "prompts", "scored_budget")
+    __slots__ = (
+        "_kv_read", "_new_rows", "_num_tokens", "_pairs", "_requests", "_work", "budget", "planned_ns", "prompts",
+        "scored_budget",
+    )  # fmt: skip
 
     def __init__(self, step_tokens: int, scored_tokens: int) -> None:
         self.budget = step_tokens
@@ -28,6 +31,7 @@ class StepBuilder:
         self._new_rows: list[NewRow] = []
         self._work: list[RowWork] = []
         self._requests: list[Request] = []  # Whose work it is.
+        self._num_tokens = self._kv_read = self._pairs = 0  # Of all work: see `StepLoad`.
 
     @property
     def is_empty(self) -> bool:
@@ -44,8 +48,8 @@ class StepBuilder:
         return (work.row for work in self._work)
 
     def load(self) -> StepLoad:
-        """What the step costs so far."""
-        return StepLoad.of(self._work)
+        """What the step costs so far. O(1)."""
+        return StepLoad(self._num_tokens, len(self._work), self._kv_read, self._pairs)
 
     def room(self, request: Request, num_computed: int) -> int:
         """How many of a prompt's tokens after `num_computed` the step may take now; 0 if it must wait.
@@ -67,13 +71,17 @@ class StepBuilder:
         assert self.scored_budget >= 0, "more log-probabilities than there are rows of logits"
         self._work.append(RowWork(request.row, start, num_tokens, samples, blocks, scores))
         self._requests.append(request)
+        self._count(start, num_tokens, 1)
 
     def add_decoding(self, request: Request, blocks: tuple[int, ...]) -> None:
         """`add` for a row with one pending token, which samples and scores nothing: the most frequent call there is."""
         self.budget -= 1
         assert self.budget >= 0, "over the token budget"
-        self._work.append(RowWork(request.row, request.num_planned, 1, True, blocks))
+        start = request.num_planned
+        self._work.append(RowWork(request.row, start, 1, True, blocks))
         self._requests.append(request)
+        self._num_tokens += 1
+        self._kv_read += start + 1
 
     def add_new(self, request: Request, num_tokens: int, blocks: tuple[int, ...]) -> None:
         """The same for a request that (re)enters the batch: the runner is told all about it."""
@@ -96,6 +104,7 @@ class StepBuilder:
             if work.row == request.row:
                 self.budget += work.num_tokens
                 self.scored_budget += work.num_tokens * work.scores
+                self._count(work.num_computed, work.num_tokens, -1)
                 del self._work[index], self._requests[index]
                 return
 
@@ -105,4 +114,11 @@ class StepBuilder:
         """The finished plan, ready to be handed to the runner."""
         new_rows, work = tuple(self._new_rows), tuple(self._work)
         plan = StepPlan(step, new_rows, work, freed_rows, self.planned_ns, copies.out, copies.into)
-        return Flight(plan, tuple(self._requests), epoch)
+        return Flight(plan, tuple(self._requests), epoch, self.load())
+
+    def _count(self, num_computed: int, num_tokens: int, sign: int) -> None:
+        """Put a row's work to the load, or take it out."""
+        self._num_tokens += sign * num_tokens
+        self._kv_read += sign * (num_computed + num_tokens)
+        if num_tokens > 1:
+            self._pairs += sign * chunk_pairs(num_computed, num_tokens)

@@ -60,12 +60,12 @@ class StepLoad:
             num_tokens += count
             kv_read += work.num_computed + count
             if count > 1:
-                pairs += _chunk_pairs(work.num_computed, count)
+                pairs += chunk_pairs(work.num_computed, count)
         return cls(num_tokens, len(rows), kv_read, pairs)
 
     def plus(self, num_computed: int, num_tokens: int) -> "StepLoad":
         """The load with one more row, which computes `num_tokens` tokens after `num_computed` stored ones."""
-        pairs = _chunk_pairs(num_computed, num_tokens) if num_tokens > 1 else 0
+        pairs = chunk_pairs(num_computed, num_tokens) if num_tokens > 1 else 0
         return StepLoad(
             self.num_tokens + num_tokens,
             self.num_sequences + 1,
@@ -204,7 +204,8 @@ class StepTimeModel:
         return r0 * l0 + r1 * l1 + r2 * l2 + r3 * l3 + r4 * l4 <= _LEVERAGE_MAX
 
 
-def _chunk_pairs(num_computed: int, num_tokens: int) -> int:
+def chunk_pairs(num_computed: int, num_tokens: int) -> int:
+    """(token, token before it) pairs of a chunk of `num_tokens` tokens behind `num_computed` stored ones."""
     return num_tokens * num_computed + num_tokens * (num_tokens + 1) // 2
 
 

@@ -55,6 +55,14 @@ class Timeline:
         self._entered = entered = self._entered + 1
         heappush(self._heap, (when_ns, actor * _RANKS + rank, entered, handler, what))
 
+    def run(self) -> None:
+        """Let events happen until there are none."""
+        heap = self._heap
+        while heap:
+            self._now_ns, _, _, handler, what = heappop(heap)
+            self.num_events += 1
+            handler(self._now_ns, what)
+
     def step(self) -> bool:
         """Let the next event happen; False if there is none."""
         if not self._heap:

@@ -99,8 +99,10 @@ class World:
     def _run(self) -> SimResult:
         self._take_next()
         timeline, until_ns = self.timeline, self.spec.until_ns
+        if self.watcher is None and self.store is None and not until_ns:
+            timeline.run()
         while (next_ns := timeline.next_ns) is not None and (not until_ns or next_ns <= until_ns):
-            if self._is_over and self.store is not None and not until_ns:
+            if self.store is not None and not until_ns and self._is_over:
                 until_ns = next_ns + _LINGER_NS  # Those who keep leases never rest.
             timeline.step()
             if self.watcher is not None:

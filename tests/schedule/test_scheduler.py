@@ -247,6 +247,31 @@ def test_a_shared_prefix_is_computed_once_per_tenant() -> None:
     assert engine.scheduler.statistics().prompt_tokens == 3 * 49
 
 
+def test_an_answer_is_cached_when_it_leaves_and_its_prompt_before() -> None:
+    engine = ScheduledEngine()
+    engine.submit("a", range(32), max_tokens=40)
+    while len(engine.requests["a"].tokens) < 32 + 34:
+        engine.step()
+    assert len(engine.kv.pool.names()) == 2, "only the prompt's"
+    engine.abort("a")
+    assert len(engine.kv.pool.names()) == 4
+    tokens = engine.requests["a"].tokens
+    assert engine.kv.match_prefix(engine.kv.open(b""), tokens).num_tokens == 64
+
+
+def test_what_ran_when_the_cache_was_cleared_is_not_cached() -> None:
+    engine = ScheduledEngine()
+    engine.submit("a", range(16), max_tokens=40)
+    while len(engine.requests["a"].tokens) < 40:
+        engine.step()
+    engine.kv.clear_cache()
+    engine.run()
+    assert engine.kv.pool.names() == ()
+    engine.submit("b", range(16), max_tokens=1)
+    engine.run()
+    assert len(engine.kv.pool.names()) == 1
+
+
 def test_tenants_share_exactly_the_public_blocks() -> None:
     engine = ScheduledEngine()
     tokens = list(range(64))
