@@ -91,12 +91,9 @@ class World:
             for when_ns, count in pool.schedule:
                 self.timeline.at(when_ns, WORLD, Rank.FAULT, self._on_scale, (pool, count))
 
+    @calm()
     def run(self) -> SimResult:
         """Let everything happen."""
-        with calm():
-            return self._run()
-
-    def _run(self) -> SimResult:
         self._take_next()
         timeline, until_ns = self.timeline, self.spec.until_ns
         if self.watcher is None and self.store is None and not until_ns:
