@@ -6,13 +6,13 @@ import signal
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import pytest
 import uvloop
 from byte_tokenizer import byte_tokenizer
 from conformance import TIMEOUT_S, Recorder, Requests
 from fault_proxy import FaultProxy, fault_proxy
+from msgspec.structs import replace
 from scripted_runner import scripted_text
 from scripted_worker import Bench, bench
 
