@@ -103,6 +103,7 @@ class Gateway:
             dispatcher=self._dispatcher,
             explained=self._decisions.explained,
             locality=locality,
+            falls_back=any(route.fallback for route in config.routing.models),
         )
         self._siblings = siblings
         self._inspect = Inspect(

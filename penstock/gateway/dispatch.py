@@ -11,7 +11,7 @@ that one turn of the loop accepted is written to the journal together, before an
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -24,7 +24,8 @@ from penstock.gateway.meters import Meters
 from penstock.gateway.models import ServedModel
 from penstock.gateway.reply import Reply, StreamSlots
 from penstock.gateway.worker_feed import WorkerFeed
-from penstock.policy.answers import Diverted, Evict, Refused, Settled, Start
+from penstock.policy.admit_facts import DowngradeReason
+from penstock.policy.answers import Diverted, Evict, FallBack, Refused, Settled, Start
 from penstock.policy.control import FlowControl
 from penstock.policy.flow import Arrival, Flow, State
 from penstock.policy.gate import Gate
@@ -52,6 +53,8 @@ class Ticket:
     """Answer tokens that flow control knows of."""
     settled: Settled | None = None
     """Its end, if that was decided before its reply had ended."""
+    again: Callable[[str, DowngradeReason], Awaitable[None]] | None = None
+    """Makes its prompt anew for another model, and moves it there (`Dispatcher.move`), while it waits."""
     second: int = 0
     """The number of a second attempt that ran at once with the first; 0: there was none."""
     machine_micros: int = 0
@@ -97,6 +100,7 @@ class Dispatcher:
         self._meters = Meters(prices)
         self._registry = registry
         self._hedges = hedges
+        self._tasks: set[asyncio.Future[None]] = set()
         self._is_due = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = 0
@@ -137,6 +141,25 @@ class Dispatcher:
         self._dispatch_soon()
         return None
 
+    def move(
+        self,
+        ticket: Ticket,
+        arrival: Arrival,
+        model: ServedModel,
+        start: Callable[[], tuple[Reply, Sequence[tuple[GenerateRequest, Sink]]]],
+    ) -> bool:
+        """Let a request that waits for a model without workers wait for another one; `start` makes its reply. False: it stays."""
+        route, now_ns = ticket.arrival.route, self._clock.now_ns()
+        if arrival.id not in self._tickets or not self.control.move(now_ns, arrival):
+            return False
+        self._metrics.diverted(route, arrival.diverted)
+        del self._by_reply[ticket.reply]
+        ticket.arrival, ticket.model = arrival, model
+        ticket.reply, ticket.streams = start()
+        self._by_reply[ticket.reply] = ticket
+        self._dispatch_soon()
+        return True
+
     def heartbeat(self, ticks: int) -> None:
         """Let every reply that was silent for `ticks` calls show that it lives."""
         for ticket in list(self._tickets.values()):
@@ -169,6 +192,8 @@ class Dispatcher:
         if self._timer is not None:
             self._timer.cancel()
         self._is_due = True
+        for task in self._tasks:
+            task.cancel()
 
     # --- from the replies ------------------------------------------------------------------------
 
@@ -344,6 +369,8 @@ class Dispatcher:
                 (self._start_beside if action.beside else self._start)(action)
             elif isinstance(action, Evict):
                 self._evict(action)
+            elif isinstance(action, FallBack):
+                self._fall_back(action)
             # An `Abort` is of an attempt whose reply ends as a whole, and aborts both.
         self._set_timer(now_ns)
 
@@ -382,6 +409,22 @@ class Dispatcher:
             ticket.reply.start_beside(worker.backend, _attempt(request, start), sink, attempt=start.attempt)
         except Exception as error:  # noqa: BLE001 - one request's bug must not end the others.
             self._log.bug("a second attempt could not be started", error, request_id=start.id)
+            ticket.reply.fail(error)
+
+    def _fall_back(self, what: FallBack) -> None:
+        ticket = self._tickets.get(what.id)
+        if ticket is not None and ticket.again is not None:
+            task = asyncio.ensure_future(self._made_anew(ticket, ticket.again(what.route, what.why)))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _made_anew(self, ticket: Ticket, making: Awaitable[None]) -> None:
+        try:
+            await making
+        except PenstockError as error:  # It does not fit the other model, so it waits on.
+            self._log.info("a request that waits cannot fall back", error=error, request_id=ticket.arrival.id)
+        except Exception as error:  # noqa: BLE001 - one request's bug must not end the others.
+            self._log.bug("a request could not be made anew", error, request_id=ticket.arrival.id)
             ticket.reply.fail(error)
 
     def _evict(self, evict: Evict) -> None:

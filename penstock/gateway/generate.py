@@ -7,6 +7,7 @@ per choice to the dispatcher. After that everything is pushed (dispatch.py, repl
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 
@@ -34,6 +35,7 @@ from penstock.gateway.served_headers import Served
 from penstock.gateway.services import Services
 from penstock.gateway.tally import Tally
 from penstock.kv.prompt_keys import PromptKeys
+from penstock.policy.admit_facts import DowngradeReason
 from penstock.policy.flow import Arrival
 from penstock.policy.tenant import Tenant
 from penstock.protocol.openai import ChatRequest, CompletionRequest, GenerationRequest
@@ -68,9 +70,11 @@ class _Job(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.prompts) * self.choices_per_prompt
 
 
-_Prepared = tuple[_Job, Reply, Sequence[Sink]]
+_Begin = Callable[[_Job], tuple[Reply, Sequence[Sink]]]
+"""Makes the reply of a job, and with it takes its exchange."""
+_Prepared = tuple[_Job, _Begin]
 Prepare = Callable[[ServedModel, str], Awaitable[_Prepared]]
-"""Makes a request's prompt and reply for one model, or an adapter of it. Raises what the client has to change."""
+"""Makes a request's prompt for one model, or an adapter of it, and says how its reply is made. Raises what the client has to change."""
 PIECE_TOKENS = 32
 """Tokens of a whole answer that go on together: detokenizing and counting each costs more than the rest of a step."""
 TOKEN_BYTES = 8
@@ -86,12 +90,11 @@ class Generate:
     async def chat(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /v1/chat/completions`."""
         request = parse_chat(exchange.body, self._services.config.limits)
+        num_bytes = len(exchange.body)
 
         async def prepare(model: ServedModel, adapter: str) -> _Prepared:
             info = model.info()
-            prompt = await self._services.tokenize.run(
-                len(exchange.body), lambda: chat_prompt(model, request)
-            )
+            prompt = await self._services.tokenize.run(num_bytes, lambda: chat_prompt(model, request))
             max_tokens = chat_max_tokens(request, len(prompt), info, caller.tenant)
             check_sampling(request, max_tokens, info)
             job = _Job(
@@ -106,7 +109,7 @@ class Generate:
                 logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             )
             kind = _chat_stream if request.stream else _chat_whole
-            return job, *kind(self._context(job), job)
+            return job, lambda job: kind(self._context(job), job)
 
         await self._serve(exchange, caller, request, Endpoint.CHAT, prepare)
 
@@ -114,12 +117,13 @@ class Generate:
         """`POST /v1/completions`."""
         limits = self._services.config.limits
         request = parse_completion(exchange.body, limits)
+        num_bytes = len(exchange.body)
         texts, special = prompts_of(request, limits), request.add_special_tokens is not False
 
         async def prepare(model: ServedModel, adapter: str) -> _Prepared:
             info = model.info()
             prompts = await self._services.tokenize.run(
-                len(exchange.body),
+                num_bytes,
                 lambda: [completion_prompt(model, text, info, add_special_tokens=special) for text in texts],
             )
             max_tokens = [
@@ -138,8 +142,11 @@ class Generate:
                 logprobs=request.logprobs,
                 prompt_logprobs=request.logprobs if request.echo else None,
             )
-            kind = _completion_stream if request.stream else _completion_whole
-            return job, *kind(self._context(job), job, _echoes(model, request, texts, prompts))
+            kind, echoes = (
+                _completion_stream if request.stream else _completion_whole,
+                _echoes(model, request, texts, prompts),
+            )
+            return job, lambda job: kind(self._context(job), job, echoes)
 
         await self._serve(exchange, caller, request, Endpoint.COMPLETIONS, prepare)
 
@@ -163,11 +170,14 @@ class Generate:
         while True:
             exchange.served = served
             exchange.tally = Tally(model=model.name, endpoint=endpoint, started_ns=exchange.started_ns)
-            job, reply, sinks = await prepare(model, adapter)
+            job, begin = await prepare(model, adapter)
             services.check_draining()  # It may have begun while the prompt was tokenized.
             arrival = _arrival(job, served, hints, endpoint, self._keys(job))
+            reply, sinks = begin(job)
             streams = list(zip(_requests(job, self._piece_tokens(job)), sinks, strict=True))
             ticket = Ticket(arrival=arrival, model=model, reply=reply, streams=streams)
+            if services.falls_back:
+                ticket.again = partial(self._again, ticket, served, hints, prepare)
             diverted = services.dispatcher.submit(ticket)
             if diverted is None:
                 return
@@ -180,6 +190,29 @@ class Generate:
             return 1
         config = self._services.config
         return math.gcd(PIECE_TOKENS, config.rate_limits.slice_tokens, config.budgets.slice_tokens)
+
+    async def _again(
+        self, ticket: Ticket, served: Served, hints: Hints, prepare: Prepare, route: str, why: DowngradeReason
+    ) -> None:
+        """Make the prompt of a request that waits anew for another model, and let it wait there."""
+        services, old = self._services, ticket.arrival
+        model = services.models.get(route)
+        job, begin = await prepare(model, old.adapter)
+        job = msgspec.structs.replace(job, answer_id=str(old.id))
+        exchange = job.exchange
+        now_served = replace(served, model=old.adapter or model.name, downgrade=why)
+        arrival = _arrival(job, now_served, hints, Endpoint(old.endpoint), self._keys(job))
+        arrival = msgspec.structs.replace(arrival, num_bytes=old.num_bytes)
+
+        def start() -> tuple[Reply, Sequence[tuple[GenerateRequest, Sink]]]:
+            exchange.served = now_served
+            exchange.tally = Tally(
+                model=model.name, endpoint=Endpoint(old.endpoint), started_ns=exchange.started_ns
+            )
+            reply, sinks = begin(job)
+            return reply, list(zip(_requests(job, self._piece_tokens(job)), sinks, strict=True))
+
+        services.dispatcher.move(ticket, arrival, model, start)
 
     def _keys(self, job: _Job) -> PromptKeys | None:
         """What the prompt's KV blocks are called; several prompts have no one place."""

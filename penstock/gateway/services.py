@@ -27,6 +27,8 @@ class Services:
     """Which worker got which of the last requests, and why."""
     locality: KVLocality
     """Where prompts are cached; makes their keys."""
+    falls_back: bool = False
+    """Whether any model has another one to fall back to."""
     draining: bool = False
 
     def check_draining(self) -> None:

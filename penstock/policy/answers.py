@@ -3,6 +3,7 @@
 import msgspec
 
 from penstock.errors import PenstockError
+from penstock.policy.admit_facts import DowngradeReason
 from penstock.policy.flow import Flow
 from penstock.policy.record import Outcome
 from penstock.types import RequestId, WorkerId
@@ -31,7 +32,7 @@ class Diverted(msgspec.Struct, frozen=True):
 
     id: RequestId
     route: str
-    why: str
+    why: DowngradeReason
 
 
 class Start(msgspec.Struct, frozen=True, gc=False):
@@ -64,6 +65,16 @@ class Stop(msgspec.Struct, frozen=True, gc=False):
     finish_reason: str = "budget"
 
 
+class FallBack(msgspec.Struct, frozen=True, gc=False):
+    """It waits for a model that has no worker any more, and another model could answer: make its prompt anew for that one, and `move`
+    it. Until then, or if that is refused, it waits on.
+    """
+
+    id: RequestId
+    route: str
+    why: DowngradeReason
+
+
 class Settled(msgspec.Struct, frozen=True):
     """The one end of an accepted request. `flow.record(wall_ns)` has the facts for the ledger."""
 
@@ -84,6 +95,10 @@ class Evict(msgspec.Struct, frozen=True):
     error: PenstockError
     worker_id: WorkerId | None = None
     settled: Settled | None = None
+
+
+Action = Start | Abort | Evict | FallBack
+"""What `dispatch` answers."""
 
 
 class Requeued(msgspec.Struct, frozen=True, gc=False):

@@ -13,10 +13,11 @@ from heapq import heappop, heappush
 
 from penstock.clock import NS_PER_S
 from penstock.config.flow import QueueConfig
-from penstock.errors import Draining, Evicted, Overloaded, PenstockError, WorkerUnavailable
+from penstock.errors import Draining, Evicted, PenstockError, WorkerUnavailable
 from penstock.policy.account import Accounts
 from penstock.policy.answers import (
     Abort,
+    Action,
     Diverted,
     Evict,
     Queued,
@@ -29,6 +30,7 @@ from penstock.policy.answers import (
 from penstock.policy.band import Work
 from penstock.policy.deaths import Deaths
 from penstock.policy.fair_queue import Full
+from penstock.policy.fallback import Fallbacks
 from penstock.policy.flow import Arrival, Event, Flow, State
 from penstock.policy.lane import Lane
 from penstock.policy.life import Life, blocks_of, charge, charge_matched, count, victims, work_of
@@ -54,6 +56,7 @@ class FlowControl:
         "_deaths",
         "_dirty",
         "_drain_ns",
+        "_fallbacks",
         "_lanes",
         "_lives",
         "_parts",
@@ -67,11 +70,12 @@ class FlowControl:
         self._config, self._parts = config, parts or Parts()
         self._accounts = Accounts(self._parts)
         self._lives: dict[RequestId, Life] = {}
+        self._fallbacks = Fallbacks(self._parts, self._accounts, self._lives, self._look)
         self._lanes: dict[str, Lane] = {}
         self._dirty: dict[str, Lane] = {}
         self._timers: list[tuple[int, int, Lane]] = []
         self._timers_set = 0
-        self._pending: list[Start | Abort | Evict] = []
+        self._pending: list[Action] = []
         self._deaths = Deaths(self._parts.poison, self._lives)
         self.races = Races(
             self._parts.hedges, self._parts.health, self._lives, self._deaths, on_change=self._touch
@@ -101,15 +105,13 @@ class FlowControl:
         dropped = lane.queue.push(now_ns, work)
         if isinstance(dropped, Full):
             account.undo(now_ns)
-            return Refused(arrival.id, "queue", _full(dropped, lane))
+            return Refused(arrival.id, "queue", lane.overloaded(dropped))
         flow = Flow(arrival, now_ns)
         flow.on(Event.ADMIT, now_ns)
         self._lives[arrival.id] = Life(flow, lane, work, account)
         lane.suspect(work, self._parts.poison.trial(now_ns, arrival))
         self._dirty[lane.route] = lane
-        for victim in dropped:
-            error = Evicted("gave way to a request of a higher band: the queue is full")
-            self._pending.append(self._dropped(now_ns, victim, "queue_full", error))
+        self._drop_for_room(now_ns, dropped)
         return Queued(arrival.id, arrival.route, verdict.predicted_ns)
 
     def cancel(self, now_ns: int, request_id: RequestId) -> Settled | Abort | None:
@@ -125,6 +127,20 @@ class FlowControl:
             life.lane.queue.remove(life.work)
             return self._settle(now_ns, life)
         return Abort(request_id, flow.worker) if was is not State.STOPPING else None
+
+    def move(self, now_ns: int, arrival: Arrival) -> bool:
+        """Let a request that waits for a model without workers wait for another one, with its prompt made anew; the id stays. False: it
+        has a worker by now or has ended, or is not let in there; nothing has changed then.
+        """
+        if self._drain_ns is not None:
+            return False
+        lane = self._lane(now_ns, arrival.route)
+        dropped = self._fallbacks.move(now_ns, arrival, lane)
+        if dropped is None:
+            return False
+        self._dirty[lane.route] = lane
+        self._drop_for_room(now_ns, dropped)
+        return True
 
     def drain(self, now_ns: int, deadline_ns: int) -> None:
         """Refuse what is new from now on; what is here may go on until the deadline, then it is evicted."""
@@ -261,7 +277,7 @@ class FlowControl:
 
     # --- by the clock -----------------------------------------------------------------------------
 
-    def dispatch(self, now_ns: int) -> Sequence[Start | Abort | Evict]:
+    def dispatch(self, now_ns: int) -> Sequence[Action]:
         """What must be done now, in order."""
         if self._deaths:
             self._look_for_poison(now_ns)
@@ -281,14 +297,14 @@ class FlowControl:
         told += self.races.due(now_ns)
         return told
 
-    def shed(self, now_ns: int, route: str) -> Sequence[Start | Abort | Evict]:
+    def shed(self, now_ns: int, route: str) -> Sequence[Action]:
         """Make KV memory free at workers that reported it nearly full. `dispatch` calls it after every report.
 
         Only for the sake of a higher band that runs there or waits for the model: among equals the engine's own preemption is
         fair, and nothing is lost by it. Lowest band first, in it whoever has the longest answer still to come; protected
         bands never.
         """
-        lane, told = self._lanes.get(route), list[Start | Abort | Evict]()
+        lane, told = self._lanes.get(route), list[Action]()
         for room in lane.rooms.take_fresh() if lane is not None else ():
             assert lane is not None, "its rooms were just looked at"
             lives = [self.races.life_of(name) for name in room.begun]
@@ -345,7 +361,7 @@ class FlowControl:
 
         return look
 
-    def _serve(self, now_ns: int, lane: Lane, told: list[Start | Abort | Evict]) -> None:
+    def _serve(self, now_ns: int, lane: Lane, told: list[Action]) -> None:
         while (late := lane.next_expired(now_ns)) is not None:
             work, reason = late
             waited_s = (now_ns - work.queued_ns) / NS_PER_S
@@ -354,6 +370,8 @@ class FlowControl:
                 error = Evicted(f"waited {waited_s:.1f} s without a turn", retry_after_s=lane.retry_after_s())
             lane.queue.remove(work)
             told.append(self._dropped(now_ns, work, reason, error))
+        if lane.down_ns is not None and lane.queue.num_waiting:
+            self._look_elsewhere(now_ns, lane, lane.down_ns, told)
         while (start := lane.next_start(now_ns)) is not None:
             work, room = start
             life = self._lives[work.id]
@@ -375,6 +393,17 @@ class FlowControl:
             self._timers_set += 1
             heappush(self._timers, (due_ns, self._timers_set, lane))
 
+    def _look_elsewhere(self, now_ns: int, lane: Lane, down_ns: int, told: list[Action]) -> None:
+        """No worker is left: what waits falls back to another model under the rules of admission, else it waits on."""
+        found, stay, more = self._fallbacks.ask(now_ns, lane, down_ns)
+        told += found
+        if self._config.no_worker == "refuse":
+            for life in stay:
+                lane.queue.remove(life.work)
+                told.append(self._dropped(now_ns, life.work, "no_worker", _no_worker(lane.route)))
+        if more:
+            self._dirty[lane.route] = lane
+
     def _dropped(self, now_ns: int, work: Work, reason: str, error: PenstockError) -> Evict:
         """The end of one that waited and is out of the queue already."""
         life = self._lives[work.id]
@@ -382,13 +411,18 @@ class FlowControl:
         life.flow.on(Event.EVICT, now_ns)
         return Evict(work.id, reason, error, settled=self._settle(now_ns, life))
 
+    def _drop_for_room(self, now_ns: int, dropped: Sequence[Work]) -> None:
+        for victim in dropped:
+            error = Evicted("gave way to a request of a higher band: the queue is full")
+            self._pending.append(self._dropped(now_ns, victim, "queue_full", error))
+
     def _look_for_poison(self, now_ns: int) -> None:
         """Workers have died since the last time: whoever is found to be the cause does not go on to the next one."""
         for life, error in self._deaths.refused(now_ns):
             life.lane.queue.remove(life.work)
             self._pending.append(self._dropped(now_ns, life.work, "quarantine", error))
 
-    def _evict_all(self, now_ns: int, told: list[Start | Abort | Evict]) -> None:
+    def _evict_all(self, now_ns: int, told: list[Action]) -> None:
         error = Draining("this server went away before the answer was finished")
         for life in list(self._lives.values()):
             if life.flow.state is State.QUEUED:
@@ -398,7 +432,7 @@ class FlowControl:
                 self._give_way(now_ns, life, "drain", error, told)
 
     def _give_way(
-        self, now_ns: int, life: Life, reason: str, error: PenstockError, told: list[Start | Abort | Evict]
+        self, now_ns: int, life: Life, reason: str, error: PenstockError, told: list[Action]
     ) -> None:
         """Tell one that runs to end."""
         self._end_race(now_ns, life, told)
@@ -407,7 +441,7 @@ class FlowControl:
         flow.on(Event.EVICT, now_ns)
         told.append(Evict(flow.id, reason, error, worker_id=flow.worker))
 
-    def _end_race(self, now_ns: int, life: Life, told: list[Start | Abort | Evict] | None = None) -> None:
+    def _end_race(self, now_ns: int, life: Life, told: list[Action] | None = None) -> None:
         """What happens to it happens to all of it: a second attempt ends first."""
         if life.race is not None:
             (self._pending if told is None else told).append(self.races.end(now_ns, life))
@@ -454,14 +488,3 @@ class FlowControl:
 
 def _no_worker(route: str) -> WorkerUnavailable:
     return WorkerUnavailable(f"no worker of {route!r} is ready")
-
-
-def _full(full: Full, lane: Lane) -> Overloaded:
-    whose = {
-        "tenant": "your share of the queue is",
-        "band": "the queue of your band is",
-        "queue": "the queue is",
-    }
-    return Overloaded(
-        f"{whose[full.bound]} full: {full.limit} {full.unit} at most", retry_after_s=lane.retry_after_s()
-    )

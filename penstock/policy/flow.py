@@ -65,6 +65,8 @@ class Event(enum.IntEnum):
     """It has waited long for its first output, and is started on another worker too."""
     DROP = 13
     """One of two attempts is over: the other had output first, or it failed, or both are to end."""
+    MOVE = 14
+    """Its model has no worker any more, and another one is to answer."""
 
 
 class Action(enum.IntEnum):
@@ -94,6 +96,7 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
     (State.NEW, Event.REJECT): (State.ENDED, (Action.REFUSE,)),
     (State.NEW, Event.ADMIT): (State.QUEUED, _ENQUEUE),
     (State.QUEUED, Event.DISPATCH): (State.STARTED, (Action.START,)),
+    (State.QUEUED, Event.MOVE): (State.QUEUED, (Action.LEAVE, Action.ENQUEUE)),
     (State.QUEUED, Event.CANCEL): (State.ENDED, _LEAVE),
     (State.QUEUED, Event.EVICT): (State.ENDED, _LEAVE),
     (State.QUEUED, Event.FAIL): (State.ENDED, _LEAVE),

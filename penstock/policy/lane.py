@@ -1,14 +1,15 @@
 """One model's queue and its workers' rooms, and which request starts where, next. Knows requests only as `Work`."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from penstock.clock import NS_PER_S
 from penstock.config.flow import QueueConfig
+from penstock.errors import Overloaded
 from penstock.policy.band import Work
-from penstock.policy.fair_queue import FairQueue
+from penstock.policy.fair_queue import FairQueue, Full
 from penstock.policy.parts import Health, Hold, Placement, RouteLoad
 from penstock.policy.quarantine import Trial
 from penstock.policy.room import Room, Rooms, WorkerView, uncached_tokens
@@ -64,6 +65,16 @@ class Lane:
         self._found: Room | None = None
         self._holds: list[tuple[int, int, Work]] = []
         """When what is held for a warm worker is released to all."""
+
+    @property
+    def down_ns(self) -> int | None:
+        """Since when it has no worker that is ready; None: it has."""
+        return None if self.rooms.num_ready else self._down_ns
+
+    def waiting(self) -> Iterator[Work]:
+        """What waits, band by band, in the order in which it came."""
+        for band in self.queue.bands:
+            yield from band.waiting.values()
 
     def set_worker(self, now_ns: int, worker_id: WorkerId, view: WorkerView | None) -> None:
         """Take a worker's report, or that it is gone."""
@@ -195,6 +206,17 @@ class Lane:
     def retry_after_s(self) -> float:
         """When a refused request may come back: the time that what waits takes to start, from 1 s to 60 s."""
         return min(60.0, max(1.0, self.queue.num_waiting * self.gap_ns / NS_PER_S))
+
+    def overloaded(self, full: Full) -> Overloaded:
+        """The error of whom the queue did not take."""
+        whose = {
+            "tenant": "your share of the queue is",
+            "band": "the queue of your band is",
+            "queue": "the queue is",
+        }
+        return Overloaded(
+            f"{whose[full.bound]} full: {full.limit} {full.unit} at most", retry_after_s=self.retry_after_s()
+        )
 
     def load(self, work: Work) -> RouteLoad:
         """How the model stands for a request that does not wait here yet."""

@@ -26,7 +26,7 @@ class Race(msgspec.Struct, gc=False):
 class Life:
     """One accepted request and what is held for it."""
 
-    __slots__ = ("account", "attempt", "booked", "flow", "lane", "race", "raced_ns", "work")
+    __slots__ = ("account", "asked_ns", "attempt", "booked", "flow", "lane", "race", "raced_ns", "work")
 
     def __init__(self, flow: Flow, lane: Lane, work: Work, account: Account) -> None:
         self.flow, self.lane, self.work, self.account = flow, lane, work, account
@@ -34,6 +34,8 @@ class Life:
         """What is booked at `flow.worker`: `work`, or that of a second attempt which outran the first."""
         self.attempt = 0
         """The number of the attempt at `flow.worker`."""
+        self.asked_ns = -1
+        """Since when its model had no worker when another one was last looked for."""
         self.race: Race | None = None
         """The other attempt, while there are two."""
         self.raced_ns = -1

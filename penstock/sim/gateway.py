@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from penstock import rng
 from penstock.errors import EngineFault, PenstockError, StreamBroken, WorkerUnavailable
 from penstock.kv.events import Numbered
-from penstock.policy.answers import Abort, Diverted, Evict, Refused, Settled, Start
+from penstock.policy.answers import Abort, Diverted, Evict, FallBack, Refused, Settled, Start
 from penstock.policy.budget import Budgets
 from penstock.policy.control import FlowControl
 from penstock.policy.flow import Arrival, Flow
@@ -359,6 +359,8 @@ class SimGateway:
                 self._network.abort(now_ns, self.number, action.worker_id, action.id)
                 if (ticket := self.tickets.get(action.id)) is not None:
                     ticket.attempt, ticket.beside = ticket.attempt + ticket.beside - action.attempt, 0
+            elif isinstance(action, FallBack):
+                self._fall_back(now_ns, action)
             else:
                 self._evict(now_ns, action)
         due_ns = self.control.next_ns(now_ns)
@@ -401,6 +403,12 @@ class SimGateway:
             poison=request.poison or ticket.number in self._facts.poison,
         )
         self._network.submit(now_ns, start.worker_id, submission)
+
+    def _fall_back(self, now_ns: int, what: FallBack) -> None:
+        if (ticket := self.tickets.get(what.id)) is not None:
+            arrival = self._arrival(ticket.request, what.route, what.why)
+            if self.control.move(now_ns, arrival):
+                ticket.arrival = arrival
 
     def _evict(self, now_ns: int, evict: Evict) -> None:
         if evict.settled is not None:

@@ -1,0 +1,65 @@
+"""The last worker of a model vanishes while requests wait for it: the fallback model answers them, with a prompt of its own."""
+
+import sqlite3
+import threading
+
+import msgspec
+import pytest
+
+from penstock.config.flow import QueueConfig
+from penstock.config.ledger import LedgerConfig
+from penstock.config.routing import ModelRoute, RoutingConfig
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_waits_is_answered_by_the_fallback_and_whoever_may_not_is_told(kit, tmp_path, stream) -> None:
+    config = msgspec.structs.replace(
+        kit.make_config(),
+        routing=RoutingConfig(models=(ModelRoute(model="tiny", fallback="small"),)),
+        queue=QueueConfig(worker_credit=0, no_worker_wait_s=0.5),
+        ledger=LedgerConfig(directory=str(tmp_path / "ledger")),
+    )
+    running = kit.RunningGateway(config, small=True, max_running=1, step_s=0.01)
+    found: dict[str, tuple[int, str, bytes]] = {}
+
+    def ask(name: str, *headers: str, **fields: object) -> None:
+        body = kit.chat(**{"max_tokens": 5, "stream": stream, **fields})
+        raw = kit.Raw(running).send(kit.post("/v1/chat/completions", body, "Connection: close", *headers))
+        head, _, text = raw.read_all().partition(b"\r\n\r\n")
+        raw.close()
+        found[name] = (int(head.split()[1]), head.decode().lower(), text)
+
+    def waiting() -> int:
+        lane = running.gateway._dispatcher.control.lane("tiny")
+        return lane.queue.num_waiting if lane is not None else 0
+
+    asked = [
+        ("long", (), {"max_tokens": 400}),
+        ("may", (), {}),
+        ("never", ("x-penstock-degrade: never",), {}),
+    ]
+    threads = [
+        threading.Thread(target=ask, args=(name, *headers), kwargs=fields) for name, headers, fields in asked
+    ]
+    threads[0].start()
+    running.wait_until(lambda: running.backend.num_streams == 1)
+    for thread in threads[1:]:
+        thread.start()
+    running.wait_until(lambda: waiting() == 2)
+    running.call(running.backend.lose_worker)
+    for thread in threads:
+        thread.join(20)
+    status, head, text = found["may"]
+    assert status == 200
+    assert "x-penstock-model: small" in head
+    assert "x-penstock-downgrade: unavailable" in head
+    assert b'"model":"small"' in text
+    status, head, _ = found["never"]
+    assert status == 503
+    assert "retry-after" in head
+    running.stop()
+    rows = sqlite3.connect(tmp_path / "ledger" / "usage.sqlite").execute(
+        "SELECT requested_model, served_model, route_reason, outcome, completion_tokens FROM usage"
+    )
+    short = [row for row in rows if row[3:] == ("finished", 5)]
+    assert short == [("tiny", "small", "unavailable", "finished", 5)]

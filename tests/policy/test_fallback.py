@@ -1,0 +1,127 @@
+"""What waits for a model whose last worker vanishes: another model answers where that is allowed, the rest waits and then is told."""
+
+from penstock.clock import NS_PER_S
+from penstock.config.flow import QueueConfig
+from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig
+from penstock.errors import StreamBroken, WorkerUnavailable
+from penstock.policy.answers import Evict, FallBack, Queued, Requeued, Start
+from penstock.policy.control import FlowControl
+from penstock.policy.fallback import ASKED_MAX
+from penstock.policy.flow import Arrival
+from penstock.policy.gate import Gate, ModelFacts
+from penstock.policy.parts import Parts
+from penstock.policy.record import Outcome
+from penstock.policy.room import WorkerView
+from penstock.types import RequestId, Usage, WorkerId
+
+S = NS_PER_S
+W, V = WorkerId("w"), WorkerId("v")
+
+
+def made(*, small: int = 4, **queue) -> FlowControl:
+    """`large` has a worker of one stream and falls back to `small`, whose context is 100 tokens, and which has no tools."""
+    config = QueueConfig(worker_credit=0, no_worker_wait_s=30, **queue)
+    routing = RoutingConfig(
+        models=(ModelRoute(model="large", fallback="small"), ModelRoute(model="small", tools=False))
+    )
+    facts = {"large": ModelFacts(adapters=frozenset(("a",))), "small": ModelFacts(max_model_len=100)}
+    gate = Gate(AdmissionConfig(waiting_per_replica_max=100), routing, config, facts.get)
+    control = FlowControl(config, Parts(admission=gate))
+    control.set_worker(0, "large", W, WorkerView(max_running=1))
+    if small:
+        control.set_worker(0, "small", V, WorkerView(max_running=small))
+    return control
+
+
+def arrival(name: str, route: str = "large", **facts) -> Arrival:
+    facts = {"prompt_tokens": 20, "max_tokens": 10, "context_tokens": 30, **facts}
+    return Arrival(id=RequestId(name), route=route, requested_model="large", **facts)
+
+
+def waiting(control: FlowControl, *names: str, **facts) -> None:
+    """They wait behind one that runs, and then the worker is gone."""
+    assert isinstance(control.arrive(0, arrival("runs")), Queued)
+    control.dispatch(0)
+    control.first_output(0, RequestId("runs"))
+    for name in names:
+        assert isinstance(control.arrive(0, arrival(name, **facts)), Queued)
+    control.dispatch(0)
+    control.set_worker(S, "large", W, None)
+    assert isinstance(control.failed(S, RequestId("runs"), StreamBroken("gone"), retry=True), Requeued)
+
+
+def test_what_waits_moves_to_the_fallback_and_is_one_request_all_along() -> None:
+    control = made()
+    waiting(control, "a", "b")
+    assert control.dispatch(S) == [FallBack(RequestId(each), "small", "unavailable") for each in "ab"]
+    assert control.dispatch(S) == [], "each is asked once"
+    moved = arrival("a", "small", diverted="unavailable", prompt_tokens=25)
+    assert control.move(S, moved)
+    (start,) = control.dispatch(S)
+    assert (start.id, start.route, start.worker_id) == ("a", "small", V)
+    control.first_output(S, RequestId("a"))
+    settled = control.ended(
+        2 * S, RequestId("a"), Outcome.FINISHED, Usage(prompt_tokens=25, completion_tokens=3)
+    )
+    record = settled.flow.record(0)
+    assert (record.served_model, record.requested_model, record.route_reason) == (
+        "small",
+        "large",
+        "unavailable",
+    )
+    assert (record.prompt_tokens, record.attempts, record.queue_us) == (25, 1, 1_000_000)
+    for route in ("large", "small"):
+        control.lane(route).check_invariants()
+
+
+def test_the_rules_are_those_of_admission() -> None:
+    for facts in (
+        {"degrade": "never"}, {"needs_tools": True}, {"context_tokens": 200}, {"adapter": "a"},
+    ):  # fmt: skip
+        control = made()
+        waiting(control, "a", **facts)
+        assert control.dispatch(S) == [], facts
+    control = made(small=0)
+    waiting(control, "a")
+    assert control.dispatch(S) == [], "nobody is there either"
+
+
+def test_who_cannot_move_waits_for_a_worker_and_is_told_when_none_comes() -> None:
+    control = made()
+    waiting(control, "a", degrade="never")
+    control.dispatch(S)
+    assert control.next_ns(S) == 31 * S
+    told = control.dispatch(31 * S)
+    assert {(each.id, each.reason) for each in told} == {("a", "no_worker"), ("runs", "no_worker")}
+    assert all(isinstance(each, Evict) and isinstance(each.error, WorkerUnavailable) for each in told)
+    assert not len(control)
+
+
+def test_where_nobody_waits_for_a_worker_it_fails_at_once() -> None:
+    control = made(no_worker="refuse")
+    waiting(control, "a", "b", degrade="never")
+    told = control.dispatch(S)
+    assert [(each.id, each.reason) for each in told] == [("a", "no_worker"), ("b", "no_worker")]
+
+
+def test_a_worker_that_comes_back_in_time_gets_it() -> None:
+    control = made()
+    waiting(control, "a")
+    control.dispatch(S)
+    control.set_worker(2 * S, "large", W, WorkerView(max_running=4))
+    assert not control.move(2 * S, arrival("a", "small", diverted="unavailable"))
+    assert {each.id for each in control.dispatch(2 * S) if isinstance(each, Start)} == {"a", "runs"}
+    assert not control.move(2 * S, arrival("gone", "small", diverted="unavailable"))
+
+
+def test_what_has_begun_to_answer_stays_with_its_model() -> None:
+    control = made()
+    waiting(control)
+    assert control.dispatch(S) == []
+
+
+def test_a_long_queue_is_asked_in_pieces() -> None:
+    control = made(small=200)
+    waiting(control, *(f"r{i}" for i in range(ASKED_MAX + 5)))
+    first, second = control.dispatch(S), control.dispatch(S)
+    assert (len(first), len(second)) == (ASKED_MAX, 5)
