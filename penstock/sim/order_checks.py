@@ -3,7 +3,7 @@
 - *Priority inversion*: no request starts before one of a higher band that could have had its place, but by the two rules that
   bound what a higher band takes: a band under its floor, and one that has started nothing for its `starvation_s`.
 - *Work conservation*: nothing waits that a worker has room for, but while it waits by choice for a worker that has its prompt (no longer
-  than `hold_ms_max`), or while its tenant is over its part of the last rows.
+  than `hold_ms_max`), while its tenant is over its part of the last rows, or as a suspect of quarantine, which is tried apart from others.
 - *Caps*: no worker is given more streams than its rows and the credit, and no tenant runs more requests than it may.
 
 Whether a request fits a worker is worked out here once more, from the worker's words and from what was started there.
@@ -189,8 +189,11 @@ class OrderChecks:
         view, booked = room.view, room.booked - given
         if not view.ready or room.held or 0 < view.max_model_len < work.context_tokens:
             return False
+        if work.goes_on and not view.resumes:
+            return False
         avoided = room.id in look.blocked or room.id in look.lane.avoid.get(work.id, ())
-        if avoided or work.hold_ns > look.now_ns:
+        # A suspect of quarantine waits for a worker where no other one is being tried.
+        if avoided or work.hold_ns > look.now_ns or look.lane.is_suspect(work):
             return False
         if booked or room.others:
             if view.max_running + self._config.queue.worker_credit - booked - room.others < work.streams:

@@ -130,6 +130,7 @@ def test_a_request_that_is_forgotten_by_the_placement_is_found(monkeypatch) -> N
 def test_more_streams_than_a_worker_has_room_for_are_found(monkeypatch) -> None:
     free = Room.num_free.fget
     monkeypatch.setattr(Room, "num_free", property(lambda room: free(room) + 3 * room.view.ready))
+    monkeypatch.setattr(Room, "fits", lambda room, _: room.num_free > 0)
     assert "is to have 8" in failure(crowd())
 
 
