@@ -140,7 +140,7 @@ class KVFeed:
             if self.residency.names.refused:
                 continue
             first = self.residency.ask()
-            is_answered = True
+            is_answered = False
             if self._replay_address:
                 is_answered = await self._replay(first)
             elif self.residency.wanted is None:

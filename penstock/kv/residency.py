@@ -169,10 +169,11 @@ class Residency:
         self._is_asked = False
         if self.names.refused or self._is_void:
             return
+        if self._check is not None and is_answered and (self._has_begun or not self._held):
+            self.restarted()  # What was heard is not known there, nor anything after it.
+            self._miss()
+            return
         if self.wanted is None:
-            if self._check is not None and is_answered:  # What was heard is not known there.
-                self.restarted()
-                self._miss()
             return
         # What was sent again stands, even where something else of its number had waited: that was another process's.
         self._drop_held(self._next)

@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kv_talker import KVTalker
 
@@ -152,7 +152,7 @@ def test_where_nobody_can_be_asked_a_lost_connection_costs_what_was_believed() -
     residency.live(0, talker.publish())
     residency.reconnected()
     residency.ask()
-    residency.end_of_replay()
+    residency.end_of_replay(is_answered=False)
     assert (residency.state, held(residency, prompt(0, 3))) == (StreamState.CLEARED, 0)
     talker.cache(prompt(700, 2))
     residency.live(1, talker.publish())
@@ -306,6 +306,9 @@ steps = st.lists(st.tuples(words, st.integers(0, 1), st.integers(1, 3), st.boole
 
 @settings(max_examples=60)
 @given(steps, st.integers(1, 30), st.booleans())
+@example(
+    [("cache", 0, 1, False), ("cache", 0, 1, True), ("restart", 0, 1, False), ("cache", 0, 1, False)], 3, True
+)
 def test_with_losses_and_replays_the_index_ends_as_it_would_without(steps, kept, early) -> None:
     """The last batch arrives, and replays are asked for at any time; with a worker its connections end."""
     residency, talker, restarts = make(held_batches_max=4), KVTalker(), 0
