@@ -76,6 +76,11 @@ class Races:
             return life.race.attempt
         return life.attempt if life.flow.worker == worker_id else 0
 
+    def second_worker(self, request_id: RequestId) -> WorkerId | None:
+        """Where the second of two attempts runs; None of a request that runs once."""
+        life = self._lives.get(request_id)
+        return None if life is None or life.race is None else life.race.worker
+
     # --- from flow control ------------------------------------------------------------------------
 
     def started(self, now_ns: int, life: Life) -> None:

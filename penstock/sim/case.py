@@ -9,6 +9,7 @@ from penstock import rng
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.flow import QueueConfig, RateLimitsConfig, SharedConfig
 from penstock.config.health import BreakerConfig, HealthConfig
+from penstock.config.hedge import HedgeConfig
 from penstock.config.tree import Config, EngineConfig
 from penstock.policy.tenant import Tenant
 from penstock.sim.chaos import Chaos, clock_skews_s
@@ -48,6 +49,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     """Requests of one tenant at once; 0: no limit."""
     kv_kept: int = 0
     """See `WorldSpec.kv_kept`."""
+    hedge_after_ms: int = 0
+    """When a request that says nothing is started on a second worker too; 0: never."""
     load_s: float = 16.0
     """Requests come for so long."""
 
@@ -77,6 +80,8 @@ def draw_case(seed: int) -> Case:
         tokens_per_minute=random.choice((0, 0, 20_000)),
         concurrent_max=random.choice((0, 0, 0, 6)),
         kv_kept=random.choice((0, 4, 500)),
+        # Of a stream of its own: seeds drew the same cases before there were hedges.
+        hedge_after_ms=rng.stream(seed, "sim/case/hedge").choice((0, 0, 60, 400)),
     )
     # From half of what the workers can do to twice that.
     per_s = 0.7 * shape.workers * shape.regions * shape.max_running**0.5 * 2 ** random.uniform(-1, 1)
@@ -215,7 +220,10 @@ def _spec(case: Case) -> WorldSpec:
         queue=QueueConfig(requests_max=shape.queue_max),
         rate_limits=RateLimitsConfig(slice_tokens=32),
         # Open for at most 3 s, so that all of it happens in a case: `_recovery` allows 5 s.
-        health=HealthConfig(breaker=BreakerConfig(window_s=4, attempts_min=5, open_s=1, open_max_s=3)),
+        health=HealthConfig(
+            breaker=BreakerConfig(window_s=4, attempts_min=5, open_s=1, open_max_s=3),
+            hedge=HedgeConfig(enabled=shape.hedge_after_ms > 0, after_ms=shape.hedge_after_ms, share=0.1),
+        ),
         shared=SharedConfig(store="redis", url="redis://store") if shape.is_shared else SharedConfig(),
     )
     tenants = {

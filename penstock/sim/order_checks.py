@@ -28,7 +28,7 @@ _LOOKED_MAX = 64
 """Waiting requests of one band that are looked at, oldest first."""
 _ROWS_MIN = 8
 """Fewer rows than this keep none free for others (docs/overload.md)."""
-_RUNS = (State.STARTED, State.STREAMING, State.STOPPING)
+_RUNS = (State.STARTED, State.RACING, State.STREAMING, State.STOPPING)
 
 
 class Start(NamedTuple):
@@ -166,6 +166,8 @@ class OrderChecks:
                 return f"{tenant.id} has {live[tenant.id]} requests, and may have {tenant.concurrent_max}"
             if flow is not None and flow.state in _RUNS and flow.arrival.route == route:
                 count[flow.worker] = count.get(flow.worker, 0) + 1
+                if (beside := gateway.control.races.second_worker(flow.id)) is not None:
+                    count[beside] = count.get(beside, 0) + 1
         for room in lane.rooms:
             streams, most = count.get(room.id, 0), room.view.max_running + credit
             if streams != room.booked:
