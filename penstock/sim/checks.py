@@ -35,6 +35,8 @@ from penstock.sim.world import World
 from penstock.types import WorkerId
 
 _BUDGET = "budget"
+_OWN_LIMITS = ("limits", "budget")
+"""Reasons of refusals that say nothing of how the system is."""
 _LOOK_EVERY = 16
 """Events between two such looks: what waits for nothing does so until the next event of its gateway."""
 
@@ -204,7 +206,11 @@ class Checks:
             for each in self._ended.values()
             if each.first_ns >= 0 and each.at_ns < recovery.calm_ns
         )
-        late = [each for each in self._ended.values() if each.at_ns >= recovery.over_ns]
+        late = [
+            each
+            for each in self._ended.values()
+            if each.at_ns >= recovery.over_ns and each.reason not in _OWN_LIMITS
+        ]
         after = sorted(each.ttft_ns for each in late if each.first_ns >= 0)
         if len(before) < recovery.least or len(late) < recovery.least:
             return
