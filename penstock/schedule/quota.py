@@ -49,7 +49,12 @@ class KVQuota:
         return self._pool.num_used_by(request.salt) > self.blocks_max
 
     def admits(self, request: Request, num_blocks: int) -> bool:
-        """Whether the tenant may hold so many blocks more; always if it holds none, since `check_fits`."""
+        """Whether the tenant may hold so many blocks more; always if it holds none, since `check_fits`.
+
+        A quota of all there is bounds nobody. What does not fit then waits at the head, where nobody passes it.
+        """
+        if self.blocks_max >= self._pool.num_blocks:
+            return True
         held = self._pool.num_used_by(request.salt)
         return not held or held + num_blocks <= self.blocks_max
 

@@ -259,4 +259,11 @@ def _recovery(case: Case) -> Recovery | None:
         return None
     calm_ns = min(fault.at_ns for fault in failing)
     over_ns = max(fault.until_ns for fault in failing) + 5 * NS_PER_S
-    return Recovery(calm_ns=calm_ns, over_ns=over_ns)
+
+    def usual(since_ns: int) -> float:
+        world = World(_spec(case), case.requests)
+        checks = Checks(world, every=1 << 30)
+        world.run()
+        return checks.answered(since_ns)
+
+    return Recovery(calm_ns=calm_ns, over_ns=over_ns, usual=usual)

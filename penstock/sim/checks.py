@@ -17,7 +17,7 @@
 | first tokens come as soon as before the faults, and no worker that is there is left alone any more | at the end, after a while |
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.clock import NS_PER_S
@@ -53,6 +53,8 @@ class Recovery:
     """Before this nothing failed."""
     over_ns: int
     """From here on nothing fails any more, and there was time to recover."""
+    usual: Callable[[int], float]
+    """The share of the requests from a time on that are answered where nothing ever fails: asked if it is low where something did."""
     times_max: float = 3.0
     """How many times as long the median first token may take then."""
     slack_ns: int = NS_PER_S // 2
@@ -206,22 +208,32 @@ class Checks:
             for each in self._ended.values()
             if each.first_ns >= 0 and each.at_ns < recovery.calm_ns
         )
-        late = [
-            each
-            for each in self._ended.values()
-            if each.at_ns >= recovery.over_ns and each.reason not in _OWN_LIMITS
-        ]
+        late = self._since(recovery.over_ns)
         after = sorted(each.ttft_ns for each in late if each.first_ns >= 0)
         if len(before) < recovery.least or len(late) < recovery.least:
             return
         answered = len(after) / len(late)
-        _hold(answered > 0.9, f"only {answered:.0%} are answered after the faults")
+        if answered < 0.9:
+            usual = recovery.usual(recovery.over_ns)
+            why = f"only {answered:.0%} are answered after the faults, {usual:.0%} without any"
+            _hold(answered >= 0.9 * usual, why)
         was_ns, is_ns = before[len(before) // 2], after[len(after) // 2]
         bound_ns = was_ns * recovery.times_max + recovery.slack_ns
         _hold(
             is_ns <= bound_ns,
             f"first tokens take {is_ns / 1e6:.0f} ms after the faults, {was_ns / 1e6:.0f} ms before",
         )
+
+    def answered(self, since_ns: int) -> float:
+        """The share of the requests from then on that had a first token; 1 if there were none."""
+        late = self._since(since_ns)
+        return sum(each.first_ns >= 0 for each in late) / len(late) if late else 1.0
+
+    def _since(self, at_ns: int) -> list[RequestRecord]:
+        """Requests from then on, without those that only their tenants' own limits refused."""
+        return [
+            each for each in self._ended.values() if each.at_ns >= at_ns and each.reason not in _OWN_LIMITS
+        ]
 
     def _check_breakers(self, now_ns: int) -> None:
         """Whoever failed gets another chance: breakers that are still open are due to be probed."""

@@ -200,6 +200,19 @@ def test_a_tenant_at_its_quota_waits_and_does_not_hold_others_up() -> None:
     assert all(tuple(engine.got[name]) == engine.expected(name) for name in engine.requests)
 
 
+def test_without_a_quota_nobody_passes_the_head() -> None:
+    """A quota of all there is parked whoever did not fit beside its own tenant's, and small ones passed it (swarm seed 88)."""
+    engine = ScheduledEngine(num_blocks=20, step_tokens=300)
+    for name, number in (("large", 200), ("next", 180)):
+        engine.submit(name, range(number), salt=b"a", max_tokens=10)
+    engine.submit("small", [9] * 20, salt=b"b", max_tokens=10)
+    engine.step()
+    assert engine.requests["large"].started_ns is not None
+    assert engine.requests["small"].started_ns is None
+    engine.run()
+    assert engine.requests["next"].started_ns <= engine.requests["small"].started_ns
+
+
 def test_a_shared_prefix_counts_once() -> None:
     engine = ScheduledEngine(num_blocks=20, kv_quota_fraction=0.5, step_tokens=200, max_model_len=200)
     engine.submit("a", [7] * 112, salt=b"t", max_tokens=20)
