@@ -12,6 +12,7 @@ were still there.
 
 import argparse
 import json
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from random import Random
 
@@ -26,10 +27,11 @@ from penstock.policy.flow import Arrival
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.policy.room import WorkerView
 from penstock.policy.tenant import Tenant
+from penstock.sim.messages import Submission, Told
 from penstock.sim.request import RequestRecord, Segment, SimRequest
 from penstock.sim.spec import PoolSpec, WorldSpec
 from penstock.sim.step_time import LinearStepTime
-from penstock.sim.worker import WorkerSpec
+from penstock.sim.worker import SimWorker, WorkerSpec
 from penstock.sim.world import World
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
@@ -169,6 +171,12 @@ class Shares:
         """See `Watcher`."""
 
     def billed(self, record: UsageRecord) -> None:
+        """See `Watcher`."""
+
+    def submitted(self, worker_id: WorkerId, submission: Submission, model: str) -> None:
+        """See `Watcher`."""
+
+    def told(self, worker: SimWorker, gateway: int, told: Sequence[Told]) -> None:
         """See `Watcher`."""
 
     def happened(self, num_events: int) -> None:

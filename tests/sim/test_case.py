@@ -40,10 +40,10 @@ def test_a_leak_is_found_and_shrunk(monkeypatch) -> None:
     release = BlockPool.free
 
     def leaky(self, blocks) -> None:
-        release(self, blocks[1:] if len(blocks) % 4 == 1 else blocks)
+        release(self, blocks[1:] if len(blocks) % 2 == 1 else blocks)
 
     monkeypatch.setattr(BlockPool, "free", leaky)
-    case = draw_case(8)
+    case = draw_case(10)
     case = msgspec.structs.replace(case, requests=case.requests[:24])
     assert "references do not add up" in failure(case)
     small = shrink(case, lambda tried: bool(failure(tried)), runs_max=60)
