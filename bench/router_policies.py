@@ -66,7 +66,8 @@ class Approximate(LeastLoaded):
     """The worker that was sent most of this prompt before, unless that is little or the worker has far more to do than others."""
 
     def __init__(self) -> None:
-        self._seen = KVLocality(KVIndexConfig(), b"bench/router_policies")
+        # Such a router keeps a tree of what was sent, bounded by its size and not by time.
+        self._seen = KVLocality(KVIndexConfig(predicted_ttl_s=3600), b"bench/router_policies")
 
     def place(
         self,
