@@ -125,6 +125,7 @@ class FlowControl:
         flow.on(Event.CANCEL, now_ns)
         if was is State.QUEUED:
             life.lane.queue.remove(life.work)
+            self._dirty[life.lane.route] = life.lane  # Somebody behind it may fit.
             return self._settle(now_ns, life)
         return Abort(request_id, flow.worker) if was is not State.STOPPING else None
 

@@ -80,6 +80,20 @@ def test_an_answer_from_arrival_to_record() -> None:
     assert made.next_ns(5 * S) in (None, 5 * S)
 
 
+def test_who_leaves_the_queue_makes_way_for_who_is_behind() -> None:
+    """The place aside that it had, or its tenant's turn: whoever fits is looked at again (swarm seed 552)."""
+    for gone in ("aside", "head"):
+        made = control(running=0, aside_max=1)
+        made.set_worker(0, "m", W, WorkerView(max_running=4, kv_blocks_total=30))
+        accept(made, "runs", prompt_tokens=320)
+        assert started(made) == ["runs"]
+        accept(made, "aside", "head", prompt_tokens=400)
+        accept(made, "small")
+        assert started(made) == []
+        assert isinstance(made.cancel(1 * S, RequestId(gone)), Settled)
+        assert started(made, 1 * S) == ["small"]
+
+
 def test_it_waits_until_a_worker_has_room() -> None:
     made = control()
     accept(made, "a", "b", "c")
