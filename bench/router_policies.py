@@ -26,6 +26,7 @@ from penstock.policy.band import Work
 from penstock.policy.parts import LeastLoaded, Placement
 from penstock.policy.room import Room, Rooms
 from penstock.sim.arrivals import Poisson
+from penstock.sim.caches import NAMES_KEY
 from penstock.sim.prompts import BlockNames
 from penstock.sim.request import Segment, SimRequest
 from penstock.sim.spec import PoolSpec, WorldSpec
@@ -67,7 +68,7 @@ class Approximate(LeastLoaded):
 
     def __init__(self) -> None:
         # Such a router keeps a tree of what was sent, bounded by its size and not by time.
-        self._seen = KVLocality(KVIndexConfig(predicted_ttl_s=3600), b"bench/router_policies")
+        self._seen = KVLocality(KVIndexConfig(predicted_ttl_s=3600), NAMES_KEY)
 
     def place(
         self,

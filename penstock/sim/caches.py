@@ -16,7 +16,8 @@ from penstock.policy.route import Router
 from penstock.sim.kv_words import KVNews
 from penstock.types import WorkerId
 
-_KEY = b"simulated gateway"
+NAMES_KEY = b"simulated gateway"
+"""What simulated workers name their blocks with."""
 
 
 class NamedKeys(PromptKeys):
@@ -26,7 +27,7 @@ class NamedKeys(PromptKeys):
 
     def __init__(self, maker: PromptKeyMaker, num_tokens: int, names: Sequence[BlockHash]) -> None:
         super().__init__(maker, range(num_tokens))
-        self._own = {_KEY: own_keys(names)}
+        self._own = {NAMES_KEY: own_keys(names)}
 
 
 class Asked:
@@ -44,7 +45,7 @@ class Caches:
     def __init__(self, config: Config, *, seed: int, gateway: int) -> None:
         self._config, self._seed, self._gateway = config.routing.placement, seed, gateway
         self.is_on = self._config.policy != "least_loaded"
-        self.locality = KVLocality(config.kv_index, _KEY)
+        self.locality = KVLocality(config.kv_index, NAMES_KEY)
         self._asked: dict[WorkerId, Asked] = {}
         self.decisions = DecisionLog(kept_max=self._config.decisions_kept)
 
