@@ -61,12 +61,7 @@ class Gate:
         facts: Callable[[str], ModelFacts | None],
     ) -> None:
         """`facts` tells of a model; None if it is not served."""
-        self.waits = WaitModels(
-            cold_samples=admission.cold_samples,
-            samples_min=admission.samples_min,
-            error_p90_max=admission.error_p90_max,
-            promise_error_p90_max=admission.promise_error_p90_max,
-        )
+        self.waits = WaitModels(admission)
         self._admission = Admission(admission, routing.models, self.waits)
         self._facts = facts
         self._waits_for_worker = queue.no_worker == "wait"

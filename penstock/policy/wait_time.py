@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from penstock.config.routing import AdmissionConfig
 from penstock.policy.online_law import OnlineLaw
 
 _OWN = ((1.0, 256.0, 2.0**18, 8.0, 8.0 * 256), (0.0, 0.0, 0.0, 0.0, 0.0))
@@ -110,16 +111,10 @@ class WaitModel:
         "_promise_error_max", "_ratios", "_samples_min", "_seen", "_service_ns",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        *,
-        cold_samples: int = 20,
-        samples_min: int = 20,
-        error_p90_max: float = 0.5,
-        promise_error_p90_max: float = 0.7,
-    ) -> None:
-        self._cold_samples, self._samples_min = cold_samples, samples_min
-        self._error_max, self._promise_error_max = error_p90_max, max(error_p90_max, promise_error_p90_max)
+    def __init__(self, config: AdmissionConfig) -> None:
+        self._cold_samples, self._samples_min = config.cold_samples, config.samples_min
+        self._error_max = config.error_p90_max
+        self._promise_error_max = max(config.error_p90_max, config.promise_error_p90_max)
         self._ahead = OnlineLaw(_AHEAD[0], memory=_MEMORY, prior=_AHEAD[1])
         self._own: dict[str, OnlineLaw] = {}
         self._service_ns = 0.0
@@ -250,28 +245,15 @@ class WaitModel:
 class WaitModels:
     """The laws of all routes. Bounded by the routes there are."""
 
-    def __init__(
-        self,
-        *,
-        cold_samples: int = 20,
-        samples_min: int = 20,
-        error_p90_max: float = 0.5,
-        promise_error_p90_max: float = 0.7,
-    ) -> None:
-        self._cold_samples, self._samples_min = cold_samples, samples_min
-        self._error_max, self._promise_error_max = error_p90_max, promise_error_p90_max
+    def __init__(self, config: AdmissionConfig) -> None:
+        self._config = config
         self._models: dict[str, WaitModel] = {}
 
     def of(self, model: str) -> WaitModel:
         """The law of one route (it is made when first asked for)."""
         found = self._models.get(model)
         if found is None:
-            found = self._models[model] = WaitModel(
-                cold_samples=self._cold_samples,
-                samples_min=self._samples_min,
-                error_p90_max=self._error_max,
-                promise_error_p90_max=self._promise_error_max,
-            )
+            found = self._models[model] = WaitModel(self._config)
         return found
 
     def keep(self, models: Iterable[str]) -> None:

@@ -37,7 +37,7 @@ def teach(model: WaitModel, *, slower: float = 1.0, scatter: float = 1.0) -> Non
 
 
 def known(*models: str, slower: float = 1.0) -> WaitModels:
-    waits = WaitModels()
+    waits = WaitModels(AdmissionConfig())
     for model in models:
         teach(waits.of(model), slower=slower)
     return waits
@@ -63,7 +63,7 @@ def lookup(*candidates: Candidate) -> Callable[[str], Candidate | None]:
 
 def admission(waits: WaitModels | None = None, *, chain=CHAIN, **settings) -> Admission:
     config = AdmissionConfig(**{"ttft_target_ms": 1000, **settings})
-    return Admission(config, chain, WaitModels() if waits is None else waits)
+    return Admission(config, chain, WaitModels(AdmissionConfig()) if waits is None else waits)
 
 
 FREE = lookup(at("medium"), at("small"))
@@ -94,7 +94,7 @@ def test_what_fits_its_target_is_let_in_with_the_prediction() -> None:
     ],
 )
 def test_a_promise_is_held_by_a_prediction_that_scatters(target_ms, asked_ns, ahead_s, expected) -> None:
-    waits = WaitModels()
+    waits = WaitModels(AdmissionConfig())
     teach(waits.of("large"), scatter=3.0)
     assert 0.5 < (waits.of("large").error_p90 or 0) < 0.7
     facts = AdmitFacts(
@@ -429,7 +429,7 @@ TARGET_NS = 2 * NS_PER_S
 
 
 def played(rate: float, *, with_admission: bool = True, seconds: float = 60) -> TimedRoute:
-    waits = WaitModels()
+    waits = WaitModels(AdmissionConfig())
     deciding = admission(waits, chain=(), ttft_target_ms=2000) if with_admission else None
     route = TimedRoute(deciding, waits.of("large"))
     route.run(poisson_calls(3, rate=rate, seconds=seconds))
@@ -452,7 +452,7 @@ def test_goodput_holds_under_overload() -> None:
 
 
 def test_clients_that_come_back_when_told_are_let_in() -> None:
-    waits = WaitModels()
+    waits = WaitModels(AdmissionConfig())
     route = TimedRoute(admission(waits, chain=(), ttft_target_ms=2000), waits.of("large"), retries=True)
     route.run(poisson_calls(3, rate=7, seconds=60))  # To learn from.
     at_ns = route.now_ns + 10 * NS_PER_S

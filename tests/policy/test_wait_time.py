@@ -3,6 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_MS, NS_PER_S
+from penstock.config.routing import AdmissionConfig
 from penstock.policy.wait_time import Load, Sample, WaitModel, WaitModels
 from penstock.rng import stream
 
@@ -77,7 +78,7 @@ def errors(model: WaitModel, num: int = 200) -> list[float]:
 @pytest.mark.parametrize("tells_parts", [True, False], ids=["own engine", "foreign worker"])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_recovers_a_known_law_among_noise_and_outliers(seed: int, tells_parts: bool) -> None:
-    model = WaitModel()
+    model = WaitModel(AdmissionConfig())
     feed(model, 400, seed=seed, tells_parts=tells_parts, outliers=0.05)
     found = errors(model)
     assert found[100] < 0.08, f"median error {found[100]:.3f}"
@@ -86,7 +87,7 @@ def test_recovers_a_known_law_among_noise_and_outliers(seed: int, tells_parts: b
 
 
 def test_parts_are_told_apart() -> None:
-    model = WaitModel()
+    model = WaitModel(AdmissionConfig())
     feed(model, 400, tells_parts=True)
     idle = model.predict(Load(prompt_tokens=2000, slots=32))
     assert idle.wait_ns == 0
@@ -96,7 +97,7 @@ def test_parts_are_told_apart() -> None:
 
 
 def test_unknown_until_there_are_enough_samples_and_checks() -> None:
-    model = WaitModel(cold_samples=20, samples_min=20)
+    model = WaitModel(AdmissionConfig(cold_samples=20, samples_min=20))
     load = Load(prompt_tokens=100, slots=32)
     feed(model, 20 + 20 + 19, tells_parts=True)
     assert not model.predict(load).is_known
@@ -106,7 +107,7 @@ def test_unknown_until_there_are_enough_samples_and_checks() -> None:
 
 
 def test_unknown_when_times_follow_no_law() -> None:
-    model, random = WaitModel(), stream(5, "chaos")
+    model, random = WaitModel(AdmissionConfig()), stream(5, "chaos")
     for number in range(300):
         ttft_ns = round(10 ** random.uniform(6, 10))
         model.observe(
@@ -119,14 +120,14 @@ def test_unknown_when_times_follow_no_law() -> None:
 
 
 def test_unknown_for_a_kind_of_worker_never_seen() -> None:
-    model = WaitModel()
+    model = WaitModel(AdmissionConfig())
     feed(model, 400, tells_parts=True)
     assert model.predict(Load(prompt_tokens=100, slots=32)).is_known
     assert not model.predict(Load(prompt_tokens=100, slots=32, kinds=("", "new"))).is_known
 
 
 def test_cold_samples_after_twenty_restarts_spoil_nothing() -> None:
-    model = WaitModel(cold_samples=20)
+    model = WaitModel(AdmissionConfig(cold_samples=20))
     feed(model, 400, tells_parts=True)
     before, p90 = errors(model), model.error_p90
     for restart in range(20):
@@ -139,7 +140,7 @@ def test_cold_samples_after_twenty_restarts_spoil_nothing() -> None:
 
 
 def test_follows_a_worker_that_became_three_times_slower() -> None:
-    model = WaitModel()
+    model = WaitModel(AdmissionConfig())
     feed(model, 400, tells_parts=True)
     load = Load(prompt_tokens=2000, running=8, slots=32)
     feed(model, 300, seed=7, tells_parts=True, slow=3)
@@ -147,7 +148,7 @@ def test_follows_a_worker_that_became_three_times_slower() -> None:
 
 
 def test_learns_from_one_sample_in_ten_milliseconds() -> None:
-    model = WaitModel(cold_samples=0, samples_min=1)
+    model = WaitModel(AdmissionConfig(cold_samples=0, samples_min=1))
     sample = {"load": Load(prompt_tokens=10), "kind": "", "worker": "w", "ttft_ns": NS_PER_MS}
     assert model.observe(Sample(**sample, at_ns=0)) is None  # The first: there was nothing to check.
     assert model.observe(Sample(**sample, at_ns=9 * NS_PER_MS)) is None
@@ -170,7 +171,7 @@ def test_learns_from_one_sample_in_ten_milliseconds() -> None:
     more_requests=st.integers(0, 100),
 )
 def test_more_ahead_never_predicts_less(seed: int, base: Load, more_tokens: int, more_requests: int) -> None:
-    model = WaitModel()
+    model = WaitModel(AdmissionConfig())
     feed(model, 60, seed=seed, tells_parts=seed % 2 == 0, outliers=0.1)
     more = Load(
         prompt_tokens=base.prompt_tokens,
@@ -186,7 +187,7 @@ def test_more_ahead_never_predicts_less(seed: int, base: Load, more_tokens: int,
 
 
 def test_equal_samples_make_equal_laws() -> None:
-    one, other = WaitModel(), WaitModel()
+    one, other = WaitModel(AdmissionConfig()), WaitModel(AdmissionConfig())
     feed(one, 100, tells_parts=True)
     feed(other, 100, tells_parts=True)
     assert errors(one) == errors(other)
@@ -200,7 +201,7 @@ def test_streams_to_end_first() -> None:
 
 
 def test_an_endless_stream_does_not_set_the_mean() -> None:
-    model = WaitModel(cold_samples=0)
+    model = WaitModel(AdmissionConfig(cold_samples=0))
     for _ in range(100):
         model.stream_ended("w", NS_PER_S)
     model.stream_ended("w", 3600 * NS_PER_S)
@@ -208,7 +209,7 @@ def test_an_endless_stream_does_not_set_the_mean() -> None:
 
 
 def test_routes_have_laws_of_their_own() -> None:
-    models = WaitModels(cold_samples=0)
+    models = WaitModels(AdmissionConfig(cold_samples=0))
     feed(models.of("a"), 100, tells_parts=True)
     assert models.calibration().keys() == {"a"}
     assert models.of("b").error_p90 is None
