@@ -110,7 +110,7 @@ class FlowControl:
         flow.on(Event.ADMIT, now_ns)
         self._lives[arrival.id] = Life(flow, lane, work, account)
         lane.suspect(work, self._parts.poison.trial(now_ns, arrival))
-        self._dirty[lane.route] = lane
+        self._touch(lane)
         self._drop_for_room(now_ns, dropped)
         return Queued(arrival.id, arrival.route, verdict.predicted_ns)
 
@@ -125,7 +125,7 @@ class FlowControl:
         flow.on(Event.CANCEL, now_ns)
         if was is State.QUEUED:
             life.lane.queue.remove(life.work)
-            self._dirty[life.lane.route] = life.lane  # Somebody behind it may fit.
+            self._touch(life.lane)  # Somebody behind it may fit.
             return self._settle(now_ns, life)
         return Abort(request_id, flow.worker) if was is not State.STOPPING else None
 
@@ -139,7 +139,7 @@ class FlowControl:
         dropped = self._fallbacks.move(now_ns, arrival, lane)
         if dropped is None:
             return False
-        self._dirty[lane.route] = lane
+        self._touch(lane)
         self._drop_for_room(now_ns, dropped)
         return True
 
@@ -154,7 +154,7 @@ class FlowControl:
         lane = self._lane(now_ns, route)
         lane.set_worker(now_ns, worker_id, view)
         self._parts.health.worker(route, worker_id, ready=None if view is None else view.ready)
-        self._dirty[route] = lane
+        self._touch(lane)
 
     def first_output(self, now_ns: int, request_id: RequestId, *, cached_tokens: int | None = None) -> None:
         """The first token came (of any choice); `cached_tokens` of all prompts, if the worker told."""
@@ -166,7 +166,7 @@ class FlowControl:
             life.lane.begin(now_ns, flow.worker, life.booked)
             self.races.began(now_ns, life)
             self._parts.health.began(now_ns, life.lane.route, flow.worker, now_ns - flow.dispatched_ns)
-            self._dirty[life.lane.route] = life.lane
+            self._touch(life.lane)
         flow.on(Event.FIRST_OUTPUT, now_ns)
         if cached_tokens is not None:
             flow.cached_tokens = min(cached_tokens, arrival.prompt_tokens)
@@ -246,6 +246,7 @@ class FlowControl:
         flow, lane, work = life.flow, life.lane, life.work
         if flow.state is State.QUEUED:
             lane.queue.remove(work)
+            self._touch(lane)
             flow.on(Event.FAIL, now_ns)
             flow.error = type(error).__name__
             return self._settle(now_ns, life)
@@ -261,7 +262,7 @@ class FlowControl:
                 count(flow, usage)
                 work.blocks, work.goes_on = blocks_of(flow), True
             lane.queue.requeue(now_ns, work, has_begun=flow.has_begun)
-            self._dirty[lane.route] = lane
+            self._touch(lane)
             return Requeued(request_id, flow.attempts, flow.has_begun)
         flow.on(Event.FAIL, now_ns)
         flow.error = flow.error or type(error).__name__
@@ -290,7 +291,7 @@ class FlowControl:
             when_ns, _, lane = heappop(timers)
             if lane.timer_ns == when_ns:
                 lane.timer_ns = None
-                self._dirty[lane.route] = lane
+                self._touch(lane)
         if self._dirty:
             dirty, self._dirty = self._dirty, {}
             for lane in dirty.values():
@@ -403,7 +404,7 @@ class FlowControl:
                 lane.queue.remove(life.work)
                 told.append(self._dropped(now_ns, life.work, "no_worker", _no_worker(lane.route)))
         if more:
-            self._dirty[lane.route] = lane
+            self._touch(lane)
 
     def _dropped(self, now_ns: int, work: Work, reason: str, error: PenstockError) -> Evict:
         """The end of one that waited and is out of the queue already."""
@@ -472,7 +473,7 @@ class FlowControl:
             self._parts.poison.ended_well(arrival)
         lane.queue.end(work)
         self.races.release(now_ns, life, usage)
-        self._dirty[lane.route] = lane
+        self._touch(lane)
         return self._settle(now_ns, life)
 
     def _settle(self, now_ns: int, life: Life) -> Settled:
