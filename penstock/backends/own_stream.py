@@ -9,6 +9,9 @@
 Whichever comes first wins; everything after it is ignored. `push` runs once per stream and step: it is the
 relay's hot path, so all that is only needed at the ends stays out of it.
 
+Tokens may wait here for a moment: those of a read that brings several steps (`gather`, then `let_go`), and of an answer that nobody
+reads before its end, in pieces. Whatever ends the stream tells them first.
+
 What the sink has heard is a function of the tokens alone, however they were cut into steps: so the detokenizer and the stop
 checker of a stream that goes on are given the tokens so far, and what they say to that was said before.
 """

@@ -142,10 +142,8 @@ class Generate:
                 logprobs=request.logprobs,
                 prompt_logprobs=request.logprobs if request.echo else None,
             )
-            kind, echoes = (
-                _completion_stream if request.stream else _completion_whole,
-                _echoes(model, request, texts, prompts),
-            )
+            kind = _completion_stream if request.stream else _completion_whole
+            echoes = _echoes(model, request, texts, prompts)
             return job, lambda job: kind(self._context(job), job, echoes)
 
         await self._serve(exchange, caller, request, Endpoint.COMPLETIONS, prepare)
@@ -174,7 +172,7 @@ class Generate:
             services.check_draining()  # It may have begun while the prompt was tokenized.
             arrival = _arrival(job, served, hints, endpoint, self._keys(job))
             reply, sinks = begin(job)
-            streams = list(zip(_requests(job, self._piece_tokens(job)), sinks, strict=True))
+            streams = self._streams(job, sinks)
             ticket = Ticket(arrival=arrival, model=model, reply=reply, streams=streams)
             if services.falls_back:
                 ticket.again = partial(self._again, ticket, served, hints, prepare)
@@ -184,12 +182,15 @@ class Generate:
             model = services.models.get(diverted.route)  # One that has the adapter, if one is asked for.
             served = replace(served, model=adapter or model.name, downgrade=diverted.why)
 
-    def _piece_tokens(self, job: _Job) -> int:
-        """In which pieces the answer may come. Limits and budgets are looked at between slices, so pieces end where those do."""
-        if job.request.stream or job.num_choices > 1:
-            return 1
-        config = self._services.config
-        return math.gcd(PIECE_TOKENS, config.rate_limits.slice_tokens, config.budgets.slice_tokens)
+    def _streams(self, job: _Job, sinks: Sequence[Sink]) -> list[tuple[GenerateRequest, Sink]]:
+        """Every choice's request, and who hears its answer."""
+        piece_tokens, config = 1, self._services.config
+        if not job.request.stream and job.num_choices == 1:
+            # Limits and budgets are looked at between slices, so pieces end where those do.
+            piece_tokens = math.gcd(
+                PIECE_TOKENS, config.rate_limits.slice_tokens, config.budgets.slice_tokens
+            )
+        return list(zip(_requests(job, piece_tokens), sinks, strict=True))
 
     async def _again(
         self, ticket: Ticket, served: Served, hints: Hints, prepare: Prepare, route: str, why: DowngradeReason
@@ -210,7 +211,7 @@ class Generate:
                 model=model.name, endpoint=Endpoint(old.endpoint), started_ns=exchange.started_ns
             )
             reply, sinks = begin(job)
-            return reply, list(zip(_requests(job, self._piece_tokens(job)), sinks, strict=True))
+            return reply, self._streams(job, sinks)
 
         services.dispatcher.move(ticket, arrival, model, start)
 

@@ -88,8 +88,8 @@ class WorkerFeed:
             kv_blocks_used=stats.blocks_used if stats is not None else 0,
             kind=worker.kind,
             max_model_len=info.max_model_len if info is not None else 0,
-            resumes=worker.engine
-            == "penstock",  # No other engine's tokens are a function of seed and position.
+            # No other engine's tokens are a function of seed and position.
+            resumes=worker.engine == "penstock",
             adapters=adapters.loaded,
             adapters_served=adapters.served,
         )
