@@ -168,6 +168,8 @@ class ServerConfig(Branch, frozen=True, kw_only=True):
     """Gateway processes that share the address, for more cores than one; bounds below and in `limits` count for each."""
     connections_max: Positive = 20_000
     header_bytes_max: Positive = 32 * 1024
+    headers_max: Positive = 100
+    """Header fields of one request; clients send about ten."""
     body_bytes_max: Positive = 8 * 1024 * 1024
     header_timeout_s: Seconds = 15.0
     """From the first byte of a request to the end of its headers."""
@@ -184,6 +186,7 @@ class LimitsConfig(Branch, frozen=True, kw_only=True):
     n_max: Positive = 8
     stop_max: Positive = 4
     stop_chars_max: Positive = 256
+    stop_token_ids_max: Positive = 64
     messages_max: Positive = 2048
     tools_max: Positive = 128
     top_logprobs_max: Positive = 20
@@ -191,6 +194,10 @@ class LimitsConfig(Branch, frozen=True, kw_only=True):
     """Entries of one request's `logit_bias`."""
     json_values_max: Positive = 100_000
     """Strings, objects and arrays in one JSON body: looking through them takes time that others wait."""
+    json_depth_max: Annotated[int, Meta(ge=1, le=256)] = 64
+    """Nesting of free-form JSON (tools' schemas, arguments of the chat template); templates and encoders recurse over it."""
+    session_bytes_max: Positive = 256
+    """Of `x-penstock-session`; of a longer `user`, that many characters name the session."""
     prompts_max: Positive = 64
     """Prompts in one /v1/completions call."""
     concurrent_max: Positive = 10_000

@@ -28,8 +28,6 @@ from penstock.gateway.http_errors import HttpFault, error_response
 
 LINGER_S = 2
 WRITE_HIGH_WATER_BYTES = 64 * 1024
-HEADERS_MAX = 100
-"""Header fields of one request; clients send about ten."""
 FRAMING_BYTES_PER_BYTE = 8
 """A chunked body of single bytes has five bytes of framing for each; more is no body but an attack."""
 _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=:%\[\]-]*")
@@ -363,10 +361,11 @@ class Connection(asyncio.Protocol):
         return True
 
     def _head_over(self) -> bool:
-        bound = self._server.config.header_bytes_max
-        if self._head_bytes <= bound and len(self._headers) <= HEADERS_MAX:
+        config = self._server.config
+        if self._head_bytes <= config.header_bytes_max and len(self._headers) <= config.headers_max:
             return False
-        self._fail(HttpFault(431, f"The request's headers are over the bound of {bound} bytes."))
+        bounds = f"{config.header_bytes_max} bytes and {config.headers_max} fields"
+        self._fail(HttpFault(431, f"The request's headers are over the bounds of {bounds}."))
         return True
 
     def _head_fault(self) -> ClientError | None:

@@ -17,7 +17,7 @@ from penstock.gateway.auth import Caller
 from penstock.gateway.collect import WholeChat, WholeCompletion
 from penstock.gateway.dispatch import Ticket
 from penstock.gateway.exchange import Exchange
-from penstock.gateway.hints import SESSION_BYTES_MAX, Hints, read_hints
+from penstock.gateway.hints import Hints, read_hints
 from penstock.gateway.logprobs import Echo
 from penstock.gateway.models import ServedModel
 from penstock.gateway.prepare import (
@@ -159,7 +159,9 @@ class Generate:
         """Submit the request to its model, and to whichever other one it is diverted to: each makes its own prompt."""
         services, tenant = self._services, caller.tenant
         services.check_draining()
-        hints = read_hints(exchange.head.headers, services.config.admission)
+        hints = read_hints(
+            exchange.head.headers, request.user, services.config.admission, services.config.limits
+        )
         model, adapter, choice = services.models.resolve(request, tenant)
         name = adapter or model.name
         served = Served(model=name, requested=request.model or name)
@@ -272,14 +274,13 @@ def _arrival(job: _Job, served: Served, hints: Hints, endpoint: Endpoint, keys: 
         user=user if isinstance(user, str) else "",
         keys=keys,
         adapter=job.adapter,
-        session=_session(job.caller.tenant, hints, user),
+        session=_session(job.caller.tenant, hints),
     )
 
 
-def _session(tenant: Tenant, hints: Hints, user: object) -> str:
+def _session(tenant: Tenant, hints: Hints) -> str:
     """The conversation that a request says it belongs to, as no other tenant can name it; empty if it says nothing."""
-    name = hints.session or (user[:SESSION_BYTES_MAX] if isinstance(user, str) else "")
-    return f"{tenant.id}\0{name}" if name else ""
+    return f"{tenant.id}\0{hints.session}" if hints.session else ""
 
 
 def _requests(job: _Job, piece_tokens: int) -> list[GenerateRequest]:

@@ -1,4 +1,4 @@
-"""What a client says in headers about how its request may be treated.
+"""What a client says about how its request may be treated: in headers, and the session also by the body's `user`.
 
 x-penstock-degrade: never | allow | prefer      whether a smaller model may answer
 x-penstock-max-wait-ms: 2000                    the longest that it waits for its first token
@@ -12,40 +12,44 @@ import msgspec
 
 from penstock.clock import NS_PER_MS
 from penstock.config.routing import AdmissionConfig
+from penstock.config.tree import LimitsConfig
 from penstock.errors import InvalidRequest
 from penstock.policy.tenant import Degrade
 
 _DEGRADE: Mapping[bytes, Degrade] = {word.encode(): word for word in get_args(Degrade)}
 _DIGITS_MAX = 12
-SESSION_BYTES_MAX = 256
 
 
 class Hints(msgspec.Struct, frozen=True, kw_only=True):
-    """The headers' words; without them the tenant's defaults count."""
+    """The client's words; without them the tenant's defaults count."""
 
     degrade: Degrade | None = None
     max_wait_ns: int = 0
     """0: it does not say."""
     session: str = ""
+    """The conversation: the header's, else `user`; empty: neither."""
 
 
 NO_HINTS = Hints()
 
 
-def read_hints(headers: Mapping[bytes, bytes], config: AdmissionConfig) -> Hints:
-    """Read the headers (names in lower case).
+def read_hints(
+    headers: Mapping[bytes, bytes], user: object, admission: AdmissionConfig, limits: LimitsConfig
+) -> Hints:
+    """Read the headers (names in lower case) beside the body's `user`, which may be anything.
 
     Raises:
         InvalidRequest: one of them says what it cannot say.
     """
     degrade, max_wait = headers.get(b"x-penstock-degrade"), headers.get(b"x-penstock-max-wait-ms")
     session = headers.get(b"x-penstock-session")
-    if degrade is None and max_wait is None and session is None:
+    named = user[: limits.session_bytes_max] if isinstance(user, str) else ""
+    if degrade is None and max_wait is None and session is None and not named:
         return NO_HINTS
     return Hints(
         degrade=None if degrade is None else _degrade(degrade),
-        session="" if session is None else _session(session),
-        max_wait_ns=0 if max_wait is None else _max_wait_ns(max_wait, config.max_wait_ms_max),
+        session=named if session is None else _session(session, limits.session_bytes_max),
+        max_wait_ns=0 if max_wait is None else _max_wait_ns(max_wait, admission.max_wait_ms_max),
     )
 
 
@@ -56,10 +60,10 @@ def _degrade(value: bytes) -> Degrade:
     return found
 
 
-def _session(value: bytes) -> str:
+def _session(value: bytes, most: int) -> str:
     name = value.strip()
-    if not 0 < len(name) <= SESSION_BYTES_MAX:
-        raise _wrong("x-penstock-session", f"1 to {SESSION_BYTES_MAX} characters", value)
+    if not 0 < len(name) <= most:
+        raise _wrong("x-penstock-session", f"1 to {most} characters", value)
     return name.decode("latin-1")
 
 

@@ -118,7 +118,7 @@ class GenerationRequest(_Shape, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     """EOS and `stop_token_ids` are not drawn before this many tokens."""
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
+    stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
 

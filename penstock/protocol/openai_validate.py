@@ -26,9 +26,6 @@ from penstock.protocol.openai import (
     ToolSpec,
 )
 
-JSON_DEPTH_MAX = 64
-"""Nesting of free-form JSON (tool schemas); templates and encoders recurse over it."""
-
 T = TypeVar("T")
 _FINDING = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"unknown field `(.*)`", re.DOTALL)
@@ -42,6 +39,8 @@ _WORDS = {
     "int": "an integer", "float": "a number", "str": "a string", "bool": "a boolean",
     "array": "an array", "object": "an object", "null": "null",
 }  # fmt: skip
+_TYPE_DEPTH_MAX = 64
+"""Unions and lists around one struct of our own shapes: more than any has."""
 _RELATIONS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
 
 _chat = msgspec.json.Decoder(ChatRequest)
@@ -63,7 +62,7 @@ def parse_chat(body: bytes, limits: LimitsConfig) -> ChatRequest:
     _check_tool_choice(request)
     _check_chat_logprobs(request, limits)
     _check_unsupported_chat(request)
-    _check_depth(request.chat_template_kwargs, "chat_template_kwargs")
+    _check_depth(request.chat_template_kwargs, "chat_template_kwargs", limits)
     return request
 
 
@@ -97,7 +96,7 @@ def parse_tokenize(body: bytes, limits: LimitsConfig) -> TokenizeRequest:
     if request.messages is not None:
         check_messages(request.messages, limits)
         check_tools(request.tools, limits)
-        _check_depth(request.chat_template_kwargs, "chat_template_kwargs")
+        _check_depth(request.chat_template_kwargs, "chat_template_kwargs", limits)
     return request
 
 
@@ -173,7 +172,7 @@ def check_tools(tools: Sequence[ToolSpec] | None, limits: LimitsConfig) -> None:
                 f"{where}.function",
                 "missing_required_parameter",
             )
-        _check_depth(tool.function.parameters, f"{where}.function.parameters")
+        _check_depth(tool.function.parameters, f"{where}.function.parameters", limits)
 
 
 def _check_message(message: Message, where: str) -> None:
@@ -217,6 +216,12 @@ def _check_generation(request: GenerationRequest, limits: LimitsConfig) -> None:
         _refuse("'stream_options' is only allowed when 'stream' is true.", "stream_options")
     _check_logit_bias(request.logit_bias, limits)
     _check_stop(request.stop, limits)
+    if request.stop_token_ids is not None and len(request.stop_token_ids) > limits.stop_token_ids_max:
+        _refuse(
+            f"'stop_token_ids' has {len(request.stop_token_ids)} entries; at most {limits.stop_token_ids_max} are allowed.",
+            "stop_token_ids",
+            "array_above_max_length",
+        )
 
 
 def _check_logit_bias(bias: dict[str, float] | None, limits: LimitsConfig) -> None:
@@ -291,10 +296,10 @@ def _check_unsupported_chat(request: ChatRequest) -> None:
         _refuse("'add_generation_prompt' must be true: a chat completion answers.", "add_generation_prompt")
 
 
-def _check_depth(value: object, where: str) -> None:
+def _check_depth(value: object, where: str, limits: LimitsConfig) -> None:
     """Walk free-form JSON without recursion; the work is bounded by the size of the body."""
     level: list[Any] = [value]
-    for _ in range(JSON_DEPTH_MAX):
+    for _ in range(limits.json_depth_max):
         below: list[Any] = []
         for item in level:
             if isinstance(item, dict):
@@ -304,7 +309,7 @@ def _check_depth(value: object, where: str) -> None:
         if not below:
             return
         level = below
-    _refuse(f"'{where}' is nested more than {JSON_DEPTH_MAX} levels deep.", where)
+    _refuse(f"'{where}' is nested more than {limits.json_depth_max} levels deep.", where)
 
 
 # --- from msgspec's findings to OpenAI's words -----------------------------------------------------
@@ -407,7 +412,7 @@ def _type_info(shape: type) -> msgspec.inspect.Type:
 
 def _innermost(node: msgspec.inspect.Type) -> msgspec.inspect.Type:
     """Look through unions and lists to the struct in them, if there is one."""
-    for _ in range(JSON_DEPTH_MAX):
+    for _ in range(_TYPE_DEPTH_MAX):
         if isinstance(node, msgspec.inspect.UnionType):
             inner = [
                 t for t in node.types if isinstance(t, msgspec.inspect.StructType | msgspec.inspect.ListType)

@@ -129,6 +129,16 @@ def test_headers_over_the_bound(gateway, kit, data):
     assert head_and_body(answer)[0] == 431
 
 
+def test_the_bound_of_header_fields_is_configured(start, kit):
+    running = start(kit.make_config(headers_max=5))
+    for num_fields, status in ((4, 200), (5, 431)):
+        raw = kit.Raw(running)
+        fields = b"".join(b"X%d: a\r\n" % i for i in range(num_fields))
+        raw.send(b"GET /health HTTP/1.1\r\nHost: x\r\n" + fields + b"\r\n")
+        assert b"HTTP/1.1 %d" % status in raw.read_until(b"\r\n")
+        raw.close()
+
+
 def test_headers_over_the_bound_in_drops(raw):
     raw.send(b"GET / HTTP/1.1\r\nHost: x\r\nX: ")
     for _ in range(10):

@@ -153,6 +153,7 @@ REFUSED = [
     (chat(logit_bias={"\u0661": 1}), "logit_bias", "token ids in decimal digits"),
     (chat(logit_bias={"9" * 5000: 1}), "logit_bias", "token ids in decimal digits"),
     (chat(logit_bias={str(i): 1 for i in range(1025)}), "logit_bias", "1025 entries; at most 1024"),
+    (chat(stop_token_ids=list(range(65))), "stop_token_ids", "65 entries; at most 64"),
     (chat(tools=[TOOL], tool_choice="required"), "tool_choice", "'required' is not supported yet"),
     (
         chat(tools=[TOOL], tool_choice={"type": "function"}),
@@ -328,3 +329,13 @@ def test_nearly_right_chats_are_read_or_refused(body):
 @settings(max_examples=100, deadline=None)
 def test_any_bytes_are_read_or_refused(body):
     parse_all(body)
+
+
+def test_bounds_are_those_of_the_configuration():
+    limits = LimitsConfig(stop_token_ids_max=2, json_depth_max=3)
+    ids, nested = {"stop_token_ids": [1, 2, 3]}, {"chat_template_kwargs": deep(4)}
+    for fields, words in ((ids, "3 entries; at most 2"), (nested, "nested more than 3 levels")):
+        body = json.dumps(chat(**fields)).encode()
+        assert parse_chat(body, LIMITS).model == "m"
+        with pytest.raises(InvalidRequest, match=words):
+            parse_chat(body, limits)
