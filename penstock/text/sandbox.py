@@ -5,7 +5,7 @@ Templates come with a checkpoint and are not trusted. What is offered, and what 
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from datetime import datetime
 from typing import Any
 
@@ -13,7 +13,7 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
@@ -29,11 +29,35 @@ class _Generation(Extension):
         return nodes.Scope(body, lineno=lineno)
 
 
+_DICT_NAMES = frozenset(dir(dict))
+
+
 class SandboxedEnvironment(ImmutableSandboxedEnvironment):
     """Jinja's sandbox, which besides refuses to multiply text beyond the bound on a prompt."""
 
     intercepted_binops = frozenset(("*", "**"))
     chars_max = 0
+
+    def make_globals(self, d: MutableMapping[str, Any] | None) -> MutableMapping[str, Any]:
+        """One flat dict instead of a chain of them, since all there are is known before a template is."""
+        return {**self.globals, **(d or {})}  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+    def getattr(self, obj: Any, attribute: str) -> Any:  # noqa: ANN401
+        """As Jinja's, without the search for an attribute that a message or a tool cannot have."""
+        if type(obj) is dict and attribute not in _DICT_NAMES:  # pyright: ignore[reportUnknownArgumentType]
+            try:
+                return obj[attribute]  # pyright: ignore[reportUnknownVariableType]
+            except KeyError:
+                return self.undefined(obj=obj, name=attribute)  # pyright: ignore[reportUnknownArgumentType]
+        return super().getattr(obj, attribute)
+
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """As Jinja's. A macro is made of the template's own code, so there is nothing to ask about it."""
+        if type(obj) is not Macro:
+            return super().call(context, obj, *args, **kwargs)
+        kwargs.pop("_loop_vars", None)
+        kwargs.pop("_block_vars", None)
+        return obj(context.eval_ctx, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401
         """Refuse what could fill the memory in one expression."""
