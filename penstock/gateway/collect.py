@@ -96,10 +96,12 @@ class WholeReply(Reply):
     def complete(self) -> None:
         """Every choice is there: answer."""
         self.exchange.respond(Response(body=msgspec.json.encode(self.answer())))
+        self.sinks = ()  # They lead back here.
 
     def send_error(self, error: Exception) -> None:
         """Nothing was sent yet, so the status can tell."""
         self.exchange.respond(error_response(error))
+        self.sinks = ()
 
     def answer(self) -> ChatAnswer | CompletionAnswer:
         """The body."""

@@ -221,6 +221,7 @@ class Exchange:
 
     def _finish(self, ending: Ending) -> None:
         self.is_open, self.ending = False, ending
+        self._forget_callbacks()
         self._on_finished(self)
         self._wire.response_done(keep_alive=self._keep_alive)
 
@@ -228,7 +229,12 @@ class Exchange:
         self.is_open, self.ending = False, ending
         if self.on_disconnect is not None:
             self.on_disconnect()
+        self._forget_callbacks()
         self._on_finished(self)
+
+    def _forget_callbacks(self) -> None:
+        """They lead to the reply, which leads here: without them all of the request is freed at its end, not by the collector."""
+        self.on_disconnect = self.on_caught_up = None
 
     def _head(self, status: int, content_type: bytes, headers: tuple[tuple[bytes, bytes], ...]) -> bytes:
         lines = [b"HTTP/1.1 %d %b" % (status, _PHRASES.get(status, b"Unknown"))]

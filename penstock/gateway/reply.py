@@ -290,6 +290,7 @@ class Reply:
         self.context.owner.settled(self)  # First: what the client was told has been written down.
         if is_complete:
             self.complete()
+        self._generations.clear()  # Their sinks lead back here.
 
     def _new_race(self) -> Race:
         owner = self.context.owner
