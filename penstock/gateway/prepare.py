@@ -200,5 +200,7 @@ def _room(asked: int | None, num_prompt: int, info: ModelInfo, tenant: Tenant, p
     return asked if asked is not None else output_room(tenant, num_prompt, most - num_prompt)
 
 
-def _first(*values: float | None) -> Any:  # noqa: ANN401
-    return next(value for value in values if value is not None)
+def _first(asked: float | None, default: float | None, otherwise: float) -> Any:  # noqa: ANN401
+    if asked is not None:
+        return asked
+    return otherwise if default is None else default
