@@ -11,6 +11,7 @@ FILE_LINES_MAX = 500
 # A package may import the packages to its right, and nothing else of ours.
 ALLOWED = {
     "clock": "",
+    "collector": "",
     "rng": "",
     "types": "",
     "errors": "types",
@@ -24,7 +25,7 @@ ALLOWED = {
     "engine": "text telemetry schedule kv protocol clock rng types errors config",
     "backends": "engine text telemetry protocol kv clock types errors config",
     "gateway": "fleet backends text telemetry policy protocol kv clock rng types errors config",
-    "sim": "policy schedule kv protocol telemetry clock rng types errors config",
+    "sim": "policy schedule kv protocol telemetry clock collector rng types errors config",
     "fleet": "backends text telemetry policy protocol kv clock rng types errors config",
 }  # cli and bench may import anything.
 EDGE = {"cli", "bench", "__init__", "__main__"}

@@ -13,7 +13,7 @@ import time
 
 import uvloop
 
-from penstock import __version__, rng
+from penstock import __version__, collector, rng
 from penstock.backends.own import OwnBackend
 from penstock.cli.models import make_part
 from penstock.clock import SystemClock
@@ -54,6 +54,7 @@ async def _main(path: str, port: int, off: set[str]) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     await gateway.start()
+    collector.settle()
     await stop.wait()
 
 

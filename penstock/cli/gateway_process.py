@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 import uvloop
 
-from penstock import __version__, rng
+from penstock import __version__, collector, rng
 from penstock.backends.foreign import Tools
 from penstock.cli.attached import wait_for_attached
 from penstock.cli.fleet_log import FleetLog
@@ -81,6 +81,7 @@ async def _serve(launch: ChildLaunch) -> int:
     loop.add_reader(STDIN, parent.on_readable)
     await fleet.apply()
     await gateway.start()
+    collector.settle()
     telling = asyncio.create_task(_tell_of_attached(config, registry, log)) if launch.index == 0 else None
     await stop.wait()
     if telling is not None:

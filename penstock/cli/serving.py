@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from penstock import rng
+from penstock import collector, rng
 from penstock.cli import banner, console
 from penstock.cli.keyfile import forget_key, save_key
 from penstock.cli.progress import loading_display
@@ -79,6 +79,7 @@ class _Serving:
                 if self._new_key:
                     save_key(port, self._new_key)
                 if await self._loaded(signals):
+                    collector.settle()
                     self._show_banner(host, port)
                     await signals.drain.wait()
                     return await self._drained(signals)

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from msgspec import structs
 
 from penstock.clock import NS_PER_MS, NS_PER_S
+from penstock.collector import calm
 from penstock.kv.events import KVEvent, Numbered
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.sim.caches import Asked
-from penstock.sim.collector import calm
 from penstock.sim.events import Rank, Timeline
 from penstock.sim.facts import Facts
 from penstock.sim.gateway import SimGateway
