@@ -93,6 +93,8 @@ CASES = (
     "qwen3-float32-native",
     "qwen3-bfloat16-native",
     "mistral-bfloat16-native",
+    "gemma2-float32-native",
+    "gemma3-bfloat16-native",
     "qwen3-bfloat16-native-int8",
     "qwen3-bfloat16-native-int4",
 )

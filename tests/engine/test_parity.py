@@ -108,6 +108,8 @@ CASES = {
 NATIVE_CHANGES = {
     "mistral": {"sliding_window": 37},
     "phi3": PHI3 | {"rope_parameters": longrope(0.5, 640)},
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
 }
 
 
@@ -193,7 +195,7 @@ def test_bfloat16_logits_are_close_to_transformers_in_float32(family: str, tmp_p
     assert worst_error(model.float(), tokens, drawn, len(prompt)) <= 2e-2
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3"])
 def test_native_logits_equal_transformers(family: str, tmp_path: Path) -> None:
     try:
         Kernels()

@@ -38,6 +38,15 @@ def test_rms_norm_adds_to_the_residual_first(kernels, rng, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_is_added_to_what_is_there(kernels, rng, dtype):
+    x, weight = torch.randn(9, 100, generator=rng).to(dtype), torch.rand(100, generator=rng)
+    out = torch.randn(9, 100, generator=rng).to(dtype)
+    want = out.double() + exact_norm(x, weight, 1e-6)
+    assert rms_norm(kernels, x, weight, 1e-6, out=out, add=True) is out
+    near(out, want, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [1, 16, 50, 1024])
 def test_silu_mul(kernels, rng, n, dtype):
     x = (torch.randn(30, 2 * n, generator=rng) * 4).to(dtype)

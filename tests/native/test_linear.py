@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from penstock.engine.native.library import Type
+from penstock.engine.native.library import Epilogue, Type
 from penstock.engine.native.ops import linear
 from penstock.engine.native.weights import Matrix, exact, int4, int8, pack
 
@@ -44,6 +44,30 @@ def test_gate_up_and_residual(kernels, rng, dtype):
     summed = residual.clone()
     linear(kernels, packed, x, residual=summed, out=summed)
     assert worst(summed, want + residual.double()) < (1e-2 if dtype is torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gate_may_be_gelu(kernels, rng, dtype):
+    gate, up = normal(rng, 75, 96, dtype=dtype), normal(rng, 75, 96, dtype=dtype)
+    packed = pack(kernels, exact(gate), exact(up), Epilogue.GELU_MUL)
+    x = normal(rng, 40, 96, dtype=dtype)
+    sums = F.linear(x.double(), gate.double())
+    want = F.gelu(sums, approximate="tanh") * F.linear(x.double(), up.double())
+    got = linear(kernels, packed, x, out_dtype=torch.float32)
+    assert worst(got, want) < 1e-5
+    assert torch.equal(linear(kernels, packed, x[7:8], out_dtype=torch.float32), got[7:8])
+
+
+def test_gelu_of_extremes(kernels):
+    x = torch.tensor([-1e18, -200.0, -12.0, -1e-4, 0.0, 12.0, 200.0, 1e18, float("inf"), float("nan")])[
+        :, None
+    ]
+    one = torch.ones(1, 1)
+    packed = pack(kernels, exact(one), exact(one), Epilogue.GELU_MUL)
+    got = linear(kernels, packed, torch.where(x.isfinite(), x, 1.0))[:8, 0]
+    want = F.gelu(x[:8, 0].double(), approximate="tanh") * x[:8, 0].double()
+    assert torch.allclose(got.double(), want, rtol=1e-5, atol=1e-30)
+    assert not linear(kernels, packed, x)[8:].isfinite().any()
 
 
 def every_kind(kernels, rng, n, k):

@@ -7,7 +7,7 @@ between them. Here a step is one call that releases the interpreter's lock. `Nat
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from ctypes import Array
+from ctypes import Array, pointer
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -21,8 +21,8 @@ from penstock.engine.attention.base import AttentionBatch, Int32Array
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.frequencies import rotary_angles
 from penstock.engine.models.decoder import DecoderLimits, WeightSource
-from penstock.engine.models.spec import DecoderSpec
-from penstock.engine.native.library import Decoder, Kernels, Layer, Step, Type
+from penstock.engine.models.spec import ActivationKind, DecoderSpec, RopeSpec
+from penstock.engine.native.library import Decoder, Epilogue, Kernels, Layer, Mlp, Step, Type
 from penstock.engine.native.ops import HEAD_DIM_MAX, LayerCache
 from penstock.engine.native.weights import PackedWeight, exact, int4, int8, pack
 
@@ -54,11 +54,21 @@ class NativeAttention:
         self.rows = StepRows(np.ascontiguousarray(batch.block_tables, np.int32), starts, lens)
 
 
+@dataclass(slots=True, frozen=True)
+class _Angles:
+    """Addresses of a rotation's tables, `[max_model_len, rotary_dim / 2]` float32."""
+
+    cos: int
+    sin: int
+    rotary_dim: int
+
+
 class _Packer:
     """Rounds and packs weights; which precision is chosen once."""
 
-    def __init__(self, kernels: Kernels, precision: Precision) -> None:
+    def __init__(self, kernels: Kernels, precision: Precision, activation: ActivationKind) -> None:
         self._kernels = kernels
+        self._gate = {"silu": Epilogue.SILU_MUL, "gelu_tanh": Epilogue.GELU_MUL}[activation]
         rounded_8, rounded_4 = partial(int8, kernels), partial(int4, kernels)
         self._inner = {"native": exact, "int8": rounded_8, "int4": rounded_4}[precision]
         # A head in four bits costs more quality than it saves time.
@@ -72,7 +82,7 @@ class _Packer:
         """A fused gate and up, gate first."""
         gate, up = weight.chunk(2)
         biases = (None, None) if bias is None else bias.chunk(2)
-        return pack(self._kernels, self._inner(gate, biases[0]), self._inner(up, biases[1]))
+        return pack(self._kernels, self._inner(gate, biases[0]), self._inner(up, biases[1]), self._gate)
 
     def head(self, weight: Tensor) -> PackedWeight:
         """The output projection."""
@@ -85,17 +95,8 @@ def unsupported(spec: DecoderSpec, dtype: torch.dtype, kernels: Kernels, precisi
         return f"native kernels compute in bfloat16 or float32, not {dtype}"
     if spec.head_dim % 16 or not 16 <= spec.head_dim <= HEAD_DIM_MAX:
         return f"native attention wants a head size that is a multiple of 16 up to {HEAD_DIM_MAX}, not {spec.head_dim}"
-    foreign = {
-        "mixtures of experts": spec.moe is not None,
-        "gates other than SiLU": spec.activation != "silu",
-        "norms with an offset": spec.norm_offset != 0.0,
-        "norms after sublayers": spec.sublayer_norms,
-        "scaled embeddings": spec.embedding_scale != 1.0,
-        "soft caps of logits": spec.logit_softcap != 0.0,
-        "two kinds of rotation": spec.local_rope is not None,
-    }
-    if any(foreign.values()):
-        return f"native kernels do not compute {', '.join(what for what, is_so in foreign.items() if is_so)}"
+    if spec.moe is not None:
+        return "native kernels do not compute mixtures of experts"
     if precision == "int8" and not kernels.supports(Type.I8):
         return f"int8 weights need dot-product instructions that this CPU ({kernels.isa}) lacks"
     return None
@@ -117,26 +118,31 @@ class NativeDecoder:
         precision: Precision = "native",
     ) -> None:
         self._kernels = kernels
-        self._kept: list[Tensor | PackedWeight | Array[Layer]] = []  # What the structs point into.
-        packer = _Packer(kernels, precision)
+        self._kept: list[Tensor | PackedWeight | Array[Layer] | Mlp] = []  # What the structs point into.
+        packer = _Packer(kernels, precision, spec.activation)
         embedding = weights.take("embedding")
+        angles = self._angles(spec, limits.max_model_len)
         layers = (Layer * spec.num_layers)(
-            *(self._layer(spec, weights, packer, i) for i in range(spec.num_layers))
+            *(
+                self._layer(spec, weights, packer, angles[spec.layer_rope(i)], i)
+                for i in range(spec.num_layers)
+            )
         )
         head = packer.head(embedding if spec.tied_head else weights.take("head"))
         # A tied table is not kept twice: rows are read back out of the packed head, unless that was rounded.
         self._kept += [layers, head, cache.tensor]
         reads_head = spec.tied_head and head.kind is not Type.I8
-        cos, sin = rotary_angles(spec.rope, spec.head_dim, limits.max_model_len)
         kernels.advise_huge(cache.tensor.data_ptr(), cache.tensor.nbytes)
         self._struct = Decoder(
             layers=layers, embedding=None if reads_head else self._keep(embedding), head=head.struct,
-            final_norm=self._keep(weights.take("final_norm").float()), cos=self._keep(cos),
-            sin=self._keep(sin), cache=LayerCache(cache.tensor, 0).struct, layer_stride=cache.tensor.stride(1),
-            num_layers=spec.num_layers, hidden=spec.hidden_size, intermediate=spec.intermediate_size,
-            num_blocks=cache.tensor.shape[0], num_positions=limits.max_model_len, num_q_heads=spec.num_heads,
-            rotary_dim=2 * cos.shape[1], eps=spec.norm_eps, scale=spec.attention.scale or spec.head_dim**-0.5,
-            softcap=spec.attention.softcap,
+            final_norm=self._norm(spec, weights, "final_norm"), cache=LayerCache(cache.tensor, 0).struct,
+            layer_stride=cache.tensor.stride(1), num_layers=spec.num_layers, hidden=spec.hidden_size,
+            intermediate=spec.intermediate_size, num_blocks=cache.tensor.shape[0],
+            num_positions=limits.max_model_len, num_q_heads=spec.num_heads, eps=spec.norm_eps,
+            scale=spec.attention.scale or spec.head_dim**-0.5, softcap=spec.attention.softcap,
+            # As in `ScaledEmbedding`: the factor has the table's precision.
+            embedding_scale=float(torch.tensor(spec.embedding_scale, dtype=embedding.dtype)),
+            logit_softcap=spec.logit_softcap,
         )  # fmt: skip
         self._logits = torch.zeros(limits.max_samples, spec.vocab_size)
         self.part_ns: Int64Array | None = None
@@ -175,22 +181,42 @@ class NativeDecoder:
         finally:
             self._struct.num_layers = num_layers
 
-    def _layer(self, spec: DecoderSpec, weights: WeightSource, packer: _Packer, i: int) -> Layer:
+    def _angles(self, spec: DecoderSpec, max_len: int) -> dict[RopeSpec, _Angles]:
+        """Where the tables of every kind of rotation are; layers that turn alike share theirs."""
+        found: dict[RopeSpec, _Angles] = {}
+        for rope in {spec.layer_rope(i) for i in range(spec.num_layers)}:
+            cos, sin = rotary_angles(rope, spec.head_dim, max_len)
+            found[rope] = _Angles(self._keep(cos), self._keep(sin), 2 * cos.shape[1])
+        return found
+
+    def _layer(
+        self, spec: DecoderSpec, weights: WeightSource, packer: _Packer, angles: _Angles, i: int
+    ) -> Layer:
         def packed(key: str, has_bias: bool, pack: Callable[[Tensor, Tensor | None], PackedWeight]) -> object:
             weight = pack(weights.take(f"{i}.{key}"), weights.take(f"{i}.{key}_bias") if has_bias else None)
             self._kept.append(weight)
             return weight.struct
 
-        def norm(key: str) -> int:
-            return self._keep(weights.take(f"{i}.{key}").float())
+        def norm(key: str, has_norm: bool = True) -> int | None:
+            return self._norm(spec, weights, f"{i}.{key}") if has_norm else None
 
+        qkv, o = packed("qkv", spec.qkv_bias, packer.plain), packed("o", spec.o_bias, packer.plain)
+        mlp = Mlp(
+            packed("gate_up", spec.mlp_bias, packer.gate_up), packed("down", spec.mlp_bias, packer.plain)
+        )
+        self._kept.append(mlp)
         return Layer(
-            qkv=packed("qkv", spec.qkv_bias, packer.plain), o=packed("o", spec.o_bias, packer.plain),
-            gate_up=packed("gate_up", spec.mlp_bias, packer.gate_up), down=packed("down", spec.mlp_bias, packer.plain),
+            qkv=qkv, o=o, mlp=pointer(mlp),
             input_norm=norm("input_norm"), post_attention_norm=norm("post_attention_norm"),
-            q_norm=norm("q_norm") if spec.qk_norm else None, k_norm=norm("k_norm") if spec.qk_norm else None,
-            window=spec.attention.window(i),
+            attention_out_norm=norm("attention_out_norm", spec.sublayer_norms),
+            mlp_out_norm=norm("mlp_out_norm", spec.sublayer_norms),
+            q_norm=norm("q_norm", spec.qk_norm), k_norm=norm("k_norm", spec.qk_norm),
+            cos=angles.cos, sin=angles.sin, rotary_dim=angles.rotary_dim, window=spec.attention.window(i),
         )  # fmt: skip
+
+    def _norm(self, spec: DecoderSpec, weights: WeightSource, key: str) -> int:
+        # The sum stays in float32: near 1 the checkpoint's type would lose most of what was learned.
+        return self._keep(weights.take(key).float() + spec.norm_offset)
 
     def _keep(self, tensor: Tensor) -> int:
         tensor = tensor.contiguous()

@@ -12,7 +12,7 @@ from enum import IntEnum
 from pathlib import Path
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
-ABI_VERSION = 5
+ABI_VERSION = 6
 _OUT_OF_BOUNDS = -2
 
 
@@ -27,6 +27,15 @@ class Type(IntEnum):
     BF16 = 1
     I8 = 2
     I4 = 3
+
+
+class Epilogue(IntEnum):
+    """What becomes of a product's sums; a gate and its up share panels and give `act(gate) * up`."""
+
+    PLAIN = 0
+    SILU_MUL = 1
+    GELU_MUL = 2
+    """GELU in its tanh approximation."""
 
 
 STEP_PARTS = ("norm", "qkv", "rope", "attention", "o", "gate_up", "down", "head", "rest")
@@ -59,7 +68,7 @@ class Norm(Structure):
     _fields_ = [
         ("x", c_void_p), ("residual", c_void_p), ("weight", c_void_p), ("y", c_void_p),
         ("m", c_int64), ("n", c_int64), ("ldx", c_int64), ("ldr", c_int64), ("ldy", c_int64),
-        ("eps", c_float), ("type", c_int32),
+        ("eps", c_float), ("type", c_int32), ("add", c_int32), ("reserved", c_int32),
     ]  # fmt: skip
 
 
@@ -104,13 +113,20 @@ class Attention(Structure):
     ]  # fmt: skip
 
 
+class Mlp(Structure):
+    """`PsMlp`: a gated feed-forward layer."""
+
+    _fields_ = [("gate_up", Weight), ("down", Weight)]
+
+
 class Layer(Structure):
     """`PsLayer`: one block of the decoder."""
 
     _fields_ = [
-        ("qkv", Weight), ("o", Weight), ("gate_up", Weight), ("down", Weight),
-        ("input_norm", c_void_p), ("post_attention_norm", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p),
-        ("window", c_int64),
+        ("qkv", Weight), ("o", Weight), ("mlp", POINTER(Mlp)),
+        ("input_norm", c_void_p), ("post_attention_norm", c_void_p), ("attention_out_norm", c_void_p),
+        ("mlp_out_norm", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p), ("cos", c_void_p), ("sin", c_void_p),
+        ("window", c_int32), ("rotary_dim", c_int32),
     ]  # fmt: skip
 
 
@@ -118,11 +134,11 @@ class Decoder(Structure):
     """`PsDecoder`: a whole model."""
 
     _fields_ = [
-        ("layers", POINTER(Layer)), ("embedding", c_void_p), ("final_norm", c_void_p), ("cos", c_void_p),
-        ("sin", c_void_p), ("head", Weight), ("cache", KvCache), ("layer_stride", c_int64), ("num_layers", c_int64),
+        ("layers", POINTER(Layer)), ("embedding", c_void_p), ("final_norm", c_void_p),
+        ("head", Weight), ("cache", KvCache), ("layer_stride", c_int64), ("num_layers", c_int64),
         ("hidden", c_int64), ("intermediate", c_int64), ("num_blocks", c_int64), ("num_positions", c_int64),
-        ("num_q_heads", c_int32), ("rotary_dim", c_int32), ("eps", c_float), ("scale", c_float),
-        ("softcap", c_float), ("reserved", c_int32),
+        ("num_q_heads", c_int32), ("eps", c_float), ("scale", c_float), ("softcap", c_float),
+        ("embedding_scale", c_float), ("logit_softcap", c_float),
     ]  # fmt: skip
 
 
@@ -154,7 +170,7 @@ _CALLS: dict[str, type[Structure]] = {
     "ps_attention": Attention,
     "ps_sample": Sample,
 }
-_STRUCTS = (Weight, Linear, Norm, SiluMul, KvCache, RopeWrite, Attention, Layer, Decoder, Step, Sample)
+_STRUCTS = (Weight, Linear, Norm, SiluMul, KvCache, RopeWrite, Attention, Mlp, Layer, Decoder, Step, Sample)
 """In the order of `ps_struct_bytes`."""
 
 

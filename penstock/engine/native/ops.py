@@ -65,11 +65,15 @@ def rms_norm(
     *,
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    add: bool = False,
 ) -> torch.Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over rows [m, n]; weight [n] is float32.
 
-    With `residual` [m, n]: `residual += x` in place first, and that sum is normalized.
+    With `residual` [m, n]: `residual += x` in place first, and that sum is normalized. With `add` the result is added
+    to `out`, rounded once.
     """
+    if add and out is None:
+        raise ValueError("add needs an out to add to")
     n = weight.numel()
     kind = _matrix("x", x, n)
     out = torch.empty(x.shape, dtype=x.dtype) if out is None else out
@@ -81,7 +85,7 @@ def rms_norm(
         Norm(
             x=x.data_ptr(), residual=None if residual is None else residual.data_ptr(), weight=weight.data_ptr(),
             y=out.data_ptr(), m=x.shape[0], n=n, ldx=x.stride(0), ldr=0 if residual is None else residual.stride(0),
-            ldy=out.stride(0), eps=eps, type=int(kind),
+            ldy=out.stride(0), eps=eps, type=int(kind), add=int(add),
         )
     )  # fmt: skip
     return out

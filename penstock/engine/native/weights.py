@@ -13,7 +13,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from penstock.engine.native.library import Kernels, Type, Weight
+from penstock.engine.native.library import Epilogue, Kernels, Type, Weight
 
 PANEL = 32
 INT4_GROUPS = (32, 64, 128)
@@ -70,7 +70,7 @@ class Matrix:
 
 
 class PackedWeight:
-    """W [n, k] ready to compute `x @ W.T`; a fused gate and up gives `silu(x @ gate.T) * (x @ up.T)`."""
+    """W [n, k] ready to compute `x @ W.T`; a fused gate and up gives `act(x @ gate.T) * (x @ up.T)`."""
 
     def __init__(self, struct: Weight, kind: Type, tensors: tuple[Tensor, ...]) -> None:
         self.struct = struct
@@ -122,8 +122,16 @@ def _round(kernels: Kernels, kind: Type, weight: Tensor, values: Tensor, scale: 
     kernels.round(kind, (source, weight.data_ptr()), shape, (values.data_ptr(), scale.data_ptr()))
 
 
-def pack(kernels: Kernels, matrix: Matrix, up: Matrix | None = None) -> PackedWeight:
-    """Pack a weight, or the gate and up of an MLP as one weight whose product is SiLU(gate) * up, [m, n].
+def pack(
+    kernels: Kernels, matrix: Matrix, up: Matrix | None = None, gate: Epilogue = Epilogue.SILU_MUL
+) -> PackedWeight:
+    """Pack a weight, or the gate and up of an MLP as one weight whose product is act(gate) * up, [m, n].
+
+    Args:
+        kernels: for which the weight is packed.
+        matrix: the weight, or the gate.
+        up: what passes the gate.
+        gate: the gate's activation, where there is an `up`.
 
     Raises:
         ValueError: this machine cannot compute with the type, or gate and up are not alike.
@@ -152,7 +160,7 @@ def pack(kernels: Kernels, matrix: Matrix, up: Matrix | None = None) -> PackedWe
     }
     struct = Weight(
         data=data.data_ptr(), n=n, k=k, k_padded=k_padded, panels=panels, type=int(kind),
-        epilogue=int(up is not None), group=matrix.group,
+        epilogue=int(Epilogue.PLAIN if up is None else gate), group=matrix.group,
         **{name: c_void_p(column.data_ptr()) for name, column in columns.items() if column is not None},
     )  # fmt: skip
     return PackedWeight(struct, kind, (data, *(column for column in columns.values() if column is not None)))

@@ -179,6 +179,24 @@ int32_t attention(const PsAttention *job) {
   return 0;
 }
 
+void scale_values(void *x, int32_t type, int64_t n, float factor) {
+  RowSplit split(ceil_div(n, 16), 16);
+  auto work = [&](int64_t chunk, int) {
+    int64_t first = split.first(chunk) * 16, last = min64(n, split.last(chunk) * 16);
+    table->scale_values((char *)x + first * element_bytes(type), type, last - first, factor);
+  };
+  parallel(split.chunks(), work);
+}
+
+void cap_values(float *x, int64_t n, float cap) {
+  RowSplit split(ceil_div(n, 16), 16);
+  auto work = [&](int64_t chunk, int) {
+    int64_t first = split.first(chunk) * 16, last = min64(n, split.last(chunk) * 16);
+    table->cap_values(x + first, last - first, cap);
+  };
+  parallel(split.chunks(), work);
+}
+
 int32_t sample(const PsSample *job) {
   int64_t scratch = ceil_div(sample_scratch_bytes(job->vocab), 4096) * 4096;
   if (!arena.reserve(scratch * num_threads())) return -1;
@@ -195,7 +213,7 @@ PS_EXPORT int32_t ps_abi_version(void) { return PS_ABI_VERSION; }
 
 PS_EXPORT int64_t ps_struct_bytes(int32_t index) {
   constexpr size_t sizes[] = {sizeof(PsWeight),  sizeof(PsLinear),    sizeof(PsNorm),      sizeof(PsSiluMul),
-                              sizeof(PsKvCache), sizeof(PsRopeWrite), sizeof(PsAttention), sizeof(PsLayer),
+                              sizeof(PsKvCache), sizeof(PsRopeWrite), sizeof(PsAttention), sizeof(PsMlp),       sizeof(PsLayer),
                               sizeof(PsDecoder), sizeof(PsStep),   sizeof(PsSample)};
   return index >= 0 && index < (int32_t)(sizeof sizes / sizeof *sizes) ? (int64_t)sizes[index] : -1;
 }

@@ -243,11 +243,6 @@ struct VectorDots {
   }
 };
 
-static inline F16 soft_cap(F16 x, float cap) {  // cap * tanh(x / cap)
-  F16 e = vexp(x * set1(2.0f / cap));
-  return set1(cap) * (set1(1.0f) - set1(2.0f) / (e + set1(1.0f)));
-}
-
 // One lane's scores to weights: scale, cap, mask, then powers of two under the new maximum (scores and maxima count in
 // powers of two, so that no factor is left inside the exponential). Returns that maximum.
 template <class T>

@@ -1,4 +1,4 @@
-// RMSNorm, SiLU * up, and the step between projections and attention: q/k norm, RoPE, KV write.
+// RMSNorm, SiLU * up, scales and soft caps, and the step between projections and attention: q/k norm, RoPE, KV write.
 #pragma once
 #include "table.h"
 #include "vec.h"
@@ -19,10 +19,12 @@ static inline float square_sum(const T *x, int64_t n) {
 static inline float root(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
 
 template <class T>
-static inline void norm_row(const T *x, const float *weight, T *y, int64_t n, float eps) {
+static inline void norm_row(const T *x, const float *weight, T *y, int64_t n, float eps, bool add) {
   F16 scale = set1(1.0f / root(square_sum(x, n) / (float)n + eps));
-  for (int64_t i = 0; i < n; i += 16)
-    store_tail(y + i, load_tail(x + i, n - i) * scale * load_tail(weight + i, n - i), n - i);
+  for (int64_t i = 0; i < n; i += 16) {
+    F16 v = load_tail(x + i, n - i) * scale * load_tail(weight + i, n - i);
+    store_tail(y + i, add ? load_tail(y + i, n - i) + v : v, n - i);
+  }
 }
 
 template <class T>
@@ -35,7 +37,7 @@ static void norm_rows(const PsNorm *job, int64_t first, int64_t last) {
         store_tail(sum + i, load_tail(x + i, job->n - i) + load_tail(sum + i, job->n - i), job->n - i);
       x = sum;
     }
-    norm_row(x, job->weight, (T *)job->y + r * job->ldy, job->n, job->eps);
+    norm_row(x, job->weight, (T *)job->y + r * job->ldy, job->n, job->eps, job->add != 0);
   }
 }
 
@@ -61,6 +63,22 @@ static void silu_mul(const PsSiluMul *job, int64_t first, int64_t last) {
     silu_mul_rows<bf16>(job, first, last);
   else
     silu_mul_rows<float>(job, first, last);
+}
+
+template <class T>
+static void scale_typed(T *x, int64_t n, float factor) {
+  for (int64_t i = 0; i < n; i += 16) store_tail(x + i, load_tail(x + i, n - i) * set1(factor), n - i);
+}
+
+static void scale_values(void *x, int32_t type, int64_t n, float factor) {
+  if (type == PS_BF16)
+    scale_typed((bf16 *)x, n, factor);
+  else
+    scale_typed((float *)x, n, factor);
+}
+
+static void cap_values(float *x, int64_t n, float cap) {
+  for (int64_t i = 0; i < n; i += 16) store_tail(x + i, soft_cap(load_tail(x + i, n - i), cap), n - i);
 }
 
 // One head through norm (if any) and rotation: dimension i is paired with i + rotary_dim / 2 (the Hugging Face order).

@@ -1,4 +1,4 @@
-// From a block of finished sums to outputs: scales, bias, SiLU * up, residual, rounding.
+// From a block of finished sums to outputs: scales, bias, gate * up, residual, rounding.
 #pragma once
 #include "table.h"
 #include "vec.h"
@@ -24,7 +24,7 @@ struct Sums {
 template <class T, class S>
 static inline void finish_rows(const PsLinear *job, int64_t panel, int64_t row, int64_t rows, const Sums<S> &sums) {
   const PsWeight *w = job->weight;
-  bool gated = w->epilogue == PS_SILU_MUL;
+  bool gated = w->epilogue != PS_PLAIN;
   int64_t width = gated ? 16 : 32, column = panel * width, left = w->n - column;
   T *y = (T *)job->y + row * job->ldy + column;
   if (!gated && !w->bias && !job->residual && left >= 32) {
@@ -35,7 +35,7 @@ static inline void finish_rows(const PsLinear *job, int64_t panel, int64_t row, 
   const T *res = job->residual ? (const T *)job->residual + row * job->ldr + column : nullptr;
   for (int64_t r = 0; r < rows; r++, y += job->ldy, res += res ? job->ldr : 0) {
     F16 v0 = sums.column_half(r, 0) + bias0, v1 = sums.column_half(r, 1) + bias1;
-    if (gated) v0 = silu(v0) * v1;
+    if (gated) v0 = (w->epilogue == PS_SILU_MUL ? silu(v0) : gelu_tanh(v0)) * v1;
     if (res) v0 = v0 + load_tail(res, left);
     store_tail(y, v0, left);
     if (gated || left <= 16) continue;

@@ -113,7 +113,7 @@ static void tile_panel(const LinearPiece *piece, int64_t panel, bool last_panel)
   int64_t a_step = m <= 16 ? m * 64 : 1024, a_tile = w->k_padded / per_step * 1024, blocks = (m + 31) / 32;
   int64_t slices = blocks > 2 ? (steps + kSliceSteps - 1) / kSliceSteps : 1,
           slice_steps = (steps + slices - 1) / slices;
-  int64_t out_width = w->epilogue == PS_SILU_MUL ? 16 : 32, out_size = job->y_type == PS_BF16 ? 2 : 4;
+  int64_t out_width = w->epilogue == PS_PLAIN ? 32 : 16, out_size = job->y_type == PS_BF16 ? 2 : 4;
   const char *weights = (const char *)w->data + (panel * (w->k_padded / per_step) + first) * 2048;
   const char *next = last_panel ? weights : weights + w->k_padded / per_step * 2048;
   int lines = blocks > 1 && !last_panel ? (int)((32 + blocks - 1) / blocks) : 0;
@@ -290,4 +290,5 @@ static void amx_attention(const AttentionPiece *piece) {
 const penstock::KernelTable penstock::kAmx = {
     "amx",         16,         1 << PS_F32 | 1 << PS_BF16 | 1 << PS_I8 | 1 << PS_I4, kWideInputs,
     amx_pack_rows, amx_linear, rms_norm,
-    silu_mul,      rope_write, amx_attention, sample_row, transpose_square, round_rows};
+    silu_mul,      rope_write, amx_attention, sample_row, transpose_square, round_rows,
+    scale_values,  cap_values};

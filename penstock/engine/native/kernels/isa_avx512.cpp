@@ -13,4 +13,5 @@ const penstock::KernelTable penstock::kAvx512 = {"avx512",
                                                  rms_norm,
                                                  silu_mul,
                                                  rope_write,
-                                                 vector_attention, sample_row, transpose_square, round_rows};
+                                                 vector_attention, sample_row, transpose_square, round_rows,
+                                                 scale_values, cap_values};

@@ -5,7 +5,7 @@
 #pragma once
 #include <stdint.h>
 
-#define PS_ABI_VERSION 5
+#define PS_ABI_VERSION 6
 #define PS_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum PsType : int32_t { PS_F32 = 0, PS_BF16 = 1, PS_I8 = 2, PS_I4 = 3 };
@@ -21,7 +21,7 @@ enum PsPart : int32_t {  // of a step, for PsStep::part_ns
   PS_PART_REST,
   PS_NUM_PARTS
 };
-enum PsEpilogue : int32_t { PS_PLAIN = 0, PS_SILU_MUL = 1 };
+enum PsEpilogue : int32_t { PS_PLAIN = 0, PS_SILU_MUL = 1, PS_GELU_MUL = 2 };  // GELU in its tanh approximation
 
 // A packed weight: W [n, k], stored in panels of 32 output columns (see pack.cpp for the byte order).
 struct PsWeight {
@@ -35,7 +35,7 @@ struct PsWeight {
   int64_t panels;       // panels of 32 columns
   int32_t type;         // PsType
   int32_t
-      epilogue;  // PsEpilogue: with SILU_MUL a panel is 16 gate columns, then their 16 up columns, and gives 16 outputs
+      epilogue;  // PsEpilogue: with a gate a panel is 16 gate columns, then their 16 up columns, and gives 16 outputs
   int32_t group;  // I4: inputs per scale
   int32_t reserved;
 };
@@ -57,6 +57,8 @@ struct PsNorm {
   int64_t m, n, ldx, ldr, ldy;
   float eps;
   int32_t type;
+  int32_t add;  // 1: the result is added to y, rounded once
+  int32_t reserved;
 };
 
 struct PsSiluMul {
@@ -102,26 +104,34 @@ struct PsAttention {
   float scale, softcap;  // softcap 0: none
 };
 
-// One pre-norm block: norm, qkv, (head norms) RoPE, attention, o, +, norm, SiLU(gate) * up, down, +.
+// A gated feed-forward layer: down(act(gate) * up), the gate being gate_up's epilogue.
+struct PsMlp {
+  PsWeight gate_up, down;
+};
+
+// One pre-norm block: norm, qkv, (head norms) RoPE, attention, o, (norm) +, norm, feed-forward, (norm) +.
 struct PsLayer {
-  PsWeight qkv, o, gate_up, down;
+  PsWeight qkv, o;
+  const PsMlp *mlp;
   const float *input_norm, *post_attention_norm;  // [hidden]
+  const float *attention_out_norm, *mlp_out_norm;  // [hidden], of what a sublayer gives before it is added; or null
   const float *q_norm, *k_norm;                   // [head_dim] or null
-  int64_t window;                                 // see PsAttention
+  const float *cos, *sin;                         // [num_positions, rotary_dim / 2]
+  int32_t window, rotary_dim;                     // see PsAttention and PsRopeWrite
 };
 
 struct PsDecoder {
   const PsLayer *layers;
   const void *embedding;    // [vocab, hidden] of `cache.type`, or null: rows are read out of the packed head
   const float *final_norm;  // [hidden]
-  const float *cos, *sin;   // [num_positions, rotary_dim / 2]
   PsWeight head;            // [vocab, hidden]
   PsKvCache cache;          // of layer 0
   int64_t layer_stride;     // from one layer's cache to the next
   int64_t num_layers, hidden, intermediate, num_blocks, num_positions;
-  int32_t num_q_heads, rotary_dim;
-  float eps, scale, softcap;
-  int32_t reserved;
+  int32_t num_q_heads;
+  float eps, scale, softcap;  // of norms and attention
+  float embedding_scale;      // factor of embeddings
+  float logit_softcap;        // logits become cap * tanh(logits / cap); 0: they stay
 };
 
 // Rows as in PsAttention; slots and positions follow from the tables.

@@ -7,22 +7,24 @@
 namespace penstock {
 namespace {
 
-// Activations of a step; `wide` holds qkv, later the MLP's inside.
+// Activations of a step; `wide` holds qkv, later the MLP's inside; `delta` what a sublayer gives, where that is normed.
 struct Buffers {
-  char *residual, *normed, *wide, *q, *attended, *picked;
+  char *residual, *normed, *delta, *wide, *q, *attended, *picked;
   int64_t *positions, *slots;
 };
 Arena activations;
 
 struct Sizes {
   int64_t element, hidden, q, qkv, wide;
+  bool delta;  // sublayers give theirs before it is added
 
   explicit Sizes(const PsDecoder *d)
       : element(d->cache.type == PS_BF16 ? 2 : 4),
         hidden(d->hidden),
         q(d->num_q_heads * d->cache.head_dim),
         qkv(q + 2 * d->cache.num_kv_heads * d->cache.head_dim),
-        wide(qkv > d->intermediate ? qkv : d->intermediate) {}
+        wide(qkv > d->intermediate ? qkv : d->intermediate),
+        delta(d->layers[0].attention_out_norm != nullptr) {}
 };
 
 bool place(const Sizes &sizes, const PsStep *step, Buffers *out) {
@@ -32,13 +34,13 @@ bool place(const Sizes &sizes, const PsStep *step, Buffers *out) {
     total += (bytes + 63) / 64 * 64;
     return at;
   };
-  int64_t residual = take(t * sizes.hidden * row), normed = take(t * sizes.hidden * row),
+  int64_t residual = take(t * sizes.hidden * row), normed = take(t * sizes.hidden * row), delta = take(sizes.delta ? t * sizes.hidden * row : 0),
           wide = take(t * sizes.wide * row), q = take(t * sizes.q * row), attended = take(t * sizes.q * row),
           picked = take(step->num_samples * sizes.hidden * row), positions = take(t * 8), slots = take(t * 8);
   if (!activations.reserve(total)) return false;
   char *at = activations.at;
   *out = {
-      at + residual,          at + normed, at + wide, at + q, at + attended, at + picked, (int64_t *)(at + positions),
+      at + residual, at + normed, at + delta, at + wide, at + q, at + attended, at + picked, (int64_t *)(at + positions),
       (int64_t *)(at + slots)};
   return true;
 }
@@ -88,6 +90,9 @@ void embed(const PsDecoder *d, const PsStep *step, const Sizes &sizes, char *out
     else
       unpack_row(&d->head, step->token_ids[i], out);
   }
+  int64_t values = step->t * sizes.hidden;
+  if (d->embedding_scale != 1.0f)
+    scale_values(out - values * sizes.element, d->cache.type, values, d->embedding_scale);
 }
 
 // Adds the time since the last call to a part's, where that is wanted.
@@ -115,8 +120,8 @@ struct Run {
   Buffers buffers;
   Stopwatch watch;
 
-  int32_t norm(const void *x, const float *weight, void *y, int64_t m) const {
-    PsNorm job = {x, nullptr, weight, y, m, sizes.hidden, sizes.hidden, 0, sizes.hidden, d->eps, d->cache.type};
+  int32_t norm(const void *x, const float *weight, void *y, int64_t m, bool add = false) const {
+    PsNorm job = {x, nullptr, weight, y, m, sizes.hidden, sizes.hidden, 0, sizes.hidden, d->eps, d->cache.type, add, 0};
     return rms_norm(&job);
   }
 
@@ -125,13 +130,20 @@ struct Run {
     return linear(&job);
   }
 
+  // A sublayer's last product, added to the residual; normed before, if it has a norm.
+  int32_t join(PsPart part, const PsWeight *w, const void *x, const float *out_norm) {
+    if (!out_norm) return watch.lap(part, multiply(w, x, buffers.residual, true));
+    int32_t failed = watch.lap(part, multiply(w, x, buffers.delta, false));
+    return failed | watch.lap(PS_PART_NORM, norm(buffers.delta, out_norm, buffers.residual, step->t, true));
+  }
+
   int32_t layer(int64_t index) {
     const PsLayer *l = d->layers + index;
     PsKvCache cache = d->cache;
     cache.base = (char *)cache.base + index * d->layer_stride * sizes.element;
-    PsRopeWrite rope = {buffers.wide,      buffers.q,     l->q_norm, l->k_norm, d->cos,    d->sin,
+    PsRopeWrite rope = {buffers.wide,      buffers.q,     l->q_norm, l->k_norm, l->cos,    l->sin,
                         buffers.positions, buffers.slots, cache,     step->t,   sizes.qkv, sizes.q,
-                        d->num_q_heads,    d->rotary_dim, d->eps,    0};
+                        d->num_q_heads,    l->rotary_dim, d->eps,    0};
     PsAttention attend = {buffers.q,
                           buffers.attended,
                           step->block_tables,
@@ -143,18 +155,17 @@ struct Run {
                           sizes.q,
                           sizes.q,
                           d->num_q_heads,
-                          (int32_t)l->window,
+                          l->window,
                           d->scale,
                           d->softcap};
     int32_t failed = watch.lap(PS_PART_NORM, norm(buffers.residual, l->input_norm, buffers.normed, step->t));
     failed |= watch.lap(PS_PART_QKV, multiply(&l->qkv, buffers.normed, buffers.wide, false));
     failed |= watch.lap(PS_PART_ROPE, rope_write(&rope));
     failed |= watch.lap(PS_PART_ATTENTION, attention(&attend));
-    failed |= watch.lap(PS_PART_O, multiply(&l->o, buffers.attended, buffers.residual, true));
+    failed |= join(PS_PART_O, &l->o, buffers.attended, l->attention_out_norm);
     failed |= watch.lap(PS_PART_NORM, norm(buffers.residual, l->post_attention_norm, buffers.normed, step->t));
-    failed |= watch.lap(PS_PART_GATE_UP, multiply(&l->gate_up, buffers.normed, buffers.wide, false));
-    failed |= watch.lap(PS_PART_DOWN, multiply(&l->down, buffers.wide, buffers.residual, true));
-    return failed;
+    failed |= watch.lap(PS_PART_GATE_UP, multiply(&l->mlp->gate_up, buffers.normed, buffers.wide, false));
+    return failed | join(PS_PART_DOWN, &l->mlp->down, buffers.wide, l->mlp_out_norm);
   }
 
   int32_t logits() {
@@ -166,7 +177,9 @@ struct Run {
     PsLinear job = {&d->head, buffers.picked, step->logits, nullptr, step->num_samples, sizes.hidden, d->head.n,
                     0,        d->cache.type,  PS_F32};
     watch.lap(PS_PART_NORM, 0);
-    return watch.lap(PS_PART_HEAD, linear(&job));
+    int32_t failed = linear(&job);
+    if (d->logit_softcap > 0) cap_values(step->logits, step->num_samples * d->head.n, d->logit_softcap);
+    return watch.lap(PS_PART_HEAD, failed);
   }
 };
 

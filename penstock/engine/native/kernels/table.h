@@ -44,6 +44,8 @@ struct KernelTable {
   void (*sample_row)(const PsSample *job, int64_t row, void *scratch);  // see sample_scratch_bytes
   void (*transpose)(uint32_t *out, const uint32_t *const rows[16]);  // 16 x 16 words; a null row is zeros
   void (*round_rows)(const RoundJob *job, int64_t first, int64_t last);
+  void (*scale_values)(void *x, int32_t type, int64_t n, float factor);  // x *= factor
+  void (*cap_values)(float *x, int64_t n, float cap);                    // x = cap * tanh(x / cap)
 };
 
 constexpr int64_t kRowsMax = 512;         // rows of a linear done together

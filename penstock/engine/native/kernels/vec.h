@@ -372,6 +372,17 @@ static inline F16 vexp(F16 x) {
 
 static inline F16 silu(F16 x) { return x / (set1(1.0f) + vexp(zero() - x)); }
 
+// x * (1 + tanh(u)) / 2, which is x / (1 + exp(-2u)), with u = sqrt(2 / pi) * (x + 0.044715 x^3).
+static inline F16 gelu_tanh(F16 x) {
+  F16 u = x * fma(x * x, set1(0.044715f), set1(1.0f)) * set1(-2.0f * 0.7978845608028654f);
+  return x / (set1(1.0f) + vexp(u));
+}
+
+static inline F16 soft_cap(F16 x, float cap) {  // cap * tanh(x / cap)
+  F16 e = vexp(x * set1(2.0f / cap));
+  return set1(cap) * (set1(1.0f) - set1(2.0f) / (e + set1(1.0f)));
+}
+
 // Element types by overload, so that kernels are templates over float and bf16 storage.
 static inline F16 load_as_float(const float *p) { return load(p); }
 static inline F16 load_as_float(const bf16 *p) { return load_bf16(p); }
