@@ -222,10 +222,6 @@ class Scheduler:
         """When to call `schedule` although no request has come: blocks have been idle for long. None for never."""
         return self._manager.host.due_ns
 
-    def live_requests(self) -> tuple[RequestId, ...]:
-        """Every request that has not ended, oldest submission first."""
-        return tuple(self._requests)
-
     def statistics(self) -> SchedulerStatistics:
         """Gauges and counters, O(1)."""
         blocks = self._manager.statistics()

@@ -48,32 +48,6 @@ class Gamma:
 
 
 @dataclass(slots=True, frozen=True)
-class Switching:
-    """Two rates that take turns, each for an exponential time: a Markov-modulated Poisson process."""
-
-    quiet_per_s: float
-    busy_per_s: float
-    quiet_s: float = 60.0
-    """Mean length of a quiet time."""
-    busy_s: float = 10.0
-
-    def times(self, stream: rng.Stream, seconds: float) -> Iterator[float]:
-        """See `Arrivals`."""
-        began, busy = 0.0, False
-        while began < seconds:
-            ends = began + stream.expovariate(1 / (self.busy_s if busy else self.quiet_s))
-            rate = self.busy_per_s if busy else self.quiet_per_s
-            at = began + stream.expovariate(rate) if rate > 0 else ends
-            while at < min(ends, seconds):
-                yield at
-                at += stream.expovariate(rate)
-            began, busy = (
-                ends,
-                not busy,
-            )  # What was drawn beyond the end is forgotten: the process has no memory.
-
-
-@dataclass(slots=True, frozen=True)
 class Diurnal:
     """A day's rhythm: a cosine from `low` to `high`, with its trough at time 0."""
 

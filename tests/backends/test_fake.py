@@ -3,8 +3,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from conformance import BackendConformance, Recorder, Requests
+from fake_backend import FakeBackend
 
-from penstock.backends.fake import FakeBackend
 from penstock.clock import ManualClock
 from penstock.errors import EngineFault
 from penstock.types import FinishReason

@@ -4,8 +4,9 @@ import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fake_backend import FakeBackend
+
 from penstock.backends.base import Backend
-from penstock.backends.fake import FakeBackend
 from penstock.clock import Clock
 from penstock.config.tree import LogConfig
 from penstock.fleet.registry import Registry

@@ -71,6 +71,7 @@ class ScheduledEngine:
             num_blocks=num_blocks, max_running=max_running, num_host_slots=host_slots
         )
         self.requests: dict[str, Request] = {}
+        self.live: dict[str, None] = {}  # Taken and not heard to have ended, oldest submission first.
         self.got: dict[str, list[int]] = defaultdict(list)
         self.scores: dict[str, list[TokenLogprob]] = defaultdict(list)
         self.ends: dict[str, RequestOutput] = {}
@@ -102,6 +103,7 @@ class ScheduledEngine:
         )
         self.scheduler.submit(request)
         self.requests[name] = request
+        self.live[name] = None
         self.runner.salts[request.request_id] = salt
         self.runner.public[request.request_id] = num_public(request)
 
@@ -114,6 +116,13 @@ class ScheduledEngine:
         self.scores[name].extend(output.prompt_logprobs)
         if output.finish is not None:
             self.ends[name] = output
+            self.live.pop(name, None)
+
+    @property
+    def num_inside(self) -> int:
+        """Requests that the scheduler has, by its own count."""
+        statistics = self.scheduler.statistics()
+        return statistics.running + statistics.waiting
 
     @property
     def in_flight(self) -> StepPlan | None:
@@ -180,7 +189,7 @@ class ScheduledEngine:
         self.scheduler.check_invariants()
         self.events.check()
         assert not self.scheduler.has_work
-        assert self.scheduler.live_requests() == ()
+        assert not self.live, "requests whose end was never heard of"
         now = self.kv.statistics()
         assert now.used == now.draining == 0
 

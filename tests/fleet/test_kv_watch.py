@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from conformance import Recorder
+from fake_backend import FakeBackend
 from fleets import worker_of
 from kv_talker import KVTalker
 from scripted_worker import Bench, bench
 
 from penstock.backends.base import GenerateRequest
-from penstock.backends.fake import FakeBackend
 from penstock.clock import SystemClock
 from penstock.config.kv_index import KVIndexConfig
 from penstock.config.tree import KVEventsConfig, LogConfig

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from conformance import Recorder, Requests
+from fake_backend import FakeBackend
 
-from penstock.backends.fake import FakeBackend
 from penstock.clock import SystemClock
 from penstock.config.fleet import WorkerConfig
 from penstock.config.reload import with_members

@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 from conformance import Recorder, Requests
+from fake_backend import FakeBackend
 from fleets import fleet_of, worker_of
 
 from penstock.backends.base import Phase
-from penstock.backends.fake import FakeBackend
 from penstock.clock import SystemClock
 from penstock.config.tree import LogConfig
 from penstock.errors import ConfigError

@@ -13,9 +13,9 @@ import openai
 import pytest
 import tokenizers
 import uvloop
+from fake_backend import FakeBackend, Script, endless_words
 from fleets import fleet_of
 
-from penstock.backends.fake import FakeBackend, Script, endless_words
 from penstock.clock import SystemClock
 from penstock.config.tree import AuthConfig, Config, LimitsConfig, LogConfig, RelayConfig, ServerConfig
 from penstock.fleet.members import Members

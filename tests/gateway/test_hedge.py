@@ -5,8 +5,8 @@ import sqlite3
 import threading
 
 import msgspec
+from fake_backend import FakeBackend
 
-from penstock.backends.fake import FakeBackend
 from penstock.config.health import HealthConfig
 from penstock.config.hedge import HedgeConfig
 from penstock.config.ledger import LedgerConfig

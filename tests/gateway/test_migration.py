@@ -7,8 +7,8 @@ import sqlite3
 import msgspec
 import openai
 import pytest
+from fake_backend import WORDS, endless_words
 
-from penstock.backends.fake import WORDS, endless_words
 from penstock.config.ledger import LedgerConfig
 from penstock.errors import EngineFault
 

@@ -113,10 +113,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             rest = dict(fields)
             prompt = prompt_of(rest.pop("family"), rest.pop("shared"), rest.pop("length"))
             rest["public_tokens"] = min(rest.pop("public"), len(prompt))
+            before = self.engine.num_inside
             try:
                 self.engine.submit(name, prompt, fairness_key=rest["salt"].decode(), **rest)
             except (ContextTooLong, KVQuotaExceeded):
-                assert name not in self.engine.scheduler.live_requests()
+                assert self.engine.num_inside == before
 
     @rule(ahead=st.booleans())
     def half_a_step(self, ahead: bool) -> None:
@@ -141,7 +142,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 1000))
     def abort(self, pick: int) -> None:
-        live = self.engine.scheduler.live_requests()
+        live = list(self.engine.live)
         if live:
             name = live[pick % len(live)]
             assert self.engine.abort(name) is not None
@@ -149,7 +150,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 1000))
     def break_logits(self, pick: int) -> None:
-        live = self.engine.scheduler.live_requests()
+        live = list(self.engine.live)
         if live:
             self.engine.runner.broken.add(live[pick % len(live)])
 
@@ -227,7 +228,7 @@ def run_trace(seed: int, *, overlap: bool, host_tier: bool = False) -> Counter[s
         engine.runner.broken_slots = set() if hosting.randrange(3) else {0, 1}
         for _ in range(chance.choice([0, 0, 1, 3, 20])):
             engine.plan()
-            if not chance.randrange(12) and (live := engine.scheduler.live_requests()):
+            if not chance.randrange(12) and (live := list(engine.live)):
                 loading = [name for name in live if engine.requests[name].status is Status.LOADING]
                 name = chance.choice(loading or live)
                 seen[f"aborted {engine.requests[name].status.value}"] += 1

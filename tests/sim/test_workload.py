@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock import rng
 from penstock.clock import NS_PER_S
-from penstock.sim.arrivals import Arrivals, Diurnal, Gamma, Poisson, Spike, Stampede, Switching
+from penstock.sim.arrivals import Arrivals, Diurnal, Gamma, Poisson, Spike, Stampede
 from penstock.sim.request import Segment, SimRequest
 from penstock.sim.workload import Callers, Chat, Conversations, Lengths, agents, even, merged
 
@@ -52,7 +52,6 @@ def test_a_source_does_not_change_when_another_joins() -> None:
     [
         (Poisson(50), 50 * 400),
         (Gamma(50, cv=2.5), 50 * 400),
-        (Switching(10, 100, quiet_s=9, busy_s=1), 400 * 19),
         (Diurnal(10, 30, day_s=400), 20 * 400),
         (Spike(10, 20, 100, 150), 10 * 350 + 200 * 50),
         (Stampede(500, 3.0), 500),

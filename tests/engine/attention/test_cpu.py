@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from reference_attention import ReferenceAttention
 from torch import Tensor
 
 from penstock.engine.attention.base import Attention, AttentionBatch
 from penstock.engine.attention.cpu import CpuAttention
-from penstock.engine.attention.reference import ReferenceAttention
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.rotary import RotaryTable, RotaryWeights
 from penstock.engine.models.spec import AttentionSpec, DecoderSpec, RopeSpec

@@ -1,4 +1,4 @@
-"""A backend without a worker: scripted words at a steady rate, for tests and for the relay's benchmark.
+"""A backend without a worker: scripted words at a steady rate.
 
 It keeps the whole contract (stop strings, limits, log-probabilities, abort, loss of the worker) and is
 deterministic. Like an engine it works in steps: every stream gets one token per step.
