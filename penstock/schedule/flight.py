@@ -18,6 +18,8 @@ class Flight:
     plan: StepPlan
     requests: tuple[Request, ...]
     """Whose work it is, beside `plan.work`: a row may belong to somebody else when the result comes."""
+    num_decoding: int
+    """So many of the first decode: one token each, which samples and scores nothing."""
     epoch: Epoch
     """Holds the blocks of requests that end meanwhile."""
     load: StepLoad
@@ -27,7 +29,13 @@ class Flight:
 
     def count_in(self) -> None:
         """Let every request know what this step will do for it."""
-        for request, work in zip(self.requests, self.plan.work, strict=True):
+        epoch, num_decoding = self.epoch, self.num_decoding
+        for request in self.requests[:num_decoding]:
+            request.num_planned += 1
+            request.num_drawing += 1
+            request.last_used = epoch
+        others = zip(self.requests[num_decoding:], self.plan.work[num_decoding:], strict=True)
+        for request, work in others:
             request.num_planned = work.num_computed + work.num_tokens
             request.num_drawing += work.samples
-            request.last_used = self.epoch
+            request.last_used = epoch

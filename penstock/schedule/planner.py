@@ -102,6 +102,7 @@ class Planner:
     def _plan_running(self, step: StepBuilder) -> None:
         """One token for every row that decodes, then chunks for running prompts while their share lasts."""
         prompts: list[Request] = []
+        decoding: list[Request] = []  # Since the last that needed a block: added at once.
         for request in self._batch.running.copy():  # Victims leave the list meanwhile.
             if request.status is _LOADING and not self._end_loading(request, step.planned_ns):
                 continue
@@ -111,12 +112,14 @@ class Planner:
                 continue  # Its last token is drawn, or on its way.
             if known - planned > 1:
                 prompts.append(request)
-            elif request.status is not _RUNNING:
-                continue  # It gave way to somebody before it.
-            elif planned % BLOCK_TOKENS:
-                step.add_decoding(request, ())  # There is room behind the token before, in the same block.
-            else:
+            elif planned % BLOCK_TOKENS:  # There is room behind the token before, in the same block.
+                if request.status is _RUNNING:  # Else it gave way to somebody before it.
+                    decoding.append(request)
+            elif request.status is _RUNNING:
+                step.add_all_decoding(decoding)  # Before any of them may have to give way.
+                decoding.clear()
                 self._extend_or_preempt(request, 1, step)
+        step.add_all_decoding(decoding)
         self._open_prompts(step, len(prompts))
         for request in prompts:
             if self.wants_rest or not step.takes_prompts:

@@ -161,8 +161,11 @@ class Scheduler:
         self._cap.step_fitted()
         if flight.plan.work:
             self._prefill.observe(flight.plan, flight.load, now_ns)
-        drawn, scored, outputs = iter(result.sampled), iter(result.scored), outcome.outputs
-        for request, work in zip(flight.requests, flight.plan.work, strict=True):
+        num_decoding, outputs = flight.num_decoding, outcome.outputs
+        self._take_decoded(flight, result.sampled[:num_decoding], outputs, now_ns)
+        drawn, scored = iter(result.sampled[num_decoding:]), iter(result.scored)
+        others = zip(flight.requests[num_decoding:], flight.plan.work[num_decoding:], strict=True)
+        for request, work in others:
             draw = scores = None
             if work.samples:
                 draw = next(drawn)
@@ -274,6 +277,36 @@ class Scheduler:
         assert request.num_pending > 0, f"{name}: more is planned than will be known"
 
     # --- taking a result in -----------------------------------------------------------------------
+
+    def _take_decoded(
+        self, flight: Flight, drawn: Sequence[Sampled], outputs: list[RequestOutput], now_ns: int
+    ) -> None:
+        """One token more for every row that decoded: most of what there is to take in, so the plain case is all in here."""
+        rows = flight.requests[: flight.num_decoding]
+        num_plain = 0
+        for request, work, draw in zip(rows, flight.plan.work, drawn, strict=False):
+            assert draw.row == work.row, (draw, work.row)
+            if request.status is not _RUNNING:
+                continue  # As in `apply`.
+            request.num_computed += 1
+            request.num_steps += 1
+            request.num_drawing -= 1
+            token, tokens = draw.token_id, request.tokens
+            if (
+                request.first_token_ns is None
+                or draw.error is not None
+                or len(tokens) + 1 >= request.num_tokens_max
+                or token in request.stop_token_ids
+            ):
+                if request.num_computed == request.num_prompt:  # Blocks of answers wait: see `Batch.release`.
+                    self._manager.publish_computed(request.table, tokens, request.num_computed)
+                outputs.append(self._append(request, draw, now_ns))
+                continue
+            tokens.append(token)
+            num_plain += 1
+            outputs.append(RequestOutput(request.request_id, (token,), draw.logprob))
+        assert len(drawn) == len(rows), "less was sampled than was asked for"
+        self._counters.generated_tokens += num_plain
 
     def _out_of_memory(self, flight: Flight, why: str, outcome: StepOutcome, now_ns: int) -> None:
         """A step did not fit: forget it and what was planned behind it, and go on in smaller steps, from rest.

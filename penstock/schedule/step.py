@@ -15,8 +15,8 @@ class StepBuilder:
     """Collects one step's work. Never holds more tokens than its budget, nor a row twice."""
 
     __slots__ = (
-        "_kv_read", "_new_rows", "_num_tokens", "_pairs", "_requests", "_work", "budget", "planned_ns", "prompts",
-        "scored_budget",
+        "_kv_read", "_new_rows", "_num_decoding", "_num_tokens", "_pairs", "_requests", "_work", "budget", "planned_ns",
+        "prompts", "scored_budget",
     )  # fmt: skip
 
     def __init__(self, step_tokens: int, scored_tokens: int) -> None:
@@ -31,6 +31,7 @@ class StepBuilder:
         self._new_rows: list[NewRow] = []
         self._work: list[RowWork] = []
         self._requests: list[Request] = []  # Whose work it is.
+        self._num_decoding = 0  # How many of the first are rows that decode.
         self._num_tokens = self._kv_read = self._pairs = 0  # Of all work: see `StepLoad`.
 
     @property
@@ -74,14 +75,27 @@ class StepBuilder:
         self._count(start, num_tokens, 1)
 
     def add_decoding(self, request: Request, blocks: tuple[int, ...]) -> None:
-        """`add` for a row with one pending token, which samples and scores nothing: the most frequent call there is."""
-        self.budget -= 1
-        assert self.budget >= 0, "over the token budget"
+        """`add` for a row with one pending token, which samples and scores nothing."""
+        self._open_decoding(1)
         start = request.num_planned
         self._work.append(RowWork(request.row, start, 1, True, blocks))
         self._requests.append(request)
-        self._num_tokens += 1
         self._kv_read += start + 1
+
+    def add_all_decoding(self, requests: list[Request]) -> None:
+        """The same for rows that need no block: nearly all of a step, so what can be done for all at once is."""
+        self._open_decoding(len(requests))
+        self._work += [RowWork(request.row, request.num_planned, 1, True) for request in requests]
+        self._requests += requests
+        self._kv_read += sum([request.num_planned for request in requests]) + len(requests)
+
+    def _open_decoding(self, num_rows: int) -> None:
+        """Count rows that decode: they come before all others."""
+        assert self._num_decoding == len(self._work), "rows that decode come first"
+        self.budget -= num_rows
+        assert self.budget >= 0, "over the token budget"
+        self._num_decoding += num_rows
+        self._num_tokens += num_rows
 
     def add_new(self, request: Request, num_tokens: int, blocks: tuple[int, ...]) -> None:
         """The same for a request that (re)enters the batch: the runner is told all about it."""
@@ -105,6 +119,7 @@ class StepBuilder:
                 self.budget += work.num_tokens
                 self.scored_budget += work.num_tokens * work.scores
                 self._count(work.num_computed, work.num_tokens, -1)
+                self._num_decoding -= index < self._num_decoding
                 del self._work[index], self._requests[index]
                 return
 
@@ -114,7 +129,7 @@ class StepBuilder:
         """The finished plan, ready to be handed to the runner."""
         new_rows, work = tuple(self._new_rows), tuple(self._work)
         plan = StepPlan(step, new_rows, work, freed_rows, self.planned_ns, copies.out, copies.into)
-        return Flight(plan, tuple(self._requests), epoch, self.load())
+        return Flight(plan, tuple(self._requests), self._num_decoding, epoch, self.load())
 
     def _count(self, num_computed: int, num_tokens: int, sign: int) -> None:
         """Put a row's work to the load, or take it out."""

@@ -50,3 +50,27 @@ def test_dropped_work_gives_its_budget_back() -> None:
 def test_going_over_the_budget_is_a_bug() -> None:
     with pytest.raises(AssertionError, match="budget"):
         StepBuilder(3, 64).add(make(0), 4, ())
+
+
+def test_rows_that_decode_may_come_one_by_one_or_together() -> None:
+    one, many = StepBuilder(12, 64), StepBuilder(12, 64)
+    for row in range(4):
+        one.add_decoding(make(row, 9), ())
+    many.add_all_decoding([make(0, 9), make(1, 9)])
+    many.add_decoding(make(2, 9), ())
+    many.add_all_decoding([make(3, 9)])
+    for step in (one, many):
+        step.drop(make(1))
+        step.add(make(7), 6, ())
+    single, together = (step.build(1, (), Epoch(1)) for step in (one, many))
+    assert single.plan == together.plan
+    assert single.load == together.load
+    assert single.num_decoding == together.num_decoding == 3
+    assert [request.row for request in together.requests] == [0, 2, 3, 7]
+
+
+def test_a_row_that_decodes_behind_a_chunk_is_a_bug() -> None:
+    step = StepBuilder(12, 64)
+    step.add(make(0), 4, ())
+    with pytest.raises(AssertionError, match="come first"):
+        step.add_decoding(make(1, 9), ())
