@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+from step_gate import ENVIRONMENT
 
 from penstock.config.launch import WorkerLaunch
 from penstock.config.tree import EngineConfig
@@ -171,8 +172,8 @@ def launch_line(
     return msgspec.json.encode(launch) + b"\n"
 
 
-def environment(step_s: float = 0.0) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": DOUBLES, "SCRIPTED_STEP_S": str(step_s)}
+def environment(step_s: float = 0.0, gate: str = "") -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": DOUBLES, "SCRIPTED_STEP_S": str(step_s), ENVIRONMENT: gate}
 
 
 def free_port() -> int:
@@ -189,12 +190,13 @@ def raw_worker(
     runner: str = SCRIPTED,
     tcp: bool = False,
     key: bytes = b"",
+    gate: str = "",
     **engine: object,
 ) -> Iterator[RawWorker]:
     with tempfile.TemporaryDirectory() as directory:
         address = TcpAddress("127.0.0.1", free_port()) if tcp else UnixAddress(f"{directory}/w.sock")
         process = subprocess.Popen(
-            COMMAND, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(step_s)
+            COMMAND, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(step_s, gate)
         )
         worker = RawWorker(process, address)
         try:

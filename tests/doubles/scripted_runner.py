@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from step_gate import ENVIRONMENT, StepGate
+
 from penstock.protocol.worker import ModelInfo
 from penstock.schedule.plan import NewRow, Sampled, Scored, StepPlan, StepResult
 from penstock.types import BLOCK_TOKENS, TokenLogprob
@@ -36,9 +38,9 @@ def scripted_text(seed: int, start: int, count: int) -> str:
 
 
 class ScriptedRunner:
-    """`step_s` is how long a step takes; `SCRIPTED_STEP_S` sets it in worker processes."""
+    """`step_s` is how long a step takes; `SCRIPTED_STEP_S` sets it in worker processes, and `SCRIPTED_GATE` a gate."""
 
-    def __init__(self, *, max_running: int = 64, step_s: float = 0.0) -> None:
+    def __init__(self, *, max_running: int = 64, step_s: float = 0.0, gate: StepGate | None = None) -> None:
         self.info = ModelInfo(
             model="scripted",
             architecture="Scripted",
@@ -51,6 +53,7 @@ class ScriptedRunner:
             max_running=max_running,
         )
         self.step_s = step_s
+        self._gate = gate
         self.num_steps = 0
         self.raises: Callable[[StepPlan], Exception | None] = lambda _plan: None
         """What a step raises, if it does."""
@@ -66,6 +69,8 @@ class ScriptedRunner:
         self._rows.update((new.row, new) for new in plan.new_rows)
         if (error := self.raises(plan)) is not None:
             raise error
+        if self._gate is not None:
+            self._gate.enter(plan.step)
         if self.step_s:
             time.sleep(self.step_s)
         sampled = [
@@ -122,6 +127,9 @@ def build_runner(model_path, config, clock, progress) -> ScriptedRunner:
         threading.Event().wait()
     for done in range(3):
         progress("loading weights", done, 3)
+    gate = os.environ.get(ENVIRONMENT)
     return ScriptedRunner(
-        max_running=config.max_running, step_s=float(os.environ.get("SCRIPTED_STEP_S", "0"))
+        max_running=config.max_running,
+        step_s=float(os.environ.get("SCRIPTED_STEP_S", "0")),
+        gate=StepGate(gate) if gate else None,
     )

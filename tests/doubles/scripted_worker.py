@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from byte_tokenizer import byte_tokenizer
+from step_gate import ENVIRONMENT
 
 from penstock.backends.own import OwnBackend
 from penstock.clock import SystemClock
@@ -23,10 +24,10 @@ RUNNER = "scripted_runner:build_runner"
 class Bench:
     """One launcher, what its workers said, and how to start another worker."""
 
-    def __init__(self, step_s: float) -> None:
+    def __init__(self, step_s: float, gate: str) -> None:
         self.lines: list[str] = []
         self.heartbeat = HeartbeatConfig()
-        environment = {"PYTHONPATH": DOUBLES, "SCRIPTED_STEP_S": str(step_s)}
+        environment = {"PYTHONPATH": DOUBLES, "SCRIPTED_STEP_S": str(step_s), ENVIRONMENT: gate}
         self.launcher = LocalLauncher(
             SystemClock(), b"secret" * 4, environment=environment, logs=WorkerLogs(self.lines.append)
         )
@@ -44,8 +45,9 @@ class Bench:
 
 
 @contextlib.asynccontextmanager
-async def bench(step_s: float = 0.001) -> AsyncIterator[Bench]:
-    made = Bench(step_s)
+async def bench(step_s: float = 0.001, *, gate: str = "") -> AsyncIterator[Bench]:
+    """`gate`: the directory of a `StepGate`."""
+    made = Bench(step_s, gate)
     try:
         yield made
     finally:

@@ -20,9 +20,10 @@ from raw_worker import (
     wait_gone,
 )
 from scripted_runner import CRASH, DIE, HANG, HANG_LOCKED, NUM_BLOCKS, scripted_token
+from step_gate import StepGate
 
 from penstock.protocol.address import UnixAddress
-from penstock.protocol.worker import Abort, Drain, Failed, Loading, Ready, Stats, StepOutput
+from penstock.protocol.worker import Abort, Drain, Failed, Loading, Ping, Pong, Ready, Stats, StepOutput
 from penstock.types import FinishReason, RequestId
 
 LONG = 60_000
@@ -77,6 +78,25 @@ def test_abort_frees_the_blocks() -> None:
         late = worker.connect()
         late.until_kind(Ready)
         assert late.idle_stats().blocks_used == 0
+
+
+@pytest.mark.parametrize(("overlap", "launched"), [("off", 0), ("on", 1)])
+def test_the_step_that_runs_when_an_abort_arrives_is_the_last(overlap, launched, tmp_path) -> None:
+    """With overlap the one behind it is launched already."""
+    gate = StepGate(tmp_path)
+    with raw_worker(gate=str(tmp_path), overlap=overlap) as worker:
+        client = worker.connect()
+        client.until_kind(Ready)
+        client.send(submit("a", tuple(range(20, 200)), max_tokens=LONG))
+        next(client.outputs("a"))
+        gate.close()
+        held = gate.held_step()
+        client.send(Abort((RequestId("a"),)), Ping())
+        client.until_kind(Pong)  # What came before it has been heard, too.
+        gate.open()
+        assert client.last("a").finish.reason is FinishReason.ABORT
+        stats = client.idle_stats()
+        assert (stats.step, stats.blocks_used) == (held + launched, 0)
 
 
 def test_connections_are_apart_and_a_lost_one_takes_its_requests_along() -> None:

@@ -1,9 +1,13 @@
 """Adapters that workers tell of: clients name them as models, and their requests go only where they are served."""
 
 import pytest
-from openai import NotFoundError
+from openai import NotFoundError, PermissionDeniedError
 
 from penstock.backends.base import Adapters, Phase
+from penstock.clock import SystemClock
+from penstock.config.tenancy import TenantConfig
+from penstock.config.tree import Config
+from penstock.gateway.tenants import TenantTable
 
 
 @pytest.fixture
@@ -58,3 +62,27 @@ def test_placements_know_what_is_served_and_what_is_loaded_and_the_fleet_shows_i
     shown.send(kit.get("/admin/workers", f"Authorization: Bearer {kit.KEY}"))
     assert b'"adapters":["brief","tone"],"adapters_loaded":["tone"]' in shown.read_until(b'"models"')
     shown.close()
+
+
+def test_a_tenant_uses_the_adapters_of_its_allowlist_and_sees_no_others(start, kit) -> None:
+    plain = kit.make_config()
+    me = TenantTable(plain, clock=SystemClock()).of_key(kit.KEY.encode()).tenant.id
+    running = start(
+        Config(server=plain.server, auth=plain.auth, tenants=(TenantConfig(id=me, adapters=("tone",)),))
+    )
+    tell(running, "tone", "brief")
+    with kit.openai_client(running) as talk:
+        for model in ("tone", "tiny"):
+            assert talk.completions.create(model=model, prompt="x", max_tokens=1).model == model
+        for ask in (
+            lambda: talk.completions.create(model="brief", prompt="x"),
+            lambda: talk.models.retrieve("brief"),
+        ):
+            with pytest.raises(PermissionDeniedError) as refused:
+                ask()
+            assert (refused.value.code, refused.value.param) == ("adapter_not_allowed", "model")
+            assert "'brief'" in str(refused.value)
+        assert [card.id for card in talk.models.list()] == ["tiny", "tone"]
+    assert [request.adapter for request in running.requests] == ["tone", ""]
+    with kit.openai_client(running, "sk-other") as anyone:
+        assert anyone.completions.create(model="brief", prompt="x", max_tokens=1).model == "brief"

@@ -6,13 +6,16 @@ import io
 import uvloop
 from byte_tokenizer import byte_tokenizer
 from fleets import fleet_of
+from raw_worker import Client
 from scripted_worker import bench
+from step_gate import StepGate
 
 from penstock.clock import SystemClock
 from penstock.config.tree import Config, ServerConfig
 from penstock.gateway.app import Gateway
 from penstock.gateway.models import ServedModel
 from penstock.gateway.public import PublicPrefixes
+from penstock.protocol.worker import Ping, Pong
 from penstock.rng import IdSource
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
@@ -50,20 +53,28 @@ def make_gateway(kit, backend, log):
     )
 
 
-async def cancel(kit, port, number):
-    """Ask for a long answer, read its beginning and leave."""
+async def ask(kit, port, number):
+    """Ask for a long answer and read its beginning."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     prompt = f"{number:06}" + "x" * (16 * PROMPT_BLOCKS)
     body = {"model": "tiny", "prompt": prompt, "stream": True, "max_tokens": 10_000, "ignore_eos": True}
     writer.write(kit.post("/v1/completions", body))
     await reader.readuntil(b"data: ")
+    return writer
+
+
+async def cancel(kit, port, number):
+    """Ask for a long answer, read its beginning and leave."""
+    writer = await ask(kit, port, number)
     writer.transport.abort()
 
 
-async def idle_stats(backend):
+async def idle_stats(backend, *, from_step=0):
+    """What the worker says when it is idle, after that step."""
     while True:
         stats = backend.status.stats
-        if not backend.num_streams and stats and not stats.running + stats.waiting:
+        is_idle = stats and not stats.running + stats.waiting
+        if not backend.num_streams and is_idle and stats.step >= from_step:
             return stats
         await asyncio.sleep(0.005)
 
@@ -81,10 +92,42 @@ def test_a_thousand_clients_that_leave_in_the_middle_leave_no_block_behind(kit):
             assert stats.blocks_used == 0
             assert stats.prompt_tokens >= NUM_CANCELS * 16 * PROMPT_BLOCKS
             assert stats.generated_tokens < NUM_CANCELS * 1000, "nobody's answer was generated to its end"
-            # The step that runs when the abort arrives is the last that holds the blocks.
-            await cancel(kit, port, NUM_CANCELS)
-            before = worker.backend.progress
-            assert (await idle_stats(worker.backend)).step <= before + 20
             await gateway.stop()
 
     uvloop.run(check())
+
+
+def test_the_step_that_runs_when_a_client_leaves_is_the_last(kit, tmp_path):
+    """The gateway tells the worker at once, and does not wait for it; see also tests/engine_process/test_worker_process.py."""
+    gate = StepGate(tmp_path)
+
+    async def check():
+        async with bench(gate=str(tmp_path)) as made, asyncio.timeout(60):
+            worker = await made.start()
+            await worker.wait_ready()
+            gateway = make_gateway(kit, worker.backend, io.StringIO())
+            _, port = await gateway.start()
+            try:
+                writer = await ask(kit, port, 1)
+                gate.close()
+                held = await asyncio.to_thread(gate.held_step)
+                writer.transport.abort()
+                while worker.backend.num_streams:
+                    await asyncio.sleep(0.001)
+                await asyncio.to_thread(have_heard, worker.address)
+                gate.open()
+                stats = await idle_stats(worker.backend, from_step=held)
+                assert (stats.step, stats.blocks_used) == (held, 0)
+            finally:
+                await gateway.stop()
+
+    uvloop.run(check())
+
+
+def have_heard(address):
+    """Return when the worker has read what was sent to it before, on whichever connection."""
+    client = Client(address)
+    for _ in range(2):  # The first may be read in one turn with what was sent before.
+        client.send(Ping())
+        client.until_kind(Pong)
+    client.close()

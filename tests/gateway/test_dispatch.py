@@ -16,6 +16,8 @@ from penstock.config.tenancy import TenantConfig
 from penstock.gateway.api_keys import issue
 from penstock.gateway.key_file import edit_keys
 
+DAY_S = 24 * 3600
+
 
 @pytest.fixture
 def tenant(kit, tmp_path):
@@ -138,9 +140,14 @@ def test_a_budget_stops_a_running_stream_at_a_slice(kit, start, tenant) -> None:
         answer = client.chat.completions.create(**kit.chat(max_tokens=5000))
         assert answer.choices[0].finish_reason == "budget"
         assert 256 <= answer.usage.completion_tokens <= 600 + 256
-        with pytest.raises(openai.APIStatusError) as refused:
+        with pytest.raises(openai.RateLimitError) as refused:
             client.chat.completions.create(**kit.chat(max_tokens=5000))
-    assert refused.value.status_code in (402, 429)
+    error = refused.value
+    assert (error.status_code, error.type, error.code) == (429, "insufficient_quota", "insufficient_quota")
+    assert "daily budget" in str(error)
+    left_s = DAY_S - running.clock.wall_ns() // 10**9 % DAY_S  # The budget is of the UTC day.
+    off_s = (int(error.response.headers["retry-after"]) - left_s) % DAY_S
+    assert min(off_s, DAY_S - off_s) <= 60
 
 
 def test_what_one_process_spent_the_other_does_not_have(kit, start, tenant, tmp_path) -> None:
