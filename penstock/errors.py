@@ -25,7 +25,8 @@
         ├── CheckpointError        a model directory that cannot be served
         └── LedgerError            the usage ledger's directory or database
 
-Bugs are asserts, not members of this tree. `gateway/http_errors.py` alone turns types into HTTP.
+Bugs are asserts, not members of this tree. `gateway/http_errors.py` alone turns types into HTTP. One bug has a type:
+`NamespaceBreach`, for what it would do is worse than ending, so it is looked for under `python -O` too.
 """
 
 
@@ -156,3 +157,7 @@ class CheckpointError(OperatorError):
 
 class LedgerError(OperatorError):
     """The usage ledger cannot be kept or read; the message names the file."""
+
+
+class NamespaceBreach(AssertionError):
+    """One tenant's KV blocks were about to be read, or filled, for another: the engine must end instead."""

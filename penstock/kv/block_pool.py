@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NewType
 
+from penstock.errors import NamespaceBreach
 from penstock.kv.events import NO_KV_EVENTS, KVEventSink
 from penstock.kv.hashing import PUBLIC, BlockHash
 
@@ -125,7 +126,11 @@ class BlockPool:
         return tuple(blocks)
 
     def lookup(self, hashes: Iterable[BlockHash], *, owner: bytes = b"") -> tuple[int, ...]:
-        """The blocks of the longest known prefix of a hash chain. Changes nothing: `acquire` them to hold them."""
+        """The blocks of the longest known prefix of a hash chain. Changes nothing: `acquire` them to hold them.
+
+        Raises:
+            NamespaceBreach: one of them is another owner's.
+        """
         hits: list[int] = []
         block_of, owners = self._block_of.get, self._owner
         for block_hash in hashes:
@@ -133,7 +138,8 @@ class BlockPool:
             if block is None:
                 break
             # The salt is part of the hash, so this can only fail if a tenant's wall is broken.
-            assert owners[block] == owner or owners[block] == PUBLIC, f"block {block} is in another namespace"
+            if owners[block] != owner and owners[block] != PUBLIC:
+                raise NamespaceBreach(f"block {block} is in another namespace")
             hits.append(block)
         return tuple(hits)
 

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from penstock.errors import NamespaceBreach
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.events import DEVICE, HOST
 from penstock.kv.hashing import PUBLIC, BlockHash
@@ -235,17 +236,27 @@ class HostTier:
     # --- what comes back --------------------------------------------------------------------------
 
     def find(self, block_hash: BlockHash, *, owner: bytes) -> Found | None:
-        """Where a hash can be brought back from. Changes nothing."""
+        """Where a hash can be brought back from. Changes nothing.
+
+        Raises:
+            NamespaceBreach: it is another owner's.
+        """
         slot = self._slot_of.get(block_hash)
         if slot is None or self._state[slot] is Slot.STORING:
             return None
         # The salt is part of the hash, so this can only fail if a tenant's wall is broken.
-        assert self._owner[slot] in (owner, PUBLIC), f"host slot {slot} belongs to another namespace"
+        if self._owner[slot] not in (owner, PUBLIC):
+            raise NamespaceBreach(f"host slot {slot} belongs to another namespace")
         return Found(slot, self._block[slot] if self._state[slot] is Slot.LOADING else None)
 
     def load(self, slot: int, block: int) -> None:
-        """Bring a slot that `find` found back into `block`, which the caller has allocated."""
-        assert self._pool.owner(block) == self._owner[slot], f"host slot {slot} belongs to another namespace"
+        """Bring a slot that `find` found back into `block`, which the caller has allocated.
+
+        Raises:
+            NamespaceBreach: the two have different owners.
+        """
+        if self._pool.owner(block) != self._owner[slot]:
+            raise NamespaceBreach(f"host slot {slot} belongs to another namespace")
         del self._stored[slot]
         self._move(slot, Slot.LOADING)
         self._block[slot] = block

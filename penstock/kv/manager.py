@@ -14,6 +14,7 @@ nothing of steps, budgets or tensors.
 from array import array
 from collections.abc import Iterable
 
+from penstock.errors import NamespaceBreach
 from penstock.kv.block_pool import NEVER, BlockPool, Epoch, PoolStatistics
 from penstock.kv.hashing import PUBLIC, BlockHasher
 from penstock.kv.host_tier import Copied, Copies, HostLimits, HostTier
@@ -62,8 +63,12 @@ class KVManager:
         """An empty table in the namespace `salt`, which is where its hits may come from.
 
         Whole blocks of the first `public_tokens` tokens are in the public region instead, which all tenants share.
+
+        Raises:
+            NamespaceBreach: `salt` is the public region's own name.
         """
-        assert salt != PUBLIC, "no tenant's salt"
+        if salt == PUBLIC:
+            raise NamespaceBreach("the public region's name is no tenant's salt")
         num_public = public_tokens // BLOCK_TOKENS
         root = self._cache.root(salt, adapter, public=num_public > 0)
         return BlockTable(owner=salt, root=root, num_public=num_public, clears=self._clears)

@@ -3,6 +3,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from penstock.errors import NamespaceBreach
 from penstock.kv.block_pool import BlockPool, Epoch
 from penstock.kv.hashing import BlockHash
 
@@ -133,7 +134,7 @@ def test_a_hit_in_another_namespace_is_a_bug() -> None:
     blocks = fill(pool, 1, owner=b"alice")
     assert pool.owner(blocks[0]) == b"alice"
     assert lookup(pool, 1, owner=b"alice") == blocks
-    with pytest.raises(AssertionError, match="another namespace"):
+    with pytest.raises(NamespaceBreach, match="another namespace"):
         lookup(pool, 1, owner=b"bob")
 
 

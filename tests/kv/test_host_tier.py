@@ -1,5 +1,9 @@
+import subprocess
+import sys
+
 import pytest
 
+from penstock.errors import NamespaceBreach
 from penstock.kv.events import AllBlocksCleared, BlockRemoved, KVEventLog, stored_event
 from penstock.kv.hashing import BlockHasher, token_array
 from penstock.kv.host_tier import TRANSITIONS, BlockCopy, Copied, Copies, HostLimits, Slot
@@ -274,7 +278,7 @@ def test_tenants_are_walled_off_in_host_memory_too() -> None:
     assert kv.match_prefix(kv.open(b"bob"), tokens).num_tokens == 0
     assert kv.match_prefix(kv.open(b""), tokens).num_tokens == 0
     name = HASHER.extend(HASHER.root(salt=b"alice"), tokens[:16].tobytes())[0]
-    with pytest.raises(AssertionError, match="another namespace"):
+    with pytest.raises(NamespaceBreach, match="another namespace"):
         kv.host.find(name, owner=b"bob")
 
 
@@ -284,8 +288,43 @@ def test_a_load_into_a_foreign_block_is_a_bug() -> None:
     stored(kv, tokens, b"alice")
     match = kv.match_prefix(kv.open(b"alice"), tokens)
     (block,) = kv.pool.allocate(1, owner=b"bob") or ()
-    with pytest.raises(AssertionError, match="another namespace"):
+    with pytest.raises(NamespaceBreach, match="another namespace"):
         kv.host.load(match.loads[0], block)
+
+
+WALLS = """
+from penstock.errors import NamespaceBreach
+from penstock.kv.hashing import PUBLIC, BlockHasher, token_array
+from penstock.kv.host_tier import Copied, HostLimits
+from penstock.kv.manager import KVManager
+
+assert False, "never reached: this runs without asserts"
+hasher, tokens = BlockHasher(key=bytes(32), model="m", kv_dtype="float32"), token_array(range(17))
+kv = KVManager.with_prefix_cache(4, hasher, HostLimits(num_slots=2, idle_ns=1))
+table = kv.open(b"alice")
+kv.extend(table, 17)
+kv.publish_computed(table, tokens, 17)
+kv.release(table, preempted=True)
+kv.finish_copies(Copied(copy.slot) for copy in kv.take_copies().out)
+(name,) = hasher.extend(hasher.root(salt=b"alice"), tokens[:16].tobytes())
+found = kv.host.find(name, owner=b"alice")
+(block,) = kv.pool.allocate(1, owner=b"bob")
+for breach in (
+    lambda: kv.pool.lookup([name], owner=b"bob"),
+    lambda: kv.host.find(name, owner=b"bob"),
+    lambda: kv.host.load(found.slot, block),
+    lambda: kv.open(PUBLIC),
+):
+    try:
+        breach()
+    except NamespaceBreach:
+        print("refused")
+"""
+
+
+def test_owner_tags_are_looked_at_without_asserts_too() -> None:
+    told = subprocess.run([sys.executable, "-O", "-c", WALLS], capture_output=True, text=True, check=False)
+    assert told.stdout == "refused\n" * 4, told.stderr
 
 
 def test_bad_blocks_are_forgotten_everywhere() -> None:
