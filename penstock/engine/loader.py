@@ -186,7 +186,8 @@ def _check(
     # Some checkpoints repeat the embedding as the head although the config ties the two.
     known = parts.keys() | ({names.head} if spec.tied_head else set[str]())
     for name, found in stored.items():
-        if name not in known and not name.endswith(names.ignored_suffixes):
+        ignored = name.endswith(names.ignored_suffixes) or name.startswith(names.ignored_prefixes)
+        if name not in known and not ignored:
             raise CheckpointError(
                 f"{found.path}: tensor {name} is not part of a {spec.architecture} of this config"
             )

@@ -6,10 +6,14 @@ import torch
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3Config,
     Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -26,6 +30,28 @@ from transformers import (
 )
 from transformers.utils import logging
 
+_SEEING = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+"""The vision part of models that have one: as small as can be, for nobody looks at it."""
+
+
+def _gemma3_whole(**text: object) -> Gemma3Config:
+    return Gemma3Config(text_config=text, vision_config=_SEEING, mm_tokens_per_image=1)
+
+
+def _mistral3_whole(**text: object) -> Mistral3Config:
+    text, seeing = text | {"model_type": "mistral"}, _SEEING | {"model_type": "pixtral"}
+    return Mistral3Config(
+        text_config=text, vision_config=seeing, tie_word_embeddings=text.get("tie_word_embeddings", False)
+    )
+
+
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),
@@ -37,6 +63,11 @@ FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
+WHOLES = {
+    "gemma3_whole": (_gemma3_whole, Gemma3ForConditionalGeneration),
+    "mistral3_whole": (_mistral3_whole, Mistral3ForConditionalGeneration),
+}
+"""Models of which we read the text part."""
 VOCAB_SIZE = 211
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -68,7 +99,7 @@ logging.disable_progress_bar()
 
 def tiny_model(family: str, **changes: object) -> PreTrainedModel:
     """A float32 model with random weights (biases and norms too), large enough that attention matters."""
-    config_class, model_class = FAMILIES[family]
+    config_class, model_class = (FAMILIES | WHOLES)[family]
     settings: dict[str, object] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 48,

@@ -29,8 +29,10 @@ def directory(tmp_path: Path) -> Path:
 
 
 def edit_config(directory: Path, **changes: object) -> None:
+    """Change fields; `...` takes one away."""
     path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
 
 
 def edit_tensors(directory: Path, **changes: torch.Tensor | None) -> None:
@@ -115,9 +117,12 @@ def test_random_weights_do_not_depend_on_each_other(directory: Path) -> None:
         ({"num_key_value_heads": 4}, ["num_attention_heads", "num_key_value_heads"]),
         ({"head_dim": 15}, ["head_dim"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
-        ({"use_sliding_window": True}, ["use_sliding_window"]),
+        (
+            {"use_sliding_window": True, "sliding_window": None, "layer_types": None, "max_window_layers": 1},
+            ["sliding_window"],
+        ),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq"]),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, ["dynamic", "depend", "llama3"]),
+        ({"rope_parameters": {"rope_type": "spiral", "factor": 4.0}}, ["spiral", "dynamic", "llama3"]),
         ({"rope_parameters": {"rope_type": "yarn"}}, ["factor"]),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, ["short_factor", "8 numbers"]),
         ({"rope_parameters": {"rope_type": "linear"}}, ["factor"]),
@@ -217,3 +222,65 @@ def test_configs_of_transformers_4_give_the_same_gemma3(tmp_path: Path) -> None:
     old = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 2}
     (directory / "config.json").write_text(json.dumps(config | old))
     assert read_spec(directory)[0] == new
+
+
+@pytest.mark.parametrize(
+    "field", ["attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob", "sliding_window"]
+)
+def test_null_is_as_good_as_silence(directory: Path, field: str) -> None:
+    edit_config(directory, **{field: ...})
+    silent = read_spec(directory)
+    edit_config(directory, **{field: None})
+    assert read_spec(directory) == silent
+
+
+def test_qwen_has_windows_from_a_layer_on_only_if_it_says_so(tmp_path: Path) -> None:
+    directory = save(tiny_model("qwen2", head_dim=None), tmp_path)
+    edit_config(directory, layer_types=..., sliding_window=77, max_window_layers=2)
+    assert read_spec(directory)[0].attention.windows == ()
+    edit_config(directory, use_sliding_window=True)
+    assert read_spec(directory)[0].attention.windows == (0, 0, 77)
+    edit_config(directory, max_window_layers=3)
+    assert read_spec(directory)[0].attention.windows == ()
+    edit_config(directory, layer_types=["sliding_attention", "full_attention", "full_attention"])
+    assert read_spec(directory)[0].attention.windows == (77, 0, 0)
+
+
+def test_the_text_part_of_a_published_gemma3_leaves_much_to_defaults(tmp_path: Path) -> None:
+    """What the 4B model's config says of its decoder, and no more."""
+    text = {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    }  # fmt: skip
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": text,
+        "vision_config": {},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec, names = read_spec(tmp_path)
+    assert (spec.vocab_size, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (262_208, 8, 4, 256)
+    assert (spec.max_position, spec.tied_head, spec.rope.factor, spec.rope.theta) == (131_072, True, 8.0, 1e6)
+    assert [i for i, window in enumerate(spec.attention.windows) if not window] == [5, 11, 17, 23, 29]
+    assert names.layer.format(i=3) == "language_model.model.layers.3."
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "text_config"),
+        (
+            {
+                "architectures": ["Mistral3ForConditionalGeneration"],
+                "text_config": {"model_type": "ministral3"},
+            },
+            "ministral3",
+        ),
+    ],
+)
+def test_a_text_part_that_is_not_understood(tmp_path: Path, config: dict[str, object], said: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    message = refusal(tmp_path)
+    assert said in message
+    assert "text_config" in message

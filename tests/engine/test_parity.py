@@ -1,11 +1,13 @@
 """Our logits are transformers' logits, for every family and every way of rotating and grouping."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
 from engine_driver import Driver, tiny_runner
-from tiny_models import LLAMA3_ROPE, PHI3, VOCAB_SIZE, longrope, save, tiny_model
+from router_ties import decided_otherwise, router_ties
+from tiny_models import FAMILIES, LLAMA3_ROPE, PHI3, VOCAB_SIZE, longrope, save, tiny_model
 from transformers import PreTrainedModel
 
 from penstock.engine.native import Kernels, KernelsUnavailable
@@ -14,8 +16,8 @@ from penstock.rng import stream
 from penstock.schedule.plan import NewRow, RowWork, Sampled, StepPlan
 from penstock.types import RequestId, SamplingParams
 
-DECODE_STEPS = 17
-"""From any prompt they go on into the next block."""
+DECODE_STEPS = 32
+"""From any prompt they go on through the next two blocks."""
 EVERY_LOGPROB = SamplingParams(temperature=0.0, logprobs=VOCAB_SIZE)
 
 YARN_ROPE = {
@@ -60,6 +62,10 @@ CASES = {
             | {"attention_factor": 1.3, "beta_fast": 8.0, "beta_slow": 2.0, "truncate": False}
         },
     ),
+    "llama, dynamic rope within its context": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 5000.0}},
+    ),
     "gemma2": ("gemma2", GEMMA2),
     "gemma2, no caps, own head": (
         "gemma2",
@@ -79,6 +85,12 @@ CASES = {
             },
         },
     ),
+    "gemma3, the text part of a whole": (
+        "gemma3_whole",
+        {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 33},
+    ),
+    "mistral3, the text part of a whole": ("mistral3_whole", {"sliding_window": 50}),
+    "mistral3, tied": ("mistral3_whole", {"sliding_window": None, "tie_word_embeddings": True}),
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 40}),
     "qwen3_moe": ("qwen3_moe", QWEN3_MOE),
     "qwen3_moe, shares as they are": ("qwen3_moe", QWEN3_MOE | {"norm_topk_prob": False}),
@@ -100,6 +112,18 @@ CASES = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen2, windows from layer 1": (
+        "qwen2",
+        {"head_dim": None, "use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1},
+    ),
+    "qwen3, windows from layer 2": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 130, "max_window_layers": 2},
+    ),
+    "qwen3_moe, windows in all layers": (
+        "qwen3_moe",
+        QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 2},
+    ),
     "qwen3, group of 3": ("qwen3", {}),
     "qwen3, group of 2": ("qwen3", {"num_attention_heads": 4}),
     "qwen3, group of 8, large heads": ("qwen3", {"num_attention_heads": 16, "head_dim": 64}),
@@ -113,34 +137,54 @@ NATIVE_CHANGES = {
 }
 
 
-def decode(runner: Runner, prompt: list[int], chunk: int) -> tuple[list[int], list[Sampled]]:
-    """The prompt in chunks, each of which draws, then greedy steps: all tokens, and what was drawn when."""
-    blocks = tuple(range(3, 3 + (len(prompt) + DECODE_STEPS) // 16 + 1))
-    tokens, drawn = list(prompt), []
-    new = (NewRow(RequestId("r"), 2, tuple(prompt), len(prompt), EVERY_LOGPROB),)
-    for start in range(0, len(prompt), chunk):
-        end = min(start + chunk, len(prompt))
-        work = RowWork(2, start, end - start, end == len(prompt), blocks if start == 0 else ())
-        drawn += runner.run(StepPlan(1, new if start == 0 else (), (work,))).sampled
-    tokens.append(drawn[-1].token_id)
-    for _ in range(DECODE_STEPS):
-        drawn += runner.run(StepPlan(1, (), (RowWork(2, len(tokens) - 1, 1, True),))).sampled
-        tokens.append(drawn[-1].token_id)
-    return tokens, drawn
+@dataclass
+class Told:
+    """One row's prompt and what was drawn after it."""
+
+    num_prompt: int
+    tokens: list[int]
+    drawn: list[Sampled] = field(default_factory=list)
 
 
-def worst_error(model: PreTrainedModel, tokens: list[int], drawn: list[Sampled], num_prompt: int) -> float:
+def decode(runner: Runner, *asked: tuple[list[int], int]) -> list[Told]:
+    """Each prompt in chunks, one prompt after the other, then greedy steps of all rows together."""
+    rows: list[Told] = []
+    first_block = 3
+    for row, (prompt, chunk) in enumerate(asked):
+        told = Told(len(prompt), list(prompt))
+        num_blocks = (len(prompt) + DECODE_STEPS) // 16 + 1
+        blocks = tuple(range(first_block, first_block + num_blocks))
+        first_block += num_blocks
+        new = (NewRow(RequestId(f"r{row}"), row, tuple(prompt), len(prompt), EVERY_LOGPROB),)
+        for start in range(0, len(prompt), chunk):
+            end = min(start + chunk, len(prompt))
+            work = RowWork(row, start, end - start, end == len(prompt), blocks if start == 0 else ())
+            told.drawn += runner.run(StepPlan(1, new if start == 0 else (), (work,))).sampled
+        rows.append(told)
+    for step in range(DECODE_STEPS + 1):
+        for told in rows:
+            told.tokens.append(told.drawn[-1].token_id)
+        if step < DECODE_STEPS:
+            work = [RowWork(row, len(told.tokens) - 1, 1, True) for row, told in enumerate(rows)]
+            for told, sampled in zip(rows, runner.run(StepPlan(1, (), tuple(work))).sampled, strict=True):
+                told.drawn.append(sampled)
+    return rows
+
+
+def errors(model: PreTrainedModel, told: Told) -> list[float]:
+    """The largest difference of any token's log-probability, draw by draw."""
     with torch.inference_mode():
-        expected = model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
-    worst = 0.0
-    for position, sampled in enumerate(drawn, start=num_prompt - 1):
+        expected = model(torch.tensor([told.tokens])).logits[0].float().log_softmax(-1)
+    found: list[float] = []
+    for position, sampled in enumerate(told.drawn, start=told.num_prompt - 1):
         assert sampled.logprob is not None
         assert len(sampled.logprob.top) == VOCAB_SIZE
         ours = torch.empty(VOCAB_SIZE)
         for token_id, logprob in sampled.logprob.top:
             ours[token_id] = logprob
-        worst = max(worst, float((ours - expected[position]).abs().max()))
-    return worst
+        found.append(float((ours - expected[position]).abs().max()))
+    assert len(found) == DECODE_STEPS + 1
+    return found
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -149,11 +193,12 @@ def test_float32_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     model = tiny_model(family, **changes)
     runner = tiny_runner(save(model, tmp_path))
     random = stream(7, case)
-    for length, chunk in ((1, 1), (37, 512), (141, 50), (290, 512)):
-        prompt = [random.randrange(VOCAB_SIZE) for _ in range(length)]
-        tokens, drawn = decode(runner, prompt, chunk)
-        assert len(drawn) == DECODE_STEPS + 1
-        assert worst_error(model, tokens, drawn, length) <= 1e-4
+    asked = [
+        ([random.randrange(VOCAB_SIZE) for _ in range(length)], chunk)
+        for length, chunk in ((1, 1), (37, 512), (141, 50), (290, 512))
+    ]
+    for told in decode(runner, *asked):
+        assert max(errors(model, told)) <= 1e-4
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])
@@ -182,17 +227,37 @@ def test_longrope_beyond_the_original_context(kernels: str, tmp_path: Path) -> N
     model = tiny_model("phi3", **PHI3, rope_parameters=longrope(1.0, 64))
     runner = tiny_runner(save(model, tmp_path), kernels="auto" if kernels == "native" else kernels)
     prompt = [stream(10, kernels).randrange(VOCAB_SIZE) for _ in range(131)]
-    tokens, drawn = decode(runner, prompt, 50)
-    assert worst_error(model, tokens, drawn, len(prompt)) <= 1e-4
+    (told,) = decode(runner, (prompt, 50))
+    assert max(errors(model, told)) <= 1e-4
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+BFLOAT16_CHANGES: dict[str, dict[str, object]] = {
+    "phi3": PHI3,
+    "mistral": {"sliding_window": 45},
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
+    "mixtral": {},
+    "qwen3_moe": QWEN3_MOE,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_logits_are_close_to_transformers_in_float32(family: str, tmp_path: Path) -> None:
-    model = tiny_model(family, initializer_range=0.03, head_dim=8).bfloat16()
+    changes = {"initializer_range": 0.03, "head_dim": 8} | BFLOAT16_CHANGES.get(family, {})
+    model = tiny_model(family, **changes).bfloat16()
     runner = tiny_runner(save(model, tmp_path), dtype="bfloat16")
     prompt = [stream(8, family).randrange(VOCAB_SIZE) for _ in range(149)]
-    tokens, drawn = decode(runner, prompt, 64)
-    assert worst_error(model.float(), tokens, drawn, len(prompt)) <= 2e-2
+    (told,) = decode(runner, (prompt, 64))
+    reference = model.float()
+    found = errors(reference, told)
+    if hasattr(model.config, "num_experts_per_tok"):
+        # Where bfloat16 cannot tell which expert is the better one, the answer must be that of one or of the other.
+        for tie in router_ties(reference, told.tokens):
+            draw = tie[1] - told.num_prompt + 1
+            if 0 <= draw <= DECODE_STEPS and found[draw] > 2e-2:
+                with decided_otherwise(reference, tie):
+                    found[draw] = min(found[draw], errors(reference, told)[draw])
+    assert max(found) <= 2e-2
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3"])
@@ -204,8 +269,8 @@ def test_native_logits_equal_transformers(family: str, tmp_path: Path) -> None:
     model = tiny_model(family, **NATIVE_CHANGES.get(family, {}))
     runner = tiny_runner(save(model, tmp_path), kernels="native")
     prompt = [stream(9, family).randrange(VOCAB_SIZE) for _ in range(141)]
-    tokens, drawn = decode(runner, prompt, 50)
-    assert worst_error(model, tokens, drawn, len(prompt)) <= 1e-4
+    (told,) = decode(runner, (prompt, 50))
+    assert max(errors(model, told)) <= 1e-4
 
 
 def test_a_float32_checkpoint_can_run_in_bfloat16(qwen3: Path) -> None:

@@ -41,9 +41,12 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`config.json` of a decoder. Fields that a family must have are checked by `positive`."""
+    """`config.json` of a decoder. Fields that a family must have are checked by `positive`; null is as good as silence."""
 
     architectures: list[str] | None = None
+    model_type: str | None = None
+    text_config: "HfConfig | None" = None
+    """The decoder's own configuration, in checkpoints that see as well as read."""
     vocab_size: int | None = None
     hidden_size: int | None = None
     intermediate_size: int | None = None
@@ -57,11 +60,12 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     hidden_activation: str | None = None
     """What Gemma calls `hidden_act`."""
     tie_word_embeddings: bool | None = None
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    use_sliding_window: bool = False
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    use_sliding_window: bool | None = None
     use_bidirectional_attention: bool | None = None
     sliding_window: int | None = None
+    max_window_layers: int | None = None
     sliding_window_pattern: int | None = None
     layer_types: list[str] | None = None
     query_pre_attn_scalar: float | None = None
@@ -77,7 +81,7 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_experts: int | None = None
     num_experts_per_tok: int | None = None
     moe_intermediate_size: int | None = None
-    norm_topk_prob: bool = False
+    norm_topk_prob: bool | None = None
     mlp_only_layers: list[int] | None = None
     decoder_sparse_step: int | None = None
     pretraining_tp: int | None = None
@@ -131,15 +135,6 @@ def heads(config: HfConfig) -> tuple[int, int, int]:
     if head_dim % 2 or head_dim < 2:
         raise CheckpointError(f"{CONFIG_FILE}: head_dim is {head_dim}, expected an even number")
     return num_heads, num_kv_heads, head_dim
-
-
-def sliding_window(config: HfConfig) -> int:
-    """Positions that a query of a windowed layer sees, its own included; 0 if there is no window.
-
-    Raises:
-        CheckpointError: the window is not positive.
-    """
-    return 0 if config.sliding_window is None else positive(config, "sliding_window")
 
 
 def experts(config: HfConfig, *, normalise: bool) -> MoeSpec:

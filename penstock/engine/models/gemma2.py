@@ -1,20 +1,19 @@
 """Gemma 2 (Gemma Team 2024, arXiv 2408.00118): norms around sublayers, soft caps, a window in every other layer."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
 
-from penstock.engine.models.config import CONFIG_FILE, HfConfig, positive, sliding_window
+from penstock.engine.models.config import CONFIG_FILE, HfConfig, positive
 from penstock.engine.models.llama import llama_spec
 from penstock.engine.models.names import CheckpointNames
 from penstock.engine.models.spec import AttentionSpec, DecoderSpec
+from penstock.engine.models.windows import FULL, WINDOWED, by_kind
 from penstock.errors import CheckpointError
 
 GEMMA_NAMES = CheckpointNames(post_attention_norm="pre_feedforward_layernorm")
 GEMMA_ACTIVATION = "gelu_pytorch_tanh"
 _HEAD_DIM = 256
-_WINDOWED, _FULL = "sliding_attention", "full_attention"
 
 
 def gemma2_spec(config: HfConfig) -> DecoderSpec:
@@ -42,6 +41,7 @@ def gemma_spec(
     """
     if config.use_bidirectional_attention:
         raise CheckpointError(f"{CONFIG_FILE}: use_bidirectional_attention is not supported")
+    kinds = [WINDOWED if (i + 1) % pattern else FULL for i in range(positive(config, "num_hidden_layers"))]
     spec = llama_spec(msgspec.structs.replace(config, head_dim=config.head_dim or _HEAD_DIM, mlp_bias=False))
     return replace(
         spec,
@@ -49,7 +49,7 @@ def gemma_spec(
         attention=AttentionSpec(
             scale=_above_zero(config, "query_pre_attn_scalar", _HEAD_DIM) ** -0.5,
             softcap=_softcap(config.attn_logit_softcapping, softcaps[0]),
-            windows=_windows(config, spec.num_layers, pattern),
+            windows=by_kind(config, spec.num_layers, kinds),
         ),
         activation="gelu_tanh",
         norm_offset=1.0,
@@ -58,24 +58,6 @@ def gemma_spec(
         logit_softcap=_softcap(config.final_logit_softcapping, softcaps[1]),
         tied_head=config.tie_word_embeddings is not False,
     )
-
-
-def _windows(config: HfConfig, num_layers: int, pattern: int) -> tuple[int, ...]:
-    kinds: Sequence[str] = config.layer_types or [
-        _WINDOWED if (i + 1) % pattern else _FULL for i in range(num_layers)
-    ]
-    if len(kinds) != num_layers:
-        raise CheckpointError(
-            f"{CONFIG_FILE}: layer_types names {len(kinds)} layers, num_hidden_layers {num_layers}"
-        )
-    unknown = set(kinds) - {_WINDOWED, _FULL}
-    if unknown:
-        raise CheckpointError(f"{CONFIG_FILE}: layer type {unknown.pop()!r} is not supported")
-    if _WINDOWED not in kinds:
-        return ()
-    if not sliding_window(config):
-        positive(config, "sliding_window")
-    return tuple(sliding_window(config) if kind == _WINDOWED else 0 for kind in kinds)
 
 
 def _softcap(given: float | msgspec.UnsetType | None, default: float) -> float:

@@ -24,8 +24,8 @@ def llama_spec(config: HfConfig) -> DecoderSpec:
         max_position=positive(config, "max_position_embeddings"),
         norm_eps=config.rms_norm_eps or 1e-6,
         rope=rope(config),
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
-        mlp_bias=config.mlp_bias,
+        qkv_bias=bool(config.attention_bias),
+        o_bias=bool(config.attention_bias),
+        mlp_bias=bool(config.mlp_bias),
         tied_head=bool(config.tie_word_embeddings),
     )

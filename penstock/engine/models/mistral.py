@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
-from penstock.engine.models.config import HfConfig, sliding_window
+from penstock.engine.models.config import HfConfig
 from penstock.engine.models.llama import llama_spec
 from penstock.engine.models.spec import AttentionSpec, DecoderSpec
+from penstock.engine.models.windows import every_layer
 
 
 def mistral_spec(config: HfConfig) -> DecoderSpec:
@@ -14,11 +15,10 @@ def mistral_spec(config: HfConfig) -> DecoderSpec:
         CheckpointError: a field is missing, or its value is not supported.
     """
     spec = llama_spec(config)
-    window = sliding_window(config)
     return replace(
         spec,
         architecture="MistralForCausalLM",
-        attention=AttentionSpec(windows=(window,) * spec.num_layers if window else ()),
+        attention=AttentionSpec(windows=every_layer(config, spec.num_layers)),
         qkv_bias=False,
         o_bias=False,
         mlp_bias=False,

@@ -3,7 +3,7 @@
 Pure data about names; `engine/loader.py` reads the files.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.engine.models.spec import DecoderSpec
 
@@ -62,6 +62,19 @@ class CheckpointNames:
     mlp_out_norm: str = "post_feedforward_layernorm"
     ignored_suffixes: tuple[str, ...] = field(default=("rotary_emb.inv_freq",))
     """Tensors that some checkpoints carry and that we compute ourselves."""
+    ignored_prefixes: tuple[str, ...] = ()
+    """Parts of the checkpoint that are not the decoder."""
+
+    def within(self, prefix: str, *, beside: tuple[str, ...]) -> "CheckpointNames":
+        """The same decoder as one part of a larger checkpoint, whose parts `beside` it are not read."""
+        return replace(
+            self,
+            embedding=prefix + self.embedding,
+            final_norm=prefix + self.final_norm,
+            head=prefix + self.head,
+            layer=prefix + self.layer,
+            ignored_prefixes=beside,
+        )
 
 
 def decoder_weights(spec: DecoderSpec, names: CheckpointNames) -> list[Weight]:

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import msgspec
 
-from penstock.engine.models.config import CONFIG_FILE, HfConfig, RopeParameters, sliding_window
+from penstock.engine.models.config import CONFIG_FILE, HfConfig, RopeParameters
 from penstock.engine.models.llama import llama_spec
 from penstock.engine.models.names import CheckpointNames
 from penstock.engine.models.rope import partial_rope
 from penstock.engine.models.spec import AttentionSpec, DecoderSpec
+from penstock.engine.models.windows import every_layer
 from penstock.errors import CheckpointError
 
 PHI3_NAMES = CheckpointNames(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj")
@@ -32,7 +33,7 @@ def phi3_spec(config: HfConfig) -> DecoderSpec:
         attention_bias=False,
         mlp_bias=False,
     )
-    spec, window = llama_spec(whole), sliding_window(config)
+    spec = llama_spec(whole)
     if turning.rotary_dim(spec.head_dim) % 2 or not 0 < turning.partial <= 1:
         raise CheckpointError(
             f"{CONFIG_FILE}: partial_rotary_factor {turning.partial} must give an even number of head_dim {spec.head_dim}"
@@ -41,5 +42,5 @@ def phi3_spec(config: HfConfig) -> DecoderSpec:
         spec,
         architecture="Phi3ForCausalLM",
         rope=turning,
-        attention=AttentionSpec(windows=(window,) * spec.num_layers if window else ()),
+        attention=AttentionSpec(windows=every_layer(config, spec.num_layers)),
     )

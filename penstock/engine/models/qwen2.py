@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from penstock.engine.models.config import CONFIG_FILE, HfConfig
+from penstock.engine.models.config import HfConfig
 from penstock.engine.models.llama import llama_spec
-from penstock.engine.models.spec import DecoderSpec
-from penstock.errors import CheckpointError
+from penstock.engine.models.spec import AttentionSpec, DecoderSpec
+from penstock.engine.models.windows import qwen_windows
 
 
 def qwen2_spec(config: HfConfig) -> DecoderSpec:
@@ -14,8 +14,12 @@ def qwen2_spec(config: HfConfig) -> DecoderSpec:
     Raises:
         CheckpointError: a field is missing, or its value is not supported.
     """
-    if config.use_sliding_window:
-        raise CheckpointError(f"{CONFIG_FILE}: use_sliding_window is not supported")
+    spec = llama_spec(config)
     return replace(
-        llama_spec(config), architecture="Qwen2ForCausalLM", qkv_bias=True, o_bias=False, mlp_bias=False
+        spec,
+        architecture="Qwen2ForCausalLM",
+        attention=AttentionSpec(windows=qwen_windows(config, spec.num_layers)),
+        qkv_bias=True,
+        o_bias=False,
+        mlp_bias=False,
     )

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import msgspec
 
-from penstock.engine.models.config import CONFIG_FILE, HfConfig
+from penstock.engine.models.config import HfConfig
 from penstock.engine.models.llama import llama_spec
-from penstock.engine.models.spec import DecoderSpec
-from penstock.errors import CheckpointError
+from penstock.engine.models.spec import AttentionSpec, DecoderSpec
+from penstock.engine.models.windows import qwen_windows
 
 
 def qwen3_spec(config: HfConfig) -> DecoderSpec:
@@ -16,8 +16,13 @@ def qwen3_spec(config: HfConfig) -> DecoderSpec:
     Raises:
         CheckpointError: a field is missing, or its value is not supported.
     """
-    if config.use_sliding_window:
-        raise CheckpointError(f"{CONFIG_FILE}: use_sliding_window is not supported")
     # The family's default head size does not follow from the hidden size as Llama's does.
     config = msgspec.structs.replace(config, head_dim=config.head_dim or 128)
-    return replace(llama_spec(config), architecture="Qwen3ForCausalLM", qk_norm=True, mlp_bias=False)
+    spec = llama_spec(config)
+    return replace(
+        spec,
+        architecture="Qwen3ForCausalLM",
+        attention=AttentionSpec(windows=qwen_windows(config, spec.num_layers)),
+        qk_norm=True,
+        mlp_bias=False,
+    )

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from penstock.engine.models.config import CONFIG_FILE, HfConfig, experts, positive
 from penstock.engine.models.qwen3 import qwen3_spec
-from penstock.engine.models.spec import DecoderSpec
+from penstock.engine.models.spec import AttentionSpec, DecoderSpec
+from penstock.engine.models.windows import every_layer
 from penstock.errors import CheckpointError
 
 
@@ -18,9 +19,13 @@ def qwen3_moe_spec(config: HfConfig) -> DecoderSpec:
         raise CheckpointError(
             f"{CONFIG_FILE}: mlp_only_layers and decoder_sparse_step are not supported; expected experts in every layer"
         )
+    spec = qwen3_spec(config)
+    # Where dense models count the layers before the first window, this architecture has it in all of them.
+    windows = every_layer(config, spec.num_layers) if config.use_sliding_window else ()
     return replace(
-        qwen3_spec(config),
+        spec,
+        attention=AttentionSpec(windows=windows),
         architecture="Qwen3MoeForCausalLM",
         intermediate_size=positive(config, "moe_intermediate_size"),
-        moe=experts(config, normalise=config.norm_topk_prob),
+        moe=experts(config, normalise=bool(config.norm_topk_prob)),
     )

@@ -13,6 +13,12 @@ from penstock.engine.models.gemma3 import gemma3_spec
 from penstock.engine.models.llama import llama_spec
 from penstock.engine.models.mistral import mistral_spec
 from penstock.engine.models.mixtral import MIXTRAL_NAMES, mixtral_spec
+from penstock.engine.models.multimodal import (
+    GEMMA3_TEXT_NAMES,
+    MISTRAL3_TEXT_NAMES,
+    gemma3_text_spec,
+    mistral3_text_spec,
+)
 from penstock.engine.models.names import CheckpointNames
 from penstock.engine.models.phi3 import PHI3_NAMES, phi3_spec
 from penstock.engine.models.qwen2 import qwen2_spec
@@ -36,7 +42,9 @@ FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(llama_spec),
     "Gemma2ForCausalLM": Family(gemma2_spec, GEMMA_NAMES, GEMMA_ACTIVATION),
     "Gemma3ForCausalLM": Family(gemma3_spec, GEMMA_NAMES, GEMMA_ACTIVATION),
+    "Gemma3ForConditionalGeneration": Family(gemma3_text_spec, GEMMA3_TEXT_NAMES, GEMMA_ACTIVATION),
     "MistralForCausalLM": Family(mistral_spec),
+    "Mistral3ForConditionalGeneration": Family(mistral3_text_spec, MISTRAL3_TEXT_NAMES),
     "MixtralForCausalLM": Family(mixtral_spec, MIXTRAL_NAMES),
     "Phi3ForCausalLM": Family(phi3_spec, PHI3_NAMES),
     "Qwen2ForCausalLM": Family(qwen2_spec),
@@ -65,7 +73,8 @@ def read_spec(directory: Path) -> tuple[DecoderSpec, CheckpointNames]:
         raise CheckpointError(
             f"{path}: architecture {given} is not supported; expected one of {', '.join(FAMILIES)}"
         )
-    activation = config.hidden_activation or config.hidden_act or family.activation
+    text = config.text_config or config
+    activation = text.hidden_activation or text.hidden_act or family.activation
     if activation != family.activation:
         raise CheckpointError(
             f"{path}: hidden_act {activation!r} is not supported; expected {family.activation!r}"

@@ -6,7 +6,7 @@ from penstock.engine.models.config import CONFIG_FILE, HfConfig, RopeParameters,
 from penstock.engine.models.spec import RopeSpec
 from penstock.errors import CheckpointError
 
-_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+_KINDS = ("default", "dynamic", "linear", "llama3", "yarn", "longrope")
 
 
 def rope(config: HfConfig) -> RopeSpec:
@@ -31,7 +31,9 @@ def partial_rope(config: HfConfig) -> RopeSpec:
     kind = given.rope_type or given.type or "default"
     theta = given.rope_theta or config.rope_theta or 10_000.0
     partial = given.partial_rotary_factor or config.partial_rotary_factor or 1.0
-    if kind == "default":
+    if kind in ("default", "dynamic"):
+        # Dynamic NTK changes nothing up to max_position_embeddings, and no longer context is served: beyond it the angles
+        # depend on how long each text has become, so keys in the cache would be wrong with the next token.
         return RopeSpec(theta=theta, partial=partial)
     if kind == "linear":
         return RopeSpec(kind="linear", theta=theta, partial=partial, factor=_needed(given, "factor"))
@@ -49,8 +51,9 @@ def partial_rope(config: HfConfig) -> RopeSpec:
         return _yarn(config, given, theta, partial)
     if kind == "longrope":
         return _longrope(config, given, theta, partial)
-    why = "; its angles depend on how long each text is" if kind == "dynamic" else ""
-    raise CheckpointError(f"{CONFIG_FILE}: rope type {kind!r} is not supported{why} ({', '.join(_KINDS)})")
+    raise CheckpointError(
+        f"{CONFIG_FILE}: rope type {kind!r} is not supported; expected one of {', '.join(_KINDS)}"
+    )
 
 
 def _yarn(config: HfConfig, given: RopeParameters, theta: float, partial: float) -> RopeSpec:
