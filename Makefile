@@ -45,7 +45,7 @@ bench:  ## TTFT, TPOT and throughput of the demo model at concurrency 1, 8, 32, 
 	@$(DEV)
 	@$(BIN)/python bench/serve_bench.py $(ARGS)
 
-bench-relay:  ## the gateway's CPU per 1,000 requests beside smg, vllm-router and LiteLLM (installs them; ARGS=--quick)
+bench-relay:  ## the gateway's CPU per 1,000 requests beside smg, vllm-router, Envoy, nginx, LiteLLM (installs them; ARGS=--quick, ARGS=--features)
 	@$(DEV)
 	@bench/relay/install_peers.sh
 	@$(BIN)/python bench/relay_peers.py $(ARGS)

@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ import uvloop
 
 from penstock.backends.base import BackendStatus, Delta, Finish, GenerateRequest, Phase, Sink, nothing
 from penstock.clock import SystemClock
+from penstock.config.ledger import LedgerConfig
 from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig
 from penstock.fleet.registry import Registry
 from penstock.gateway.app import Gateway
@@ -141,6 +143,11 @@ class PushBackend:
 
 
 async def serve_gateway(load: Load, pipe: Connection) -> None:
+    with tempfile.TemporaryDirectory(prefix="relay-cost-") as ledger:
+        await serve_gateway_with(LedgerConfig(directory=ledger), load, pipe)
+
+
+async def serve_gateway_with(ledger: LedgerConfig, load: Load, pipe: Connection) -> None:
     pusher, clock, name = Pusher(load), SystemClock(), ModelName("bench")
     log = Log(LogConfig(level="error", access=False), clock)
     registry = Registry(clock, log, workers_max=1)
@@ -159,6 +166,7 @@ async def serve_gateway(load: Load, pipe: Connection) -> None:
     config = Config(
         server=ServerConfig(port=0),
         auth=AuthConfig(disabled=True),
+        ledger=ledger,
     )
     gateway = Gateway(
         config,

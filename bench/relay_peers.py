@@ -1,34 +1,43 @@
 """CPU of a relaying gateway per 1,000 requests, ours beside others', in one run.
 
     python bench/relay_peers.py [--rounds 3] [--only penstock,smg] [--peers VENV] [--out FILE] [--quick]
+    python bench/relay_peers.py --features [--rounds 3] [--out FILE]      what each of our features costs
+    python bench/relay_peers.py --show FILE                               the tables of a run again
 
 A load client and an upstream in C (bench/relay/*.c, built here) cost next to nothing; between them stands one gateway
-process, whose CPU time (/proc/PID/stat, children included) and memory are read. Three shapes: `whole` answers at 64 connections;
-`chunks`: 64 chunks as fast as they are taken, 64 connections; `paced`: 256 chunks, one per 20 ms, 256 connections. `alone` is one connection
-at a time: what its latency exceeds the upstream's own by is what the gateway adds (ours: a worker's that gives one token per
+process, whose CPU time (/proc/PID/stat, children included) and memory are read. Shapes: `whole` answers at 64 connections; `chunks`: 64
+chunks as fast as they are taken, 64 connections; `each`: the same with a stop string, with which our gateway may not tell several
+steps in one event (no proxy does that, so only ours is measured); `paced`: 256 chunks, one per 20 ms, 256 connections. `alone` is one
+connection at a time: what its latency exceeds the upstream's own by is what the gateway adds (ours: a worker's that gives one token per
 step, asked without a gateway by bench/relay/direct.py). Ours talks to a stand-in worker in our own protocol, and does all
 that a proxy does not: tokenizing, detokenizing, encoding events. bench/relay/install_peers.sh makes VENV.
+
+Rounds go through the gateways in turns, each time from another one on. LiteLLM is measured once, on a tenth of the requests.
 """
 
 import argparse
 import json
-import os
-import shutil
-import signal
-import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-HERE = Path(__file__).parent / "relay"
-KEY = "sk-bench-0123456789abcdef"
-TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+from provenance import write_result
+from relay_gateways import HERE, Place, command_of, versions_of
+from relay_process import Process, build, free_port
+from relay_tables import FEATURE_VARIANTS, Results, feature_table, goal_table, peer_table
+
+KEY = "sk-benchbenchbe_0123456789abcdef0123456789abcdef0123456789a"
+"""As in bench/relay/gateway.py."""
 START_S = 90.0
 PACE_US = 20_000
+WARM_CHUNKS = 16
+SLOW = ("litellm", "production-stack")
+"""Gateways that take so long that one round on a tenth of the requests has to do."""
+OWN_SHAPES = ("each",)
+PEERS = "upstream,penstock,smg,vllm-router,envoy,nginx,litellm"
 
 
 @dataclass(frozen=True)
@@ -41,86 +50,32 @@ class Shape:
     chunks: int
     """0: not streamed."""
     period_us: int = 0
+    stop: str = ""
 
 
 SHAPES = (
     Shape("alone", 1, 1000, 0),
-    Shape("whole", 64, 6000, 0),
-    Shape("chunks", 64, 3000, 64),
-    Shape("paced", 256, 768, 256, PACE_US),
+    Shape("whole", 64, 4000, 0),
+    Shape("chunks", 64, 2000, 64),
+    Shape("each", 64, 2000, 64, stop="\u0001"),
+    Shape("paced", 256, 512, 256, PACE_US),
 )
+FEATURE_SHAPES = (Shape("whole", 64, 2500, 0), Shape("paced", 256, 256, 192, PACE_US))
 
 
-class Process:
-    """A child and what it used."""
-
-    def __init__(self, *command: str, log: Path, **environment: str) -> None:
-        with log.open("ab") as out:
-            self.child = subprocess.Popen(
-                command, stdout=out, stderr=out, env={**os.environ, **environment}, start_new_session=True
-            )
-
-    def pids(self) -> list[int]:
-        """It and its descendants: a gateway may be several processes."""
-        found, todo = [], [self.child.pid]
-        while todo:
-            pid = todo.pop()
-            found.append(pid)
-            for task in Path(f"/proc/{pid}/task").glob("*/children"):
-                todo += [int(word) for word in task.read_text().split()]
-        return found
-
-    def cpu_s(self) -> float:
-        """User and system time of all of it."""
-        total = 0
-        for pid in self.pids():
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            total += int(fields[11]) + int(fields[12])
-        return total * TICK_S
-
-    def rss_mb(self) -> float:
-        """Resident memory of all of it."""
-        pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in self.pids())
-        return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
-
-    def end(self) -> None:
-        """Stop it."""
-        if self.child.poll() is None:
-            os.killpg(self.child.pid, signal.SIGTERM)
-            try:
-                self.child.wait(10)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.child.pid, signal.SIGKILL)
-                self.child.wait()
-
-
-def build(into: Path) -> None:
-    """Compile the client and the upstream."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        sys.exit("a C compiler is needed")
-    for name in ("load", "upstream"):
-        subprocess.run([compiler, "-O2", "-o", str(into / name), str(HERE / f"{name}.c")], check=True)
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
-def request_bytes(port: int, chunks: int, model: str) -> bytes:
+def request_bytes(port: int, shape: Shape) -> bytes:
     """The request that the load client sends again and again."""
-    body = {
-        "model": model,
+    body: dict[str, object] = {
+        "model": "m",
         "messages": [
             {"role": "user", "content": "How does water from a mountain lake become electric light?"}
         ],
-        "max_tokens": chunks or 12,
+        "max_tokens": shape.chunks or 12,
     }
-    if chunks:
+    if shape.chunks:
         body["stream"] = True
+    if shape.stop:
+        body["stop"] = shape.stop
     data = json.dumps(body, separators=(",", ":")).encode()
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nAuthorization: Bearer {KEY}\r\n"
@@ -129,39 +84,10 @@ def request_bytes(port: int, chunks: int, model: str) -> bytes:
     return head.encode() + data
 
 
-def litellm_config(place: Path, upstream: int) -> Path:
-    """LiteLLM's proxy with one model and a master key."""
-    path = place / "litellm.yaml"
-    path.write_text(
-        "model_list:\n  - model_name: m\n    litellm_params:\n      model: openai/m\n"
-        f"      api_base: http://127.0.0.1:{upstream}/v1\n      api_key: x\n"
-        f"general_settings:\n  master_key: {KEY}\n"
-    )
-    return path
-
-
-def command_of(gateway: str, port: int, upstream: int, worker: str, venv: Path, place: Path) -> list[str]:
-    """How to start a gateway on `port`."""
-    url = f"http://127.0.0.1:{upstream}"
-    if gateway.startswith("penstock"):
-        off = gateway.partition("-")[2] or "all"
-        return [sys.executable, str(HERE / "gateway.py"), worker, str(port), off]
-    if gateway == "smg":
-        flags = ["--worker-urls", url, "--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"]
-        return [str(venv / "bin/smg"), "launch", *flags]
-    if gateway == "vllm-router":
-        flags = ["--worker-urls", url, "--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"]
-        return [str(venv / "bin/vllm-router"), *flags]
-    if gateway == "litellm":
-        config = str(litellm_config(place, upstream))
-        return [str(venv / "bin/litellm"), "--config", config, "--port", str(port), "--host", "127.0.0.1"]
-    sys.exit(f"no such gateway: {gateway}")
-
-
 def load(place: Path, port: int, shape: Shape, requests: int) -> dict[str, float]:
     """Send requests; what the client saw."""
     file = place / "request"
-    file.write_bytes(request_bytes(port, shape.chunks, "m"))
+    file.write_bytes(request_bytes(port, shape))
     done = subprocess.run(
         [str(place / "load"), str(port), str(shape.connections), str(requests), str(file)],
         capture_output=True,
@@ -186,15 +112,15 @@ def wait_answers(place: Path, port: int, process: Process | None) -> None:
         except RuntimeError as error:
             if time.monotonic() > deadline or (process and process.child.poll() is not None):
                 raise RuntimeError(f"it does not answer: {error}") from error
-            time.sleep(0.3)
+            time.sleep(0.1)
 
 
 def measure(gateway: str, shape: Shape, place: Path, venv: Path, scale: float) -> dict[str, float]:
     """One gateway under one shape."""
     port, upstream_port, worker = free_port(), free_port(), str(place / "worker.sock")
     requests = max(shape.connections, int(shape.requests * scale))
-    log = place / f"{gateway}.log"
-    if gateway.startswith("penstock"):
+    log, is_ours = place / f"{gateway}.log", gateway.startswith("penstock")
+    if is_ours:
         script = str(HERE / "stand_in_worker.py")
         behind = Process(sys.executable, script, worker, str(shape.period_us), log=log)
     else:
@@ -206,16 +132,22 @@ def measure(gateway: str, shape: Shape, place: Path, venv: Path, scale: float) -
         if gateway == "upstream":
             port, process = upstream_port, behind
         else:
-            process = Process(*command_of(gateway, port, upstream_port, worker, venv, place), log=log)
+            where = Place(
+                port=port, upstream=upstream_port, worker=worker, venv=venv, directory=place, key=KEY
+            )
+            state = str(place / "state")
+            process = Process(*command_of(gateway, where), log=log, PENSTOCK_STATE_DIR=state)
         wait_answers(place, port, process)
-        load(place, port, shape, max(shape.connections, requests // 10))  # Warm up.
+        warm = replace(shape, chunks=min(shape.chunks, WARM_CHUNKS))
+        load(place, port, warm, max(shape.connections, requests // 10))
         before, started = process.cpu_s(), time.monotonic()
         seen = load(place, port, shape, requests)
         cpu_s, wall_s = process.cpu_s() - before, time.monotonic() - started
-        if shape.name == "alone" and gateway.startswith("penstock"):
+        if shape.name == "alone" and is_ours:
             seen["direct_p50_us"] = direct_us(worker, requests)
         return {
             "cpu_s_per_1000": cpu_s / requests * 1000,
+            "events_per_request": seen["events"] / requests,
             "rss_mb": process.rss_mb(),
             "wall_s": wall_s,
             **seen,
@@ -233,23 +165,46 @@ def direct_us(worker: str, requests: int) -> float:
     return float(json.loads(done.stdout)["total_p50_us"])
 
 
-def show(results: dict[str, dict[str, list[dict[str, float]]]]) -> None:
-    """A table of medians."""
-    print(f"{'gateway':18} {'whole':>8} {'chunks':>8} {'paced':>8}  {'RSS MB':>7} {'added p50 us':>13}")
-    for gateway, shapes in results.items():
-        cells = []
-        for name in ("whole", "chunks", "paced"):
-            rounds = shapes.get(name, [])
-            cells.append(
-                f"{statistics.median(r['cpu_s_per_1000'] for r in rounds):8.3f}" if rounds else " " * 8
-            )
-        rss = max((r["rss_mb"] for rounds in shapes.values() for r in rounds), default=0)
-        bare = statistics.median(
-            r["total_p50_us"] for r in results.get("upstream", {}).get("alone", [{"total_p50_us": 0.0}])
-        )
-        added = [r["total_p50_us"] - r.get("direct_p50_us", bare) for r in shapes.get("alone", [])]
-        latency = f"{statistics.median(added):13.0f}" if added else ""
-        print(f"{gateway:18} {' '.join(cells)}  {rss:7.0f} {latency}")
+def is_measured(gateway: str, shape: str, number: int) -> bool:
+    """Whether this round has this pair."""
+    if gateway == "upstream":
+        return shape == "alone"
+    if gateway in SLOW and number:
+        return False
+    return gateway.startswith("penstock") or shape not in OWN_SHAPES
+
+
+def run(gateways: list[str], shapes: list[Shape], args: argparse.Namespace) -> Results:
+    """All rounds. A gateway that fails under a shape lacks it; the others go on."""
+    results: Results = {name: {} for name in gateways}
+    with tempfile.TemporaryDirectory(prefix="relay-bench-") as name:
+        place = Path(name)
+        build(place)
+        for number in range(1 if args.quick else args.rounds):
+            first = number % len(gateways)
+            for shape in shapes:
+                for gateway in gateways[first:] + gateways[:first]:
+                    if not is_measured(gateway, shape.name, number):
+                        continue
+                    scale = (0.2 if args.quick else 1.0) * (0.1 if gateway in SLOW else 1.0)
+                    try:
+                        found = measure(gateway, shape, place, args.peers.absolute(), scale)
+                    except (RuntimeError, FileNotFoundError) as error:
+                        print(f"{gateway} {shape.name}: {str(error)[-1000:]}", file=sys.stderr)
+                        continue
+                    results[gateway].setdefault(shape.name, []).append(found)
+                    brief = (
+                        f"{found['cpu_s_per_1000']:8.3f} CPU-s per 1,000, {found['events_per_request']:6.1f} events,"
+                        f" {found['rss_mb']:5.0f} MB, p50 {found['total_p50_us']:8.0f} us, {found['wall_s']:5.1f} s"
+                    )
+                    print(f"round {number + 1} {shape.name:7}{gateway:30}{brief}", flush=True)
+    return results
+
+
+def show(results: Results, *, features: bool) -> None:
+    """The tables, in Markdown."""
+    for table in (feature_table,) if features else (peer_table, goal_table):
+        print("\n" + "\n".join(table(results)))
 
 
 def main() -> None:
@@ -258,33 +213,30 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="upstream,penstock,penstock-access,smg,vllm-router,litellm")
-    parser.add_argument("--shapes", default="alone,whole,chunks,paced")
+    parser.add_argument(
+        "--only", default=PEERS, help="gateways; penstock-ledger+access is ours without these"
+    )
+    parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES))
+    parser.add_argument("--features", action="store_true", help="ours, with features off one at a time")
     parser.add_argument("--peers", type=Path, default=Path("bench/out/relay-peers"))
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--show", type=Path, metavar="FILE")
     parser.add_argument("--quick", action="store_true", help="a fifth of the requests, one round")
     args = parser.parse_args()
-    gateways = [name for name in args.only.split(",") if name]
-    shapes = [shape for shape in SHAPES if shape.name in args.shapes.split(",")]
-    results: dict[str, dict[str, list[dict[str, float]]]] = {name: {} for name in gateways}
-    with tempfile.TemporaryDirectory(prefix="relay-bench-") as name:
-        place = Path(name)
-        build(place)
-        for number in range(1 if args.quick else args.rounds):
-            for shape in shapes:
-                for gateway in gateways[number % len(gateways) :] + gateways[: number % len(gateways)]:
-                    slow = gateway == "litellm" or shape.name == "alone"
-                    scale = (0.2 if args.quick else 1.0) * (0.1 if slow and gateway == "litellm" else 1.0)
-                    try:
-                        found = measure(gateway, shape, place, args.peers.absolute(), scale)
-                    except (RuntimeError, FileNotFoundError) as error:
-                        print(f"{gateway} {shape.name}: {error}", file=sys.stderr)
-                        continue
-                    results[gateway].setdefault(shape.name, []).append(found)
-                    print(gateway, shape.name, json.dumps(found), flush=True)
-    show(results)
+    if args.show:
+        told = json.loads(args.show.read_text())
+        show(told["results"], features="penstock-bare" in told["results"])
+        return
+    gateways = list(FEATURE_VARIANTS) if args.features else [name for name in args.only.split(",") if name]
+    known = FEATURE_SHAPES if args.features else SHAPES
+    shapes = [shape for shape in known if shape.name in args.shapes.split(",")]
+    started = time.monotonic()
+    results = run(gateways, shapes, args)
+    show(results, features=args.features)
+    print(f"\n{time.monotonic() - started:.0f} s in all")
     if args.out:
-        args.out.write_text(json.dumps({"shapes": [vars(s) for s in shapes], "results": results}, indent=1))
+        versions = versions_of(gateways, args.peers.absolute())
+        write_result(args.out, {"shapes": [vars(s) for s in shapes], "results": results}, versions)
 
 
 if __name__ == "__main__":

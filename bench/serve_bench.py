@@ -52,7 +52,8 @@ def serving(flags: list[str]) -> Iterator[Served]:
         stdout=subprocess.PIPE,
         stderr=log,
         text=True,
-        env={**os.environ, "PENSTOCK_API_KEY": key},
+        # Its ledger is not the user's.
+        env={**os.environ, "PENSTOCK_API_KEY": key, "PENSTOCK_STATE_DIR": str((OUT / "state").absolute())},
     )
     assert process.stdout is not None
     try:

@@ -16,7 +16,8 @@ import threading
 import time
 from pathlib import Path
 
-from relay_peers import HERE, Process, Shape, build, free_port, load, wait_answers
+from relay_peers import Shape, load, wait_answers
+from relay_process import HERE, Process, build, free_port
 
 SETTLE_S = 60
 """For starting: streams begin one after the other, and the last must not be behind the first one's end."""

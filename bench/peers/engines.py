@@ -97,7 +97,8 @@ def _ours(precision: str, model: Path, port: int) -> Launch:
     config = OUT / f"engine-bench-{model.name}-{precision}.yaml"
     flags = ("serve", "-c", str(config), "--port", str(port), "--no-auth", "--log-level", "warning")
     text = yaml.safe_dump(_our_config(precision, model))
-    return Launch((sys.executable, "-m", "penstock", *flags), files={config: text})
+    state = {"PENSTOCK_STATE_DIR": str((OUT / "state").absolute())}  # Its ledger is not the user's.
+    return Launch((sys.executable, "-m", "penstock", *flags), state, files={config: text})
 
 
 def our_settings(precision: str) -> dict[str, object]:

@@ -1,7 +1,8 @@
 /* An OpenAI endpoint that costs next to nothing: for proxies to relay. One thread, epoll.
 
-   upstream PORT CHUNKS PERIOD_US     a POST whose body has "stream": true gets CHUNKS events, each sent by itself, one per
-   PERIOD_US or (0) as fast as they are taken; other POSTs get one JSON body; GETs get a list of the one model "m". */
+   upstream PORT CHUNKS PERIOD_US     a POST whose body has "stream": true gets as many events as its "max_tokens" says (CHUNKS if it
+   does not), each sent by itself, one per PERIOD_US or (0) as fast as they are taken; other POSTs get one JSON body; GETs get a
+   list of the one model "m". */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
@@ -75,7 +76,7 @@ static int step(Client *c) {
 static void answer(Client *c, int streams, int is_get, int paced) {
     if (streams) {
         send(c->fd, HEAD, sizeof HEAD - 1, MSG_NOSIGNAL);
-        c->left = num_chunks;
+        c->left = streams;
         c->waiting = 0;
         attach(c);
         while (!paced && c->left > 0 && step(c)) {}
@@ -100,7 +101,9 @@ static void readable(Client *c, int paced) {
     if (strcasestr(c->data, "transfer-encoding: chunked")) {
         if (memcmp(c->data + c->len - 5, "0\r\n\r\n", 5)) return;
     } else if (c->len < end + 4 - c->data + body) return;
-    int streams = strstr(end, "\"stream\":true") || strstr(end, "\"stream\": true");
+    int streams = strstr(end, "\"stream\":true") || strstr(end, "\"stream\": true") ? num_chunks : 0;
+    char *max_tokens = strstr(end, "\"max_tokens\":");
+    if (streams && max_tokens && atoi(max_tokens + 13) > 0) streams = atoi(max_tokens + 13);
     int is_get = !strncmp(c->data, "GET", 3);
     c->len = 0;
     answer(c, streams, is_get, paced);
