@@ -1,26 +1,128 @@
-"""Ten thousand paced streams through one gateway process: errors, delay added per chunk, memory over time.
+"""Ten thousand paced streams through one gateway process: errors, delay added per chunk, memory and CPU over time.
 
-    python bench/streams_10k.py [--streams 10000] [--seconds 60] [--period-ms 1000] [--out FILE]
+    python bench/streams_10k.py [--streams 10000] [--seconds 60] [--period-ms 1000] [--workers 40] [--out FILE]
 
-The streams come from a stand-in worker over one Unix socket, so the gateway needs one descriptor per client. All streams step
-together, which is the worst case: every period brings one burst of as many chunks as there are streams. What is reported as added is how much
-later than the period a chunk came after the one before, worker, kernel and client included; it counts from when every stream
-has begun. `make soak` runs it for half an hour.
+The streams come from a stand-in worker over one Unix socket, so the gateway needs one descriptor per client. As the rows of 40 workers
+do, they step in 40 batches spread over the period (of 250 streams each, one every 25 ms); `--workers 1` lets all of them step together,
+which no fleet does: one burst of as many chunks as there are streams. What is reported as added is the time from when the worker sent a token to
+when the client had it, gateway, kernel and client included; it counts from when every stream has begun. The gateway has every
+feature on (bench/relay/gateway.py). `make soak` runs it for half an hour.
 """
 
 import argparse
 import json
+import re
+import statistics
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 
-from relay_peers import Shape, load, wait_answers
+from provenance import write_result
+from relay.stand_in_worker import Steps
+from relay_peers import Shape, request_bytes, wait_answers
 from relay_process import HERE, Process, build, free_port
+
+from penstock.config.presets import resolve
+from penstock.text.tokenizer import Tokenizer
 
 SETTLE_S = 60
 """For starting: streams begin one after the other, and the last must not be behind the first one's end."""
+INTERVAL_S = 60
+ADDED_P99_MS = 50.0
+RSS_MB = 200.0
+GROWTH_MB = 5.0
+"""What "flat" allows between the first and the last tenth of the time, for an allocator's whims."""
+
+
+class Watch:
+    """Memory and CPU of a process, once a second."""
+
+    def __init__(self, process: Process) -> None:
+        self._process, self._stop = process, threading.Event()
+        self._began_s = time.monotonic()
+        self.samples: list[tuple[float, float, float]] = []
+        """(seconds since the beginning, resident MB, CPU-seconds)"""
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(1.0):
+            at_s = time.monotonic() - self._began_s
+            self.samples.append((at_s, self._process.rss_mb(), self._process.cpu_s()))
+
+    def stop(self) -> None:
+        """No more samples."""
+        self._stop.set()
+        self._thread.join()
+
+
+def write_steps(path: Path, model: str) -> None:
+    """The tokens whose text is two letters, each for one step at a time: by them the client knows when they were sent."""
+    tokenizer = Tokenizer.load(resolve(model))
+    found: dict[bytes, int] = {}
+    for token in range(tokenizer.vocab_size):
+        text = tokenizer.token_bytes(token)
+        if text is not None and re.fullmatch(rb"[A-Za-z0-9]{2}", text):
+            found.setdefault(text, token)
+    path.write_bytes(b"".join(Steps.ENTRY.pack(text, token, 0.0) for text, token in found.items()))
+
+
+def stream(place: Path, port: int, shape: Shape) -> list[dict[str, float]]:
+    """All streams until their end: a line per minute, and the sum."""
+    file = place / "request"
+    file.write_bytes(request_bytes(port, shape))
+    numbers = [str(port), str(shape.connections), str(shape.requests), str(file), str(place / "steps")]
+    lines: list[dict[str, float]] = []
+    with subprocess.Popen(
+        [str(place / "load"), *numbers, str(INTERVAL_S)], stdout=subprocess.PIPE, text=True
+    ) as client:
+        assert client.stdout is not None
+        for line in client.stdout:
+            lines.append(json.loads(line))
+            if "at_s" in lines[-1]:
+                print(line.strip(), file=sys.stderr)
+    if client.returncode:
+        sys.exit(f"the load client failed ({client.returncode})")
+    return lines
+
+
+def summary(lines: list[dict[str, float]], watch: Watch, settle_s: float) -> dict[str, object]:
+    """What came of it. Memory counts from when the streams have begun to when the first one ends."""
+    *minutes, seen = lines
+    until_s = seen["seconds"] - settle_s / 2
+    steady = [sample for sample in watch.samples if settle_s / 2 <= sample[0] <= until_s] or watch.samples
+    tenth = max(1, len(steady) // 10)
+    first, last = (statistics.median(mb for _, mb, _ in part) for part in (steady[:tenth], steady[-tenth:]))
+    cpu_s = watch.samples[-1][2] - watch.samples[0][2]
+    result: dict[str, object] = {
+        "seconds": round(seen["seconds"], 1),
+        "chunks": int(seen["events"]),
+        "errors": int(seen["errors"]),
+        "tokens_timed": int(seen["tokens_timed"]),
+        **{f"added_{key}_ms": seen[f"added_{key}_us"] / 1000 for key in ("p50", "p99", "worst")},
+        "cpu_us_per_chunk": round(cpu_s / seen["events"] * 1e6, 1),
+        "cpu_share_of_a_core": round(
+            (steady[-1][2] - steady[0][2]) / max(1.0, steady[-1][0] - steady[0][0]), 3
+        ),
+        "rss_mb_when_begun": round(first, 1),
+        "rss_mb_at_the_end": round(last, 1),
+        "rss_mb_worst": round(max(mb for _, mb, _ in watch.samples), 1),
+    }
+    result["goals"] = {
+        "errors 0": result["errors"] == 0,
+        f"added p99 < {ADDED_P99_MS:.0f} ms": seen["added_p99_us"] / 1000 < ADDED_P99_MS,
+        f"memory < {RSS_MB:.0f} MB": max(mb for _, mb, _ in watch.samples) < RSS_MB,
+        f"memory flat (within {GROWTH_MB:.0f} MB)": last - first < GROWTH_MB,
+    }
+    result["by_minute"] = minutes
+    result["over_time"] = [
+        {"at_s": round(at_s), "rss_mb": round(mb, 1), "cpu_s": round(cpu, 2)}
+        for at_s, mb, cpu in watch.samples[:: max(1, len(watch.samples) // 120)]
+    ]
+    return result
 
 
 def main() -> None:
@@ -31,51 +133,42 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=10_000)
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--period-ms", type=int, default=1000)
+    parser.add_argument("--workers", type=int, default=40, help="batches that step one after the other")
     parser.add_argument("--settle", type=int, default=SETTLE_S, metavar="SECONDS")
+    parser.add_argument("--features", default="all", help="as of bench/relay/gateway.py")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     period_us = args.period_ms * 1000
     with tempfile.TemporaryDirectory(prefix="streams-") as name:
         place = Path(name)
         build(place)
+        write_steps(place / "steps", "penstock-demo-mini")
         port, socket = free_port(), str(place / "worker.sock")
         worker = Process(
-            sys.executable, str(HERE / "stand_in_worker.py"), socket, str(period_us), log=place / "w"
-        )
+            sys.executable, str(HERE / "stand_in_worker.py"), socket, str(period_us), str(args.workers),
+            str(place / "steps"), log=place / "w",
+        )  # fmt: skip
         time.sleep(0.5)
-        gateway = Process(sys.executable, str(HERE / "gateway.py"), socket, str(port), "all", log=place / "g")
+        gateway = Process(
+            sys.executable, str(HERE / "gateway.py"), socket, str(port), args.features, log=place / "g",
+            PENSTOCK_STATE_DIR=str(place / "state"),
+        )  # fmt: skip
         try:
             wait_answers(place, port, gateway)
             chunks = (args.seconds + args.settle) * 1000 // args.period_ms
-            shape = Shape("streams", args.streams, args.streams, chunks, period_us)
-            memory: list[float] = []
-            stop = threading.Event()
-
-            def watch() -> None:
-                while not stop.wait(1.0):
-                    memory.append(gateway.rss_mb())
-
-            watcher = threading.Thread(target=watch)
-            watcher.start()
-            before = gateway.cpu_s()
-            seen = load(place, port, shape, args.streams)
-            cpu_s = gateway.cpu_s() - before
-            stop.set()
-            watcher.join()
+            watch = Watch(gateway)
+            try:
+                lines = stream(place, port, Shape("streams", args.streams, args.streams, chunks, period_us))
+            finally:
+                watch.stop()
         finally:
             gateway.end()
             worker.end()
-    begun = memory[min(len(memory) - 1, args.settle) :]
-    added = {f"added_{key}_ms": (seen[f"gap_{key}_us"] - period_us) / 1000 for key in ("p50", "p99", "worst")}
-    result = {
-        "streams": args.streams, "seconds": round(seen["seconds"], 1), "chunks": seen["events"],
-        "errors": seen["errors"], "cpu_us_per_chunk": round(cpu_s / seen["events"] * 1e6, 1), **added,
-        "rss_mb_when_begun": round(begun[0], 1), "rss_mb_at_the_end": round(begun[-1], 1),
-        "rss_mb_worst": round(max(memory), 1),
-    }  # fmt: skip
-    print(json.dumps(result, indent=1))
+    asked = {"streams": args.streams, "workers": args.workers, "period_ms": args.period_ms}
+    result = asked | summary(lines, watch, args.settle)
+    print(json.dumps({key: value for key, value in result.items() if key != "over_time"}, indent=1))
     if args.out:
-        args.out.write_text(json.dumps(result, indent=1))
+        write_result(args.out, result)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
 /* A load client: one thread, epoll, keep-alive connections, one request after another on each.
 
-   load PORT CONNECTIONS REQUESTS FILE     sends FILE's bytes as the request; "streamed" answers end with a chunk of length 0.
+   load PORT CONNECTIONS REQUESTS FILE [STEPS SECONDS]     sends FILE's bytes as the request; "streamed" answers end with a chunk of
+   length 0.
 
    Prints one JSON object: requests, errors, events ("\n\n" seen), seconds, latency and time to first byte (p50, p99, in us), and the
-   time between two events of one answer (p50, p99, worst, in us) from when every connection has had its first byte. */
+   time between two events of one answer (p50, p99, worst, in us) from when every connection has had its first byte.
+
+   With STEPS (bench/relay/stand_in_worker.py writes it) it knows when each token was sent, by its text: the object also has how long
+   tokens took from there to here (p50, p99, worst, in us), and a line with the same for every SECONDS comes before it. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
@@ -13,8 +17,10 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -33,6 +39,64 @@ typedef struct {
 #define GAP_US 100
 #define NUM_GAPS 600000
 static long gaps[NUM_GAPS], num_gaps, num_first;
+
+/* One step of the worker: the two letters that its tokens are, their id, and when it was sent (CLOCK_MONOTONIC). */
+typedef struct { char text[4]; unsigned token; volatile double sent_us; } Step;
+static Step *steps;
+static short step_of[1 << 16];
+static long delays[NUM_GAPS], delays_lately[NUM_GAPS], num_delays, num_lately;
+static double lately_s, interval_s, started_us;
+
+static void map_steps(const char *path) {
+    int fd = open(path, O_RDONLY);
+    struct stat info;
+    if (fd < 0 || fstat(fd, &info)) { perror(path); exit(1); }
+    steps = mmap(NULL, info.st_size, PROT_READ, MAP_SHARED, fd, 0);
+    memset(step_of, -1, sizeof step_of);
+    for (long i = 0; i < info.st_size / (long)sizeof(Step); i++)
+        step_of[(unsigned char)steps[i].text[0] << 8 | (unsigned char)steps[i].text[1]] = i;
+}
+
+typedef struct { double p50, p99, worst; } Quantiles;
+
+static Quantiles quantiles(const long *counts, long num) {
+    Quantiles q = {0, 0, 0};
+    for (long i = 0, seen = 0; i < NUM_GAPS; i++) {
+        if (!counts[i]) continue;
+        if (seen <= num / 2) q.p50 = i * GAP_US;
+        if (seen <= num / 100 * 99) q.p99 = i * GAP_US;
+        q.worst = i * GAP_US;
+        seen += counts[i];
+    }
+    return q;
+}
+
+static void tell_lately(double t) {
+    Quantiles q = quantiles(delays_lately, num_lately);
+    printf("{\"at_s\":%.0f,\"tokens\":%ld,\"added_p50_us\":%.0f,\"added_p99_us\":%.0f,\"added_worst_us\":%.0f}\n",
+           (t - started_us) / 1e6, num_lately, q.p50, q.p99, q.worst);
+    fflush(stdout);
+    memset(delays_lately, 0, sizeof delays_lately);
+    num_lately = 0;
+    lately_s = t / 1e6;
+}
+
+/* The tokens in some bytes of an answer; one that is cut in two by a read is not timed. */
+static void time_tokens(const char *data, long n, double t) {
+    static const char KEY[] = "\"content\":\"";
+    for (const char *p = data, *end = data + n; (p = memmem(p, end - p, KEY, sizeof KEY - 1));) {
+        for (p += sizeof KEY - 1; p + 1 < end && *p != '"'; p += 2) {
+            int step = step_of[(unsigned char)p[0] << 8 | (unsigned char)p[1]];
+            if (step < 0) break;
+            long delay = (t - steps[step].sent_us) / GAP_US;
+            if (delay < 0) delay = 0;
+            if (delay >= NUM_GAPS) delay = NUM_GAPS - 1;
+            delays[delay]++, delays_lately[delay]++, num_delays++, num_lately++;
+        }
+    }
+    if (!lately_s) lately_s = t / 1e6;
+    if (t / 1e6 - lately_s >= interval_s) tell_lately(t);
+}
 
 static double *totals, *firsts;
 static long num_done, num_started, num_requests, num_errors, num_events;
@@ -131,6 +195,7 @@ static void readable(Connection *c) {
     int ended = body(c, data + from, n - from);
     if (num_events > before_events) {
         double t = now_us();
+        if (steps && num_first >= all_connections) time_tokens(data + from, n - from, t);
         if (c->last && num_first >= all_connections) {
             long gap = (t - c->last) / GAP_US;
             gaps[gap < NUM_GAPS ? gap : NUM_GAPS - 1]++;
@@ -147,7 +212,8 @@ static int by_value(const void *a, const void *b) {
 }
 
 int main(int argc, char **argv) {
-    if (argc != 5) return 2;
+    if (argc != 5 && argc != 7) return 2;
+    if (argc == 7) { map_steps(argv[5]); interval_s = atof(argv[6]); }
     port = atoi(argv[1]);
     int num_connections = atoi(argv[2]);
     num_requests = atol(argv[3]);
@@ -163,7 +229,7 @@ int main(int argc, char **argv) {
     firsts = calloc(num_requests + num_connections, sizeof(double));
     poller = epoll_create1(0);
     Connection *all = calloc(num_connections, sizeof(Connection));
-    double started = now_us();
+    double started = started_us = now_us();
     for (int i = 0; i < num_connections && num_started < num_requests; i++) { open_connection(&all[i]); begin(&all[i]); }
     struct epoll_event events[512];
     while (num_done < num_requests) {
@@ -174,17 +240,14 @@ int main(int argc, char **argv) {
     double seconds = (now_us() - started) / 1e6;
     qsort(totals, num_done, sizeof(double), by_value);
     qsort(firsts, num_done, sizeof(double), by_value);
-    double gap_p50 = 0, gap_p99 = 0, gap_worst = 0;
-    for (long i = 0, seen = 0; i < NUM_GAPS; i++) {
-        if (!gaps[i]) continue;
-        if (seen <= num_gaps / 2) gap_p50 = i * GAP_US;
-        if (seen <= num_gaps / 100 * 99) gap_p99 = i * GAP_US;
-        gap_worst = i * GAP_US;
-        seen += gaps[i];
-    }
+    Quantiles gap = quantiles(gaps, num_gaps), delay = quantiles(delays, num_delays);
     printf("{\"requests\":%ld,\"errors\":%ld,\"events\":%ld,\"seconds\":%.4f,\"total_p50_us\":%.1f,\"total_p99_us\":%.1f,"
-           "\"first_p50_us\":%.1f,\"first_p99_us\":%.1f,\"gaps\":%ld,\"gap_p50_us\":%.0f,\"gap_p99_us\":%.0f,\"gap_worst_us\":%.0f}\n",
+           "\"first_p50_us\":%.1f,\"first_p99_us\":%.1f,\"gaps\":%ld,\"gap_p50_us\":%.0f,\"gap_p99_us\":%.0f,\"gap_worst_us\":%.0f",
            num_done, num_errors, num_events, seconds, totals[num_done / 2], totals[num_done * 99 / 100],
-           firsts[num_done / 2], firsts[num_done * 99 / 100], num_gaps, gap_p50, gap_p99, gap_worst);
+           firsts[num_done / 2], firsts[num_done * 99 / 100], num_gaps, gap.p50, gap.p99, gap.worst);
+    if (steps)
+        printf(",\"tokens_timed\":%ld,\"added_p50_us\":%.0f,\"added_p99_us\":%.0f,\"added_worst_us\":%.0f", num_delays, delay.p50,
+               delay.p99, delay.worst);
+    printf("}\n");
     return 0;
 }

@@ -1,12 +1,19 @@
 """A worker that speaks our protocol and computes nothing: every running request gets a token per step.
 
-python bench/relay/stand_in_worker.py SOCKET PERIOD_US     0: a step whenever the last one was taken.
+python bench/relay/stand_in_worker.py SOCKET PERIOD_US [WORKERS [STEPS]]     PERIOD_US 0: a step whenever the last one was taken.
 
-Only the gateway in front of it is measured, so its own cost matters only in that it must keep up.
+With WORKERS its requests are in so many batches of the same size, whose steps are spread evenly over the period, as those of as many
+workers are; else all step together. Only the gateway in front of it is measured, so its own cost matters only in that it must keep up.
+
+STEPS is a file that the load client maps too: one entry of 16 bytes per step, used in turns: two letters, the id of the token that
+they are, and when a step with that token was sent last (CLOCK_MONOTONIC, microseconds).
 """
 
 import asyncio
+import mmap
+import struct
 import sys
+import time
 from pathlib import Path
 
 import uvloop
@@ -17,6 +24,8 @@ from penstock.protocol.worker import (
     FrameDecoder,
     ModelInfo,
     Output,
+    Ping,
+    Pong,
     Ready,
     Stats,
     StepOutput,
@@ -34,15 +43,44 @@ INFO = ModelInfo(
 )  # fmt: skip
 
 
+class Steps:
+    """Which token the next step tells, and where it is noted when that was sent."""
+
+    ENTRY = struct.Struct("4sId")
+
+    def __init__(self, path: Path) -> None:
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 0)
+        self._tokens = [token for _, token, _ in self.ENTRY.iter_unpack(self._map[:])]
+        self._next = 0
+
+    def take(self) -> int:
+        """The token of a step that is sent now."""
+        at, self._next = self._next, (self._next + 1) % len(self._tokens)
+        struct.pack_into("d", self._map, at * self.ENTRY.size + 8, time.monotonic_ns() / 1000)
+        return self._tokens[at]
+
+
+class Batch:
+    """Requests that step together."""
+
+    def __init__(self) -> None:
+        self.running: dict[RequestId, list[int]] = {}
+        """Tokens left, prompt tokens, tokens told."""
+        self.is_armed = False
+        self.period = -1
+        """Number of the period that it stepped in last."""
+
+
 class Worker(asyncio.Protocol):
     """One gateway's connection."""
 
-    def __init__(self, period_s: float) -> None:
-        self._period_s = period_s
-        self._running: dict[RequestId, list[int]] = {}
+    def __init__(self, period_s: float, num_batches: int, steps: Steps | None) -> None:
+        self._period_s, self._steps = period_s, steps
+        self._batches = [Batch() for _ in range(num_batches)]
         self._decoder = FrameDecoder()
         self._step = 0
-        self._armed = False
+        self._began_s = asyncio.get_running_loop().time()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Say what there is."""
@@ -56,66 +94,88 @@ class Worker(asyncio.Protocol):
         for body in self._decoder.feed(data):
             message = decode_to_worker(body)
             if isinstance(message, Submit):
-                self._running[message.request_id] = [message.sampling.max_tokens, len(message.prompt) // 4, 0]
+                batch = min(self._batches, key=lambda batch: len(batch.running))
+                batch.running[message.request_id] = [
+                    message.sampling.max_tokens,
+                    len(message.prompt) // 4,
+                    0,
+                ]
+                self._arm(batch)
+            elif isinstance(message, Ping):
+                self._write(Pong())
             elif isinstance(message, Abort):
                 for request_id in message.request_ids:
-                    if self._running.pop(request_id, None) is not None:
-                        end = Output(request_id, (), finish=_finish(FinishReason.ABORT, 1, 0))
-                        self._write(StepOutput(self._step, (end,)))
-        self._arm()
+                    self._abort(request_id)
 
-    def _arm(self) -> None:
-        if self._running and not self._armed:
-            self._armed = True
+    def _abort(self, request_id: RequestId) -> None:
+        for batch in self._batches:
+            if batch.running.pop(request_id, None) is not None:
+                end = Output(request_id, (), finish=_finish(FinishReason.ABORT, 1, 0))
+                self._write(StepOutput(self._step, (end,)))
+
+    def _arm(self, batch: Batch) -> None:
+        if batch.running and not batch.is_armed:
+            batch.is_armed = True
             loop = asyncio.get_running_loop()
             if self._period_s:
-                loop.call_later(self._period_s, self._on_step)
+                loop.call_at(self._due_s(batch, loop.time()), self._on_step, batch)
             else:
-                loop.call_soon(self._on_step)
+                loop.call_soon(self._on_step, batch)
 
-    def _on_step(self) -> None:
-        self._armed = False
-        loop = asyncio.get_running_loop()
+    def _due_s(self, batch: Batch, now_s: float) -> float:
+        """The next time of this batch: a fixed place in every period, so that no lateness adds up."""
+        place_s = self._batches.index(batch) / len(self._batches) * self._period_s
+        passed = int((now_s - self._began_s - place_s) // self._period_s)
+        # The loop's clock counts milliseconds: it may stand just before the step that was taken now.
+        batch.period = max(passed, batch.period) + 1
+        return self._began_s + place_s + batch.period * self._period_s
+
+    def _on_step(self, batch: Batch) -> None:
+        batch.is_armed = False
         if self._transport.get_write_buffer_size() > HIGH_WATER_BYTES:
-            self._armed = True
-            loop.call_later(0.001, self._on_step)
+            batch.is_armed = True
+            asyncio.get_running_loop().call_later(0.001, self._on_step, batch)
             return
         self._step += 1
+        token = TOKEN if self._steps is None else self._steps.take()
         outputs, ended = [], []
-        for request_id, state in self._running.items():
+        for request_id, state in batch.running.items():
             state[0] -= 1
             state[2] += 1
             usage = Usage(prompt_tokens=state[1]) if state[2] == 1 else None
             if state[0]:
-                outputs.append(Output(request_id, (TOKEN,), usage=usage))
+                outputs.append(Output(request_id, (token,), usage=usage))
             else:
                 ended.append(request_id)
                 finish = _finish(FinishReason.LENGTH, state[1], state[2])
-                outputs.append(Output(request_id, (TOKEN,), finish=finish, usage=usage))
+                outputs.append(Output(request_id, (token,), finish=finish, usage=usage))
         for request_id in ended:
-            del self._running[request_id]
+            del batch.running[request_id]
         if outputs:
             self._write(StepOutput(self._step, tuple(outputs)))
-        self._arm()
+        self._arm(batch)
 
-    def _write(self, message: Ready | Stats | StepOutput) -> None:
+    def _write(self, message: Ready | Stats | StepOutput | Pong) -> None:
         self._transport.write(encode(message))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The gateway left."""
-        self._running.clear()
+        for batch in self._batches:
+            batch.running.clear()
 
 
 def _finish(reason: FinishReason, num_prompt: int, num_tokens: int) -> Finish:
     return Finish(reason=reason, usage=Usage(prompt_tokens=num_prompt, completion_tokens=num_tokens))
 
 
-async def _main(path: str, period_us: int) -> None:
+async def _main(path: str, period_us: int, num_batches: int = 1, steps: Steps | None = None) -> None:
     loop = asyncio.get_running_loop()
     Path(path).unlink(missing_ok=True)
-    server = await loop.create_unix_server(lambda: Worker(period_us / 1e6), path)
+    server = await loop.create_unix_server(lambda: Worker(period_us / 1e6, num_batches, steps), path)
     await server.serve_forever()
 
 
 if __name__ == "__main__":
-    uvloop.run(_main(sys.argv[1], int(sys.argv[2])))
+    _more = sys.argv[3:]
+    _steps = Steps(Path(_more[1])) if len(_more) > 1 else None
+    uvloop.run(_main(sys.argv[1], int(sys.argv[2]), int(_more[0]) if _more else 1, _steps))
