@@ -1,14 +1,17 @@
 """Kill -9 of gateway or worker at random points over thousands of requests: every accepted request has exactly one record.
 
-    python bench/ledger_crash.py [--requests 10000] [--concurrency 64] [--kills 12] [--model penstock-demo-mini] [--seed 1]
+    python bench/ledger_crash.py [--requests 10000] [--concurrency 64] [--kills 12] [--model penstock-demo-mini] [--seed 1] [--out FILE]
 
-Starts `penstock serve` with a ledger in a temporary directory, sends streamed requests, and at random moments kills the gateway
-(and starts it again) or its worker (which the gateway does itself). Every request carries a name of its own in `user`, so what
-the client saw and what the ledger says can be compared one by one:
+Starts `penstock serve` with a ledger in a temporary directory, a tenant with a hashed key, every limit and both budgets, sends streamed
+requests, and at random moments kills the gateway (and starts it again) or its worker (which the gateway does itself). Every request
+carries a name of its own in `user`, so what the client saw and what the ledger says can be compared one by one:
 
 - a request whose first byte the client saw has exactly one record; no request has two;
 - where the client saw the end and its usage, the record is finished and has the same tokens, to the token;
-- the cost of every record is that of its tokens by the price list, and what budgets are told is the sum of the records.
+- the cost of every record is that of its tokens by the price list;
+- what the limiter and the budgets of all lives of the gateway have settled (bench/live_totals.py), in tokens and in money, is the sum of
+  the records that these lives have closed; the others are those that the next start recovered;
+- what the budgets of the last life began with is the sum of all records.
 
 Exits with 1 if any of that is not so.
 """
@@ -27,22 +30,37 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import live_totals
 import msgspec
 import psutil
+from provenance import write_result
 
 from penstock import rng
 from penstock.bench.client import CannotConnect, Client, ClientLimits, Endpoint, EndpointError
 from penstock.bench.wire import UsageReport, decode_chunk
 from penstock.clock import NS_PER_S, SystemClock, sleep
 from penstock.config.ledger import ModelPrice, PricesConfig
+from penstock.config.tenancy import TierConfig
+from penstock.gateway.api_keys import issue
+from penstock.gateway.key_file import edit_keys
 from penstock.policy.price import PriceList
 from penstock.protocol.sse import EventReader
 from penstock.telemetry import ledger_files
-from penstock.telemetry.ledger_reader import LedgerReader
 from penstock.types import Usage
 
 PRICE = PricesConfig(
     version="bench", models=(ModelPrice(model="*", input=1.0, cached_input=0.25, output=4.0),)
+)
+TIER = TierConfig(
+    name="limited",
+    requests_per_minute=1_000_000,
+    tokens_per_minute=100_000_000,
+    concurrent_max=10_000,
+    input_tokens_max=10_000,
+    output_tokens_max=10_000,
+    context_tokens_max=20_000,
+    budget_per_day=1e6,
+    budget_per_month=1e7,
 )
 START_S = 120.0
 WORDS = ("water", "pipe", "gate", "turbine", "river", "dam", "flow", "head")
@@ -77,20 +95,30 @@ class Server:
     def __init__(self, place: Path, model: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
-        self.ledger, self._log = place / "ledger", place / "log"
-        self._model, self._config = model, place / "config.yaml"
-        prices = msgspec.json.encode(PRICE).decode()
-        self._config.write_text(
-            f"server: {{port: {self.port}}}\nauth: {{disabled: true}}\nlog: {{access: false, level: warning}}\n"
-            f"models: [{{path: {model}, name: m, engine: {{threads: 1}}}}]\n"
-            f"prices: {prices}\nledger: {{directory: {self.ledger}, deliver_ms: 50}}\n"
-        )
+        self.ledger, self.lives, self._log = place / "ledger", place / "lives", place / "log"
+        self._config, self._state = place / "config.yaml", place / "state"
+        issued = issue(1, tenant=live_totals.TENANT, tier=TIER.name)
+        self.key = issued.key
+        edit_keys(place / "keys", lambda _: ([issued.record], None))
+        config = {
+            "server": {"port": self.port},
+            "auth": {"keys_file": str(place / "keys")},
+            "tiers": [TIER],
+            "log": {"access": False, "level": "warning"},
+            "models": [{"path": model, "name": "m", "engine": {"threads": 1}}],
+            "prices": PRICE,
+            "ledger": {"directory": str(self.ledger), "deliver_ms": 50},
+        }
+        self._config.write_bytes(msgspec.json.encode(config))  # JSON is YAML.
         self.process = self._start()
 
     def _start(self) -> "subprocess.Popen[bytes]":
         with self._log.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "penstock", "serve", "-c", str(self._config)], stdout=log, stderr=log
+                [sys.executable, live_totals.__file__, str(self.lives), "serve", "-c", str(self._config)],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PENSTOCK_STATE_DIR": str(self._state)},
             )
 
     async def ready(self) -> None:
@@ -130,6 +158,7 @@ class Load:
     def __init__(self, server: Server, num: int, seed: int) -> None:
         self._client = Client(
             Endpoint.parse(f"http://127.0.0.1:{server.port}/v1"),
+            key=server.key,
             # A connection that is used again may make the client send a request twice.
             limits=ClientLimits(idle_connections_max=0, request_timeout_s=120.0),
         )
@@ -177,45 +206,86 @@ class Verdict:
     wrong: list[str] = field(default_factory=list[str])
 
 
-def compare(seen: dict[str, Seen], ledger: Path) -> Verdict:
-    verdict, prices = Verdict(), PriceList(PRICE)
+class Record(msgspec.Struct, frozen=True, array_like=True):
+    """What the ledger says of one request. Fields are columns."""
+
+    user: str
+    request_id: str
+    outcome: str
+    recovered: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    cost_micros: int
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            completion_tokens=self.completion_tokens,
+        )
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+def read_records(ledger: Path) -> list[Record]:
     connection = sqlite3.connect(ledger_files.database_path(ledger))
-    columns = (
-        "user, outcome, recovered, prompt_tokens, cached_tokens, completion_tokens, cost_micros, ended_ns"
-    )
-    rows = connection.execute(f"SELECT {columns} FROM usage").fetchall()
+    rows = connection.execute(f"SELECT {', '.join(Record.__struct_fields__)} FROM usage").fetchall()
     connection.close()
-    records: dict[str, list[tuple[object, ...]]] = {}
-    for user, *rest in rows:
-        records.setdefault(user, []).append(tuple(rest))
-    for user in records.keys() - seen.keys():
+    return [Record(*row) for row in rows]
+
+
+def compare(seen: dict[str, Seen], records: list[Record], verdict: Verdict) -> None:
+    """What the clients saw beside the ledger, request by request and in sum."""
+    prices = PriceList(PRICE)
+    by_user: dict[str, list[Record]] = {}
+    for record in records:
+        by_user.setdefault(record.user, []).append(record)
+    for user in by_user.keys() - seen.keys():
         verdict.wrong.append(f"{user}: a record of a request that was never sent")
     for name, one in seen.items():
-        found = records.get(name, [])
+        found = by_user.get(name, [])
         verdict.counts["finished" if one.done else "cut off" if one.started else "refused"] += 1
         if len(found) > 1:
             verdict.wrong.append(f"{name}: {len(found)} records")
         elif one.started and not found:
             verdict.wrong.append(f"{name}: no record, and the client has part of its answer")
-        for outcome, recovered, prompt, cached, completion, cost, _ in found:
-            verdict.counts[f"record: {outcome}{', recovered' if recovered else ''}"] += 1
-            usage = Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=completion)
-            if cost != prices.cost_micros("m", usage):
-                verdict.wrong.append(
-                    f"{name}: costs {cost}, by the price list {prices.cost_micros('m', usage)}"
-                )
+        for record in found:
+            verdict.counts[f"record: {record.outcome}{', recovered' if record.recovered else ''}"] += 1
+            right = prices.cost_micros("m", record.usage)
+            if record.cost_micros != right:
+                verdict.wrong.append(f"{name}: costs {record.cost_micros}, by the price list {right}")
             if one.done and one.usage and not one.error:
                 told = one.usage.prompt_tokens, one.usage.completion_tokens
-                if (outcome, recovered, (prompt, completion)) != ("finished", 0, told):
-                    verdict.wrong.append(
-                        f"{name}: the client was told {told}, the record says {outcome} {prompt, completion}"
-                    )
-    month = sum(int(str(row[-2])) for row in rows)
-    with LedgerReader(ledger) as reader:
-        spent = sum(entry.month_micros for entry in reader.spent(CLOCK.wall_ns()))
-    if spent != month:
-        verdict.wrong.append(f"budgets are told {spent}, the records sum to {month}")
-    return verdict
+                said = record.prompt_tokens, record.completion_tokens
+                verdict.counts["tokens of finished answers, by the clients"] += sum(told)
+                verdict.counts["tokens of finished answers, by the ledger"] += sum(said)
+                if (record.outcome, record.recovered, said) != ("finished", 0, told):
+                    verdict.wrong.append(f"{name}: the client was told {told}, the record is {record}")
+
+
+def settle(lives: list[live_totals.Life], records: list[Record], verdict: Verdict) -> None:
+    """What limiters and budgets have settled, life by life, beside the ledger."""
+    # Who died between settling and closing, or between closing and saying so, is left out on both sides.
+    between = {life.settling for life in lives if life.settling}
+    closed = [one for one in records if not one.recovered and one.request_id not in between]
+    verdict.counts["killed while settling"] = len(between)
+    for what, live, ledger in (
+        ("limiters' tokens", sum(life.tokens for life in lives), sum(one.tokens for one in closed)),
+        ("budgets' micros", sum(life.micros for life in lives), sum(one.cost_micros for one in closed)),
+        (
+            "micros that the last budgets began with",
+            lives[-1].restored_micros,
+            sum(one.cost_micros for one in records),
+        ),
+    ):
+        verdict.counts[what] = live
+        verdict.counts[f"{what}, by the ledger"] = ledger
+        if live != ledger:
+            verdict.wrong.append(f"{what}: {live}, by the ledger {ledger}")
 
 
 async def kill_at_random(server: Server, load: Load, total: int, kills: int, seed: int) -> Counter[str]:
@@ -251,10 +321,12 @@ async def run(args: argparse.Namespace, place: Path) -> int:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(server.process.pid, signal.SIGKILL)
-    verdict = compare(load.seen, server.ledger)
+    verdict, records = Verdict(), read_records(server.ledger)
+    compare(load.seen, records, verdict)
+    settle(live_totals.read_lives(server.lives), records, verdict)
     print(f"{args.requests} requests in {elapsed_s:.0f} s; killed: {dict(killed)}")
     for name, num in sorted(verdict.counts.items()):
-        print(f"  {name:30} {num}")
+        print(f"  {name:54} {num}")
     for line in verdict.wrong[:20]:
         print(f"WRONG {line}")
     print(
@@ -262,6 +334,20 @@ async def run(args: argparse.Namespace, place: Path) -> int:
         if not verdict.wrong
         else f"{len(verdict.wrong)} WRONG"
     )
+    if args.out:
+        asked = {
+            "requests": args.requests,
+            "concurrency": args.concurrency,
+            "model": args.model,
+            "seed": args.seed,
+        }
+        found = {
+            "seconds": round(elapsed_s),
+            "killed": killed,
+            "counts": verdict.counts,
+            "wrong": verdict.wrong,
+        }
+        write_result(args.out, asked | found)
     return 1 if verdict.wrong else 0
 
 
@@ -274,6 +360,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=12)
     parser.add_argument("--model", default="penstock-demo-mini")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         return asyncio.run(run(args, Path(name)))

@@ -1,0 +1,106 @@
+"""What a gateway's limiter and budgets have settled, kept where kill -9 cannot take it: for bench/ledger_crash.py.
+
+    python bench/live_totals.py DIRECTORY serve -c FILE        as `penstock serve -c FILE`, with a file of totals for this life
+
+A mapped file outlives the process that wrote to it. Two copies take turns, so that one of them is always whole; each names the request
+whose settlement has begun. Settling and closing the ledger's record are two steps: whoever dies between them leaves that name.
+"""
+
+import mmap
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import msgspec
+
+from penstock.cli import main as cli
+from penstock.gateway import app, assemble
+from penstock.gateway.dispatch import Dispatcher
+from penstock.gateway.reply import Reply
+
+COPY_BYTES = 512
+TENANT = "bench"
+
+
+class Life(msgspec.Struct, kw_only=True):
+    """One life of a gateway process, as it stood when it was last heard of."""
+
+    tokens: int = 0
+    """That the limiter has settled."""
+    micros: int = 0
+    """That the budgets have settled."""
+    restored_micros: int = 0
+    """What the budgets knew of the tenant's month when they began: the ledger's word."""
+    settling: str = ""
+    """The request whose settlement had begun and not ended."""
+
+
+class LifeFile:
+    """Writes one life. The first byte says which copy counts."""
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(bytes(1 + 2 * COPY_BYTES))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 0)
+        self._turn = 0
+
+    def write(self, life: Life) -> None:
+        """Put it into the copy that does not count, then let that one count."""
+        data = msgspec.json.encode(life).ljust(COPY_BYTES)
+        assert len(data) == COPY_BYTES, "ids are short"
+        self._turn = 1 - self._turn
+        begin = 1 + self._turn * COPY_BYTES
+        self._map[begin : begin + COPY_BYTES] = data
+        self._map[0] = self._turn
+
+
+def read_lives(directory: Path) -> list[Life]:
+    """All lives so far, the oldest first."""
+    lives: list[Life] = []
+    for path in sorted(directory.glob("*.life")):
+        data = path.read_bytes()
+        text = data[1 + data[0] * COPY_BYTES :][:COPY_BYTES]
+        lives.append(msgspec.json.decode(text, type=Life) if text.strip(b"\0 ") else Life())
+    return lives
+
+
+def watch(path: Path) -> None:
+    """From now on this process writes what its gateway settles."""
+    file, life = LifeFile(path), Life()
+    make_decisions, settled, start = app.make_decisions, Dispatcher.settled, assemble.Decisions.start
+    found: list[assemble.Decisions] = []
+
+    def watched_decisions(*args: object, **named: object) -> assemble.Decisions:
+        found.append(cast(Callable[..., assemble.Decisions], make_decisions)(*args, **named))
+        return found[-1]
+
+    async def watched_start(self: assemble.Decisions) -> None:
+        await start(self)
+        _, life.restored_micros = self.budgets.spent(self.clock.now_ns(), TENANT)
+        file.write(life)
+
+    def watched_settled(self: Dispatcher, reply: Reply) -> None:
+        life.settling = self._by_reply[reply].arrival.id
+        file.write(life)
+        settled(self, reply)
+        life.tokens = found[-1].limits.limiter.settled
+        life.micros = found[-1].budgets.settled_micros
+        life.settling = ""
+        file.write(life)
+
+    app.make_decisions, Dispatcher.settled = watched_decisions, watched_settled
+    assemble.Decisions.start = watched_start
+
+
+def main() -> int:
+    """Serve, watched."""
+    directory = Path(sys.argv[1])
+    directory.mkdir(exist_ok=True)
+    watch(directory / f"{len(list(directory.glob('*.life'))):04}-{os.getpid()}.life")
+    return cli.main(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
