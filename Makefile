@@ -52,7 +52,7 @@ bench-relay:  ## the gateway's CPU per 1,000 requests beside smg, vllm-router, E
 
 soak:  ## ten thousand paced streams for half an hour: errors, delay per chunk, memory
 	@$(DEV)
-	@$(BIN)/python bench/streams_10k.py --seconds 1800 $(ARGS)
+	@$(BIN)/python bench/streams_10k.py --seconds 1800 --out bench/out/soak.json $(ARGS)
 
 bench-engine:  ## our engine beside vLLM and llama.cpp on the same models (installs both; about an hour; ARGS=--quick for ten minutes)
 	@$(DEV)

@@ -135,7 +135,7 @@ def measure(gateway: str, shape: Shape, place: Path, venv: Path, scale: float) -
             where = Place(
                 port=port, upstream=upstream_port, worker=worker, venv=venv, directory=place, key=KEY
             )
-            state = str(place / "state")
+            state = str(place / f"state-{port}")  # Of its own: the one before has filled its ledger.
             process = Process(*command_of(gateway, where), log=log, PENSTOCK_STATE_DIR=state)
         wait_answers(place, port, process)
         warm = replace(shape, chunks=min(shape.chunks, WARM_CHUNKS))
