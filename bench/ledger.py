@@ -1,6 +1,6 @@
 """What the usage ledger costs the event loop for each request, beside a bare loop of `os.write`.
 
-    python bench/ledger.py [--requests 20000] [--directory DIR]
+    python bench/ledger.py [--requests 20000] [--directory DIR] [--out FILE]
 
 CPU time of the loop's own thread for open + slice + close, with a flush for each request (nothing else happens in its
 iteration) and one for 32 (as many as a busy gateway handles in one). The baseline writes the very same number of bytes to a
@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 
 import msgspec
+from provenance import write_result
 
 from penstock.clock import SystemClock, sleep
 from penstock.config.ledger import LedgerConfig
@@ -146,6 +147,7 @@ def main() -> None:
     )
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--directory", help="where to write (default: a temporary directory)")
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.directory) as name:
         directory = Path(name)
@@ -167,6 +169,8 @@ def main() -> None:
                 f"{label:42} {median(values):8.1f} us   {median(ratios):6.2f} x bare "
                 f"({min(ratios):.2f} to {max(ratios):.2f})"
             )
+        if args.out:
+            write_result(args.out, {"requests": args.requests, "us_per_request": rounds})
 
 
 if __name__ == "__main__":

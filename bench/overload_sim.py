@@ -1,6 +1,6 @@
 """Overload on virtual time: the simulator (penstock/sim) with the gateway's own queue before engines whose steps are modelled.
 
-    python bench/overload_sim.py [--json] [--seed N] [--seconds S]
+    python bench/overload_sim.py [--json] [--seed N] [--seconds S] [--out FILE]
 
 Prints what a spike of one tenant does to the others, what overload does to goodput, how far apart backlogged tenants are
 served, and what `FlowControl` costs per request beside a loop that only pops the same events from a heap.
@@ -14,7 +14,10 @@ import argparse
 import json
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from pathlib import Path
 from random import Random
+
+from provenance import write_result
 
 from penstock.clock import NS_PER_MS, NS_PER_S, SystemClock
 from penstock.config.flow import QueueConfig
@@ -266,6 +269,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=300, help="of virtual time")
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     figures = {
         "spike_4_workers": spike(args.seed, args.seconds),
@@ -274,6 +278,8 @@ def main() -> None:
         "fairness": fairness(args.seed, min(args.seconds, 120)),
         "host_time": host_time(args.seed, 50_000),
     }
+    if args.out:
+        write_result(args.out, {"seed": args.seed, "virtual_seconds": args.seconds, **figures})
     if args.json:
         print(json.dumps(figures, indent=2))
         return

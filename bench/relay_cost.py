@@ -1,6 +1,6 @@
 """What the relay costs: CPU of the gateway process per chunk that it sends, beside a plain baseline.
 
-    python bench/relay_cost.py [--streams 400] [--rate 10] [--seconds 4] [--rounds 3]
+    python bench/relay_cost.py [--streams 400] [--rate 10] [--seconds 4] [--rounds 3] [--out FILE]
 
 Three servers in turn, each in a process of its own with the client in another: the gateway; the
 server that one writes first (`asyncio` streams, a queue per stream, `json.dumps` per token, about 20 lines);
@@ -20,8 +20,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import uvloop
+from provenance import write_result
 
 from penstock.backends.base import BackendStatus, Delta, Finish, GenerateRequest, Phase, Sink, nothing
 from penstock.clock import SystemClock
@@ -128,7 +130,7 @@ class PushBackend:
     def __init__(self, pusher: Pusher) -> None:
         info = ModelInfo(
             model="bench", architecture="None", dtype="none", num_parameters=0, vocab_size=1 << 20,
-            max_model_len=1 << 20, num_blocks=1, block_tokens=16, max_running=1,
+            max_model_len=1 << 20, num_blocks=1 << 20, block_tokens=16, max_running=1 << 20,
         )  # fmt: skip
         self.status = BackendStatus(phase=Phase.READY, info=info, stage="ready")
         self.on_change, self.num_streams = nothing, 0
@@ -344,6 +346,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=10.0, help="chunks per second of each stream")
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     load = Load(options.streams, options.rate, options.seconds)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in SERVERS}
@@ -368,6 +371,8 @@ def main() -> None:
         ]
         report[f"gateway_to_{name}"] = summary(ratios)
     print(json.dumps(report, indent=2))
+    if options.out:
+        write_result(options.out, report)
 
 
 if __name__ == "__main__":
