@@ -1,13 +1,14 @@
 /* A load client: one thread, epoll, keep-alive connections, one request after another on each.
 
-   load PORT CONNECTIONS REQUESTS FILE [STEPS SECONDS]     sends FILE's bytes as the request; "streamed" answers end with a chunk of
+   load PORT CONNECTIONS REQUESTS FILE [STEPS INTERVAL SECONDS]     sends FILE's bytes as the request; "streamed" answers end with a chunk of
    length 0.
 
    Prints one JSON object: requests, errors, events ("\n\n" seen), seconds, latency and time to first byte (p50, p99, in us), and the
    time between two events of one answer (p50, p99, worst, in us) from when every connection has had its first byte.
 
    With STEPS (bench/relay/stand_in_worker.py writes it) it knows when each token was sent, by its text: the object also has how long
-   tokens took from there to here (p50, p99, worst, in us), and a line with the same for every SECONDS comes before it. */
+   tokens took from there to here (p50, p99, worst, in us), and a line with the same for every INTERVAL comes before it. It stops after
+   SECONDS, wherever its answers are. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
@@ -45,7 +46,7 @@ typedef struct { char text[4]; unsigned token; volatile double sent_us; } Step;
 static Step *steps;
 static short step_of[1 << 16];
 static long delays[NUM_GAPS], delays_lately[NUM_GAPS], num_delays, num_lately;
-static double lately_s, interval_s, started_us;
+static double lately_s, interval_s, limit_s, started_us;
 
 static void map_steps(const char *path) {
     int fd = open(path, O_RDONLY);
@@ -212,8 +213,8 @@ static int by_value(const void *a, const void *b) {
 }
 
 int main(int argc, char **argv) {
-    if (argc != 5 && argc != 7) return 2;
-    if (argc == 7) { map_steps(argv[5]); interval_s = atof(argv[6]); }
+    if (argc != 5 && argc != 8) return 2;
+    if (argc == 8) { map_steps(argv[5]); interval_s = atof(argv[6]); limit_s = atof(argv[7]); }
     port = atoi(argv[1]);
     int num_connections = atoi(argv[2]);
     num_requests = atol(argv[3]);
@@ -233,8 +234,9 @@ int main(int argc, char **argv) {
     for (int i = 0; i < num_connections && num_started < num_requests; i++) { open_connection(&all[i]); begin(&all[i]); }
     struct epoll_event events[512];
     while (num_done < num_requests) {
-        int n = epoll_wait(poller, events, 512, 60000);
-        if (n == 0) { fprintf(stderr, "nothing for a minute\n"); return 1; }
+        if (limit_s && now_us() - started > limit_s * 1e6) break;
+        int n = epoll_wait(poller, events, 512, limit_s ? 1000 : 60000);
+        if (n == 0 && !limit_s) { fprintf(stderr, "nothing for a minute\n"); return 1; }
         for (int i = 0; i < n; i++) readable(events[i].data.ptr);
     }
     double seconds = (now_us() - started) / 1e6;

@@ -1,16 +1,18 @@
 """A worker that speaks our protocol and computes nothing: every running request gets a token per step.
 
-python bench/relay/stand_in_worker.py SOCKET PERIOD_US [WORKERS [STEPS]]     PERIOD_US 0: a step whenever the last one was taken.
+python bench/relay/stand_in_worker.py SOCKET PERIOD_US [WORKERS [STEPS CUT]]     PERIOD_US 0: a step whenever the last one was taken.
 
 With WORKERS its requests are in so many batches of the same size, whose steps are spread evenly over the period, as those of as many
 workers are; else all step together. Only the gateway in front of it is measured, so its own cost matters only in that it must keep up.
 
 STEPS is a file that the load client maps too: one entry of 16 bytes per step, used in turns: two letters, the id of the token that
-they are, and when a step with that token was sent last (CLOCK_MONOTONIC, microseconds).
+they are, and when a step with that token was sent last (CLOCK_MONOTONIC, microseconds). The first CUT answers end at a random place, so
+that streams which began together do not all end together.
 """
 
 import asyncio
 import mmap
+import random
 import struct
 import sys
 import time
@@ -48,7 +50,8 @@ class Steps:
 
     ENTRY = struct.Struct("4sId")
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, num_cut: int) -> None:
+        self._num_cut, self._random = num_cut, random.Random(1)
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), 0)
         self._tokens = [token for _, token, _ in self.ENTRY.iter_unpack(self._map[:])]
@@ -59,6 +62,11 @@ class Steps:
         at, self._next = self._next, (self._next + 1) % len(self._tokens)
         struct.pack_into("d", self._map, at * self.ENTRY.size + 8, time.monotonic_ns() / 1000)
         return self._tokens[at]
+
+    def length(self, max_tokens: int) -> int:
+        """Of the next answer."""
+        self._num_cut -= 1
+        return max_tokens if self._num_cut < 0 else self._random.randint(1, max_tokens)
 
 
 class Batch:
@@ -95,11 +103,9 @@ class Worker(asyncio.Protocol):
             message = decode_to_worker(body)
             if isinstance(message, Submit):
                 batch = min(self._batches, key=lambda batch: len(batch.running))
-                batch.running[message.request_id] = [
-                    message.sampling.max_tokens,
-                    len(message.prompt) // 4,
-                    0,
-                ]
+                wanted = message.sampling.max_tokens
+                num_tokens = wanted if self._steps is None else self._steps.length(wanted)
+                batch.running[message.request_id] = [num_tokens, len(message.prompt) // 4, 0]
                 self._arm(batch)
             elif isinstance(message, Ping):
                 self._write(Pong())
@@ -177,5 +183,5 @@ async def _main(path: str, period_us: int, num_batches: int = 1, steps: Steps | 
 
 if __name__ == "__main__":
     _more = sys.argv[3:]
-    _steps = Steps(Path(_more[1])) if len(_more) > 1 else None
+    _steps = Steps(Path(_more[1]), int(_more[2])) if len(_more) > 1 else None
     uvloop.run(_main(sys.argv[1], int(sys.argv[2]), int(_more[0]) if _more else 1, _steps))
