@@ -1,7 +1,7 @@
 """CPU of a relaying gateway per 1,000 requests, ours beside others', in one run.
 
     python bench/relay_peers.py [--rounds 3] [--only penstock,smg] [--peers VENV] [--out FILE] [--quick]
-    python bench/relay_peers.py --features [--rounds 3] [--out FILE]      what each of our features costs
+    python bench/relay_peers.py --features [--rounds 12] [--out FILE]      what each of our features costs
     python bench/relay_peers.py --show FILE                               the tables of a run again
 
 A load client and an upstream in C (bench/relay/*.c, built here) cost next to nothing; between them stands one gateway
@@ -12,7 +12,8 @@ connection at a time: what its latency exceeds the upstream's own by is what the
 step, asked without a gateway by bench/relay/direct.py). Ours talks to a stand-in worker in our own protocol, and does all
 that a proxy does not: tokenizing, detokenizing, encoding events. bench/relay/install_peers.sh makes VENV.
 
-Rounds go through the gateways in turns, each time from another one on. LiteLLM is measured once, on a tenth of the requests.
+Rounds go through the gateways in turns, each time from another one on. LiteLLM is measured once, on a tenth of the requests and at
+most 64 connections.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,6 +38,7 @@ PACE_US = 20_000
 WARM_CHUNKS = 16
 SLOW = ("litellm", "production-stack")
 """Gateways that take so long that one round on a tenth of the requests has to do."""
+SLOW_CONNECTIONS = 64
 OWN_SHAPES = ("each",)
 PEERS = "upstream,penstock,smg,vllm-router,envoy,nginx,litellm"
 
@@ -60,7 +63,8 @@ SHAPES = (
     Shape("each", 64, 2000, 64, stop="\u0001"),
     Shape("paced", 256, 512, 256, PACE_US),
 )
-FEATURE_SHAPES = (Shape("whole", 64, 2500, 0), Shape("paced", 256, 256, 192, PACE_US))
+FEATURE_SHAPES = (Shape("whole", 64, 800, 0), Shape("paced", 256, 256, 96, PACE_US))
+ROUNDS, FEATURE_ROUNDS = 3, 12
 
 
 def request_bytes(port: int, shape: Shape) -> bytes:
@@ -118,6 +122,8 @@ def wait_answers(place: Path, port: int, process: Process | None) -> None:
 def measure(gateway: str, shape: Shape, place: Path, venv: Path, scale: float) -> dict[str, float]:
     """One gateway under one shape."""
     port, upstream_port, worker = free_port(), free_port(), str(place / "worker.sock")
+    if gateway in SLOW:
+        shape = replace(shape, connections=min(shape.connections, SLOW_CONNECTIONS))
     requests = max(shape.connections, int(shape.requests * scale))
     log, is_ours = place / f"{gateway}.log", gateway.startswith("penstock")
     if is_ours:
@@ -180,7 +186,7 @@ def run(gateways: list[str], shapes: list[Shape], args: argparse.Namespace) -> R
     with tempfile.TemporaryDirectory(prefix="relay-bench-") as name:
         place = Path(name)
         build(place)
-        for number in range(1 if args.quick else args.rounds):
+        for number in range(1 if args.quick else args.rounds or ROUNDS):
             first = number % len(gateways)
             for shape in shapes:
                 for gateway in gateways[first:] + gateways[:first]:
@@ -201,6 +207,48 @@ def run(gateways: list[str], shapes: list[Shape], args: argparse.Namespace) -> R
     return results
 
 
+def run_features(shapes: list[Shape], rounds: int) -> Results:
+    """All variants of ours stand side by side, and short bursts go to one after the other: what differs is small beside a machine's moods."""
+    results: Results = {name: {} for name in FEATURE_VARIANTS}
+    with tempfile.TemporaryDirectory(prefix="relay-bench-") as name:
+        place = Path(name)
+        build(place)
+        for shape in shapes:
+            with ExitStack() as stack:
+                running = {name: start_variant(name, shape, place, stack) for name in results}
+                for port, process in running.values():
+                    wait_answers(place, port, process)
+                    load(place, port, replace(shape, chunks=min(shape.chunks, WARM_CHUNKS)), shape.requests)
+                for number in range(rounds):
+                    first = number % len(running)
+                    for variant in (*FEATURE_VARIANTS[first:], *FEATURE_VARIANTS[:first]):
+                        port, process = running[variant]
+                        before = process.cpu_exact_s()
+                        seen = load(place, port, shape, shape.requests)
+                        found = {
+                            "cpu_s_per_1000": (process.cpu_exact_s() - before) / shape.requests * 1000,
+                            "events_per_request": seen["events"] / shape.requests,
+                            "rss_mb": process.rss_mb(),
+                            **seen,
+                        }
+                        results[variant].setdefault(shape.name, []).append(found)
+                    print(f"{shape.name}: round {number + 1} of {rounds}", file=sys.stderr)
+    return results
+
+
+def start_variant(variant: str, shape: Shape, place: Path, stack: ExitStack) -> tuple[int, Process]:
+    """One of ours with its own worker, to be ended with the stack; its port."""
+    port, worker = free_port(), str(place / f"{variant}-{shape.name}.sock")
+    script, log = str(HERE / "stand_in_worker.py"), place / f"{variant}.log"
+    behind = Process(sys.executable, script, worker, str(shape.period_us), log=log)
+    stack.callback(behind.end)
+    where = Place(port=port, upstream=0, worker=worker, venv=place, directory=place, key=KEY)
+    state = str(place / f"state-{port}")
+    process = Process(*command_of(variant, where), log=log, PENSTOCK_STATE_DIR=state)
+    stack.callback(process.end)
+    return port, process
+
+
 def show(results: Results, *, features: bool) -> None:
     """The tables, in Markdown."""
     for table in (feature_table,) if features else (peer_table, goal_table):
@@ -212,7 +260,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, help=f"default: {ROUNDS}; with --features {FEATURE_ROUNDS}")
     parser.add_argument(
         "--only", default=PEERS, help="gateways; penstock-ledger+access is ours without these"
     )
@@ -231,7 +279,10 @@ def main() -> None:
     known = FEATURE_SHAPES if args.features else SHAPES
     shapes = [shape for shape in known if shape.name in args.shapes.split(",")]
     started = time.monotonic()
-    results = run(gateways, shapes, args)
+    if args.features:
+        results = run_features(shapes, 2 if args.quick else args.rounds or FEATURE_ROUNDS)
+    else:
+        results = run(gateways, shapes, args)
     show(results, features=args.features)
     print(f"\n{time.monotonic() - started:.0f} s in all")
     if args.out:

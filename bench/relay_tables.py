@@ -59,6 +59,14 @@ def spread(values: Sequence[float], digits: int = 2, unit: str = "") -> str:
     return middle if len(values) == 1 else f"{middle} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
+def quartiles(values: Sequence[float]) -> str:
+    """The median and the middle half of many short rounds."""
+    if len(values) < 2:
+        return spread(values, 3)
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+
+
 def added_us(results: Results, gateway: str) -> list[float]:
     """What a request that is alone takes longer than it does without the gateway, at the median of a round."""
     bare = figures(results, "upstream", "alone", "total_p50_us")
@@ -119,7 +127,7 @@ def goal_table(results: Results) -> list[str]:
 
 
 def feature_table(results: Results) -> list[str]:
-    """What each feature costs: with it less without it, round by round."""
+    """What each feature costs: with it less without it, round by round; the median and the quartiles."""
     shapes = [shape for shape in ("whole", "paced") if figures(results, "penstock", shape)]
     lines = [
         "| feature | " + " | ".join(f"`{shape}`, CPU-s per 1,000 | share" for shape in shapes) + " |",
@@ -132,8 +140,8 @@ def feature_table(results: Results) -> list[str]:
             whole = figures(results, "penstock", shape)
             costs = [a - b for a, b in pairs]
             share = f"{statistics.median(costs) / statistics.median(whole):.0%}" if costs else ""
-            cells += [spread(costs, 3), share]
+            cells += [quartiles(costs), share]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    everything = (cell for shape in shapes for cell in (spread(figures(results, "penstock", shape), 3), ""))
+    everything = (cell for shape in shapes for cell in (quartiles(figures(results, "penstock", shape)), ""))
     lines.append("| **the whole gateway** | " + " | ".join(everything) + " |")
     return lines

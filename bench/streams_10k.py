@@ -94,6 +94,8 @@ def stream(place: Path, port: int, shape: Shape, seconds: float) -> list[dict[st
 def summary(lines: list[dict[str, float]], watch: Watch, settle_s: float) -> dict[str, object]:
     """What came of it. Memory and the share of a core count from when the streams have begun."""
     *minutes, seen = lines
+    if not seen["tokens_timed"]:
+        sys.exit(f"not every stream began within the time: a longer --settle may do; {seen}")
     steady = [sample for sample in watch.samples if settle_s <= sample[0]] or watch.samples
     tenth = max(1, len(steady) // 10)
     first, last = (statistics.median(mb for _, mb, _ in part) for part in (steady[:tenth], steady[-tenth:]))

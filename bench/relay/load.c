@@ -7,8 +7,8 @@
    time between two events of one answer (p50, p99, worst, in us) from when every connection has had its first byte.
 
    With STEPS (bench/relay/stand_in_worker.py writes it) it knows when each token was sent, by its text: the object also has how long
-   tokens took from there to here (p50, p99, worst, in us), and a line with the same for every INTERVAL comes before it. It stops after
-   SECONDS, wherever its answers are. */
+   tokens took from there to here (p50, p99, worst, in us), and a line with the same for every INTERVAL comes before it. It stops
+   SECONDS after all have connected, wherever its answers are. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
@@ -232,9 +232,10 @@ int main(int argc, char **argv) {
     Connection *all = calloc(num_connections, sizeof(Connection));
     double started = started_us = now_us();
     for (int i = 0; i < num_connections && num_started < num_requests; i++) { open_connection(&all[i]); begin(&all[i]); }
+    double connected = now_us();
     struct epoll_event events[512];
     while (num_done < num_requests) {
-        if (limit_s && now_us() - started > limit_s * 1e6) break;
+        if (limit_s && now_us() - connected > limit_s * 1e6) break;
         int n = epoll_wait(poller, events, 512, limit_s ? 1000 : 60000);
         if (n == 0 && !limit_s) { fprintf(stderr, "nothing for a minute\n"); return 1; }
         for (int i = 0; i < n; i++) readable(events[i].data.ptr);
