@@ -139,6 +139,7 @@ def make_decisions(
         log=log,
         slice_tokens=min(config.rate_limits.slice_tokens, config.budgets.slice_tokens),
         is_shared=config.server.processes > 1,
+        shed_kv_above=config.queue.shed_kv_above,
         hedges=hedge.enabled,
     )
     return Decisions(

@@ -80,10 +80,11 @@ class Dispatcher:
         log: Log,
         slice_tokens: int,
         is_shared: bool = False,
+        shed_kv_above: float = 1.0,
         hedges: bool = False,
     ) -> None:
         """`slice_tokens` are the answer tokens between two looks at limits and budgets; `is_shared`: other gateways
-        use the same workers; `hedges`: flow control may start a request a second time beside the first.
+        use the same workers; `shed_kv_above` is flow control's; `hedges`: flow control may start a request a second time beside the first.
         """
         self.control = control
         self._gate, self._limiter, self._ledger, self._slots, self._clock = (
@@ -105,7 +106,13 @@ class Dispatcher:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = 0
         self._workers = WorkerFeed(
-            control, registry, gate, self._meters, is_shared=is_shared, on_news=self._on_worker_news
+            control,
+            registry,
+            gate,
+            self._meters,
+            is_shared=is_shared,
+            shed_kv_above=shed_kv_above,
+            on_news=self._dispatch_soon,
         )
 
     def __len__(self) -> int:
@@ -347,11 +354,6 @@ class Dispatcher:
     def _kind_of(self, worker_id: WorkerId) -> str:
         worker = self._registry.get(worker_id)
         return "" if worker is None else worker.kind
-
-    def _on_worker_news(self) -> None:
-        """A worker has changed. While nothing waits that can wait for the next request."""
-        if self._workers.any_waits():
-            self._dispatch_soon()
 
     def _dispatch_soon(self) -> None:
         if not self._is_due:

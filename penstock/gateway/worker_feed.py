@@ -25,13 +25,15 @@ class WorkerFeed:
         meters: Meters,
         *,
         is_shared: bool,
+        shed_kv_above: float,
         on_news: Callable[[], None],
     ) -> None:
-        """`is_shared`: other gateways use the workers too, so what runs there is not all ours. `on_news` is called for
-        every change; it may ask for a `refresh`, later.
+        """`is_shared`: other gateways use the workers too, so what runs there is not all ours. `on_news` is called for a change that
+        cannot wait for the next request: some wait, or a worker's KV memory is fuller than the share `shed_kv_above`. It may
+        ask for a `refresh`, later.
         """
         self._control, self._gate, self._meters, self._is_shared = control, gate, meters, is_shared
-        self._on_news = on_news
+        self._shed_kv_above, self._on_news = shed_kv_above, on_news
         self._changed: dict[WorkerId, Worker] = {worker.id: worker for worker in registry}
         self._ready: dict[WorkerId, int] = {}
         """Workers that flow control counts as ready, and in which of their lives."""
@@ -52,13 +54,15 @@ class WorkerFeed:
             if lane is not None:
                 yield route, lane.queue.num_waiting
 
-    def any_waits(self) -> bool:
-        """Whether requests wait for any model."""
-        return any(count for _, count in self.num_waiting())
-
     def _note(self, worker: Worker) -> None:
         self._changed[worker.id] = worker
-        self._on_news()
+        if any(count for _, count in self.num_waiting()) or self._is_nearly_full(worker):
+            self._on_news()
+
+    def _is_nearly_full(self, worker: Worker) -> bool:
+        """Whether streams may have to end there for the sake of others that run there: nobody need wait for that."""
+        stats = worker.backend.status.stats
+        return stats is not None and stats.blocks_used > self._shed_kv_above * stats.blocks_total > 0
 
     def _tell(self, now_ns: int, worker: Worker) -> None:
         route = worker.route

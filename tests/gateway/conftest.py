@@ -16,7 +16,7 @@ import uvloop
 from fake_backend import FakeBackend, Script, endless_words
 from fleets import fleet_of
 
-from penstock.clock import SystemClock
+from penstock.clock import Clock, SystemClock
 from penstock.config.tree import AuthConfig, Config, LimitsConfig, LogConfig, RelayConfig, ServerConfig
 from penstock.fleet.members import Members
 from penstock.gateway.app import Gateway
@@ -67,9 +67,10 @@ class RunningGateway:
         public: tuple[str, ...] = (),
         max_running: int = 1024,
         small: bool = False,
+        clock: Clock | None = None,
     ) -> None:
         """`small`: there is a second model, "small", with a worker of its own."""
-        self.clock = SystemClock()
+        self.clock = clock or SystemClock()
         self.config = config
         self.log_text = io.StringIO()
         self.requests = []

@@ -1,0 +1,177 @@
+"""Who goes next, through real sockets: bands, floors, starvation and fair shares, in the order in which a worker sees its requests.
+
+The examples are those of docs/overload.md, "Who goes next".
+"""
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+from tenant_keys import add
+from told_script import NEVER_S, JumpingClock, ToldScript
+
+from penstock.config.flow import QueueConfig
+from penstock.config.tenancy import TenantConfig
+
+PAGE = Path(__file__).parents[2] / "docs" / "overload.md"
+
+
+class Crowd:
+    """Tenants with keys, and their requests; each request is known by its seed."""
+
+    def __init__(self, kit, start, path, tenants, *, slots: int, queue: QueueConfig | None = None) -> None:
+        self._kit, self._keys = kit, {}
+        path /= "keys"
+        for tenant in tenants:
+            self._keys[tenant.id] = add(path, tenant=tenant.id).key
+        config = kit.replace(
+            kit.make_config(),
+            auth={"keys_file": str(path)},
+            limits={"concurrent_max": 100},
+            admission={"waiting_per_replica_max": 100},
+        )
+        queue = msgspec.structs.replace(queue or QueueConfig(), worker_credit=0)
+        config = msgspec.structs.replace(config, tenants=tuple(tenants), queue=queue)
+        self.script, self.clock = ToldScript(), JumpingClock()
+        self.running = start(config, self.script, step_s=NEVER_S, max_running=slots, clock=self.clock)
+        self._sockets = []
+        self._tenant_of: list[str] = []
+
+    def ask(
+        self, tenant: str, num: int = 1, *, prompt_tokens: int = 3, max_tokens: int = 1000, headers=()
+    ) -> list[int]:
+        """Requests that are accepted one after the other; their seeds."""
+        seeds = []
+        for _ in range(num):
+            seed = len(self._tenant_of)
+            body = {
+                "model": "tiny",
+                "prompt": f"{seed:03}".ljust(prompt_tokens, "x"),
+                "max_tokens": max_tokens,
+                "seed": seed,
+            }
+            self._sockets.append(self._kit.Raw(self.running))
+            data = self._kit.post("/v1/completions", body, *headers, key=self._keys[tenant])
+            accepted = self.running.gateway.num_accepted
+            self._sockets[-1].send(data)
+            self.running.wait_until(lambda most=accepted: self.running.gateway.num_accepted > most)
+            self._tenant_of.append(tenant)
+            seeds.append(seed)
+        return seeds
+
+    def wait_started(self, num: int) -> None:
+        self.running.wait_until(lambda: len(self.script.started) >= num)
+
+    def next_after(self, *seeds: int) -> list[str]:
+        """Let these end, each after what took the place of the one before has begun; whose requests those were."""
+        before = len(self.script.started)
+        for num, seed in enumerate(seeds, 1):
+            self.script.ended.add(seed)
+            self.step()
+            self.wait_started(before + num)
+        return [self._tenant_of[seed] for seed in self.script.started[before:]]
+
+    def drain(self, num: int) -> list[str]:
+        """On a worker with one slot, whose answers have one token: whose requests the next `num` are."""
+        before = len(self.script.started)
+        for started in range(before, before + num):
+            self.step()
+            self.wait_started(started + 1)
+        return [self._tenant_of[seed] for seed in self.script.started[before:]]
+
+    def step(self) -> None:
+        self.running.call(self.running.backend._step)
+
+    def close(self) -> None:
+        for one in self._sockets:
+            one.close()
+
+
+@pytest.fixture
+def crowd(kit, start, tmp_path):
+    made = []
+
+    def make(*tenants: TenantConfig, slots: int, queue: QueueConfig | None = None) -> Crowd:
+        made.append(Crowd(kit, start, tmp_path, tenants, slots=slots, queue=queue))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def patient(**bands) -> QueueConfig:
+    """The default bands, in which nobody's wait ends; and what a band has of its own."""
+    return QueueConfig(
+        bands=tuple(
+            msgspec.structs.replace(band, timeout_s=10_000, **bands.get(band.name, {}))
+            for band in QueueConfig().bands
+        )
+    )
+
+
+BANDS = [TenantConfig(id=band, band=band) for band in ("priority", "default", "bulk")]
+
+
+def test_forty_slots_thirty_priority_six_default_and_four_bulk(crowd) -> None:
+    made = crowd(*BANDS, slots=40, queue=patient())
+    running = {name: made.ask(name, num) for name, num in (("priority", 30), ("default", 6), ("bulk", 4))}
+    made.wait_started(40)
+    made.ask("bulk", 2)
+    made.ask("default", 2)
+    made.ask("priority", 8)
+    # 1. Nobody is under a floor, so priority starts.
+    assert made.next_after(running["bulk"][0]) == ["priority"]
+    # 2. Default runs 5 and 4; then 3, which is under its floor.
+    assert made.next_after(*running["default"][:3]) == ["priority", "priority", "default"]
+    # 3. Bulk has no floor; when it has started nothing for 120 s it has one request, and the clock begins anew. Nothing ended all the
+    # while here, so the clocks of the others ran out before, and they are more overdue.
+    made.clock.jump(121)
+    ends = running["priority"]
+    assert made.next_after(*ends[:3]) == ["priority", "default", "bulk"]
+    assert made.next_after(*ends[3:6]) == ["priority"] * 3
+
+
+def test_a_floor_is_lent_while_its_band_has_no_work(crowd) -> None:
+    made = crowd(*BANDS, slots=10, queue=patient(default={"floor": 3}))
+    (first, *_) = made.ask("bulk", 12)
+    made.wait_started(10)
+    assert len(made.script.started) == 10, "nothing stands idle for default"
+    made.ask("default", 5)
+    assert made.next_after(first, *range(1, 5)) == ["default"] * 5
+    assert made.next_after(5) == ["bulk"]
+
+
+def one_slot(crowd, *tenants: TenantConfig, **bands):
+    """A worker that computes one answer at a time, each of one token, and is busy with somebody else's."""
+    made = crowd(TenantConfig(id="holder", band="system"), *tenants, slots=1, queue=patient(**bands))
+    made.ask("holder", max_tokens=1)
+    made.wait_started(1)
+    return made
+
+
+def test_tenants_are_served_alike_whatever_the_size_of_their_requests(crowd) -> None:
+    made = one_slot(crowd, TenantConfig(id="big"), TenantConfig(id="small"))
+    made.ask("big", 4, prompt_tokens=1000, max_tokens=1)
+    made.ask("small", 11, prompt_tokens=300, max_tokens=1)
+    (line,) = re.findall(r"^    start +([a-z ]+) \.\.\.", PAGE.read_text(), re.MULTILINE)
+    expected = line.split()
+    assert len(expected) >= 10
+    assert made.drain(len(expected)) == expected
+
+
+def test_a_tenant_of_four_times_the_weight_starts_four_times_as_often(crowd) -> None:
+    made = one_slot(crowd, TenantConfig(id="heavy", weight=4.0), TenantConfig(id="light"))
+    made.ask("light", 4, max_tokens=1)
+    made.ask("heavy", 12, max_tokens=1)
+    order = made.drain(15)
+    assert [order[at : at + 5].count("heavy") for at in (0, 5, 10)] == [4, 4, 4]
+
+
+def test_who_comes_back_has_earned_nothing_by_idling(crowd) -> None:
+    made = one_slot(crowd, TenantConfig(id="idle"), TenantConfig(id="busy"))
+    made.ask("busy", 8, max_tokens=1)
+    assert made.drain(4) == ["busy"] * 4
+    made.ask("idle", 4, max_tokens=1)
+    assert made.drain(6).count("idle") == 3
