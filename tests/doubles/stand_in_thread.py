@@ -1,0 +1,115 @@
+"""A stand-in engine on a thread of its own, and `penstock serve` processes in front of it: a gateway is up within a second."""
+
+import asyncio
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from engine_stand_ins import StandIn, VllmStandIn
+from served import Server
+from tenant_keys import add
+
+from penstock.bench.client import Client, ClientLimits, Endpoint
+
+MODEL = "m"
+
+
+@contextlib.contextmanager
+def stand_in_engine(step_s: float = 0.0) -> Iterator[StandIn]:
+    """A vLLM that answers from a script, on a free port."""
+    loop, engine = asyncio.new_event_loop(), VllmStandIn(step_s=step_s)
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    asyncio.run_coroutine_threadsafe(engine.start(), loop).result(10)
+    try:
+        yield engine
+    finally:
+        asyncio.run_coroutine_threadsafe(engine.kill(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(_rest(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
+
+
+async def _rest() -> None:
+    """Wait for whatever ends because its connection did."""
+    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+class Serve:
+    """`penstock serve` in front of a stand-in, started and killed as often as wanted; all tenants have a key."""
+
+    def __init__(
+        self,
+        place: Path,
+        engine: StandIn,
+        tenants: dict[str, str],
+        *sections: str,
+        port: int = 0,
+        processes: int = 1,
+    ) -> None:
+        """`tenants`: what the configuration says of each, in YAML's flow style; `sections`: more lines of it."""
+        place.mkdir(exist_ok=True, parents=True)
+        self._place, self.config = place, place / "penstock.yaml"
+        keys = place / "keys.jsonl"
+        self.keys = {name: add(keys, tenant=name).key for name in tenants}
+        worker = f"{{url: '{engine.url}', engine: vllm, served_model: {engine.MODEL}}}"
+        self._lines = [
+            f"server: {{port: {port}, drain_timeout_s: 1, processes: {processes}}}",
+            f"auth: {{keys_file: {keys}, secret: {'x' * 20}}}",
+            "log: {access: false}",
+            f"models: [{{path: penstock-demo-mini, name: {MODEL}, replicas: 0, workers: [{worker}]}}]",
+            *sections,
+        ]
+        self.write(tenants)
+        self.start()
+
+    def write(self, tenants: dict[str, str]) -> None:
+        """What the next start or SIGHUP reads."""
+        entries = ", ".join(f"{{id: {name}, {facts}}}" for name, facts in tenants.items())
+        self.config.write_text("\n".join([*self._lines, f"tenants: [{entries}]"]))
+
+    def start(self) -> None:
+        """Does not wait until it is ready."""
+        self.server = Server(
+            self._place, "-c", str(self.config), PENSTOCK_STATE_DIR=str(self._place / "state")
+        )
+
+    def client(self, tenant: str, *, fresh: bool = False) -> Client:
+        """A client with that tenant's key; `fresh`: a connection of its own for each request."""
+        limits = ClientLimits(idle_connections_max=0) if fresh else None
+        return Client(Endpoint.parse(self.server.url), key=self.keys[tenant], limits=limits)
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's samples."""
+        text = asyncio.run(self._metrics())
+        return sum(
+            float(line.rpartition(" ")[2])
+            for line in text.splitlines()
+            if line.split("{")[0].split(" ")[0] == name
+        )
+
+    async def _metrics(self) -> str:
+        at = Endpoint.parse(self.server.url)
+        client = Client(Endpoint(at.scheme, at.host, at.port, ""))
+        try:
+            return (await client.get("/metrics")).body.decode()
+        finally:
+            await client.close()
+
+    def reload(self, tenants: dict[str, str]) -> None:
+        """Say something else of the tenants, and let it take that."""
+        said = "the new configuration is in force"
+        before = self.server.err.read_text().count(said)
+        self.write(tenants)
+        self.server.process.send_signal(signal.SIGHUP)
+        self.server.until(lambda: self.server.err.read_text().count(said) > before, "it does not reload")
+
+    def kill(self) -> None:
+        """SIGKILL, and reaped."""
+        self.server.close()

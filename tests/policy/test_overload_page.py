@@ -1,0 +1,73 @@
+"""docs/overload.md as it stands: configuration and tables. Its examples of order are run in tests/gateway/test_bands.py, those of
+admission in tests/gateway/test_admission.py.
+"""
+
+import re
+
+import pages
+
+from penstock.config.flow import QueueConfig
+from penstock.config.routing import AdmissionConfig
+from penstock.policy.admit import Admission
+from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Divert, Shed
+from penstock.policy.tenant import Tenant
+from penstock.policy.wait_time import Load, WaitModels
+from penstock.types import TenantId
+
+PAGE = pages.text_of("overload")
+(CONFIG,) = pages.configs("overload", "large", "medium", "small")
+
+
+def test_the_bands_are_as_the_table_says() -> None:
+    rows = pages.table("overload", "band")
+    assert [row[0] for row in rows] == [band.name for band in QueueConfig().bands]
+    for band, (_, order, floor, starvation, waiting, wait) in zip(QueueConfig().bands, rows, strict=True):
+        assert int(order) == band.order
+        shown = {"none": (0, 0.0)}.get(floor) or (
+            (0, int(floor.split("%")[0]) / 100) if "%" in floor else (int(floor.split()[0]), 0.0)
+        )
+        assert shown == (band.floor, band.share)
+        assert starvation == f"{band.starvation_s:g} s"
+        assert pages.number(waiting) == band.requests_max
+        assert wait == f"{band.timeout_s:g} s"
+
+
+def test_every_number_in_the_prose_is_the_default_of_its_setting() -> None:
+    told = re.findall(r"`(\w+)` \((\d+(?:\.\d+)?)(%| %)?\)", PAGE)
+    assert len(told) >= 8
+    for name, value, percent in told:
+        config = next(part for part in (QueueConfig(), AdmissionConfig()) if hasattr(part, name))
+        assert getattr(config, name) == float(value) / (100 if percent else 1), name
+    queue = QueueConfig()
+    assert f"more than {queue.shed_kv_above:.0%} full" in PAGE
+    assert f"until {queue.shed_kv_to:.0%}" in PAGE
+
+
+def test_the_table_of_targets_is_read_from_the_page() -> None:
+    admission = CONFIG.admission
+    assert admission.ttft_target_ms == 5000
+    assert {(target.tier, target.band): target.ttft_ms for target in admission.targets} == {
+        ("pro", ""): 2000,
+        ("", "bulk"): 0,
+    }
+
+
+def candidate(model: str, *, ready: int = 1) -> Candidate:
+    load = Load(prompt_tokens=10, running=0, slots=8)
+    return Candidate(model=model, ready=ready, waiting=0, load=load)
+
+
+def decide(model: str, *gone: str, **facts: object):
+    made = Admission(CONFIG.admission, CONFIG.routing.models, WaitModels(CONFIG.admission))
+    found = {name: candidate(name, ready=name not in gone) for name in ("large", "medium", "small")}
+    return made.decide(
+        0, AdmitFacts(tenant=Tenant(id=TenantId("t")), requested=found[model], candidate=found.get, **facts)
+    )
+
+
+def test_the_chain_of_models_and_what_they_may_be_trusted_with() -> None:
+    assert decide("large") == Admit()
+    assert decide("large", "large") == Divert("medium", "unavailable")
+    small = decide("large", "large", "medium")
+    assert isinstance(small, Shed), 'small is not marked "eu"'
+    assert small.status == 503
