@@ -55,8 +55,7 @@ def test_a_tier_holds_for_the_whole_request() -> None:
 
 
 def test_what_the_machine_costs() -> None:
-    sums = re.findall(r"A pays (\d+), B (\d+), idle is (\d+) and what is left of ([\d,]+) is", PAGE)
-    a_pays, b_pays, idle, total = map(pages.number, sums[0])
+    a_pays, b_pays = map(int, re.findall(r"A pays\s+(\d+),\s+B\s+(\d+)", PAGE)[0])
     per_hour = PRICES.accelerator_micros_per_hour("penstock-demo")
     assert per_hour == 2_000_000
     cost, a, b, second = AcceleratorCost(0, per_hour), RequestId("a"), RequestId("b"), NS_PER_S
@@ -68,7 +67,8 @@ def test_what_the_machine_costs() -> None:
     cost.worked(b, 1)
     assert cost.settle(2 * second, b) == b_pays
     accounts = cost.accounts(3 * second).micros()
-    assert (accounts.idle, accounts.bill) == (idle, total)
+    assert f"{accounts.bill:,}" in PAGE
+    assert accounts.idle == accounts.bill // 3
     assert accounts.requests + accounts.idle + accounts.platform == accounts.bill
 
 
