@@ -7,12 +7,11 @@ holds the next call's keys. Times are the least CPU time of one thread, as a rat
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from results_file import add_json_option, write_results
 
 from penstock.engine.native import Kernels
 from penstock.engine.native.ops import LayerCache, Rows, paged_attention
@@ -65,7 +64,7 @@ def compare(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--json", type=Path)
+    add_json_option(parser)
     options = parser.parse_args()
     kernels = Kernels()
     kernels.set_threads(1)
@@ -75,8 +74,7 @@ def main() -> None:
             speed = compare(kernels, shape, rows, length, options.rounds)
             found.setdefault(shape_name, {})[context_name] = speed
             print(f"{shape_name}, {context_name}: {speed}", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps({"speed against scattered blocks of 16": found}, indent=1) + "\n")
+    write_results(options.json, {"speed against scattered blocks of 16": found, "threads": 1})
 
 
 if __name__ == "__main__":

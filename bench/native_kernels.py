@@ -1,4 +1,4 @@
-"""Native kernels against torch on this machine: `python bench/native_kernels.py [--quick]`.
+"""Native kernels against torch on this machine: `python bench/native_kernels.py [--quick] [--json FILE]`.
 
 Weights rotate through more memory than the last-level cache gives one core, so that a product reads them from where
 a model's weights would be. Both sides take turns inside one loop. Times are medians, or on a busy machine with
@@ -6,14 +6,13 @@ a model's weights would be. Both sides take turns inside one loop. Times are med
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from results_file import add_json_option, write_results
 from torch import Tensor
 
 from penstock.engine.native import Kernels
@@ -94,7 +93,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="shapes whose name contains this")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--best", action="store_true", help="least CPU time instead of medians; one thread")
-    parser.add_argument("--out", type=Path, help="write JSON here")
+    add_json_option(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     kernels = Kernels()
@@ -118,8 +117,7 @@ def main() -> None:
                 f"{row['weight_gb_s']:6.1f} GB/s {row['bf16']['tflops']:6.3f} TFLOP/s{int8}{int4s}",
                 flush=True,
             )
-    if args.out:
-        args.out.write_text(json.dumps({"isa": kernels.isa, "threads": args.threads, "rows": rows}, indent=1))
+    write_results(args.json, {"isa": kernels.isa, "threads": args.threads, "rows": rows})
 
 
 if __name__ == "__main__":

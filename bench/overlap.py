@@ -1,6 +1,6 @@
 """What overlap is worth: tokens per second of the engine core with `engine.overlap` on and off, beside each other.
 
-    python bench/overlap.py MODEL_DIR [--batch 1 8 32] [--tokens 96] [--rounds 5] [--kernels auto]
+    python bench/overlap.py MODEL_DIR [--batch 1 8 32] [--tokens 96] [--rounds 5] [--kernels auto] [--json FILE]
 
 Both engines hold the same model and answer the same prompts in turns, on and off, so that what else the machine
 does hits both. After each step its outputs are encoded as a worker would. The figure is the ratio on / off of
@@ -10,6 +10,8 @@ each round: its median and its spread.
 import argparse
 import statistics
 from pathlib import Path
+
+from results_file import add_json_option, write_results
 
 from penstock import rng
 from penstock.clock import NS_PER_S, SystemClock
@@ -56,9 +58,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kernels", default="auto")
+    add_json_option(parser)
     args = parser.parse_args()
     engines = {overlap: build(args.model, overlap, args.kernels) for overlap in ("off", "on")}
     print(f"{'batch':>5} {'off tok/s':>10} {'on tok/s':>10} {'on / off':>9} {'min':>6} {'max':>6}")
+    found: list[dict[str, object]] = []
     for batch in args.batch:
         rates: dict[str, list[float]] = {overlap: [] for overlap in engines}
         for round_ in range(args.rounds + 1):  # The first one warms up.
@@ -68,8 +72,12 @@ def main() -> None:
         ratios = [on / off for on, off in zip(rates["on"][1:], rates["off"][1:], strict=True)]
         print(
             f"{batch:>5} {statistics.median(rates['off'][1:]):>10.1f} {statistics.median(rates['on'][1:]):>10.1f} "
-            f"{statistics.median(ratios):>9.3f} {min(ratios):>6.3f} {max(ratios):>6.3f}"
+            f"{statistics.median(ratios):>9.3f} {min(ratios):>6.3f} {max(ratios):>6.3f}",
+            flush=True,
         )
+        medians = {f"{name}_tok_s": statistics.median(rates[name][1:]) for name in rates}
+        found.append({"batch": batch, **medians, "on_over_off": ratios, "median": statistics.median(ratios)})
+    write_results(args.json, {"model": args.model.name, "tokens": args.tokens, "by_batch": found})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """First tokens and gaps between tokens: a fixed prefill budget beside the one that keeps a latency target.
 
-    python bench/prefill_budget.py [--noise 0.1] [--seed 0]
+    python bench/prefill_budget.py [--noise 0.1] [--seed 0] [--json FILE]
 
 The real scheduler on a virtual clock: a step takes what a scripted law says (the longer of reading the weights
 and computing the tokens, plus reading the KV), times a random hiccup. Laws are rough pictures of machines, so
@@ -16,6 +16,8 @@ import statistics
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+from results_file import add_json_option, write_results
 
 from penstock import rng
 from penstock.clock import NS_PER_MS, ManualClock
@@ -190,7 +192,9 @@ def main() -> None:
     parser.add_argument("--noise", type=float, default=0.1, help="mean of the random part of a step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fixed-tokens", type=int, default=512, help="the fixed budget of a step")
+    add_json_option(parser)
     args = parser.parse_args()
+    found: list[dict[str, object]] = []
     print(f"{'':<18}{'':<11}{'TTFT p50 ms':>22}{'gap p50 ms':>22}{'gap p99 ms':>22}{'all done s':>20}")
     print(f"{'law':<18}{'scenario':<11}" + f"{'fixed':>8}{'target':>7}{'ratio':>7}" * 4)
     for law in LAWS:
@@ -199,10 +203,20 @@ def main() -> None:
             fixed = run(scenario, Machine(law, FixedBudget(LatencyTargets()), *chance, args.fixed_tokens))
             target = run(scenario, Machine(law, PrefillBudget(LatencyTargets()), *chance, 512))
             line = f"{law.name:<18}{scenario:<11}"
+            row: dict[str, object] = {"law": law.name, "scenario": scenario}
             for name, unit in (("ttft", 1), ("itl_p50", 1), ("itl_p99", 1), ("total", 1000)):
                 a, b = (getattr(each, f"{name}_ns") / NS_PER_MS / unit for each in (fixed, target))
                 line += f"{a:>8.1f}{b:>7.1f}{b / a:>7.2f}"
+                row[name] = {
+                    "fixed_budget": a,
+                    "target": b,
+                    "ratio": b / a,
+                    "unit": "ms" if unit == 1 else "s",
+                }
+            found.append(row)
             print(line)
+    options = {"noise": args.noise, "seed": args.seed, "fixed_tokens": args.fixed_tokens}
+    write_results(args.json, options | {"rows": found})
 
 
 if __name__ == "__main__":

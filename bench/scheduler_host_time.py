@@ -1,6 +1,6 @@
 """Host time of the scheduler per step, while N rows decode: `schedule()` and `apply()`, no model.
 
-    python bench/scheduler_host_time.py [--rows 64 256] [--steps 500] [--context 1024]
+    python bench/scheduler_host_time.py [--rows 64 256] [--steps 500] [--context 1024] [--json FILE]
 
 The budget is 0.4 ms at 64 rows and 0.8 ms at 256. Beside each figure stands its ratio to a bare Python
 loop over the same rows that does nothing but append one token to each array, so that slow machines can
@@ -11,6 +11,8 @@ import argparse
 import statistics
 from array import array
 from collections.abc import Callable
+
+from results_file import add_json_option, write_results
 
 from penstock import rng
 from penstock.clock import NS_PER_MS, SystemClock
@@ -84,10 +86,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--context", type=int, default=1024)
+    add_json_option(parser)
     args = parser.parse_args()
     print(
         f"{'rows':>5} {'schedule ms':>12} {'apply ms':>9} {'sum p50':>8} {'p10':>6} {'p90':>6} {'x bare loop':>12}"
     )
+    found: list[dict[str, float]] = []
     for rows in args.rows:
         planning, applying = time_steps(make_scheduler(rows, args.context, args.steps), rows, args.steps)
         once = bare_loop(rows)
@@ -102,9 +106,12 @@ def main() -> None:
             deciles[8],
         ]
         ms = [value / NS_PER_MS for value in figures]
+        names = ("schedule_ms", "apply_ms", "sum_ms_p50", "sum_ms_p10", "sum_ms_p90")
+        found.append(dict(zip(names, ms, strict=True)) | {"rows": rows, "times_bare_loop": figures[2] / bare})
         print(
             f"{rows:>5} {ms[0]:>12.3f} {ms[1]:>9.3f} {ms[2]:>8.3f} {ms[3]:>6.3f} {ms[4]:>6.3f} {figures[2] / bare:>12.0f}"
         )
+    write_results(args.json, {"steps": args.steps, "context": args.context, "by_rows": found})
 
 
 if __name__ == "__main__":

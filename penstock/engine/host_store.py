@@ -4,8 +4,9 @@ A slot is one block with all its layers, as in `KVCache`: one contiguous piece, 
 neighbours. Which block goes where is decided in `kv/host_tier.py`.
 
 Both sides that copy have the same face: `start` queues a plan's copies, `collect` tells which ended. On the CPU
-a thread copies (`copy_` releases the interpreter's lock); with CUDA it is a stream of its own and pinned memory, so
-that the GPU's copy engines work beside its kernels. The CUDA side has not been measured yet.
+a thread copies (`copy_` releases the interpreter's lock), but for a plan that has nothing to do but to wait for its
+loads: handing those to a thread would only add two wake-ups. With CUDA it is a stream of its own and pinned memory,
+so that the GPU's copy engines work beside its kernels. The CUDA side has not been measured yet.
 """
 
 import logging
@@ -85,12 +86,22 @@ class _Copier:
         self.ended: SimpleQueue[tuple[Copied, ...]] = SimpleQueue()
 
     def add(self, plan: StepPlan) -> None:
-        """Queue a plan's copies."""
+        """Queue a plan's copies. Loads that the plan waits for are not queued: they are done when this returns.
+
+        A store that the thread is at may run beside them: it has other slots, and if its block is one that is loaded
+        into, then that has another content by now, and what was stored of it is dropped (see `kv/host_tier.py`).
+        """
+        loads, stores = _Unit(plan.copies_in, out=False), _Unit(plan.copies_out, out=True)
+        if loads.copies and not plan.work:
+            self.ended.put(self._copy(loads))
+            loads = _Unit((), out=False)
+        if not (loads.copies or stores.copies):
+            return
         with self._changed:
-            if plan.copies_in:
-                self._loads.append(_Unit(plan.copies_in, out=False))
-            if plan.copies_out:
-                self._stores.append(_Unit(plan.copies_out, out=True))
+            if loads.copies:
+                self._loads.append(loads)
+            if stores.copies:
+                self._stores.append(stores)
             self._changed.notify()
 
     def close(self) -> None:
