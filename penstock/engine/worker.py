@@ -3,7 +3,7 @@
     main thread      load, warm up, then: take mail, run a step, hand over its outputs, again
     worker-socket    an event loop with the gateways' connections (serve_socket.py)
     worker-parent    waits for the end of standard input: the parent is gone, so exit
-    worker-watchdog  ends the process when a step does not end (watchdog.py)
+    worker-watchdog  ends the process when steps do not advance (watchdog.py)
     worker-sigterm   waits for SIGTERM (a handler could be missed: a thread about to sleep does not run it)
 
 With no work the main thread sleeps in the mailbox. The process ends by draining (SIGTERM or `Drain`: exit
@@ -112,7 +112,10 @@ def run_steps(
     draining, step = False, 0
     while core.has_work or not draining:
         wait = not core.has_work and not core.use_idle_time()
+        if wait:
+            watch.rests()
         mail = mailbox.take(wait=wait, sleep_s=core.sleep_s)
+        watch.begins()
         for each in mail:
             draining |= isinstance(each, DrainAsked)
             if isinstance(each, KVEventsAsked):
@@ -124,9 +127,10 @@ def run_steps(
             # Before the step: should it never return, then the gateway knows that there was work.
             server.publish(step, {}, core.stats())
         if core.has_work or core.sleep_s == 0:
-            with watch:
-                outputs = core.step()
+            outputs = core.step()
             stats = core.stats()
+            if stats.step != step or not core.has_work:
+                watch.advanced()
             step = stats.step
             server.publish(step, outputs, stats)
         _tell_kv_events(server, feed)

@@ -13,6 +13,7 @@ from penstock.fleet.members import Members
 from penstock.fleet.worker import Worker
 from penstock.gateway.auth import Caller
 from penstock.gateway.exchange import Exchange, Response
+from penstock.gateway.health import Verdict, gateway_health
 from penstock.gateway.models import ServedModel
 from penstock.gateway.prepare import check_token_ids, render
 from penstock.gateway.services import Services
@@ -142,8 +143,10 @@ class Inspect:
         answer(exchange, DetokenizeAnswer(prompt=text))
 
     async def health(self, exchange: Exchange, caller: Caller) -> None:
-        """`GET /health`: this process answers."""
-        exchange.respond(Response(body=b'{"status":"ok"}'))
+        """`GET /health`: 200 while every model works or will again by itself, else 503; see gateway/health.py."""
+        found = gateway_health(model.workers for model in self._services.models)
+        status = 503 if found.status is Verdict.DOWN else 200
+        exchange.respond(Response(status=status, body=msgspec.json.encode(found)))
 
     async def ready(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /ready`: 200 once every model takes requests, else 503 and why."""
