@@ -29,12 +29,13 @@ from peers.engines import (
     versions,
 )
 from peers.figures import Run, Verdict, judge
-from peers.goals import goals
+from peers.goals import HOST_TIME_MS, goals, judge_host_time
 from peers.measure import OUTPUT_TOKENS, PROMPT_TOKENS, Bench, Plan
 from peers.servers import DidNotStart, Server, free_port, serving
 from peers.shapes import SHAPES, make_model
 from peers.tables import CAPTION, footprint_table, goal_table, level_table, run_line
 from rich.console import Console
+from scheduler_host_time import time_rows
 
 from penstock.bench.environment import Environment, cpu_info, read_environment
 from penstock.bench.report import utc_stamp
@@ -174,6 +175,7 @@ def one_run(variant: Variant, folder: Path, plan: Plan, number: int) -> Run | No
     """Start, measure, stop. None if the server did not start or broke; the others go on."""
     port = free_port()
     start = launch(variant, folder, port)
+    read_s = reading_s(folder)
     log = OUT / f"engine-bench-{variant.engine}-{variant.precision}-{folder.name}.log"
     tag = f"r{number}"
     try:
@@ -185,12 +187,31 @@ def one_run(variant: Variant, folder: Path, plan: Plan, number: int) -> Run | No
     except (DidNotStart, PenstockError) as error:
         console.print(f"[red]{folder.name} {variant.name}[/]: {error}")
         return None
+    run = msgspec.structs.replace(run, weights_read_s=read_s)
     console.print(
         f"[dim]{folder.name} round {number}[/] {variant.name}: {run_line(run)} [dim]({run.seconds:.0f} s)[/]"
     )
     for trouble in run.troubles:
         console.print(f"  [red]{trouble}[/]")
     return run
+
+
+def reading_s(folder: Path) -> float:
+    """How long the model's files take to read, and nothing else: what no start-up can be quicker than."""
+    started, buffer = time.monotonic(), bytearray(1 << 24)
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    return time.monotonic() - started
+
+
+def host_time_verdicts() -> tuple[Verdict, ...]:
+    """The scheduler's own goals, measured before any server is started."""
+    return tuple(
+        judge_host_time(rows, [ns / 1e6 for ns in map(sum, zip(*time_rows(rows), strict=True))])
+        for rows in HOST_TIME_MS
+    )
 
 
 def requests_of(model: str, callers: int, args: argparse.Namespace) -> int:
@@ -214,6 +235,7 @@ def document(
     skipped: dict[str, str],
     runs: list[Run],
     variants: list[Variant],
+    host_time: tuple[Verdict, ...],
 ) -> Document:
     flags = set(cpu_info().get("flags", "").split())
     return Document(
@@ -238,7 +260,7 @@ def document(
         commands={one.name: printable(one) for one in variants},
         skipped=skipped,
         runs=tuple(runs),
-        verdicts=tuple(found for goal in goals() if (found := judge(goal, runs))),
+        verdicts=(*(found for goal in goals() if (found := judge(goal, runs))), *host_time),
     )
 
 
@@ -272,13 +294,17 @@ def main() -> int:
     args = parse_arguments()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # So that a server in hand is stopped too.
     if args.show:
-        show(msgspec.json.decode(args.show.read_bytes(), type=Document))
+        done = msgspec.json.decode(args.show.read_bytes(), type=Document)
+        found = [verdict for goal in goals() if (verdict := judge(goal, list(done.runs)))]
+        apart = [verdict for verdict in done.verdicts if verdict.goal.model == "none"]
+        show(msgspec.structs.replace(done, verdicts=(*found, *apart)))  # The goals as they are now.
         return 0
     OUT.mkdir(exist_ok=True)
     started_ns = time.time_ns()
     variants, skipped = usable(args.variants)
     if not variants:
         return 1
+    host_time = host_time_verdicts()
     folders = prepare(args.models, variants)
     path = OUT / time.strftime("engine-peers-%Y%m%d-%H%M%S.json")
     runs: list[Run] = []
@@ -294,12 +320,12 @@ def main() -> int:
                         run = one_run(variant, folders[model], plan_of(model, args), number)
                     if run is not None:
                         runs.append(run)
-                        save(path, document(args, started_ns, skipped, runs, variants))
+                        save(path, document(args, started_ns, skipped, runs, variants, host_time))
     except KeyboardInterrupt:
         console.print("stopped; what follows is of the finished runs", style="yellow")
     if not runs:
         return 1
-    done = document(args, started_ns, skipped, runs, variants)
+    done = document(args, started_ns, skipped, runs, variants, host_time)
     show(done)
     for target in filter(None, (path, args.json)):
         save(target, done)

@@ -68,6 +68,11 @@ def time_steps(scheduler: Scheduler, rows: int, steps: int) -> tuple[list[int], 
     return planning, applying
 
 
+def time_rows(rows: int, steps: int = 300, context: int = 1024) -> tuple[list[int], list[int]]:
+    """`time_steps` of a scheduler of its own."""
+    return time_steps(make_scheduler(rows, context, steps), rows, steps)
+
+
 def bare_loop(rows: int) -> Callable[[], int]:
     """The baseline: append one token to each of `rows` arrays; returns its nanoseconds."""
     arrays = [array("i") for _ in range(rows)]
@@ -93,7 +98,7 @@ def main() -> None:
     )
     found: list[dict[str, float]] = []
     for rows in args.rows:
-        planning, applying = time_steps(make_scheduler(rows, args.context, args.steps), rows, args.steps)
+        planning, applying = time_rows(rows, args.steps, args.context)
         once = bare_loop(rows)
         bare = statistics.median(once() for _ in range(args.steps))
         sums = [a + b for a, b in zip(planning, applying, strict=True)]

@@ -54,6 +54,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     round: int
     ready_s: float
     resident_bytes: int
+    weights_read_s: float | None = None
+    """How long the model's files took to read, without anything else, right before the start."""
     levels: tuple[Level, ...]
     prefix: PrefixTimes | None = None
     arrival: Arrival | None = None
@@ -105,7 +107,12 @@ def _worst_gap_ratio(run: Run) -> float | None:
     return run.arrival.during_p99_ms / run.arrival.before_p50_ms if run.arrival else None
 
 
+def _start_less_reading(run: Run) -> float | None:
+    return None if run.weights_read_s is None else run.ready_s - run.weights_read_s
+
+
 READY = Column("start-up s", lambda run: run.ready_s)
+LOADED = Column("start-up s but for reading", _start_less_reading)
 MEMORY = Column("memory GB", lambda run: run.resident_bytes / 1e9, digits=2)
 PREFIX = Column("prefix miss / hit", _prefix_ratio, more_is_better=True)
 ARRIVAL = Column("gap p99 during / p50 before", _worst_gap_ratio, digits=2)
@@ -178,7 +185,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 def judge(goal: Goal, runs: list[Run]) -> Verdict | None:
     """Hold the median against the goal; None if it was not measured."""
     known = {run_level.callers for run in runs for run_level in run.levels}
-    by_title = {column.title: column for column in [*columns(sorted(known)), PREFIX, ARRIVAL]}
+    by_title = {column.title: column for column in [*columns(sorted(known)), LOADED, PREFIX, ARRIVAL]}
     column = by_title.get(goal.title)
     if column is None:
         return None

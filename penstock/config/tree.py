@@ -71,6 +71,9 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     """"auto": the native kernels where they were built and can compute the model, else torch."""
     threads: Annotated[int, Meta(ge=0)] = 0
     """CPU threads for the model; 0 takes every core the process may use."""
+    pin_threads: bool = False
+    """Tie each of the native kernels' threads to a core of its own. For machines where nothing else runs on those cores;
+    beside a gateway it takes the scheduler's choice away and gains nothing (docs/engine.md)."""
     max_model_len: Annotated[int, Meta(ge=0)] = 0
     """Tokens of prompt and answer together; 0 takes the model's own limit."""
     kv_memory_bytes: Annotated[int, Meta(ge=0)] = 0

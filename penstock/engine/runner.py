@@ -120,7 +120,8 @@ def build_runner(
     torch.set_num_threads(threads)
     if config.kernels != "torch":
         with suppress(KernelsUnavailable):  # Then `load_runner` refuses, or computes with torch.
-            NativeKernels().set_threads(threads)  # Before loading: packing takes them too.
+            # Before loading: packing takes them too.
+            NativeKernels().set_threads(threads, pin=config.pin_threads)
     runner = load_runner(Path(model_path), config, on_progress)
     if runner.kernels != "torch":
         # The native kernels bring their own threads; torch's would only compete with them for the cores.

@@ -2,12 +2,14 @@
 
 import io
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from peers.engines import VARIANTS
 from peers.figures import (
     ARRIVAL,
+    LOADED,
     MEMORY,
     PREFIX,
     READY,
@@ -23,7 +25,7 @@ from peers.figures import (
     spread,
     values,
 )
-from peers.goals import goals
+from peers.goals import goals, judge_host_time
 from peers.tables import footprint_table, goal_table, level_table, run_line
 from rich.console import Console
 
@@ -121,6 +123,27 @@ def test_a_goal_without_peers_is_a_bound_on_our_own_figure():
     assert (gaps.middle, gaps.met) == (1.75, False)
 
 
+def test_start_up_is_held_without_what_reading_the_files_takes():
+    run = msgspec.structs.replace(a_run("ours bf16"), weights_read_s=0.5)
+    assert judge(Goal(model="28m", title=LOADED.title, ours="ours bf16", at_most=5.0), [run]).middle == 1.5
+
+
+@pytest.mark.parametrize(("ms", "met"), [(0.3, True), (0.85, False)])
+def test_the_scheduler_has_goals_of_its_own(ms, met):
+    verdict = judge_host_time(256, [0.9 * ms, ms, 1.1 * ms])
+    assert (verdict.met, verdict.middle) == (met, ms)
+    assert "scheduler ms, 256 rows" in printed(goal_table([verdict]))
+
+
+def test_every_precision_of_both_models_has_its_goals():
+    named = {(goal.model, goal.ours, goal.title) for goal in goals()}
+    for model in ("28m", "494m"):
+        assert (model, "ours int4", "c=1 tok/s") in named
+        assert {
+            (model, f"ours {kind}", f"c={level} tok/s") for kind in ("bf16", "int8") for level in (1, 8, 32)
+        } <= named
+
+
 def test_goals_that_were_not_measured_have_no_verdict():
     runs = [a_run("ours bf16")]
     assert judge(Goal(model="28m", title="c=32 tok/s", ours="ours bf16", peers=("vllm bf16",)), runs) is None
@@ -130,7 +153,7 @@ def test_goals_that_were_not_measured_have_no_verdict():
 
 def test_every_goal_names_variants_and_figures_that_exist():
     names = {variant.name for variant in VARIANTS}
-    titles = {column.title for column in [*columns([1, 8, 32]), PREFIX, ARRIVAL]}
+    titles = {column.title for column in [*columns([1, 8, 32]), LOADED, PREFIX, ARRIVAL]}
     assert MEMORY.title in titles
     for goal in goals():
         assert {goal.ours, *goal.peers} <= names
