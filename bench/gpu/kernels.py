@@ -10,6 +10,7 @@ from common import Bench, Report, shape
 from steps import Case, Rows, case
 from torch import Tensor
 
+from penstock.engine.gpu.flashinfer_ops import flashinfer_ops
 from penstock.engine.gpu.ops import AttentionLayer, Ops
 from penstock.engine.gpu.step import Drawn
 from penstock.engine.gpu.torch_ops import TorchOps
@@ -46,6 +47,7 @@ def run(bench: Bench, report: Report) -> None:
             "of_gemm": round(flops / seconds / rates["gemm"], 4),
         }
         report.put("figures", figures)
+    report.put("flashinfer", flashinfer(bench, ops))
     if wrong:
         report.put("error", f"kernels that differ from their twins: {', '.join(wrong)}")
 
@@ -176,7 +178,7 @@ def random(bench: Bench, *size: int, seed: int) -> Tensor:
 def prepared(bench: Bench, ops: Ops, rows: Rows) -> Case:
     torch.manual_seed(2)
     one = case(bench, spec_of(bench), rows)
-    ops.prepare(one.step, one.slots_per_block)
+    one.begin(ops)
     return one
 
 
@@ -218,7 +220,7 @@ def attend(bench: Bench, ops: Ops, spec: DecoderSpec, rows: Rows) -> tuple[float
     layers = 2 if bench.tiny else 8
     one = case(bench, spec, rows, layers=layers)
     one.cache.tensor[:-1].normal_()
-    ops.prepare(one.step, one.slots_per_block)
+    one.begin(ops)
     q = one.heads(4, all_heads=False)
     out, scale = torch.empty_like(q), spec.head_dim**-0.5
 
@@ -231,6 +233,28 @@ def attend(bench: Bench, ops: Ops, spec: DecoderSpec, rows: Rows) -> tuple[float
     moved = sum((known + new) * 2 * spec.kv_size + 2 * new * spec.q_size for known, new in rows) * size
     pairs = sum(new * known + new * (new + 1) // 2 for known, new in rows)
     return seconds, moved, 4.0 * pairs * spec.q_size
+
+
+def flashinfer(bench: Bench, ops: Ops) -> dict[str, Any]:
+    """Attention by FlashInfer beside ours: its error against the twin, and how many times longer it takes (planning apart)."""
+    if bench.cpu:
+        return {"left_out": "it needs a GPU"}
+    try:
+        theirs = flashinfer_ops(ops, bench.device)
+        found: dict[str, Any] = {
+            "mixed": check_attend(bench, theirs),
+            "decode": check_attend(bench, theirs, rows=[(n, 1) for n in (0, 15, 16, 100, 517)]),
+        }
+        spec = shape("llama-3-8b", tiny=bench.tiny)
+        for name, rows in {
+            **{f"decode {n}": [(1024, 1)] * n for n in (1, 8, 64)},
+            "prefill 2048": [(0, 2048)],
+        }.items():
+            seconds = [attend(bench, each, spec, rows)[0] for each in (theirs, ops)]
+            found[name] = {"us": round(seconds[0] * 1e6, 2), "times_ours": round(seconds[0] / seconds[1], 3)}
+    except Exception as error:  # noqa: BLE001 An optional part: whatever it is, it is a finding.
+        return {"left_out": f"{type(error).__name__}: {error}"[:500]}
+    return found
 
 
 def gemm(bench: Bench, m: int, k: int, n: int) -> tuple[float, float, float]:
@@ -267,7 +291,7 @@ def elementwise(bench: Bench, ops: Ops, tokens: int, hidden: int, inner: int) ->
 
 def sample(bench: Bench, ops: Ops, spec: DecoderSpec, batch: int) -> tuple[float, float, float]:
     one = case(bench, spec, [(5, 1)] * batch)
-    ops.prepare(one.step, one.slots_per_block)
+    one.begin(ops)
     one.step.state.temperature.fill_(0.8)
     one.step.state.top_p.fill_(0.95)
     logits, drawn = (

@@ -7,8 +7,8 @@ import torch
 from common import Bench
 from torch import Tensor
 
-from penstock.engine.gpu.ops import HeadRotation, Partials
-from penstock.engine.gpu.step import DeviceStep, RowState, StepBuffer, StepInputs, StepLimits
+from penstock.engine.gpu.ops import HeadRotation, Ops, Partials
+from penstock.engine.gpu.step import DeviceStep, Int32Array, RowState, StepBuffer, StepInputs, StepLimits
 from penstock.engine.gpu.worklist import WorkList, WorkListLimits
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.rotary import RotaryTable
@@ -30,6 +30,13 @@ class Case:
     rotation: HeadRotation
     num_tokens: int
     slots_per_block: int
+    host: tuple[Int32Array, Int32Array, Int32Array]
+    """Places in the tables, tokens in the cache and new tokens, of each row."""
+
+    def begin(self, ops: Ops) -> None:
+        """What comes before a step's layers, on the host and on the device."""
+        ops.plan(*self.host, self.step.state)
+        ops.prepare(self.step, self.slots_per_block)
 
     def heads(self, seed: int, *, all_heads: bool) -> Tensor:
         """Random queries, or queries, keys and values, of the step's tokens."""
@@ -66,7 +73,8 @@ def case(bench: Bench, spec: DecoderSpec, rows: Rows, *, layers: int = 2) -> Cas
     rotation = HeadRotation(table, (norm, norm.flip(0)) if spec.qk_norm else None, spec.norm_eps)
     decode_only = bool((new == 1).all())
     step = DeviceStep(on_device, state, inputs, decode_only)
-    return Case(small, step, cache, partials, rotation, step_tokens, cache.pages_per_block * BLOCK_TOKENS)
+    slots = cache.pages_per_block * BLOCK_TOKENS
+    return Case(small, step, cache, partials, rotation, step_tokens, slots, (places, computed, new))
 
 
 def step_limits(spec: DecoderSpec, max_running: int, step_tokens: int, max_model_len: int) -> StepLimits:

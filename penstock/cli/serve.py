@@ -84,6 +84,11 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
         help="round the weights while loading, for speed and memory (default: none)",
     )
     engine.add_argument(
+        "--load-format",
+        choices=("safetensors", "random"),
+        help="random: make weights up from config.json, for benchmarks (default: safetensors)",
+    )
+    engine.add_argument(
         "--max-model-len",
         type=number(int, 1, 100_000_000),
         metavar="N",

@@ -55,6 +55,7 @@ def _models(args: argparse.Namespace, models: tuple[ModelConfig, ...]) -> tuple[
     given = _given(
         dtype=args.dtype,
         quantization=args.quantization,
+        load_format=args.load_format,
         max_model_len=args.max_model_len,
         kv_memory_bytes=args.kv_memory,
         threads=args.threads,

@@ -69,6 +69,9 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     Native kernels only; "none" keeps `dtype`."""
     kernels: Literal["auto", "native", "torch"] = "auto"
     """"auto": the native kernels where they were built and can compute the model, else torch."""
+    attention: Literal["auto", "triton", "flashinfer"] = "auto"
+    """Who attends on a GPU. "auto": our Triton kernels. "flashinfer": that package's (penstock[flashinfer]), without CUDA
+    graphs; for heads of 64, 128 or 256 in bfloat16. On the CPU only "auto"."""
     threads: Annotated[int, Meta(ge=0)] = 0
     """CPU threads for the model; 0 takes every core the process may use."""
     pin_threads: bool = False
@@ -122,7 +125,8 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     """After so many preemptions a request gives way only when all others of its class are as often preempted."""
     itl_target_ms: Annotated[float, Meta(ge=0)] = 0.0
     """Prompts may not push the time between two tokens of running answers over this many milliseconds. 0 is
-    automatic: one waiting prompt never doubles it, and the more wait the more they get (schedule/prefill_budget.py)."""
+    automatic: one waiting prompt is to stretch it by less than half, and the more wait the more they get
+    (schedule/prefill_budget.py)."""
     itl_targets: Annotated[tuple[ClassTarget, ...], Meta(max_length=64)] = ()
     """Other targets for single priority classes; the strictest class that is decoding counts."""
     prefill_tokens_min: Positive = 4

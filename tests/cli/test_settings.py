@@ -53,6 +53,8 @@ def test_engine_flags_count_for_every_model(tmp_path: Path) -> None:
         file,
         "--dtype",
         "float32",
+        "--load-format",
+        "random",
         "--quantization",
         "int8",
         "--kv-memory",
@@ -65,6 +67,7 @@ def test_engine_flags_count_for_every_model(tmp_path: Path) -> None:
     for model in effective_config(flags(*argv), {}).models:
         engine = model.engine
         assert engine.quantization == "int8"
+        assert engine.load_format == "random"
         assert (engine.dtype, engine.kv_memory_bytes, engine.threads, engine.max_model_len) == (
             "float32",
             1 << 30,

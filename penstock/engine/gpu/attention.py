@@ -66,6 +66,7 @@ class DeviceAttention:
         if self._own is None:
             self._own = _OwnStep(self._limits, self._cache.tensor.device)
         self._step = self._own.fill(batch, self._limits)
+        self._own.plan(self._ops, batch)
         self._ops.prepare(self._step, self.slots_per_block)
 
     def store(self, layer: int, qkv: Tensor, q: Tensor) -> None:
@@ -87,6 +88,11 @@ class _OwnStep:
         self._device = StepBuffer(limits, device)
         self._state = RowState.allocate(limits, device)
         self._inputs = StepInputs.allocate(limits, device)
+
+    def plan(self, ops: Ops, batch: AttentionBatch) -> None:
+        """Tell whoever plans on the host."""
+        rows = np.arange(len(batch.num_tokens), dtype=np.int32)
+        ops.plan(rows, batch.num_computed, batch.num_tokens, self._state)
 
     def fill(self, batch: AttentionBatch, limits: StepLimits) -> DeviceStep:
         """Describe the batch on the device."""

@@ -10,6 +10,7 @@ import torch
 
 from penstock.clock import Clock
 from penstock.config.tree import EngineConfig
+from penstock.engine.gpu.flashinfer_ops import flashinfer_ops
 from penstock.engine.gpu.graphs import GraphLimits
 from penstock.engine.gpu.layers import DeviceKernels
 from penstock.engine.gpu.ops import Ops
@@ -55,12 +56,14 @@ def cuda_target(config: EngineConfig, clock: Clock) -> Target | None:
         ConfigError: the config insists on a device that is not there, or on kernels that it does not have.
     """
     if config.device == "cpu":
+        _check_cpu_attention(config)
         return None
     if not _cuda.is_available():
         if config.device == "cuda":
             raise ConfigError(
                 f"engine.device is cuda, but torch sees no CUDA device (torch {torch.__version__})"
             )
+        _check_cpu_attention(config)
         return None
     if config.kernels == "native":
         raise ConfigError("engine.kernels is native, but engine.device is cuda: those kernels are for CPUs")
@@ -82,6 +85,7 @@ def load_on_device(model_path: Path, target: Target, on_progress: OnStage) -> De
         )
     spec, names = read_spec(model_path)
     dtype = device_dtype(config, device)
+    target.ops.check(spec, dtype)
 
     def on_bytes(done: int, total: int) -> None:
         on_progress("loading weights", done, total)
@@ -166,7 +170,7 @@ class _Builder:
             max_running=self._max_running,
             tokens_max=min(config.graph_tokens_max, config.step_tokens),
             # A router of experts asks the device how many tokens each has: that cannot be captured.
-            count_max=0 if spec.moe is not None else config.graphs_max,
+            count_max=0 if spec.moe is not None or not target.ops.captures else config.graphs_max,
             memory_bytes_max=config.graph_memory_bytes_max,
         )
         parts = DeviceParts(
@@ -207,9 +211,23 @@ class _Builder:
         )
 
 
+def _check_cpu_attention(config: EngineConfig) -> None:
+    if config.attention != "auto":
+        raise ConfigError(
+            f"engine.attention is {config.attention}, which needs a CUDA device; this engine runs on the CPU"
+        )
+
+
 def _cuda_ops(config: EngineConfig, device: torch.device) -> Ops:
-    """Triton's kernels, or their twins in torch if the config says so."""
+    """Triton's kernels, or their twins in torch if the config says so; attention by FlashInfer where that is asked for."""
+    others = _own_ops(config, device)
+    return flashinfer_ops(others, device) if config.attention == "flashinfer" else others
+
+
+def _own_ops(config: EngineConfig, device: torch.device) -> Ops:
     if config.kernels == "torch":
+        if config.attention == "triton":
+            raise ConfigError("engine.attention is triton, but engine.kernels is torch")
         return TorchOps()
     try:
         module = importlib.import_module("penstock.engine.gpu.triton_ops")

@@ -1,18 +1,21 @@
-"""The operations that a step on a GPU is made of, besides matrix products: one contract, two implementations.
+"""The operations that a step on a GPU is made of, besides matrix products: one contract, three implementations.
 
 `TritonOps` launches the kernels. `TorchOps` is its twin: the same arguments, any device, plain torch. Both do what
 a captured graph allows: fixed shapes, no answer to the host, results written where the caller says.
+`FlashInferOps` attends with FlashInfer's kernels, which plan each step on the host, and leaves the rest to one of those.
 Arithmetic is float32 inside, and one rounding to the output's type at the end.
 """
 
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from penstock.engine.gpu.step import DeviceStep, Drawn
+from penstock.engine.gpu.step import DeviceStep, Drawn, Int32Array, RowState
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.rotary import RotaryTable
+from penstock.engine.models.spec import DecoderSpec
 
 
 @dataclass(slots=True, frozen=True)
@@ -51,6 +54,23 @@ class Ops(Protocol):
     """See the module. `num_tokens` and `num_samples` are the step's or graph's, padding included."""
 
     name: str
+    captures: bool
+    """Whether steps may be captured into graphs: what is launched depends on nothing but sizes."""
+
+    def check(self, spec: DecoderSpec, dtype: torch.dtype) -> None:
+        """Refuse a model that cannot be computed.
+
+        Raises:
+            ConfigError: there is no kernel for it.
+        """
+        ...
+
+    def plan(self, rows: Int32Array, computed: Int32Array, num_tokens: Int32Array, state: RowState) -> None:
+        """Hear from the host of the step that is launched next: all `[num_rows]`, as in `StepBuffer`.
+
+        For what is planned there; kernels that read the step's description in device memory have no use for it.
+        """
+        ...
 
     def prepare(self, step: DeviceStep, slots_per_block: int) -> None:
         """Fill `step.inputs` from the buffer and the row tables."""

@@ -153,6 +153,7 @@ class DeviceRunner:
 
     def _launch_work(self, flight: Flight, host: HostStep) -> None:
         self._upload(flight.buffer, host)
+        self._ops.plan(host.rows, host.computed, host.num_tokens, self._state)
         if host.scoring:
             self._launch_scoring(flight, host)
         else:

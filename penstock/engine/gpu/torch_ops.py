@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from penstock.engine.gpu.ops import AttentionLayer, HeadRotation, Partials
-from penstock.engine.gpu.step import NUM_SAMPLES, NUM_TOKENS, DeviceStep, Drawn
+from penstock.engine.gpu.step import NUM_SAMPLES, NUM_TOKENS, DeviceStep, Drawn, Int32Array, RowState
 from penstock.engine.gpu.torch_sampler import draw
 from penstock.engine.kv_cache import KVCache
+from penstock.engine.models.spec import DecoderSpec
 from penstock.types import BLOCK_TOKENS
 
 _TILE_TOKENS = 128
@@ -23,6 +24,13 @@ class TorchOps:
     """See `Ops`."""
 
     name = "torch"
+    captures = True
+
+    def check(self, spec: DecoderSpec, dtype: torch.dtype) -> None:
+        """See `Ops`: every model."""
+
+    def plan(self, rows: Int32Array, computed: Int32Array, num_tokens: Int32Array, state: RowState) -> None:
+        """See `Ops`: nothing is planned on the host."""
 
     def prepare(self, step: DeviceStep, slots_per_block: int) -> None:
         """See `Ops`."""

@@ -13,9 +13,19 @@ from triton import next_power_of_2
 
 from penstock.engine.gpu.kernels import attention, gate, norm, prepare, rotary, sampler
 from penstock.engine.gpu.ops import AttentionLayer, HeadRotation, Partials
-from penstock.engine.gpu.step import NUM_COMBINES, NUM_ITEMS, NUM_SAMPLES, NUM_TOKENS, DeviceStep, Drawn
+from penstock.engine.gpu.step import (
+    NUM_COMBINES,
+    NUM_ITEMS,
+    NUM_SAMPLES,
+    NUM_TOKENS,
+    DeviceStep,
+    Drawn,
+    Int32Array,
+    RowState,
+)
 from penstock.engine.gpu.worklist import COMBINE_FIELDS, ITEM_FIELDS, KV_TILE, SPLITS_MAX
 from penstock.engine.kv_cache import KVCache
+from penstock.engine.models.spec import DecoderSpec
 from penstock.engine.sampler import GREEDY_BELOW
 from penstock.types import BLOCK_TOKENS
 
@@ -42,6 +52,13 @@ class TritonOps:
     """See `Ops`."""
 
     name = "triton"
+    captures = True
+
+    def check(self, spec: DecoderSpec, dtype: torch.dtype) -> None:
+        """See `Ops`: every model."""
+
+    def plan(self, rows: Int32Array, computed: Int32Array, num_tokens: Int32Array, state: RowState) -> None:
+        """See `Ops`: nothing is planned on the host."""
 
     def __init__(self, device: torch.device, *, num_programs: int = 0) -> None:
         """`num_programs`: the grid of attention; 0: what fills the device."""
