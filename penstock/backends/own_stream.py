@@ -62,6 +62,7 @@ class OwnStream:
     __slots__ = (
         "_clock",
         "_detokenizer",
+        "_device_ns",
         "_done",
         "_first_ns",
         "_heard",
@@ -100,6 +101,7 @@ class OwnStream:
         # Stop strings must be seen at once, and logprobs belong to their tokens.
         self._piece = 1 if request.stop else request.piece_tokens
         self._first_ns = 0
+        self._device_ns = 0
         self._done = False
         if request.resumed:
             self._prime(request.resumed)
@@ -117,11 +119,13 @@ class OwnStream:
         if not plain or self._stop is not None or self._piece > 1:
             self.push(output)
             return False
+        self._device_ns = output.device_ns
         self._held.extend(output.token_ids)
         return len(self._held) == len(output.token_ids)
 
     def push(self, output: Output) -> None:
         """One step's output for this stream."""
+        self._device_ns = output.device_ns
         if self._held and self._piece == 1:
             self.let_go()
         if output.usage is not None:
@@ -226,7 +230,12 @@ class OwnStream:
     def _usage_here(self) -> Usage:
         """What was used, as far as it arrived here: the worker's own count of the rest is not awaited."""
         decode_ns = self._clock.now_ns() - self._first_ns if self._first_ns else 0
-        return replace(self._usage, completion_tokens=len(self._token_ids), decode_ns=decode_ns)
+        return replace(
+            self._usage,
+            completion_tokens=len(self._token_ids),
+            decode_ns=decode_ns,
+            device_ns=self._device_ns,
+        )
 
     def _delta(self, text: str, output: Output) -> Delta:
         found = output.logprobs or ()

@@ -73,6 +73,10 @@ class EngineCore:
         self._draining = False
         self._step_ns = 0
         self._waited_ns = 0
+        self._busy_ns = 0
+        self._busy_since_ns = 0
+        """While there is a request: up to when that time was counted and shared out."""
+        self._unshared_ns = 0
 
     @property
     def info(self) -> ModelInfo:
@@ -110,6 +114,8 @@ class EngineCore:
         except PenstockError as error:
             self._end_with(owner, message.request_id, error)
             return
+        if not self._live:
+            self._busy_since_ns = self._clock.now_ns()
         self._live[message.request_id] = _Live(owner, request)
 
     def abort(self, owner: int, request_ids: tuple[RequestId, ...]) -> None:
@@ -138,8 +144,10 @@ class EngineCore:
         if self._in_flight:
             waiting_ns = self._clock.now_ns()
             result = self._steps.collect()
-            self._waited_ns += self._clock.now_ns() - waiting_ns
+            now_ns = self._clock.now_ns()
+            self._waited_ns += now_ns - waiting_ns
             self._in_flight -= 1
+            self._share_time(now_ns)
             if result.out_of_memory is not None:
                 _log.warning("a step ran out of memory and is done again in parts: %s", result.out_of_memory)
             for output in self._scheduler.apply(result).outputs:
@@ -169,7 +177,19 @@ class EngineCore:
             preemptions=now.preemptions,
             step_ns=self._step_ns,
             host_ns=self._step_ns - self._waited_ns,
+            busy_ns=self._busy_ns + (self._clock.now_ns() - self._busy_since_ns if self._live else 0),
         )
+
+    def _share_time(self, now_ns: int) -> None:
+        """A step is over: those in it share the time since the last one that computed anything."""
+        if not self._live:
+            self._unshared_ns = 0  # They left while it ran: that time is nobody's.
+            return
+        spent_ns, self._busy_since_ns = now_ns - self._busy_since_ns, now_ns
+        self._busy_ns += spent_ns
+        self._unshared_ns += spent_ns
+        if self._scheduler.share_time(self._unshared_ns):
+            self._unshared_ns = 0
 
     def _tell(self, output: RequestOutput) -> None:
         """Put one request's news into the outbox, with the usage when it is the first or the last."""
@@ -178,11 +198,21 @@ class EngineCore:
         if output.finish is not None:
             finish = _finish(output)
             del self._live[output.request_id]
+            if not self._live:
+                self._busy_ns += self._clock.now_ns() - self._busy_since_ns
         elif output.token_ids and not live.heard:
             live.heard = True
             usage = live.request.usage(self._clock.now_ns())
         logprobs = None if output.logprob is None else (output.logprob,)
-        told = Output(output.request_id, output.token_ids, logprobs, finish, usage, output.prompt_logprobs)
+        told = Output(
+            output.request_id,
+            output.token_ids,
+            logprobs,
+            finish,
+            usage,
+            output.prompt_logprobs,
+            live.request.device_ns,
+        )
         self._outbox.setdefault(live.owner, []).append(told)
 
     def _end_with(self, owner: int, request_id: RequestId, error: PenstockError) -> None:

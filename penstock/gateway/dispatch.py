@@ -98,7 +98,7 @@ class Dispatcher:
         self._tickets: dict[RequestId, Ticket] = {}
         self._by_reply: dict[Reply, Ticket] = {}
         self._prices, self._metrics, self._health = prices, metrics, health
-        self._meters = Meters(prices)
+        self._meters = Meters(prices, is_shared=is_shared)
         self._registry = registry
         self._hedges = hedges
         self._tasks: set[asyncio.Future[None]] = set()
@@ -182,6 +182,8 @@ class Dispatcher:
         for model, worker, state in self._health.states():
             self._metrics.breaker(model, worker, state)
         self._metrics.retry_budget(self._health.retries.level(now_ns))
+        for model, costs in self._meters.costs(now_ns).items():
+            self._metrics.accelerator_costs(model, costs.busy, costs.idle, costs.charged)
 
     def drain(self, timeout_s: float) -> None:
         """Accept nothing new; what is here may go on for so long."""
@@ -288,7 +290,7 @@ class Dispatcher:
         service_ns = flow.ended_ns - flow.dispatched_ns if flow.worker else 0
         self._gate.stream_ended(flow.id, route=flow.arrival.route, worker=flow.worker, service_ns=service_ns)
         record = flow.record(self._clock.wall_ns())
-        machine_micros = ticket.machine_micros + self._meters.ended(self._clock.now_ns(), flow)
+        machine_micros = self._meters.settled(self._clock.now_ns(), flow, ticket.machine_micros)
         if self._prices.version:
             record = replace(
                 record, price_version=self._prices.version, accelerator_cost_micros=machine_micros

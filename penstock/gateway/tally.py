@@ -82,6 +82,7 @@ class Tally:
             computed_tokens=sum(usage.computed_tokens for usage in usages),
             preemptions=sum(usage.preemptions for usage in usages),
             kv_block_ns=sum(usage.kv_block_ns for usage in usages),
+            device_ns=sum(usage.device_ns for usage in usages),
         )
 
     def ttft_ns(self) -> int | None:

@@ -69,7 +69,7 @@ class WorkerFeed:
         self._routes[route] = None
         if worker.state is WorkerState.GONE:
             self._ready.pop(worker.id, None)
-            self._meters.left(worker.id)
+            self._meters.left(now_ns, worker.id)
             self._control.set_worker(now_ns, route, worker.id, None)
             return
         if not worker.is_ready:
@@ -77,7 +77,10 @@ class WorkerFeed:
         elif self._ready.get(worker.id) != worker.epoch:
             self._ready[worker.id] = worker.epoch
             self._gate.worker_started(route, worker.id)
-            self._meters.has_worker(now_ns, route, worker.id)
+            self._meters.has_worker(now_ns, route, worker.id, tells=worker.engine == "penstock")
+        if (stats := worker.backend.status.stats) is not None:
+            num = stats.running + stats.waiting
+            self._meters.reported(now_ns, worker.id, busy_ns=stats.busy_ns, num_requests=num)
         self._control.set_worker(now_ns, route, worker.id, self._view(worker))
 
     def _view(self, worker: Worker) -> WorkerView:

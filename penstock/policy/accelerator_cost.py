@@ -11,6 +11,10 @@ interval in which no work was reported (a long prompt under way) is divided equa
 Everything is counted in price times nanoseconds, in whole numbers: nothing is lost between the accounts, and a request's
 share is rounded down to whole millionths of the currency once, when it ends; what that leaves goes to `platform`.
 
+Other gateways may use the same worker. Then a part of the time is theirs: as many of the requests that run there. That is an
+estimate, for the number is as old as the worker's last report. A worker that tells by itself what each request took needs none
+of this, and its shares are right however many gateways there are: `ToldCost`.
+
 The weight of work follows the law of step times (schedule/): w = a * tokens computed + b * KV tokens read, so that of two
 requests with equal tokens the one with the longer context costs more.
 """
@@ -18,14 +22,12 @@ requests with equal tokens the one with the longer context costs more.
 from dataclasses import dataclass
 
 from penstock.clock import NS_PER_S
-from penstock.types import RequestId
+from penstock.types import TOKEN_WEIGHT, RequestId
 
 HOUR_NS = 3600 * NS_PER_S
 """Units of price times nanoseconds in one millionth of the currency."""
-TOKEN_WEIGHT = 4096
 KV_TOKEN_WEIGHT = 1
-"""One computed token weighs as much as attending to 4,096. A layer's 12 d^2 weights take as many operations as attention to
-6 d tokens (24 d^2 and 4 d each), so this is right for d = 683; a fitted law of step times knows better: hand its ratio in."""
+"""Beside `TOKEN_WEIGHT`; a fitted law of step times knows better: hand its ratio in."""
 
 
 def work_weight(
@@ -46,6 +48,8 @@ class Accounts:
     """Shares of requests that still run, and the open interval's pot."""
     idle: int
     platform: int
+    elsewhere: int = 0
+    """Of requests of other gateways."""
 
     def micros(self) -> "Accounts":
         """The same in millionths, rounded down."""
@@ -55,6 +59,7 @@ class Accounts:
             running=self.running // HOUR_NS,
             idle=self.idle // HOUR_NS,
             platform=self.platform // HOUR_NS,
+            elsewhere=self.elsewhere // HOUR_NS,
         )
 
 
@@ -76,7 +81,18 @@ class AcceleratorCost:
         self._seen_ns = now_ns
         self._running: dict[RequestId, _Running] = {}
         self._weight = self._pot = 0
-        self._bill = self._requests = self._idle = self._platform = 0
+        self._others = 0
+        self._bill = self._requests = self._idle = self._platform = self._elsewhere = 0
+
+    def reprice(self, now_ns: int, micros_per_hour: int) -> None:
+        """From now on it costs this much."""
+        self._pass_time(now_ns)
+        self._price = micros_per_hour
+
+    def beside(self, now_ns: int, num_requests: int) -> None:
+        """So many requests run there altogether, as the worker says: those that are not known here are others'."""
+        self._pass_time(now_ns)
+        self._others = max(0, num_requests - len(self._running))
 
     def started(self, now_ns: int, request_id: RequestId, *, is_platform: bool = False) -> None:
         """The worker has a request. `is_platform`: nobody pays for it (a probe, a hedge that lost)."""
@@ -135,6 +151,7 @@ class AcceleratorCost:
             running=running,
             idle=self._idle,
             platform=self._platform,
+            elsewhere=self._elsewhere,
         )
 
     def _pass_time(self, now_ns: int) -> None:
@@ -142,7 +159,54 @@ class AcceleratorCost:
         assert amount >= 0, "time goes forward"
         self._seen_ns = now_ns
         self._bill += amount
-        if self._running:
-            self._pot += amount
-        else:
+        if not self._running and not self._others:
             self._idle += amount
+            return
+        mine = amount * len(self._running) // (len(self._running) + self._others)
+        self._pot += mine
+        self._elsewhere += amount - mine
+
+
+class ToldCost:
+    """The time of one worker that counts itself how long it had work, and what each request took of that.
+
+    Every gateway hears the same, so each of them knows the bill and the idle part; a request's share is known to the one gateway
+    that it came through. What of the busy time no request pays is the platform's: probes, attempts that lost, workers that died.
+    """
+
+    def __init__(self, now_ns: int, micros_per_hour: int) -> None:
+        self._price = micros_per_hour
+        self._began_ns = now_ns
+        self._told_ns: int | None = None
+        self._has_work = True
+        self._counted_ns = 0
+        self.busy = self.idle = 0
+        """In price times nanoseconds, as in `Accounts`; neither ever falls."""
+
+    def reprice(self, now_ns: int, micros_per_hour: int) -> None:
+        """From now on it costs this much."""
+        self.pass_time(now_ns)
+        self._price = micros_per_hour
+
+    def told(self, now_ns: int, busy_ns: int, *, has_work: bool) -> None:
+        """It says that it had work for `busy_ns` since its start; less than before: it was started anew."""
+        before_ns = busy_ns if self._told_ns is None else self._told_ns
+        new_ns = busy_ns - before_ns if busy_ns >= before_ns else busy_ns
+        self._told_ns, self._has_work = busy_ns, has_work
+        self._counted_ns += new_ns
+        self.busy += self._price * new_ns
+        self.pass_time(now_ns)
+
+    def pass_time(self, now_ns: int) -> None:
+        """Without work, what it did not tell of was idle. Should some of that turn out to have been busy, idle time stands still until the
+        clock has caught up. With work, the next report will tell.
+        """
+        idle_ns = now_ns - self._began_ns - self._counted_ns
+        if idle_ns > 0 and not self._has_work:
+            self._counted_ns += idle_ns
+            self.idle += self._price * idle_ns
+
+
+def share_micros(device_ns: int, micros_per_hour: int) -> int:
+    """What so much of a worker's time costs, in millionths, rounded down."""
+    return device_ns * micros_per_hour // HOUR_NS

@@ -110,6 +110,7 @@ def continued(before: Usage, after: Usage) -> Usage:
         computed_tokens=before.computed_tokens + after.computed_tokens,
         preemptions=before.preemptions + after.preemptions,
         kv_block_ns=before.kv_block_ns + after.kv_block_ns,
+        device_ns=before.device_ns + after.device_ns,
     )
 
 

@@ -172,6 +172,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     """Sent with the first tokens: what was used up to there. Whoever ends a stream early accounts from it."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     """Of the next prompt tokens, from the second on, if they were asked for; told before the first new token."""
+    device_ns: int = 0
+    """`Usage.device_ns` until now: a stream that the gateway ends pays for no less than it had."""
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag="step"):
@@ -207,6 +209,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Nanoseconds spent in steps, all told; host work and compute."""
     host_ns: int = 0
     """Of `step_ns`, what was not waiting for the model's forward pass and sampling."""
+    busy_ns: int = 0
+    """Nanoseconds in which it had a request, all told: what the requests' `device_ns` are shares of."""
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):

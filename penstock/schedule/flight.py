@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from penstock.kv.block_pool import Epoch
 from penstock.schedule.plan import StepPlan
 from penstock.schedule.request import Request
-from penstock.schedule.step_time import StepLoad
+from penstock.schedule.step_time import StepLoad, chunk_pairs
+from penstock.types import TOKEN_WEIGHT
 
 FLIGHTS_MAX = 2
 """One step computes while the next is planned. More would only make stops and new requests wait longer."""
@@ -39,3 +40,21 @@ class Flight:
             request.num_planned = work.num_computed + work.num_tokens
             request.num_drawing += work.samples
             request.last_used = epoch
+
+    def share(self, time_ns: int) -> None:
+        """Divide the time that this step took among its requests, by the work in it: tokens run through the model, and for each of them
+        the tokens that its attention read. What whole numbers leave, fewer nanoseconds than requests, nobody gets.
+        """
+        num_decoding, load = self.num_decoding, self.load
+        rows, works = self.requests, self.plan.work
+        total = TOKEN_WEIGHT * load.num_tokens + load.kv_read  # As if all decoded: each token reads its row.
+        others = [
+            (rows[i], works[i].num_computed, works[i].num_tokens) for i in range(num_decoding, len(rows))
+        ]
+        for _, num_computed, num_tokens in others:
+            total += chunk_pairs(num_computed, num_tokens) - num_computed - num_tokens
+        for request, num_computed, num_tokens in others:
+            weight = TOKEN_WEIGHT * num_tokens + chunk_pairs(num_computed, num_tokens)
+            request.device_ns += time_ns * weight // total
+        for request, work in zip(rows[:num_decoding], works, strict=False):
+            request.device_ns += time_ns * (TOKEN_WEIGHT + 1 + work.num_computed) // total

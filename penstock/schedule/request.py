@@ -91,6 +91,8 @@ class Request:
     num_held: int = 0
     """KV blocks held since then."""
     held_since_ns: int = 0
+    device_ns: int = 0
+    """Its share of the time of the steps that computed something of it (`Flight.share`)."""
     arrival_ns: int = 0
     started_ns: int | None = None
     first_token_ns: int | None = None
@@ -175,4 +177,5 @@ class Request:
             computed_tokens=self.num_run_before + self.num_computed - self.num_found,
             preemptions=self.num_preemptions,
             kv_block_ns=self.kv_block_ns + self.num_held * (now_ns - self.held_since_ns),
+            device_ns=self.device_ns,
         )

@@ -144,6 +144,14 @@ class Scheduler:
         self._flights.append(flight)
         return flight.plan
 
+    def share_time(self, time_ns: int) -> bool:
+        """Before `apply`: share out the time that the oldest step in flight took. False: it computed nothing that could pay for it."""
+        flight = self._flights[0]
+        if not flight.plan.work:
+            return False
+        flight.share(time_ns)
+        return True
+
     def apply(self, result: StepResult) -> StepOutcome:
         """Take in what the oldest step in flight computed: tokens, ends, blocks that may be hit from now on."""
         assert self._flights, "no plan is in flight"

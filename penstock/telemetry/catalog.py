@@ -105,6 +105,15 @@ CATALOG = (
     ),
     Metric("penstock_engine_preemptions_total", "counter", "Requests that lost their blocks.", MODEL, shared=True),
     Metric("penstock_engine_restarts_total", "counter", "Restarts of the engine's process.", MODEL, shared=True),
+    Metric(
+        "penstock_accelerator_cost_total", "counter",
+        "Cost of workers' time, in the price list's currency: while they had requests (busy), and while not (idle).",
+        ("model", "part"), shared=True,
+    ),
+    Metric(
+        "penstock_accelerator_charged_total", "counter",
+        "Of the busy workers' cost, what requests were charged. The rest is nobody's: probes, lost attempts, rounding.", MODEL,
+    ),
     Metric("penstock_workers", "gauge", "Workers by their state.", ("model", "state"), shared=True),
     # The front door.
     Metric("penstock_connections", "gauge", "Open HTTP connections."),

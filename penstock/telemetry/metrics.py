@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.exposition import generate_latest
 
 from penstock.clock import NS_PER_S
+from penstock.policy.price import MICROS
 from penstock.policy.worker_state import WorkerState
 from penstock.telemetry.backend_metrics import BackendMeters
 from penstock.telemetry.catalog import CATALOG, BlockState, Endpoint, Metric, Outcome
@@ -150,6 +151,8 @@ class Metrics:
         self._store_away = self._table.gauge("penstock_shared_store_away")
         self._store_failures = _Followed(self._table.counter("penstock_shared_store_failures_total"))
         self._store_gateways = self._table.gauge("penstock_shared_gateways")
+        self._costs: dict[tuple[str, str], _Followed] = {}
+        """By model and part of the cost."""
         self._retry_budget = self._table.gauge("penstock_retry_budget_level")
         self._errors = self._table.histogram("penstock_ttft_prediction_error_ratio")
         self._ledger_open = self._table.gauge("penstock_ledger_open_requests")
@@ -235,6 +238,16 @@ class Metrics:
     def breaker(self, model: str, worker: str, state: int) -> None:
         """What a worker's circuit breaker lets through: `BreakerState`."""
         self._breakers.labels(model, worker).set(state)
+
+    def accelerator_costs(self, model: str, busy: int, idle: int, charged: int) -> None:
+        """What a model's workers have cost since the start, in millionths (`gateway.meters.Costs`)."""
+        for part, micros in (("busy", busy), ("idle", idle), ("", charged)):
+            followed = self._costs.get((model, part))
+            if followed is None:
+                name = "penstock_accelerator_cost_total" if part else "penstock_accelerator_charged_total"
+                counter = self._table.counter(name).labels(*((model, part) if part else (model,)))
+                followed = self._costs[model, part] = _Followed(counter, MICROS)
+            followed.follow(micros)
 
     def retry_budget(self, level: float) -> None:
         """Requests that could be tried again now."""

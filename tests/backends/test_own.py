@@ -100,9 +100,15 @@ class Peer:
         self._writer.write(data)
 
     def step(
-        self, request: Submit, *tokens: int, finish: Finish | None = None, usage: Usage | None = None
+        self,
+        request: Submit,
+        *tokens: int,
+        finish: Finish | None = None,
+        usage: Usage | None = None,
+        device_ns: int = 0,
     ) -> None:
-        self.say(StepOutput(1, (Output(request.request_id, tokens, None, finish, usage),)))
+        output = Output(request.request_id, tokens, None, finish, usage, (), device_ns)
+        self.say(StepOutput(1, (output,)))
 
     def hang_up(self) -> None:
         assert self._writer is not None
@@ -292,12 +298,18 @@ def test_a_stop_string_aborts_on_the_worker_and_ends_here() -> None:
             peer.step(submit, *b"wordE", usage=usage)
             await recorder.started.wait()
             clock.advance(40)
-            peer.step(submit, *b"ND and more")
+            peer.step(submit, *b"ND and more", device_ns=700)
             finish = await recorder.end()
             assert recorder.text == "word"
             assert (finish.reason, finish.stop) == (FinishReason.STOP, "END")
             assert finish.usage == Usage(
-                prompt_tokens=3, completion_tokens=16, cached_tokens=2, queue_ns=5, prefill_ns=6, decode_ns=40
+                prompt_tokens=3,
+                completion_tokens=16,
+                cached_tokens=2,
+                queue_ns=5,
+                prefill_ns=6,
+                decode_ns=40,
+                device_ns=700,
             )
             assert await peer.hear() == Abort((submit.request_id,))
 

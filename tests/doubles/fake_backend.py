@@ -223,6 +223,7 @@ class _FakeStream:
             completion_tokens=self.num_tokens,
             prefill_ns=first_ns - self._started_ns,
             decode_ns=now_ns - first_ns,
+            device_ns=now_ns - self._started_ns,
         )
 
     def _logprobs(self, token: str) -> tuple[TextLogprob, ...]:

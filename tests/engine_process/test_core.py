@@ -1,7 +1,11 @@
 from array import array
+from collections.abc import Iterator
+from itertools import repeat
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scripted_runner import EOS, NOT_A_NUMBER, VOCAB_SIZE, ScriptedRunner, scripted_token
 
 from penstock.clock import ManualClock
@@ -9,6 +13,7 @@ from penstock.config.tree import EngineConfig
 from penstock.engine.core import EngineCore, build_core
 from penstock.kv.hashing import PUBLIC
 from penstock.protocol.worker import Output, Submit
+from penstock.rng import stream
 from penstock.schedule.plan import StepPlan, StepResult
 from penstock.types import FinishReason, RequestId, SamplingParams
 
@@ -305,3 +310,68 @@ def test_any_other_error_of_a_step_is_raised(overlap: str) -> None:
     engine.submit(1, submit("a"), 0)
     with pytest.raises(RuntimeError, match="shapes do not match"):
         run(engine)
+
+
+class SlowRunner(ScriptedRunner):
+    """Every step takes as long as is drawn for it."""
+
+    def __init__(self, clock: ManualClock, times_ns: Iterator[int]) -> None:
+        super().__init__()
+        self._step_clock, self._times_ns = clock, times_ns
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self._step_clock.advance(next(self._times_ns))
+        return super().run(plan)
+
+
+def test_requests_share_the_time_by_their_work() -> None:
+    clock = ManualClock()
+    engine = core(clock, SlowRunner(clock, repeat(1000)))
+    engine.submit(1, submit("long", tuple(range(32, 232)), max_tokens=1), 0)
+    engine.submit(1, submit("short", max_tokens=1), 0)
+    heard = run(engine)
+    (long,), (short,) = heard[1, "long"], heard[1, "short"]
+    assert long.finish is not None
+    assert short.finish is not None
+    assert long.finish.usage.device_ns == long.device_ns == 985  # 200 tokens of 203, and what they attend to.
+    assert short.finish.usage.device_ns == 14
+    assert engine.stats().busy_ns == 1000
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_shares_of_time_come_to_the_time_in_which_there_was_work(data: st.DataObject) -> None:
+    clock = ManualClock()
+    draw = stream(data.draw(st.integers(0, 99)), "steps")
+    times_ns = iter(lambda: draw.randrange(10**8), -1)
+    engine = core(clock, SlowRunner(clock, times_ns))
+    shares: dict[str, int] = {}
+    aborts, steps = False, 0
+    for number in range(data.draw(st.integers(1, 12))):
+        match data.draw(st.sampled_from(["submit", "submit", "step", "idle", "abort"])):
+            case "submit":
+                prompt = tuple(range(32, 32 + data.draw(st.integers(1, 80))))
+                message = submit(f"r{number}", prompt, max_tokens=data.draw(st.integers(1, 6)))
+                engine.submit(1, message, clock.now_ns())
+            case "abort":
+                aborts = True
+                engine.abort(1, tuple(RequestId(f"r{each}") for each in range(number)))
+            case "idle":
+                clock.advance(10**9)
+            case _:
+                steps += note(engine, shares)
+    while engine.has_work:
+        steps += note(engine, shares)
+    busy_ns, total = engine.stats().busy_ns, sum(shares.values())
+    assert total <= busy_ns <= clock.now_ns()
+    if not aborts:
+        assert busy_ns - total < 12 * steps + 1, "only rounding is left over"
+
+
+def note(engine: EngineCore, shares: dict[str, int]) -> int:
+    """One step; every request's share as it was last told."""
+    for outputs in engine.step().values():
+        for output in outputs:
+            assert output.device_ns >= shares.get(output.request_id, 0)
+            shares[output.request_id] = output.device_ns
+    return 1

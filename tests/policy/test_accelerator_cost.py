@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_S
-from penstock.policy.accelerator_cost import HOUR_NS, AcceleratorCost, work_weight
+from penstock.policy.accelerator_cost import HOUR_NS, AcceleratorCost, ToldCost, share_micros, work_weight
 from penstock.types import RequestId
 
 A, B, P = RequestId("a"), RequestId("b"), RequestId("probe")
@@ -100,3 +100,54 @@ def test_the_parts_are_the_bill_whatever_happens(data: st.DataObject) -> None:
         assert accounts.requests + accounts.running + accounts.idle + accounts.platform == accounts.bill
         assert accounts.requests == paid * HOUR_NS
         assert min(accounts.requests, accounts.running, accounts.idle, accounts.platform) >= 0
+
+
+def test_what_others_run_beside_it_is_theirs() -> None:
+    """Two gateways, one request each in the same second: the bill is paid once."""
+    gateways = [AcceleratorCost(0, DOLLAR_A_SECOND) for _ in range(2)]
+    for cost in gateways:
+        cost.started(0, A)
+        cost.beside(0, 2)
+    assert [cost.settle(1 * S, A) for cost in gateways] == [500_000, 500_000]
+    for cost in gateways:
+        cost.beside(1 * S, 0)
+    found = [cost.accounts(2 * S).micros() for cost in gateways]
+    assert [(each.bill, each.requests, each.elsewhere, each.idle) for each in found] == [
+        (2_000_000, 500_000, 500_000, 1_000_000)
+    ] * 2
+
+
+def test_a_new_price_counts_from_then_on() -> None:
+    cost = AcceleratorCost(0, DOLLAR_A_SECOND)
+    cost.started(0, A)
+    cost.reprice(1 * S, 2 * DOLLAR_A_SECOND)
+    assert cost.settle(2 * S, A) == 3_000_000
+
+
+def test_told_time_is_busy_or_idle() -> None:
+    cost = ToldCost(0, DOLLAR_A_SECOND)
+    cost.told(1 * S, 7 * S, has_work=False)  # What it did before this gateway came is not on its bill.
+    cost.told(2 * S, 7 * S + S // 2, has_work=True)
+    cost.pass_time(3 * S)
+    assert (cost.busy, cost.idle) == (S // 2 * DOLLAR_A_SECOND, S * DOLLAR_A_SECOND), (
+        "the rest is not told yet"
+    )
+    cost.told(4 * S, 8 * S, has_work=False)
+    cost.pass_time(5 * S)
+    assert (cost.busy, cost.idle) == (S * DOLLAR_A_SECOND, 4 * S * DOLLAR_A_SECOND)
+    cost.told(6 * S, S // 4, has_work=False)  # Another process.
+    assert cost.busy + cost.idle == 6 * S * DOLLAR_A_SECOND
+    assert share_micros(S // 2, DOLLAR_A_SECOND) == 500_000
+
+
+def test_idle_time_never_falls() -> None:
+    """The report that work had begun comes late: the clock catches up before there is idle time again."""
+    cost = ToldCost(0, 1)
+    cost.told(0, 0, has_work=False)
+    cost.pass_time(100)
+    cost.told(101, 50, has_work=True)
+    assert (cost.busy, cost.idle) == (50, 100)
+    cost.told(200, 120, has_work=False)
+    assert (cost.busy, cost.idle) == (120, 100)
+    cost.pass_time(300)
+    assert (cost.busy, cost.idle) == (120, 180)
