@@ -1,6 +1,7 @@
 """The endpoints of whoever runs the fleet, under /admin. They want an admin key; a tenant's ordinary key is refused."""
 
 from collections.abc import Collection
+from typing import Any
 from urllib.parse import unquote
 
 import msgspec
@@ -17,7 +18,7 @@ from penstock.gateway.inspect import answer, model_numbers
 from penstock.gateway.models import ServedModel
 from penstock.gateway.services import Services
 from penstock.gateway.siblings import Siblings
-from penstock.policy.decision_log import explain
+from penstock.policy.decision_log import explain, explain_choice
 from penstock.protocol.fleet import DrainOrder, FleetReport, ModelReport, WorkerReport
 from penstock.protocol.siblings import ModelNumbers
 from penstock.telemetry.metrics import Metrics
@@ -59,18 +60,23 @@ class Admin:
 
     async def explain(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /admin/explain/{request_id}`: which workers this gateway process considered for a request, what each scored and why
-        one was picked; one entry per decision (holds and retries have more than one), oldest first.
+        one was picked; one entry per decision (holds and retries have more than one), oldest first. Of a request for "auto" also how
+        its model was chosen.
 
         Raises:
             NotFound: it is not known here, or not any more.
         """
         name = unquote(exchange.head.path.removeprefix("/admin/explain/"))
-        decisions = self._services.explained.of(RequestId(name))
-        if not decisions:
+        explained = self._services.explained
+        decisions, choice = explained.of(RequestId(name)), explained.choice_of(RequestId(name))
+        if not decisions and choice is None:
             raise NotFound(
                 f"No decision about request {name[:128]!r} is known here (any more).", code="unknown_request"
             )
-        answer(exchange, {"request_id": name, "decisions": [explain(each) for each in decisions]})
+        told: dict[str, Any] = {"request_id": name, "decisions": [explain(each) for each in decisions]}
+        if choice is not None:
+            told["model_choice"] = explain_choice(choice)
+        answer(exchange, told)
 
     async def order(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /admin/workers/{id}/drain` and `/undrain`. The id may hold slashes."""

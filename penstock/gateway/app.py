@@ -103,6 +103,7 @@ class Gateway:
             dispatcher=self._dispatcher,
             explained=self._decisions.explained,
             locality=locality,
+            log=log,
             falls_back=any(route.fallback for route in config.routing.models),
         )
         self._siblings = siblings

@@ -167,12 +167,15 @@ class Generate:
         served = Served(model=name, requested=request.model or name)
         if choice is not None:
             served.downgrade, served.route = "complexity", choice.explain()
+            services.tell_choice(exchange.id, tenant, choice)
         while True:
             exchange.served = served
             exchange.tally = Tally(model=model.name, endpoint=endpoint, started_ns=exchange.started_ns)
             job, begin = await prepare(model, adapter)
             services.check_draining()  # It may have begun while the prompt was tokenized.
             arrival = _arrival(job, served, hints, endpoint, self._keys(job))
+            if choice is not None:
+                services.explained.chose(arrival.id, choice)
             reply, sinks = begin(job)
             streams = self._streams(job, sinks)
             ticket = Ticket(arrival=arrival, model=model, reply=reply, streams=streams)

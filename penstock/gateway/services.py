@@ -9,8 +9,11 @@ from penstock.gateway.dispatch import Dispatcher
 from penstock.gateway.models import ModelTable
 from penstock.gateway.tokenize_pool import TokenizePool
 from penstock.kv.locality import KVLocality
+from penstock.policy.complexity import Choice
 from penstock.policy.decision_log import DecisionLog
+from penstock.policy.tenant import Tenant
 from penstock.rng import IdSource
+from penstock.telemetry.log import Log
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,9 +27,10 @@ class Services:
     tokenize: TokenizePool
     dispatcher: Dispatcher
     explained: DecisionLog
-    """Which worker got which of the last requests, and why."""
+    """Which worker got which of the last requests, and why; and which model, of those that named none."""
     locality: KVLocality
     """Where prompts are cached; makes their keys."""
+    log: Log
     falls_back: bool = False
     """Whether any model has another one to fall back to."""
     draining: bool = False
@@ -39,3 +43,20 @@ class Services:
         """
         if self.draining:
             raise Draining("The server is shutting down.")
+
+    def tell_choice(self, exchange_id: str, tenant: Tenant, choice: Choice) -> None:
+        """One line about how a model was chosen, where there are lines about requests: `exchange_id` is in the access line too."""
+        if not self.log.tells_requests:
+            return
+        facts: dict[str, str | float] = {f"part_{name}": round(value, 3) for name, value in choice.parts}
+        if choice.passed_over:
+            facts["passed_over"] = ",".join(choice.passed_over)
+        self.log.info(
+            "model chosen",
+            request_id=exchange_id,
+            tenant=tenant.id,
+            tier=tenant.tier,
+            model=choice.model,
+            complexity=round(choice.complexity, 3),
+            **facts,
+        )

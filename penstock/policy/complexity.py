@@ -49,6 +49,8 @@ class Choice:
     complexity: float
     parts: tuple[tuple[str, float], ...]
     """What each mark added (or took off), those that did; largest first."""
+    passed_over: tuple[str, ...] = ()
+    """Models that would have come before, and may not answer: not allowed, without tools, not ready, or too small."""
 
     def explain(self) -> str:
         """For a log line or a header: `complexity=0.31 (code .20, tokens .05, simple -.05)`."""
@@ -79,8 +81,11 @@ class ComplexityRouter:
         best = next(i for i, bound in enumerate(self._bounds) if complexity <= bound)
         best = max(best, self._least.get(features.tier, 0))
         order = [*range(best, len(self._models)), *range(best - 1, -1, -1)]
-        model = next((self._models[i] for i in order if may(self._models[i])), None)
-        return None if model is None else Choice(model, complexity, parts)
+        for place, i in enumerate(order):
+            if may(self._models[i]):
+                passed_over = tuple(self._models[other] for other in order[:place])
+                return Choice(self._models[i], complexity, parts, passed_over)
+        return None
 
     def parts(self, features: Features) -> tuple[tuple[str, float], ...]:
         """What each mark adds, largest first. O(`text_chars_max`)."""

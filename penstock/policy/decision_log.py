@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.policy.complexity import Choice
 from penstock.policy.pick import Decision, score_all
 from penstock.policy.score import score_policy
 from penstock.types import RequestId
@@ -17,7 +18,7 @@ PER_REQUEST_MAX = 8
 class DecisionLog:
     """One for all models of a gateway."""
 
-    __slots__ = ("_decided", "_kept", "_kept_max", "_log_every", "_until_log", "_write")
+    __slots__ = ("_chosen", "_decided", "_kept", "_kept_max", "_log_every", "_until_log", "_write")
 
     def __init__(
         self,
@@ -29,6 +30,7 @@ class DecisionLog:
     ) -> None:
         """Keep the decisions of `kept_max` requests. `decided` hears of each one, `write` of one in `log_every`."""
         self._kept: OrderedDict[RequestId, list[Decision]] = OrderedDict()
+        self._chosen: OrderedDict[RequestId, Choice] = OrderedDict()
         self._kept_max, self._decided = kept_max, decided
         self._log_every = self._until_log = log_every if write is not None else 0
         self._write = write
@@ -53,6 +55,17 @@ class DecisionLog:
             if len(mine) >= PER_REQUEST_MAX:
                 del mine[0]
             mine.append(decision)
+
+    def chose(self, request_id: RequestId, choice: Choice) -> None:
+        """The model was chosen for a request that named none."""
+        if self._kept_max:
+            if len(self._chosen) >= self._kept_max:
+                self._chosen.popitem(last=False)
+            self._chosen[request_id] = choice
+
+    def choice_of(self, request_id: RequestId) -> Choice | None:
+        """How its model was chosen; None if it named one, is not known, or was too long ago."""
+        return self._chosen.get(request_id)
 
     def of(self, request_id: RequestId) -> Sequence[Decision]:
         """What was decided about a request, oldest first; nothing if it is not known, or was too long ago."""
@@ -96,4 +109,14 @@ def explain(decision: Decision) -> dict[str, Any]:
         "request": msgspec.to_builtins(decision.request),
         "draws": list(decision.draws),
         "candidates": [row for _, _, row in sorted(rows, key=lambda entry: entry[:2])],
+    }
+
+
+def explain_choice(choice: Choice) -> dict[str, Any]:
+    """How a model was chosen, as plain data: the complexity, what each mark added to it, and which models came before and could not answer."""
+    return {
+        "model": choice.model,
+        "complexity": round(choice.complexity, 6),
+        "parts": {name: round(value, 6) for name, value in choice.parts},
+        "passed_over": list(choice.passed_over),
     }

@@ -69,6 +69,11 @@ class Log:
         self._access = config.access
         self._access_lines: list[str] = []
 
+    @property
+    def tells_requests(self) -> bool:
+        """Whether single requests have lines."""
+        return self._access and self._level <= logging.INFO
+
     def debug(self, message: str, **fields: Field) -> None:
         """What only someone hunting a bug wants to see."""
         self._write(logging.DEBUG, message, fields)
@@ -92,7 +97,7 @@ class Log:
 
     def access(self, access: Access) -> None:
         """One line for one HTTP request, if the config wants them. It is written by `flush`, or with the next line of another kind."""
-        if not self._access or self._level > logging.INFO:
+        if not self.tells_requests:
             return
         self._access_lines.append(self._lines.access(access))
         if len(self._access_lines) >= ACCESS_LINES_MAX:

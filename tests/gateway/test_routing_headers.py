@@ -15,6 +15,7 @@ from penstock.protocol.openai import ChatRequest, CompletionRequest, FunctionSpe
 from penstock.types import TenantId
 
 CONFIG, LIMITS = AdmissionConfig(), LimitsConfig()
+ADMIN_KEY = "sk-admin-0123456789"
 
 
 # --- what the client says -------------------------------------------------------------------------
@@ -174,7 +175,8 @@ def test_features_of_every_kind_of_prompt() -> None:
 @pytest.fixture(scope="module")
 def auto_gateway(kit):
     auto = AutoConfig(models=(AutoModel(model="tiny"),))
-    running = kit.RunningGateway(kit.replace(kit.make_config(), routing={"auto": auto}))
+    config = kit.replace(kit.make_config(), routing={"auto": auto}, auth={"admin_keys": (ADMIN_KEY,)})
+    running = kit.RunningGateway(config)
     yield running
     running.stop()
 
@@ -214,6 +216,24 @@ def test_auto_answers_and_says_how_it_was_chosen(kit, auto_gateway) -> None:
         "downgrade": "complexity",
         "route": headers["x-penstock-route"],
     }
+
+
+def test_how_it_was_chosen_is_in_the_log_and_explained(kit, auto_gateway) -> None:
+    body = kit.chat(model="auto", max_tokens=3)
+    headers, answer = ask(kit, auto_gateway, kit.post("/v1/chat/completions", body, "Connection: close"))
+    get = kit.get(
+        f"/admin/explain/{json.loads(answer)['id']}",
+        f"Authorization: Bearer {ADMIN_KEY}",
+        "Connection: close",
+    )
+    told = json.loads(ask(kit, auto_gateway, get)[1])
+    assert [each["reason"] for each in told["decisions"]] == ["only"]
+    choice = told["model_choice"]
+    assert (choice["model"], choice["complexity"], choice["passed_over"]) == ("tiny", 0.0, [])
+    assert choice["parts"]["simple"] < 0
+    lines = auto_gateway.log_text.getvalue().splitlines()
+    (line,) = (each for each in lines if "model chosen" in each and headers["x-request-id"] in each)
+    assert f"complexity=0.0 part_simple={round(choice['parts']['simple'], 3)}" in line
 
 
 def test_a_model_that_was_asked_for_by_name(kit, auto_gateway) -> None:

@@ -78,7 +78,9 @@ def test_what_may_not_answer_is_passed_over_upwards_then_downwards() -> None:
         "Prove it and compare the trade-offs step by step, then justify the strategy and its risks. " * 3
     )
     assert choose(router(), hard).model == "large"
-    assert choose(router(), hard, lambda model: model == "small").model == "small"
+    assert choose(router(), hard).passed_over == ()
+    small = choose(router(), hard, lambda model: model == "small")
+    assert (small.model, small.passed_over) == ("small", ("large", "medium"))
     assert router().choose(hard, lambda _: False) is None
 
 
