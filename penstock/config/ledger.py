@@ -60,6 +60,8 @@ class BudgetsConfig(Branch, frozen=True, kw_only=True):
 
     warn_at: Annotated[tuple[Annotated[float, Meta(gt=0, le=1)], ...], Meta(max_length=16)] = (0.5, 0.8, 1.0)
     """Shares of a budget whose crossing is told in the log and counted."""
+    downgrade_at: Annotated[float, Meta(gt=0, le=1)] = 0.8
+    """From this share of a budget on, requests go to a cheaper fallback (`routing.models`) where tenant and request allow that."""
     slice_tokens: Positive = 256
     """Answer tokens that are paid for ahead; a running stream over its budget ends at the next such boundary."""
     hard: bool = True

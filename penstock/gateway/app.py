@@ -101,6 +101,8 @@ class Gateway:
             clock=clock,
             tokenize=TokenizePool(config.limits),
             dispatcher=self._dispatcher,
+            gate=self._decisions.gate,
+            metrics=metrics,
             explained=self._decisions.explained,
             locality=locality,
             log=log,

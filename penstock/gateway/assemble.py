@@ -24,6 +24,7 @@ from penstock.policy.output_length import OutputLengths
 from penstock.policy.parts import Parts
 from penstock.policy.price import PriceList
 from penstock.policy.quarantine import Quarantine
+from penstock.policy.thrift import Thrift
 from penstock.rng import fresh_seed, stream
 from penstock.telemetry.ledger import Ledger
 from penstock.telemetry.log import Log
@@ -42,6 +43,7 @@ class Decisions:
     ledger: Ledger
     clock: Clock
     log: Log
+    gate: Gate
     explained: DecisionLog
     """Which worker got which of the last requests, and why."""
     refresh_s: float = 0.0
@@ -106,7 +108,8 @@ def make_decisions(
     limits = SharedLimits(config.rate_limits, config.shared, gateway=gateway, clock=clock, log=log)
     budgets = Budgets(config.budgets, wall_offset_ns=clock.wall_ns() - clock.now_ns())
     ledger = Ledger(config.ledger, clock, log)
-    gate = Gate(config.admission, config.routing, config.queue, lambda name: _facts(models, name))
+    thrift = Thrift(budgets, prices)
+    gate = Gate(config.admission, config.routing, config.queue, lambda name: _facts(models, name), thrift)
     placements = Placements(
         config.routing.placement, metrics=metrics, log=log, seed=fresh_seed(), locality=lambda _: locality
     )
@@ -150,6 +153,7 @@ def make_decisions(
         ledger=ledger,
         clock=clock,
         log=log,
+        gate=gate,
         explained=placements.decisions,
         refresh_s=config.budgets.refresh_s if config.server.processes > 1 else 0.0,
     )

@@ -5,7 +5,7 @@ per choice to the dispatcher. After that everything is pushed (dispatch.py, repl
 """
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.backends.base import GenerateRequest, Sink, TextLogprob
 from penstock.clock import NS_PER_S
+from penstock.errors import ContextTooLong
 from penstock.gateway.auth import Caller
 from penstock.gateway.collect import WholeChat, WholeCompletion
 from penstock.gateway.dispatch import Ticket
@@ -168,10 +169,18 @@ class Generate:
         if choice is not None:
             served.downgrade, served.route = "complexity", choice.explain()
             services.tell_choice(exchange.id, tenant, choice)
+        too_long: Iterator[ServedModel] | None = None
         while True:
             exchange.served = served
             exchange.tally = Tally(model=model.name, endpoint=endpoint, started_ns=exchange.started_ns)
-            job, begin = await prepare(model, adapter)
+            try:
+                job, begin = await prepare(model, adapter)
+            except ContextTooLong as error:
+                too_long = too_long or self._longer(error, model, tenant, hints, request, adapter)
+                longer = next(too_long)
+                services.metrics.diverted(model.name, "context")
+                model, served = longer, replace(served, model=adapter or longer.name, downgrade="context")
+                continue
             services.check_draining()  # It may have begun while the prompt was tokenized.
             arrival = _arrival(job, served, hints, endpoint, self._keys(job))
             if choice is not None:
@@ -186,6 +195,24 @@ class Generate:
                 return
             model = services.models.get(diverted.route)  # One that has the adapter, if one is asked for.
             served = replace(served, model=adapter or model.name, downgrade=diverted.why)
+
+    def _longer(
+        self,
+        error: ContextTooLong,
+        model: ServedModel,
+        tenant: Tenant,
+        hints: Hints,
+        request: GenerationRequest,
+        adapter: str,
+    ) -> Iterator[ServedModel]:
+        """Models that may answer what does not fit this one, if they have workers. After the last of them it is an error after all: the first."""
+        services = self._services
+        for name in services.gate.longer(
+            model.name, tenant, hints.degrade, needs_tools=_uses_tools(request), adapter=adapter
+        ):
+            if (longer := services.models.get(name)).workers.is_ready:
+                yield longer
+        raise error
 
     def _streams(self, job: _Job, sinks: Sequence[Sink]) -> list[tuple[GenerateRequest, Sink]]:
         """Every choice's request, and who hears its answer."""

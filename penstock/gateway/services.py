@@ -11,9 +11,11 @@ from penstock.gateway.tokenize_pool import TokenizePool
 from penstock.kv.locality import KVLocality
 from penstock.policy.complexity import Choice
 from penstock.policy.decision_log import DecisionLog
+from penstock.policy.gate import Gate
 from penstock.policy.tenant import Tenant
 from penstock.rng import IdSource
 from penstock.telemetry.log import Log
+from penstock.telemetry.metrics import Metrics
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,6 +28,8 @@ class Services:
     clock: Clock
     tokenize: TokenizePool
     dispatcher: Dispatcher
+    gate: Gate
+    metrics: Metrics
     explained: DecisionLog
     """Which worker got which of the last requests, and why; and which model, of those that named none."""
     locality: KVLocality

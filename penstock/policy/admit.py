@@ -6,6 +6,7 @@
 | too late, by a good prediction | divert if allowed, else 429 | divert, else 429 | 429 |
 | no good prediction, more than 10 wait per replica | admit: it waits | divert, else 429 | 429 |
 | its queue is full | divert if allowed, else 429 | divert, else 429 | 429 |
+| costs more than a fallback that would start it in time, and the budget nears its end | divert if allowed, else as above | divert | as above |
 | has no worker | wait if the queue does, else divert, else 503 | divert, else as the queue does | as the queue does |
 
 "In time" is the band's and tier's target, the request's own bound and the queue's. Protected bands have no target unless one
@@ -23,6 +24,7 @@ from penstock.config.routing import AdmissionConfig, ModelRoute, TtftTarget
 from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Decision, Divert, Shed
 from penstock.policy.comeback import ComebackTimes
 from penstock.policy.tenant import Degrade, Tenant
+from penstock.policy.tenant_limits import may_use_model
 from penstock.policy.wait_time import Prediction, WaitModels
 
 _AT_ONCE = Admit()
@@ -60,6 +62,10 @@ class Admission:
         may_divert = _degrade_of(facts) != "never"
         if not route.ready:
             return self._without_worker(facts, may_divert=may_divert)
+        if facts.is_cheaper is not None and may_divert:
+            for found in self._fallbacks(facts):
+                if facts.is_cheaper(found.model) and self._judge(facts, found).fits:
+                    return Divert(found.model, "budget")
         verdict = self._judge(facts, route)
         if not verdict.fits:
             why = "slo" if verdict.why == "slo" else "queue_depth"
@@ -136,25 +142,24 @@ class Admission:
     def _fallbacks(self, facts: AdmitFacts) -> list[Candidate]:
         """The chain of smaller models, without those that cannot do what the request needs."""
         found: list[Candidate] = []
-        data = self._data(facts.requested.model)
-        model = self._next(facts.requested.model)
-        for _ in range(len(self._routes)):
-            if not model:
-                break
-            if self._may(facts, model, data):
-                candidate = facts.candidate(model)
-                if candidate is not None and candidate.ready and _holds(candidate):
-                    found.append(candidate)
-            model = self._next(model)
+        for model in self.chain(facts.tenant, facts.requested.model, needs_tools=facts.needs_tools):
+            candidate = facts.candidate(model) if model not in facts.tried else None
+            if candidate is not None and candidate.ready and _holds(candidate):
+                found.append(candidate)
         return found
 
-    def _may(self, facts: AdmitFacts, model: str, data: frozenset[str]) -> bool:
-        allowed = facts.tenant.models
-        if model in facts.tried or (allowed and model not in allowed):
-            return False
-        route = self._routes.get(model)
-        has_tools = route is None or route.tools
-        return data <= self._data(model) and (has_tools or not facts.needs_tools)
+    def chain(self, tenant: Tenant, model: str, *, needs_tools: bool) -> list[str]:
+        """The model's fallbacks in order: those that the tenant may use, and that have its tools and may have its data."""
+        found, data = list[str](), self._data(model)
+        for _ in range(len(self._routes)):
+            model = self._next(model)
+            if not model:
+                break
+            route = self._routes.get(model)
+            has_tools = route is None or route.tools or not needs_tools
+            if has_tools and data <= self._data(model) and may_use_model(tenant, model):
+                found.append(model)
+        return found
 
     def _data(self, model: str) -> frozenset[str]:
         route = self._routes.get(model)

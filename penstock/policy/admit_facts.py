@@ -9,8 +9,9 @@ import msgspec
 from penstock.policy.tenant import Degrade, Tenant
 from penstock.policy.wait_time import Load
 
-DowngradeReason = Literal["queue_depth", "slo", "complexity", "unavailable"]
-"""Why another model answers. `complexity` is the choice of `model: "auto"`; `unavailable`: the model has no worker."""
+DowngradeReason = Literal["queue_depth", "slo", "budget", "context", "complexity", "unavailable"]
+"""Why another model answers. `budget`: the tenant has used most of its money, and the other one is cheaper; `context`: the request does not fit
+the model; `complexity` is the choice of `model: "auto"`; `unavailable`: the model has no worker."""
 ShedReason = Literal["queue_depth", "slo", "queue_full", "no_worker"]
 
 
@@ -52,6 +53,8 @@ class AdmitFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The queue keeps requests of a model that has no worker."""
     tried: frozenset[str] = frozenset()
     """Models that have sent this request on already."""
+    is_cheaper: Callable[[str], bool] | None = None
+    """Set if the tenant is to be sent to a cheaper model where it allows that: whether a fallback is one."""
     candidate: Callable[[str], Candidate | None] = lambda model: None
     """The facts of a fallback; None if it is not served."""
 

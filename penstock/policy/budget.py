@@ -185,6 +185,16 @@ class Budgets:
         account.reserved += micros
         return Reservation(self, account, micros)
 
+    def nears_end(self, now_ns: int, tenant: Tenant) -> bool:
+        """Whether it has spent, or reserved, `downgrade_at` of a budget."""
+        account = self._accounts.get(tenant.id)
+        if account is None:
+            return False
+        self._enter(now_ns, account)
+        share = self._config.downgrade_at
+        limits = ((account.day, tenant.budget_day_micros), (account.month, tenant.budget_month_micros))
+        return any(0 < share * limit <= period.spent + account.reserved for period, limit in limits)
+
     def spent(self, now_ns: int, tenant: TenantId) -> tuple[int, int]:
         """What it has spent this day and this month."""
         account = self._accounts.get(tenant)

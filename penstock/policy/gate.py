@@ -16,12 +16,14 @@ from penstock.clock import NS_PER_S
 from penstock.config.flow import QueueConfig
 from penstock.config.routing import AdmissionConfig, RoutingConfig
 from penstock.errors import Overloaded, PenstockError, WorkerUnavailable
-from penstock.policy.admit import Admission
+from penstock.policy.admit import Admission, effective_degrade
 from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Divert, Shed
 from penstock.policy.answers import Diverted, Refused
 from penstock.policy.fair_queue import default_level, ordered_bands
 from penstock.policy.flow import Arrival
 from penstock.policy.parts import Pass, RouteLoad
+from penstock.policy.tenant import Degrade, Tenant
+from penstock.policy.thrift import Thrift
 from penstock.policy.wait_time import Load, Sample, WaitModels
 from penstock.types import RequestId
 
@@ -48,6 +50,7 @@ class Gate:
         "_facts",
         "_met",
         "_protected",
+        "_thrift",
         "_timeouts",
         "_waits_for_worker",
         "waits",
@@ -59,8 +62,10 @@ class Gate:
         routing: RoutingConfig,
         queue: QueueConfig,
         facts: Callable[[str], ModelFacts | None],
+        thrift: Thrift | None = None,
     ) -> None:
-        """`facts` tells of a model; None if it is not served."""
+        """`facts` tells of a model; None if it is not served. `thrift`: tenants whose budget nears its end go to cheaper fallbacks."""
+        self._thrift = thrift if any(route.fallback for route in routing.models) else None
         self.waits = WaitModels(admission)
         self._admission = Admission(admission, routing.models, self.waits)
         self._facts = facts
@@ -91,6 +96,7 @@ class Gate:
                 needs_tools=arrival.needs_tools,
                 waits_for_worker=self._waits_for_worker,
                 tried=frozenset((arrival.requested_model,)) if arrival.diverted else frozenset(),
+                is_cheaper=self._thrift and self._thrift.cheaper_for(now_ns, arrival),
                 candidate=lambda model: self._candidate(arrival, model, look),
             ),
         )
@@ -100,6 +106,23 @@ class Gate:
         if isinstance(decision, Divert):
             return Diverted(arrival.id, decision.model, decision.why)
         return Refused(arrival.id, "admission", _error(decision, arrival.route))
+
+    def longer(
+        self, route: str, tenant: Tenant, degrade: Degrade | None, *, needs_tools: bool, adapter: str
+    ) -> list[str]:
+        """Fallbacks of a model that a request did not fit: those with a longer context that may answer it, in order. None if it may not be
+        answered by another one.
+        """
+        mine = self._facts(route)
+        if mine is None or effective_degrade(degrade, tenant) == "never":
+            return []
+
+        def is_longer(model: str) -> bool:
+            facts = self._facts(model)
+            has_adapter = facts is not None and (not adapter or adapter in facts.adapters)
+            return facts is not None and has_adapter and facts.max_model_len > mine.max_model_len
+
+        return [m for m in self._admission.chain(tenant, route, needs_tools=needs_tools) if is_longer(m)]
 
     def worker_started(self, route: str, worker: str) -> None:
         """A worker has become ready (again): what it does next is not learned from."""

@@ -27,6 +27,7 @@ from penstock.policy.quarantine import Quarantine
 from penstock.policy.rate_limit import Limiter
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.policy.room import WorkerView
+from penstock.policy.thrift import Thrift
 from penstock.sim.caches import Asked, Caches
 from penstock.sim.events import LocalClock, Rank, Timeline
 from penstock.sim.facts import Facts, Network, Witness
@@ -75,7 +76,8 @@ class SimGateway:
             self.limiter = Limiter(config.rate_limits, leases.make_bucket)
             self._keeper.start(timeline.now_ns())
         self.budgets = Budgets(config.budgets, wall_offset_ns=self.clock.wall_ns() - self.clock.now_ns())
-        self.gate = Gate(config.admission, config.routing, config.queue, self._model_facts)
+        thrift = Thrift(self.budgets, self.prices)
+        self.gate = Gate(config.admission, config.routing, config.queue, self._model_facts, thrift)
         self.caches = Caches(config, seed=facts.seed, gateway=number)
         self.num_hedges: dict[HedgeOutcome, int] = dict.fromkeys(HedgeOutcome, 0)
         """By what came of them."""

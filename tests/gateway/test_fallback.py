@@ -63,3 +63,46 @@ def test_who_waits_is_answered_by_the_fallback_and_whoever_may_not_is_told(kit, 
     )
     short = [row for row in rows if row[3:] == ("finished", 5)]
     assert short == [("tiny", "small", "unavailable", "finished", 5)]
+
+
+def test_what_does_not_fit_is_answered_by_a_longer_fallback(kit) -> None:
+    config = msgspec.structs.replace(
+        kit.make_config(), routing=RoutingConfig(models=(ModelRoute(model="tiny", fallback="small"),))
+    )
+    running = kit.RunningGateway(config, small=True)
+    for name, length in (("tiny", 64), ("small", 1024)):
+        running.call(lambda name=name, length=length: shorten(running.backends[name], length))
+
+    def ask(num_chars: int, *headers: str, **fields: object) -> tuple[int, str, bytes]:
+        body = kit.chat(
+            **{"messages": [{"role": "user", "content": "x" * num_chars}], "max_tokens": 8, **fields}
+        )
+        raw = kit.Raw(running).send(kit.post("/v1/chat/completions", body, "Connection: close", *headers))
+        head, _, text = raw.read_all().partition(b"\r\n\r\n")
+        raw.close()
+        return int(head.split()[1]), head.decode().lower(), text
+
+    status, head, _ = ask(4)
+    assert (status, "x-penstock-downgrade" in head) == (200, False)
+    status, head, text = ask(200)
+    assert status == 200
+    assert "x-penstock-model: small" in head
+    assert "x-penstock-requested-model: tiny" in head
+    assert "x-penstock-downgrade: context" in head
+    assert b'"model":"small"' in text
+    assert ask(4, max_tokens=300)[0] == 200, "the answer may be what does not fit"
+    status, _, text = ask(200, "x-penstock-degrade: never")
+    assert status == 400
+    assert b"context_length_exceeded" in text
+    status, _, text = ask(2000)
+    assert status == 400
+    assert b"maximum context length is 64 tokens" in text, "of the model that was asked for"
+    running.call(running.backends["small"].lose_worker)
+    assert ask(200)[0] == 400
+    running.stop()
+
+
+def shorten(backend, length: int) -> None:
+    """Its model has a context of so many tokens."""
+    backend.status.info = msgspec.structs.replace(backend.status.info, max_model_len=length)
+    backend.on_change()
