@@ -29,7 +29,8 @@ class BandConfig(Branch, frozen=True, kw_only=True):
     timeout_s: Annotated[float, Meta(gt=0, le=86_400)] = 60.0
     """A request that waits longer is dropped, with a 503."""
     discipline: Literal["fifo", "deadline"] = "fifo"
-    """Order among one tenant's requests: arrival, or the earliest deadline (its own, else the end of its wait)."""
+    """Order among one tenant's requests: arrival, or the earliest deadline: when its first token is wanted, by its header x-penstock-max-wait-ms
+    or the promise to its tier and band (`admission`), else the end of its wait."""
     protected: bool = False
     """Its running streams are never stopped to make room in KV memory."""
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from penstock.clock import Clock, sleep
 from penstock.config.tree import Config
@@ -97,9 +98,7 @@ def make_decisions(
     log: Log,
     locality: KVLocality,
 ) -> Decisions:
-    """Admission, limits, budgets, prices and queues of `config`, in front of the models' workers.
-
-    `gateway` names this process for all time.
+    """Admission, limits, budgets, prices and queues of `config`, in front of the models' workers. `gateway` names this process for all time.
 
     Raises:
         ConfigError: the store of shared limits cannot be used as configured.
@@ -108,8 +107,8 @@ def make_decisions(
     limits = SharedLimits(config.rate_limits, config.shared, gateway=gateway, clock=clock, log=log)
     budgets = Budgets(config.budgets, wall_offset_ns=clock.wall_ns() - clock.now_ns())
     ledger = Ledger(config.ledger, clock, log)
-    thrift = Thrift(budgets, prices)
-    gate = Gate(config.admission, config.routing, config.queue, lambda name: _facts(models, name), thrift)
+    facts = partial(_facts, models)
+    gate = Gate(config.admission, config.routing, config.queue, facts, Thrift(budgets, prices))
     placements = Placements(
         config.routing.placement, metrics=metrics, log=log, seed=fresh_seed(), locality=lambda _: locality
     )

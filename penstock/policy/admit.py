@@ -123,10 +123,16 @@ class Admission:
 
     def _limit(self, facts: AdmitFacts, prediction: Prediction) -> int:
         """The longest TTFT that fits, in nanoseconds; 0: any."""
-        limit_ns = _least(self._target(facts), facts.max_wait_ns)
+        limit_ns = self.wanted_ns(facts)
         if facts.queue_wait_max_ns:
             limit_ns = _least(limit_ns, facts.queue_wait_max_ns + prediction.prefill_ns)
         return limit_ns
+
+    def wanted_ns(self, facts: AdmitFacts) -> int:
+        """By when after its arrival a request's first token is wanted: by its client, or by the promise to its tier and band. 0: at no
+        certain time.
+        """
+        return _least(self._target(facts), facts.max_wait_ns)
 
     def _known(self, facts: AdmitFacts, route: Candidate) -> Prediction | None:
         """A prediction that is good enough: for a promise, which has a margin, or else by itself. Where nothing is promised a

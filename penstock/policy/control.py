@@ -101,7 +101,7 @@ class FlowControl:
         account = self._accounts.open(now_ns, arrival)
         if isinstance(account, Refused):
             return account
-        work = work_of(arrival, now_ns, account.expected)
+        work = work_of(arrival, now_ns, account.expected, verdict.first_token_ns)
         dropped = lane.queue.push(now_ns, work)
         if isinstance(dropped, Full):
             account.undo(now_ns)

@@ -59,9 +59,10 @@ class Fallbacks:
             return None
         if life.lane.down_ns is None or lane is life.lane:
             return None
-        if not isinstance(self._parts.admission.decide(now_ns, arrival, self._look(now_ns, arrival)), Pass):
+        verdict = self._parts.admission.decide(now_ns, arrival, self._look(now_ns, arrival))
+        if not isinstance(verdict, Pass):
             return None
-        work = work_of(arrival, life.flow.arrived_ns, 0)
+        work = work_of(arrival, life.flow.arrived_ns, 0, verdict.first_token_ns)
         if lane.queue.would_refuse(work):
             return None
         account = self._accounts.open(now_ns, arrival)

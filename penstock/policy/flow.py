@@ -173,12 +173,10 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Streams that it takes on a worker: prompts times choices of each."""
     num_bytes: int = 0
     """Memory that it holds while it waits: its body and its prompt tokens."""
-    deadline_ns: int = 0
-    """When the first token is wanted, for bands that are in order of deadlines; 0 says nothing."""
     max_wait_ns: int = 0
     """Longest wait in the queue; 0 is the band's own."""
     first_token_ns: int = 0
-    """The longest that the client waits for its first token, from now: admission's business; 0 says nothing."""
+    """The longest that the client waits for its first token, from now: for admission, and for bands in order of deadlines; 0 says nothing."""
     degrade: Degrade | None = None
     """Whether a smaller model may answer, as the request says; None leaves it to the tenant."""
     needs_tools: bool = False

@@ -46,6 +46,7 @@ class Gate:
 
     __slots__ = (
         "_admission",
+        "_by_deadline",
         "_default",
         "_facts",
         "_met",
@@ -74,6 +75,7 @@ class Gate:
         self._default = bands[default_level(bands)].name
         self._timeouts = {band.name: int(band.timeout_s * NS_PER_S) for band in queue.bands}
         self._protected = {band.name for band in queue.bands if band.protected}
+        self._by_deadline = {band.name for band in queue.bands if band.discipline == "deadline"}
         self._met: OrderedDict[RequestId, tuple[Load, int]] = OrderedDict()
 
     def decide(
@@ -83,26 +85,26 @@ class Gate:
         band = self._band(arrival.tenant.band)
         requested = self._candidate(arrival, arrival.route, look)
         assert requested is not None, f"{arrival.route} is not served"
-        decision = self._admission.decide(
-            now_ns,
-            AdmitFacts(
-                tenant=arrival.tenant,
-                requested=requested,
-                band=band,
-                is_protected=band in self._protected,
-                degrade=arrival.degrade,
-                max_wait_ns=arrival.first_token_ns,
-                queue_wait_max_ns=arrival.max_wait_ns or self._timeouts[band],
-                needs_tools=arrival.needs_tools,
-                waits_for_worker=self._waits_for_worker,
-                tried=frozenset((arrival.requested_model,)) if arrival.diverted else frozenset(),
-                is_cheaper=self._thrift and self._thrift.cheaper_for(now_ns, arrival),
-                candidate=lambda model: self._candidate(arrival, model, look),
-            ),
+        facts = AdmitFacts(
+            tenant=arrival.tenant,
+            requested=requested,
+            band=band,
+            is_protected=band in self._protected,
+            degrade=arrival.degrade,
+            max_wait_ns=arrival.first_token_ns,
+            queue_wait_max_ns=arrival.max_wait_ns or self._timeouts[band],
+            needs_tools=arrival.needs_tools,
+            waits_for_worker=self._waits_for_worker,
+            tried=frozenset((arrival.requested_model,)) if arrival.diverted else frozenset(),
+            is_cheaper=self._thrift and self._thrift.cheaper_for(now_ns, arrival),
+            candidate=lambda model: self._candidate(arrival, model, look),
         )
+        decision = self._admission.decide(now_ns, facts)
         if isinstance(decision, Admit):
             self._remember(arrival.id, requested.load, decision.predicted_ns)
-            return Pass(decision.predicted_ns)
+            if band not in self._by_deadline:
+                return Pass(decision.predicted_ns)
+            return Pass(decision.predicted_ns, self._admission.wanted_ns(facts))
         if isinstance(decision, Divert):
             return Diverted(arrival.id, decision.model, decision.why)
         return Refused(arrival.id, "admission", _error(decision, arrival.route))

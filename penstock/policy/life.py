@@ -42,8 +42,8 @@ class Life:
         """When it was started first, if it was then started beside that."""
 
 
-def work_of(arrival: Arrival, now_ns: int, expected: int) -> Work:
-    """What the queue is told of a request."""
+def work_of(arrival: Arrival, now_ns: int, expected: int, first_token_ns: int = 0) -> Work:
+    """What the queue is told of a request that came at `now_ns`; its first token is wanted `first_token_ns` later, 0: at no certain time."""
     tenant = arrival.tenant
     computed = arrival.prompt_tokens - arrival.cached_tokens
     return Work(
@@ -52,7 +52,7 @@ def work_of(arrival: Arrival, now_ns: int, expected: int) -> Work:
         tenant=tenant.id,
         weight=tenant.weight,
         arrived_ns=now_ns,
-        deadline_ns=arrival.deadline_ns,
+        deadline_ns=now_ns + first_token_ns if first_token_ns else 0,
         max_wait_ns=arrival.max_wait_ns,
         num_bytes=arrival.num_bytes,
         streams=arrival.choices,

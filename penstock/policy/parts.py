@@ -128,6 +128,8 @@ class Pass(msgspec.Struct, frozen=True, gc=False):
 
     predicted_ns: int = 0
     """Its expected time to first token; 0: not known."""
+    first_token_ns: int = 0
+    """By when after its arrival its first token is wanted, where its band goes by that; 0: at no certain time."""
 
 
 class Admission(Protocol):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from penstock.config.flow import BandConfig
 from penstock.config.routing import AdmissionConfig, AutoConfig, AutoModel, ModelRoute, RoutingConfig
 from penstock.config.tree import LimitsConfig
 from penstock.errors import Forbidden, InvalidRequest, NotFound
@@ -243,3 +244,26 @@ def test_a_model_that_was_asked_for_by_name(kit, auto_gateway) -> None:
         "x-penstock-model",
         "x-penstock-queue-ms",
     ]
+
+
+def test_in_a_band_of_deadlines_who_waits_less_long_starts_first(kit) -> None:
+    bands = (BandConfig(name="default", order=0, discipline="deadline"),)
+    config = kit.replace(kit.make_config(), queue={"bands": bands, "worker_credit": 0})
+    running = kit.RunningGateway(config, max_running=1, step_s=0.01)
+    asked = [("first", 400, ()), ("patient", 2, ()), ("urgent", 2, ("x-penstock-max-wait-ms: 30000",))]
+    sockets = []
+    for number, (name, max_tokens, headers) in enumerate(asked):
+        body = {"model": "tiny", "prompt": name, "max_tokens": max_tokens}
+        sockets.append(
+            kit.Raw(running).send(kit.post("/v1/completions", body, "Connection: close", *headers))
+        )
+        running.wait_until(lambda number=number: running.gateway.num_accepted == number + 1)
+    running.wait_until(lambda: running.backend.num_streams == 1)
+    sockets[0].close()
+    for raw in sockets[1:]:
+        assert b"200 OK" in raw.read_all()
+        raw.close()
+    running.stop()
+    names = [bytes(request.prompt_token_ids) for request in running.requests]
+    assert len(names) == 3
+    assert len(names[1]) < len(names[2]), "urgent is shorter than patient"

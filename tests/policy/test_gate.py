@@ -1,8 +1,8 @@
 import pytest
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.config.flow import QueueConfig
-from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig
+from penstock.config.flow import BandConfig, QueueConfig
+from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig, TtftTarget
 from penstock.errors import Overloaded, WorkerUnavailable
 from penstock.policy.answers import Diverted, Queued, Refused
 from penstock.policy.control import FlowControl
@@ -149,3 +149,27 @@ def test_what_never_began_teaches_nothing() -> None:
     rig.gate.stream_ended(RequestId("r10000"), route="large", worker="w", service_ns=0)
     told = rig.gate.first_token(NS_PER_S, RequestId("r10000"), route="large", worker="w", ttft_ns=NS_PER_S)
     assert told is None
+
+
+def test_in_a_band_of_deadlines_whoever_is_wanted_first_goes_first() -> None:
+    """What the client says, or the promise to its tier; then whoever only has the end of its wait."""
+    bands = (BandConfig(name="default", order=0, discipline="deadline", timeout_s=60),)
+    targets = (TtftTarget(tier="pro", ttft_ms=5000),)
+    rig = Rig(slots=1, small=False, queue={"bands": bands}, targets=targets)
+    pro = tenant(tier="pro")
+    assert isinstance(rig.flow.arrive(0, ask(0)), Queued)
+    rig.flow.dispatch(0)
+    asked = [
+        ask(1),
+        ask(2, pro),
+        ask(3, first_token_ns=7 * NS_PER_S),
+        ask(4, pro, first_token_ns=9 * NS_PER_S),
+        ask(5, first_token_ns=1 * NS_PER_S),
+    ]
+    for number, arrival in enumerate(asked):
+        assert isinstance(rig.flow.arrive(number * NS_PER_MS, arrival), Queued)
+    order = []
+    for number in (0, 5, 2, 4, 3):
+        rig.flow.ended(NS_PER_S // 2, RequestId(f"r{number}"), Outcome.FINISHED, Usage(prompt_tokens=500))
+        order += [action.id for action in rig.flow.dispatch(NS_PER_S // 2)]
+    assert order == ["r5", "r2", "r4", "r3", "r1"]
