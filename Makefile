@@ -4,6 +4,8 @@ BIN := $(VENV)/bin
 ENGINE := scripts/setup.sh engine
 DEV := scripts/setup.sh dev
 export VENV
+# The whole suite runs in a process per core. A worker takes about half a GB, so four are enough.
+WHOLE_SUITE := -n logical --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help serve chat test test-workers check format bench bench-engine bench-relay soak train-demo clean
@@ -19,9 +21,9 @@ chat:  ## talk to a running server in the terminal
 	@$(ENGINE)
 	@exec $(BIN)/penstock chat $(ARGS)
 
-test:  ## install what is needed and run the test suite (ARGS="tests/kv -k pool" for a part)
+test:  ## install what is needed and run the test suite (ARGS="tests/kv -k pool" for a part, in one process)
 	@$(DEV)
-	@$(BIN)/pytest $(ARGS)
+	@$(BIN)/pytest $(or $(ARGS),$(WHOLE_SUITE))
 
 test-workers:  ## the tests with real servers of others: vLLM, Triton, Ray (installs those first; ARGS="-k ray" for a part)
 	@$(DEV)

@@ -2,9 +2,18 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # GPU kernels run in Triton's interpreter, on the CPU. Triton reads this when it is imported, which others do too: so here.
 os.environ["TRITON_INTERPRET"] = "1"
+
+# `make test` runs a process per core: torch's threads would only take turns with the others'. Read at its import too.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# No test is about how long it takes: a busy machine must not fail one.
+settings.register_profile("penstock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("penstock")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -68,7 +68,7 @@ def test_runs_are_contents_and_speed_counts(tmp_path: Path) -> None:
             + b'{"arrival_s":1,"prompt_tokens":9,"output_tokens":1}\n{"arrival_s":0,"prompt_tokens":9,"output_tokens":1}\n',
             "line 3",
         ),
-        (gzip.compress(HEADER.encode())[:-9], "cannot be read"),
+        (gzip.compress(HEADER.encode(), mtime=0)[:-9], "cannot be read"),
     ],
 )
 def test_a_broken_trace_is_named(tmp_path: Path, content: bytes, why: str) -> None:
