@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from free_port import free_port
 from served import Server
 
 from penstock.cli.main import main
@@ -125,9 +125,7 @@ def test_several_gateway_processes_follow_their_workers(tmp_path: Path) -> None:
 
 
 def test_a_worker_on_its_own_with_a_key(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     key = {"PENSTOCK_WORKER_KEY": "a key that both sides have"}
     command = [sys.executable, "-m", "penstock", "worker", "penstock-demo-mini", "--name", "tiny"]
     worker = subprocess.Popen(

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+from free_port import free_port
 from step_gate import ENVIRONMENT
 
 from penstock.config.launch import WorkerLaunch
@@ -174,12 +175,6 @@ def launch_line(
 
 def environment(step_s: float = 0.0, gate: str = "") -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": DOUBLES, "SCRIPTED_STEP_S": str(step_s), ENVIRONMENT: gate}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextmanager

@@ -8,14 +8,14 @@ import subprocess
 import time
 from pathlib import Path
 
+from free_port import free_port
+
 
 class RedisProcess:
     """`redis-server` without persistence: a restart has lost its memory."""
 
     def __init__(self, directory: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._directory = directory
         self._process: subprocess.Popen[bytes] | None = None

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 
 import pytest
 import zmq
-from raw_worker import Client, free_port, raw_worker, submit
+from free_port import free_port
+from raw_worker import Client, raw_worker, submit
 
 from penstock.clock import NS_PER_S, ManualClock
 from penstock.config.tree import KVEventsConfig
