@@ -1,4 +1,6 @@
+import fcntl
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,28 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # No test is about how long it takes: a busy machine must not fail one.
 settings.register_profile("penstock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("penstock")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """A test that is marked `alone` waits until no other runs, in any process, and none begins until it has ended.
+
+    Whoever goes in locks the door first (this file), then the room (this directory): so nobody slips in ahead of one who waits
+    for the room to be empty. Outermost of all, so that waiting is no part of the test's timeout.
+    """
+    how = fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH
+    door, room = os.open(__file__, os.O_RDONLY), os.open(Path(__file__).parent, os.O_RDONLY)
+    try:
+        fcntl.flock(door, fcntl.LOCK_EX)
+        fcntl.flock(room, how)
+        fcntl.flock(door, fcntl.LOCK_UN)
+        return (yield)
+    finally:
+        for held in (door, room):
+            fcntl.flock(
+                held, fcntl.LOCK_UN
+            )  # Not only closed: a forked child of the test may have it open still.
+            os.close(held)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -120,6 +120,7 @@ class Processes:
         raise AssertionError(f"no {pattern} from some of the processes")
 
 
+@pytest.mark.alone
 def test_eight_gateways_and_a_redis_that_freezes_and_dies(redis: RedisProcess, tmp_path: Path) -> None:
     common = {"store": "redis", "url": redis.url, "lease_s": LEASE_S, "timeout_s": 0.2, "retry_s": 0.2}
     common["gateways"] = COUNT  # On a busy machine the first hello may come too late.
@@ -155,6 +156,7 @@ def test_eight_gateways_and_a_redis_that_freezes_and_dies(redis: RedisProcess, t
         assert after <= BURST + SECOND + COUNT * LEASE
 
 
+@pytest.mark.alone
 def test_eight_processes_of_one_parent(tmp_path: Path) -> None:
     config = SharedConfig(store="parent", socket=str(tmp_path / "leases"), lease_s=LEASE_S)
     with serving(config):
