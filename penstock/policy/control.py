@@ -107,7 +107,6 @@ class FlowControl:
             account.undo(now_ns)
             return Refused(arrival.id, "queue", lane.overloaded(dropped))
         flow = Flow(arrival, now_ns)
-        flow.on(Event.ADMIT, now_ns)
         self._lives[arrival.id] = Life(flow, lane, work, account)
         lane.suspect(work, self._parts.poison.trial(now_ns, arrival))
         self._touch(lane)

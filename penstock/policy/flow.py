@@ -1,12 +1,17 @@
 """One request's life as a state machine without I/O: events in, actions out.
 
-    NEW ──admit──> QUEUED ──dispatch──> STARTED ──first output──> STREAMING ──finish, fail──> ENDED
-     │               │ ^                   │                          │                         ^
-     │               │ ├──────migrate──────┼──────────────────────────┤                         │
-     reject          │ └──────retry────────┤                          │                         │
-     v               evict, cancel, fail   cancel, evict, stop ───────┴──> STOPPING ──finish, fail
-    ENDED            v
-                    ENDED               STARTED ──hedge──> RACING ──drop──> STARTED
+    arrive ──> QUEUED ──dispatch──> STARTED ──first output──> STREAMING ──finish, fail──> ENDED
+                │ ^                    │                          │                         ^
+                │ ├───────migrate──────┼──────────────────────────┤                         │
+                │ └───────retry────────┤                          │                         │
+                evict, cancel, fail    cancel, evict, stop ───────┴──> STOPPING ──finish, fail
+                v
+               ENDED                STARTED ──hedge──> RACING ──drop──> STARTED
+
+A life begins when the request is accepted. Whoever is *rejected* has none: `FlowControl.arrive` answers `Refused`, in the same call in
+which it came, and nothing of it is left that could end or be settled. (Most rejections, of a key, a body, an allowlist, come before anything
+could be queued; and who is diverted arrives again elsewhere, and must not have lived twice.) So a flow is one accepted request, one
+settlement and one record: nobody has to ask which of them count.
 
 A request that runs on a worker ends when the worker says so: whoever wants it to end earlier (the client left, the
 budget is used up, memory ran out) makes it STOPPING, the driver aborts it there, and the worker's last word has the exact
@@ -28,73 +33,66 @@ from penstock.types import RequestId, Usage, WorkerId
 class State(enum.IntEnum):
     """Where a request is."""
 
-    NEW = 0
-    QUEUED = 1
-    STARTED = 2
+    QUEUED = 0
+    STARTED = 1
     """On a worker that has sent nothing yet: it may still be tried on another, or moved if an earlier one had begun."""
-    RACING = 3
+    RACING = 2
     """On two workers that have sent nothing yet: it goes on on one of them."""
-    STREAMING = 4
-    STOPPING = 5
+    STREAMING = 3
+    STOPPING = 4
     """Told to end; the worker's last word is awaited."""
-    ENDED = 6
+    ENDED = 5
 
 
 class Event(enum.IntEnum):
     """What happens to a request."""
 
-    REJECT = 0
-    ADMIT = 1
-    DISPATCH = 2
-    RETRY = 3
+    DISPATCH = 0
+    RETRY = 1
     """Its worker failed before any output, and it may be tried again."""
-    FIRST_OUTPUT = 4
-    OUTPUT = 5
-    CANCEL = 6
+    FIRST_OUTPUT = 2
+    OUTPUT = 3
+    CANCEL = 4
     """The client left."""
-    EVICT = 7
+    EVICT = 5
     """It waited too long, or gives way."""
-    STOP = 8
+    STOP = 6
     """A budget is used up: the answer ends here, as one that is finished."""
-    FINISH = 9
+    FINISH = 7
     """The worker's last word."""
-    FAIL = 10
-    MIGRATE = 11
+    FAIL = 8
+    MIGRATE = 9
     """Its worker failed after output, and another one can go on behind it."""
-    HEDGE = 12
+    HEDGE = 10
     """It has waited long for its first output, and is started on another worker too."""
-    DROP = 13
+    DROP = 11
     """One of two attempts is over: the other had output first, or it failed, or both are to end."""
-    MOVE = 14
+    MOVE = 12
     """Its model has no worker any more, and another one is to answer."""
 
 
 class Action(enum.IntEnum):
     """What the driver of the machine must do."""
 
-    REFUSE = 0
-    ENQUEUE = 1
-    LEAVE = 2
+    ENQUEUE = 0
+    LEAVE = 1
     """Take it out of the queue."""
-    START = 3
-    ABORT = 4
+    START = 2
+    ABORT = 3
     """Tell the worker to stop; FINISH or FAIL follows."""
-    RELEASE = 5
+    RELEASE = 4
     """It holds nothing of its worker any more."""
-    SETTLE = 6
-    """Count what it used: exactly once for every request that was queued."""
+    SETTLE = 5
+    """Count what it used: exactly once."""
 
 
-_ENQUEUE, _ABORT, _END, _LEAVE = (
-    (Action.ENQUEUE,),
+_ABORT, _END, _LEAVE = (
     (Action.ABORT,),
     (Action.RELEASE, Action.SETTLE),
     (Action.LEAVE, Action.SETTLE),
 )
 
 TABLE: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
-    (State.NEW, Event.REJECT): (State.ENDED, (Action.REFUSE,)),
-    (State.NEW, Event.ADMIT): (State.QUEUED, _ENQUEUE),
     (State.QUEUED, Event.DISPATCH): (State.STARTED, (Action.START,)),
     (State.QUEUED, Event.MOVE): (State.QUEUED, (Action.LEAVE, Action.ENQUEUE)),
     (State.QUEUED, Event.CANCEL): (State.ENDED, _LEAVE),
@@ -141,7 +139,6 @@ _MOVES = [[TABLE.get((state, event)) for event in Event] for state in State]
 """The same by index: two list look-ups per event."""
 
 _OUTCOME = {
-    Event.REJECT: Outcome.REJECTED,
     Event.CANCEL: Outcome.CANCELLED,
     Event.EVICT: Outcome.EVICTED,
     Event.STOP: Outcome.FINISHED,
@@ -195,7 +192,7 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class Flow:
-    """One request: what it is, where it is, and the times and counts that its usage record is made of."""
+    """One accepted request: what it is, where it is, and the times and counts that its usage record is made of."""
 
     __slots__ = (
         "arrival", "arrived_ns", "attempts", "cached_tokens", "completion_tokens", "cost_micros",
@@ -207,10 +204,10 @@ class Flow:
         self.arrival = arrival
         self.reason = ""
         """Why it was evicted."""
-        self.state = State.NEW
-        self.arrived_ns = now_ns
-        self.queued_ns = self.dispatched_ns = self.first_output_ns = self.ended_ns = -1
-        """Of the last time that it was queued and dispatched; -1: never."""
+        self.state = State.QUEUED
+        self.arrived_ns = self.queued_ns = now_ns
+        self.dispatched_ns = self.first_output_ns = self.ended_ns = -1
+        """Of the last time that it was dispatched, as `queued_ns` is of the last that it was queued; -1: never."""
         self.queue_ns = 0
         """Time in the queue, all visits together."""
         self.attempts = 0
@@ -272,7 +269,7 @@ class Flow:
             self.ended_ns = now_ns
 
     def record(self, wall_ns: int) -> UsageRecord:
-        """The facts for the ledger, of a request that has ended and was queued; `wall_ns` is the date of the end.
+        """The facts for the ledger, of a request that has ended; `wall_ns` is the date of the end.
 
         The share of the accelerators' cost is not here: whoever knows it adds it. Times are the worker's own where it tells them.
         """

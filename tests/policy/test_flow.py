@@ -21,25 +21,24 @@ def walk(flow: Flow, *events: Event) -> list[Action]:
 
 
 E, A = Event, Action
-RUN = (E.ADMIT, E.DISPATCH)
+RUN = (E.DISPATCH,)
 LIVES = {
-    "refused": ((E.REJECT,), (A.REFUSE,), Outcome.REJECTED),
     "an answer": (
         (*RUN, E.FIRST_OUTPUT, E.OUTPUT, E.FINISH),
-        (A.ENQUEUE, A.START, A.RELEASE, A.SETTLE),
+        (A.START, A.RELEASE, A.SETTLE),
         Outcome.FINISHED,
     ),
-    "an empty answer": ((*RUN, E.FINISH), (A.ENQUEUE, A.START, A.RELEASE, A.SETTLE), Outcome.FINISHED),
-    "the client left the queue": ((E.ADMIT, E.CANCEL), (A.ENQUEUE, A.LEAVE, A.SETTLE), Outcome.CANCELLED),
-    "waited too long": ((E.ADMIT, E.EVICT), (A.ENQUEUE, A.LEAVE, A.SETTLE), Outcome.EVICTED),
+    "an empty answer": ((*RUN, E.FINISH), (A.START, A.RELEASE, A.SETTLE), Outcome.FINISHED),
+    "the client left the queue": ((E.CANCEL,), (A.LEAVE, A.SETTLE), Outcome.CANCELLED),
+    "waited too long": ((E.EVICT,), (A.LEAVE, A.SETTLE), Outcome.EVICTED),
     "tried again": (
         (*RUN, E.RETRY, E.DISPATCH, E.FINISH),
-        (A.ENQUEUE, A.START, A.RELEASE, A.ENQUEUE, A.START, A.RELEASE, A.SETTLE),
+        (A.START, A.RELEASE, A.ENQUEUE, A.START, A.RELEASE, A.SETTLE),
         Outcome.FINISHED,
     ),
     "broke in the middle": (
         (*RUN, E.FIRST_OUTPUT, E.FAIL),
-        (A.ENQUEUE, A.START, A.RELEASE, A.SETTLE),
+        (A.START, A.RELEASE, A.SETTLE),
         Outcome.FAILED,
     ),
     "moved twice": (
@@ -54,37 +53,37 @@ LIVES = {
             E.OUTPUT,
             E.FINISH,
         ),
-        (A.ENQUEUE, A.START, *(A.RELEASE, A.ENQUEUE, A.START) * 2, A.RELEASE, A.SETTLE),
+        (A.START, *(A.RELEASE, A.ENQUEUE, A.START) * 2, A.RELEASE, A.SETTLE),
         Outcome.FINISHED,
     ),
     "the client left while it was to move": (
         (*RUN, E.FIRST_OUTPUT, E.MIGRATE, E.CANCEL),
-        (A.ENQUEUE, A.START, A.RELEASE, A.ENQUEUE, A.LEAVE, A.SETTLE),
+        (A.START, A.RELEASE, A.ENQUEUE, A.LEAVE, A.SETTLE),
         Outcome.CANCELLED,
     ),
     "the second attempt or the first goes on": (
         (*RUN, E.HEDGE, E.DROP, E.FIRST_OUTPUT, E.FINISH),
-        (A.ENQUEUE, A.START, A.START, A.ABORT, A.RELEASE, A.RELEASE, A.SETTLE),
+        (A.START, A.START, A.ABORT, A.RELEASE, A.RELEASE, A.SETTLE),
         Outcome.FINISHED,
     ),
     "the client left, and left": (
         (*RUN, E.FIRST_OUTPUT, E.CANCEL, E.CANCEL, E.OUTPUT, E.FINISH, E.CANCEL, E.OUTPUT),
-        (A.ENQUEUE, A.START, A.ABORT, A.RELEASE, A.SETTLE),
+        (A.START, A.ABORT, A.RELEASE, A.SETTLE),
         Outcome.CANCELLED,
     ),
     "the worker died while the client left": (
         (*RUN, E.CANCEL, E.FAIL),
-        (A.ENQUEUE, A.START, A.ABORT, A.RELEASE, A.SETTLE),
+        (A.START, A.ABORT, A.RELEASE, A.SETTLE),
         Outcome.CANCELLED,
     ),
     "out of budget": (
         (*RUN, E.FIRST_OUTPUT, E.STOP, E.CANCEL, E.FINISH),
-        (A.ENQUEUE, A.START, A.ABORT, A.RELEASE, A.SETTLE),
+        (A.START, A.ABORT, A.RELEASE, A.SETTLE),
         Outcome.FINISHED,
     ),
     "gave way": (
         (*RUN, E.FIRST_OUTPUT, E.EVICT, E.FINISH),
-        (A.ENQUEUE, A.START, A.ABORT, A.RELEASE, A.SETTLE),
+        (A.START, A.ABORT, A.RELEASE, A.SETTLE),
         Outcome.EVICTED,
     ),
 }
@@ -105,7 +104,6 @@ def test_every_move_of_the_table_leads_somewhere_and_the_end_is_the_end() -> Non
             assert not actions
         if A.SETTLE in actions:
             assert then is State.ENDED
-            assert state is not State.NEW
     for state in set(State) - {State.ENDED}:
         assert any(where is state for where, _ in TABLE), f"no way out of {state.name}"
 
@@ -113,9 +111,9 @@ def test_every_move_of_the_table_leads_somewhere_and_the_end_is_the_end() -> Non
 @pytest.mark.parametrize(
     "events",
     [
-        (E.DISPATCH,),
-        (E.ADMIT, E.ADMIT),
-        (E.ADMIT, E.OUTPUT),
+        (*RUN, *RUN),
+        (E.OUTPUT,),
+        (E.FINISH,),
         (*RUN, E.FIRST_OUTPUT, E.RETRY),
         (*RUN, E.FINISH, E.FINISH),
     ],
@@ -134,15 +132,14 @@ def test_whatever_happens_it_settles_once_and_its_times_are_in_order(events) -> 
         before = flow.outcome
         actions += flow.on(event, (1000 + i) * US)
         assert before is None or flow.outcome is before, "an outcome that is decided stays"
-    ends = actions.count(A.SETTLE) + actions.count(A.REFUSE)
-    assert ends == (flow.state is State.ENDED)
+    assert actions.count(A.SETTLE) == (flow.state is State.ENDED)
     assert actions.count(A.START) == flow.attempts
     running = (flow.state in (State.STARTED, State.STREAMING, State.STOPPING)) + 2 * (
         flow.state is State.RACING
     )
     assert actions.count(A.START) - actions.count(A.RELEASE) == running
     assert (flow.outcome is not None) == (flow.state in (State.STOPPING, State.ENDED))
-    if flow.state is State.ENDED and flow.outcome is not Outcome.REJECTED:
+    if flow.state is State.ENDED:
         record = flow.record(0)
         assert 0 <= record.queue_us <= record.total_us
         assert record.queue_us + record.prefill_us + record.decode_us <= record.total_us
@@ -170,9 +167,9 @@ def test_the_record_has_the_times_and_counts() -> None:
     assert (record.route_reason, record.band, record.worker) == ("queue_depth", "priority", "w1")
     assert (record.prompt_tokens, record.cached_tokens, record.completion_tokens) == (10, 4, 7)
     assert (record.attempts, record.choices, record.outcome, record.error) == (2, 2, Outcome.FINISHED, "")
-    # Queued at 1001, started at 1002, back at 1003, started at 1004, first output at 1005, over at 1010.
-    assert (record.queue_us, record.prefill_us, record.decode_us) == (2, 1, 5)
-    assert (record.ttft_us, record.total_us) == (5, 10)
+    # Queued at 1000, started at 1001, back at 1002, started at 1003, first output at 1004, over at 1010.
+    assert (record.queue_us, record.prefill_us, record.decode_us) == (2, 1, 6)
+    assert (record.ttft_us, record.total_us) == (4, 10)
 
 
 def test_the_worker_knows_its_own_times_best() -> None:
@@ -186,14 +183,14 @@ def test_the_worker_knows_its_own_times_best() -> None:
 
 def test_what_was_never_started_has_no_times_of_a_worker() -> None:
     flow = make()
-    walk(flow, E.ADMIT, E.EVICT)
+    walk(flow, E.EVICT)
     record = flow.record(0)
     assert (record.queue_us, record.prefill_us, record.decode_us, record.ttft_us, record.total_us) == (
         1,
         0,
         0,
         0,
-        2,
+        1,
     )
     assert record.attempts == 0
     assert record.worker == ""
