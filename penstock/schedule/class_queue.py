@@ -77,6 +77,11 @@ class ClassQueue:
         """See `WaitingQueue.charge`."""
         self._of(request).shares.charge(request, prompt=prompt, cached=cached, generated=generated)
 
+    def served_to(self, request: Request) -> int:
+        """See `WaitingQueue.served_to`."""
+        found = self._classes.get(request.order[0])
+        return 0 if found is None else found.shares.served_to(request)
+
     def served(self, key: str) -> float:
         """What the key was served in all classes together, in computed prompt tokens."""
         return sum(each.shares.served(key) for each in self._classes.values())

@@ -94,6 +94,10 @@ class FairQueue:
         share = round(cost * _WEIGHT_UNIT / self._weights.get(key, request.fairness_weight))
         self._served[key] = self._served.get(key, 0) + share
 
+    def served_to(self, request: Request) -> int:
+        """See `WaitingQueue.served_to`."""
+        return self._served.get(request.fairness_key, 0) // (PROMPT_COST * _WEIGHT_UNIT)
+
     def served(self, key: str) -> float:
         """The key's counter, in computed prompt tokens."""
         return self._served.get(key, 0) / (PROMPT_COST * _WEIGHT_UNIT)

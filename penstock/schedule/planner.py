@@ -38,7 +38,9 @@ class Planner:
         self._clock, self._queue = clock, queue
         self._batch, self._counters, self._cap = batch, counters, cap
         self._quota, self.reserve = quota, AdmissionReserve()
-        self._victims = VictimChoice(batch.manager.pool, limits.preemptions_max, quota.is_over)
+        self._victims = VictimChoice(
+            batch.manager.pool, limits.preemptions_max, quota.is_over, queue.served_to, limits.step_tokens
+        )
         self.wants_rest = False
         """A request found no blocks, but nothing can be taken from others while a step is in flight."""
         self._at_rest = True
@@ -164,6 +166,7 @@ class Planner:
             if not self._at_rest or self._manager.pool.num_draining:
                 self.wants_rest = True
                 return
+            self.charge_running()
             victim = self._victims.choose(self._batch.running)
             step.drop(victim)
             self._preempt(victim, step.planned_ns)

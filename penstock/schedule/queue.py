@@ -46,6 +46,10 @@ class WaitingQueue(Protocol):
         """Count what a request was given: prompt tokens computed, prompt tokens found cached, tokens drawn."""
         ...
 
+    def served_to(self, request: Request) -> int:
+        """What the request's tenant was served in its class, in computed prompt tokens; 0 where shares do not count."""
+        ...
+
     def __len__(self) -> int:
         """How many wait."""
         ...
@@ -111,6 +115,10 @@ class OrderedQueue:
 
     def charge(self, request: Request, *, prompt: int = 0, cached: int = 0, generated: int = 0) -> None:
         """See `WaitingQueue.charge`. Changes nothing: the order is settled on arrival."""
+
+    def served_to(self, request: Request) -> int:
+        """See `WaitingQueue.served_to`. All are alike."""
+        return 0
 
     def __len__(self) -> int:
         """See `WaitingQueue.__len__`."""

@@ -66,7 +66,9 @@ class ScheduledEngine:
             kv_quota_fraction,
         )
         prefill = PrefillBudget(targets or LatencyTargets())
-        self.scheduler = Scheduler(limits, self.kv, self.clock, queue or FCFSQueue(max_waiting), prefill)
+        if queue is None:  # An empty one is false.
+            queue = FCFSQueue(max_waiting)
+        self.scheduler = Scheduler(limits, self.kv, self.clock, queue, prefill)
         self.runner = CheckingRunner(
             num_blocks=num_blocks, max_running=max_running, num_host_slots=host_slots
         )

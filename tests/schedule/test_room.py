@@ -9,19 +9,24 @@ from penstock.errors import KVQuotaExceeded
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.hashing import BlockHash, token_array
 from penstock.kv.prefix_cache import BlockTable
+from penstock.schedule.class_queue import ClassQueue
+from penstock.schedule.queue import FCFSQueue, by_class
 from penstock.schedule.request import Request
 from penstock.schedule.reserve import PRIOR_TOKENS, RISE, AdmissionReserve, OutputEstimate
 from penstock.schedule.victim import VictimChoice
 from penstock.types import RequestId, SamplingParams
 
 
-def make(name: str, *, priority: int = 0, number: int = 0, tokens: int = 1, generated: int = 0) -> Request:
+def make(
+    name: str, *, priority: int = 0, number: int = 0, tokens: int = 1, generated: int = 0, key: str = ""
+) -> Request:
     request = Request(
         request_id=RequestId(name),
         tokens=token_array([1] * tokens),
         sampling=SamplingParams(max_tokens=1000),
         order=(priority, number, number),
         priority=priority,
+        fairness_key=key,
     )
     request.tokens.extend([2] * generated)
     request.num_tokens_max = tokens + 1000
@@ -117,6 +122,19 @@ def test_nothing_is_admitted_in_a_step_that_preempts() -> None:
 # --- the victim -----------------------------------------------------------------------------------
 
 
+GRAIN = 64
+
+
+def choice_of(
+    pool: BlockPool, *, preemptions_max=3, is_over=lambda request: False, served=None
+) -> VictimChoice:
+    """`served` has what tenants were served; without it shares do not count."""
+    counters = served or {}
+    return VictimChoice(
+        pool, preemptions_max, is_over, lambda request: counters.get(request.fairness_key, 0), GRAIN
+    )
+
+
 def hold(pool: BlockPool, request: Request, blocks: int, shared: tuple[int, ...] = ()) -> Request:
     pool.acquire(shared)
     own = pool.allocate(blocks)
@@ -128,7 +146,7 @@ def hold(pool: BlockPool, request: Request, blocks: int, shared: tuple[int, ...]
 
 def test_the_victim_is_the_lowest_class_then_the_least_work() -> None:
     pool = BlockPool(100)
-    choice = VictimChoice(pool, 3, lambda request: False)
+    choice = choice_of(pool)
     first = hold(pool, make("first", number=0), 1)
     old = hold(pool, make("old", number=1), 9)
     small = hold(pool, make("small", number=2), 2)
@@ -141,7 +159,7 @@ def test_the_victim_is_the_lowest_class_then_the_least_work() -> None:
 
 def test_work_in_shared_blocks_is_not_lost() -> None:
     pool = BlockPool(100)
-    choice = VictimChoice(pool, 3, lambda request: False)
+    choice = choice_of(pool)
     first = hold(pool, make("first", number=0), 8)
     sharer = hold(pool, make("sharer", number=1), 2, shared=tuple(first.table.blocks))
     alone = hold(pool, make("alone", number=2), 4)
@@ -151,7 +169,7 @@ def test_work_in_shared_blocks_is_not_lost() -> None:
 
 def test_the_shield_protects_within_a_class() -> None:
     pool = BlockPool(100)
-    choice = VictimChoice(pool, 2, lambda request: False)
+    choice = choice_of(pool, preemptions_max=2)
     first, often, other = (hold(pool, make(f"r{n}", number=n), 9 - 4 * (n == 1)) for n in range(3))
     low = hold(pool, make("low", priority=1, number=3), 9)
     assert choice.choose([first, often, other]) is often
@@ -163,10 +181,86 @@ def test_the_shield_protects_within_a_class() -> None:
     assert choice.choose([first, often, other, low]) is low
 
 
+def test_in_a_class_the_tenant_that_was_served_most_gives_way() -> None:
+    pool, served = BlockPool(200), {"greedy": 5 * GRAIN, "modest": 4 * GRAIN}
+    choice = choice_of(pool, preemptions_max=2, served=served)
+    first = hold(pool, make("first", key="greedy", number=0), 1)
+    greedy = hold(pool, make("greedy", key="greedy", number=1), 9)
+    larger = hold(pool, make("larger", key="greedy", number=2), 12)
+    modest = hold(pool, make("modest", key="modest", number=3), 2)
+    low = hold(pool, make("low", priority=1, key="modest", number=4), 20)
+    assert choice.choose([first, greedy, larger, modest]) is greedy, "of one tenant the least work"
+    assert choice.choose([first, greedy, modest, low]) is low, "classes come before shares"
+    served["greedy"] -= 1
+    assert choice.choose([first, greedy, larger, modest]) is modest, "within a grain they are alike"
+    served["greedy"] += 1
+    greedy.num_preemptions = larger.num_preemptions = 2
+    assert choice.choose([first, greedy, larger, modest]) is modest, "the shield comes before shares"
+
+
+running_requests = st.lists(
+    st.tuples(st.sampled_from("ab"), st.integers(0, 2), st.integers(0, 4), st.integers(0, 20)),
+    min_size=2,
+    max_size=8,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(running_requests, st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, GRAIN)), max_size=40))
+def test_two_tenants_do_not_take_turns(facts, service) -> None:
+    """Who gives way for its share is a grain ahead of another: before that one does in turn, it is served twice a grain."""
+    pool, served = BlockPool(1000), dict.fromkeys("ab", 0)
+    fair, plain = choice_of(pool, served=served), choice_of(pool)
+    running = [
+        hold(pool, make(f"r{i}", key=key, priority=priority, number=i), blocks)
+        for i, (key, priority, times, blocks) in enumerate(facts)
+    ]
+    running.sort(key=lambda request: request.order)
+    for request, (_, _, times, _) in zip(running, facts, strict=True):
+        request.num_preemptions = times
+    gave_way: dict[tuple[str, str], int] = {}  # (who, for whom) -> what the other had been served.
+    for key, num_tokens in service:
+        served[key] += num_tokens
+        victim, cheapest = fair.choose(running), plain.choose(running)
+        assert victim.priority == cheapest.priority
+        assert (victim.num_preemptions < 3) == (cheapest.num_preemptions < 3)
+        who, other = victim.fairness_key, cheapest.fairness_key
+        if who == other:
+            continue
+        assert served[who] - served[other] >= GRAIN
+        gave_way[who, other] = served[other]
+        if (other, who) in gave_way:
+            assert served[who] >= gave_way[other, who] + 2 * GRAIN
+    alike = choice_of(pool, served=dict.fromkeys("ab", 7))
+    assert alike.choose(running) is plain.choose(running)
+
+
+def scarce(queue) -> ScheduledEngine:
+    """Four tenants' answers that do not fit together, to their ends."""
+    engine = ScheduledEngine(
+        num_blocks=40, step_tokens=64, max_running=16, max_model_len=400, queue=queue, check_every=20
+    )
+    for index in range(30):
+        key = "greedy" if index % 2 else f"modest{index % 3}"
+        engine.submit(f"r{index}", [index] * 10, max_tokens=40 + 31 * index % 150, fairness_key=key)
+    engine.run()
+    assert all(tuple(engine.got[name]) == engine.expected(name) for name in engine.requests)
+    return engine
+
+
+def test_shares_cost_no_thrashing() -> None:
+    fair, plain = scarce(ClassQueue(100, by_class)), scarce(FCFSQueue(100))
+    times = [engine.scheduler.statistics().preemptions for engine in (fair, plain)]
+    assert 0 < times[0] <= 1.5 * times[1]
+    assert max(request.num_preemptions for request in fair.requests.values()) <= 4
+    computed = [sum(end.usage.computed_tokens for end in engine.ends.values()) for engine in (fair, plain)]
+    assert computed[0] <= 1.2 * computed[1]
+
+
 def test_a_tenant_over_its_quota_goes_before_lower_classes() -> None:
     pool = BlockPool(100)
     over = hold(pool, make("over", number=1), 9)
-    choice = VictimChoice(pool, 3, lambda request: request is over)
+    choice = choice_of(pool, is_over=lambda request: request is over)
     first, low = hold(pool, make("first"), 1), hold(pool, make("low", priority=5, number=2), 1)
     assert choice.choose([first, over, low]) is over
 
