@@ -123,6 +123,17 @@ class Generation(Protocol):
         """
         ...
 
+    def hold(self) -> bool:
+        """Read no more from the worker until `go_on`, for the client has too much already. Idempotent; safe after the end.
+
+        What was read before still goes to the sink. False: this stream cannot be held, for it shares its connection.
+        """
+        ...
+
+    def go_on(self) -> None:
+        """Read again, if it was held."""
+        ...
+
 
 class Phase(enum.StrEnum):
     """How far a worker is, as its backend can tell."""

@@ -8,19 +8,19 @@ relayed token costs no task switch (docs/design/002). What is bounded: connectio
 bodies, and every wait: to connect, for the answer's head, between two signs of progress, and in all. Progress is what
 the handler says it is (`Exchange.touch`), so that a peer cannot hold a stream open with bytes that mean nothing.
 
-The handler is not asked to slow down: output is bounded by where it goes (relay.buffer_bytes_max aborts the exchange).
+Whoever has too much of an answer may `hold` it: its connection is not read, TCP's window fills and the peer waits. That time is no
+silence of the peer's.
 """
 
 import asyncio
-import enum
 import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import httptools
 
 from penstock.backends.http_address import HttpAddress, reason_of, tls_context
+from penstock.backends.http_handler import NOBODY, HttpFailure, HttpHandler, Trouble
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.backends import HttpConfig
 from penstock.errors import ConfigError
@@ -33,60 +33,25 @@ _END_TIMEOUT_NS = 2 * NS_PER_S
 """How long the end of an answer that nobody waits for may take before its connection is closed."""
 
 
-class Trouble(enum.Enum):
-    """What kind of failure an exchange met."""
-
-    CONNECT = "connect"  # Nobody listens, TLS failed, or it took too long.
-    TIMEOUT = "timeout"  # No head, no progress, or too long in all.
-    BROKEN = "broken"  # The connection ended in the middle.
-    MALFORMED = "malformed"  # What came is not HTTP/1.1.
-    TOO_LARGE = "too_large"  # A head or a body over its bound.
-
-
-@dataclass(slots=True, frozen=True)
-class HttpFailure:
-    """Why an exchange has no (whole) answer."""
-
-    trouble: Trouble
-    message: str
-
-
 class NoConnection(Exception):
     """Every connection that the configuration allows is in use."""
-
-
-class HttpHandler(Protocol):
-    """Takes one answer as it arrives. Must not block or raise."""
-
-    def on_response(self, status: int, headers: Mapping[bytes, bytes]) -> None:
-        """The head; names in lower case, repeated ones joined by commas. Never called with 1xx."""
-        ...
-
-    def on_body(self, data: bytes) -> None:
-        """More of the body, cut anywhere."""
-        ...
-
-    def on_end(self) -> None:
-        """The answer is complete."""
-        ...
-
-    def on_failure(self, failure: HttpFailure) -> None:
-        """It never will be. Instead of `on_end`; nothing follows. Not called after `abort`."""
-        ...
 
 
 class Exchange:
     """One request and its answer, in the hands of whoever started it."""
 
     __slots__ = (
-        "_client", "_connecting", "_connection", "_deadline_ns", "_ends_ns", "_fresh", "_over", "_sent_ns", "_timer", "_what",
-        "handler", "num_bytes", "request",
+        "_client", "_connecting", "_connection", "_deadline_ns", "_ends_ns", "_fresh", "_held_since_ns", "_over", "_sent_ns", "_timer", "_what",
+        "handler", "held_ns", "num_bytes", "request",
     )  # fmt: skip
 
     def __init__(self, client: "HttpClient", request: bytes, handler: HttpHandler) -> None:
         self.request, self.handler = request, handler
         self.num_bytes = 0
         """Of the answer, so far."""
+        self.held_ns = 0
+        """How long it was held, in all."""
+        self._held_since_ns = 0
         self._client = client
         self._connection: _Connection | None = None
         self._connecting: asyncio.Task[None] | None = None
@@ -103,6 +68,30 @@ class Exchange:
         """There was progress: the wait for the next begins now."""
         self._deadline_ns = self._client.clock.now_ns() + self._client.idle_ns
 
+    def hold(self) -> None:
+        """Read no more of the answer until `go_on`; what came with what was read last is still told. Idempotent.
+
+        The wait for progress stands still meanwhile. The time for the whole answer does not: nobody holds a worker for ever.
+        """
+        if self._over or self._held_since_ns or self._connection is None:
+            return
+        self._held_since_ns = self._client.clock.now_ns()
+        self._connection.read(on=False)
+        self._arm()
+
+    def go_on(self) -> None:
+        """Read again, if it was held."""
+        if not self._held_since_ns:
+            return
+        held_ns = self._client.clock.now_ns() - self._held_since_ns
+        self._held_since_ns = 0
+        self.held_ns += held_ns
+        self._deadline_ns += held_ns
+        if self._connection is not None:
+            self._connection.read(on=True)
+        if not self._over:
+            self._arm()
+
     def abort(self) -> None:
         """Close the connection, so that the peer sees that nobody wants the answer. Idempotent; the handler hears nothing."""
         if not self._over:
@@ -115,7 +104,8 @@ class Exchange:
     def let_go(self) -> None:
         """The handler has all that it wants; what is left of the answer is read so that the connection can be used again."""
         if not self._over:
-            self.handler = _NOBODY
+            self.handler = NOBODY
+            self.go_on()
             self._deadline_ns = self._client.clock.now_ns() + _END_TIMEOUT_NS
             self._arm()
 
@@ -188,6 +178,7 @@ class Exchange:
 
     def _end(self) -> None:
         self._over = True
+        self.go_on()  # Another answer may come over this connection.
         self._client.ended(self)
         if self._timer is not None:
             self._timer.cancel()
@@ -198,17 +189,17 @@ class Exchange:
         if self._timer is not None:
             self._timer.cancel()
         now_ns = self._client.clock.now_ns()
-        delay_s = max(0, min(self._deadline_ns, self._ends_ns) - now_ns) / NS_PER_S
+        until_ns = self._ends_ns if self._held_since_ns else min(self._deadline_ns, self._ends_ns)
+        delay_s = max(0, until_ns - now_ns) / NS_PER_S
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None
         now_ns = self._client.clock.now_ns()
         if now_ns >= self._ends_ns:
-            self.fail(
-                HttpFailure(Trouble.TIMEOUT, f"no end within {self._client.config.request_timeout_s:g} s")
-            )
-        elif now_ns >= self._deadline_ns:
+            trouble = Trouble.HELD if self._held_since_ns else Trouble.TIMEOUT
+            self.fail(HttpFailure(trouble, f"no end within {self._client.config.request_timeout_s:g} s"))
+        elif now_ns >= self._deadline_ns and not self._held_since_ns:
             trouble = Trouble.CONNECT if self._connecting is not None else Trouble.TIMEOUT
             self.fail(HttpFailure(trouble, f"timed out waiting for {self._what}"))
         else:
@@ -359,6 +350,15 @@ class _Connection(asyncio.Protocol):
         self._exchange, self._heard, self._status = exchange, False, 0
         self._transport.write(exchange.request)
 
+    def read(self, *, on: bool) -> None:
+        """Go on reading, or stop: what the peer sends then stays with the kernels, and in the end with the peer."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        if on:
+            self._transport.resume_reading()
+        else:
+            self._transport.pause_reading()
+
     def close(self) -> None:
         """Drop it at once."""
         self._exchange = None
@@ -446,22 +446,3 @@ class _Connection(asyncio.Protocol):
         self.close()
         if exchange is not None:
             exchange.fail(HttpFailure(trouble, message))
-
-
-class _Nobody:
-    """Hears the rest of an answer that is not needed."""
-
-    def on_response(self, status: int, headers: Mapping[bytes, bytes]) -> None:
-        """Not needed."""
-
-    def on_body(self, data: bytes) -> None:
-        """Not needed."""
-
-    def on_end(self) -> None:
-        """Not needed."""
-
-    def on_failure(self, failure: HttpFailure) -> None:
-        """Not needed."""
-
-
-_NOBODY = _Nobody()

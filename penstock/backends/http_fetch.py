@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import Mapping
 
-from penstock.backends.http_client import Exchange, HttpClient, HttpFailure, NoConnection
+from penstock.backends.http_client import Exchange, HttpClient, NoConnection
+from penstock.backends.http_handler import HttpFailure
 
 
 class ProbeFailed(Exception):

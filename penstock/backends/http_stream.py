@@ -21,11 +21,12 @@ import msgspec
 
 from penstock.backends.base import Delta, Finish, GenerateRequest, Sink, TextLogprob
 from penstock.backends.dialect import AnswerReader, Piece, ReportedUsage, SaidError
-from penstock.backends.http_client import Exchange, HttpFailure, Trouble
+from penstock.backends.http_client import Exchange
+from penstock.backends.http_handler import HttpFailure, Trouble
 from penstock.backends.shown import shown_logprob
 from penstock.backends.worker_errors import error_of, said_in
 from penstock.clock import Clock
-from penstock.errors import PenstockError, StreamBroken, WorkerUnavailable
+from penstock.errors import Overloaded, PenstockError, StreamBroken, WorkerUnavailable
 from penstock.protocol.sse import EventReader, EventTooLong
 from penstock.text.detokenizer import IncrementalDetokenizer, detokenizer
 from penstock.text.piece_tokens import PieceTokens
@@ -143,6 +144,17 @@ class HttpStream:
         if not self._done:
             self._end(Finish(reason=FinishReason.ABORT, usage=self._usage()), close=True)
 
+    def hold(self) -> bool:
+        """See `Generation.hold`: TCP's window fills, and the worker waits."""
+        if not self._done and self._exchange is not None:
+            self._exchange.hold()
+        return True
+
+    def go_on(self) -> None:
+        """See `Generation.go_on`."""
+        if self._exchange is not None:
+            self._exchange.go_on()
+
     def fail(self, error: PenstockError) -> None:
         """End with an error."""
         if not self._done:
@@ -190,6 +202,9 @@ class HttpStream:
     def on_failure(self, failure: HttpFailure) -> None:
         """See `HttpHandler`."""
         if self._done:
+            return
+        if failure.trouble is Trouble.HELD:
+            self.fail(Overloaded(f"The answer was read too slowly: {failure.message}."))
             return
         if failure.trouble in (Trouble.CONNECT, Trouble.BROKEN):
             self._owner.lost(failure.message, unreachable=failure.trouble is Trouble.CONNECT)
@@ -404,6 +419,7 @@ class HttpStream:
     def _usage(self) -> Usage:
         now_ns = self._clock.now_ns()
         first_ns = self._first_ns or now_ns
+        held_ns = 0 if self._exchange is None else self._exchange.held_ns
         reported = self._reported or ReportedUsage()
         prompt, completion = len(self._request.prompt_token_ids), self._exact_count()
         if self._trusts_prompt and reported.prompt_tokens is not None:
@@ -419,7 +435,7 @@ class HttpStream:
             completion_tokens=completion,
             cached_tokens=min(max(0, reported.cached_tokens or 0), prompt),
             prefill_ns=first_ns - self._started_ns,
-            decode_ns=now_ns - first_ns,
+            decode_ns=max(0, now_ns - first_ns - held_ns),
         )
 
     def _shown(self, found: Sequence[TokenLogprob]) -> tuple[TextLogprob, ...]:

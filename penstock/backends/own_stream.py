@@ -161,6 +161,13 @@ class OwnStream:
             finish = Finish(reason=FinishReason.ABORT, usage=self._usage_here(), resume=self._resume())
             self._end(finish, tell_worker=True)
 
+    def hold(self) -> bool:
+        """See `Generation.hold`: all streams of a worker come over one connection, and its engine goes on anyway."""
+        return False
+
+    def go_on(self) -> None:
+        """See `Generation.go_on`."""
+
     def break_off(self, why: str, *, died: bool = False) -> None:
         """The worker is lost; `died`: its process ended."""
         self.let_go()

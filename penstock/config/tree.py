@@ -219,7 +219,8 @@ class RelayConfig(Branch, frozen=True, kw_only=True):
     """How tokens travel to clients."""
 
     buffer_bytes_max: Positive = 1024 * 1024
-    """Unsent bytes held for a slow client; over it the request is aborted."""
+    """Unsent bytes held for a slow client; over it a worker that is reached over HTTP has to wait ("pause"), and of one of ours
+    the request is aborted."""
     slow_client: Literal["pause", "abort"] = "pause"
     """"pause": while a client does not keep up its text is held back, and leaves in one piece when it has caught up.
     "abort": nothing is held back, so that the buffer fills fifty times sooner."""

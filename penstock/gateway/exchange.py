@@ -75,7 +75,7 @@ class Exchange:
 
     __slots__ = (
         "_chunked", "_held_bytes", "_keep_alive", "_on_finished", "_wire", "body", "client", "ending", "head", "headers",
-        "holds", "id", "idle_ticks", "is_open", "on_caught_up", "on_disconnect", "served", "started_ns", "status", "streaming",
+        "holds", "id", "idle_ticks", "is_open", "on_caught_up", "on_disconnect", "on_full", "served", "started_ns", "status", "streaming",
         "tally", "terms",
     )  # fmt: skip
 
@@ -109,6 +109,8 @@ class Exchange:
         """Sent with the response, whatever it is."""
         self.on_caught_up: Callable[[], None] | None = None
         """Called when a slow client has read what was written."""
+        self.on_full: Callable[[], bool] | None = None
+        """Called when too much waits for a slow client. Whether its source was stopped: what comes all the same is little."""
         self.terms = terms
         self.holds = terms.flusher is not None
         """Whether text had better be held back (`hold`) than written now."""
@@ -152,14 +154,14 @@ class Exchange:
         self._wire.write(head + (b"transfer-encoding: chunked\r\n\r\n" if self._chunked else b"\r\n"))
 
     def write(self, data: bytes) -> None:
-        """Send a piece of the stream. Over the buffer's bound the exchange ends, as if the client had left."""
+        """Send a piece of the stream. Over the buffer's bound its source waits, or the exchange ends as if the client had left."""
         if not self.is_open:
             return
         self.idle_ticks = 0
         wire = self._wire
         wire.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
         if wire.paused and wire.buffered_bytes() > self.terms.buffer_bytes_max:
-            self.overrun()
+            self._full()
 
     @property
     def waits(self) -> bool:
@@ -170,7 +172,7 @@ class Exchange:
         """Bytes are held back for this client. They count against the same bound as what its transport buffers."""
         self._held_bytes += num_bytes
         if self._wire.paused and self._held_bytes + self._wire.buffered_bytes() > self.terms.buffer_bytes_max:
-            self.overrun()
+            self._full()
 
     def let_go(self) -> None:
         """What was held back is about to be written."""
@@ -185,6 +187,16 @@ class Exchange:
         self.holds = self.terms.flusher is not None
         if self.on_caught_up is not None:
             self.on_caught_up()
+
+    def _full(self) -> None:
+        """More waits than may: stop what it comes from, or give the client up."""
+        if not self.terms.pauses or self.on_full is None or not self.on_full():
+            self.overrun()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the client has yet to take what was written."""
+        return self._wire.paused
 
     def overrun(self) -> None:
         """The client reads too slowly: give it up."""

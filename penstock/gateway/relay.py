@@ -29,7 +29,7 @@ _encode = msgspec.json.Encoder().encode
 class StreamReply(Reply):
     """A reply that streams."""
 
-    __slots__ = ("_holding", "_kind")
+    __slots__ = ("_holding", "_is_held", "_kind")
 
     def __init__(self, context: Context, kind: str) -> None:
         """`kind` is the chunks' `object`."""
@@ -37,7 +37,10 @@ class StreamReply(Reply):
         self._kind = kind
         self._holding: list[TextSink] = []
         """Choices whose text is held back."""
-        self.exchange.on_caught_up = self._release_all
+        self._is_held = False
+        """Its workers are not read: the client has too much already."""
+        self.exchange.on_caught_up = self._caught_up
+        self.exchange.on_full = self._hold_workers
 
     def begin(self) -> None:
         """A choice has its first output: the response must have begun."""
@@ -55,6 +58,18 @@ class StreamReply(Reply):
         """Write what is held back; if the client must be waited for, once it has caught up."""
         if not self.exchange.waits:
             self._release_all()
+
+    def _hold_workers(self) -> bool:
+        """More waits for the client than may. Whether every stream's worker can be made to wait."""
+        self._is_held = self.hold_streams()
+        return self._is_held
+
+    def _caught_up(self) -> None:
+        """The client took what was written. Workers go on when it has taken what was held back, too."""
+        self._release_all()
+        if self._is_held and not self.exchange.is_behind:
+            self._is_held = False
+            self.let_streams_go_on()
 
     def _release_all(self) -> None:
         holding, self._holding = self._holding, []

@@ -15,8 +15,9 @@ from cryptography.x509.oid import NameOID
 from engine_stand_ins import StandIn, VllmStandIn, serving, until
 
 from penstock.backends.http_address import HttpAddress
-from penstock.backends.http_client import HttpClient, HttpFailure, NoConnection, Trouble
+from penstock.backends.http_client import HttpClient, NoConnection
 from penstock.backends.http_fetch import ProbeFailed, fetch
+from penstock.backends.http_handler import HttpFailure, Trouble
 from penstock.clock import SystemClock
 from penstock.config.backends import HttpConfig
 from penstock.errors import ConfigError
@@ -155,6 +156,49 @@ def test_an_answer_over_its_bound_ends() -> None:
             await fetch(client, "/metrics", 100)
 
     run(check, response_bytes_max=1000)
+
+
+STREAM = b'{"model": "m", "prompt": [1], "seed": 1, "max_tokens": %d}'
+
+
+def test_an_answer_that_is_held_is_not_silent_but_ends_in_time() -> None:
+    async def check(server: StandIn, client: HttpClient) -> None:
+        server.step_s = 0.01
+        listener = Listener()
+        exchange = client.start("POST", "/v1/completions", listener, body=STREAM % 1000)
+        await until(lambda: bool(listener.body))
+        exchange.hold()
+        await until(lambda: listener.over.is_set())
+        assert listener.failure is not None
+        assert listener.failure.trouble is Trouble.HELD
+        assert exchange.held_ns > 100_000_000
+        await until(lambda: server.num_aborted == 1)
+
+    run(check, idle_timeout_s=0.05, request_timeout_s=0.5)
+
+
+def test_a_connection_is_read_again_after_an_answer_that_was_held_at_its_end() -> None:
+    async def check(server: StandIn, client: HttpClient) -> None:
+        for ends in (False, True):
+            listener = Listener()
+            exchange = client.start("POST", "/v1/completions", listener, body=STREAM % 20)
+            tell = listener.on_body
+
+            def hold(data: bytes, exchange=exchange, tell=tell) -> None:
+                tell(data)
+                exchange.hold()
+
+            listener.on_body = hold
+            while not listener.over.is_set():
+                await asyncio.sleep(0.001)
+                exchange.let_go() if ends and listener.body else exchange.go_on()
+                if ends and not client.num_exchanges:
+                    break
+            assert listener.failure is None
+            assert (await get(client)).status == 200
+        assert server.num_connections == 1
+
+    run(check)
 
 
 def test_an_answer_that_takes_too_long_in_all_ends() -> None:

@@ -192,6 +192,13 @@ class _FakeStream:
         """See `Generation.abort`."""
         self._end(FinishReason.ABORT)
 
+    def hold(self) -> bool:
+        """See `Generation.hold`: it steps with all others."""
+        return False
+
+    def go_on(self) -> None:
+        """See `Generation.go_on`."""
+
     def break_off(self, error: PenstockError) -> None:
         """End with an error."""
         self._end(FinishReason.ERROR, error=error)

@@ -1,0 +1,132 @@
+"""A client that does not read, in front of a worker that is reached over HTTP: the worker waits for it."""
+
+import re
+import socket
+import types
+
+import msgspec
+import pytest
+from engine_stand_ins import OpenAIStandIn, text_of, until
+from test_foreign_conformance import tools
+
+from penstock.backends.foreign import ForeignWorker, make_backend
+from penstock.config.backends import BackendsConfig, HttpConfig
+
+CHAT = "/v1/chat/completions"
+NUM_TOKENS = 3000
+"""With the padding 60 MB: far more than the sockets between worker and gateway hold."""
+BOUND = 66_000
+SILENT_MAX_S = 0.25
+SMALL = 4096
+
+
+class FatStandIn(OpenAIStandIn):
+    """Its events are large, whatever they say."""
+
+    num_sent = 0
+
+    async def events(self, body):
+        async for event in super().events(body):
+            self.num_sent += 1
+            yield event if isinstance(event, bytes) else event | {"padding": "x" * 20_000}
+
+
+@pytest.fixture
+def provided(kit, request):
+    """A gateway and its provider, which the gateway gives up after a short silence."""
+    stand_ins = []
+
+    class Provided(kit.RunningGateway):
+        async def make_backends(self):
+            provider = FatStandIn()
+            stand_ins.append(provider)
+            await provider.start()
+            worker = ForeignWorker(engine="openai", url=provider.url, model="served", max_model_len=32768)
+            http = HttpConfig(idle_timeout_s=SILENT_MAX_S)
+            config = BackendsConfig(probe_s=0.05, http=http)
+            backend = make_backend(worker, self.tokenizer, tools(config))
+            backend.open()
+            await until(lambda: backend.status.ready)
+            return {"tiny": backend}
+
+        async def close_backends(self) -> None:
+            await self.backend.close()
+            await stand_ins[0].kill()
+
+    relay = {"buffer_bytes_max": BOUND, **getattr(request, "param", {})}
+    running = Provided(kit.replace(kit.make_config(), relay=relay))
+    yield types.SimpleNamespace(running=running, provider=stand_ins[0])
+    running.stop()
+
+
+def deaf(provided, kit):
+    """A client that asks for a long stream and reads nothing, over sockets that hold little."""
+    running = provided.running
+    raw = kit.Raw(running)
+    raw.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL)
+    running.wait_until(lambda: running.gateway._server.num_connections == 1)
+    (connection,) = running.gateway._server._surroundings.connections
+    ours = connection._transport.get_extra_info("socket")
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL)
+    raw.send(kit.post(CHAT, kit.chat(stream=True, max_tokens=NUM_TOKENS), "Connection: close"))
+    return raw
+
+
+class Stalled:
+    """Whether the worker has sent nothing for more than twice the time that it may be silent."""
+
+    def __init__(self, provided):
+        self._provider, self._clock = provided.provider, provided.running.clock
+        self._sent = self._since_ns = 0
+
+    def __call__(self):
+        if self._provider.num_sent != self._sent:
+            self._sent, self._since_ns = self._provider.num_sent, self._clock.now_ns()
+        return self._sent > 0 and self._clock.now_ns() - self._since_ns > 2 * SILENT_MAX_S * 10**9
+
+
+def content(answer):
+    events = [msgspec.json.decode(line) for line in re.findall(rb"data: (\{.*\})\n", answer)]
+    return "".join(
+        choice["delta"].get("content") or "" for event in events for choice in event.get("choices", ())
+    )
+
+
+def test_a_worker_waits_for_a_slow_client_and_is_not_blamed(provided, kit) -> None:
+    running, provider = provided.running, provided.provider
+    raw = deaf(provided, kit)
+    running.wait_until(Stalled(provided))
+    assert 100 < provider.num_sent < NUM_TOKENS
+    assert provider.num_running == 1
+    raw.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+    answer = raw.read_all()
+    raw.close()
+    assert content(answer) == text_of(0, NUM_TOKENS)
+    assert b"data: [DONE]" in answer
+    assert provider.num_sent > NUM_TOKENS
+    assert b"penstock_slow_client_aborts_total 0.0" in running.metrics.render()
+    # Its connection is read again: the next request goes over it.
+    num_connections = provider.num_connections
+    with kit.openai_client(running) as client:
+        short = client.chat.completions.create(**kit.chat(max_tokens=5))
+    assert short.choices[0].message.content == text_of(0, 5)
+    assert provider.num_connections == num_connections
+
+
+@pytest.mark.parametrize("provided", [{"write_timeout_s": 0.3}], indirect=True)
+def test_a_dead_client_is_cut_off_and_its_worker_let_go(provided, kit) -> None:
+    running, provider = provided.running, provided.provider
+    raw = deaf(provided, kit)
+    running.wait_until(lambda: provider.num_aborted == 1)
+    assert provider.num_sent < NUM_TOKENS
+    running.wait_until(lambda: running.gateway._server.num_connections == 0)
+    assert b"penstock_slow_client_aborts_total 1.0" in running.metrics.render()
+    raw.close()
+
+
+@pytest.mark.parametrize("provided", [{"slow_client": "abort"}], indirect=True)
+def test_nobody_waits_where_slow_clients_are_aborted(provided, kit) -> None:
+    raw = deaf(provided, kit)
+    provided.running.wait_until(lambda: provided.provider.num_aborted == 1)
+    assert provided.provider.num_sent < NUM_TOKENS
+    raw.close()
