@@ -1,7 +1,7 @@
 """CPU of a relaying gateway per 1,000 requests, ours beside others', in one run.
 
     python bench/relay_peers.py [--rounds 3] [--only penstock,smg] [--peers VENV] [--out FILE] [--quick]
-    python bench/relay_peers.py --features [--rounds 12] [--out FILE]      what each of our features costs
+    python bench/relay_peers.py --features [--rounds 10] [--out FILE]      what each of our features costs
     python bench/relay_peers.py --show FILE                               the tables of a run again
 
 A load client and an upstream in C (bench/relay/*.c, built here) cost next to nothing; between them stands one gateway
@@ -63,8 +63,8 @@ SHAPES = (
     Shape("each", 64, 2000, 64, stop="\u0001"),
     Shape("paced", 256, 512, 256, PACE_US),
 )
-FEATURE_SHAPES = (Shape("whole", 64, 800, 0), Shape("paced", 256, 256, 96, PACE_US))
-ROUNDS, FEATURE_ROUNDS = 3, 12
+FEATURE_SHAPES = (Shape("whole", 64, 800, 0), Shape("paced", 256, 256, 64, PACE_US))
+ROUNDS, FEATURE_ROUNDS = 3, 10
 
 
 def request_bytes(port: int, shape: Shape) -> bytes:
