@@ -182,6 +182,9 @@ class Engine:
     def abort(self):
         pass
 
+    def hold(self):
+        return False
+
 
 class Clock:
     def now_ns(self):
