@@ -95,6 +95,7 @@ CASES = (
     "mistral-bfloat16-native",
     "gemma2-float32-native",
     "gemma3-bfloat16-native",
+    "mixtral-bfloat16-native",
     "qwen3-bfloat16-native-int8",
     "qwen3-bfloat16-native-int4",
 )

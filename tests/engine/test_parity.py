@@ -134,6 +134,8 @@ NATIVE_CHANGES = {
     "phi3": PHI3 | {"rope_parameters": longrope(0.5, 640)},
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
+    "mixtral": {"num_local_experts": 5, "sliding_window": 40},
+    "qwen3_moe": QWEN3_MOE,
 }
 
 
@@ -260,7 +262,9 @@ def test_bfloat16_logits_are_close_to_transformers_in_float32(family: str, tmp_p
     assert max(found) <= 2e-2
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3", "mixtral", "qwen3_moe"]
+)
 def test_native_logits_equal_transformers(family: str, tmp_path: Path) -> None:
     try:
         Kernels()

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MixtralConfig
 
 from penstock.engine.native import Kernels, KernelsUnavailable
 
@@ -16,14 +16,20 @@ ALLOWED_KIB = 12 * 1024
 """For Python's own objects. The logits of one step alone are 16 MB here."""
 
 
-@pytest.fixture(scope="module")
-def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["dense", "experts"])
+def shape(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("shape")
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, architectures=["LlamaForCausalLM"],
-        tie_word_embeddings=True,
-    )  # fmt: skip
+    sizes = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    if request.param == "dense":
+        config = LlamaConfig(**sizes, architectures=["LlamaForCausalLM"])
+    else:
+        # Wide enough inside that the scratch of an expert that everybody chooses would show.
+        sizes |= {"intermediate_size": 4096, "num_local_experts": 4, "num_experts_per_tok": 2}
+        config = MixtralConfig(**sizes, architectures=["MixtralForCausalLM"])
     config.save_pretrained(path)
     return path
 

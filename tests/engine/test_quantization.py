@@ -52,7 +52,7 @@ def distributions(path: Path, **config: object) -> torch.Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2", "mixtral"])
 def test_answers_stay_near_bfloat16(request: pytest.FixtureRequest, family: str, quantization: str) -> None:
     path = request.getfixturevalue(family)
     exact, rounded = distributions(path), distributions(path, quantization=quantization)

@@ -9,7 +9,7 @@ from penstock.engine.layers.frequencies import inverse_frequencies
 from penstock.engine.loader import Weights
 from penstock.engine.models.decoder import DecoderLimits
 from penstock.engine.models.names import CheckpointNames, decoder_weights
-from penstock.engine.models.spec import AttentionSpec, DecoderSpec, RopeSpec
+from penstock.engine.models.spec import AttentionSpec, DecoderSpec, MoeSpec, RopeSpec
 from penstock.engine.native.decoder import NativeAttention, NativeDecoder, unsupported
 from penstock.engine.native.library import STEP_PARTS, Type
 
@@ -28,6 +28,17 @@ def spec(**changes):
 GEMMA = {
     "activation": "gelu_tanh", "norm_offset": 1.0, "sublayer_norms": True, "embedding_scale": 80**0.5,
 }  # fmt: skip
+MIXTURES = {
+    "mixtral": spec(
+        moe=MoeSpec(num_experts=5, top_k=2, normalise=True), attention=AttentionSpec(windows=(40,) * 3)
+    ),
+    "qwen3_moe": spec(
+        moe=MoeSpec(num_experts=17, top_k=6, normalise=False), qk_norm=True, head_dim=64, intermediate_size=48
+    ),
+    "gated by GELU, normed after": spec(
+        moe=MoeSpec(num_experts=3, top_k=3, normalise=True), **GEMMA, intermediate_size=48, tied_head=True
+    ),
+}
 SPECS = {
     "llama": spec(),
     "qwen2": spec(qkv_bias=True, num_heads=4, num_kv_heads=4, head_dim=16),
@@ -70,10 +81,12 @@ def batch(computed, counts, tables):
 class Model:
     """A native decoder with a cache of its own; rows have fixed, scattered blocks."""
 
-    def __init__(self, of, dtype, kernels, precision="native", lanes=6):
+    def __init__(self, of, dtype, kernels, precision="native", lanes=6, weights=None):
         self.cache = KVCache(of, lanes * 16, dtype, torch.device("cpu"))
         self.lanes = lanes
-        self.decoder = NativeDecoder(of, random_weights(of, dtype), kernels, LIMITS, self.cache, precision)
+        self.decoder = NativeDecoder(
+            of, weights or random_weights(of, dtype), kernels, LIMITS, self.cache, precision
+        )
         self.attention = NativeAttention()
 
     @torch.inference_mode()
@@ -120,10 +133,26 @@ class Exact:
         seen = (behind >= 0) & (behind < (how.window(i) or len(at)))
         return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1).flatten(1)
 
+    def gated(self, x, gate_up):
+        gate, up = gate_up(x).chunk(2, dim=-1)
+        return (F.silu(gate) if self.of.activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
     def mlp(self, x, i):
-        gate, up = self.linear(x, f"{i}.gate_up").chunk(2, dim=-1)
-        gate = F.silu(gate) if self.of.activation == "silu" else F.gelu(gate, approximate="tanh")
-        return self.linear(gate * up, f"{i}.down")
+        moe = self.of.moe
+        if moe is None:
+            return self.linear(self.gated(x, lambda x: self.linear(x, f"{i}.gate_up")), f"{i}.down")
+        shares, chosen = self.linear(x, f"{i}.router").softmax(-1).sort(descending=True, stable=True)
+        shares[:, moe.top_k :] = 0
+        if moe.normalise:
+            shares /= shares.sum(-1, keepdim=True)
+        shares = shares.gather(1, chosen.argsort())  # By expert.
+        experts = zip(
+            *(self.w[f"{i}.{key}"].chunk(moe.num_experts) for key in ("gate_up", "down")), strict=True
+        )
+        return sum(
+            shares[:, e, None] * F.linear(self.gated(x, lambda x, w=into: F.linear(x, w)), back)
+            for e, (into, back) in enumerate(experts)
+        )
 
     def logits(self, ids):
         of, embedding = self.of, self.w["embedding"]
@@ -171,18 +200,46 @@ def test_equals_the_exact_decoder(kernels, rng, family, dtype, bound):
             assert worst(got[i], exact.logits(known[lane])[-1]) < bound
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_mixtures_equal_the_exact_decoder(kernels, rng, family):
+    """Not in bfloat16: where two experts are nearly as probable, rounding chooses."""
+    of = MIXTURES[family]
+    model, exact = Model(of, torch.float32, kernels), Exact(of, torch.float32)
+    ids = [prompt(rng, 70), prompt(rng, 21)]
+    model.step([(0, 0, ids[0][:40]), (1, 0, ids[1][:20])])
+    got = model.step([(1, 20, ids[1][20:]), (0, 40, ids[0][40:])])
+    for i, lane in enumerate((1, 0)):
+        assert worst(got[i], exact.logits(ids[lane])[-1]) < 2e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_equally_probable_experts_the_first_compute(kernels, rng, dtype):
+    of = spec(moe=MoeSpec(num_experts=6, top_k=2, normalise=True), num_layers=1)
+
+    def logits(sound):
+        """All experts equally probable, all but two broken."""
+        tensors = random_weights(of, dtype)._tensors
+        tensors["0.router"].zero_()
+        tensors["0.gate_up"].view(6, -1, 80)[[e for e in range(6) if e not in sound]] = torch.nan
+        return Model(of, dtype, kernels, weights=Weights(tensors)).step([(0, 0, [3, 5, 9])])
+
+    assert logits((0, 1)).isfinite().all()
+    assert logits((0, 2)).isnan().any()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", *MIXTURES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_have_the_same_bits_however_the_work_is_cut(kernels, rng, family, dtype):
+    of = (SPECS | MIXTURES)[family]
     for precision in ("native", "int8", "int4"):
-        if unsupported(SPECS[family], dtype, kernels, precision):
+        if unsupported(of, dtype, kernels, precision):
             continue
         ids, others = prompt(rng, 90), prompt(rng, 70)
         kernels.set_threads(1)
-        whole = Model(SPECS[family], dtype, kernels, precision).step([(0, 0, ids)])
+        whole = Model(of, dtype, kernels, precision).step([(0, 0, ids)])
         for threads, chunk in ((1, 7), (2, 1), (2, 16), (3, 48)):
             kernels.set_threads(threads)
-            model = Model(SPECS[family], dtype, kernels, precision)
+            model = Model(of, dtype, kernels, precision)
             for at in range(0, 90, chunk):
                 beside = [(1, at // 2, others[at // 2 : at // 2 + 3]), (2, at, ids[at : at + 1])]
                 got = model.step([*beside, (0, at, ids[at : at + chunk])])[-1:]

@@ -44,7 +44,7 @@ class DenseMlp:
 class MoeMlp:
     """The weighted sum of the `top_k` most probable experts of each token (Shazeer et al. 2017, arXiv 1701.06538).
 
-    Experts are added in order of their numbers, in float32, so a token's bits do not depend on who else chose them.
+    Of equally probable ones the first are taken. Experts are added in order of their numbers, in float32, so a token's bits do not depend on who else chose them.
     """
 
     __slots__ = ("_experts", "_normalise", "_router", "_top_k")
@@ -72,7 +72,9 @@ class MoeMlp:
         """Each token's experts and their shares, both `[num_tokens, top_k]`."""
         logits = x.new_empty(x.shape[0], len(self._experts))
         self._router(x, logits)
-        shares, chosen = torch.topk(torch.softmax(logits.float(), -1), self._top_k)
+        # Not topk, which leaves open which of equal ones it takes: the first, as in the native kernels.
+        ranked, experts = torch.sort(torch.softmax(logits.float(), -1), dim=-1, descending=True, stable=True)
+        shares, chosen = ranked[:, : self._top_k], experts[:, : self._top_k]
         if self._normalise:
             shares = shares / shares.sum(-1, keepdim=True)
         return shares, chosen

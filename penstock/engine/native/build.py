@@ -25,6 +25,7 @@ AVX512_BF16 = (*AVX512_VNNI, "-mavx512bf16")
 UNITS: dict[str, tuple[str, ...]] = {
     "api.cpp": (),
     "cpu.cpp": (),
+    "experts.cpp": (),
     "pack.cpp": (),
     "pool.cpp": (),
     "step.cpp": (),

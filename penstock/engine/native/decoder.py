@@ -5,9 +5,9 @@ between them. Here a step is one call that releases the interpreter's lock. `Nat
 `NativeAttention.begin` have the faces of `Decoder` and `Attention`; who wires the engine picks the pair.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from ctypes import Array, pointer
+from ctypes import Array
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -22,7 +22,7 @@ from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.frequencies import rotary_angles
 from penstock.engine.models.decoder import DecoderLimits, WeightSource
 from penstock.engine.models.spec import ActivationKind, DecoderSpec, RopeSpec
-from penstock.engine.native.library import Decoder, Epilogue, Kernels, Layer, Mlp, Step, Type
+from penstock.engine.native.library import Decoder, Epilogue, Kernels, Layer, Mlp, Step, Type, Weight
 from penstock.engine.native.ops import HEAD_DIM_MAX, LayerCache
 from penstock.engine.native.weights import PackedWeight, exact, int4, int8, pack
 
@@ -52,6 +52,9 @@ class NativeAttention:
         np.cumsum(batch.num_tokens, out=starts[1:])
         lens = np.ascontiguousarray(batch.num_computed + batch.num_tokens, np.int32)
         self.rows = StepRows(np.ascontiguousarray(batch.block_tables, np.int32), starts, lens)
+
+
+_Pack = Callable[[Tensor, Tensor | None], PackedWeight]
 
 
 @dataclass(slots=True, frozen=True)
@@ -84,6 +87,10 @@ class _Packer:
         biases = (None, None) if bias is None else bias.chunk(2)
         return pack(self._kernels, self._inner(gate, biases[0]), self._inner(up, biases[1]), self._gate)
 
+    def router(self, weight: Tensor, bias: Tensor | None) -> PackedWeight:
+        """What chooses experts: small, and never rounded, since a wrong choice costs more than a wrong digit."""
+        return pack(self._kernels, exact(weight, bias))
+
     def head(self, weight: Tensor) -> PackedWeight:
         """The output projection."""
         return pack(self._kernels, self._head(weight))
@@ -95,8 +102,6 @@ def unsupported(spec: DecoderSpec, dtype: torch.dtype, kernels: Kernels, precisi
         return f"native kernels compute in bfloat16 or float32, not {dtype}"
     if spec.head_dim % 16 or not 16 <= spec.head_dim <= HEAD_DIM_MAX:
         return f"native attention wants a head size that is a multiple of 16 up to {HEAD_DIM_MAX}, not {spec.head_dim}"
-    if spec.moe is not None:
-        return "native kernels do not compute mixtures of experts"
     if precision == "int8" and not kernels.supports(Type.I8):
         return f"int8 weights need dot-product instructions that this CPU ({kernels.isa}) lacks"
     return None
@@ -118,7 +123,9 @@ class NativeDecoder:
         precision: Precision = "native",
     ) -> None:
         self._kernels = kernels
-        self._kept: list[Tensor | PackedWeight | Array[Layer] | Mlp] = []  # What the structs point into.
+        self._kept: list[
+            Tensor | PackedWeight | Array[Layer] | Array[Mlp]
+        ] = []  # What the structs point into.
         packer = _Packer(kernels, precision, spec.activation)
         embedding = weights.take("embedding")
         angles = self._angles(spec, limits.max_model_len)
@@ -142,7 +149,8 @@ class NativeDecoder:
             scale=spec.attention.scale or spec.head_dim**-0.5, softcap=spec.attention.softcap,
             # As in `ScaledEmbedding`: the factor has the table's precision.
             embedding_scale=float(torch.tensor(spec.embedding_scale, dtype=embedding.dtype)),
-            logit_softcap=spec.logit_softcap,
+            logit_softcap=spec.logit_softcap, top_k=0 if spec.moe is None else spec.moe.top_k,
+            normalise=spec.moe is not None and spec.moe.normalise,
         )  # fmt: skip
         self._logits = torch.zeros(limits.max_samples, spec.vocab_size)
         self.part_ns: Int64Array | None = None
@@ -192,21 +200,35 @@ class NativeDecoder:
     def _layer(
         self, spec: DecoderSpec, weights: WeightSource, packer: _Packer, angles: _Angles, i: int
     ) -> Layer:
-        def packed(key: str, has_bias: bool, pack: Callable[[Tensor, Tensor | None], PackedWeight]) -> object:
-            weight = pack(weights.take(f"{i}.{key}"), weights.take(f"{i}.{key}_bias") if has_bias else None)
-            self._kept.append(weight)
-            return weight.struct
+        def packed(key: str, has_bias: bool, pack: _Pack, count: int = 1) -> Sequence[PackedWeight]:
+            """A weight, or `count` of them that are stacked along the first dimension."""
+            weight = weights.take(f"{i}.{key}")
+            bias = weights.take(f"{i}.{key}_bias") if has_bias else None
+            made = [pack(part, bias) for part in weight.chunk(count)]
+            self._kept += made
+            return made
 
         def norm(key: str, has_norm: bool = True) -> int | None:
             return self._norm(spec, weights, f"{i}.{key}") if has_norm else None
 
-        qkv, o = packed("qkv", spec.qkv_bias, packer.plain), packed("o", spec.o_bias, packer.plain)
-        mlp = Mlp(
-            packed("gate_up", spec.mlp_bias, packer.gate_up), packed("down", spec.mlp_bias, packer.plain)
+        [qkv], [o] = packed("qkv", spec.qkv_bias, packer.plain), packed("o", spec.o_bias, packer.plain)
+        count, has_bias, router = 1, spec.mlp_bias, Weight()
+        if spec.moe is not None:
+            count, has_bias, router = (
+                spec.moe.num_experts,
+                False,
+                packed("router", False, packer.router)[0].struct,
+            )
+        gate_up, down = (
+            packed("gate_up", has_bias, packer.gate_up, count),
+            packed("down", has_bias, packer.plain, count),
         )
-        self._kept.append(mlp)
+        mlps = (Mlp * count)(
+            *(Mlp(into.struct, back.struct) for into, back in zip(gate_up, down, strict=True))
+        )
+        self._kept.append(mlps)
         return Layer(
-            qkv=qkv, o=o, mlp=pointer(mlp),
+            qkv=qkv.struct, o=o.struct, router=router, mlp=mlps,
             input_norm=norm("input_norm"), post_attention_norm=norm("post_attention_norm"),
             attention_out_norm=norm("attention_out_norm", spec.sublayer_norms),
             mlp_out_norm=norm("mlp_out_norm", spec.sublayer_norms),

@@ -12,7 +12,7 @@ from enum import IntEnum
 from pathlib import Path
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
-ABI_VERSION = 6
+ABI_VERSION = 7
 _OUT_OF_BOUNDS = -2
 
 
@@ -123,7 +123,7 @@ class Layer(Structure):
     """`PsLayer`: one block of the decoder."""
 
     _fields_ = [
-        ("qkv", Weight), ("o", Weight), ("mlp", POINTER(Mlp)),
+        ("qkv", Weight), ("o", Weight), ("router", Weight), ("mlp", POINTER(Mlp)),
         ("input_norm", c_void_p), ("post_attention_norm", c_void_p), ("attention_out_norm", c_void_p),
         ("mlp_out_norm", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p), ("cos", c_void_p), ("sin", c_void_p),
         ("window", c_int32), ("rotary_dim", c_int32),
@@ -138,7 +138,8 @@ class Decoder(Structure):
         ("head", Weight), ("cache", KvCache), ("layer_stride", c_int64), ("num_layers", c_int64),
         ("hidden", c_int64), ("intermediate", c_int64), ("num_blocks", c_int64), ("num_positions", c_int64),
         ("num_q_heads", c_int32), ("eps", c_float), ("scale", c_float), ("softcap", c_float),
-        ("embedding_scale", c_float), ("logit_softcap", c_float),
+        ("embedding_scale", c_float), ("logit_softcap", c_float), ("top_k", c_int32), ("normalise", c_int32),
+        ("reserved", c_int32),
     ]  # fmt: skip
 
 

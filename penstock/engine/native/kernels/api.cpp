@@ -110,6 +110,12 @@ bool Arena::reserve(int64_t bytes) {
   return at != nullptr;
 }
 
+bool reserve_linear(const PsWeight *weight, int64_t m) {
+  PsLinear job = {};
+  job.weight = weight, job.m = min64(kRowsMax, m);
+  return arena.reserve(LinearPlan(&job).bytes());
+}
+
 int32_t linear(const PsLinear *job) {
   PsLinear part = *job;
   int64_t x_size = element_bytes(job->x_type), y_size = element_bytes(job->y_type);

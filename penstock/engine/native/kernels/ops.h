@@ -4,6 +4,7 @@
 
 namespace penstock {
 int32_t linear(const PsLinear *job);
+bool reserve_linear(const PsWeight *weight, int64_t m);  // the scratch memory that `m` rows take
 int32_t rms_norm(const PsNorm *job);
 int32_t silu_mul(const PsSiluMul *job);
 int32_t rope_write(const PsRopeWrite *job);

@@ -5,7 +5,7 @@
 #pragma once
 #include <stdint.h>
 
-#define PS_ABI_VERSION 6
+#define PS_ABI_VERSION 7
 #define PS_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum PsType : int32_t { PS_F32 = 0, PS_BF16 = 1, PS_I8 = 2, PS_I4 = 3 };
@@ -112,7 +112,8 @@ struct PsMlp {
 // One pre-norm block: norm, qkv, (head norms) RoPE, attention, o, (norm) +, norm, feed-forward, (norm) +.
 struct PsLayer {
   PsWeight qkv, o;
-  const PsMlp *mlp;
+  PsWeight router;   // [experts, hidden], where there are several
+  const PsMlp *mlp;  // one, or the experts
   const float *input_norm, *post_attention_norm;  // [hidden]
   const float *attention_out_norm, *mlp_out_norm;  // [hidden], of what a sublayer gives before it is added; or null
   const float *q_norm, *k_norm;                   // [head_dim] or null
@@ -132,6 +133,9 @@ struct PsDecoder {
   float eps, scale, softcap;  // of norms and attention
   float embedding_scale;      // factor of embeddings
   float logit_softcap;        // logits become cap * tanh(logits / cap); 0: they stay
+  int32_t top_k;              // experts of each token; 0: a layer has one feed-forward network
+  int32_t normalise;          // the chosen experts' shares are scaled to sum to one
+  int32_t reserved;
 };
 
 // Rows as in PsAttention; slots and positions follow from the tables.

@@ -1,15 +1,16 @@
 // A whole decoder step in one call: at batch 1 a small model spends more time between operations than in them.
+#include "experts.h"
 #include "ops.h"
 
 #include <string.h>
-#include <time.h>
 
 namespace penstock {
 namespace {
 
-// Activations of a step; `wide` holds qkv, later the MLP's inside; `delta` what a sublayer gives, where that is normed.
+// Activations of a step; `wide` holds qkv, later the MLP's inside; `delta` what a sublayer gives, where that is normed;
+// `experts` what a mixture of them needs.
 struct Buffers {
-  char *residual, *normed, *delta, *wide, *q, *attended, *picked;
+  char *residual, *normed, *delta, *wide, *q, *attended, *picked, *experts;
   int64_t *positions, *slots;
 };
 Arena activations;
@@ -27,21 +28,21 @@ struct Sizes {
         delta(d->layers[0].attention_out_norm != nullptr) {}
 };
 
-bool place(const Sizes &sizes, const PsStep *step, Buffers *out) {
+bool place(const PsDecoder *d, const Sizes &sizes, const PsStep *step, Buffers *out) {
   int64_t row = sizes.element, t = step->t, total = 0;
   auto take = [&total](int64_t bytes) {
     int64_t at = total;
     total += (bytes + 63) / 64 * 64;
     return at;
   };
-  int64_t residual = take(t * sizes.hidden * row), normed = take(t * sizes.hidden * row), delta = take(sizes.delta ? t * sizes.hidden * row : 0),
-          wide = take(t * sizes.wide * row), q = take(t * sizes.q * row), attended = take(t * sizes.q * row),
-          picked = take(step->num_samples * sizes.hidden * row), positions = take(t * 8), slots = take(t * 8);
+  int64_t experts = d->top_k ? experts_scratch_bytes(&d->layers[0].router, d->top_k, t, row) : 0;
+  int64_t residual = take(t * sizes.hidden * row), normed = take(t * sizes.hidden * row),
+          delta = take(sizes.delta ? t * sizes.hidden * row : 0), wide = take(t * sizes.wide * row), q = take(t * sizes.q * row), attended = take(t * sizes.q * row),
+          picked = take(step->num_samples * sizes.hidden * row), positions = take(t * 8), slots = take(t * 8), mixture = take(experts);
   if (!activations.reserve(total)) return false;
   char *at = activations.at;
-  *out = {
-      at + residual, at + normed, at + delta, at + wide, at + q, at + attended, at + picked, (int64_t *)(at + positions),
-      (int64_t *)(at + slots)};
+  *out = {at + residual, at + normed, at + delta,   at + wide,                   at + q,
+          at + attended, at + picked, at + mixture, (int64_t *)(at + positions), (int64_t *)(at + slots)};
   return true;
 }
 
@@ -95,24 +96,6 @@ void embed(const PsDecoder *d, const PsStep *step, const Sizes &sizes, char *out
     scale_values(out - values * sizes.element, d->cache.type, values, d->embedding_scale);
 }
 
-// Adds the time since the last call to a part's, where that is wanted.
-struct Stopwatch {
-  int64_t *part_ns, last;
-
-  explicit Stopwatch(int64_t *part_ns) : part_ns(part_ns), last(part_ns ? now() : 0) {}
-  static int64_t now() {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1'000'000'000ll + t.tv_nsec;
-  }
-  int32_t lap(PsPart part, int32_t result) {
-    if (!part_ns) return result;
-    int64_t at = now();
-    part_ns[part] += at - last, last = at;
-    return result;
-  }
-};
-
 struct Run {
   const PsDecoder *d;
   const PsStep *step;
@@ -135,6 +118,19 @@ struct Run {
     if (!out_norm) return watch.lap(part, multiply(w, x, buffers.residual, true));
     int32_t failed = watch.lap(part, multiply(w, x, buffers.delta, false));
     return failed | watch.lap(PS_PART_NORM, norm(buffers.delta, out_norm, buffers.residual, step->t, true));
+  }
+
+  int32_t feed_forward(const PsLayer *l) {
+    if (!d->top_k) {
+      int32_t failed = watch.lap(PS_PART_GATE_UP, multiply(&l->mlp->gate_up, buffers.normed, buffers.wide, false));
+      return failed | join(PS_PART_DOWN, &l->mlp->down, buffers.wide, l->mlp_out_norm);
+    }
+    bool add = !l->mlp_out_norm;
+    ExpertsJob job = {&l->router,      l->mlp,  buffers.normed, add ? buffers.residual : buffers.delta,
+                      buffers.wide,    buffers.experts, step->t, d->cache.type, d->top_k, d->normalise != 0, add};
+    int32_t failed = experts(&job, &watch);
+    if (add) return failed;
+    return failed | watch.lap(PS_PART_NORM, norm(buffers.delta, l->mlp_out_norm, buffers.residual, step->t, true));
   }
 
   int32_t layer(int64_t index) {
@@ -164,8 +160,7 @@ struct Run {
     failed |= watch.lap(PS_PART_ATTENTION, attention(&attend));
     failed |= join(PS_PART_O, &l->o, buffers.attended, l->attention_out_norm);
     failed |= watch.lap(PS_PART_NORM, norm(buffers.residual, l->post_attention_norm, buffers.normed, step->t));
-    failed |= watch.lap(PS_PART_GATE_UP, multiply(&l->mlp->gate_up, buffers.normed, buffers.wide, false));
-    return failed | join(PS_PART_DOWN, &l->mlp->down, buffers.wide, l->mlp_out_norm);
+    return failed | feed_forward(l);
   }
 
   int32_t logits() {
@@ -187,7 +182,7 @@ struct Run {
 
 int32_t step(const PsDecoder *d, const PsStep *job) {
   Run run = {d, job, Sizes(d), {}, Stopwatch(job->part_ns)};
-  if (!place(run.sizes, job, &run.buffers)) return -1;
+  if (!place(d, run.sizes, job, &run.buffers)) return -1;
   if (!locate(d, job, run.buffers)) return -2;
   embed(d, job, run.sizes, run.buffers.residual);
   run.watch.lap(PS_PART_REST, 0);
