@@ -88,6 +88,6 @@ class TorchKernels:
         """See `Kernels`."""
         return self._activation
 
-    def attention(self, cache: KVCache, rotary: RotaryWeights) -> Attention:
+    def attention(self, cache: KVCache, rotary: RotaryWeights) -> CpuAttention:
         """See `Kernels`."""
         return CpuAttention(cache, rotary, self._attention, max_tokens=self._max_tokens)

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -146,4 +147,8 @@ def wire_model(
         return _Pair(f"native {native.isa}", decoder, NativeAttention(), decoder.rehearsing)
     kernels = TorchKernels(spec, max_tokens=limits.step_tokens, device=cache.tensor.device)
     torch_decoder = Decoder(spec, weights, kernels, limits)
-    return _Pair("torch", torch_decoder, kernels.attention(cache, torch_decoder.rotary))
+    attention = kernels.attention(cache, torch_decoder.rotary)
+    rehearsing = partial(
+        attention.rehearsing, max_rows=limits.max_samples, max_model_len=limits.max_model_len
+    )
+    return _Pair("torch", torch_decoder, attention, rehearsing)

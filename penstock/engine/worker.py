@@ -30,6 +30,7 @@ from penstock.engine.core import EngineCore, Runner, build_core
 from penstock.engine.kv_feed import KVEventFeed
 from penstock.engine.kv_publisher import open_publisher
 from penstock.engine.mailbox import Aborted, DrainAsked, KVEventsAsked, Mailbox, Submitted
+from penstock.engine.malloc import settle_malloc
 from penstock.engine.serve_socket import ServerLimits, WorkerServer
 from penstock.engine.watchdog import StepWatch
 from penstock.errors import EngineFault, OperatorError
@@ -53,6 +54,7 @@ _log = logging.getLogger(__name__)
 def main() -> int:
     """Run one worker until it has drained or failed. Returns the exit code."""
     _die_with_parent()
+    settle_malloc()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     clock, mailbox, ready = SystemClock(), Mailbox(), threading.Event()

@@ -8,6 +8,7 @@ blocks are ever another's. A failing seed is in the test's name.
 from array import array
 from collections import Counter, defaultdict
 from random import Random
+from typing import Literal
 
 import pytest
 from checking_runner import CheckingRunner, expected_tokens
@@ -51,13 +52,16 @@ class Runner(CheckingRunner):
 class Gateways:
     """Three connections that do whatever comes to mind, and keep book of what they hear."""
 
-    def __init__(self, chance: Random) -> None:
+    def __init__(self, chance: Random, overlap: Literal["on", "off"] = "off") -> None:
         self.chance = chance
         max_running = chance.randint(2, 7)
         self.num_blocks = chance.randint(10, 26)
         self.runner = Runner(num_blocks=self.num_blocks, max_running=max_running)
         config = EngineConfig(
-            step_tokens=chance.choice([8, 17, 64]), max_running=max_running, max_waiting=chance.randint(6, 30)
+            step_tokens=chance.choice([8, 17, 64]),
+            max_running=max_running,
+            max_waiting=chance.randint(6, 30),
+            overlap=overlap,
         )
         self.core: EngineCore = build_core(self.runner, config, b"k" * 32, ManualClock())
         self.events = EventIndex(self.core.kv)
@@ -160,9 +164,9 @@ class Gateways:
         self.seen["cached"] += finish.usage.cached_tokens
 
 
-def run_trace(seed: int) -> Counter[str]:
+def run_trace(seed: int, overlap: Literal["on", "off"]) -> Counter[str]:
     chance = rng.stream(seed, "engine trace")
-    gateways = Gateways(chance)
+    gateways = Gateways(chance, overlap)
     drain_at = chance.choice([None, 60, 90])
     for turn in range(120):
         if turn == drain_at:
@@ -180,8 +184,11 @@ def run_trace(seed: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("seeds", [range(first, first + 4) for first in (0, 4, 8)], ids=str)
-def test_any_trace_ends_every_request_once_and_frees_every_block(seeds: range) -> None:
-    seen = sum((run_trace(seed) for seed in seeds), Counter[str]())
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_any_trace_ends_every_request_once_and_frees_every_block(
+    seeds: range, overlap: Literal["on", "off"]
+) -> None:
+    seen = sum((run_trace(seed, overlap) for seed in seeds), Counter[str]())
     assert not {"length", "abort", "EngineFault", "preempted", "cached", *REFUSED} - set(+seen), seen
 
 

@@ -3,6 +3,8 @@
 A tile is computed for those queries that see any of it: with a window they lie between two bounds.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -62,9 +64,17 @@ class ChunkAttention:
         self._scores = torch.empty(heads * rows * TILE_TOKENS, device=cache.pages.device)
         self._weights = torch.empty_like(self._scores)
         self._partial = cache.pages.new_empty(heads * rows * shape.head_dim)
+        self._merged, self._added = torch.empty(2, heads * rows * shape.head_dim, device=cache.pages.device)
         unseen = torch.ones(TILE_TOKENS, TILE_TOKENS, dtype=torch.bool).triu(1)
         self._diagonal = torch.zeros(TILE_TOKENS, TILE_TOKENS).masked_fill_(unseen, -torch.inf)
         """`[query, key]` positions within a tile: 0 where the key is not after the query, else -inf."""
+
+    def commit(self) -> None:
+        """Write to every page of the scratch, so that all of it is in memory."""
+        for each in (self._kv, self._queries, self._raw, self._scores, self._weights, self._partial):
+            each.zero_()
+        self._merged.zero_()
+        self._added.zero_()
 
     def begin(self, rows: list[ChunkRow]) -> None:
         """Prepare the step's chunks."""
@@ -85,7 +95,8 @@ class ChunkAttention:
         self._queries[:, rows : rows + shape.rows_min].zero_()
         top = torch.full((shape.num_kv_heads, rows), -torch.inf)
         den = torch.zeros_like(top)
-        acc = torch.zeros(shape.num_kv_heads, rows, shape.head_dim)
+        size = (shape.num_kv_heads, rows, shape.head_dim)
+        acc = self._merged[: math.prod(size)].view(size).zero_()
         window = self._windows[layer]
         for tile in range(chunk.first_tile(window), chunk.num_tiles):
             first, last = chunk.seeing(tile, window)
@@ -93,7 +104,8 @@ class ChunkAttention:
             logsumexp, partial = self._tile(layer, chunk, tile, (first, last))
             top[:, seeing], keep, add = merge_factors(top[:, seeing], logsumexp)
             den[:, seeing].mul_(keep).add_(add)
-            acc[:, seeing].mul_(keep[..., None]).add_(partial.float().mul_(add[..., None]))
+            added = self._added[: partial.numel()].view_as(partial).copy_(partial)
+            acc[:, seeing].mul_(keep[..., None]).add_(added.mul_(add[..., None]))
         acc.div_(den[..., None])
         out.view(n, shape.num_kv_heads, shape.group, -1).transpose(0, 1).copy_(
             acc.view(shape.num_kv_heads, n, shape.group, -1)

@@ -16,6 +16,9 @@ gathered into one scratch and are one batched product per head. Chunks (`chunk.p
 only the tile on the diagonal has a mask.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -56,6 +59,13 @@ class CpuAttention:
         self._slots = torch.empty(0)
         self._single_index = torch.empty(0)
         self._all_single = False
+
+    @contextmanager
+    def rehearsing(self, *, max_rows: int, max_model_len: int) -> Iterator[None]:
+        """Take all the memory that steps of `max_rows` rows of `max_model_len` tokens may need; see `StepModel`."""
+        self._decode.commit(max_rows * -(-max_model_len // TILE_TOKENS))
+        self._chunk.commit()
+        yield
 
     def begin(self, batch: AttentionBatch) -> None:
         """See `Attention`."""

@@ -52,6 +52,13 @@ class DecodeAttention:
         layers = torch.arange(cache.num_layers).view(-1, 1, 1)
         self._page_steps = layers * 2 + torch.arange(2).view(1, -1, 1)
 
+    def commit(self, num_tiles: int) -> None:
+        """Put the scratch that `num_tiles` tiles at once can need in memory: it is never grown after that."""
+        if self._scratch is None or self._scratch.num_tiles < min(num_tiles, self.tiles_max):
+            self._scratch = None  # Not two of them at once.
+            self._scratch = _Scratch(self._cache, self._shape, min(num_tiles, self.tiles_max))
+        self._scratch.commit()
+
     def begin(self, block_tables: Int32Array, lengths: Int32Array) -> None:
         """Prepare the step's rows: `[num_rows, max_blocks]` tables and `[num_rows]` lengths, new token included."""
         self._groups = {window: self._grouped(block_tables, lengths, window) for window in set(self._windows)}
@@ -105,6 +112,7 @@ class DecodeAttention:
         if self._scratch is None or self._scratch.num_tiles < num_tiles:
             # Grow by doubling up to the bound: a small server should not hold scratch for a large one.
             wanted = min(max(2 * num_tiles, 16), max(self.tiles_max, num_tiles))
+            self._scratch = None
             self._scratch = _Scratch(self._cache, self._shape, wanted)
 
     def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
@@ -171,6 +179,11 @@ class _Scratch:
         self._partial = cache.pages.new_empty(num_tiles * heads * rows * dim)
         self._heads, self._rows, self._dim = heads, rows, dim
         self._views: dict[int, tuple[Tensor, ...]] = {}
+
+    def commit(self) -> None:
+        """Write to every page."""
+        for each in (self._kv, self._queries, self._raw, self._scores, self._weights, self._partial):
+            each.zero_()
 
     def views(self, n: int) -> tuple[Tensor, ...]:
         """(kv, queries, raw scores, scores, weights, partial outputs) for `n` tiles, all contiguous."""

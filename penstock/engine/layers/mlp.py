@@ -41,31 +41,51 @@ class DenseMlp:
         self._down(gated, out)
 
 
+class MoeScratch:
+    """What the experts of all layers work in, one after another."""
+
+    __slots__ = ("given", "picked", "total", "weighted")
+
+    def __init__(self, max_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.picked, self.given = torch.empty(2, max_tokens, hidden_size, dtype=dtype, device=device)
+        self.weighted, self.total = torch.empty(2, max_tokens, hidden_size, device=device)
+
+
 class MoeMlp:
     """The weighted sum of the `top_k` most probable experts of each token (Shazeer et al. 2017, arXiv 1701.06538).
 
     Of equally probable ones the first are taken. Experts are added in order of their numbers, in float32, so a token's bits do not depend on who else chose them.
     """
 
-    __slots__ = ("_experts", "_normalise", "_router", "_top_k")
+    __slots__ = ("_experts", "_normalise", "_router", "_scratch", "_top_k")
 
-    def __init__(self, router: Linear, experts: Sequence[DenseMlp], *, top_k: int, normalise: bool) -> None:
-        self._router, self._experts = router, experts
+    def __init__(
+        self,
+        router: Linear,
+        experts: Sequence[DenseMlp],
+        scratch: MoeScratch,
+        *,
+        top_k: int,
+        normalise: bool,
+    ) -> None:
+        self._router, self._experts, self._scratch = router, experts, scratch
         self._top_k, self._normalise = top_k, normalise
 
     def __call__(self, x: Tensor, scratch: Scratch, out: Tensor) -> None:
         """See `Mlp`."""
         shares, chosen = self._routes(x)
-        total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+        own = self._scratch
+        total = own.total[: len(x)].zero_()
         counts = torch.bincount(chosen.flatten(), minlength=len(self._experts))
         for expert, count in enumerate(int_list(counts)):
             if not count:
                 continue
             tokens, places = torch.where(chosen == expert)
-            given = x.new_empty(count, x.shape[1])
-            room = scratch[0][:count], scratch[1][:count]
-            self._experts[expert](x.index_select(0, tokens), room, given)
-            total.index_add_(0, tokens, given.float().mul_(shares[tokens, places, None]))
+            picked, given, weighted = own.picked[:count], own.given[:count], own.weighted[:count]
+            torch.index_select(x, 0, tokens, out=picked)
+            self._experts[expert](picked, (scratch[0][:count], scratch[1][:count]), given)
+            weighted.copy_(given)
+            total.index_add_(0, tokens, weighted.mul_(shares[tokens, places, None]))
         out.copy_(total)
 
     def _routes(self, x: Tensor) -> tuple[Tensor, Tensor]:

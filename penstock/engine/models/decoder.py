@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from penstock.engine.attention.base import Attention
-from penstock.engine.kernels import Activation, Kernels, Norm
+from penstock.engine.kernels import Kernels, Norm
 from penstock.engine.layers.embedding import Embedding, ScaledEmbedding
 from penstock.engine.layers.linear import Linear
-from penstock.engine.layers.mlp import DenseMlp, Mlp, MoeMlp
+from penstock.engine.layers.mlp import DenseMlp, Mlp, MoeMlp, MoeScratch
 from penstock.engine.layers.rotary import RotaryTable, RotaryWeights
 from penstock.engine.layers.softcap import soft_cap_
-from penstock.engine.models.spec import DecoderSpec, MoeSpec
+from penstock.engine.models.spec import DecoderSpec
 
 
 class WeightSource(Protocol):
@@ -85,7 +85,10 @@ class Decoder:
         """Of weights, activations and the KV cache."""
         self._embed = _embedding(spec, table)
         self._first_norm = _norm(spec, weights, kernels, "0.input_norm")
-        self._layers = [_layer(spec, weights, kernels, limits, i) for i in range(spec.num_layers)]
+        scratch = MoeScratch(
+            limits.step_tokens if spec.moe else 0, spec.hidden_size, table.dtype, table.device
+        )
+        self._layers = [_layer(spec, weights, kernels, limits, scratch, i) for i in range(spec.num_layers)]
         self._final_norm = _norm(spec, weights, kernels, "final_norm")
         head = table if spec.tied_head else weights.take("head")
         self._head = kernels.linear(head, None, rows_max=limits.max_samples)
@@ -185,7 +188,12 @@ def _norm_weight(spec: DecoderSpec, weights: WeightSource, key: str) -> Tensor:
 
 
 def _layer(
-    spec: DecoderSpec, weights: WeightSource, kernels: Kernels, limits: DecoderLimits, i: int
+    spec: DecoderSpec,
+    weights: WeightSource,
+    kernels: Kernels,
+    limits: DecoderLimits,
+    scratch: MoeScratch,
+    i: int,
 ) -> _Layer:
     def linear(key: str, has_bias: bool) -> Linear:
         bias = weights.take(f"{i}.{key}_bias") if has_bias else None
@@ -203,7 +211,10 @@ def _layer(
     if spec.moe is None:
         mlp = DenseMlp(linear("gate_up", spec.mlp_bias), gate, linear("down", spec.mlp_bias))
     else:
-        mlp = _moe(spec.moe, linear("router", False), linears("gate_up"), linears("down"), gate)
+        pairs = zip(linears("gate_up"), linears("down"), strict=True)
+        experts = [DenseMlp(into, gate, back) for into, back in pairs]
+        top_k, normalise = spec.moe.top_k, spec.moe.normalise
+        mlp = MoeMlp(linear("router", False), experts, scratch, top_k=top_k, normalise=normalise)
     is_last = i + 1 == spec.num_layers
     next_norm = _only_add if is_last else _norm(spec, weights, kernels, f"{i + 1}.input_norm").add
     mlp_norm = _norm(spec, weights, kernels, f"{i}.post_attention_norm").add
@@ -220,13 +231,6 @@ def _rotary_tables(spec: DecoderSpec, max_len: int, device: torch.device) -> tup
     ropes = [spec.layer_rope(i) for i in range(spec.num_layers)]
     tables = {rope: RotaryTable(rope, spec.head_dim, max_len, device) for rope in set(ropes)}
     return tuple(tables[rope] for rope in ropes)
-
-
-def _moe(
-    moe: MoeSpec, router: Linear, gate_up: Sequence[Linear], down: Sequence[Linear], gate: Activation
-) -> MoeMlp:
-    experts = [DenseMlp(into, gate, back) for into, back in zip(gate_up, down, strict=True)]
-    return MoeMlp(router, experts, top_k=moe.top_k, normalise=moe.normalise)
 
 
 def _head_norms(spec: DecoderSpec, weights: WeightSource) -> tuple[tuple[Tensor, Tensor], ...]:
