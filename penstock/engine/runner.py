@@ -97,9 +97,9 @@ class Runner:
         """Run the largest steps that can come: no request pays for first calls, and what they need is in memory.
 
         What is large is scratch of a fixed size, made when the model was wired and touched here; what a step makes beside
-        it is no more than it was here and goes back to the system (`malloc.settle_malloc`). So later steps raise the peak
-        by Python's own objects alone: requests, their tables and outputs. The KV cache and the host tier, whose size is
-        fixed, are committed page by page as they are first used.
+        it is no more than it was here and goes back to the system (`malloc.settle_malloc`). Later steps raise the peak only by
+        Python's own objects (requests, their tables and outputs) and, on torch, by what its libraries keep for each thread
+        that computes. The KV cache and the host tier, whose size is fixed, are committed page by page as they are first used.
 
         Must be called while no row is live: it uses rows and blocks from 0 on, and leaves the blocks clean.
         """

