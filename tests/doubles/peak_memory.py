@@ -38,7 +38,7 @@ def main() -> None:
     driver.runner.warm_up()
     before = peak_kib()
     random = stream(1, "worst traffic")
-    prompts = [[random.randrange(vocab_size) for _ in range(random.randint(1, 300))] for _ in range(40)]
+    prompts = [[random.randrange(vocab_size) for _ in range(random.randint(1, 300))] for _ in range(24)]
     params = [
         SamplingParams(
             temperature=random.choice([0.0, 0.5, 1.0, 5.0]),
@@ -52,7 +52,7 @@ def main() -> None:
             prompt_logprobs=random.choice([None, 2]),
             max_tokens=random.randint(1, 40),
         )
-        for index in range(40)
+        for index in range(24)
     ]
     # Twice, so that what the first round left in the caches and in host memory is met again.
     for _ in range(2):

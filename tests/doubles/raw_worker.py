@@ -131,6 +131,14 @@ class RawWorker:
                 self._clients.append(client)
                 return client
 
+    def context_switches(self) -> int:
+        """Of all threads, wanted or not, so far."""
+        total = 0
+        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
+            status = (task / "status").read_text()
+            total += sum(int(line.split()[1]) for line in status.splitlines() if "ctxt_switches" in line)
+        return total
+
     def exit_code(self) -> int:
         return self.process.wait(TIMEOUT_S)
 

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, MixtralConfig
 
 from penstock.engine.native import Kernels, KernelsUnavailable
 
+pytestmark = pytest.mark.timeout(300)
 DOUBLES = Path(__file__).parents[1] / "doubles"
 VOCAB_SIZE = 50_000
 SHAPE = {

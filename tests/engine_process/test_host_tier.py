@@ -1,5 +1,7 @@
 """An idle session leaves the device by itself and comes back by copy, in a real worker."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,23 @@ def answer(client: Client, name: str, prompt: tuple[int, ...]) -> tuple[list[int
     finish = outputs[-1].finish
     assert finish is not None
     return [token for output in outputs for token in output.token_ids], finish
+
+
+def test_a_worker_that_computes_sleeps_when_it_has_nothing_to_do(model: Path) -> None:
+    """With everything that has a thread: the native pool, the one of overlapped steps, and the host tier's."""
+    settings = {"host_kv_idle_s": 0.05, "threads": 2, "overlap": "on"}
+    with raw_worker(model_path=str(model), runner=REAL, **settings) as worker:
+        client = worker.connect()
+        client.until_kind(Ready)
+        answer(client, "first", SESSION)
+        client.until(lambda message: isinstance(message, Stats) and message.host_stores >= 6)
+        subprocess.run(
+            [sys.executable, "-c", "pass"], check=True
+        )  # Whoever told us of the copies goes to sleep, too.
+        before = worker.context_switches()
+        # A poller would wake while an unrelated process runs.
+        subprocess.run([sys.executable, "-c", "pass"], check=True)
+        assert worker.context_switches() - before <= 4
 
 
 def test_an_idle_session_moves_to_the_host_and_back(model: Path) -> None:

@@ -16,7 +16,7 @@ gathered into one scratch and are one batched product per head. Chunks (`chunk.p
 only the tile on the diagonal has a mask.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import numpy as np
@@ -61,7 +61,7 @@ class CpuAttention:
         self._all_single = False
 
     @contextmanager
-    def rehearsing(self, *, max_rows: int, max_model_len: int) -> Iterator[None]:
+    def rehearsing(self, *, max_rows: int, max_model_len: int) -> Generator[None]:
         """Take all the memory that steps of `max_rows` rows of `max_model_len` tokens may need; see `StepModel`."""
         self._decode.commit(max_rows * -(-max_model_len // TILE_TOKENS))
         self._chunk.commit()
