@@ -98,8 +98,8 @@ class Runner:
 
         What is large is scratch of a fixed size, made when the model was wired and touched here; what a step makes beside
         it is no more than it was here and goes back to the system (`malloc.settle_malloc`). Later steps raise the peak only by
-        Python's own objects (requests, their tables and outputs) and, on torch, by what its libraries keep for each thread
-        that computes. The KV cache and the host tier, whose size is fixed, are committed page by page as they are first used.
+        Python's own objects (requests, their tables and outputs) and, with torch's kernels, by some 20 MB more that were seen
+        and not explained. The KV cache and the host tier, whose size is fixed, are committed page by page as they are first used.
 
         Must be called while no row is live: it uses rows and blocks from 0 on, and leaves the blocks clean.
         """
