@@ -220,7 +220,7 @@ def test_a_step_that_does_not_end_is_told_and_ends_the_process() -> None:
         failed = client.until_kind(Failed)
         assert isinstance(failed, Failed)
         assert failed.kind == "EngineFault"
-        assert "a step has not ended for" in failed.error
+        assert "steps have not advanced for" in failed.error
         client.wait_closed()
         assert worker.exit_code() == 1
         assert "scripted_runner.py" in worker.errors()  # Every thread's stack.
