@@ -105,7 +105,7 @@ def test_a_hung_worker_is_killed_and_replaced() -> None:
         assert isinstance((await recorder.end()).error, WorkerUnavailable)
         await worker.wait_ready()
         (note,) = worker.backend.status.notes
-        assert note.startswith("the worker exited with code 1: a step has not ended for 0.")
+        assert note.startswith("the worker exited with code 1: steps have not advanced for 0.")
         assert any("scripted_runner.py" in line for line in made.lines)  # Where it hung.
         assert await answer(worker, Requests()) == scripted_text(3, 3, 9)
 
