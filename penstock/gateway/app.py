@@ -257,7 +257,7 @@ class Gateway:
             self._log.bug("a handler failed", error, request_id=exchange.id)
             self._failed(exchange, error)
         finally:
-            exchange.body = b""  # It may be megabytes, and the stream may be long.
+            exchange.forget_request()
 
     def _failed(self, exchange: Exchange, error: Exception) -> None:
         if exchange.tally is not None and exchange.tally.outcome is None:

@@ -243,7 +243,7 @@ class Connection(asyncio.Protocol):
         if not self._parser.should_keep_alive() or self._server.draining:
             exchange.close_after()
         exchange.body = bytes(self._body)
-        self._body = bytearray()
+        self._body, self._headers = bytearray(), {}  # The exchange has them, for as long as it needs them.
         # Not now: the parser is still in the middle of its input, where a pipelined request may show up.
         asyncio.get_running_loop().call_soon(self._handle, exchange)
 

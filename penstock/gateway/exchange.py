@@ -129,6 +129,11 @@ class Exchange:
         """Close the connection once this is answered. Idempotent."""
         self._keep_alive = False
 
+    def forget_request(self) -> None:
+        """Nobody reads body and headers any more: they may be megabytes, and the stream long."""
+        self.body = b""
+        self.head = msgspec.structs.replace(self.head, headers={})
+
     def respond(self, response: Response) -> None:
         """Answer with a whole response, whose length is known."""
         if not self.is_open:

@@ -4,7 +4,7 @@ A token may be part of a character, so text appears when its last byte does. Not
 here: stop strings and tool calls are looked for in the text that comes out.
 """
 
-import codecs
+from codecs import utf_8_decode
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -37,25 +37,29 @@ def detokenizer(tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> In
 class ByteDetokenizer:
     """For tokenizers whose tokens are bytes: look them up, and decode UTF-8 as it comes."""
 
-    __slots__ = ("_decode", "_strip", "_table")
+    __slots__ = ("_rest", "_strip", "_table")
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         assert tokenizer.decoding is not None
         self._table = tokenizer.byte_table(skip_special_tokens)
-        self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        self._rest = b""
+        """The beginning of a character. This and a call, instead of Python's decoder object, for there are ten thousand streams."""
         self._strip = tokenizer.decoding.strip
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Whole characters that these tokens complete; may be empty."""
-        if len(token_ids) == 1:
-            text = self._decode(self._table[token_ids[0]])
-        else:
-            text = self._decode(b"".join(map(self._table.__getitem__, token_ids)))
+        table = self._table
+        data = table[token_ids[0]] if len(token_ids) == 1 else b"".join(map(table.__getitem__, token_ids))
+        if self._rest:
+            data = self._rest + data
+        text, num_read = utf_8_decode(data, "replace", False)
+        self._rest = data[num_read:]
         return self._stripped(text) if self._strip and text else text
 
     def finish(self) -> str:
         """What was held back, with U+FFFD for a character that never came to its end."""
-        return self._decode(b"", True)
+        rest, self._rest = self._rest, b""
+        return utf_8_decode(rest, "replace", True)[0]
 
     def _stripped(self, text: str) -> str:
         """Take the spaces that SentencePiece puts before a text off its beginning."""

@@ -54,6 +54,7 @@ class Tokenizer:
         """Tokens that the tokenizer knows; the model's embedding may be padded beyond it."""
         self.decoding = decoding
         self._library = library
+        self._ids: dict[int, int] = {}
         if decoding is not None:
             self._all = ByteTable(library.id_to_token, decoding.to_bytes, frozenset())
             self._shown = ByteTable(library.id_to_token, decoding.to_bytes, self.special_ids)
@@ -102,7 +103,9 @@ class Tokenizer:
             ) from None
         # The batch call, unlike `encode`, lets other threads run, and leaves out the offsets.
         (encoding,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return tuple(encoding.ids)
+        ids = encoding.ids
+        # One int object for each token that ever came, not one for each time: prompts stay as long as their answers.
+        return tuple(map(self._ids.setdefault, ids, ids))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of these tokens. Ids that the tokenizer does not know are left out.
