@@ -139,6 +139,7 @@ class Leases:
             self._joined_ns = now_ns
         # Gateways that start together, or come back to a store that forgot them, are not all counted at once.
         counted = now_ns - self._joined_ns >= self.config.gateway_ttl_s * NS_PER_S / 3
+        counted |= 1 < self.config.gateways <= reply.num_gateways  # All that there are to be.
         self.num_gateways = max(1, reply.num_gateways, 0 if counted else self.num_gateways)
         self.is_counted = counted
         for bucket, grant in zip(buckets, reply.grants, strict=True):
@@ -210,6 +211,7 @@ class LeasedBucket:
         "_lent_ns",
         "_lent_units",
         "_line",
+        "_promised",
         "_seen_ns",
         "_taken",
         "_window_ns",
@@ -248,6 +250,8 @@ class LeasedBucket:
         self._window_ns = self._lent_ns = now_ns
         self._lent_units = 0
         self._line = Line()
+        self._promised = 0
+        """What those that were refused since the store's last word will come back for."""
 
     # --- spending -----------------------------------------------------------------------------
 
@@ -298,9 +302,18 @@ class LeasedBucket:
         return max(self._leases.lease_ns // 8, ceil_div(units, self.rate))
 
     def place_ns(self, now_ns: int, amount: int, ahead_max_ns: int) -> int:
-        """See `Tokens.place_ns`. The other gateways hand out places in the same refill: this one has its share of it."""
-        length_ns = ceil_div(amount * UNIT, self.rate) * self._leases.num_gateways
-        return self._line.place_ns(now_ns, self.wait_ns(now_ns, amount), length_ns, ahead_max_ns)
+        """See `Tokens.place_ns`. The other gateways hand out places in the same refill: this one has its share of it.
+
+        What the bucket has already, as far as is known, comes at the pace of leases, not of refill.
+        """
+        leases, wait_ns = self._leases, self.wait_ns(now_ns, amount)
+        length_ns = ceil_div(amount * UNIT, self.rate) * leases.num_gateways
+        if wait_ns and leases.down_ns is None:
+            self._promised += amount
+            if self._promised - self.balance + self._owed_pending() <= self._known(now_ns):
+                lease = leases.lease_max(self.rate, self.burst)
+                length_ns = min(length_ns, ceil_div(amount * leases.lease_ns, 8 * lease))
+        return self._line.place_ns(now_ns, wait_ns, length_ns, ahead_max_ns)
 
     def standing(self, now_ns: int) -> tuple[int, int]:
         """See `Tokens.standing`: the whole bucket's, as far as this gateway knows."""
@@ -356,7 +369,7 @@ class LeasedBucket:
     def granted(self, now_ns: int, grant: LeaseGrant) -> None:
         """The store's answer to the pending question."""
         assert self.pending is not None, "an answer without a question"
-        want, self.pending = self.pending.want, None
+        want, self.pending, self._promised = self.pending.want, None, 0
         self.balance += grant.granted
         self._epoch, self._known_level, self._known_us = grant.epoch, grant.level, grant.at_us
         self._seen_ns = now_ns
