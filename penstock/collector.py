@@ -9,17 +9,17 @@ import gc
 from collections.abc import Generator
 from contextlib import contextmanager
 
-_MIDDLE, _OLD = 20, 20
-_SIMULATED = 200_000
-"""New objects between two looks at the young ones; an object takes some 100 bytes."""
-_SERVED = 5_000
+_SIMULATED = (200_000, 20, 20)
+"""New objects between two looks at the young ones, such looks between two at the middle ones, and so on; an object takes some 100 bytes."""
+_SERVED = (5_000, 20, 1000)
+"""Of ten thousand streams there are a million objects, and a look at all of them holds everybody up for half a second."""
 
 
 def settle() -> None:
     """What is here stays as long as the process: never look at it again, and rarely at what comes. For servers that have started."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_SERVED, _MIDDLE, _OLD)
+    gc.set_threshold(*_SERVED)
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def calm() -> Generator[None]:
     thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_SIMULATED, _MIDDLE, _OLD)
+    gc.set_threshold(*_SIMULATED)
     try:
         yield
     finally:

@@ -34,6 +34,8 @@ _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=:%\[\]-]*")
 """`host [":" port]` of RFC 9112, section 3.2. Repeated Host fields are joined by ", " and so do not match."""
 _UPGRADE_FIELDS = frozenset({b"upgrade", b"connection", b"http2-settings"})
 
+_NO_PARSER = httptools.HttpRequestParser(object())
+
 
 class State(enum.IntEnum):  # Of int, for a plain Enum's hash is a call into Python, ten times per request.
     """Where a connection is in the life of a request."""
@@ -163,6 +165,7 @@ class Connection(asyncio.Protocol):
         """The connection is gone."""
         self._server.connections.discard(self)
         self._move(State.CLOSED)
+        self._parser = _NO_PARSER  # Its own one leads back here.
         if self._exchange is not None:
             exchange, self._exchange = self._exchange, None
             exchange.disconnected()

@@ -251,7 +251,7 @@ class Exchange:
 
     def _forget_callbacks(self) -> None:
         """They lead to the reply, which leads here: without them all of the request is freed at its end, not by the collector."""
-        self.on_disconnect = self.on_caught_up = None
+        self.on_disconnect = self.on_caught_up = self.on_full = None
 
     def _head(self, status: int, content_type: bytes, headers: tuple[tuple[bytes, bytes], ...]) -> bytes:
         lines = [b"HTTP/1.1 %d %b" % (status, _PHRASES.get(status, b"Unknown"))]
