@@ -15,7 +15,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from results_file import add_json_option, write_results
+from provenance import add_json_option, write_result
 
 from penstock import rng
 from penstock.clock import NS_PER_MS, SystemClock
@@ -129,7 +129,7 @@ def main() -> None:
             flush=True,
         )
     figures = {"model": args.model, "rounds": args.rounds, "threads": args.threads, "rows": rows}
-    write_results(args.json, figures)
+    write_result(args.json, figures)
 
 
 if __name__ == "__main__":

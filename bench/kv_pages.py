@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from results_file import add_json_option, write_results
+from provenance import add_json_option, write_result
 
 from penstock.engine.native import Kernels
 from penstock.engine.native.ops import LayerCache, Rows, paged_attention
@@ -74,7 +74,7 @@ def main() -> None:
             speed = compare(kernels, shape, rows, length, options.rounds)
             found.setdefault(shape_name, {})[context_name] = speed
             print(f"{shape_name}, {context_name}: {speed}", flush=True)
-    write_results(options.json, {"speed against scattered blocks of 16": found, "threads": 1})
+    write_result(options.json, {"speed against scattered blocks of 16": found, "threads": 1})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
-from results_file import add_json_option, write_results
+from provenance import add_json_option, write_result
 from torch import Tensor
 
 from penstock.engine.native import Kernels
@@ -117,7 +117,7 @@ def main() -> None:
                 f"{row['weight_gb_s']:6.1f} GB/s {row['bf16']['tflops']:6.3f} TFLOP/s{int8}{int4s}",
                 flush=True,
             )
-    write_results(args.json, {"isa": kernels.isa, "threads": args.threads, "rows": rows})
+    write_result(args.json, {"isa": kernels.isa, "threads": args.threads, "rows": rows})
 
 
 if __name__ == "__main__":

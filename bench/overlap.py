@@ -11,7 +11,7 @@ import argparse
 import statistics
 from pathlib import Path
 
-from results_file import add_json_option, write_results
+from provenance import add_json_option, write_result
 
 from penstock import rng
 from penstock.clock import NS_PER_S, SystemClock
@@ -77,7 +77,7 @@ def main() -> None:
         )
         medians = {f"{name}_tok_s": statistics.median(rates[name][1:]) for name in rates}
         found.append({"batch": batch, **medians, "on_over_off": ratios, "median": statistics.median(ratios)})
-    write_results(args.json, {"model": args.model.name, "tokens": args.tokens, "by_batch": found})
+    write_result(args.json, {"model": args.model.name, "tokens": args.tokens, "by_batch": found})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from overlap import CLOCK, tokens_per_s
-from results_file import add_json_option, write_results
+from provenance import add_json_option, write_result
 
 from penstock.config.tree import EngineConfig
 from penstock.engine.core import build_core
@@ -76,7 +76,7 @@ def main() -> None:
         )
     for link in links.values():
         link.send(None)
-    write_results(args.json, {"model": args.model.name, "tokens": args.tokens, "by_batch": found})
+    write_result(args.json, {"model": args.model.name, "tokens": args.tokens, "by_batch": found})
 
 
 if __name__ == "__main__":

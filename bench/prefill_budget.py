@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from results_file import add_json_option, write_results
+from provenance import add_json_option, write_result
 
 from penstock import rng
 from penstock.clock import NS_PER_MS, ManualClock
@@ -216,7 +216,7 @@ def main() -> None:
             found.append(row)
             print(line)
     options = {"noise": args.noise, "seed": args.seed, "fixed_tokens": args.fixed_tokens}
-    write_results(args.json, options | {"rows": found})
+    write_result(args.json, options | {"rows": found})
 
 
 if __name__ == "__main__":

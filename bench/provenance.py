@@ -5,7 +5,9 @@
 A plain build of Python costs about a fifth more CPU than one with profile-guided and link-time optimization, so the file says which it was.
 """
 
+import argparse
 import json
+import os
 import subprocess
 import sys
 import sysconfig
@@ -25,9 +27,11 @@ LIST_PACKAGES = (
 
 
 def measured(versions: Mapping[str, str] | None = None) -> dict[str, object]:
-    """The machine, Python and how it was built, the date, our version and commit; `versions` of what else took part."""
+    """The command, the machine, its load, Python and how it was built, our commit; `versions` of what else took part."""
     return {
+        "command": " ".join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "load_average": [round(each, 2) for each in os.getloadavg()],
         "commit": commit(),
         **msgspec.to_builtins(read_environment()),
         "python_build": python_build(),
@@ -68,8 +72,19 @@ def installed(venv: Path, packages: Iterable[str]) -> dict[str, str]:
     return {name: found[name] for name in packages if name in found}
 
 
-def write_result(path: Path, result: Mapping[str, object], versions: Mapping[str, str] | None = None) -> None:
-    """Write a result with what it was measured with in front."""
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    """Give the command line `--json FILE`, also called `--out`; `args.json` is a path or None."""
+    parser.add_argument(
+        "--json", "--out", type=Path, dest="json", metavar="FILE", help="write the figures here"
+    )
+
+
+def write_result(
+    path: Path | None, result: Mapping[str, object], versions: Mapping[str, str] | None = None
+) -> None:
+    """Write a result with what it was measured with in front; without a path nothing."""
+    if path is None:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"measured": measured(versions), **result}, indent=1) + "\n")
     print(f"written: {path}", file=sys.stderr)

@@ -12,7 +12,7 @@ import statistics
 from array import array
 from collections.abc import Callable
 
-from results_file import add_json_option, write_results
+from provenance import add_json_option, write_result
 
 from penstock import rng
 from penstock.clock import NS_PER_MS, SystemClock
@@ -116,7 +116,7 @@ def main() -> None:
         print(
             f"{rows:>5} {ms[0]:>12.3f} {ms[1]:>9.3f} {ms[2]:>8.3f} {ms[3]:>6.3f} {ms[4]:>6.3f} {figures[2] / bare:>12.0f}"
         )
-    write_results(args.json, {"steps": args.steps, "context": args.context, "by_rows": found})
+    write_result(args.json, {"steps": args.steps, "context": args.context, "by_rows": found})
 
 
 if __name__ == "__main__":
