@@ -107,10 +107,10 @@ class RateLimitsConfig(Branch, frozen=True, kw_only=True):
 
 
 class SharedConfig(Branch, frozen=True, kw_only=True):
-    """Rate limits that several gateways share. No request waits for the store; see docs/limits.md."""
+    """Rate limits and budgets that several gateways share. No request waits for the store; see docs/limits.md and docs/ledger.md."""
 
     store: Literal["none", "redis", "parent"] = "none"
-    """"none": every gateway counts for itself. "redis": all gateways with the same `url` and `prefix` count together.
+    """"none": every gateway counts for itself. "redis": all gateways with the same `url` and `prefix` count together, budgets too.
     "parent": the processes of one `penstock serve --processes` do, which sets this by itself."""
     url: str = ""
     """Of Redis: "redis://host:6379/0", "rediss://user:password@host:6380/0", "unix:///run/redis.sock"."""

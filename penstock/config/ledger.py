@@ -69,7 +69,8 @@ class BudgetsConfig(Branch, frozen=True, kw_only=True):
     tenants_max: Positive = 100_000
     """Tenants whose spending is kept in mind; further ones are looked up as if they had spent nothing."""
     refresh_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
-    """With `server.processes`: how often a process takes over what the others have spent, from the ledger."""
+    """How often a process takes over what others have spent: processes of `server.processes` from the ledger, machines with the
+    same `shared.store: redis` from there."""
 
 
 class LedgerConfig(Branch, frozen=True, kw_only=True):

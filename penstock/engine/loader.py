@@ -1,14 +1,14 @@
 """Weights from safetensors, straight into the decoder's fused tensors.
 
-Every tensor's name, type and shape is checked against the spec before anything is read; then each is copied once,
-into its place in a fused weight and in the dtype that is wanted, so at no time is more than one
-tensor in memory twice. Also makes weights up, for benchmarks that have only a `config.json`.
+Every tensor's name, type and shape is checked against the spec before anything is read. Each is read when the decoder that
+is being built takes it: copied once into its place in a fused weight of the dtype that is wanted, or, for who packs it
+anyway, handed out as it lies in the mapped file. So at no time is more than one weight in memory twice. Also makes
+weights up, for benchmarks that have only a `config.json`.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -32,14 +32,47 @@ OnProgress = Callable[[int, int], None]
 
 
 class Weights:
-    """The decoder's weights, each handed out once so that a repacked one does not stay twice."""
+    """The decoder's weights, each handed out once, when it is read."""
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self._tensors = tensors
+    def __init__(
+        self,
+        wanted: Sequence[Weight],
+        whole: Callable[[Weight], Tensor],
+        parts: Callable[[Weight], tuple[Tensor, ...]],
+        itemsize: int,
+        on_progress: OnProgress,
+    ) -> None:
+        self._wanted = {weight.key: weight for weight in wanted}
+        self._whole, self._parts, self._itemsize, self._on_progress = whole, parts, itemsize, on_progress
+        self._total = sum(prod(weight.shape) for weight in wanted) * itemsize
+        self.num_bytes_left = self._total
+        """Of those that were not taken yet, in memory."""
 
     def take(self, key: str) -> Tensor:
-        """Give a weight away."""
-        return self._tensors.pop(key)
+        """See `WeightSource`.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        weight = self._wanted.pop(key)
+        tensor = self._whole(weight)
+        self._taken(weight)
+        return tensor
+
+    def take_parts(self, key: str) -> tuple[Tensor, ...]:
+        """See `WeightSource`.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        weight = self._wanted.pop(key)
+        tensors = self._parts(weight)
+        self._taken(weight)
+        return tensors
+
+    def _taken(self, weight: Weight) -> None:
+        self.num_bytes_left -= prod(weight.shape) * self._itemsize
+        self._on_progress(self._total - self.num_bytes_left, self._total)
 
 
 class _Slice(Protocol):
@@ -71,24 +104,23 @@ def load_weights(
     on_progress: OnProgress,
     device: torch.device = CPU,
 ) -> Weights:
-    """Read all weights of the model in `directory`, one tensor after another, straight into the device's memory.
+    """The weights of the model in `directory`: checked now, read into the device's memory when they are taken.
 
     Raises:
         CheckpointError: a file is missing, truncated or corrupt; a tensor is missing, unknown, or has
             a shape or type that the config does not call for.
     """
     wanted = decoder_weights(spec, names)
-    with ExitStack() as open_files:
-        stored = _open_all(directory, open_files)
-        _check(directory, wanted, stored, spec, names)
-        total = sum(prod(weight.shape) for weight in wanted) * dtype.itemsize
-        tensors: dict[str, Tensor] = {}
-        done = 0
-        for weight in wanted:
-            tensors[weight.key] = _read(weight, stored, dtype, device)
-            done += tensors[weight.key].nbytes
-            on_progress(done, total)
-    return Weights(tensors)
+    stored = _open_all(directory)
+    _check(directory, wanted, stored, spec, names)
+
+    def whole(weight: Weight) -> Tensor:
+        return _read(weight, stored, dtype, device)
+
+    def parts(weight: Weight) -> tuple[Tensor, ...]:
+        return tuple(_read_part(part, stored).to(device, dtype) for part in weight.parts)
+
+    return Weights(wanted, whole, parts, dtype.itemsize, on_progress)
 
 
 def random_weights(
@@ -98,15 +130,12 @@ def random_weights(
 
     Activations stay in a sane range.
     """
+
+    def whole(weight: Weight) -> Tensor:
+        return _random(weight, dtype, seed, device)
+
     wanted = decoder_weights(spec, CheckpointNames())
-    total = sum(prod(weight.shape) for weight in wanted) * dtype.itemsize
-    tensors: dict[str, Tensor] = {}
-    done = 0
-    for weight in wanted:
-        tensors[weight.key] = _random(weight, dtype, seed, device)
-        done += tensors[weight.key].nbytes
-        on_progress(done, total)
-    return Weights(tensors)
+    return Weights(wanted, whole, lambda weight: (whole(weight),), dtype.itemsize, on_progress)
 
 
 def _random(weight: Weight, dtype: torch.dtype, seed: int, device: torch.device) -> Tensor:
@@ -123,22 +152,25 @@ def _read(weight: Weight, stored: dict[str, _Stored], dtype: torch.dtype, device
     target = torch.empty(weight.shape, dtype=dtype, device=device)
     start = 0
     for part in weight.parts:
-        source = stored[part.name]
-        try:
-            tensor = source.file.get_tensor(part.name)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{source.path}: {part.name} cannot be read: {error}") from error
-        target[start : start + part.shape[0]].copy_(tensor)
+        target[start : start + part.shape[0]].copy_(_read_part(part, stored))
         start += part.shape[0]
     return target
 
 
-def _open_all(directory: Path, open_files: ExitStack) -> dict[str, _Stored]:
+def _read_part(part: Part, stored: dict[str, _Stored]) -> Tensor:
+    """As it is in the file, which is mapped: the pages are read when they are looked at."""
+    source = stored[part.name]
+    try:
+        return source.file.get_tensor(part.name)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{source.path}: {part.name} cannot be read: {error}") from error
+
+
+def _open_all(directory: Path) -> dict[str, _Stored]:
     stored: dict[str, _Stored] = {}
     for path in _files(directory):
         try:
-            opened = cast(Any, safe_open(str(path), framework="pt"))
-            file = cast(_File, open_files.enter_context(opened))
+            file = cast(_File, cast(Any, safe_open)(str(path), framework="pt"))
         except FileNotFoundError as error:
             raise CheckpointError(f"{path}: missing; {INDEX_FILE} names it") from error
         except (SafetensorError, OSError) as error:

@@ -154,8 +154,8 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
         weights = random_weights(spec, dtype, config.seed, on_bytes)
     else:
         weights = load_weights(model_path, spec, names, dtype, on_bytes)
-    on_progress("preparing kernels", 0, 0)
-    size, free = dtype.itemsize, free_memory_bytes()
+    # Room for the weights is set aside: they are read when the decoder is built.
+    size, free = dtype.itemsize, free_memory_bytes() - weights.num_bytes_left
     budget = plan_kv(config, spec, bytes_per_value=size, free_bytes=free)
     info = ModelInfo(
         model=model_path.name,
@@ -178,6 +178,7 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
     with torch.inference_mode():
         cache = KVCache(spec, budget.num_blocks, dtype, device)
         model = wire_model(spec, weights, limits, cache, computing)
+    on_progress("preparing kernels", 0, 0)
     sampler = Sampler(spec.vocab_size) if computing.native is None else NativeSampler(computing.native)
     return Runner(
         RunnerParts(

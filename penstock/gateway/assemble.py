@@ -1,19 +1,18 @@
 """Wires the decisions of one gateway together, from its configuration."""
 
-import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
-from penstock.clock import Clock, sleep
+from penstock.clock import Clock
 from penstock.config.tree import Config
-from penstock.errors import PenstockError
 from penstock.fleet.registry import Registry
 from penstock.gateway.dispatch import Dispatcher
 from penstock.gateway.models import ServedModel
 from penstock.gateway.placements import Placements
 from penstock.gateway.reply import StreamSlots
 from penstock.gateway.shared.limits import SharedLimits
+from penstock.gateway.shared.spending import Spending
 from penstock.kv.locality import KVLocality
 from penstock.policy.budget import Budgets
 from penstock.policy.control import FlowControl
@@ -40,16 +39,12 @@ class Decisions:
     dispatcher: Dispatcher
     limits: SharedLimits
     budgets: Budgets
+    spending: Spending
     prices: PriceList
     ledger: Ledger
-    clock: Clock
-    log: Log
     gate: Gate
     explained: DecisionLog
     """Which worker got which of the last requests, and why."""
-    refresh_s: float = 0.0
-    """How often budgets take over what other gateways have spent; 0: they are ours alone."""
-    _tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
 
     async def start(self) -> None:
         """Recover the ledger, take over what it knows of spending, and say hello to whoever shares the limits.
@@ -58,10 +53,8 @@ class Decisions:
             LedgerError: the ledger's directory or database cannot be used.
         """
         await self.ledger.start()
-        self.budgets.restore(self.clock.now_ns(), await self.ledger.spent())
+        await self.spending.start()
         await self.limits.start()
-        if self.refresh_s:
-            self._tasks.append(asyncio.create_task(self._follow_spending(), name="follow spending"))
 
     def reload(self, config: Config) -> None:
         """Take what may change while requests run: prices and how budgets are held."""
@@ -70,20 +63,10 @@ class Decisions:
 
     async def stop(self) -> None:
         """Nothing is dispatched any more; what was used is written down."""
-        for task in self._tasks:
-            task.cancel()
         self.dispatcher.close()
+        await self.spending.close()
         await self.limits.close()
         await self.ledger.stop()
-
-    async def _follow_spending(self) -> None:
-        """What a tenant spends through the other processes counts here as soon as the ledger has it."""
-        while True:
-            await sleep(self.refresh_s)
-            try:
-                self.budgets.restore(self.clock.now_ns(), await self.ledger.spent())
-            except PenstockError as error:
-                self.log.warning("budgets could not be brought up to date", error=error)
 
 
 def make_decisions(
@@ -148,13 +131,11 @@ def make_decisions(
         dispatcher=dispatcher,
         limits=limits,
         budgets=budgets,
+        spending=Spending(config, budgets, ledger, gateway=gateway, clock=clock, log=log),
         prices=prices,
         ledger=ledger,
-        clock=clock,
-        log=log,
         gate=gate,
         explained=placements.decisions,
-        refresh_s=config.budgets.refresh_s if config.server.processes > 1 else 0.0,
     )
 
 

@@ -11,11 +11,14 @@ more than its budget only by what its running answers generate between the end o
 slice for each that runs. Money counts for the day and month in which its request ends, as in the ledger, so the sum of
 what was settled is the sum of the ledger's records, to the millionth.
 
+Spending elsewhere counts as soon as somebody tells of it: `restore` by the ledger of this machine, `heed` by a store that
+gateways of several machines share. Neither is asked by a request.
+
 Pure: times are the gateway's monotonic clock; `wall_offset_ns` makes dates of them.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,7 +38,7 @@ _COLLECT_MIN = 256
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Spent:
-    """What a tenant has spent in one day and its month, as the ledger has it."""
+    """What a tenant has spent in one day and its month."""
 
     tenant: TenantId
     day: int
@@ -85,20 +88,28 @@ class BudgetRefusal:
 class _Period:
     """One tenant's day or month."""
 
-    __slots__ = ("limit", "name", "number", "spent", "warned")
+    __slots__ = ("elsewhere", "limit", "name", "number", "spent", "warned")
 
     def __init__(self, name: PeriodName) -> None:
         self.name: PeriodName = name
         self.number = -1
         self.limit = 0
         self.spent = 0
+        """On this machine."""
+        self.elsewhere = 0
+        """On others."""
         self.warned = 0.0
         """The highest share that was told."""
+
+    @property
+    def total(self) -> int:
+        """Spent everywhere."""
+        return self.spent + self.elsewhere
 
     def enter(self, number: int) -> None:
         """Begin anew if it is another day or month."""
         if number != self.number:
-            self.number, self.spent, self.warned = number, 0, 0.0
+            self.number, self.spent, self.elsewhere, self.warned = number, 0, 0, 0.0
 
 
 class _Account:
@@ -160,7 +171,9 @@ class Reservation:
 class Budgets:
     """The budgets of all tenants: the same shape as the limiter's."""
 
-    __slots__ = ("_accounts", "_collect_at", "_config", "_events", "_wall_offset_ns", "settled_micros")
+    __slots__ = (
+        "_accounts", "_collect_at", "_config", "_events", "_wall_offset_ns", "on_new", "settled_micros"
+    )  # fmt: skip
 
     def __init__(self, config: BudgetsConfig, *, wall_offset_ns: int) -> None:
         """`wall_offset_ns` is the wall clock minus the monotonic one."""
@@ -170,6 +183,8 @@ class Budgets:
         self._events: deque[BudgetEvent] = deque(maxlen=EVENTS_MAX)
         self.settled_micros = 0
         """What was settled since the start, all tenants and periods together."""
+        self.on_new: Callable[[], None] | None = None
+        """Called when a tenant with a budget is seen of which `heed` knows nothing yet."""
 
     def reserve(self, now_ns: int, tenant: Tenant, micros: int) -> Reservation | BudgetRefusal:
         """Hold `micros` for a request: its prompt and the first slice of its answer.
@@ -178,7 +193,10 @@ class Budgets:
         """
         assert micros >= 0, micros
         account = self._of(now_ns, tenant.id)
+        had_limit = account.day.limit or account.month.limit
         account.day.limit, account.month.limit = tenant.budget_day_micros, tenant.budget_month_micros
+        if not had_limit and self.on_new is not None and (account.day.limit or account.month.limit):
+            self.on_new()
         if (period := self.lacks(now_ns, account, micros)) is not None:
             return self._refusal(now_ns, account, period, micros)
         account.live += 1
@@ -193,15 +211,46 @@ class Budgets:
         self._enter(now_ns, account)
         share = self._config.downgrade_at
         limits = ((account.day, tenant.budget_day_micros), (account.month, tenant.budget_month_micros))
-        return any(0 < share * limit <= period.spent + account.reserved for period, limit in limits)
+        return any(0 < share * limit <= period.total + account.reserved for period, limit in limits)
 
     def spent(self, now_ns: int, tenant: TenantId) -> tuple[int, int]:
-        """What it has spent this day and this month."""
+        """What it has spent this day and this month, everywhere."""
         account = self._accounts.get(tenant)
         if account is None:
             return 0, 0
         self._enter(now_ns, account)
-        return account.day.spent, account.month.spent
+        return account.day.total, account.month.total
+
+    def spent_here(self, now_ns: int) -> list[Spent]:
+        """What was spent on this machine, as far as this process knows, of every tenant that has spent or has a budget."""
+        found: list[Spent] = []
+        for account in self._accounts.values():
+            self._enter(now_ns, account)
+            day, month = account.day, account.month
+            if month.spent or day.limit or month.limit:
+                found.append(
+                    Spent(
+                        tenant=account.tenant,
+                        day=day.number,
+                        day_micros=day.spent,
+                        month_micros=month.spent,
+                    )
+                )
+        return found
+
+    def heed(self, now_ns: int, elsewhere: Iterable[Spent]) -> None:
+        """Take over what tenants have spent on other machines; of a day or month that is over it says nothing."""
+        for entry in elsewhere:
+            account = self._accounts.get(entry.tenant)
+            if account is None:
+                continue
+            self._enter(now_ns, account)
+            if entry.day == account.day.number:
+                account.day.elsewhere = entry.day_micros
+            if month_of(entry.day) == account.month.number:
+                account.month.elsewhere = entry.month_micros
+            for period in account.periods:
+                self._warn_of_reached(account, period)
 
     def change(self, config: BudgetsConfig) -> None:
         """Take new settings; what was spent stays spent."""
@@ -236,7 +285,7 @@ class Budgets:
         """The budget that `micros` more do not fit; the month before the day, since it holds longer."""
         self._enter(now_ns, account)
         for period in (account.month, account.day):
-            if 0 < period.limit < period.spent + account.reserved + micros:
+            if 0 < period.limit < period.total + account.reserved + micros:
                 self._warn(account, period, 1.0)
                 if self._config.hard:
                     return period
@@ -248,11 +297,15 @@ class Budgets:
         self.settled_micros += micros
         for period in account.periods:
             period.spent += micros
-            if period.limit and micros:
-                reached = [share for share in self._config.warn_at if period.spent >= share * period.limit]
-                self._warn(account, period, max(reached, default=0.0))
+            if micros:
+                self._warn_of_reached(account, period)
 
     # --- inside ----------------------------------------------------------------------------------
+
+    def _warn_of_reached(self, account: _Account, period: _Period) -> None:
+        if period.limit:
+            reached = [share for share in self._config.warn_at if period.total >= share * period.limit]
+            self._warn(account, period, max(reached, default=0.0))
 
     def _warn(self, account: _Account, period: _Period, share: float) -> None:
         if share <= period.warned or share not in self._config.warn_at:
@@ -263,7 +316,7 @@ class Budgets:
                 tenant=account.tenant,
                 period=period.name,
                 share=share,
-                spent_micros=period.spent,
+                spent_micros=period.total,
                 limit_micros=period.limit,
             )
         )
@@ -279,7 +332,7 @@ class Budgets:
         return BudgetRefusal(
             kind="budget_day" if period is account.day else "budget_month",
             limit_micros=period.limit,
-            used_micros=period.spent + account.reserved,
+            used_micros=period.total + account.reserved,
             requested_micros=micros,
             retry_after_ns=next_day * DAY_NS - (now_ns + self._wall_offset_ns),
         )

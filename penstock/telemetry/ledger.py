@@ -61,6 +61,8 @@ class Ledger:
         """`sink` is the SQLite database unless another one is given."""
         self._config, self._clock, self._log, self._sink = config, clock, log, sink
         self.directory = ledger_files.ledger_directory(config)
+        self.identity = ""
+        """Names this ledger for all time, among those of all machines; empty while there is none."""
         self._journal: Journal | None = None
         self._is_flush_due = False
         self._syncing = threading.Event()
@@ -84,6 +86,7 @@ class Ledger:
                 path = ledger_files.database_path(self.directory)
                 self._sink = SqliteSink(path, self._clock, keep_days=config.keep_days)
             self._recover(self._sink)
+            self.identity = ledger_files.identity(self.directory)
             journal = Journal(claim, config, self._clock, self._disk_trouble)
         except OSError as error:
             claim.release(remove=True)

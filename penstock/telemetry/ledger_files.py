@@ -1,5 +1,6 @@
 """Where the ledger's files are, and whose: directories, locks, and segments by their names.
 
+    DIRECTORY/id                              the ledger's name, made with the directory
     DIRECTORY/usage.sqlite                    the records
     DIRECTORY/journal/INSTANCE/lock           held while that gateway process lives
     DIRECTORY/journal/INSTANCE/00000001.seg   what it wrote and the database may not have yet
@@ -20,6 +21,7 @@ from penstock.clock import Clock
 from penstock.config.ledger import LedgerConfig
 from penstock.config.state import state_directory
 from penstock.errors import LedgerError
+from penstock.rng import fresh_token
 
 TRIES_MAX = 100
 _SUFFIX = ".seg"
@@ -39,6 +41,23 @@ def database_path(directory: Path) -> Path:
 def journal_root(directory: Path) -> Path:
     """The directory of all processes' journals."""
     return directory / "journal"
+
+
+def identity(directory: Path) -> str:
+    """A name that no other ledger has, on any machine; the same for all processes of this one and for all time.
+
+    Raises:
+        OSError: it cannot be read or made.
+    """
+    path, new = directory / "id", directory / f".id-{fresh_token()}"
+    if not path.exists():
+        new.write_text(fresh_token(12), encoding="ascii")
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.link(new, path)  # Unlike a rename, the first to come wins.
+        finally:
+            new.unlink()
+    return path.read_text(encoding="ascii").strip()
 
 
 @dataclass(slots=True, frozen=True)

@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from penstock.engine.attention.base import AttentionBatch
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.frequencies import inverse_frequencies
-from penstock.engine.loader import Weights
 from penstock.engine.models.decoder import DecoderLimits
 from penstock.engine.models.names import CheckpointNames, decoder_weights
 from penstock.engine.models.spec import AttentionSpec, DecoderSpec, MoeSpec, RopeSpec
@@ -65,7 +64,20 @@ def random_weights(of, dtype, seed=3):
         shape = weight.shape
         scale = (0.3 if of.norm_offset else 1.0) if len(shape) == 1 else shape[-1] ** -0.5
         tensors[weight.key] = (torch.randn(shape, generator=rng) * scale).to(dtype)
-    return Weights(tensors)
+    return Given(tensors)
+
+
+class Given:
+    """Weights that are in memory."""
+
+    def __init__(self, tensors):
+        self.tensors = dict(tensors)
+
+    def take(self, key):
+        return self.tensors.pop(key)
+
+    def take_parts(self, key):
+        return (self.take(key),)
 
 
 def batch(computed, counts, tables):
@@ -106,7 +118,7 @@ class Exact:
     def __init__(self, of, dtype):
         self.of = of
         weights, self.dtype = random_weights(of, dtype), dtype
-        self.w = {key: weights.take(key).double() for key in list(weights._tensors)}
+        self.w = {key: weights.take(key).double() for key in list(weights.tensors)}
 
     def norm(self, x, key):
         weight = self.w[key] + self.of.norm_offset
@@ -218,10 +230,10 @@ def test_of_equally_probable_experts_the_first_compute(kernels, rng, dtype):
 
     def logits(sound):
         """All experts equally probable, all but two broken."""
-        tensors = random_weights(of, dtype)._tensors
+        tensors = random_weights(of, dtype).tensors
         tensors["0.router"].zero_()
         tensors["0.gate_up"].view(6, -1, 80)[[e for e in range(6) if e not in sound]] = torch.nan
-        return Model(of, dtype, kernels, weights=Weights(tensors)).step([(0, 0, [3, 5, 9])])
+        return Model(of, dtype, kernels, weights=Given(tensors)).step([(0, 0, [3, 5, 9])])
 
     assert logits((0, 1)).isfinite().all()
     assert logits((0, 2)).isnan().any()

@@ -213,3 +213,19 @@ def test_what_was_spent_is_known_after_a_crash(tmp_path: Path) -> None:
     money.restore(0, [after])
     refusal = money.reserve(0, Tenant(id=TenantId("acme"), budget_month_micros=1000), 391)
     assert isinstance(refusal, BudgetRefusal)
+
+
+def test_a_ledger_keeps_its_name_and_no_other_has_it(tmp_path: Path) -> None:
+    async def name_of(directory: Path) -> str:
+        ledger = Ledger(config(directory), CLOCK, LOG)
+        await ledger.start()
+        await ledger.stop()
+        return ledger.identity
+
+    async def run() -> None:
+        names = await asyncio.gather(*(name_of(tmp_path / "a") for _ in range(4)))
+        assert len({*names, await name_of(tmp_path / "a")}) == 1
+        assert len({names[0], await name_of(tmp_path / "b"), ""}) == 3
+        assert sorted(path.name for path in (tmp_path / "a").glob("*id*")) == ["id"]
+
+    asyncio.run(run())

@@ -34,6 +34,13 @@ class WeightSource(Protocol):
         """The weight, which now belongs to the caller."""
         ...
 
+    def take_parts(self, key: str) -> tuple[Tensor, ...]:
+        """The weight as the checkpoint has it, in one or more parts to be stacked; for who copies it at once.
+
+        What is handed out may lie in a mapped file: it must be neither changed nor kept.
+        """
+        ...
+
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class DecoderLimits:

@@ -81,9 +81,8 @@ class _Packer:
         """A weight by itself."""
         return pack(self._kernels, self._inner(weight, bias))
 
-    def gate_up(self, weight: Tensor, bias: Tensor | None) -> PackedWeight:
-        """A fused gate and up, gate first."""
-        gate, up = weight.chunk(2)
+    def gate_up(self, gate: Tensor, up: Tensor, bias: Tensor | None) -> PackedWeight:
+        """Gate and up as one weight; the gate's bias comes first."""
         biases = (None, None) if bias is None else bias.chunk(2)
         return pack(self._kernels, self._inner(gate, biases[0]), self._inner(up, biases[1]), self._gate)
 
@@ -107,6 +106,13 @@ def unsupported(spec: DecoderSpec, dtype: torch.dtype, kernels: Kernels, precisi
     return None
 
 
+def _pieces(parts: Sequence[Tensor], count: int) -> Sequence[Tensor]:
+    """A weight cut into `count` equal pieces along the first dimension; without a copy where the checkpoint has it so."""
+    if len(parts) == count:
+        return parts
+    return (parts[0] if len(parts) == 1 else torch.cat(list(parts))).chunk(count)
+
+
 class NativeDecoder:
     """The model, ready to run steps natively. Logits are valid until the next `forward`.
 
@@ -127,7 +133,7 @@ class NativeDecoder:
             Tensor | PackedWeight | Array[Layer] | Array[Mlp]
         ] = []  # What the structs point into.
         packer = _Packer(kernels, precision, spec.activation)
-        embedding = weights.take("embedding")
+        (embedding,) = _pieces(weights.take_parts("embedding"), 1)
         angles = self._angles(spec, limits.max_model_len)
         layers = (Layer * spec.num_layers)(
             *(
@@ -135,13 +141,13 @@ class NativeDecoder:
                 for i in range(spec.num_layers)
             )
         )
-        head = packer.head(embedding if spec.tied_head else weights.take("head"))
+        head = packer.head(embedding if spec.tied_head else _pieces(weights.take_parts("head"), 1)[0])
         # A tied table is not kept twice: rows are read back out of the packed head, unless that was rounded.
         self._kept += [layers, head, cache.tensor]
         reads_head = spec.tied_head and head.kind is not Type.I8
         kernels.advise_huge(cache.tensor.data_ptr(), cache.tensor.nbytes)
         self._struct = Decoder(
-            layers=layers, embedding=None if reads_head else self._keep(embedding), head=head.struct,
+            layers=layers, embedding=None if reads_head else self._keep(embedding.clone()), head=head.struct,
             final_norm=self._norm(spec, weights, "final_norm"), cache=LayerCache(cache.tensor, 0).struct,
             layer_stride=cache.tensor.stride(1), num_layers=spec.num_layers, hidden=spec.hidden_size,
             intermediate=spec.intermediate_size, num_blocks=cache.tensor.shape[0],
@@ -200,11 +206,21 @@ class NativeDecoder:
     def _layer(
         self, spec: DecoderSpec, weights: WeightSource, packer: _Packer, angles: _Angles, i: int
     ) -> Layer:
+        def bias(key: str, has_bias: bool) -> Tensor | None:
+            return weights.take(f"{i}.{key}_bias") if has_bias else None
+
         def packed(key: str, has_bias: bool, pack: _Pack, count: int = 1) -> Sequence[PackedWeight]:
             """A weight, or `count` of them that are stacked along the first dimension."""
-            weight = weights.take(f"{i}.{key}")
-            bias = weights.take(f"{i}.{key}_bias") if has_bias else None
-            made = [pack(part, bias) for part in weight.chunk(count)]
+            pieces = _pieces(weights.take_parts(f"{i}.{key}"), count)
+            made = [pack(piece, bias(key, has_bias)) for piece in pieces]
+            self._kept += made
+            return made
+
+        def gates(has_bias: bool, count: int) -> Sequence[PackedWeight]:
+            """Gate and up, or `count` pairs of them, gate first."""
+            pieces = _pieces(weights.take_parts(f"{i}.gate_up"), 2 * count)
+            pairs = zip(pieces[::2], pieces[1::2], strict=True)
+            made = [packer.gate_up(gate, up, bias("gate_up", has_bias)) for gate, up in pairs]
             self._kept += made
             return made
 
@@ -219,10 +235,7 @@ class NativeDecoder:
                 False,
                 packed("router", False, packer.router)[0].struct,
             )
-        gate_up, down = (
-            packed("gate_up", has_bias, packer.gate_up, count),
-            packed("down", has_bias, packer.plain, count),
-        )
+        gate_up, down = gates(has_bias, count), packed("down", has_bias, packer.plain, count)
         mlps = (Mlp * count)(
             *(Mlp(into.struct, back.struct) for into, back in zip(gate_up, down, strict=True))
         )

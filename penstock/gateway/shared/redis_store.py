@@ -9,10 +9,10 @@ Cluster, since a batch has keys of many tenants. Keys, all under `shared.prefix`
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from penstock.config.flow import SharedConfig
-from penstock.errors import ConfigError
+from penstock.gateway.shared.redis_client import connect
 from penstock.gateway.shared.store import StoreError
 from penstock.policy.lease import LeaseAsk, LeaseGrant, LeaseReply
 
@@ -81,27 +81,9 @@ class RedisStore:
         Raises:
             ConfigError: the client is not installed, or it does not understand `shared.url`.
         """
-        try:
-            from redis.asyncio import Redis
-            from redis.asyncio.retry import Retry
-            from redis.backoff import NoBackoff
-            from redis.exceptions import RedisError
-        except ImportError as error:
-            raise ConfigError("shared.store: redis needs the extra: pip install 'penstock[redis]'") from error
         self._gateway, self._prefix = gateway, config.prefix
         self._ttl_us = int(config.gateway_ttl_s * 1_000_000)
-        self._error = RedisError
-        try:
-            # It is the keeper that tries again: never inside a call, whose time is bounded.
-            self._client: Any = cast(Any, Redis).from_url(
-                config.url,
-                socket_timeout=config.timeout_s,
-                socket_connect_timeout=config.timeout_s,
-                retry=Retry(NoBackoff(), 0),
-                max_connections=2,
-            )
-        except ValueError as error:
-            raise ConfigError(f"shared.url: {error}") from error
+        self._client, self._error = connect(config)
         self._script: Any = self._client.register_script(SCRIPT)
 
     async def lease(self, asks: Sequence[LeaseAsk]) -> LeaseReply:
