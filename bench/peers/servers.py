@@ -52,6 +52,11 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def _environment() -> dict[str, str]:
+    """Ours, but everybody keeps compiled modules, as an installed server does."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
 @contextlib.contextmanager
 def serving(launch: Launch, model: str, port: int, log: Path) -> Iterator[Server]:
     """The server inside the block.
@@ -68,7 +73,7 @@ def serving(launch: Launch, model: str, port: int, log: Path) -> Iterator[Server
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **launch.environment},
+            env=_environment() | launch.environment,
             start_new_session=True,
         )
     try:

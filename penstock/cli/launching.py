@@ -11,11 +11,15 @@ from penstock.config.state import state_directory
 from penstock.fleet.launchers.base import Launcher
 from penstock.fleet.launchers.local import LocalLauncher
 from penstock.fleet.launchers.log_file import WorkerLogs
+from penstock.fleet.launchers.process import TakeSpare, no_spare
 from penstock.fleet.launchers.ray import RayLauncher
 
 
-def make_launcher(config: FleetConfig, clock: Clock, key: bytes, say: Callable[[str], None]) -> Launcher:
-    """The launcher of every replica, which name their KV blocks with `key`; `say` hears what workers print.
+def make_launcher(
+    config: FleetConfig, clock: Clock, key: bytes, say: Callable[[str], None], spare: TakeSpare = no_spare
+) -> Launcher:
+    """The launcher of every replica, which name their KV blocks with `key`; `say` hears what workers print, `spare` has processes
+    of this machine that were begun before.
 
     Raises:
         ConfigError: it needs something that is not installed.
@@ -23,7 +27,7 @@ def make_launcher(config: FleetConfig, clock: Clock, key: bytes, say: Callable[[
     logs = WorkerLogs(say, log_directory(config), config.log_bytes_max)
     if config.launcher == "ray":
         return RayLauncher(clock, key, config=config.ray, logs=logs)
-    return LocalLauncher(clock, key, logs=logs)
+    return LocalLauncher(clock, key, logs=logs, spare=spare)
 
 
 def log_directory(config: FleetConfig) -> Path | None:

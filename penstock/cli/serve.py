@@ -114,6 +114,6 @@ def run(args: argparse.Namespace) -> int:
     if args.print_config:
         sys.stdout.write(printable_config(config))
         return 0
-    from penstock.cli.serving import serve_until_stopped  # The gateway: `chat` and --help do not pay for it.
+    from penstock.cli.early import serve_until_stopped  # --help and `chat` do not pay for the gateway.
 
     return serve_until_stopped(config, clock, started_ns, lambda: effective_config(args))

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import uvloop
 
 from penstock import collector, rng
 from penstock.cli import banner, console
@@ -31,6 +30,7 @@ from penstock.config.hosts import is_loopback
 from penstock.config.tenancy_checks import names_callers
 from penstock.config.tree import Config
 from penstock.errors import PenstockError
+from penstock.fleet.launchers.spares import Spares
 from penstock.telemetry.log import Log
 
 EXIT_ABORTED = 130
@@ -38,20 +38,23 @@ SPARE_FILES = 512
 """File descriptors that are needed beside one per connection."""
 
 
-def serve_until_stopped(config: Config, clock: Clock, started_ns: int, reread: Callable[[], Config]) -> int:
-    """Serve until told to stop; the exit code. `reread` makes the configuration anew from where it came, for SIGHUP.
+class Serving:
+    """One `penstock serve`: `run` it once. cli/early.py comes before."""
 
-    Raises:
-        OperatorError: the configuration or a model cannot be served.
-        WorkerUnavailable: a worker does not come up.
-    """
-    serving = _Serving(config, clock, started_ns, reread)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serving.run())
+    def __init__(
+        self,
+        config: Config,
+        clock: Clock,
+        started_ns: int,
+        reread: Callable[[], Config],
+        spares: Spares,
+    ) -> None:
+        """`reread` makes the configuration anew from where it came, for SIGHUP; `spares` are processes for workers.
 
-
-class _Serving:
-    def __init__(self, config: Config, clock: Clock, started_ns: int, reread: Callable[[], Config]) -> None:
+        Raises:
+            OperatorError: the configuration or a model cannot be served.
+        """
+        self._spares = spares
         self._clock, self._started_ns, self._reread = clock, started_ns, reread
         self._reloading: asyncio.Task[None] | None = None
         self._reload_wanted = False
@@ -68,9 +71,15 @@ class _Serving:
             secrets=(*config.auth.keys, *config.auth.admin_keys, config.auth.secret),
         )
         self._log.adopt("asyncio")
-        self._stack = Stack(config, clock, self._log)
+        self._stack = Stack(config, clock, self._log, spares)
 
     async def run(self) -> int:
+        """Serve until told to stop; the exit code.
+
+        Raises:
+            OperatorError: the configuration or a model cannot be served.
+            WorkerUnavailable: a worker does not come up.
+        """
         self._check_open_files()
         with StopSignals(self._say_draining) as signals, on_signal(signal.SIGHUP, self._begin_reload):
             try:
@@ -78,7 +87,9 @@ class _Serving:
                 self._port = port
                 if self._new_key:
                     save_key(port, self._new_key)
-                if await self._loaded(signals):
+                is_loaded = await self._loaded(signals)
+                await self._spares.close()
+                if is_loaded:
                     collector.settle()
                     self._show_banner(host, port)
                     await signals.drain.wait()

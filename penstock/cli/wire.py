@@ -23,6 +23,7 @@ from penstock.config.reload import with_members
 from penstock.config.tree import Config, ModelConfig, ServerConfig
 from penstock.errors import ConfigError, OperatorError
 from penstock.fleet.launchers.base import LaunchedWorker
+from penstock.fleet.launchers.spares import Spares
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry
 from penstock.fleet.sources.discovery import Discovery
@@ -42,8 +43,8 @@ HELD_LINES_MAX = 500
 class Stack:
     """Everything that one `serve` process runs. `start` it, wait until it is ready, then `drain` or `abort`."""
 
-    def __init__(self, config: Config, clock: Clock, log: Log) -> None:
-        """Read the tokenizers; nothing runs yet.
+    def __init__(self, config: Config, clock: Clock, log: Log, spares: Spares) -> None:
+        """Read the tokenizers; nothing runs yet but `spares`, processes for workers.
 
         Raises:
             ConfigError: there is no such model.
@@ -57,7 +58,7 @@ class Stack:
         self._parts = [make_part(model, self._registry, clock) for model in config.models]
         self._words = _WorkerWords(log)
         hash_key = rng.fresh_key()
-        self._launcher = make_launcher(config.fleet, clock, hash_key, self._words.say)
+        self._launcher = make_launcher(config.fleet, clock, hash_key, self._words.say, spares.take)
         self._discovery = Discovery(self._members, clock, log)
         self._fleet_log: FleetLog | None = None
         self._held_at: dict[WorkerId, WorkerAt] = {}

@@ -4,6 +4,8 @@ Standard input, because it holds a secret: arguments and environments can be rea
 The worker keeps reading afterwards; the end of the pipe means that its parent is gone.
 """
 
+from msgspec.structs import replace
+
 from penstock.config.branch import Branch
 from penstock.config.tree import EngineConfig
 
@@ -28,3 +30,10 @@ class WorkerLaunch(Branch, frozen=True, kw_only=True):
     engine: EngineConfig = EngineConfig()
     runner: str = REAL_RUNNER
     """`module:factory` of what computes. Tests name their own, so that a process starts at once."""
+
+
+def share_of(engine: EngineConfig, replicas: int, cores: int) -> EngineConfig:
+    """The engine's settings for one of several replicas on one machine: they share its cores."""
+    if replicas == 1 or engine.threads or not cores:
+        return engine
+    return replace(engine, threads=max(1, cores // replicas))

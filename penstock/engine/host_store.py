@@ -24,6 +24,8 @@ from penstock.engine.kv_cache import KVCache
 from penstock.kv.host_tier import BlockCopy, Copied
 from penstock.schedule.plan import StepPlan
 
+END_S = 1.0
+"""How long whoever lets go of a thread waits for its end."""
 _log = logging.getLogger(__name__)
 
 
@@ -141,7 +143,8 @@ class ThreadHostStore:
     def __init__(self, blocks: Tensor, slots: Tensor) -> None:
         self._copier = _Copier(blocks, slots)
         self._under_way = 0  # Units that were started and not collected.
-        threading.Thread(target=self._copier.run, name="host-kv-copies", daemon=True).start()
+        self._thread = threading.Thread(target=self._copier.run, name="host-kv-copies", daemon=True)
+        self._thread.start()
 
     def start(self, plan: StepPlan) -> None:
         """See `HostStore`."""
@@ -167,6 +170,8 @@ class ThreadHostStore:
 
     def __del__(self) -> None:
         self._copier.close()
+        # The end of the interpreter must not find it inside of torch.
+        self._thread.join(END_S)
 
 
 class CudaHostStore:

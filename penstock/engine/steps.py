@@ -17,6 +17,8 @@ from typing import Literal, Protocol, runtime_checkable
 from penstock.schedule.plan import StepPlan, StepResult
 
 Compute = Callable[[StepPlan], StepResult]
+END_S = 1.0
+"""How long whoever lets go of a thread waits for its end."""
 _MEMORY_WORDS = ("out of memory", "can't allocate", "cannot allocate")
 """What torch's allocators say, in RuntimeErrors of no special kind on the CPU."""
 
@@ -93,13 +95,13 @@ class StepThread:
         self._plans: SimpleQueue[StepPlan | None] = SimpleQueue()  # Both bounded by FLIGHTS_MAX.
         self._results: SimpleQueue[StepResult | BaseException] = SimpleQueue()
         # The thread must not keep the runner alive by way of this object, nor the other way round.
-        thread = threading.Thread(
+        self._thread = threading.Thread(
             target=_compute_all,
             args=(compute, self._plans, self._results),
             name="worker-compute",
             daemon=True,
         )
-        thread.start()
+        self._thread.start()
 
     def launch(self, plan: StepPlan) -> None:
         """See `Steps`."""
@@ -114,6 +116,8 @@ class StepThread:
 
     def __del__(self) -> None:
         self._plans.put(None)
+        # The end of the interpreter must not find it inside of torch.
+        self._thread.join(END_S)
 
 
 class DeviceSteps:

@@ -1,4 +1,4 @@
-"""The engine's process: `python -m penstock.engine.worker`, started by a launcher.
+"""The engine's process: `python -m penstock.engine.worker [MODULE TO IMPORT FIRST ...]`, started by a launcher.
 
     main thread      load, warm up, then: take mail, run a step, hand over its outputs, again
     worker-socket    an event loop with the gateways' connections (serve_socket.py)
@@ -11,6 +11,7 @@ code 0), by its own failure (traceback, `Failed`, exit code 1), because it canno
 (exit code 78), or with its parent. Ctrl-C is the parent's business.
 """
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -59,6 +60,10 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     clock, mailbox, ready = SystemClock(), Mailbox(), threading.Event()
     _drain_on_sigterm(mailbox, ready)
+    for module in sys.argv[1:]:
+        # What we were begun for before it was known what to serve. `load` imports it again, and says what is wrong with it.
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
     launch = read_launch(sys.stdin.fileno())
     config = launch.engine
     limits = ServerLimits(

@@ -131,7 +131,7 @@ def make_decisions(
         dispatcher=dispatcher,
         limits=limits,
         budgets=budgets,
-        spending=Spending(config, budgets, ledger, gateway=gateway, clock=clock, log=log),
+        spending=Spending(config, budgets, ledger, clock=clock, log=log),
         prices=prices,
         ledger=ledger,
         gate=gate,

@@ -109,7 +109,8 @@ class _Period:
     def enter(self, number: int) -> None:
         """Begin anew if it is another day or month."""
         if number != self.number:
-            self.number, self.spent, self.elsewhere, self.warned = number, 0, 0, 0.0
+            self.number, self.warned = number, 0.0
+            self.spent = self.elsewhere = 0
 
 
 class _Account:

@@ -61,8 +61,6 @@ class Ledger:
         """`sink` is the SQLite database unless another one is given."""
         self._config, self._clock, self._log, self._sink = config, clock, log, sink
         self.directory = ledger_files.ledger_directory(config)
-        self.identity = ""
-        """Names this ledger for all time, among those of all machines; empty while there is none."""
         self._journal: Journal | None = None
         self._is_flush_due = False
         self._syncing = threading.Event()
@@ -86,7 +84,6 @@ class Ledger:
                 path = ledger_files.database_path(self.directory)
                 self._sink = SqliteSink(path, self._clock, keep_days=config.keep_days)
             self._recover(self._sink)
-            self.identity = ledger_files.identity(self.directory)
             journal = Journal(claim, config, self._clock, self._disk_trouble)
         except OSError as error:
             claim.release(remove=True)
@@ -162,6 +159,19 @@ class Ledger:
         """Write what this iteration of the event loop has said. By itself that happens at the next one."""
         if self._journal is not None:
             self._journal.flush()
+
+    def identity(self, proposed: str) -> str:
+        """What this ledger is called among those of all machines, for all time: `proposed`, a random name, if it has none yet or is off.
+
+        Raises:
+            LedgerError: the name cannot be read or kept.
+        """
+        if not self._config.enabled:
+            return proposed
+        try:
+            return ledger_files.identity(self.directory, proposed)
+        except OSError as error:
+            raise LedgerError(f"ledger.directory: {self.directory}: {error.strerror}") from error
 
     async def spent(self) -> list[Spent]:
         """What every tenant has spent this day and month, all gateways of this directory together: for `Budgets.restore`.

@@ -1,6 +1,6 @@
 """Where the ledger's files are, and whose: directories, locks, and segments by their names.
 
-    DIRECTORY/id                              the ledger's name, made with the directory
+    DIRECTORY/id                              the ledger's name among those of all machines
     DIRECTORY/usage.sqlite                    the records
     DIRECTORY/journal/INSTANCE/lock           held while that gateway process lives
     DIRECTORY/journal/INSTANCE/00000001.seg   what it wrote and the database may not have yet
@@ -21,7 +21,6 @@ from penstock.clock import Clock
 from penstock.config.ledger import LedgerConfig
 from penstock.config.state import state_directory
 from penstock.errors import LedgerError
-from penstock.rng import fresh_token
 
 TRIES_MAX = 100
 _SUFFIX = ".seg"
@@ -43,15 +42,15 @@ def journal_root(directory: Path) -> Path:
     return directory / "journal"
 
 
-def identity(directory: Path) -> str:
-    """A name that no other ledger has, on any machine; the same for all processes of this one and for all time.
+def identity(directory: Path, proposed: str) -> str:
+    """The ledger's name for all time, the same for all its processes: `proposed`, a random one, if it has none yet.
 
     Raises:
         OSError: it cannot be read or made.
     """
-    path, new = directory / "id", directory / f".id-{fresh_token()}"
+    path, new = directory / "id", directory / f".id-{proposed}"
     if not path.exists():
-        new.write_text(fresh_token(12), encoding="ascii")
+        new.write_text(proposed, encoding="ascii")
         try:
             with contextlib.suppress(FileExistsError):
                 os.link(new, path)  # Unlike a rename, the first to come wins.

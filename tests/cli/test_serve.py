@@ -119,7 +119,7 @@ def test_one_command_to_a_streamed_answer_and_a_clean_end(serve: Callable[..., S
     out, err = server.out.read_text(), server.err.read_text()
     assert re.search(r"ready after \d+\.\d s", out)
     assert f"models     {DEMO}" in out
-    assert f"{DEMO}: importing" in err  # Lines, because nobody's terminal is there.
+    assert f"{DEMO}: ready" in err  # Lines, because nobody's terminal is there.
     assert "\x1b" not in out + err
     assert "Traceback" not in err
 
@@ -207,7 +207,7 @@ def test_a_worker_that_is_down_for_good_is_reported(serve: Callable[..., Server]
 
 def test_ctrl_c_while_loading(serve: Callable[..., Server]) -> None:
     server = serve(*QUICK)
-    server.wait_said("importing")
+    server.wait_said("starting")
     workers = server.workers
     server.process.send_signal(signal.SIGINT)
     assert server.wait_ended() == 0

@@ -4,7 +4,6 @@ import asyncio
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import pytest

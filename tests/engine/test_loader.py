@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, PHI3, save, tiny_model
 
 from penstock.engine.loader import load_weights, random_weights
+from penstock.engine.models.names import decoder_weights
 from penstock.engine.models.registry import read_spec
 from penstock.errors import CheckpointError
 from penstock.schedule.plan import NewRow, RowWork, StepPlan
@@ -55,6 +56,22 @@ def test_fused_weights_are_the_parts_stacked(directory: Path) -> None:
     assert torch.equal(loaded(directory, torch.bfloat16)["0.qkv"], qkv.bfloat16())
 
 
+def test_parts_are_those_of_the_checkpoint_and_lie_in_its_file(directory: Path) -> None:
+    spec, names = read_spec(directory)
+    weights = load_weights(directory, spec, names, torch.float32, lambda _done, _total: None)
+    model = tiny_model("qwen3").state_dict()
+    parts = weights.take_parts("0.qkv")
+    for name, part in zip("qkv", parts, strict=True):
+        assert torch.equal(part, model[f"model.layers.0.self_attn.{name}_proj.weight"])
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    ranges = [
+        line.split()[0].split("-") for line in mapped if line.endswith(str(directory / "model.safetensors"))
+    ]
+    assert all(any(int(a, 16) <= part.data_ptr() < int(b, 16) for a, b in ranges) for part in parts)
+    with pytest.raises(KeyError):
+        weights.take("0.qkv")
+
+
 def test_sharded_checkpoints_load_the_same(directory: Path, tmp_path: Path) -> None:
     sharded = save(tiny_model("qwen3"), tmp_path / "sharded", max_shard_size="60KB")
     assert len(list(sharded.glob("*.safetensors"))) > 2
@@ -65,7 +82,12 @@ def test_sharded_checkpoints_load_the_same(directory: Path, tmp_path: Path) -> N
 def test_progress_ends_at_the_total(directory: Path) -> None:
     spec, names = read_spec(directory)
     seen: list[tuple[int, int]] = []
-    load_weights(directory, spec, names, torch.bfloat16, lambda done, total: seen.append((done, total)))
+    progress = lambda done, total: seen.append((done, total))
+    weights = load_weights(directory, spec, names, torch.bfloat16, progress)
+    assert weights.num_bytes_left == 2 * spec.num_parameters
+    for number, weight in enumerate(decoder_weights(spec, names)):
+        (weights.take if number % 2 else weights.take_parts)(weight.key)
+    assert weights.num_bytes_left == 0
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1] == (2 * spec.num_parameters, 2 * spec.num_parameters)
 

@@ -1,6 +1,7 @@
 import asyncio
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -216,16 +217,17 @@ def test_what_was_spent_is_known_after_a_crash(tmp_path: Path) -> None:
 
 
 def test_a_ledger_keeps_its_name_and_no_other_has_it(tmp_path: Path) -> None:
-    async def name_of(directory: Path) -> str:
-        ledger = Ledger(config(directory), CLOCK, LOG)
-        await ledger.start()
-        await ledger.stop()
-        return ledger.identity
+    proposals = [f"proposed-{i}" for i in range(8)]
 
-    async def run() -> None:
-        names = await asyncio.gather(*(name_of(tmp_path / "a") for _ in range(4)))
-        assert len({*names, await name_of(tmp_path / "a")}) == 1
-        assert len({names[0], await name_of(tmp_path / "b"), ""}) == 3
-        assert sorted(path.name for path in (tmp_path / "a").glob("*id*")) == ["id"]
+    def name_of(proposed: str) -> str:
+        return Ledger(config(tmp_path), CLOCK, LOG).identity(proposed)
 
-    asyncio.run(run())
+    with ThreadPoolExecutor(8) as threads:
+        names = set(threads.map(name_of, proposals))
+    assert len(names) == 1
+    assert names < set(proposals)
+    assert {name_of("late")} == names
+    assert [path.name for path in tmp_path.iterdir()] == ["id"]
+    assert Ledger(LedgerConfig(enabled=False), CLOCK, LOG).identity("mine") == "mine"
+    with pytest.raises(LedgerError, match=r"ledger\.directory"):
+        Ledger(config(tmp_path / "nowhere"), CLOCK, LOG).identity("lost")

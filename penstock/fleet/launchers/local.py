@@ -14,7 +14,7 @@ from penstock.errors import WorkerUnavailable
 from penstock.fleet.launchers.base import WorkerSpec
 from penstock.fleet.launchers.log_file import WorkerLogs
 from penstock.fleet.launchers.ports import ReservedPort
-from penstock.fleet.launchers.process import WorkerProcess
+from penstock.fleet.launchers.process import TakeSpare, WorkerProcess, no_spare
 from penstock.fleet.launchers.supervised import SupervisedWorker
 from penstock.fleet.launchers.supervising import SupervisingLauncher
 from penstock.protocol.address import UnixAddress
@@ -32,10 +32,13 @@ class LocalLauncher(SupervisingLauncher):
         environment: dict[str, str] | None = None,
         logs: WorkerLogs = WorkerLogs(),  # noqa: B008 - it is frozen.
         host: str = "",
+        spare: TakeSpare = no_spare,
     ) -> None:
-        """With a `host` workers listen on TCP ports of that address instead of on Unix sockets."""
+        """With a `host` workers listen on TCP ports of that address instead of on Unix sockets. `spare` may have processes that
+        were begun before.
+        """
         super().__init__(clock, hash_key, environment, logs)
-        self._host = host
+        self._host, self._spare = host, spare
         self.link_key = link_key_of(hash_key) if host else b""
         self._directory = tempfile.TemporaryDirectory(prefix="penstock-")  # Mode 0700.
         self._num_started = 0
@@ -62,9 +65,8 @@ class LocalLauncher(SupervisingLauncher):
             engine=spec.engine,
             runner=spec.runner,
         )
-        process = WorkerProcess(
-            spec.worker_id, launch, address, self._environment, self._hearer_of(spec.worker_id), port
-        )
+        hear = self._hearer_of(spec.worker_id)
+        process = WorkerProcess(spec.worker_id, launch, address, self._environment, hear, port, self._spare)
         return self._supervise(spec, backend, process)
 
     async def close(self, *, timeout_s: float) -> None:

@@ -23,7 +23,14 @@ EXIT_CANNOT_SERVE = 78
 """The worker says that starting it again would fail the same way (engine/worker.py)."""
 TAIL_LINES = 20
 LINE_BYTES_MAX = 8192
+TakeSpare = Callable[[dict[str, str]], Process | None]
+"""Gives away a process that was begun in this environment; see spares.py."""
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+def no_spare(environment: dict[str, str]) -> Process | None:
+    """There is none."""
+    del environment
 
 
 class WorkerProcess:
@@ -37,15 +44,16 @@ class WorkerProcess:
         environment: dict[str, str],
         log: Callable[[str], None],
         port: ReservedPort | None = None,
+        spare: TakeSpare = no_spare,
     ) -> None:
-        """`port` is where it listens, if that is kept for it; ours from now on."""
+        """`port` is where it listens, if that is kept for it; ours from now on. `spare` may have a process that was begun before."""
         self.exit_code: int | None = None
         """Of the last process; negative for a signal, None while it runs."""
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         """The last lines of its standard error."""
         self.address, self._port = address, port
         self._name, self._launch, self._log = name, launch, log
-        self._environment = _environment(launch.engine.threads) | environment
+        self._environment, self._spare = environment_of(launch.engine.threads) | environment, spare
         self._process: Process | None = None
         self._pump: asyncio.Task[None] | None = None
 
@@ -63,7 +71,7 @@ class WorkerProcess:
         assert self._process is None, "one at a time"
         self.exit_code = None
         self.tail.clear()
-        self._process = await self._create()
+        self._process = self._spare(self._environment) or await create_process(self._environment)
         assert self._process.stdin is not None
         # It stays open: its end would tell the worker that we are gone.
         self._process.stdin.write(msgspec.json.encode(self._launch) + b"\n")
@@ -117,26 +125,6 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
-    async def _create(self) -> Process:
-        # A session of its own, so that Ctrl-C in the terminal reaches only the parent, which drains.
-        creating = asyncio.ensure_future(
-            asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "penstock.engine.worker"),
-                stdin=PIPE,
-                stdout=DEVNULL,
-                stderr=PIPE,
-                env=self._environment,
-                start_new_session=True,
-            )
-        )
-        try:
-            return await asyncio.shield(creating)
-        except asyncio.CancelledError:
-            process = await creating  # What is half made cannot be ended; now it can.
-            process.kill()
-            await process.wait()
-            raise
-
     async def _pass_on_stderr(self, process: Process) -> None:
         """Read by chunks, not lines: a progress bar or a broken library may never end its line."""
         assert process.stderr is not None
@@ -158,6 +146,32 @@ class WorkerProcess:
             self._log(f"[{self._name}] {text}")
 
 
+async def create_process(environment: dict[str, str], *imports: str) -> Process:
+    """A worker that waits to be told what to do; before that it imports the modules `imports`.
+
+    Raises:
+        OSError: no process can be started.
+    """
+    # A session of its own, so that Ctrl-C in the terminal reaches only the parent, which drains.
+    creating = asyncio.ensure_future(
+        asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "penstock.engine.worker", *imports),
+            stdin=PIPE,
+            stdout=DEVNULL,
+            stderr=PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+    )
+    try:
+        return await asyncio.shield(creating)
+    except asyncio.CancelledError:
+        process = await creating  # What is half made cannot be ended; now it can.
+        process.kill()
+        await process.wait()
+        raise
+
+
 def describe_exit(code: int | None) -> str:
     """An exit code in words."""
     if code is None:
@@ -169,8 +183,8 @@ def describe_exit(code: int | None) -> str:
     return f"the worker was killed by signal {-code}"
 
 
-def _environment(threads: int) -> dict[str, str]:
-    """Ours, with what numerical libraries read while they are imported.
+def environment_of(threads: int) -> dict[str, str]:
+    """Ours, for a worker of so many threads (0: one for each core), with what numerical libraries read while they are imported.
 
     OpenMP's threads wait for each other by spinning, for milliseconds by default: on a machine with other work a
     step then takes 10 times longer, since the thread that is waited for has no core. A short spin costs nothing.

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 
-from msgspec.structs import replace
-
 from penstock.backends.foreign import Tools
 from penstock.clock import Clock
 from penstock.config.health import HeartbeatConfig
+from penstock.config.launch import share_of
 from penstock.config.presets import served_name
-from penstock.config.tree import EngineConfig, ModelConfig
+from penstock.config.tree import ModelConfig
 from penstock.fleet.launchers.base import Launcher, WorkerSpec
 from penstock.fleet.wanted import Attached, Launched, worker_id_at
 from penstock.text.tokenizer import Tokenizer
@@ -51,10 +50,3 @@ def attached(model: ModelConfig, tokenizer: Tokenizer, tools: Tools) -> Iterator
         yield Attached(
             id=worker_id_at(name, config), route=name, config=config, tokenizer=tokenizer, tools=tools
         )
-
-
-def share_of(engine: EngineConfig, replicas: int, cores: int) -> EngineConfig:
-    """The engine's settings for one of several replicas on one machine: they share its cores."""
-    if replicas == 1 or engine.threads or not cores:
-        return engine
-    return replace(engine, threads=max(1, cores // replicas))

@@ -14,6 +14,7 @@ from penstock.config.tree import Config
 from penstock.errors import LedgerError
 from penstock.gateway.shared.store import StoreError
 from penstock.policy.budget import Budgets
+from penstock.rng import fresh_token
 from penstock.telemetry.ledger import Ledger
 from penstock.telemetry.log import Log
 
@@ -24,13 +25,10 @@ _GATHER_S = 0.02
 class Spending:
     """The only one that tells `budgets` of others."""
 
-    def __init__(
-        self, config: Config, budgets: Budgets, ledger: Ledger, *, gateway: str, clock: Clock, log: Log
-    ) -> None:
-        """`gateway` names this process for all time; it stands for a ledger where there is none."""
+    def __init__(self, config: Config, budgets: Budgets, ledger: Ledger, *, clock: Clock, log: Log) -> None:
         self._shared, self._refresh_s = config.shared, config.budgets.refresh_s
         self._has_siblings = config.server.processes > 1
-        self._budgets, self._ledger, self._gateway = budgets, ledger, gateway
+        self._budgets, self._ledger = budgets, ledger
         self._clock, self._log = clock, log
         self._store = None
         self._wanted = asyncio.Event()
@@ -41,14 +39,14 @@ class Spending:
         """Take over what is known by now. The ledger must have been started.
 
         Raises:
-            LedgerError: the ledger cannot be read.
+            LedgerError: the ledger cannot be read, or cannot be given a name.
         """
         self._budgets.restore(self._clock.now_ns(), await self._ledger.spent())
         if self._shared.store == "redis":
             # Imported when it is used: it needs the extra.
             from penstock.gateway.shared.redis_spending import RedisSpending
 
-            self._store = RedisSpending(self._shared, self._ledger.identity or self._gateway)
+            self._store = RedisSpending(self._shared, self._ledger.identity(fresh_token(12)))
             self._budgets.on_new = self._wanted.set
             await self._exchange()
         if self._store is not None or self._has_siblings:
