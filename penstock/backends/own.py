@@ -42,6 +42,8 @@ from penstock.types import RequestId
 
 RECONNECT_MIN_S = 0.01
 RECONNECT_MAX_S = 0.5
+RECONNECT_GROWTH = 1.2
+"""A worker that loads is found a sixth of its time late at most, where doubling would be as long as it took."""
 CLOSE_TIMEOUT_S = 1.0
 """How long a worker may take to read the last frames."""
 NOTES_MAX = 20
@@ -347,4 +349,4 @@ class OwnBackend:
             else:
                 await link.lost
             await sleep(self._delay_s)
-            self._delay_s = min(self._delay_s * 2, RECONNECT_MAX_S)
+            self._delay_s = min(self._delay_s * RECONNECT_GROWTH, RECONNECT_MAX_S)
