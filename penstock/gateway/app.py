@@ -23,14 +23,15 @@ from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry
 from penstock.gateway.admin import Admin
 from penstock.gateway.assemble import make_decisions
-from penstock.gateway.auth import ANYBODY, Caller, is_local
+from penstock.gateway.auth import Caller
+from penstock.gateway.entrance import Entrance
 from penstock.gateway.exchange import Ending, Exchange, RequestHead, Response
 from penstock.gateway.generate import Generate
 from penstock.gateway.http_errors import error_response
 from penstock.gateway.inspect import Inspect
 from penstock.gateway.models import ModelTable, ServedModel
 from penstock.gateway.reply import StreamSlots
-from penstock.gateway.routes import Access, Handler, Route, Routes
+from penstock.gateway.routes import Handler, Route, Routes
 from penstock.gateway.server import HttpServer, tick_s
 from penstock.gateway.services import Services
 from penstock.gateway.siblings import Siblings
@@ -102,12 +103,15 @@ class Gateway:
             tokenize=TokenizePool(config.limits),
             dispatcher=self._dispatcher,
             gate=self._decisions.gate,
+            limiter=self._decisions.limits.limiter,
+            budgets=self._decisions.budgets,
             metrics=metrics,
             explained=self._decisions.explained,
             locality=locality,
             log=log,
             falls_back=any(route.fallback for route in config.routing.models),
         )
+        self._entrance = Entrance(self.tenancy, config.server)
         self._siblings = siblings
         self._inspect = Inspect(
             self._services, metrics, version=__version__, members=members, siblings=siblings
@@ -166,17 +170,14 @@ class Gateway:
 
     # --- what the HTTP server calls --------------------------------------------------------------
 
-    def refuse(self, head: RequestHead) -> Response | None:
+    def refuse(self, head: RequestHead, client: str) -> Response | None:
         """Refuse wrong paths and verbs from the head alone, and keys before their body costs memory."""
         try:
             route = self._routes.find(head.path)
             if head.method == "OPTIONS":
                 return _options(route)
             route.handler(head.method)
-            if route.access is Access.KEY:
-                self.tenancy.identify(head)
-            elif route.access is Access.ADMIN:
-                self.tenancy.identify_admin(head)
+            self._entrance.caller(route.access, head, client)
         except PenstockError as error:
             return error_response(error)
         return None
@@ -190,7 +191,7 @@ class Gateway:
                 exchange.respond(_options(route))
                 return
             handler = route.handler(exchange.head.method)
-            caller = self._caller(route, exchange)
+            caller = self._entrance.caller(route.access, exchange.head, exchange.client)
         except PenstockError as error:
             exchange.respond(error_response(error))
             return
@@ -238,15 +239,6 @@ class Gateway:
 
     def _reloaded(self, config: Config) -> None:
         self._inspect.auth = not config.auth.disabled
-
-    def _caller(self, route: Route, exchange: Exchange) -> Caller | None:
-        if route.access is Access.OPEN:
-            return ANYBODY
-        if route.access is Access.ADMIN:
-            return self.tenancy.identify_admin(exchange.head)
-        if route.access is Access.LOCAL_OR_KEY and is_local(exchange.client, exchange.head):
-            return ANYBODY
-        return self.tenancy.identify(exchange.head)
 
     async def _run(self, handler: Handler, exchange: Exchange, caller: Caller | None) -> None:
         try:

@@ -61,8 +61,8 @@ MOVES: dict[State, frozenset[State]] = {
 class Application(Protocol):
     """What answers requests. Called on the event loop; must not block or raise."""
 
-    def refuse(self, head: RequestHead) -> Response | None:
-        """Answer already from the headers, which spares reading a body; None to go on."""
+    def refuse(self, head: RequestHead, client: str) -> Response | None:
+        """Answer already from the headers, which spares reading a body; None to go on. `client` is the peer's address."""
         ...
 
     def handle(self, exchange: Exchange) -> None:
@@ -216,7 +216,7 @@ class Connection(asyncio.Protocol):
         if fault := self._head_fault():
             self._fail(fault)
             return
-        if self._has_body() and (refusal := self._server.app.refuse(self._head())):
+        if self._has_body() and (refusal := self._server.app.refuse(self._head(), self._client)):
             self._refuse(refusal)
             return
         if self._parser.should_upgrade() and self._has_body():
