@@ -278,7 +278,7 @@ class _Connection(asyncio.Protocol):
         if not self._server.limits.key:
             self._server.joined(self)
             return
-        peer: object = transport.get_extra_info("peername")
+        peer: tuple[object, ...] | str | None = transport.get_extra_info("peername")
         self.peer = str(peer[0]) if isinstance(peer, tuple) and peer else ""  # A Unix socket has no address.
         self._server.knocks(self)
         self._nonce = fresh_key(NONCE_BYTES)

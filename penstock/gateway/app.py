@@ -76,8 +76,7 @@ class Gateway:
             ConfigError: the keys file cannot be read, or does not go with the tiers.
         """
         assert names_callers(config.auth), "whoever wires the gateway makes a key"
-        self._config, self._clock, self._ids = config, clock, ids
-        self._metrics, self._log = metrics, log
+        self._config, self._clock, self._ids, self._metrics, self._log = config, clock, ids, metrics, log
         self.tenancy = Tenancy(config, clock=clock, log=log)
         """Who may call; parts that can take a new configuration subscribe to its `on_reload`."""
         locality = KVLocality(config.kv_index, hash_key or fresh_key())
@@ -94,7 +93,7 @@ class Gateway:
             log=log,
             locality=locality,
         )
-        self._dispatcher = self._decisions.dispatcher
+        self._dispatcher, self._entrance = self._decisions.dispatcher, Entrance(self.tenancy, config.server)
         self._services = Services(
             config=config,
             models=ModelTable(models, config.routing),
@@ -111,7 +110,6 @@ class Gateway:
             log=log,
             falls_back=any(route.fallback for route in config.routing.models),
         )
-        self._entrance = Entrance(self.tenancy, config.server)
         self._siblings = siblings
         self._inspect = Inspect(
             self._services, metrics, version=__version__, members=members, siblings=siblings
