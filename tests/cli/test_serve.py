@@ -227,7 +227,7 @@ def test_ctrl_c_while_loading(serve: Callable[..., Server]) -> None:
         ),
         (("-c", "{place}/absent.yaml"), 2, "penstock: {place}/absent.yaml: cannot be read: No such file"),
         (("--host", "0.0.0.0"), 2, "penstock: auth.keys: needed because"),
-        (("--host", "192.0.2.1", "--api-key", "k"), 2, "penstock: server: cannot listen on 192.0.2.1"),
+        (("--host", "192.0.2.1", "--api-key", "k" * 16), 2, "penstock: server: cannot listen on 192.0.2.1"),
     ],
 )
 def test_what_cannot_be_served_is_said_in_one_message(
