@@ -79,23 +79,42 @@ _known: dict[tuple[object, ...], tuple[Layout, RowTiles]] = {}
 """What was measured in this process, by matrix shape, dtype, rows and threads: facts about machine and library."""
 
 
-def torch_linear(weight: Tensor, bias: Tensor | None, *, rows_max: int) -> TorchLinear:
+class Pads:
+    """What calls are padded in, by the size of it: shared by layers that run one after another."""
+
+    def __init__(self) -> None:
+        self._pads: dict[tuple[object, ...], Tensor] = {}
+
+    def of(self, place: str, like: Tensor, *size: int) -> Tensor:
+        """A tensor of that size in the dtype of `like`; "in" and "out" are two. All of it is in memory."""
+        key = (place, like.dtype, *size)
+        if key not in self._pads:
+            self._pads[key] = like.new_empty(size).zero_()
+        return self._pads[key]
+
+
+def torch_linear(
+    weight: Tensor, bias: Tensor | None, *, rows_max: int, pads: Pads | None = None
+) -> TorchLinear:
     """A layer for `weight` `[out, in]`, which it may keep or repack; made for `rows_max` rows at a time."""
-    return torch_linears(weight, bias, count=1, rows_max=rows_max)[0]
+    return torch_linears(weight, bias, count=1, rows_max=rows_max, pads=pads)[0]
 
 
-def torch_linears(weight: Tensor, bias: Tensor | None, *, count: int, rows_max: int) -> list[TorchLinear]:
-    """As `torch_linear`, for `count` weights stacked along the first dimension: they share their scratch."""
+def torch_linears(
+    weight: Tensor, bias: Tensor | None, *, count: int, rows_max: int, pads: Pads | None = None
+) -> list[TorchLinear]:
+    """As `torch_linear`, for `count` weights stacked along the first dimension."""
     out_features, in_features = weight.shape[0] // count, weight.shape[1]
     key = (in_features, out_features, weight.dtype, rows_max, torch.get_num_threads())
     if key not in _known:
         _known[key] = _best_layout(in_features, out_features, weight.dtype, rows_max)
     layout, tiles = _known[key]
     rows = tiles.sizes[-1]
-    pads = weight.new_zeros(rows, in_features), weight.new_empty(rows, out_features)
+    pads = pads or Pads()
+    own_pads = pads.of("in", weight, rows, in_features), pads.of("out", weight, rows, out_features)
     biases = (None,) * count if bias is None else bias.chunk(count)
     return [
-        TorchLinear(layout(part), own, tiles, pads)
+        TorchLinear(layout(part), own, tiles, own_pads)
         for part, own in zip(weight.chunk(count), biases, strict=True)
     ]
 

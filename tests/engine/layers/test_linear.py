@@ -1,4 +1,5 @@
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,12 +18,19 @@ SHAPES = [(48, 96), (48, 211), (40, 7), (40, 5), (33, 1), (64, 8), (512, 2), (38
 """(in, out). Narrow ones are a router's; a BLAS has kernels of its own for them."""
 
 
-@pytest.fixture(params=[1, 2], ids=["1-thread", "2-threads"])
-def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+CASES = [(1, dtype, shape) for dtype in DTYPES for shape in SHAPES]
+CASES += [(2, torch.float32, shape) for shape in ((40, 7), (48, 211), (384, 512))]
+"""(threads, dtype, shape). Threads may share the rows of a call."""
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def cancelling_pairs(rows: int, size: int, out_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -33,10 +41,15 @@ def cancelling_pairs(rows: int, size: int, out_size: int, dtype: torch.dtype) ->
     return x, torch.cat((weight, -weight, odd[:out_size]), dim=1).to(dtype)
 
 
-@pytest.mark.usefixtures("_threads")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("size", "out_size"), SHAPES)
-def test_a_row_does_not_depend_on_how_many_there_are(size: int, out_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("num_threads", "dtype", "shape"), CASES)
+def test_a_row_does_not_depend_on_how_many_there_are(
+    num_threads: int, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    with threads(num_threads):
+        check_company(*shape, dtype)
+
+
+def check_company(size: int, out_size: int, dtype: torch.dtype) -> None:
     x, weight = cancelling_pairs(200, size, out_size, dtype)
     linear = torch_linear(weight, None, rows_max=200)
     whole = torch.empty(200, out_size, dtype=dtype)
@@ -48,10 +61,15 @@ def test_a_row_does_not_depend_on_how_many_there_are(size: int, out_size: int, d
             assert torch.equal(out, whole[start : start + rows]), (rows, start)
 
 
-@pytest.mark.usefixtures("_threads")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("size", "out_size"), SHAPES)
-def test_a_row_does_not_depend_on_its_place(size: int, out_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("num_threads", "dtype", "shape"), CASES)
+def test_a_row_does_not_depend_on_its_place(
+    num_threads: int, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    with threads(num_threads):
+        check_places(*shape, dtype)
+
+
+def check_places(size: int, out_size: int, dtype: torch.dtype) -> None:
     """The same row in all places, and from layers that were made for other numbers of rows."""
     x, weight = cancelling_pairs(1, size, out_size, dtype)
     expected = torch.empty(1, out_size, dtype=dtype)
