@@ -10,7 +10,7 @@ from penstock.config.presets import served_name
 from penstock.config.queue_checks import queue_problems
 from penstock.config.routing_checks import routing_problems
 from penstock.config.tenancy_checks import access_problems, tenant_problems
-from penstock.config.tree import Config, EngineConfig
+from penstock.config.tree import MODEL_LEN_MIN, Config, EngineConfig
 from penstock.errors import ConfigError
 
 
@@ -63,6 +63,11 @@ def _model_problems(config: Config) -> Iterator[str]:
         seen.setdefault(name, i)
         engine = model.engine
         yield from _kv_event_problems(engine, f"models[{i}].engine.kv_events", listening)
+        if engine.max_model_len == 1:
+            yield (
+                f"models[{i}].engine.max_model_len: 1 leaves no room for a prompt and an answer; at least {MODEL_LEN_MIN}, "
+                "or 0 for the model's own limit"
+            )
         if engine.step_tokens < engine.max_running:
             yield (
                 f"models[{i}].engine.step_tokens: {engine.step_tokens} is below max_running "
