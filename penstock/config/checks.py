@@ -1,7 +1,7 @@
 """Settings that are each fine but not together, and those that would open a door by accident."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from penstock.config.fleet_checks import fleet_problems
 from penstock.config.health_checks import health_problems
@@ -22,6 +22,7 @@ def check(config: Config) -> None:
     """
     problems = [
         *access_problems(config.auth, config.server.host),
+        *_origin_problems(config.server.cors_origins),
         *queue_problems(config.queue),
         *health_problems(config.health),
         *tenant_problems(
@@ -36,6 +37,20 @@ def check(config: Config) -> None:
     ]
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(:[0-9]{1,5})?")
+
+
+def _origin_problems(origins: Sequence[str]) -> Iterator[str]:
+    for i, origin in enumerate(origins):
+        if origin == "*" and len(origins) > 1:
+            yield f"server.cors_origins[{i}]: '*' is all origins, so it stands alone"
+        elif origin != "*" and not _ORIGIN.fullmatch(origin):
+            yield (
+                f"server.cors_origins[{i}]: expected '*' or SCHEME://HOST[:PORT] in lower case, without a path, as browsers send it, "
+                f"got {origin[:80]!r}"
+            )
 
 
 def _limit_problems(config: Config) -> Iterator[str]:

@@ -175,6 +175,9 @@ class ServerConfig(Branch, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: Port = 8000
     """0 takes a free one."""
+    cors_origins: Annotated[tuple[str, ...], Meta(max_length=64)] = ()
+    """Pages of these origins may call the API (/v1) from a browser: "https://chat.example.com", or "*" for all; none: no page of
+    another origin. Keys are asked for all the same."""
     processes: Annotated[int, Meta(ge=1, le=64)] = 1
     """Gateway processes that share the address, for more cores than one; bounds below and in `limits` count for each."""
     connections_max: Positive = 20_000
@@ -243,7 +246,7 @@ class LogConfig(Branch, frozen=True, kw_only=True):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["text", "json"] = "text"
     access: bool = True
-    """One line per request."""
+    """One line per request. Probes, scrapes and other polls that were answered have theirs at level debug."""
 
 
 class Config(Branch, frozen=True, kw_only=True):

@@ -25,6 +25,8 @@ from penstock.protocol.siblings import ModelNumbers, Snapshot, Sum
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.telemetry.metrics import CONTENT_TYPE, Metrics
 
+NOTES_MAX = 20
+"""Notes of all workers of a model together."""
 STATIC = Path(__file__).parent / "static"
 # The page brings its own style and script and may talk to this server only.
 _CONTENT_POLICY = (
@@ -50,6 +52,7 @@ class ModelState(msgspec.Struct, frozen=True, kw_only=True):
     """From 0 to 1; null if it cannot be said."""
     restarts: int
     notes: list[str]
+    """What happened to its workers: worker, time, what; the latest last."""
     info: ModelInfo | None = None
     stats: Stats | None = None
     """Sums over its workers."""
@@ -150,7 +153,8 @@ class Inspect:
 
     async def ready(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /ready`: 200 once every model takes requests, else 503 and why."""
-        models = [_state(model) for model in self._services.models]
+        wall_ns = self._services.clock.wall_ns()
+        models = [_state(model, wall_ns) for model in self._services.models]
         word = "ready" if all(model.ready for model in models) else "loading"
         if self._services.draining:
             word = "draining"
@@ -197,7 +201,7 @@ class Inspect:
             processes=numbers.processes,
             draining=services.draining,
             auth=self.auth,
-            models=[_state(model) for model in services.models],
+            models=[_state(model, services.clock.wall_ns()) for model in services.models],
             workers=[_line(worker) for model in services.models for worker in model.workers],
         )
         answer(exchange, status)
@@ -262,8 +266,9 @@ def _line(worker: Worker) -> WorkerLine:
     )
 
 
-def _state(model: ServedModel) -> ModelState:
+def _state(model: ServedModel, wall_ns: int) -> ModelState:
     status = model.workers.summary()
+    notes = [f"{worker.id}, {note}" for worker in model.workers for note in worker.notes(wall_ns)]
     return ModelState(
         name=model.name,
         ready=status.ready,
@@ -272,7 +277,7 @@ def _state(model: ServedModel) -> ModelState:
         total=status.total,
         progress=round(status.done / status.total, 3) if status.total else None,
         restarts=status.restarts,
-        notes=list(status.notes),
+        notes=notes[-NOTES_MAX:],
         info=status.info,
         stats=status.stats,
         workers=Counter(worker.state.value for worker in model.workers),
