@@ -1,7 +1,7 @@
 """Build the wheel, install it with its engine into a new virtual environment, and ask the bare `penstock serve` a question there.
 
-The directory is empty and no compiler is on the path. Says how long each part took; 0 if the answer was right. Whatever pip is
-told on this machine (indexes, mirrors) counts here as well.
+The directory is empty and no compiler is on the path. Says how long each part took; 0 if the answer was right. Whatever pip uses
+on this machine (indexes, mirrors, constraints) counts here as well.
 """
 
 import os
@@ -61,8 +61,8 @@ def serve_and_ask(place: Path, bin_: Path) -> int:
     empty.mkdir()
     kept = {name: os.environ[name] for name in ("HOME", "LANG") if name in os.environ}
     environ = {**kept, "PATH": str(bin_), "PENSTOCK_STATE_DIR": str(place / "state"), "PENSTOCK_PORT": "0"}
-    told = timed("penstock doctor", [str(bin_ / "penstock"), "doctor"], cwd=empty, env=environ)
-    print("  " + "\n  ".join(line for line in told.stdout.splitlines() if "native" in line or "demo" in line))
+    done = timed("penstock doctor", [str(bin_ / "penstock"), "doctor"], cwd=empty, env=environ)
+    print("  " + "\n  ".join(line for line in done.stdout.splitlines() if "native" in line or "demo" in line))
     out, began = place / "out", monotonic()
     with out.open("w") as stream:
         server = subprocess.Popen(

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     parser = build_parser()
     for action in _actions(parser):
         if action.metavar == "FILE":
-            setattr(action, "complete", shtab.FILE)  # noqa: B010 - that is how shtab is told.
+            setattr(action, "complete", shtab.FILE)  # noqa: B010 - shtab reads it there.
     sys.stdout.write(shtab.complete(parser, shell=args.shell))
     return 0
 

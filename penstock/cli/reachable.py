@@ -6,7 +6,7 @@ _EVERYWHERE = {
     "0.0.0.0": (socket.AF_INET, "198.51.100.1", "127.0.0.1"),
     "::": (socket.AF_INET6, "2001:db8::1", "::1"),
 }
-"""For each: an address that is nobody's (RFC 5737, RFC 3849), and loopback's."""
+"""For each: an address reserved for documentation (RFC 5737, RFC 3849), and loopback's."""
 
 
 def reachable(host: str) -> str:

@@ -23,7 +23,7 @@ _FIELDS = re.compile(rb"[A-Za-z0-9_, -]{1,1024}")
 
 
 class Cors:
-    """The origins of `server.cors_origins`; without any nothing is said to anyone."""
+    """The origins of `server.cors_origins`; without any no header is sent."""
 
     def __init__(self, origins: Sequence[str]) -> None:
         self._any = "*" in origins

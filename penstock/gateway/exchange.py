@@ -108,7 +108,7 @@ class Exchange:
         self.ending: Ending | None = None
         self.on_disconnect: Callable[[], None] | None = None
         self.cors = cors
-        """What browsers are told, with every answer (gateway/cors.py)."""
+        """CORS headers, which go with every answer (gateway/cors.py)."""
         self.headers: Headers = ()
         """Sent with the response, whatever it is."""
         self.on_caught_up: Callable[[], None] | None = None

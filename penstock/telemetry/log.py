@@ -41,7 +41,7 @@ class Access(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     status: int
     duration_ns: int
     is_poll: bool = False
-    """Somebody looks regularly: a probe, a scrape, the page, `penstock top`. Such lines are for debugging."""
+    """A caller that looks regularly: a probe, a scrape, the page, `penstock top`. Such lines are for debugging."""
     request_id: str | None = None
     model: str | None = None
     """Of a request that generates; then outcome and counts are there too."""
