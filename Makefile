@@ -8,7 +8,7 @@ export VENV
 WHOLE_SUITE := -n logical --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test test-workers check format bench bench-engine bench-relay soak train-demo clean
+.PHONY: help serve chat test test-workers test-wheel check format bench bench-engine bench-relay soak train-demo clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,10 @@ test-workers:  ## the tests with real servers of others: vLLM, Triton, Ray (inst
 	@bench/peers/install_triton.sh
 	@scripts/install_ray.sh
 	@$(VENV)/ray/bin/python -m pytest -m workers $(ARGS)
+
+test-wheel:  ## build the wheel, install it with its engine into a new environment, serve and ask there, without a compiler (minutes)
+	@$(DEV)
+	@$(BIN)/python scripts/test_wheel.py $(ARGS)
 
 check:  ## format, lint and type check
 	@$(DEV)

@@ -5,17 +5,16 @@ PENSTOCK_API_KEY=sk-... python examples/many_at_once.py
 
 import asyncio
 import os
+import sys
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, OpenAIError
 
+URL = os.environ.get("PENSTOCK_URL") or f"http://127.0.0.1:{os.environ.get('PENSTOCK_PORT') or 8000}/v1"
 QUESTIONS = [f"What is {a} + {b}?" for a in range(10, 20) for b in (1, 5, 20, 30, 40)]
 
 
 async def main() -> None:
-    async with AsyncOpenAI(
-        base_url=os.environ.get("PENSTOCK_URL", "http://127.0.0.1:8000/v1"),
-        api_key=os.environ["PENSTOCK_API_KEY"],
-    ) as client:
+    async with AsyncOpenAI(base_url=URL, api_key=os.environ.get("PENSTOCK_API_KEY") or "none") as client:
 
         async def ask(question: str) -> str:
             answer = await client.chat.completions.create(
@@ -29,4 +28,7 @@ async def main() -> None:
     print("the first one, asked again alone:", "the same" if alone == together[0] else "DIFFERENT")
 
 
-asyncio.run(main())
+try:
+    asyncio.run(main())
+except OpenAIError as error:  # No server, no key, or one that it does not know.
+    sys.exit(f"{URL}: {error} (is there a server? `make serve` starts one; PENSTOCK_API_KEY is its key)")

@@ -1,7 +1,9 @@
 """The examples run as they stand, against a server started from the example config."""
 
+import importlib.metadata
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -83,3 +85,46 @@ def test_both_models_are_there(environment: dict[str, str]) -> None:
         env={**environment, "OPENAI_API_KEY": KEY}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.stdout.strip() == "['penstock-demo', 'small']", done.stderr
+
+
+def test_the_port_alone_is_enough(environment: dict[str, str]) -> None:
+    port = environment["PENSTOCK_URL"].rpartition(":")[2].removesuffix("/v1")
+    known = {name: value for name, value in environment.items() if name != "PENSTOCK_URL"}
+    said = run("stream.py", {**known, "PENSTOCK_PORT": port}, "What is the capital of France?")
+    assert "The capital of France is Paris." in said
+
+
+@pytest.mark.parametrize("name", ["stream.py", "tool_call.py", "many_at_once.py"])
+def test_without_a_server_they_end_in_one_line(name: str) -> None:
+    with socket.socket() as taken:  # Bound, but nobody listens.
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+        known = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
+        done = subprocess.run(
+            [sys.executable, EXAMPLES / name],
+            env={**known, "PENSTOCK_PORT": port}, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert f"http://127.0.0.1:{port}/v1: " in line
+    assert "make serve" in line
+
+
+def test_the_readmes_python_works_after_the_commands_above_it(environment: dict[str, str]) -> None:
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    before, _, rest = readme.partition("```python\n")
+    code = rest.partition("```")[0]
+    assert "pip install -c constraints.txt openai" in before
+    constraints = (EXAMPLES.parent / "constraints.txt").read_text()
+    assert f"openai=={importlib.metadata.version('openai')}\n" in constraints
+    code = code.replace("http://127.0.0.1:8000/v1", environment["PENSTOCK_URL"]).replace("sk-...", KEY)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "42" in done.stdout

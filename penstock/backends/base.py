@@ -161,6 +161,17 @@ class Adapters(NamedTuple):
 NO_ADAPTERS = Adapters()
 
 
+@dataclass(slots=True, frozen=True)
+class Note:
+    """Something about a worker that people should know."""
+
+    text: str
+    at_ns: int
+    """By the wall clock."""
+    lasts: bool = False
+    """It stays true; otherwise it happened, and is over some time."""
+
+
 @dataclass(slots=True)
 class BackendStatus:
     """What is known of a worker now. Only its backend writes to it, and calls `Backend.on_change` afterwards."""
@@ -174,7 +185,7 @@ class BackendStatus:
     done: int = 0
     total: int = 0
     restarts: int = 0
-    notes: list[str] = field(default_factory=list[str])
+    notes: list[Note] = field(default_factory=list[Note])
 
     @property
     def ready(self) -> bool:

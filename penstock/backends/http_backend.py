@@ -12,7 +12,16 @@ from collections.abc import Callable
 
 import msgspec
 
-from penstock.backends.base import Adapters, BackendStatus, Finish, GenerateRequest, Phase, Sink, nothing
+from penstock.backends.base import (
+    Adapters,
+    BackendStatus,
+    Finish,
+    GenerateRequest,
+    Note,
+    Phase,
+    Sink,
+    nothing,
+)
 from penstock.backends.dialect import Dialect, WorkerFacts
 from penstock.backends.draining import end_streams
 from penstock.backends.engine_metrics import LOAD_NAMES, EngineLoad, load_of, parse_metrics
@@ -339,7 +348,8 @@ class HttpBackend:
         """Once for each thing: notes are for people."""
         if about not in self._complaints:
             self._complaints.add(about)
-            self._status.notes[:] = [*self._status.notes, what][-NOTES_MAX:]
+            note = Note(what, self._clock.wall_ns(), lasts=True)
+            self._status.notes[:] = [*self._status.notes, note][-NOTES_MAX:]
 
     def _change(self, phase: Phase, stage: str) -> None:
         self._status.phase, self._status.stage = phase, stage

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from penstock.backends.base import BackendStatus, GenerateRequest, Phase, Sink, nothing
+from penstock.backends.base import BackendStatus, GenerateRequest, Note, Phase, Sink, nothing
 from penstock.backends.draining import end_streams
 from penstock.backends.own_auth import Handshake, Refused, WorkerKey
 from penstock.backends.own_kv import KVEventListener, KVSubscription
@@ -206,7 +206,7 @@ class OwnBackend:
     ) -> None:
         """For the launcher: what happened to the process, and whether that was its end."""
         if note is not None:
-            self._status.notes[:] = [*self._status.notes, note][-NOTES_MAX:]
+            self._status.notes[:] = [*self._status.notes, Note(note, self._clock.wall_ns())][-NOTES_MAX:]
         if restarts is not None:
             self._status.restarts = restarts
         self._change(Phase.DOWN if is_down else self._status.phase, stage)

@@ -70,7 +70,7 @@ def _shell_key(facts: Facts) -> str:
 
 
 def python_snippet(facts: Facts) -> str:
-    """The same with the openai package."""
+    """The same with the openai package (`pip install openai`)."""
     if not facts.needs_key:
         key, imports = '"none"', ""
     elif facts.key:
@@ -82,4 +82,5 @@ client = OpenAI(base_url="{facts.url}", api_key={key})
 stream = client.chat.completions.create(
     model="{facts.models[0]}", stream=True, messages=[{{"role": "user", "content": "{QUESTION}"}}])
 for chunk in stream:
-    print(chunk.choices[0].delta.content or "", end="", flush=True)"""
+    if chunk.choices:
+        print(chunk.choices[0].delta.content or "", end="", flush=True)"""

@@ -16,7 +16,7 @@ import msgspec
 
 from penstock.bench.environment import cpu_info, cpu_name, installed_version
 from penstock.cli.torch_facts import TorchFacts
-from penstock.config.presets import DEMO_MODELS, resolve
+from penstock.config.presets import DEMO_MODELS, REPOSITORY, resolve
 from penstock.config.tree import ServerConfig
 from penstock.errors import OperatorError
 
@@ -24,7 +24,17 @@ PROBE_TIMEOUT_S = 120
 MEMORY_WARN_BYTES = 2 << 30
 BFLOAT16_FAST = 1.2
 """bfloat16 counts as fast when a matrix product takes at most 1/1.2 of the time in float32."""
-NEEDED = ("httptools", "jinja2", "msgspec", "prometheus-client", "pyyaml", "rich", "tokenizers", "uvloop")
+NEEDED = (
+    "httptools",
+    "jinja2",
+    "msgspec",
+    "prometheus-client",
+    "pyyaml",
+    "rich",
+    "shtab",
+    "tokenizers",
+    "uvloop",
+)
 ENGINE = ("numpy", "psutil", "safetensors")
 
 
@@ -206,11 +216,18 @@ def check_native() -> Check:
     try:
         kernels = Kernels()
     except KernelsUnavailable as why:
-        hint = "build them with: python -m penstock.engine.native.build"
+        hint = _native_remedy()
         return Check("native kernels", State.NOTE, f"none, torch computes everything: {why}", hint)
     types = {"float32": Type.F32, "bfloat16": Type.BF16, "int8": Type.I8, "int4": Type.I4}
     weights = ", ".join(name for name, kind in types.items() if kernels.supports(kind))
     return Check("native kernels", State.OK, f"{kernels.isa}; weights in {weights}")
+
+
+def _native_remedy() -> str:
+    """What gives the native kernels: only a checkout has their sources."""
+    if (REPOSITORY / "pyproject.toml").is_file():
+        return "build them with: python -m penstock.engine.native.build"
+    return "a wheel for linux_x86_64 has them, one for any machine does not"
 
 
 def check_hub() -> Check:
@@ -224,18 +241,17 @@ def check_hub() -> Check:
 
 
 def check_demo_models() -> Check:
-    """The models that come with the project."""
-    lack: list[str] = []
+    """The models that come with the project; the first is what `penstock serve` serves without a name."""
+    lack: dict[str, str] = {}
     for name in DEMO_MODELS:
         try:
             resolve(name)
-        except OperatorError:
-            lack.append(name)
+        except OperatorError as error:
+            lack[name] = str(error)
     if not lack:
         return Check("demo models", State.OK, ", ".join(DEMO_MODELS))
-    return Check(
-        "demo models", State.WARN, f"missing: {', '.join(lack)}", "name a model: penstock serve DIRECTORY"
-    )
+    state = State.FAIL if DEMO_MODELS[0] in lack else State.WARN
+    return Check("demo models", state, next(iter(lack.values())))
 
 
 def check_port(port: int) -> Check:

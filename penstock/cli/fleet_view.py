@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import msgspec
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.console import printable
+from penstock.cli.tables import Column, Fitted, Row, row
 from penstock.protocol.fleet import FleetReport, ModelReport, WorkerReport
 
 STYLES = {
@@ -88,45 +88,41 @@ def tables(view: FleetView, where: str, trouble: str = "") -> RenderableType:
     return Group(*parts)
 
 
-def _model_table(models: Sequence[ModelRow]) -> Table:
-    table = _table(
-        "model", workers="right", queued="right", running="right", **{"tokens/s": "right", "TTFT": "right"}
-    )
+def _model_table(models: Sequence[ModelRow]) -> Fitted:
+    columns = [Column(head="model", right=False)]
+    ranks = {"workers": 0, "queued": 0, "running": 2, "tokens/s": 1, "TTFT": 3}
+    columns += [Column(head=head, rank=rank) for head, rank in ranks.items()]
+    rows: list[Row] = []
     for model in models:
         ttft = "-" if model.ttft_s is None else f"{model.ttft_s * 1000:,.0f} ms"
         counts = (f"{model.ready}/{model.workers}", f"{model.waiting:,}", f"{model.running:,}")
-        table.add_row(_text(model.name), *counts, f"{model.tokens_per_s:,.0f}", ttft)
-    return table
+        rows.append(row(model.name, *counts, f"{model.tokens_per_s:,.0f}", ttft))
+    return Fitted(columns, rows)
 
 
-def _worker_table(workers: Sequence[WorkerRow]) -> Table:
-    right = dict.fromkeys(("run", "wait", "KV", "tokens/s", "heard", "restarts"), "right")
-    table = _table("worker", engine="left", state="left", **right)
-    for worker in workers:
-        state = _text(worker.state, STYLES.get(worker.state, ""))
-        if worker.state != "ready" and worker.stage not in ("", worker.state):
-            state.append(f" ({printable(worker.stage)})", style="dim")
-        table.add_row(
-            _text(worker.id),
-            _text(worker.engine),
-            state,
-            _count(worker.running),
-            _count(worker.waiting),
-            _share(worker.kv_blocks_used, worker.kv_blocks_total),
-            _count(None if worker.tokens_per_s is None else round(worker.tokens_per_s)),
-            "-" if worker.age_s is None else f"{worker.age_s:,.0f} s",
-            str(worker.restarts),
-        )
-    return table
+def _worker_table(workers: Sequence[WorkerRow]) -> Fitted:
+    columns = [Column(head="worker", right=False), Column(head="engine", right=False, rank=6)]
+    columns.append(Column(head="state", right=False))
+    ranks = {"run": 0, "wait": 0, "KV": 2, "tokens/s": 1, "heard": 5, "restarts": 3}
+    columns += [Column(head=head, rank=rank) for head, rank in ranks.items()]
+    return Fitted(columns, [_worker_row(worker) for worker in workers])
 
 
-def _table(first: str, **columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(first, overflow="fold")
-    for name, side in columns.items():
-        # Only the words about a worker's state may take a second line.
-        table.add_column(name, justify="right" if side == "right" else "left", no_wrap=name != "state")
-    return table
+def _worker_row(worker: WorkerRow) -> Row:
+    """What the worker is doing, if that is more than its state says, stands on a line below."""
+    tells = worker.state != "ready" and worker.stage not in ("", worker.state)
+    return row(
+        worker.id,
+        worker.engine,
+        _text(worker.state, STYLES.get(worker.state, "")),
+        _count(worker.running),
+        _count(worker.waiting),
+        _share(worker.kv_blocks_used, worker.kv_blocks_total),
+        _count(None if worker.tokens_per_s is None else round(worker.tokens_per_s)),
+        "-" if worker.age_s is None else f"{worker.age_s:,.0f} s",
+        str(worker.restarts),
+        below=worker.stage if tells else "",
+    )
 
 
 def _count(number: int | None) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from penstock import __version__
-from penstock.cli.usage import Help
+from penstock.cli.usage import Help, Parser
 from penstock.errors import ConfigError, PenstockError
 
 EXIT_FAILED = 1
@@ -30,6 +30,7 @@ COMMANDS = {
     "usage": "usage_report",
     "simulate": "simulate",
     "plan": "plan",
+    "completion": "completion",
 }
 """The module of every subcommand, in the order of the help. Each adds its own parser."""
 
@@ -56,7 +57,7 @@ examples:
 
 def build_parser(only: str = "") -> argparse.ArgumentParser:
     """The whole command line; or no other subcommand than `only`, if there is one of that name."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="penstock", description=DESCRIPTION, epilog=EPILOG, formatter_class=Help, allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")

@@ -6,6 +6,7 @@ from pathlib import Path
 from penstock import rng
 from penstock.backends.foreign import Tools
 from penstock.clock import NS_PER_S, Clock
+from penstock.config.checkpoints import check_loads
 from penstock.config.presets import resolve, served_name
 from penstock.config.tree import Config, ModelConfig
 from penstock.fleet.registry import Registry
@@ -30,9 +31,11 @@ def make_part(model: ModelConfig, registry: Registry, clock: Clock) -> Part:
 
     Raises:
         ConfigError: there is no such model.
-        CheckpointError: its tokenizer or chat template cannot be read.
+        CheckpointError: its tokenizer or chat template cannot be read, or it is none that our engine loads.
     """
     directory, name = resolve(model.path), ModelName(served_name(model))
+    if model.replicas:
+        check_loads(directory, needs_weights=model.engine.load_format == "safetensors")
     tokenizer = Tokenizer.load(directory)
     template = ChatTemplate.load(directory, wall_ns=clock.wall_ns)
     served = ServedModel(

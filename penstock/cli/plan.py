@@ -1,7 +1,7 @@
 """`penstock plan`: how many of which accelerator a traffic needs, and what it costs."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import msgspec
 from rich.table import Table
 
 from penstock.cli.output import check_place, screen_beside, write_to
+from penstock.cli.tables import Column, Fitted, row
 from penstock.cli.usage import Commands, Help, number
 from penstock.errors import ConfigError
 from penstock.sim.accelerators import ACCELERATORS, Accelerator, accelerator
@@ -33,6 +34,16 @@ examples:
   penstock plan --model 70b:0.4 --model 7b:0.6 --rps 100 --accelerator a100-80 --accelerator h100
   penstock plan --model 8b --rps 50 --accelerator l40s --price l40s=0.79 --hit-rate 0.5 --check
   penstock plan --example                           the requirement's 110 accelerators, recomputed
+
+columns:
+  placement   model, type of its weights, and devices of one replica; *: our own engine cannot run that
+  rows        requests in a steady batch; step ms: how long a step with them takes, so their TPOT
+  TTFT ms     predicted, without queueing; bound by: what keeps the batch from growing
+  tokens/s    output tokens of one full replica
+  replicas    for this traffic at --load, spares included; devices: of all replicas; USD/h: their price
+  USD/1M      price of a million output tokens; least/1M: the theoretical least on this device;
+              x least: how many times the least the plan costs
+Columns that do not fit the terminal are left out; --json has all.
 
 models: {", ".join(MODELS)}, or a config.json
 accelerators: {", ".join(ACCELERATORS)}
@@ -148,19 +159,25 @@ def run(args: argparse.Namespace) -> int:
         sizing = sizing_example(terms, prompt_tokens=args.prompt_tokens, device=device)
         screen.print(_sizing_table(sizing))
         screen.print(_options_table(sizing.chosen, "what the planner takes for the last line"))
+        screen.print(_not_ours(sizing.chosen), markup=False, soft_wrap=True)
         _write(args.json, {"schema": SCHEMA, "sizing": msgspec.to_builtins(sizing)})
         return 0
     wanted = _demands(args)
     chosen: list[Option] = []
+    shown: list[Option] = []
     for model, demand in wanted:
         chosen.append(cheapest(model, demand, terms, devices, dtype=args.dtype))
         found = options(model, demand, terms, devices, dtype=args.dtype)[:SHOWN]
+        shown += found
         screen.print(
             _options_table(
                 found, f"{model.name}: {demand.rps:g} requests/s, {demand.tokens_per_s:,.0f} output tokens/s"
-            )
+            ),
+            "",
         )
     screen.print(_total(wanted, chosen), style="bold", markup=False, soft_wrap=True)
+    if note := _not_ours(shown):
+        screen.print(note, markup=False, soft_wrap=True)
     checked = [
         check_plan(option, model, demand, terms, devices)
         for option, (model, demand) in zip(chosen, wanted, strict=True)
@@ -222,40 +239,63 @@ def _devices(names: Sequence[str], prices: Sequence[str]) -> list[Accelerator]:
     return list(devices.values())
 
 
-def _options_table(found: Sequence[Option], title: str) -> Table:
-    table = Table("placement", title=title, title_justify="left")
-    for column in (
-        "rows",
-        "step ms",
-        "TTFT ms",
-        "bound by",
-        "tokens/s each",
-        "replicas",
-        "devices",
-        "USD/h",
-        "USD per 1M",
-        "least",
-        "times",
-    ):
-        table.add_column(column, justify="right")
-    for each in found:
-        table.add_row(
-            f"{each.model} {each.dtype} on {each.tp} x {each.device}", str(each.batch), f"{each.step_ms:.1f}",
-            f"{each.ttft_ms:.0f}", each.bound, f"{each.replica_tps:,.0f}", str(each.replicas), str(each.devices),
-            f"{each.price_per_hour:,.2f}", f"{each.cost_per_million:.2f}", f"{each.least_per_million:.2f}",
+_COLUMNS = {
+    "rows": 8,
+    "step ms": 7,
+    "TTFT ms": 4,
+    "bound by": 6,
+    "tokens/s": 5,
+    "replicas": 0,
+    "devices": 0,
+    "USD/h": 0,
+    "USD/1M": 0,
+    "least/1M": 9,
+    "x least": 3,
+}
+"""The numbers of a placement, with the rank by which a narrow terminal goes without (see `tables`)."""
+
+
+def _options_table(found: Sequence[Option], title: str) -> Fitted:
+    columns = [Column(head="placement", right=False)]
+    columns += [Column(head=head, rank=rank) for head, rank in _COLUMNS.items()]
+    rows = [
+        row(
+            f"{each.model} {each.dtype} on {each.tp} x {each.device}{' *' if each.lacks else ''}",
+            str(each.batch),
+            f"{each.step_ms:.1f}",
+            f"{each.ttft_ms:.0f}",
+            each.bound,
+            f"{each.replica_tps:,.0f}",
+            str(each.replicas),
+            str(each.devices),
+            f"{each.price_per_hour:,.2f}",
+            f"{each.cost_per_million:.2f}",
+            f"{each.least_per_million:.2f}",
             f"{each.times_least:.1f}",
-        )  # fmt: skip
-    return table
+        )
+        for each in found
+    ]
+    return Fitted(columns, rows, title=title)
+
+
+def _not_ours(found: Iterable[Option]) -> str:
+    """What our own engine cannot run of these placements, and who can; empty if it can run all."""
+    lacks = sorted({what for each in found for what in each.lacks})
+    if not lacks:
+        return ""
+    return f"* needs {' and '.join(lacks)}, which our own engine does not have: serve it by vLLM workers (docs/backends.md)"
 
 
 def _sizing_table(sizing: Sizing) -> Table:
     table = Table(
         "reading",
+        box=None,
+        pad_edge=False,
         title="the requirement's example: 1,000 users, 200 tokens, 70B 40 %, 7B 60 %",
         title_justify="left",
     )
-    table.add_column("tokens/s", justify="right")
-    table.add_column("devices", justify="right")
+    table.add_column("tokens/s", justify="right", no_wrap=True)
+    table.add_column("devices", justify="right", no_wrap=True)
     table.add_column("arithmetic")
     for line in sizing.lines:
         table.add_row(line.words, f"{line.tokens_per_s:,.0f}", f"{line.devices:,.0f}", line.arithmetic)
@@ -265,8 +305,14 @@ def _sizing_table(sizing: Sizing) -> Table:
 def _total(wanted: Sequence[tuple[ModelShape, Demand]], chosen: Sequence[Option]) -> str:
     price, devices = sum(each.price_per_hour for each in chosen), sum(each.devices for each in chosen)
     tokens = sum(demand.tokens_per_s for _, demand in wanted)
-    parts = ", ".join(f"{each.replicas} x {each.tp} x {each.device} for {each.model}" for each in chosen)
+    parts = ", ".join(_words(each) for each in chosen)
     return f"cheapest: {parts}: {devices} devices, {price:,.2f} USD/h, {price / 3600 / tokens * 1e6:.2f} USD per 1M output tokens"
+
+
+def _words(option: Option) -> str:
+    """Such as "5 replicas of 70b on 4 x h100"."""
+    replicas = f"{option.replicas} replica{'s' if option.replicas != 1 else ''}"
+    return f"{replicas} of {option.model} on {option.tp} x {option.device}{' *' if option.lacks else ''}"
 
 
 def _write(path: Path | None, content: dict[str, object]) -> None:

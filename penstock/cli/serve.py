@@ -6,6 +6,8 @@ import sys
 from penstock.cli.settings import effective_config, log_levels, printable_config
 from penstock.cli.usage import Commands, Help, number, size
 from penstock.clock import SystemClock
+from penstock.config.checkpoints import check_local_models
+from penstock.config.tree import MODEL_LEN_MIN
 
 DTYPES = ("auto", "float32", "bfloat16")
 
@@ -91,9 +93,9 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
     )
     engine.add_argument(
         "--max-model-len",
-        type=number(int, 1, 100_000_000),
+        type=number(int, MODEL_LEN_MIN, 100_000_000),
         metavar="N",
-        help="tokens of prompt and answer together (default: the model's limit)",
+        help="tokens of prompt and answer together, at least 2 (default: the model's limit)",
     )
     engine.add_argument(
         "--kv-memory",
@@ -115,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
     if args.print_config:
         sys.stdout.write(printable_config(config))
         return 0
+    check_local_models(config.models)
     from penstock.cli.early import serve_until_stopped  # --help and `chat` do not pay for the gateway.
 
     return serve_until_stopped(config, clock, started_ns, lambda: effective_config(args))

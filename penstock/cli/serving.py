@@ -22,6 +22,7 @@ from penstock import collector, rng
 from penstock.cli import banner, console
 from penstock.cli.keyfile import forget_key, save_key
 from penstock.cli.progress import loading_display
+from penstock.cli.reachable import reachable
 from penstock.cli.signals import StopSignals, on_signal
 from penstock.cli.state import with_secret
 from penstock.cli.wire import Stack
@@ -160,7 +161,7 @@ class Serving:
         console.err().print(f"\n{what} (Ctrl-C again to stop now)", markup=False)
 
     def _show_banner(self, host: str, port: int) -> None:
-        shown = "127.0.0.1" if host == "0.0.0.0" else "::1" if host == "::" else host
+        shown = reachable(host)
         authority = f"[{shown}]:{port}" if ":" in shown else f"{shown}:{port}"
         facts = banner.Facts(
             url=f"http://{authority}/v1",

@@ -1,9 +1,11 @@
 """How `--help` looks, and the types that several commands' flags share."""
 
 import argparse
+import difflib
 import os
 import re
 from collections.abc import Callable
+from typing import NoReturn
 
 from penstock.errors import ConfigError
 
@@ -24,6 +26,18 @@ class Help(argparse.RawDescriptionHelpFormatter):
         return text.partition("\n")[2] if action.nargs == argparse.PARSER else text
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse's own, which names the nearest choice to one that there is not."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong and exit with 2."""
+        if found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)$", message, re.DOTALL):
+            choices = [choice.strip(" '") for choice in found[2].split(",")]
+            if near := difflib.get_close_matches(found[1], choices, n=1):
+                message = f"{message[: found.start()]}invalid choice: {found[1]!r}; did you mean {near[0]!r}?"
+        super().error(message)
+
+
 def number(kind: Callable[[str], float], low: float, high: float) -> Callable[[str], float]:
     """A flag's type: an int or float from `low` to `high`, both included."""
 
@@ -33,7 +47,8 @@ def number(kind: Callable[[str], float], low: float, high: float) -> Callable[[s
         except ValueError:
             value = float("nan")
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {low:g} to {high:g}")
+            bounds = f"{low:.0f} to {high:.0f}" if kind is int else f"{low:g} to {high:g}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {bounds}")
         return value
 
     return read

@@ -7,9 +7,10 @@ from decimal import Decimal
 from importlib import import_module
 
 import msgspec
-from rich.table import Table
 
-from penstock.cli import console
+from penstock.cli.tables import Column, Fitted
+from penstock.cli.tables import Row as TableRow
+from penstock.cli.tables import row as table_row
 from penstock.errors import ConfigError
 from penstock.policy.price import MICROS
 from penstock.telemetry.ledger_reader import Row, Totals
@@ -30,25 +31,27 @@ def total_of(rows: Sequence[Row]) -> Totals:
     return Totals(**{name: sum(getattr(row.totals, name) for row in rows) for name in names})
 
 
-def as_table(rows: Sequence[Row], by: Sequence[str], currency: str) -> Table:
-    """For people: groups, counts, money, and the sum in the last line."""
+_RANKS = {"cached_tokens": 6, "failed": 5, "accelerator_cost": 4, "prompt_tokens": 3, "completion_tokens": 2}
+"""Which columns a narrow terminal goes without, the highest first."""
+
+
+def as_table(rows: Sequence[Row], by: Sequence[str], currency: str) -> Fitted:
+    """For people: groups, counts, money where there is any or a price list, and the sum in the last line."""
     total = total_of(rows)
-    costs = [name for name in COSTS if getattr(total, f"{name}_micros") or name == "cost"]
-    table = Table(box=None, pad_edge=False, show_footer=bool(by))
-    for place, name in enumerate(by):
-        table.add_column(name.replace("_", " "), footer="total" if place == 0 else "")
-    for name in COUNTS:
-        footer = f"{getattr(total, name):,}"
-        table.add_column(_HEADS.get(name, name), footer=footer, justify="right", no_wrap=True)
+    costs = [name for name in COSTS if getattr(total, f"{name}_micros") or (name == "cost" and currency)]
+    columns = [Column(head=name.replace("_", " "), right=False) for name in by]
+    columns += [Column(head=_HEADS.get(name, name), rank=_RANKS.get(name, 0)) for name in COUNTS]
     for name in costs:
         head = f"{_HEADS.get(name, name)} ({currency})" if currency else _HEADS.get(name, name)
-        footer = f"{_money(total, name):,}"
-        table.add_column(head, footer=footer, justify="right", no_wrap=True)
-    for row in rows:
-        groups = [console.printable(value) or "-" for value in row.group]
-        counts = [f"{getattr(row.totals, name):,}" for name in COUNTS]
-        table.add_row(*groups, *counts, *(f"{_money(row.totals, name):,}" for name in costs))
-    return table
+        columns.append(Column(head=head, rank=_RANKS.get(name, 0)))
+
+    def line(groups: Sequence[str], totals: Totals) -> TableRow:
+        counts = [f"{getattr(totals, name):,}" for name in COUNTS]
+        return table_row(*groups, *counts, *(f"{_money(totals, name):,}" for name in costs))
+
+    lines = [line([value or "-" for value in row.group], row.totals) for row in rows]
+    sum_line = line(["total" if place == 0 else "" for place in range(len(by))], total) if by else None
+    return Fitted(columns, lines, total=sum_line)
 
 
 def as_csv(rows: Sequence[Row], by: Sequence[str]) -> str:

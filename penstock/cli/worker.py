@@ -16,10 +16,11 @@ from penstock.cli.progress import loading_display
 from penstock.cli.signals import on_signal
 from penstock.cli.usage import Commands, Help, number, size
 from penstock.clock import Clock, SystemClock
+from penstock.config.checkpoints import check_loads
 from penstock.config.hosts import is_loopback
 from penstock.config.launch import WorkerLaunch
 from penstock.config.presets import resolve, served_name
-from penstock.config.tree import EngineConfig, ModelConfig
+from penstock.config.tree import MODEL_LEN_MIN, EngineConfig, ModelConfig
 from penstock.errors import ConfigError
 from penstock.fleet.launchers.base import WorkerSpec
 from penstock.fleet.launchers.log_file import stderr_line
@@ -76,6 +77,10 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser.add_argument("--max-model-len", type=number(int, 0, 100_000_000), default=0, metavar="N")
     parser.add_argument("--kv-memory", type=size, default=0, metavar="SIZE", help="such as 2GiB")
     parser.add_argument(
+        "--kv-quota", type=number(float, 0.01, 1), default=1.0, metavar="X",
+        help="share of the KV cache that one tenant may hold (default: 1, no quota)",
+    )  # fmt: skip
+    parser.add_argument(
         "--drain-timeout", type=number(float, 0, 86_400), default=600.0, metavar="SECONDS",
         help="streams have so long to end (default: 600)",
     )  # fmt: skip
@@ -86,14 +91,20 @@ def run(args: argparse.Namespace) -> int:
     """Carry out `penstock worker`."""
     address = _address(args.listen)
     key = _key(address)
+    if 0 < args.max_model_len < MODEL_LEN_MIN:
+        raise ConfigError(
+            f"--max-model-len: {args.max_model_len} leaves no room for a prompt and an answer; at least {MODEL_LEN_MIN}"
+        )
     model = ModelConfig(path=args.model, name=args.name)
     directory, name = resolve(model.path), ModelName(served_name(model))
+    check_loads(directory)
     engine = EngineConfig(
         dtype=args.dtype,
         quantization=args.quantization,
         threads=args.threads,
         max_model_len=args.max_model_len,
         kv_memory_bytes=args.kv_memory,
+        kv_quota_fraction=args.kv_quota,
     )
     launch = WorkerLaunch(
         model_path=str(directory),

@@ -1,7 +1,7 @@
 """Settings that are each fine but not together, and those that would open a door by accident."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from penstock.config.fleet_checks import fleet_problems
 from penstock.config.health_checks import health_problems
@@ -10,7 +10,7 @@ from penstock.config.presets import served_name
 from penstock.config.queue_checks import queue_problems
 from penstock.config.routing_checks import routing_problems
 from penstock.config.tenancy_checks import access_problems, host_problems, tenant_problems
-from penstock.config.tree import Config, EngineConfig
+from penstock.config.tree import MODEL_LEN_MIN, Config, EngineConfig
 from penstock.errors import ConfigError
 
 
@@ -23,6 +23,7 @@ def check(config: Config) -> None:
     problems = [
         *access_problems(config.auth, config.server.host),
         *host_problems(config.server.hosts),
+        *_origin_problems(config.server.cors_origins),
         *queue_problems(config.queue),
         *health_problems(config.health),
         *tenant_problems(
@@ -37,6 +38,20 @@ def check(config: Config) -> None:
     ]
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(:[0-9]{1,5})?")
+
+
+def _origin_problems(origins: Sequence[str]) -> Iterator[str]:
+    for i, origin in enumerate(origins):
+        if origin == "*" and len(origins) > 1:
+            yield f"server.cors_origins[{i}]: '*' is all origins, so it stands alone"
+        elif origin != "*" and not _ORIGIN.fullmatch(origin):
+            yield (
+                f"server.cors_origins[{i}]: expected '*' or SCHEME://HOST[:PORT] in lower case, without a path, as browsers send it, "
+                f"got {origin[:80]!r}"
+            )
 
 
 def _limit_problems(config: Config) -> Iterator[str]:
@@ -64,6 +79,11 @@ def _model_problems(config: Config) -> Iterator[str]:
         seen.setdefault(name, i)
         engine = model.engine
         yield from _kv_event_problems(engine, f"models[{i}].engine.kv_events", listening)
+        if engine.max_model_len == 1:
+            yield (
+                f"models[{i}].engine.max_model_len: 1 leaves no room for a prompt and an answer; at least {MODEL_LEN_MIN}, "
+                "or 0 for the model's own limit"
+            )
         if engine.step_tokens < engine.max_running:
             yield (
                 f"models[{i}].engine.step_tokens: {engine.step_tokens} is below max_running "

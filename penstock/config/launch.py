@@ -7,8 +7,10 @@ The worker keeps reading afterwards; the end of the pipe means that its parent i
 from msgspec.structs import replace
 
 from penstock.config.branch import Branch
-from penstock.config.tree import EngineConfig
+from penstock.config.tree import Config, EngineConfig
 
+SHARED_KV_QUOTA = 0.5
+"""Share of the KV cache that one of several tenants may hold, if no setting says it."""
 REAL_RUNNER = "penstock.engine.runner:build_runner"
 
 
@@ -30,6 +32,18 @@ class WorkerLaunch(Branch, frozen=True, kw_only=True):
     engine: EngineConfig = EngineConfig()
     runner: str = REAL_RUNNER
     """`module:factory` of what computes. Tests name their own, so that a process starts at once."""
+
+
+def with_quota(engine: EngineConfig, config: Config) -> EngineConfig:
+    """The engine's settings with its tenants' KV quota decided: half the cache where there may be several tenants.
+
+    Half, because then no tenant alone can keep the others from starting, and a lone one in the evening still has half.
+    """
+    if engine.kv_quota_fraction:
+        return engine
+    auth = config.auth
+    many = len(config.tenants) + len(auth.keys) > 1 or bool(auth.keys_file or auth.jwt.issuer)
+    return replace(engine, kv_quota_fraction=SHARED_KV_QUOTA if many else 1.0)
 
 
 def share_of(engine: EngineConfig, replicas: int, cores: int) -> EngineConfig:

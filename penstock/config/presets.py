@@ -4,16 +4,17 @@ Nothing is read from the directory; whether it can be served is the engine's to 
 """
 
 import difflib
-import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from penstock.config.checkpoints import check_is_model, refuse_file
 from penstock.config.tree import ModelConfig
-from penstock.errors import CheckpointError, ConfigError
+from penstock.errors import ConfigError
 
 DEMO_MODELS = ("penstock-demo", "penstock-demo-mini")
 REPOSITORY = Path(__file__).parents[2]
+"""The checkout; of an installed package, the directory of all packages."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@[\w./-]{1,128})?")
 _WANTED = ["*.json", "*.jinja", "*.safetensors"]
 
@@ -51,28 +52,32 @@ def resolve(path: str) -> Path:
 def _directory(path: str) -> Path | None:
     directory = Path(path).expanduser()
     if directory.is_dir():
-        if not (directory / "config.json").is_file():
-            raise CheckpointError(f"{directory}: no config.json there, so not a Hugging Face model directory")
+        check_is_model(directory)
         return directory.resolve()
     if directory.exists():
-        raise ConfigError(f"{path}: is a file; give the Hugging Face model directory")
+        raise refuse_file(path)
     return None
 
 
 def _demo(name: str) -> Path:
-    """The repository's own `models/` first, then the package that an installation puts beside ours."""
+    """A wheel has the demo models within the package, a checkout beside it."""
     for place in _demo_places():
         if (place / name / "config.json").is_file():
             return place / name
     places = " nor in ".join(str(place) for place in _demo_places())
-    raise ConfigError(f"{name}: the demo model is not in {places}; `make train-demo` makes it")
+    remedy = "`make train-demo` makes it" if _in_checkout() else "name a model: penstock serve DIRECTORY"
+    raise ConfigError(f"{name}: the demo model is not in {places}; {remedy}")
 
 
 def _demo_places() -> Iterator[Path]:
-    yield REPOSITORY / "models"
-    spec = importlib.util.find_spec("penstock_models")
-    if spec is not None:
-        yield from (Path(place) for place in spec.submodule_search_locations or ())
+    yield REPOSITORY / "penstock" / "demo_models"
+    if _in_checkout():
+        yield REPOSITORY / "models"
+
+
+def _in_checkout() -> bool:
+    """Whether what lies beside the package is ours: an installed package lies among others."""
+    return (REPOSITORY / "pyproject.toml").is_file()
 
 
 def _no_such_model(path: str) -> str:

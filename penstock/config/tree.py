@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from penstock.config.backends import BackendsConfig
-from penstock.config.branch import Branch, Fraction, Port, Positive, Seconds
+from penstock.config.branch import Branch, Port, Positive, Seconds
 from penstock.config.discover import DiscoverConfig
 from penstock.config.fleet import FleetConfig, Replicas, WorkerConfig
 from penstock.config.flow import QueueConfig, RateLimitsConfig, SharedConfig
@@ -19,6 +19,9 @@ from penstock.config.kv_index import KVIndexConfig
 from penstock.config.ledger import BudgetsConfig, LedgerConfig, PricesConfig
 from penstock.config.routing import AdmissionConfig, RoutingConfig
 from penstock.config.tenancy import DEFAULT_TIERS, AuthConfig, TenantConfig, TierConfig
+
+MODEL_LEN_MIN = 2
+"""Tokens: one of a prompt and one of an answer."""
 
 
 class KVEventsConfig(Branch, frozen=True, kw_only=True):
@@ -78,7 +81,7 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     """Tie each of the native kernels' threads to a core of its own. For machines where nothing else runs on those cores;
     beside a gateway it takes the scheduler's choice away and gains nothing (docs/engine.md)."""
     max_model_len: Annotated[int, Meta(ge=0)] = 0
-    """Tokens of prompt and answer together; 0 takes the model's own limit."""
+    """Tokens of prompt and answer together, at least 2; 0 takes the model's own limit."""
     kv_memory_bytes: Annotated[int, Meta(ge=0)] = 0
     """Memory for the KV cache; 0 takes `kv_memory_fraction` of what is free after loading."""
     kv_memory_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.0
@@ -118,9 +121,10 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     """Who came this much later never starts first, whatever the classes."""
     fair_weights: Annotated[tuple[FairWeight, ...], Meta(max_length=4096)] = ()
     """Tenants whose share is not 1."""
-    kv_quota_fraction: Fraction = 1.0
-    """Share of the KV cache that one tenant's running requests may hold; 1 is no quota. Whoever is over it starts
-    nothing new and is preempted first; what could never fit it is refused."""
+    kv_quota_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Share of the KV cache that one tenant's running requests may hold; 1 is no quota. A tenant over it starts nothing
+    new and is preempted first; a request that alone is over it is refused. 0 is automatic: 0.5 where the configuration
+    lets several tenants in (`tenants`, `auth.keys`, `auth.keys_file`, `auth.jwt`), else 1."""
     preemptions_max: Annotated[int, Meta(ge=0)] = 3
     """After so many preemptions a request gives way only when all others of its class are as often preempted."""
     itl_target_ms: Annotated[float, Meta(ge=0)] = 0.0
@@ -177,6 +181,9 @@ class ServerConfig(Branch, frozen=True, kw_only=True):
     trust_local: bool = False
     """Let callers on this machine read /metrics and /status.json without a key. Not beside a proxy: one that adds no
     forwarding header makes all of its callers local."""
+    cors_origins: Annotated[tuple[str, ...], Meta(max_length=64)] = ()
+    """Pages of these origins may call the API (/v1) from a browser: "https://chat.example.com", or "*" for all; none: no page of
+    another origin. Keys are asked for all the same."""
     processes: Annotated[int, Meta(ge=1, le=64)] = 1
     """Gateway processes that share the address, for more cores than one; bounds below and in `limits` count for each."""
     connections_max: Positive = 20_000
@@ -245,7 +252,7 @@ class LogConfig(Branch, frozen=True, kw_only=True):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["text", "json"] = "text"
     access: bool = True
-    """One line per request."""
+    """One line per request. Probes, scrapes and other polls that were answered have theirs at level debug."""
 
 
 class Config(Branch, frozen=True, kw_only=True):

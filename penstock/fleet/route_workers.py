@@ -9,8 +9,6 @@ from penstock.fleet.worker import Worker
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.types import WorkerId
 
-NOTES_MAX = 20
-"""Lines kept of all workers together."""
 _SUMMED = tuple(name for name in Stats.__struct_fields__)
 
 
@@ -106,7 +104,6 @@ class RouteWorkers:
         found.done, found.total = status.done, status.total
         found.info, found.stats = self.info, self._stats(workers)
         found.restarts = sum(worker.backend.status.restarts for worker in workers)
-        found.notes = [note for worker in workers for note in worker.backend.status.notes][-NOTES_MAX:]
         return found
 
     def _stats(self, workers: list[Worker]) -> Stats | None:

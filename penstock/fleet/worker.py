@@ -3,11 +3,15 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
 from penstock.backends.base import Backend
+from penstock.clock import NS_PER_S
 from penstock.policy.worker_state import WorkerLife, WorkerState
 from penstock.types import WorkerId
 
+NOTE_S_MAX = 600
+"""A note of what happened to a worker that is ready again is shown for so long."""
 Stop = Callable[[float], Awaitable[None]]
 """Lets a worker's streams end, up to so many seconds, and then ends it. Nothing of it is left afterwards."""
 
@@ -62,6 +66,15 @@ class Worker:
         """Whether it counts as capacity."""
         return self.life.is_ready
 
+    def notes(self, wall_ns: int) -> list[str]:
+        """What people should know of it, each with its time; not what happened long ago to a worker that is well again."""
+        since_ns = wall_ns - NOTE_S_MAX * NS_PER_S if self.is_ready else 0
+        return [
+            f"{_utc(note.at_ns)}: {note.text}"
+            for note in self.backend.status.notes
+            if note.lasts or note.at_ns >= since_ns
+        ]
+
     @property
     def stage(self) -> str:
         """What it is doing, in words."""
@@ -69,3 +82,7 @@ class Worker:
             return f"refused: {self.problem}"
         said = self.backend.status.stage
         return f"suspect: {said}" if self.state is WorkerState.SUSPECT else said
+
+
+def _utc(wall_ns: int) -> str:
+    return datetime.fromtimestamp(wall_ns // NS_PER_S, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

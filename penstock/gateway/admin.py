@@ -45,12 +45,12 @@ class Admin:
 
     async def workers(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /admin/workers`: every worker as this gateway process sees it, every model as all of them do."""
-        now_ns = self._services.clock.now_ns()
+        now_ns, wall_ns = self._services.clock.now_ns(), self._services.clock.wall_ns()
         numbers, gone = model_numbers(self._services, self._metrics), None
         if self._siblings is not None:
             total = await self._siblings.sum()
             numbers, gone = total.models, frozenset(total.gone)
-        workers = [_worker(worker, now_ns) for worker in self._registry]
+        workers = [_worker(worker, now_ns, wall_ns) for worker in self._registry]
         report = FleetReport(
             version=__version__,
             workers=workers + self._drained(gone),
@@ -145,7 +145,7 @@ def _model(model: ServedModel, numbers: ModelNumbers | None) -> ModelReport:
     )
 
 
-def _worker(worker: Worker, now_ns: int) -> WorkerReport:
+def _worker(worker: Worker, now_ns: int, wall_ns: int) -> WorkerReport:
     status = worker.backend.status
     stats = status.stats
     return WorkerReport(
@@ -165,5 +165,5 @@ def _worker(worker: Worker, now_ns: int) -> WorkerReport:
         adapters=sorted(status.adapters.served),
         adapters_loaded=sorted(status.adapters.loaded),
         restarts=status.restarts,
-        notes=list(status.notes),
+        notes=worker.notes(wall_ns),
     )

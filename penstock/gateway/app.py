@@ -31,7 +31,7 @@ from penstock.gateway.http_errors import error_response
 from penstock.gateway.inspect import Inspect
 from penstock.gateway.models import ModelTable, ServedModel
 from penstock.gateway.reply import StreamSlots
-from penstock.gateway.routes import Handler, Route, Routes
+from penstock.gateway.routes import Handler, Route, Routes, is_poll
 from penstock.gateway.server import HttpServer, tick_s
 from penstock.gateway.services import Services
 from penstock.gateway.siblings import Siblings
@@ -216,6 +216,7 @@ class Gateway:
                 path=exchange.head.path,
                 status=exchange.status or 499,  # nginx's number for a client that left before the answer.
                 duration_ns=now_ns - exchange.started_ns,
+                is_poll=is_poll(exchange.head, exchange.status),
                 request_id=exchange.id or None,
                 model=tally and tally.model,
                 outcome=record and record.outcome.value,

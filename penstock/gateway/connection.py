@@ -22,6 +22,7 @@ import httptools
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.tree import ServerConfig
 from penstock.errors import ClientError, Overloaded, PenstockError, TooLarge
+from penstock.gateway.cors import Cors
 from penstock.gateway.exchange import Exchange, RequestHead, Response
 from penstock.gateway.flush import MS_PER_S, RelayTerms
 from penstock.gateway.http_errors import HttpFault, error_response
@@ -83,6 +84,7 @@ class Surroundings:
     app: Application
     config: ServerConfig
     terms: RelayTerms
+    cors: Cors
     clock: Clock
     connections: "set[Connection]"
     draining: bool = False
@@ -338,11 +340,13 @@ class Connection(asyncio.Protocol):
         )
 
     def _open_exchange(self, head: RequestHead | None = None) -> Exchange:
+        head = head or self._head()
         exchange = Exchange(
-            head or self._head(),
+            head,
             self,
             client=self._client,
             terms=self._server.terms,
+            cors=self._server.cors.headers(head),
             on_finished=self._server.app.finished,
         )
         if self.paused:

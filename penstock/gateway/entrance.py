@@ -45,6 +45,7 @@ class Entrance:
         listening = () if config.host in WILDCARDS else (config.host,)
         self._names = frozenset(name.lower().strip("[]") for name in (*listening, *config.hosts))
         self._origins = frozenset(name.lower() for name in config.hosts)
+        self._cors_origins = frozenset(config.cors_origins)
 
     def caller(self, access: Access, head: RequestHead, client: str) -> Caller | None:
         """The caller of a request, or None if only `Tenancy.identify_later` can say; `client` is the socket's other end.
@@ -56,7 +57,7 @@ class Entrance:
         if access is Access.OPEN:
             return ANYBODY
         if self._tenancy.is_open:
-            self._check_same_origin(head)
+            self._check_same_origin(head, self._cors_origins if access is Access.KEY else frozenset())
             if access is Access.KEY:
                 return ANYBODY
             _check_local(head, client)
@@ -66,12 +67,14 @@ class Entrance:
         if access is Access.ADMIN:
             return self._tenancy.identify_admin(head)
         if self._trusts_local and b"authorization" not in head.headers and is_local(client, head.headers):
-            self._check_same_origin(head)
+            self._check_same_origin(head, frozenset())
             return SCRAPER
         return self._tenancy.identify_viewer(head)
 
-    def _check_same_origin(self, head: RequestHead) -> None:
+    def _check_same_origin(self, head: RequestHead, invited: frozenset[str]) -> None:
         """No key shows that the sender means it, so nothing in the request may say that another site does.
+
+        `invited`: origins that may all the same (`server.cors_origins`, for the API).
 
         Raises:
             Forbidden: the request is for another host, or from a page of another origin.
@@ -85,6 +88,8 @@ class Entrance:
                 code="foreign_host",
             )
         origin = headers.get(b"origin")
+        if invited and origin is not None and ("*" in invited or origin.decode("latin-1") in invited):
+            return
         is_foreign = headers.get(b"sec-fetch-site", b"").lower() == b"cross-site"
         if origin is not None:
             authority = origin.decode("latin-1").lower().partition("://")[2]

@@ -16,6 +16,7 @@ from penstock.gateway.flush import RelayTerms
 from penstock.gateway.served_headers import Served
 from penstock.gateway.tally import Tally
 
+Headers = tuple[tuple[bytes, bytes], ...]
 JSON = b"application/json"
 EVENTS = b"text/event-stream; charset=utf-8"
 
@@ -74,7 +75,7 @@ class Exchange:
     """A request in the hands of a handler, and the way back to the client."""
 
     __slots__ = (
-        "_chunked", "_held_bytes", "_keep_alive", "_on_finished", "_wire", "body", "client", "ending", "head", "headers",
+        "_chunked", "_held_bytes", "_keep_alive", "_on_finished", "_wire", "body", "client", "cors", "ending", "head", "headers",
         "holds", "id", "idle_ticks", "is_open", "on_caught_up", "on_disconnect", "on_full", "served", "started_ns", "status", "streaming",
         "tally", "terms",
     )  # fmt: skip
@@ -86,6 +87,7 @@ class Exchange:
         *,
         client: str,
         terms: RelayTerms,
+        cors: Headers = (),
         on_finished: Callable[["Exchange"], None],
     ) -> None:
         self.head = head
@@ -105,7 +107,9 @@ class Exchange:
         """Whether writing still makes sense."""
         self.ending: Ending | None = None
         self.on_disconnect: Callable[[], None] | None = None
-        self.headers: tuple[tuple[bytes, bytes], ...] = ()
+        self.cors = cors
+        """CORS headers, which go with every answer (gateway/cors.py)."""
+        self.headers: Headers = ()
         """Sent with the response, whatever it is."""
         self.on_caught_up: Callable[[], None] | None = None
         """Called when a slow client has read what was written."""
@@ -259,6 +263,7 @@ class Exchange:
             lines.append(b"content-type: " + content_type)
         if self.id:
             lines.append(b"x-request-id: " + self.id.encode())
+        lines.extend(b"%b: %b" % header for header in self.cors)
         lines.extend(b"%b: %b" % header for header in self.headers)
         lines.extend(b"%b: %b" % header for header in headers)
         if self.served is not None:

@@ -26,6 +26,8 @@ from penstock.protocol.siblings import ModelNumbers, Snapshot, Sum
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.telemetry.metrics import CONTENT_TYPE, Metrics
 
+NOTES_MAX = 20
+"""Notes of all workers of a model together."""
 STATIC = Path(__file__).parent / "static"
 # The page brings its own style and script and may talk to this server only.
 _CONTENT_POLICY = (
@@ -56,6 +58,7 @@ class ModelState(ModelWord, frozen=True, kw_only=True):
     total: int
     restarts: int
     notes: list[str]
+    """What happened to its workers: worker, time, what; the latest last."""
     info: ModelInfo | None = None
     stats: Stats | None = None
     """Sums over its workers."""
@@ -231,7 +234,7 @@ class Inspect:
             processes=numbers.processes,
             draining=services.draining,
             auth=self.auth,
-            models=[_state(model) for model in services.models],
+            models=[_state(model, services.clock.wall_ns()) for model in services.models],
             workers=[_line(worker) for model in services.models for worker in model.workers],
         )
         answer(exchange, status)
@@ -321,8 +324,9 @@ def _progress(done: int, total: int) -> float | None:
     return round(done / total, 3) if total else None
 
 
-def _state(model: ServedModel) -> ModelState:
+def _state(model: ServedModel, wall_ns: int) -> ModelState:
     status = model.workers.summary()
+    notes = [f"{worker.id}, {note}" for worker in model.workers for note in worker.notes(wall_ns)]
     return ModelState(
         name=model.name,
         ready=status.ready,
@@ -331,7 +335,7 @@ def _state(model: ServedModel) -> ModelState:
         total=status.total,
         progress=_progress(status.done, status.total),
         restarts=status.restarts,
-        notes=list(status.notes),
+        notes=notes[-NOTES_MAX:],
         info=status.info,
         stats=status.stats,
         workers=Counter(worker.state.value for worker in model.workers),

@@ -7,11 +7,18 @@ from penstock.errors import MethodNotAllowed, NotFound
 from penstock.gateway.admin import Admin
 from penstock.gateway.auth import Caller
 from penstock.gateway.entrance import Access
-from penstock.gateway.exchange import Exchange
+from penstock.gateway.exchange import Exchange, RequestHead
 from penstock.gateway.generate import Generate
 from penstock.gateway.inspect import Inspect
 
+_POLLED = frozenset({"/health", "/ready", "/metrics", "/status.json", "/admin/workers"})
 Handler = Callable[[Exchange, Caller], Awaitable[None]]
+
+
+def is_poll(head: RequestHead, status: int) -> bool:
+    """Whether a request is one of the many by which something watches us, and was answered; "not ready" is an answer."""
+    looked = head.method in ("GET", "HEAD") and head.path.rstrip("/") in _POLLED
+    return looked and (status < 400 or status == 503)
 
 
 @dataclass(slots=True, frozen=True)

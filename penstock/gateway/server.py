@@ -11,6 +11,7 @@ from penstock.clock import Clock
 from penstock.config.tree import RelayConfig, ServerConfig
 from penstock.errors import ConfigError
 from penstock.gateway.connection import Application, Connection, Surroundings
+from penstock.gateway.cors import Cors
 from penstock.gateway.flush import RelayTerms
 
 BACKLOG = 2048
@@ -37,6 +38,7 @@ class HttpServer:
             app=app,
             config=config,
             terms=RelayTerms.of(relay),
+            cors=Cors(config.cors_origins),
             clock=clock,
             connections=self._connections,
         )

@@ -36,7 +36,7 @@ class Limits:
             min(config.max_running, config.step_tokens),
             max_model_len,
             preemptions_max=config.preemptions_max,
-            kv_quota_fraction=config.kv_quota_fraction,
+            kv_quota_fraction=config.kv_quota_fraction or 1.0,
         )
 
     def num_tokens_max(self, request: Request) -> int:

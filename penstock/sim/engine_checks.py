@@ -26,7 +26,7 @@ def inverted_in_engine(worker: SimWorker, told: Sequence[Told]) -> str:
     A class goes before those below it until one of theirs has waited `priority_ageing_s` longer per class, or `starvation_s` in all.
     """
     config, began = worker.spec.engine, {word.id for word in told if isinstance(word, Began)}
-    if not began or config.scheduling != "fair" or config.kv_quota_fraction < 1:
+    if not began or config.scheduling != "fair" or 0 < config.kv_quota_fraction < 1:
         return ""
     requests = list(worker.requests())
     waiting = [request for request in requests if request.status is Status.WAITING]

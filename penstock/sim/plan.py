@@ -29,6 +29,9 @@ from penstock.sim.step_time import StepShape
 from penstock.types import BLOCK_TOKENS
 
 TP = (1, 2, 4, 8)
+OUR_GPU_DTYPES = ("bf16", "fp32")
+OUR_CPU_DTYPES = (*OUR_GPU_DTYPES, "int8", "int4")
+"""Types of weights that our own engine computes with."""
 KV_SHARE = 0.9
 """Of the KV cache, what steady contexts may take: the rest is for prefixes and for how contexts vary."""
 IDEAL = Efficiency(memory=1.0, compute=1.0, link=1.0, all_reduce_ns=0)
@@ -96,6 +99,8 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     """Per million output tokens that the traffic asks for."""
     least_per_million: float
     """The theoretical least on this device."""
+    lacks: tuple[str, ...] = ()
+    """What our own engine would need for it and does not have, in words; vLLM's has it."""
 
     @property
     def times_least(self) -> float:
@@ -181,7 +186,17 @@ def _option(placed: Placed, demand: Demand, terms: Terms) -> Option | None:
         step_ms=step_ns / NS_PER_MS, ttft_ms=_ttft_ms(law, batch, demand, terms), bound=bound, replica_tps=rate,
         replicas=replicas, devices=replicas * placed.tp, price_per_hour=price,
         cost_per_million=price / 3600 / demand.tokens_per_s * 1e6, least_per_million=least(placed, demand),
+        lacks=_lacks(placed),
     )  # fmt: skip
+
+
+def _lacks(placed: Placed) -> tuple[str, ...]:
+    """What our own engine does not have of this: it runs a model on one device, and rounds weights on CPUs alone."""
+    found = ["tensor parallelism (several devices for one replica)"] if placed.tp > 1 else []
+    is_cpu = placed.device.name.startswith("cpu")
+    if placed.dtype not in (OUR_CPU_DTYPES if is_cpu else OUR_GPU_DTYPES):
+        found.append(f"{placed.dtype} weights on {'a CPU' if is_cpu else 'a GPU'}")
+    return tuple(found)
 
 
 def least(placed: Placed, demand: Demand) -> float:

@@ -42,6 +42,8 @@ class Access(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     path: str
     status: int
     duration_ns: int
+    is_poll: bool = False
+    """A caller that looks regularly: a probe, a scrape, the page, `penstock top`. Such lines are for debugging."""
     request_id: str | None = None
     model: str | None = None
     """Of a request that generates; then outcome and counts are there too."""
@@ -99,7 +101,7 @@ class Log:
 
     def access(self, access: Access) -> None:
         """One line for one HTTP request, if the config wants them. It is written by `flush`, or with the next line of another kind."""
-        if not self.tells_requests:
+        if not self.tells_requests or (access.is_poll and self._level > logging.DEBUG):
             return
         self._access_lines.append(self._lines.access(access))
         if len(self._access_lines) >= ACCESS_LINES_MAX:
@@ -197,7 +199,7 @@ class _TextLines(_Lines):
         self._second, self._stamp = -1, ""
         self._shown = functools.lru_cache(SHOWN_MAX)(self._plain)
         self._word = functools.lru_cache(SHOWN_MAX)(_quoted)
-        self._info = self._level_of("INFO")
+        self._info, self._debug = self._level_of("INFO"), self._level_of("DEBUG")
 
     def format(self, record: logging.LogRecord) -> str:
         message, fields = self._parts(record)
@@ -211,9 +213,7 @@ class _TextLines(_Lines):
     def access(self, access: Access) -> str:
         """See `_Lines.access`."""
         what = self._shown(f"{access.method} {access.path}")
-        line = (
-            f"{self._clock_time()} {self._info} {what} {access.status} duration_ms={_ms(access.duration_ns)}"
-        )
+        line = f"{self._clock_time()} {self._debug if access.is_poll else self._info} {what} {access.status} duration_ms={_ms(access.duration_ns)}"
         if access.request_id is not None:
             line += f" request_id={access.request_id}"
         if access.model is not None:
@@ -246,13 +246,14 @@ class _JsonLines(_Lines):
         """See `_Lines.access`."""
         stamp = self._now().isoformat(timespec="microseconds").replace("+00:00", "Z")
         message = f"{self._hidden.text(f'{access.method} {access.path}')} {access.status}"
+        level = "debug" if access.is_poll else "info"
         fields: dict[str, str | int | float] = {"duration_ms": _ms(access.duration_ns)}
         for name in ("request_id", "model", "outcome", "prompt_tokens", "cached_tokens", "generated_tokens"):
             if (value := getattr(access, name)) is not None:
                 fields[name] = value
         if access.ttft_ns is not None:
             fields["ttft_ms"] = _ms(access.ttft_ns)
-        return msgspec.json.encode({"ts": stamp, "level": "info", "message": message, **fields}).decode()
+        return msgspec.json.encode({"ts": stamp, "level": level, "message": message, **fields}).decode()
 
     def format(self, record: logging.LogRecord) -> str:
         message, fields = self._parts(record)

@@ -238,7 +238,7 @@ def test_without_done_the_answer_is_whole_all_the_same() -> None:
         assert finish.usage.completion_tokens == 12
         for kind in ("no_end", "no_usage"):
             assert made.counted("penstock_backend_anomalies_total", kind=kind) == 1
-        assert any("usage" in note for note in made.backend.status.notes)
+        assert any("usage" in note.text for note in made.backend.status.notes)
 
     bench(check)
 
@@ -287,7 +287,7 @@ def test_another_model_is_not_used_and_its_worker_is_not_ready() -> None:
         error = await made.error()
         assert isinstance(error, WorkerUnavailable)
         assert not made.backend.status.ready
-        assert "something-else" in " ".join(made.backend.status.notes)
+        assert "something-else" in " ".join(note.text for note in made.backend.status.notes)
 
     bench(check)
 

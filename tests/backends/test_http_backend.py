@@ -56,7 +56,7 @@ def test_load_is_read_and_goes_stale() -> None:
         server.metrics = None
         await until(lambda: backend.status.stats is None)
         assert backend.status.ready
-        assert any("metrics" in note for note in backend.status.notes)
+        assert any("metrics" in note.text for note in backend.status.notes)
 
     run(server, "vllm", check, config=BackendsConfig(probe_s=0.05, stale_s=0.2))
 
@@ -68,7 +68,7 @@ def test_a_missing_metric_is_reported_and_not_read_as_zero() -> None:
     async def check(backend: HttpBackend) -> None:
         await until(lambda: bool(backend.status.notes))
         assert backend.status.stats is None
-        assert "vllm:num_requests_waiting" in backend.status.notes[0]
+        assert "vllm:num_requests_waiting" in backend.status.notes[0].text
         line = 'penstock_scrape_missing_total{engine="vllm",metric="vllm:num_requests_waiting"}'
         assert line in metrics.render().decode()
         assert backend.status.ready

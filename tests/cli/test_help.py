@@ -32,6 +32,7 @@ GOLDEN = Path(__file__).parent / "golden"
         "keys revoke",
         "top",
         "drain",
+        "completion",
     ],
 )
 def test_help_reads_as_written_down(command: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,9 +58,13 @@ def test_version_and_module() -> None:
     ("argv", "complaint"),
     [
         ([], "required: COMMAND"),
-        (["sevre"], "invalid choice: 'sevre'"),
+        (["sevre"], "invalid choice: 'sevre'; did you mean 'serve'?"),
+        (["keys", "creat"], "invalid choice: 'creat'; did you mean 'create'?"),
+        (["usage", "--format", "jsn"], "invalid choice: 'jsn'; did you mean 'json'?"),
+        (["completion", "tcl"], "invalid choice: 'tcl' (choose from"),
         (["serve", "--prot", "1"], "unrecognized arguments"),
         (["serve", "--port", "70000"], "'70000' is not a number from 0 to 65535"),
+        (["serve", "--max-model-len", "1"], "--max-model-len: '1' is not a number from 2 to 100000000"),
         (["serve", "--kv-memory", "lots"], "'lots' is not a size such as 512M or 2GiB"),
         (["bench", "--concurrency", "1,x"], "'x' is not a number from 1 to 10000"),
         (["bench", "--concurrency", "1", "--rate", "2"], "not allowed with"),

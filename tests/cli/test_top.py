@@ -65,7 +65,7 @@ def test_the_table_says_how_every_worker_is() -> None:
     lines = [line.split() for line in text.splitlines() if line.strip()]
     assert ["m", "1/2", "7", "3", "200", "500", "ms"] in lines
     assert ["m-0", "penstock", "ready", "3", "1", "25%", "200", "0", "s", "0"] in lines
-    assert "starting (connection refused)" in text
+    assert "    connection refused\n" in text
     assert "m@h:1: it was killed" in text
 
 

@@ -28,6 +28,14 @@ def test_the_defaults_are_fine() -> None:
     check(Config())
     check(Config(server=ServerConfig(host="0.0.0.0"), auth=KEYS))
     check(Config(auth=AuthConfig(disabled=True)))
+    check(
+        Config(
+            server=ServerConfig(
+                cors_origins=("https://a.example", "http://[::1]:3000", "capacitor://localhost")
+            )
+        )
+    )
+    check(Config(server=ServerConfig(cors_origins=("*",))))
     check(kv_events(endpoint=ANYWHERE, replay_endpoint="ipc:///tmp/replay"))
     check(kv_events(endpoint="tcp://router.example:5557", connect=True))
 
@@ -38,6 +46,18 @@ def test_the_defaults_are_fine() -> None:
         (
             Config(health=HealthConfig(heartbeat=HeartbeatConfig(suspect_after=4))),
             r"health\.heartbeat\.lost_after: not above",
+        ),
+        (
+            Config(models=(ModelConfig(path="a", engine=EngineConfig(max_model_len=1)),)),
+            r"models\[0\]\.engine\.max_model_len: 1 leaves no room for a prompt and an answer; at least 2",
+        ),
+        (
+            Config(server=ServerConfig(cors_origins=("https://a.example/",))),
+            r"server\.cors_origins\[0\]: expected '\*' or SCHEME://HOST\[:PORT\] in lower case, without a path",
+        ),
+        (
+            Config(server=ServerConfig(cors_origins=("https://a.example", "*"))),
+            r"server\.cors_origins\[1\]: '\*' is all origins, so it stands alone",
         ),
         (
             Config(shared=SharedConfig(store="redis")),

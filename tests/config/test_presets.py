@@ -29,17 +29,18 @@ def test_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert resolve("~/m") == directory
 
 
-def test_demo_models_come_from_the_repository_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "site" / "penstock_models"
-    model_dir(package / "penstock-demo")
-    model_dir(package / "penstock-demo-mini")
-    (package / "__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path / "site")
+def test_demo_models_are_in_the_package_or_beside_it_in_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(presets, "REPOSITORY", tmp_path)
-    assert resolve("penstock-demo") == package / "penstock-demo"
-    checkout = model_dir(tmp_path / "models" / "penstock-demo")
+    stranger = model_dir(tmp_path / "models" / "penstock-demo")  # Another package may be called `models`.
+    packaged = model_dir(tmp_path / "penstock" / "demo_models" / "penstock-demo-mini")
+    assert resolve("penstock-demo-mini") == packaged
+    with pytest.raises(ConfigError, match=r"demo_models; name a model: penstock serve DIRECTORY$"):
+        resolve("penstock-demo")
+    (tmp_path / "pyproject.toml").touch()
+    checkout = stranger
     assert resolve("penstock-demo") == checkout
-    assert resolve("penstock-demo-mini") == package / "penstock-demo-mini"
     # A directory that happens to have the name does not hide it.
     model_dir(tmp_path / "cwd" / "penstock-demo")
     monkeypatch.chdir(tmp_path / "cwd")
@@ -49,6 +50,7 @@ def test_demo_models_come_from_the_repository_first(tmp_path: Path, monkeypatch:
 
 def test_a_demo_model_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(presets, "REPOSITORY", tmp_path)
+    (tmp_path / "pyproject.toml").touch()
     with pytest.raises(ConfigError, match=r"the demo model is not in .*models.*make train-demo"):
         resolve("penstock-demo")
 
@@ -86,9 +88,9 @@ def test_paths_that_the_system_refuses(path: str) -> None:
 
 
 def test_a_file(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").touch()
+    (tmp_path / "model.safetensors").touch()
     with pytest.raises(ConfigError, match="is a file; give the Hugging Face model directory"):
-        resolve(str(tmp_path / "model.gguf"))
+        resolve(str(tmp_path / "model.safetensors"))
 
 
 class Hub:

@@ -158,7 +158,7 @@ class LauncherConformance:
             assert pid_of(worker) != old
             assert worker.address == address
             assert worker.backend.status.restarts == 1
-            assert worker.backend.status.notes == ["the worker was killed by SIGKILL"]
+            assert [note.text for note in worker.backend.status.notes] == ["the worker was killed by SIGKILL"]
             assert await answer(worker) == scripted_text(3, 3, 9)
 
         self.run(tmp_path, check)

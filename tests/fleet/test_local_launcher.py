@@ -90,7 +90,7 @@ def test_a_lost_worker_is_reported_and_comes_back(how: str) -> None:
         await worker.wait_ready()
         assert worker.pid not in (None, old)
         assert worker.backend.status.restarts == 1
-        assert worker.backend.status.notes == ["the worker was killed by SIGKILL"]
+        assert [note.text for note in worker.backend.status.notes] == ["the worker was killed by SIGKILL"]
         assert await answer(worker, requests) == scripted_text(3, 3, 9)
 
     run(check)
@@ -105,7 +105,7 @@ def test_a_hung_worker_is_killed_and_replaced() -> None:
         assert isinstance((await recorder.end()).error, WorkerUnavailable)
         await worker.wait_ready()
         (note,) = worker.backend.status.notes
-        assert note.startswith("the worker exited with code 1: steps have not advanced for 0.")
+        assert note.text.startswith("the worker exited with code 1: steps have not advanced for 0.")
         assert any("scripted_runner.py" in line for line in made.lines)  # Where it hung.
         assert await answer(worker, Requests()) == scripted_text(3, 3, 9)
 
@@ -123,7 +123,7 @@ def test_a_worker_that_stood_still_so_long_that_it_was_cut_off_is_killed_and_rep
         while worker.pid == old:
             await asyncio.sleep(0.02)
         await worker.wait_ready()
-        assert worker.backend.status.notes == ["the worker hung: no answer in 0.8 s"]
+        assert [note.text for note in worker.backend.status.notes] == ["the worker hung: no answer in 0.8 s"]
         assert await answer(worker, Requests()) == scripted_text(3, 3, 9)
 
     run(check)
@@ -140,7 +140,7 @@ def test_a_stopped_worker_is_killed_and_replaced() -> None:
         os.kill(worker.pid, signal.SIGSTOP)  # Its own watchdog stands still as well.
         assert isinstance((await recorder.end()).error, StreamBroken)
         await worker.wait_ready()
-        assert worker.backend.status.notes == ["the worker hung: no step in 0.8 s"]
+        assert [note.text for note in worker.backend.status.notes] == ["the worker hung: no step in 0.8 s"]
         assert await answer(worker, Requests()) == scripted_text(3, 3, 9)
 
     run(check)

@@ -115,7 +115,7 @@ def test_a_killed_actor_takes_its_worker_along_and_both_come_back(cluster, tmp_p
         wait_gone(old)
         await worker.wait_ready()
         (note,) = worker.backend.status.notes
-        assert "its actor died" in note
+        assert "its actor died" in note.text
         assert await answer(worker) == scripted_text(3, 3, 9)
 
     run(check, cluster, tmp_path)

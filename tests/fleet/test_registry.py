@@ -10,8 +10,8 @@ from conformance import Recorder, Requests
 from fake_backend import FakeBackend
 from fleets import fleet_of, worker_of
 
-from penstock.backends.base import Phase
-from penstock.clock import SystemClock
+from penstock.backends.base import Note, Phase
+from penstock.clock import NS_PER_S, ManualClock, SystemClock
 from penstock.config.tree import LogConfig
 from penstock.errors import ConfigError
 from penstock.fleet.registry import Registry
@@ -151,3 +151,20 @@ def test_streams_are_aborted_at_the_deadline_and_not_before() -> None:
         assert CLOCK.now_ns() - started_ns >= 99_000_000
 
     run(check)
+
+
+def test_what_happened_to_a_worker_has_its_time_and_is_forgotten_once_it_is_long_well() -> None:
+    clock = ManualClock()
+    backend = FakeBackend(clock)
+    registry = fleet_of(clock, {"m": backend})
+    (worker,) = registry.of("m")
+    backend.status.notes += [
+        Note("it was killed", clock.wall_ns()),
+        Note("it has no metrics", clock.wall_ns(), lasts=True),
+    ]
+    killed, lasting = worker.notes(clock.wall_ns())
+    assert killed == "2023-11-14 22:13:20 UTC: it was killed"
+    clock.advance(601 * NS_PER_S)
+    assert worker.notes(clock.wall_ns()) == [lasting]
+    backend.lose_worker("gone again")
+    assert worker.notes(clock.wall_ns()) == [killed, lasting]  # It may be why.

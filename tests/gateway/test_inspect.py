@@ -133,3 +133,12 @@ def test_the_landing_page_stands_alone(gateway):
     assert "src=" not in page
     assert 'href="http' not in page
     assert "prefers-color-scheme: dark" in page
+
+
+def test_the_landing_page_asks_for_a_key_and_keeps_it_in_the_tab(gateway):
+    page = fetch(gateway, "/")[2].decode()
+    assert '<input type="password" id="key"' in page
+    assert "The numbers of this server need a key" in page
+    assert "sessionStorage" in page
+    assert "localStorage" not in page
+    assert "innerHTML" not in page  # What workers say is text, never markup.

@@ -166,6 +166,18 @@ def test_the_access_line() -> None:
     assert out.getvalue() == ""
 
 
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_polls_are_for_debugging(form: str) -> None:
+    poll = Access(method="GET", path="/ready", status=200, duration_ns=1_000_000, is_poll=True)
+    for level, lines in (("info", 0), ("debug", 1)):
+        log, out = make(format=form, level=level)
+        log.access(poll)
+        log.flush()
+        assert len(out.getvalue().splitlines()) == lines
+    assert "debug" in out.getvalue()
+    assert "GET /ready 200" in out.getvalue()
+
+
 def test_the_access_line_for_machines() -> None:
     log, out = make(format="json")
     log.access(ACCESS)

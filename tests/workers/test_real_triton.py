@@ -47,7 +47,7 @@ class TestRealTriton(TritonConformance):
     def test_its_metrics_are_read(self) -> None:
         async def check(backend: Backend, requests: Requests) -> None:
             await until(lambda: backend.status.stats is not None, timeout_s=30)
-            assert not [note for note in backend.status.notes if "metrics" in note]
+            assert not [note for note in backend.status.notes if "metrics" in note.text]
 
         self.run(check)
 
