@@ -24,6 +24,7 @@ from penstock.fleet.registry import Registry
 from penstock.gateway.admin import Admin
 from penstock.gateway.assemble import make_decisions
 from penstock.gateway.auth import ANYBODY, Caller, is_local
+from penstock.gateway.cold_start import ColdStarts
 from penstock.gateway.exchange import Ending, Exchange, RequestHead, Response
 from penstock.gateway.generate import Generate
 from penstock.gateway.http_errors import error_response
@@ -102,6 +103,7 @@ class Gateway:
             tokenize=TokenizePool(config.limits),
             dispatcher=self._dispatcher,
             gate=self._decisions.gate,
+            cold=ColdStarts(config.queue, registry),
             metrics=metrics,
             explained=self._decisions.explained,
             locality=locality,
@@ -147,6 +149,7 @@ class Gateway:
         Backends are left alone: whoever started them drains them afterwards.
         """
         self._services.draining = True
+        self._services.cold.close()
         self._server.begin_drain()
         self.tenancy.stop()
         self._dispatcher.drain(self._config.server.drain_timeout_s)
@@ -177,6 +180,7 @@ class Gateway:
                 self.tenancy.identify(head)
             elif route.access is Access.ADMIN:
                 self.tenancy.identify_admin(head)
+            route.check_body(head)
         except PenstockError as error:
             return error_response(error)
         return None

@@ -22,9 +22,10 @@ import httptools
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.tree import ServerConfig
 from penstock.errors import ClientError, Overloaded, PenstockError, TooLarge
-from penstock.gateway.exchange import Exchange, RequestHead, Response
+from penstock.gateway.exchange import CONTINUE, Exchange, RequestHead, Response
 from penstock.gateway.flush import MS_PER_S, RelayTerms
 from penstock.gateway.http_errors import HttpFault, error_response
+from penstock.gateway.peer import FIRST_LOOK_S, LAST_LOOK_S, PROBES_S, is_gone
 
 LINGER_S = 2
 WRITE_HIGH_WATER_BYTES = 64 * 1024
@@ -152,14 +153,31 @@ class Connection(asyncio.Protocol):
             self._within_bounds(len(data))  # The head may have begun in these bytes.
 
     def eof_received(self) -> bool:
-        """The client has closed its side. Nobody half-closes to wait for an answer: it left, unless it was cut short."""
+        """The client sends nothing more. It may wait for its answer, or it has left: what is sent to it now will tell."""
         if self._state in (State.HEAD, State.BODY):
             self._fail(HttpFault(400, "The connection ended in the middle of a request."))
-        elif self._exchange is not None:
-            exchange, self._exchange = self._exchange, None
-            exchange.disconnected()
-            self._wait(LINGER_S)  # Closing waits for buffered bytes, which this client may never read.
-        return False
+            return False
+        if self._exchange is None:
+            return False
+        self._exchange.close_after()
+        self._exchange.probe()
+        self._look_soon(FIRST_LOOK_S)
+        return True
+
+    def _look_soon(self, delay_s: float, waited_s: float = 0.0) -> None:
+        asyncio.get_running_loop().call_later(delay_s, self._look_whether_gone, delay_s, waited_s)
+
+    def _look_whether_gone(self, delay_s: float, waited_s: float) -> None:
+        """See whether a client that sends nothing more has left, until it has its answer."""
+        if self._exchange is None:
+            return
+        if is_gone(self._transport.get_extra_info("socket")):
+            self._transport.abort()
+            return
+        until_s = waited_s + delay_s
+        if any(waited_s < at_s <= until_s for at_s in PROBES_S):
+            self._exchange.probe()
+        self._look_soon(min(2 * delay_s, LAST_LOOK_S), until_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone."""
@@ -225,7 +243,7 @@ class Connection(asyncio.Protocol):
         self._move(State.BODY)
         self._wait(self._server.config.body_timeout_s)
         if b"expect" in self._headers:
-            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._transport.write(CONTINUE)
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
