@@ -3,6 +3,7 @@
     PenstockError
     ├── ClientError            the caller must change something; a retry fails the same way
     │   ├── InvalidRequest         a field is missing, mistyped or out of range     (400)
+    │   │   ├── Unsupported        understood, and nothing here can do it           (400)
     │   │   ├── ContextTooLong     prompt and answer do not fit the model           (400)
     │   │   └── KVQuotaExceeded    they do not fit what one tenant may hold         (400)
     │   ├── Unauthenticated        no key, or a wrong one                           (401)
@@ -48,6 +49,17 @@ class ClientError(PenstockError):
 
 class InvalidRequest(ClientError):
     """A field is missing, has the wrong type or is out of range."""
+
+
+class Unsupported(InvalidRequest):
+    """The request is well formed and asks for what nothing here can do, which is not bad input. `code` is
+    "unsupported_parameter", or "unsupported_by_model" where another model may have it.
+    """
+
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str = "unsupported_parameter"
+    ) -> None:
+        super().__init__(message, param=param, code=code)
 
 
 class ContextTooLong(InvalidRequest):

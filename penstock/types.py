@@ -95,3 +95,43 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     device_ns: int = 0
     """Its share of the time in which the engine had work: these shares of all requests come to no more than that time. 0 of engines
     that do not tell."""
+
+
+class Capability(enum.StrEnum):
+    """What a worker may be able to do beyond plain text. The values are wire format and words of the configuration.
+
+    Our own worker announces what it can (`ModelInfo`); of a worker of another engine its dialect knows, less what the configuration
+    says that it lacks (`models[].workers[].lacks`). A request goes only to workers that have all that it needs.
+    """
+
+    LOGPROBS = "logprobs"
+    ECHO_LOGPROBS = "echo_logprobs"
+    """Log-probabilities of a plain prompt's own tokens."""
+    LOGIT_BIAS = "logit_bias"
+    MIN_P = "min_p"
+    PRESENCE_PENALTY = "presence_penalty"
+    MIN_TOKENS = "min_tokens"
+    JSON_OBJECT = "json_object"
+    JSON_SCHEMA = "json_schema"
+    STRUCTURED_OUTPUTS = "structured_outputs"
+    """vLLM's: a regular expression, a choice or a grammar as well as a JSON schema."""
+    FORCED_TOOLS = "forced_tools"
+    STRICT_TOOLS = "strict_tools"
+    """Arguments of tools that the model chooses by itself obey their schema."""
+    IMAGES = "images"
+    AUDIO = "audio"
+    """As input."""
+    VIDEOS = "videos"
+    FILES = "files"
+    BAD_WORDS = "bad_words"
+    ALLOWED_TOKEN_IDS = "allowed_token_ids"
+    PASS_THROUGH = "pass_through"
+    """It gets the body as the client sent it, and makes of each parameter what it likes."""
+
+
+COMMON_CAPABILITIES = frozenset({
+    Capability.LOGPROBS, Capability.ECHO_LOGPROBS, Capability.LOGIT_BIAS, Capability.MIN_P,
+    Capability.PRESENCE_PENALTY, Capability.MIN_TOKENS,
+})  # fmt: skip
+"""What an engine usually has. Whether a request needs one of these is looked at only where a worker lacks one."""
+ALL_CAPABILITIES = frozenset(Capability)

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.protocol.openai import ChatRequest
+from penstock.protocol.needs import NO_CONSTRAINT, Constraint
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.types import FinishReason, RequestId, SamplingParams, Usage
 
@@ -43,8 +43,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     fairness_weight: float = 1.0
     piece_tokens: int = 1
     """Behind the first output, tokens may be told in pieces of so many: nobody reads before the end."""
-    chat: ChatRequest | None = None
-    """The conversation as the client sent it, if it sent one: for providers, which have templates of their own."""
+    body: bytes = b""
+    """The client's request as it came, JSON that was checked: for providers, which have templates of their own."""
+    is_chat: bool = False
+    """`body` is a conversation; else a plain completion."""
+    constraint: Constraint = NO_CONSTRAINT
+    """What the text must look like: for workers that say they can (`ModelInfo.capabilities`)."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -180,12 +184,21 @@ class BackendStatus:
     info: ModelInfo | None = None
     stats: Stats | None = None
     adapters: Adapters = NO_ADAPTERS
+    static_capabilities: frozenset[str] | None = None
+    """What it can do beyond plain text, where that is known before it answers; None: its `info` says so."""
     stage: str = "starting"
     """In words, for people: what it is doing, or why it is not ready."""
     done: int = 0
     total: int = 0
     restarts: int = 0
     notes: list[Note] = field(default_factory=list[Note])
+
+    @property
+    def capabilities(self) -> frozenset[str] | None:
+        """What it can do beyond plain text; None: it has not said yet."""
+        if self.static_capabilities is not None or self.info is None:
+            return self.static_capabilities
+        return self.info.capabilities
 
     @property
     def ready(self) -> bool:

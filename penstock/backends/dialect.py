@@ -9,8 +9,8 @@ from typing import Protocol
 import msgspec
 
 from penstock.backends.base import GenerateRequest, TextLogprob, ToolCallPiece
-from penstock.errors import InvalidRequest
-from penstock.types import FinishReason, TokenLogprob
+from penstock.errors import Unsupported
+from penstock.types import Capability, FinishReason, TokenLogprob
 
 
 class Submission(msgspec.Struct, frozen=True):
@@ -120,6 +120,11 @@ class Dialect(Protocol):
         ...
 
     @property
+    def capabilities(self) -> frozenset[Capability]:
+        """What this engine can do of what is no plain text, as far as this dialect can ask for it."""
+        ...
+
+    @property
     def has_adapters(self) -> bool:
         """Whether a request can name one of the adapters that `facts` tells of."""
         ...
@@ -151,15 +156,15 @@ class Dialect(Protocol):
 
 
 def refuse(engine: str, **asked: bool) -> None:
-    """Refuse what this engine cannot do, by the parameter's name.
+    """Refuse what this engine cannot do, by the parameter's name: the last look, since placement goes by `capabilities`.
 
     Raises:
-        InvalidRequest: one of them is asked for.
+        Unsupported: one of them is asked for.
     """
     for param, is_asked in asked.items():
         if is_asked:
-            raise InvalidRequest(
+            raise Unsupported(
                 f"'{param}' is not supported by the engine that serves this model ({engine}).",
                 param=param,
-                code="unsupported_parameter",
+                code="unsupported_by_model",
             )

@@ -52,6 +52,8 @@ class ForeignWorker:
     max_model_len: int = 0
     max_running: int = 0
     has_priorities: bool = False
+    lacks: frozenset[str] = frozenset()
+    """Capabilities that its engine could have and it has not."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -97,6 +99,7 @@ def make_backend(worker: ForeignWorker, tokenizer: Tokenizer, tools: Tools) -> H
         max_model_len=worker.max_model_len or (PROVIDER_CONTEXT if is_provider else 0),
         max_running=worker.max_running,
         probe_min_s=PROVIDER_PROBE_S if is_provider else 0.0,
+        lacks=worker.lacks,
     )
 
 

@@ -69,9 +69,10 @@ class HttpBackend:
         max_model_len: int = 0,
         max_running: int = 0,
         probe_min_s: float = 0.0,
+        lacks: frozenset[str] = frozenset(),
     ) -> None:
         """`model` is its name over there. `draw` gives numbers from 0 to 1, for probes that should not come together.
-        `metrics` is where its metrics are. `max_model_len` 0: as it says itself.
+        `metrics` is where its metrics are. `max_model_len` 0: as it says itself. `lacks`: capabilities that its engine has and it has not.
         """
         self.on_change: Callable[[], None] = nothing
         """See `Backend.on_change`."""
@@ -80,7 +81,8 @@ class HttpBackend:
         self._meters, self._draw, self._metrics = meters, draw, metrics
         self._max_model_len, self._max_running = max_model_len, max_running
         self._probe_s = max(config.probe_s, probe_min_s)
-        self._status = BackendStatus(stage="not asked yet")
+        capabilities = frozenset[str](dialect.capabilities) - lacks
+        self._status = BackendStatus(stage="not asked yet", static_capabilities=capabilities)
         self._pieces = PieceTokens(tokenizer)
         self._streams: dict[RequestId, HttpStream] = {}
         self._draining = False
@@ -137,7 +139,7 @@ class HttpBackend:
             clock=self._clock,
             owner=self,
             model=request.adapter or self._dialect.expects_model,
-            trusts_prompt=self._dialect.sends_chats and request.chat is not None,
+            trusts_prompt=self._dialect.sends_chats and request.is_chat,
             event_bytes_max=http.event_bytes_max,
             error_bytes_max=http.error_bytes_max,
         )

@@ -8,7 +8,7 @@ A provider has its own tokenizer and template, so what we send is what the clien
 model's tokenizer here until the provider's `usage` comes, which then counts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -25,7 +25,7 @@ from penstock.backends.dialect import (
 )
 from penstock.backends.worker_errors import ErrorEvent
 from penstock.text.tokenizer import Tokenizer
-from penstock.types import FinishReason
+from penstock.types import ALL_CAPABILITIES, COMMON_CAPABILITIES, Capability, FinishReason
 
 _TOKEN_ID = "token_id:"
 _FINISHES = {
@@ -40,6 +40,9 @@ _FINISHES = {
 _NOT_FORWARDED = frozenset(
     {"n", "stream", "stream_options", "model", "max_tokens", "max_completion_tokens", "seed"}
 )
+
+_DONE_HERE = frozenset({"prompt", "n", "best_of", "echo", "stop", "include_stop_str_in_output"})
+"""Of a plain completion."""
 
 
 class _PromptDetails(msgspec.Struct):
@@ -145,6 +148,8 @@ _decode_completion = msgspec.json.Decoder(CompletionEvent).decode
 _decode_chat = msgspec.json.Decoder(_ChatEvent).decode
 _decode_models = msgspec.json.Decoder(_ModelList).decode
 _encode = msgspec.json.Encoder().encode
+_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+"""A body's fields, each as the bytes that came."""
 
 
 def finish_of(word: str | None) -> FinishReason | None:
@@ -313,6 +318,7 @@ class EngineDialect:
     needs_facts = True
     sends_chats = False
     has_adapters = False
+    capabilities = COMMON_CAPABILITIES
 
     def __init__(self, model: str, *, has_priorities: bool) -> None:
         """`has_priorities`: it was started so that its waiting queue goes by priority."""
@@ -347,6 +353,7 @@ class OpenAIDialect:
     needs_facts = False
     sends_chats = True
     has_adapters = False
+    capabilities = ALL_CAPABILITIES - {Capability.ECHO_LOGPROBS}
     listed_model = ""
     """Not every provider lists every name that it answers to, or has a list at all."""
     expects_model = ""
@@ -362,20 +369,29 @@ class OpenAIDialect:
 
     def submission(self, request: GenerateRequest) -> Submission:
         """See `Dialect`."""
-        if request.chat is None:
+        if not request.is_chat:
             return self._completion(request)
-        chat: dict[str, Any] = msgspec.to_builtins(request.chat)
+        asked = _decode_fields(request.body)
         fields = {
-            name: value for name, value in chat.items() if name not in _NOT_FORWARDED and value is not None
+            name: value
+            for name, value in asked.items()
+            if name not in _NOT_FORWARDED and bytes(value) != b"null"
         }
-        if request.chat.max_completion_tokens is not None:
-            fields["max_completion_tokens"] = request.sampling.max_tokens
-        elif request.chat.max_tokens is not None or self._is_limited(request):
-            fields["max_tokens"] = request.sampling.max_tokens
-        if request.chat.seed is not None:
-            fields["seed"] = request.sampling.seed
-        fields |= {"model": self._model, "stream": True, "stream_options": {"include_usage": True}}
-        return Submission("/chat/completions", _encode(fields))
+        sampling = request.sampling
+        if _gives(asked, "max_completion_tokens"):
+            fields["max_completion_tokens"] = _raw(sampling.max_tokens)
+        elif _gives(asked, "max_tokens") or self._is_limited(request):
+            fields["max_tokens"] = _raw(sampling.max_tokens)
+        if _gives(asked, "seed"):
+            fields["seed"] = _raw(sampling.seed)
+        return Submission("/chat/completions", _encode(fields | self._stream_fields()))
+
+    def _stream_fields(self) -> dict[str, msgspec.Raw]:
+        return {
+            "model": _raw(self._model),
+            "stream": _raw(True),
+            "stream_options": _raw({"include_usage": True}),
+        }
 
     def _is_limited(self, request: GenerateRequest) -> bool:
         """Whether the answer may be less long than the context leaves: a limit that the client did not ask for."""
@@ -385,11 +401,26 @@ class OpenAIDialect:
         refuse(self.engine, echo=request.sampling.prompt_logprobs is not None)
         fields = completion_fields(request, self._model)
         fields["prompt"] = self._tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+        asked = _decode_fields(request.body) if request.body else {}
+        # What is the same for every engine goes as this server understood it, the rest as it came.
+        fields |= {
+            name: value
+            for name, value in asked.items()
+            if name not in fields and name not in _DONE_HERE and _gives(asked, name)
+        }
         return Submission("/completions", _encode(fields))
 
     def reader(self, request: GenerateRequest) -> CompletionReader | ChatReader:
         """See `Dialect`."""
-        return CompletionReader(request) if request.chat is None else ChatReader(request)
+        return ChatReader(request) if request.is_chat else CompletionReader(request)
+
+
+def _raw(value: object) -> msgspec.Raw:
+    return msgspec.Raw(_encode(value))
+
+
+def _gives(fields: Mapping[str, msgspec.Raw], name: str) -> bool:
+    return name in fields and bytes(fields[name]) != b"null"
 
 
 def _call_piece(call: _ToolCall) -> ToolCallPiece:

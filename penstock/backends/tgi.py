@@ -13,7 +13,7 @@ from penstock.backends.dialect import NOTHING, Piece, ReportedUsage, Submission,
 from penstock.backends.openai import finish_of
 from penstock.backends.worker_errors import ErrorEvent
 from penstock.text.tokenizer import Tokenizer
-from penstock.types import TokenLogprob
+from penstock.types import Capability, TokenLogprob
 
 _encode = msgspec.json.Encoder().encode
 
@@ -90,6 +90,7 @@ class TgiDialect:
     needs_facts = True
     sends_chats = False
     has_adapters = False
+    capabilities = frozenset({Capability.LOGPROBS})
     listed_model = ""
     """It goes by the name of its checkpoint, which is not the name that anybody asks for."""
     expects_model = ""

@@ -19,7 +19,7 @@ from penstock.backends.dialect import Piece, ReportedUsage, Submission, WorkerFa
 from penstock.backends.openai import finish_of
 from penstock.backends.worker_errors import ErrorEvent
 from penstock.text.tokenizer import Tokenizer
-from penstock.types import FinishReason
+from penstock.types import COMMON_CAPABILITIES, Capability, FinishReason
 
 _encode = msgspec.json.Encoder().encode
 
@@ -75,6 +75,11 @@ class TritonDialect:
     needs_facts = True
     sends_chats = False
     has_adapters = False
+    capabilities = COMMON_CAPABILITIES - {
+        Capability.LOGPROBS,
+        Capability.ECHO_LOGPROBS,
+        Capability.LOGIT_BIAS,
+    }
 
     def __init__(self, model: str, tokenizer: Tokenizer) -> None:
         self.expects_model = self.listed_model = model

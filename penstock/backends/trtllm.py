@@ -9,6 +9,7 @@ import msgspec
 from penstock.backends.base import GenerateRequest
 from penstock.backends.dialect import Submission, refuse
 from penstock.backends.openai import CompletionReader, EngineDialect
+from penstock.types import COMMON_CAPABILITIES, Capability
 
 _encode = msgspec.json.Encoder().encode
 
@@ -17,6 +18,7 @@ class TrtllmDialect(EngineDialect):
     """TensorRT-LLM."""
 
     engine = "trtllm"
+    capabilities = COMMON_CAPABILITIES - {Capability.ECHO_LOGPROBS}
 
     def submission(self, request: GenerateRequest) -> Submission:
         """See `Dialect`."""

@@ -19,7 +19,7 @@ from penstock.backends.openai import (
     top_of,
 )
 from penstock.kv.prompt_keys import namespace_of
-from penstock.types import TokenLogprob
+from penstock.types import COMMON_CAPABILITIES, Capability, TokenLogprob
 
 _encode = msgspec.json.Encoder().encode
 
@@ -69,6 +69,10 @@ class VllmDialect(EngineDialect):
 
     engine = "vllm"
     has_adapters = True
+    capabilities = COMMON_CAPABILITIES | {
+        Capability.JSON_OBJECT, Capability.JSON_SCHEMA, Capability.STRUCTURED_OUTPUTS, Capability.FORCED_TOOLS,
+        Capability.BAD_WORDS, Capability.ALLOWED_TOKEN_IDS,
+    }  # fmt: skip
 
     def submission(self, request: GenerateRequest) -> Submission:
         """See `Dialect`."""
@@ -81,6 +85,10 @@ class VllmDialect(EngineDialect):
         if sampling.prompt_logprobs is not None:
             # Streams have no `prompt_logprobs`, but an echo has them in its first event.
             fields |= {"echo": True, "logprobs": max(sampling.prompt_logprobs, sampling.logprobs or 0)}
+        constraint = request.constraint
+        if constraint.structured:
+            fields["structured_outputs"] = constraint.structured
+        fields |= constraint.fields
         if request.adapter:
             fields["model"] = request.adapter
         if request.cache_salt:

@@ -9,6 +9,8 @@ from penstock.clock import NS_PER_S, Clock
 from penstock.config.checkpoints import check_loads
 from penstock.config.presets import resolve, served_name
 from penstock.config.tree import Config, ModelConfig
+from penstock.engine.models.config import read_config
+from penstock.errors import CheckpointError
 from penstock.fleet.registry import Registry
 from penstock.gateway.models import ServedModel
 from penstock.gateway.public import PublicPrefixes
@@ -44,6 +46,7 @@ def make_part(model: ModelConfig, registry: Registry, clock: Clock) -> Part:
         tokenizer=tokenizer,
         template=template,
         created_s=_changed_s(directory),
+        declared_len=_declared_len(model, directory),
         public_prefixes=PublicPrefixes.of(model.public_prefixes, tokenizer, template),
     )
     return Part(served, str(directory))
@@ -58,6 +61,23 @@ def make_tools(config: Config, metrics: Metrics, clock: Clock) -> Tools:
         draw=rng.stream(rng.fresh_seed(), "probes").random,
         heartbeat=config.health.heartbeat,
     )
+
+
+def _declared_len(model: ModelConfig, directory: Path) -> int:
+    """The context that its workers will have, as far as is said before they are there: the smallest. 0: nothing is."""
+    lengths = [worker.max_model_len for worker in model.workers]
+    if model.replicas:
+        lengths.append(model.engine.max_model_len or _made_for(directory))
+    return min((length for length in lengths if length), default=0)
+
+
+def _made_for(directory: Path) -> int:
+    try:
+        config = read_config(directory)
+    except CheckpointError:  # Its worker will say so, and better.
+        return 0
+    inner = config.text_config
+    return config.max_position_embeddings or (inner.max_position_embeddings if inner else None) or 0
 
 
 def _changed_s(directory: Path) -> int:

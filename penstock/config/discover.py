@@ -6,6 +6,7 @@ from msgspec import Meta
 
 from penstock.config.branch import Branch, Count, Positive
 from penstock.config.fleet import Engine
+from penstock.types import Capability
 
 SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 
@@ -41,6 +42,7 @@ class DiscoverConfig(Branch, frozen=True, kw_only=True):
     max_model_len: Count = 0
     max_running: Count = 0
     priorities: bool = False
+    lacks: tuple[Capability, ...] = ()
     scheme: Literal["http", "https"] = "http"
     """How workers of engines that are not ours are talked to."""
     kv_events_port: Annotated[int, Meta(ge=0, le=65_535)] = 0

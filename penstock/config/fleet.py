@@ -6,6 +6,7 @@ from msgspec import Meta
 
 from penstock.config.branch import Branch, Count, Positive, Seconds
 from penstock.config.ray import RayConfig
+from penstock.types import Capability
 
 Engine = Literal["penstock", "vllm", "sglang", "tgi", "trtllm", "triton", "openai"]
 Replicas = Annotated[int, Meta(ge=0, le=256)]
@@ -30,6 +31,8 @@ class WorkerConfig(Branch, frozen=True, kw_only=True):
     """Streams that it runs at once; 0: as it says itself, else `queue.foreign_concurrency`."""
     priorities: bool = False
     """It takes the request's priority (vLLM, SGLang and TensorRT-LLM, when they were started for it)."""
+    lacks: tuple[Capability, ...] = ()
+    """What its engine can do and it cannot: "images" of a model that only reads, say. docs/api.md has the names."""
     metrics_url: str = ""
     """Where its metrics are, if not where this engine has them."""
     kv_events: str = ""

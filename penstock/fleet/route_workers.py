@@ -7,7 +7,7 @@ import msgspec
 from penstock.backends.base import BackendStatus, Phase
 from penstock.fleet.worker import Worker
 from penstock.protocol.worker import ModelInfo, Stats
-from penstock.types import WorkerId
+from penstock.types import COMMON_CAPABILITIES, WorkerId
 
 _SUMMED = tuple(name for name in Stats.__struct_fields__)
 
@@ -17,7 +17,9 @@ class RouteWorkers:
     where it says so.
     """
 
-    __slots__ = ("_adapters", "_infos", "_ready", "_workers", "adapters", "info", "kinds", "name")
+    __slots__ = (
+        "_abilities", "_adapters", "_infos", "_ready", "_workers", "adapters", "capabilities", "info", "kinds", "lacks_common", "name",
+    )  # fmt: skip
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -28,6 +30,11 @@ class RouteWorkers:
         """Kinds of the ready workers, each once."""
         self.adapters: frozenset[str] = frozenset()
         """Adapters that any of its workers serves, or served before it was lost: requests can wait for it."""
+        self.capabilities: tuple[frozenset[str], ...] = ()
+        """What its workers can do beyond plain text, each set once; also of those that are not ready, if they have said so."""
+        self.lacks_common = False
+        """Whether any of them lacks what nearly every engine has."""
+        self._abilities: dict[WorkerId, frozenset[str]] = {}
         self._adapters: dict[WorkerId, frozenset[str]] = {}
         self._workers: dict[WorkerId, Worker] = {}
         self._infos: dict[WorkerId, ModelInfo] = {}
@@ -53,18 +60,21 @@ class RouteWorkers:
     def add(self, worker: Worker) -> None:
         """For the registry."""
         self._workers[worker.id] = worker
+        self._take_abilities(worker, worker.backend.status.capabilities)
 
     def remove(self, worker: Worker) -> None:
         """For the registry."""
         del self._workers[worker.id]
         self._take_ready(worker, is_ready=False)
         self._take_adapters(worker, frozenset())
+        self._take_abilities(worker, None)
         if self._infos.pop(worker.id, None) is not None and self._infos:
             self._agree()
 
     def changed(self, worker: Worker) -> None:
         """For the registry: its state or its status may be another one."""
         info = worker.backend.status.info
+        self._take_abilities(worker, worker.backend.status.capabilities)
         if worker.is_ready and info is not None and self._infos.get(worker.id) is not info:
             self._infos[worker.id] = info
             self._agree()
@@ -120,6 +130,23 @@ class RouteWorkers:
         else:
             del self._ready[worker.id]
         self.kinds = tuple(dict.fromkeys(self._ready.values())) or self.kinds
+
+    def lacking(self, needs: frozenset[str]) -> frozenset[str]:
+        """What the ablest of its workers lacks of the capabilities that a request needs; empty: one has them all."""
+        missing = [needs - each for each in self.capabilities] or [needs]
+        return min(missing, key=lambda each: (len(each), sorted(each)))
+
+    def _take_abilities(self, worker: Worker, known: frozenset[str] | None) -> None:
+        if known is self._abilities.get(worker.id):
+            return
+        if known is None:
+            del self._abilities[worker.id]
+        else:
+            self._abilities[worker.id] = known
+        if not self._abilities:
+            return  # As with `info`: requests can wait for the next worker.
+        self.capabilities = tuple(dict.fromkeys(self._abilities.values()))
+        self.lacks_common = not all(each >= COMMON_CAPABILITIES for each in self.capabilities)
 
     def _take_adapters(self, worker: Worker, served: frozenset[str]) -> None:
         if served == self._adapters.get(worker.id, frozenset()):

@@ -131,6 +131,7 @@ class Attached:
             max_model_len=config.max_model_len,
             max_running=config.max_running,
             has_priorities=config.priorities,
+            lacks=frozenset(config.lacks),
         )
         backend = make_backend(foreign, self.tokenizer, self.tools)
         backend.open()

@@ -24,6 +24,7 @@ from penstock.fleet.registry import Registry
 from penstock.gateway.admin import Admin
 from penstock.gateway.assemble import make_decisions
 from penstock.gateway.auth import Caller
+from penstock.gateway.cold_start import ColdStarts
 from penstock.gateway.entrance import Entrance
 from penstock.gateway.exchange import Ending, Exchange, RequestHead, Response
 from penstock.gateway.generate import Generate
@@ -104,6 +105,7 @@ class Gateway:
             gate=self._decisions.gate,
             limiter=self._decisions.limits.limiter,
             budgets=self._decisions.budgets,
+            cold=ColdStarts(config.queue, registry),
             metrics=metrics,
             explained=self._decisions.explained,
             locality=locality,
@@ -149,6 +151,7 @@ class Gateway:
         Backends are left alone: whoever started them drains them afterwards.
         """
         self._services.draining = True
+        self._services.cold.close()
         self._server.begin_drain()
         self.tenancy.stop()
         self._dispatcher.drain(self._config.server.drain_timeout_s)
@@ -176,6 +179,7 @@ class Gateway:
                 return _options(route)
             route.handler(head.method)
             self._entrance.caller(route.access, head, client)
+            route.check_body(head)
         except PenstockError as error:
             return error_response(error)
         return None

@@ -148,5 +148,6 @@ def _facts(models: Mapping[ModelName, ServedModel], name: str) -> ModelFacts | N
     return ModelFacts(
         max_model_len=info.max_model_len if info is not None else 0,
         adapters=model.workers.adapters,
+        capabilities=model.workers.capabilities,
         kinds=model.workers.kinds,
     )

@@ -13,7 +13,6 @@ import asyncio
 import enum
 import re
 import socket
-import sys
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -23,10 +22,11 @@ from penstock.clock import NS_PER_S, Clock
 from penstock.config.tree import ServerConfig
 from penstock.errors import ClientError, Overloaded, PenstockError, TooLarge
 from penstock.gateway.cors import Cors
-from penstock.gateway.exchange import Exchange, RequestHead, Response
-from penstock.gateway.flush import MS_PER_S, RelayTerms
+from penstock.gateway.exchange import CONTINUE, Exchange, RequestHead, Response
+from penstock.gateway.flush import RelayTerms
 from penstock.gateway.http_errors import HttpFault, error_response
 from penstock.gateway.open_files import Room, room_of
+from penstock.gateway.peer import FIRST_LOOK_S, LAST_LOOK_S, PROBES_S, end_when_unacknowledged, is_gone
 
 LINGER_S = 2
 WRITE_HIGH_WATER_BYTES = 64 * 1024
@@ -125,7 +125,7 @@ class Connection(asyncio.Protocol):
         """A client is here."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's do not say that they are one.
         found: socket.socket | None = transport.get_extra_info("socket")
-        _end_when_unacknowledged(found, self._server.terms.write_timeout_s)
+        end_when_unacknowledged(found, self._server.terms.write_timeout_s)
         peer: tuple[object, ...] | str | None = transport.get_extra_info("peername")
         self._client = str(peer[0]) if isinstance(peer, tuple) else "local"
         server = self._server
@@ -160,14 +160,31 @@ class Connection(asyncio.Protocol):
             self._within_bounds(len(data))  # The head may have begun in these bytes.
 
     def eof_received(self) -> bool:
-        """The client has closed its side. Nobody half-closes to wait for an answer: it left, unless it was cut short."""
+        """The client sends nothing more. It may wait for its answer, or it has left: what is sent to it now will tell."""
         if self._state in (State.HEAD, State.BODY):
             self._fail(HttpFault(400, "The connection ended in the middle of a request."))
-        elif self._exchange is not None:
-            exchange, self._exchange = self._exchange, None
-            exchange.disconnected()
-            self._wait(LINGER_S)  # Closing waits for buffered bytes, which this client may never read.
-        return False
+            return False
+        if self._exchange is None:
+            return False
+        self._exchange.close_after()
+        self._exchange.probe()
+        self._look_soon(FIRST_LOOK_S)
+        return True
+
+    def _look_soon(self, delay_s: float, waited_s: float = 0.0) -> None:
+        asyncio.get_running_loop().call_later(delay_s, self._look_whether_gone, delay_s, waited_s)
+
+    def _look_whether_gone(self, delay_s: float, waited_s: float) -> None:
+        """See whether a client that sends nothing more has left, until it has its answer."""
+        if self._exchange is None:
+            return
+        if is_gone(self._transport.get_extra_info("socket")):
+            self._transport.abort()
+            return
+        until_s = waited_s + delay_s
+        if any(waited_s < at_s <= until_s for at_s in PROBES_S):
+            self._exchange.probe()
+        self._look_soon(min(2 * delay_s, LAST_LOOK_S), until_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone."""
@@ -233,7 +250,7 @@ class Connection(asyncio.Protocol):
         self._move(State.BODY)
         self._wait(self._server.config.body_timeout_s)
         if b"expect" in self._headers:
-            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._transport.write(CONTINUE)
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
@@ -470,14 +487,3 @@ class Connection(asyncio.Protocol):
             self._transport.write_eof()
         else:
             self._transport.close()
-
-
-def _end_when_unacknowledged(found: socket.socket | None, timeout_s: float) -> None:
-    """Let the kernel give up a peer that acknowledges nothing: what its send buffer holds is not seen here."""
-    if (
-        sys.platform == "linux"
-        and timeout_s
-        and found is not None
-        and found.family in (socket.AF_INET, socket.AF_INET6)
-    ):
-        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * MS_PER_S))

@@ -15,9 +15,11 @@ import msgspec
 from penstock.gateway.flush import RelayTerms
 from penstock.gateway.served_headers import Served
 from penstock.gateway.tally import Tally
+from penstock.protocol.sse import HEARTBEAT
 
 Headers = tuple[tuple[bytes, bytes], ...]
 JSON = b"application/json"
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 EVENTS = b"text/event-stream; charset=utf-8"
 
 
@@ -161,6 +163,17 @@ class Exchange:
             self._keep_alive = False  # HTTP/1.0 has no chunks: the end of the connection is the end.
         head = self._head(200, EVENTS, ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")))
         self._wire.write(head + (b"transfer-encoding: chunked\r\n\r\n" if self._chunked else b"\r\n"))
+
+    def probe(self) -> None:
+        """Send what says nothing, so that the kernel of a client that has left answers with a reset."""
+        if not self.is_open:
+            return
+        if self.streaming:
+            self.write(HEARTBEAT)
+        elif self.head.version == "1.1":
+            self._wire.write(
+                CONTINUE
+            )  # An interim response, of which a client must expect any number (RFC 9110, 15.2).
 
     def write(self, data: bytes) -> None:
         """Send a piece of the stream. Over the buffer's bound its source waits, or the exchange ends as if the client had left."""

@@ -19,67 +19,46 @@ from penstock.gateway.collect import WholeChat, WholeCompletion
 from penstock.gateway.dispatch import Ticket
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.hints import Hints, read_hints
+from penstock.gateway.job import Job, arrival_of, requests_of, uses_tools
 from penstock.gateway.logprobs import Echo
 from penstock.gateway.models import ServedModel
 from penstock.gateway.prepare import (
     chat_max_tokens,
     chat_prompt,
     check_sampling,
-    choice_seed,
     completion_max_tokens,
     completion_prompt,
-    sampling,
 )
 from penstock.gateway.relay import ChatSink, CompletionLogprobsSink, StreamReply, TextSink
 from penstock.gateway.reply import Context, Reply
 from penstock.gateway.served_headers import Served
 from penstock.gateway.services import Services
 from penstock.gateway.tally import Tally
+from penstock.gateway.usage_chunks import CountingSink, UsageWriter
 from penstock.kv.prompt_keys import PromptKeys
 from penstock.policy.admit_facts import DowngradeReason
-from penstock.policy.flow import Arrival
 from penstock.policy.tenant import Tenant
+from penstock.protocol.needs import (
+    NO_CONSTRAINT,
+    common_needs,
+    constraint_of,
+    rare_needs,
+    unsupported,
+)
 from penstock.protocol.openai import ChatRequest, CompletionRequest, GenerationRequest
 from penstock.protocol.openai_validate import parse_chat, parse_completion, prompts_of
+from penstock.protocol.parameters import Need
 from penstock.protocol.stream import ChatChunks, CompletionChunks, StreamHead
-from penstock.rng import fresh_seed
 from penstock.telemetry.catalog import Endpoint
-from penstock.types import RequestId
+from penstock.text.tools import ForcedCalls, ToolParser
 
-
-class _Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that has been checked against its model, and is ready to start."""
-
-    exchange: Exchange
-    caller: Caller
-    model: ServedModel
-    adapter: str
-    request: GenerationRequest
-    answer_id: str
-    prompts: Sequence[tuple[int, ...]]
-    max_tokens: Sequence[int]
-    """By prompt."""
-    logprobs: int | None
-    prompt_logprobs: int | None = None
-
-    @property
-    def choices_per_prompt(self) -> int:
-        return self.request.n or 1
-
-    @property
-    def num_choices(self) -> int:
-        return len(self.prompts) * self.choices_per_prompt
-
-
-_Begin = Callable[[_Job], tuple[Reply, Sequence[Sink]]]
+_Begin = Callable[[Job], tuple[Reply, Sequence[Sink]]]
 """Makes the reply of a job, and with it takes its exchange."""
-_Prepared = tuple[_Job, _Begin]
+_Prepared = tuple[Job, _Begin]
 Prepare = Callable[[ServedModel, str], Awaitable[_Prepared]]
 """Makes a request's prompt for one model, or an adapter of it, and says how its reply is made. Raises what the client has to change."""
 PIECE_TOKENS = 32
 """Tokens of a whole answer that go on together: detokenizing and counting each costs more than the rest of a step."""
-TOKEN_BYTES = 8
-"""What one prompt token of a waiting request takes: a place in a tuple."""
 
 
 class Generate:
@@ -91,14 +70,16 @@ class Generate:
     async def chat(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /v1/chat/completions`."""
         request = parse_chat(exchange.body, self._services.config.limits)
-        num_bytes = len(exchange.body)
+        body, needs = exchange.body, rare_needs(request)
+        num_bytes = len(body)
+        constraint = constraint_of(request) if needs else NO_CONSTRAINT
 
         async def prepare(model: ServedModel, adapter: str) -> _Prepared:
-            info = model.info()
+            info, capabilities = model.info(), _checked(model, request, needs)
             prompt = await self._services.tokenize.run(num_bytes, lambda: chat_prompt(model, request))
             max_tokens = chat_max_tokens(request, len(prompt), info, caller.tenant)
             check_sampling(request, max_tokens, info)
-            job = _Job(
+            job = Job(
                 exchange=exchange,
                 caller=caller,
                 model=model,
@@ -108,21 +89,26 @@ class Generate:
                 prompts=[prompt],
                 max_tokens=[max_tokens],
                 logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+                needs=capabilities,
+                constraint=constraint,
+                body=body,
             )
             kind = _chat_stream if request.stream else _chat_whole
             return job, lambda job: kind(self._context(job), job)
 
-        await self._serve(exchange, caller, request, Endpoint.CHAT, prepare)
+        await self._serve(exchange, caller, request, Endpoint.CHAT, prepare, _names(needs))
 
     async def completions(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /v1/completions`."""
         limits = self._services.config.limits
         request = parse_completion(exchange.body, limits)
-        num_bytes = len(exchange.body)
+        body, needs = exchange.body, rare_needs(request)
+        num_bytes = len(body)
+        constraint = constraint_of(request) if needs else NO_CONSTRAINT
         texts, special = prompts_of(request, limits), request.add_special_tokens is not False
 
         async def prepare(model: ServedModel, adapter: str) -> _Prepared:
-            info = model.info()
+            info, capabilities = model.info(), _checked(model, request, needs)
             prompts = await self._services.tokenize.run(
                 num_bytes,
                 lambda: [completion_prompt(model, text, info, add_special_tokens=special) for text in texts],
@@ -131,7 +117,7 @@ class Generate:
                 completion_max_tokens(request, len(prompt), info, caller.tenant) for prompt in prompts
             ]
             check_sampling(request, min(max_tokens), info)
-            job = _Job(
+            job = Job(
                 exchange=exchange,
                 caller=caller,
                 model=model,
@@ -142,12 +128,15 @@ class Generate:
                 max_tokens=max_tokens,
                 logprobs=request.logprobs,
                 prompt_logprobs=request.logprobs if request.echo else None,
+                needs=capabilities,
+                constraint=constraint,
+                body=body,
             )
             kind = _completion_stream if request.stream else _completion_whole
             echoes = _echoes(model, request, texts, prompts)
             return job, lambda job: kind(self._context(job), job, echoes)
 
-        await self._serve(exchange, caller, request, Endpoint.COMPLETIONS, prepare)
+        await self._serve(exchange, caller, request, Endpoint.COMPLETIONS, prepare, _names(needs))
 
     async def _serve(
         self,
@@ -156,33 +145,46 @@ class Generate:
         request: GenerationRequest,
         endpoint: Endpoint,
         prepare: Prepare,
+        needs: frozenset[str],
     ) -> None:
         """Submit the request to its model, and to whichever other one it is diverted to: each makes its own prompt."""
         services, tenant = self._services, caller.tenant
         services.check_draining()
         hints = read_hints(
-            exchange.head.headers, request.user, services.config.admission, services.config.limits
+            exchange.head.headers, _session_word(request), services.config.admission, services.config.limits
         )
-        model, adapter, choice = services.models.resolve(request, tenant)
+        model, adapter, choice = services.models.resolve(request, tenant, needs)
         name = adapter or model.name
         served = Served(model=name, requested=request.model or name)
         if choice is not None:
             served.downgrade, served.route = "complexity", choice.explain()
             services.tell_choice(exchange.id, tenant, choice)
+        if model.workers.info is None:
+            fallback = next(self._ready_fallbacks(model, tenant, hints, request, adapter, needs), None)
+            if fallback is not None:
+                services.metrics.diverted(model.name, "unavailable")
+                model, served = (
+                    fallback,
+                    replace(served, model=adapter or fallback.name, downgrade="unavailable"),
+                )
+            await services.cold.wait(model, exchange, tenant.id)
         too_long: Iterator[ServedModel] | None = None
-        while True:
+        first_error: ContextTooLong | None = None
+        while exchange.is_open:
             exchange.served = served
             exchange.tally = Tally(model=model.name, endpoint=endpoint, started_ns=exchange.started_ns)
             try:
                 job, begin = await prepare(model, adapter)
             except ContextTooLong as error:
-                too_long = too_long or self._longer(error, model, tenant, hints, request, adapter)
-                longer = next(too_long)
+                too_long = too_long or self._ready_fallbacks(model, tenant, hints, request, adapter, needs)
+                first_error = first_error or error
+                if (longer := next(too_long, None)) is None:
+                    raise first_error from None
                 services.metrics.diverted(model.name, "context")
                 model, served = longer, replace(served, model=adapter or longer.name, downgrade="context")
                 continue
             services.check_draining()  # It may have begun while the prompt was tokenized.
-            arrival = _arrival(job, served, hints, endpoint, self._keys(job))
+            arrival = arrival_of(job, served, hints, endpoint, self._keys(job))
             if choice is not None:
                 services.explained.chose(arrival.id, choice)
             reply, sinks = begin(job)
@@ -196,25 +198,29 @@ class Generate:
             model = services.models.get(diverted.route)  # One that has the adapter, if one is asked for.
             served = replace(served, model=adapter or model.name, downgrade=diverted.why)
 
-    def _longer(
+    def _ready_fallbacks(
         self,
-        error: ContextTooLong,
         model: ServedModel,
         tenant: Tenant,
         hints: Hints,
         request: GenerationRequest,
         adapter: str,
+        needs: frozenset[str],
     ) -> Iterator[ServedModel]:
-        """Models that may answer what does not fit this one, if they have workers. After the last of them it is an error after all: the first."""
+        """Models that may answer what does not fit this one, or what it has had no worker for yet, if they have workers."""
         services = self._services
         for name in services.gate.longer(
-            model.name, tenant, hints.degrade, needs_tools=_uses_tools(request), adapter=adapter
+            model.name,
+            tenant,
+            hints.degrade,
+            needs_tools=uses_tools(request),
+            adapter=adapter,
+            needs=needs,
         ):
-            if (longer := services.models.get(name)).workers.is_ready:
-                yield longer
-        raise error
+            if (found := services.models.get(name)).workers.is_ready:
+                yield found
 
-    def _streams(self, job: _Job, sinks: Sequence[Sink]) -> list[tuple[GenerateRequest, Sink]]:
+    def _streams(self, job: Job, sinks: Sequence[Sink]) -> list[tuple[GenerateRequest, Sink]]:
         """Every choice's request, and who hears its answer."""
         piece_tokens, config = 1, self._services.config
         if not job.request.stream and job.num_choices == 1:
@@ -222,7 +228,7 @@ class Generate:
             piece_tokens = math.gcd(
                 PIECE_TOKENS, config.rate_limits.slice_tokens, config.budgets.slice_tokens
             )
-        return list(zip(_requests(job, piece_tokens), sinks, strict=True))
+        return list(zip(requests_of(job, piece_tokens), sinks, strict=True))
 
     async def _again(
         self, ticket: Ticket, served: Served, hints: Hints, prepare: Prepare, route: str, why: DowngradeReason
@@ -234,7 +240,7 @@ class Generate:
         job = msgspec.structs.replace(job, answer_id=str(old.id))
         exchange = job.exchange
         now_served = replace(served, model=old.adapter or model.name, downgrade=why)
-        arrival = _arrival(job, now_served, hints, Endpoint(old.endpoint), self._keys(job))
+        arrival = arrival_of(job, now_served, hints, Endpoint(old.endpoint), self._keys(job))
         arrival = msgspec.structs.replace(arrival, num_bytes=old.num_bytes)
 
         def start() -> tuple[Reply, Sequence[tuple[GenerateRequest, Sink]]]:
@@ -247,7 +253,7 @@ class Generate:
 
         services.dispatcher.move(ticket, arrival, model, start)
 
-    def _keys(self, job: _Job) -> PromptKeys | None:
+    def _keys(self, job: Job) -> PromptKeys | None:
         """What the prompt's KV blocks are called; several prompts have no one place."""
         if len(job.prompts) != 1:
             return None
@@ -259,7 +265,7 @@ class Generate:
             adapter=job.adapter,
         )
 
-    def _context(self, job: _Job) -> Context:
+    def _context(self, job: Job) -> Context:
         """What the reply is given."""
         services, tally, options = self._services, job.exchange.tally, job.request.stream_options
         assert tally is not None
@@ -281,124 +287,84 @@ class Generate:
         )
 
 
-def _arrival(job: _Job, served: Served, hints: Hints, endpoint: Endpoint, keys: PromptKeys | None) -> Arrival:
-    """The request as flow control sees it."""
-    lengths, user = [len(prompt) for prompt in job.prompts], job.request.user
-    return Arrival(
-        id=RequestId(job.answer_id),
-        tenant=job.caller.tenant,
-        route=job.model.name,
-        requested_model=served.requested,
-        diverted=served.downgrade or "",
-        prompt_tokens=sum(lengths),
-        prompts=job.prompts,
-        context_tokens=max(lengths) + _asked_tokens(job.request),
-        max_tokens=max(job.max_tokens),
-        choices=job.num_choices,
-        num_bytes=len(job.exchange.body) + TOKEN_BYTES * sum(lengths),
-        first_token_ns=hints.max_wait_ns,
-        degrade=hints.degrade,
-        needs_tools=_uses_tools(job.request),
-        endpoint=endpoint.value,
-        key_prefix=job.caller.key_prefix,
-        user=user if isinstance(user, str) else "",
-        keys=keys,
-        adapter=job.adapter,
-        session=_session(job.caller.tenant, hints),
-    )
+def _names(needs: Sequence[Need]) -> frozenset[str]:
+    return frozenset(need.capability for need in needs) if needs else _NOTHING
 
 
-def _session(tenant: Tenant, hints: Hints) -> str:
-    """The conversation that a request says it belongs to, as no other tenant can name it; empty if it says nothing."""
-    return f"{tenant.id}\0{hints.session}" if hints.session else ""
+_NOTHING = frozenset[str]()
 
 
-def _requests(job: _Job, piece_tokens: int) -> list[GenerateRequest]:
-    """One stream for each choice of each prompt, in the order of their indexes."""
-    request, stop, found = job.request, _stops(job.request), list[GenerateRequest]()
-    for prompt, max_tokens in zip(job.prompts, job.max_tokens, strict=True):
-        seed = fresh_seed() if request.seed is None else request.seed
-        public_tokens = job.model.public_prefixes.num_tokens_of(prompt)
-        for choice in range(job.choices_per_prompt):
-            found.append(
-                GenerateRequest(
-                    request_id=RequestId(f"{job.answer_id}-{len(found)}"),
-                    prompt_token_ids=prompt,
-                    sampling=sampling(
-                        job.model,
-                        request,
-                        max_tokens=max_tokens,
-                        logprobs=job.logprobs,
-                        prompt_logprobs=job.prompt_logprobs,
-                        seed=choice_seed(seed, choice),
-                    ),
-                    stop=stop,
-                    include_stop=bool(request.include_stop_str_in_output),
-                    # The tags around a tool call are special tokens in some vocabularies.
-                    skip_special_tokens=request.skip_special_tokens is not False and not _uses_tools(request),
-                    adapter=job.adapter,
-                    cache_salt=job.caller.cache_salt,
-                    public_tokens=public_tokens,
-                    fairness_key=job.caller.fairness_key,
-                    fairness_weight=job.caller.tenant.weight,
-                    piece_tokens=piece_tokens,
-                    chat=request if isinstance(request, ChatRequest) else None,
-                )
-            )
-    return found
+def _checked(model: ServedModel, request: GenerationRequest, needs: Sequence[Need]) -> frozenset[str]:
+    """The capabilities that a request needs of its worker.
+
+    Raises:
+        Unsupported: no worker of the model has them all.
+    """
+    if model.workers.lacks_common:
+        needs = [*needs, *common_needs(request)]
+    wanted = _names(needs)
+    if wanted and (lacking := model.workers.lacking(wanted)):
+        raise unsupported(needs, lacking, model.name)
+    return wanted
 
 
-def _asked_tokens(request: GenerationRequest) -> int:
-    """How long an answer may get at most, if the client says so; what it leaves open fits any context."""
-    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
-        return request.max_completion_tokens
-    return request.max_tokens or 1
+def _session_word(request: GenerationRequest) -> object:
+    """What in the body names the conversation: OpenAI's `prompt_cache_key` is for requests that share a beginning."""
+    key = request.prompt_cache_key if isinstance(request, ChatRequest) else None
+    return key or request.user
 
 
-def _stops(request: GenerationRequest) -> tuple[str, ...]:
-    if request.stop is None:
-        return ()
-    return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+def _parser(job: Job) -> ToolParser | None:
+    """Of one choice's text; None: it is shown as it is."""
+    if job.constraint.forced_tool is not None:
+        return ForcedCalls(job.constraint.forced_tool)
+    return job.model.tool_parser() if uses_tools(job.request) else None
 
 
-def _uses_tools(request: GenerationRequest) -> bool:
-    return isinstance(request, ChatRequest) and bool(request.tools) and request.tool_choice != "none"
+def _counted(reply: StreamReply, job: Job, sinks: Sequence[TextSink]) -> Sequence[Sink]:
+    """The sinks; with `continuous_usage_stats` every chunk has the usage until there."""
+    options = job.request.stream_options
+    if options is None or not options.continuous_usage_stats:
+        return sinks
+    writer = UsageWriter(reply.exchange, sum(map(len, job.prompts)))
+    for sink in sinks:
+        sink.write_to(writer.as_exchange())
+    return [CountingSink(sink, writer) for sink in sinks]
 
 
-def _chat_stream(context: Context, job: _Job) -> tuple[Reply, Sequence[Sink]]:
+def _chat_stream(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:
     reply = StreamReply(context, ChatChunks.KIND)
-    tools, logprobs = _uses_tools(job.request), job.logprobs is not None
-    sinks: list[Sink] = []
+    logprobs = job.logprobs is not None
+    sinks: list[TextSink] = []
     for i in range(job.num_choices):
         chunks = ChatChunks(context.head, i)
-        if tools or logprobs:
-            parser = job.model.tool_parser() if tools else None
+        parser = _parser(job)
+        if parser is not None or logprobs:
             sinks.append(ChatSink(reply, chunks, i, logprobs=logprobs, parser=parser))
         else:
             sinks.append(TextSink(reply, chunks, i, chunks.role()))
-    return reply, sinks
+    return reply, _counted(reply, job, sinks)
 
 
-def _chat_whole(context: Context, job: _Job) -> tuple[Reply, Sequence[Sink]]:
-    tools = _uses_tools(job.request)
-    parsers = [job.model.tool_parser() if tools else None for _ in range(job.num_choices)]
+def _chat_whole(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:
+    parsers = [_parser(job) for _ in range(job.num_choices)]
     reply = WholeChat(context, parsers=parsers, with_logprobs=job.logprobs is not None)
     return reply, reply.sinks
 
 
-def _completion_stream(context: Context, job: _Job, echoes: Sequence[Echo]) -> tuple[Reply, Sequence[Sink]]:
+def _completion_stream(context: Context, job: Job, echoes: Sequence[Echo]) -> tuple[Reply, Sequence[Sink]]:
     reply = StreamReply(context, CompletionChunks.KIND)
-    sinks: list[Sink] = []
+    sinks: list[TextSink] = []
     for i in range(job.num_choices):
         chunks, echo = CompletionChunks(context.head, i), echoes[i // job.choices_per_prompt]
         if job.logprobs is not None:
             sinks.append(CompletionLogprobsSink(reply, chunks, i, echo))
         else:
             sinks.append(TextSink(reply, chunks, i, chunks.text(echo.text) if echo.text else b""))
-    return reply, sinks
+    return reply, _counted(reply, job, sinks)
 
 
-def _completion_whole(context: Context, job: _Job, echoes: Sequence[Echo]) -> tuple[Reply, Sequence[Sink]]:
+def _completion_whole(context: Context, job: Job, echoes: Sequence[Echo]) -> tuple[Reply, Sequence[Sink]]:
     by_choice = [echoes[i // job.choices_per_prompt] for i in range(job.num_choices)]
     reply = WholeCompletion(context, echoes=by_choice, with_logprobs=job.logprobs is not None)
     return reply, reply.sinks

@@ -1,4 +1,4 @@
-"""What a client says about how its request may be treated: in headers, and the session also by the body's `user`.
+"""What a client says about how its request may be treated: in headers, and the session also by the body's `prompt_cache_key` or `user`.
 
 x-penstock-degrade: never | allow | prefer      whether a smaller model may answer
 x-penstock-max-wait-ms: 2000                    the longest that it waits for its first token

@@ -54,8 +54,8 @@ RETRY_AFTER_S = 1.0
 class HttpFault(ClientError):
     """The request is not acceptable as HTTP, whatever it is about: 400, 408, 415, 417, 431."""
 
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
+    def __init__(self, status: int, message: str, *, code: str | None = None) -> None:
+        super().__init__(message, code=code)
         self.status = status
 
 

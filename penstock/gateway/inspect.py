@@ -150,6 +150,7 @@ class Inspect:
         """`POST /v1/tokenize`."""
         request = parse_tokenize(exchange.body, self._services.config.limits)
         model = self._model(request.model, caller)
+        await self._services.cold.wait(model, exchange, caller.tenant.id)
         info = model.info()
         tokens = await self._services.tokenize.run(len(exchange.body), lambda: _tokens(model, request))
         answer(
@@ -160,6 +161,7 @@ class Inspect:
         """`POST /v1/detokenize`."""
         request = parse_detokenize(exchange.body, self._services.config.limits)
         model = self._model(request.model, caller)
+        await self._services.cold.wait(model, exchange, caller.tenant.id)
         check_token_ids(request.tokens, model.info().vocab_size, "tokens")
         text = await self._services.tokenize.run(
             len(exchange.body), lambda: model.tokenizer.decode(request.tokens, skip_special_tokens=False)

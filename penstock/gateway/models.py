@@ -15,7 +15,7 @@ from penstock.gateway.public import NO_PUBLIC_PREFIXES, PublicPrefixes
 from penstock.policy.complexity import Choice
 from penstock.policy.tenant import NOBODY, Tenant
 from penstock.policy.tenant_limits import check_adapter, check_model, may_use_adapter, may_use_model
-from penstock.protocol.openai import GenerationRequest, ModelCard
+from penstock.protocol.openai import CallerLimits, GenerationRequest, ModelCard
 from penstock.protocol.worker import ModelInfo
 from penstock.text.chat import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
@@ -35,6 +35,8 @@ class ServedModel:
     """When it was loaded, in seconds since the epoch."""
     tool_parser: Callable[[], ToolParser] = HermesToolParser
     """Makes one answer's parser of tool calls."""
+    declared_len: int = 0
+    """Tokens of its context as the configuration or the checkpoint says, until a worker has said it; 0: neither does."""
     public_prefixes: PublicPrefixes = NO_PUBLIC_PREFIXES
     """What prompts may begin with that is no tenant's secret."""
 
@@ -55,7 +57,7 @@ class ServedModel:
         return ModelCard(
             id=self.name,
             created=self.created_s,
-            max_model_len=info.max_model_len if info is not None else None,
+            max_model_len=info.max_model_len if info is not None else self.declared_len or None,
         )
 
     def adapter_card(self, name: str) -> ModelCard:
@@ -103,7 +105,8 @@ class ModelTable:
             found += [model.adapter_card(name) for name in names if may_use_adapter(tenant, name)]
         if self._auto is not None and self._auto.may_use(tenant):
             found.append(self._auto.card())
-        return found
+        limits = _limits_of(tenant)
+        return [msgspec.structs.replace(card, limits=limits) for card in found]
 
     def card(self, name: str, tenant: Tenant) -> ModelCard:
         """One entry of `/v1/models`.
@@ -112,6 +115,9 @@ class ModelTable:
             NotFound: there is no such model.
             Forbidden: it is not the tenant's.
         """
+        return msgspec.structs.replace(self._card(name, tenant), limits=_limits_of(tenant))
+
+    def _card(self, name: str, tenant: Tenant) -> ModelCard:
         if self._auto is not None and name == self._auto.name and self._auto.may_use(tenant):
             return self._auto.card()
         if (model := self._of_adapter(name)) is not None:
@@ -122,15 +128,17 @@ class ModelTable:
         check_model(tenant, model.name)
         return model.card()
 
-    def resolve(self, request: GenerationRequest, tenant: Tenant) -> "Resolved":
-        """What a request asks for: a model, an adapter of one, or "auto".
+    def resolve(
+        self, request: GenerationRequest, tenant: Tenant, needs: frozenset[str] = frozenset()
+    ) -> "Resolved":
+        """What a request asks for: a model, an adapter of one, or "auto": one that can do what is needed, if there is one.
 
         Raises:
             NotFound: there is no such model.
             Forbidden: it is not the tenant's.
         """
         if self._auto is not None and request.model == self._auto.name:
-            choice = self._auto.choose(request, tenant, self._max_length)
+            choice = self._auto.choose(request, tenant, lambda name: self._max_length(name, needs))
             model = self.get(choice.model, tenant)
             check_model(tenant, model.name)
             return Resolved(model, choice=choice)
@@ -169,9 +177,22 @@ class ModelTable:
             return None
         return next((model for model in self if name in model.workers.adapters), None)
 
-    def _max_length(self, name: str) -> int | None:
+    def _max_length(self, name: str, needs: frozenset[str]) -> int | None:
         model = self._models.get(ModelName(name))
-        if model is None or not model.workers.is_ready:
+        if model is None or not model.workers.is_ready or (needs and model.workers.lacking(needs)):
             return None
         info = model.workers.info
         return info.max_model_len if info is not None else 0
+
+
+def _limits_of(tenant: Tenant) -> CallerLimits:
+    """Of 0, which is no limit, comes null."""
+    return CallerLimits(
+        tier=tenant.tier or None,
+        requests_per_minute=tenant.requests_per_minute or None,
+        tokens_per_minute=tenant.tokens_per_minute or None,
+        concurrent_requests=tenant.concurrent_max or None,
+        input_tokens=tenant.input_tokens_max or None,
+        output_tokens=tenant.output_tokens_max or None,
+        context_tokens=tenant.context_tokens_max or None,
+    )

@@ -14,6 +14,7 @@ from penstock.errors import ContextTooLong, InvalidRequest
 from penstock.gateway.models import ServedModel
 from penstock.policy.tenant import NOBODY, Tenant
 from penstock.policy.tenant_limits import check_tokens, output_room
+from penstock.protocol.needs import text_only
 from penstock.protocol.openai import ChatRequest, CompletionRequest, GenerationRequest, Message, ToolSpec
 from penstock.protocol.worker import ModelInfo
 from penstock.rng import stream
@@ -52,7 +53,7 @@ def render(
             f"'chat_template_kwargs' may not set '{taken[0]}'.", param="chat_template_kwargs"
         )
     text = model.template.render(
-        [msgspec.to_builtins(message) for message in messages],
+        [msgspec.to_builtins(text_only(message)) for message in messages],
         tools=[msgspec.to_builtins(tool) for tool in tools] if tools else None,
         add_generation_prompt=add_generation_prompt,
         extra=extra,

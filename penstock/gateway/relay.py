@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock.backends.base import Delta, Finish, TextLogprob, ToolCallPiece
+from penstock.gateway.exchange import Exchange
 from penstock.gateway.http_errors import error_body, error_response
 from penstock.gateway.logprobs import Echo, chat_logprobs, completion_logprobs, echoed_logprobs
 from penstock.gateway.reply import Context, Reply
@@ -131,6 +132,10 @@ class TextSink:
         self._began = False
         self._held = bytearray()
         """Text that is held back, as the inside of a JSON string: such insides can be joined."""
+
+    def write_to(self, exchange: Exchange) -> None:
+        """Write to this one, which stands before the reply's own."""
+        self._exchange = exchange
 
     def on_delta(self, delta: Delta) -> None:
         """More output. The first leaves at once."""

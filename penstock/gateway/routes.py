@@ -7,8 +7,9 @@ from penstock.errors import MethodNotAllowed, NotFound
 from penstock.gateway.admin import Admin
 from penstock.gateway.auth import Caller
 from penstock.gateway.entrance import Access
-from penstock.gateway.exchange import Exchange, RequestHead
+from penstock.gateway.exchange import JSON, Exchange, RequestHead
 from penstock.gateway.generate import Generate
+from penstock.gateway.http_errors import HttpFault
 from penstock.gateway.inspect import Inspect
 
 _POLLED = frozenset({"/health", "/ready", "/metrics", "/status.json", "/admin/workers"})
@@ -32,6 +33,24 @@ class Route:
     def allowed(self) -> tuple[str, ...]:
         """The verbs, as an `Allow` header lists them."""
         return (*self.handlers, *(("HEAD",) if "GET" in self.handlers else ()), "OPTIONS")
+
+    def check_body(self, head: RequestHead) -> None:
+        """Refuse a body that is not said to be JSON: one that says nothing is taken for it.
+
+        Raises:
+            HttpFault: it is something else.
+        """
+        kind = head.headers.get(b"content-type")
+        if kind is None or self.access is not Access.KEY:
+            return
+        media = kind.partition(b";")[0].strip().lower()
+        if media != JSON and not (media.startswith(b"application/") and media.endswith(b"+json")):
+            raise HttpFault(
+                415,
+                f"The body must be JSON and say so with the header 'Content-Type: application/json', not "
+                f"'{media[:64].decode('latin-1')}'.",
+                code="unsupported_media_type",
+            )
 
     def handler(self, method: str) -> Handler:
         """What answers this verb; HEAD is a GET whose body is not sent.
@@ -75,6 +94,11 @@ class Routes:
         }
         """Paths that end in the name of something, which may hold slashes."""
 
+        known = [
+            each for each, route in self._table.items() if each.startswith("/v1/") or "GET" in route.handlers
+        ]
+        self._known = f"{', '.join(known[:-1])} and {known[-1]}"
+
     def find(self, path: str) -> Route:
         """The route of a path; a slash at its end does not matter.
 
@@ -85,5 +109,8 @@ class Routes:
         if route is None:
             route = next((found for start, found in self._below.items() if path.startswith(start)), None)
         if route is None:
-            raise NotFound(f"Unknown path: {path[:128]}. The API is under /v1.", code="unknown_path")
+            raise NotFound(
+                f"This server has no {path[:128]}. It has {self._known}.",
+                code="unknown_path",
+            )
         return route

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from penstock.clock import Clock
 from penstock.config.tree import Config
 from penstock.errors import Draining
+from penstock.gateway.cold_start import ColdStarts
 from penstock.gateway.dispatch import Dispatcher
 from penstock.gateway.models import ModelTable
 from penstock.gateway.tokenize_pool import TokenizePool
@@ -36,6 +37,8 @@ class Services:
     metrics: Metrics
     explained: DecisionLog
     """Which worker got which of the last requests, and why; and which model, of those that named none."""
+    cold: ColdStarts
+    """Where requests wait for a model's first worker."""
     locality: KVLocality
     """Where prompts are cached; makes their keys."""
     log: Log

@@ -99,4 +99,5 @@ class WorkerFeed:
             resumes=worker.engine == "penstock",
             adapters=adapters.loaded,
             adapters_served=adapters.served,
+            capabilities=worker.backend.status.capabilities or frozenset(),
         )

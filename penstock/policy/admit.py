@@ -236,7 +236,7 @@ def _degrade_of(facts: AdmitFacts) -> Degrade:
 def _holds(candidate: Candidate) -> bool:
     """Whether the request fits the model's context and finds its adapter."""
     fits = not candidate.max_model_len or candidate.context_tokens <= candidate.max_model_len
-    return fits and candidate.has_adapter
+    return fits and candidate.can_serve
 
 
 def _least(one: int, other: int) -> int:

@@ -28,7 +28,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt and answer, by this model's tokenizer."""
     max_model_len: int = 0
     """0: not known."""
-    has_adapter: bool = True
+    can_serve: bool = True
     """Whether it has the adapter that the request names, if it names one."""
     is_full: bool = False
     """The queue would refuse this request."""

@@ -55,6 +55,8 @@ class Work(msgspec.Struct, eq=False, kw_only=True):
     session: str = ""
     """Whose earlier requests it may share KV with, keyed by tenant; empty: nobody's."""
     adapter: str = ""
+    needs: frozenset[str] = frozenset()
+    """Capabilities that its worker must have (`types.Capability`)."""
     goes_on: bool = False
     """It was begun on a worker that is lost: only one that goes on behind its last token can have it."""
 

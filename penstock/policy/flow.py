@@ -177,6 +177,8 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     degrade: Degrade | None = None
     """Whether a smaller model may answer, as the request says; None leaves it to the tenant."""
     needs_tools: bool = False
+    needs: frozenset[str] = frozenset()
+    """Capabilities that its worker must have (`types.Capability`)."""
     context_tokens: int = 0
     """Of one choice: its prompt and the answer that the client asks for; 0 is the prompt alone."""
     endpoint: str = "chat"

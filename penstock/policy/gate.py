@@ -37,8 +37,15 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 0
     """0: not known."""
     adapters: frozenset[str] = frozenset()
+    capabilities: tuple[frozenset[str], ...] = ()
+    """What its workers can do beyond plain text, each set once."""
     kinds: tuple[str, ...] = ("",)
     """Kinds of its ready workers, each once."""
+
+    def can_serve(self, adapter: str, needs: frozenset[str]) -> bool:
+        """Whether a worker of it has the adapter, and one can do what is needed."""
+        has_adapter = not adapter or adapter in self.adapters
+        return has_adapter and (not needs or any(needs <= each for each in self.capabilities))
 
 
 class Gate:
@@ -110,7 +117,14 @@ class Gate:
         return Refused(arrival.id, "admission", _error(decision, arrival.route))
 
     def longer(
-        self, route: str, tenant: Tenant, degrade: Degrade | None, *, needs_tools: bool, adapter: str
+        self,
+        route: str,
+        tenant: Tenant,
+        degrade: Degrade | None,
+        *,
+        needs_tools: bool,
+        adapter: str,
+        needs: frozenset[str],
     ) -> list[str]:
         """Fallbacks of a model that a request did not fit: those with a longer context that may answer it, in order. None if it may not be
         answered by another one.
@@ -121,8 +135,11 @@ class Gate:
 
         def is_longer(model: str) -> bool:
             facts = self._facts(model)
-            has_adapter = facts is not None and (not adapter or adapter in facts.adapters)
-            return facts is not None and has_adapter and facts.max_model_len > mine.max_model_len
+            return (
+                facts is not None
+                and facts.can_serve(adapter, needs)
+                and facts.max_model_len > mine.max_model_len
+            )
 
         return [m for m in self._admission.chain(tenant, route, needs_tools=needs_tools) if is_longer(m)]
 
@@ -202,7 +219,7 @@ class Gate:
             load=load,
             context_tokens=arrival.context_tokens or arrival.prompt_tokens,
             max_model_len=facts.max_model_len,
-            has_adapter=not arrival.adapter or arrival.adapter in facts.adapters,
+            can_serve=facts.can_serve(arrival.adapter, arrival.needs),
             is_full=route.is_full,
         )
 

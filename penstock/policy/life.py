@@ -64,6 +64,7 @@ def work_of(arrival: Arrival, now_ns: int, expected: int, first_token_ns: int = 
         keys=arrival.keys,
         session=arrival.session,
         adapter=arrival.adapter,
+        needs=arrival.needs,
     )
 
 

@@ -44,6 +44,8 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """It can go on with what another worker began."""
     adapters_served: frozenset[str] | None = None
     """Adapters that it takes requests for, loaded or not; None: those that it has or can load."""
+    capabilities: frozenset[str] = frozenset()
+    """What it can do beyond plain text."""
 
 
 class Room:
@@ -85,10 +87,14 @@ class Room:
         """Streams that could be started."""
         return self.slots - self.booked - self.others if self.view.ready else 0
 
+    def is_able(self, work: Work) -> bool:
+        """Whether it can do what the request needs."""
+        return not work.needs or work.needs <= self.view.capabilities
+
     def fits(self, work: Work) -> bool:
         """Whether it could be started now. An idle worker takes anything: what it cannot do at all it refuses itself."""
         view, taken = self.view, self.booked + self.others
-        if not view.ready or (work.goes_on and not view.resumes):
+        if not view.ready or (work.goes_on and not view.resumes) or not self.is_able(work):
             return False
         if not taken:
             return True
@@ -178,7 +184,9 @@ class Rooms:
     ) -> Room | None:
         """The least loaded worker on which a request fits now: never one that is `blocked`, if possible none to `avoid`."""
         other: Room | None = None
-        for *_, room in self._open[: _LOOKS_MAX + len(avoid) + len(blocked)]:
+        # Of workers that can do what few can, none may be among the first.
+        looks = _LOOKS_MAX + len(avoid) + len(blocked) if not work.needs else len(self._open)
+        for *_, room in self._open[:looks]:
             if room.id not in blocked and room.fits(work):
                 if room.id not in avoid:
                     return room
@@ -188,6 +196,10 @@ class Rooms:
     def least_loaded(self, count: int) -> list[Room]:
         """Up to `count` workers that could start a stream, least loaded first. O(count)."""
         return [rank[3] for rank in self._open[:count]]
+
+    def all_open(self) -> Iterator[Room]:
+        """All workers that could start a stream, least loaded first."""
+        return (rank[3] for rank in self._open)
 
     def book(self, room: Room, work: Work) -> None:
         """It was started there."""
@@ -223,7 +235,11 @@ class Rooms:
     def hold(self, work: Work, blocked: Collection[WorkerId] = ()) -> Room | None:
         """Keep one worker free for a large request: the one with the most free KV memory, then the least loaded."""
         assert self.held is None, "one at a time"
-        ready = [room for room in self._rooms.values() if room.view.ready and room.id not in blocked]
+        ready = [
+            room
+            for room in self._rooms.values()
+            if room.view.ready and room.id not in blocked and room.is_able(work)
+        ]
         if not ready:
             return None
         best = min(

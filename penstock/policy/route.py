@@ -1,7 +1,7 @@
 """Placement by where the KV lives: gathers the workers worth looking at, scores them, picks one, remembers why.
 
     candidates   holders of the prompt's prefix, the session's last worker, residents of the adapter, the least loaded
-    filter       ready, not blocked, context fits, adapter can be served
+    filter       ready, not blocked, context fits, it can do what is needed, adapter can be served
     score, pick  score.py, pick.py: one of two policies; ties, chance, holds
     learn        speed.py: what requests took at their workers
 
@@ -273,7 +273,8 @@ class Router:
     def _others(self, look: "_Look", known: list[WorkerFacts]) -> list[WorkerFacts]:
         """More workers that can start the request, where none of the candidates can: a few of the least loaded."""
         seen, found = {worker.worker for worker in known}, list[WorkerFacts]()
-        for room in look.rooms.least_loaded(_WIDE):
+        # The few that can do what is needed may be the most loaded of a thousand.
+        for room in look.rooms.least_loaded(_WIDE) if not look.work.needs else look.rooms.all_open():
             if room.id in seen or not room.fits(look.work) or _filter(look.work, room, look.blocked):
                 continue
             found.append(self._facts(look, room, look.located.of(room.id)))
@@ -337,6 +338,8 @@ def _filter(work: Work, room: Room, blocked: Collection[WorkerId]) -> str:
         return "resume"
     if 0 < view.max_model_len < work.context_tokens:
         return "context"
+    if not room.is_able(work):
+        return "capability"
     if not work.adapter:
         return ""
     served = view.adapters_served

@@ -1,9 +1,9 @@
 """The shapes of OpenAI's HTTP API, as this server speaks them: what a request may say and what an answer says.
 
 Field names and nesting are OpenAI's. Extensions that vLLM made common (`top_k`, `min_p`, `ignore_eos`, ...)
-are marked. Fields that change nothing here are accepted and ignored, so that clients written for OpenAI work
-unchanged; anything else unknown is refused. Ranges that need no configuration are in the types, the others
-in `openai_validate`. This module knows no sockets, models or tokens.
+are marked. Anything unknown at the top level is refused; within messages it is dropped, for clients send back what some
+server gave them. What becomes of each parameter is in `parameters`. Ranges that need no configuration are in the types, the
+others in `openai_validate`. This module knows no sockets, models or tokens.
 """
 
 from typing import Annotated, Any, Literal
@@ -26,6 +26,10 @@ class _Shape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
 
+class _Open(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=False, omit_defaults=True):
+    """Part of a message. Fields that are not here (`cache_control`, `annotations`, `provider_specific_fields`) are dropped."""
+
+
 # --- requests ------------------------------------------------------------------------------------
 
 
@@ -34,8 +38,9 @@ class StreamOptions(_Shape, frozen=True, kw_only=True):
 
     include_usage: bool | None = None
     """Send one more chunk, with no choices and the usage, before `[DONE]`."""
-    continuous_usage_stats: Any = None
-    include_obfuscation: Any = None
+    continuous_usage_stats: bool | None = None
+    """Extension: the usage until there in every chunk."""
+    include_obfuscation: bool | None = None
 
 
 class FunctionSpec(_Shape, frozen=True, kw_only=True):
@@ -47,38 +52,41 @@ class FunctionSpec(_Shape, frozen=True, kw_only=True):
     strict: bool | None = None
 
 
-class ToolSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One entry of `tools`. Only functions are supported; other types are refused by name."""
+class ToolSpec(_Open, frozen=True, kw_only=True):
+    """One entry of `tools`. Other types than "function" are their makers' business."""
 
     type: str
     function: FunctionSpec | None = None
 
 
-class FunctionCall(_Shape, frozen=True, kw_only=True):
+class FunctionCall(_Open, frozen=True, kw_only=True):
     """The function of a call that an earlier answer made; `arguments` is JSON in a string."""
 
     name: str
     arguments: str
 
 
-class ToolCall(_Shape, frozen=True, kw_only=True):
+class ToolCall(_Open, frozen=True, kw_only=True):
     """A tool call in an assistant message."""
 
     id: str
     function: FunctionCall
     type: Literal["function"] = msgspec.field(default_factory=lambda: "function")
-    index: Any = None
 
 
-class ContentPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One part of a message's content. Open, so that an image is refused as an image."""
+class ContentPart(_Open, frozen=True, kw_only=True):
+    """One part of a message's content. What is no text is for workers that get the message as the client sent it."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: Any = None
+    input_audio: Any = None
+    video_url: Any = None
+    file: Any = None
 
 
-class Message(_Shape, frozen=True, kw_only=True):
+class Message(_Open, frozen=True, kw_only=True):
     """One message of the conversation. An answer's own message can be sent back as it came."""
 
     role: Role
@@ -87,14 +95,12 @@ class Message(_Shape, frozen=True, kw_only=True):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
-    function_call: Any = None
-    annotations: Any = None
-    audio: Any = None
     reasoning_content: Any = None
+    """For templates that show earlier reasoning."""
 
 
 class GenerationRequest(_Shape, frozen=True, kw_only=True):
-    """What chat and plain completions have in common."""
+    """What chat and plain completions have in common. Parameters that few requests have are in `parameters`."""
 
     model: str
     stream: bool | None = None
@@ -122,11 +128,9 @@ class GenerationRequest(_Shape, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
 
-    # Accepted and ignored.
     user: Any = None
+    response_format: dict[str, Any] | None = None
     metadata: Any = None
-    service_tier: Any = None
-    store: Any = None
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
@@ -138,28 +142,13 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
     tools: list[ToolSpec] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
-    modalities: list[str] | None = None
+    parallel_tool_calls: bool | None = None
+    """False: the answer ends behind its first call."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Extension: variables for the model's chat template, such as `enable_thinking`."""
-    add_generation_prompt: bool | None = None
 
-    # Refused when they ask for something.
-    audio: Any = None
-    functions: Any = None
-    function_call: Any = None
-    web_search_options: Any = None
-
-    # Accepted and ignored.
-    moderation: Any = None
-    parallel_tool_calls: Any = None
-    prediction: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    reasoning_effort: Any = None
     safety_identifier: Any = None
-    verbosity: Any = None
+    prompt_cache_key: Any = None
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
@@ -169,7 +158,6 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0)] | None = None
     best_of: Count | None = None
-    suffix: str | None = None
     add_special_tokens: bool | None = None
 
 
@@ -310,9 +298,25 @@ class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):
     usage: UsageBody
 
 
+class CallerLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What the caller may use, all models together; null is no limit. Extension."""
+
+    tier: str | None
+    requests_per_minute: int | None
+    tokens_per_minute: int | None
+    """Prompt and answer tokens together."""
+    concurrent_requests: int | None
+    input_tokens: int | None
+    """Of one request's prompt."""
+    output_tokens: int | None
+    """Of one answer."""
+    context_tokens: int | None
+    """Of both together."""
+
+
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """One model of `/v1/models`. vLLM's extensions: `max_model_len`, null until the model is loaded, and the model that an
-    adapter belongs to.
+    """One model of `/v1/models`. vLLM's extensions: `max_model_len`, null while nobody knows it, and the model that an
+    adapter belongs to. Ours: what the caller may use.
     """
 
     id: str
@@ -321,6 +325,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     owned_by: str = "penstock"
     max_model_len: int | None = None
     parent: str | None = None
+    limits: CallerLimits | None = None
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

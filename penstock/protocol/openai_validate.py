@@ -1,34 +1,39 @@
 """From the bytes of a body to a request that makes sense, or to an error that says what to change.
 
 Types, ranges and unknown fields are checked by msgspec in one pass over the bytes; this module puts its
-findings into OpenAI's words, and checks what a type cannot say: bounds from the configuration, fields that
-exclude one another, and features that exist in OpenAI's API and not here. It knows nothing about models.
+findings into OpenAI's words, and checks what a type cannot say: bounds from the configuration, and fields that
+exclude one another. What a request needs of its worker is read in `needs`. It knows nothing about models.
 """
 
 import difflib
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
 from penstock.config.tree import LimitsConfig
-from penstock.errors import InvalidRequest
+from penstock.errors import InvalidRequest, Unsupported
 from penstock.protocol.json_keys import TooManyValues, repeated_key
+from penstock.protocol.needs import MEDIA_TYPES
 from penstock.protocol.openai import (
     ChatRequest,
     CompletionRequest,
+    ContentPart,
     DetokenizeRequest,
     GenerationRequest,
     Message,
+    StreamOptions,
     TokenizeRequest,
     ToolSpec,
 )
+from penstock.protocol.parameters import RareChatRequest, RareCompletionRequest
 
 T = TypeVar("T")
 _FINDING = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"unknown field `(.*)`", re.DOTALL)
+_UNKNOWN_START = "Object contains unknown field"
 _MISSING = re.compile(r"missing required field `(.*)`")
 _EXPECTED = re.compile(r"^Expected `(.+?)`, got `(.+?)`$")
 _BOUND = re.compile(r"^Expected `(\w+)` (>=|<=|>|<) (\S+)$")
@@ -45,6 +50,11 @@ _RELATIONS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less th
 
 _chat = msgspec.json.Decoder(ChatRequest)
 _completion = msgspec.json.Decoder(CompletionRequest)
+_rare: Mapping[msgspec.json.Decoder[Any], msgspec.json.Decoder[Any]] = {
+    _chat: msgspec.json.Decoder(RareChatRequest),
+    _completion: msgspec.json.Decoder(RareCompletionRequest),
+}
+"""Read with when a body has a parameter that few have."""
 _tokenize = msgspec.json.Decoder(TokenizeRequest)
 _detokenize = msgspec.json.Decoder(DetokenizeRequest)
 
@@ -59,9 +69,7 @@ def parse_chat(body: bytes, limits: LimitsConfig) -> ChatRequest:
     _check_generation(request, limits)
     check_messages(request.messages, limits)
     check_tools(request.tools, limits)
-    _check_tool_choice(request)
     _check_chat_logprobs(request, limits)
-    _check_unsupported_chat(request)
     _check_depth(request.chat_template_kwargs, "chat_template_kwargs", limits)
     return request
 
@@ -77,10 +85,8 @@ def parse_completion(body: bytes, limits: LimitsConfig) -> CompletionRequest:
     prompts_of(request, limits)
     if request.logprobs is not None and request.logprobs > limits.top_logprobs_max:
         _too_big("logprobs", limits.top_logprobs_max, request.logprobs)
-    if request.suffix:
-        _refuse("'suffix' is not supported.", "suffix")
     if request.best_of is not None and request.best_of != (request.n or 1):
-        _refuse("'best_of' other than 'n' is not supported.", "best_of")
+        raise Unsupported("'best_of' other than 'n' is not supported by this server.", param="best_of")
     return request
 
 
@@ -153,7 +159,7 @@ def check_messages(messages: Sequence[Message], limits: LimitsConfig) -> None:
 
 
 def check_tools(tools: Sequence[ToolSpec] | None, limits: LimitsConfig) -> None:
-    """Refuse tools that are not functions, too many, or nested beyond reason.
+    """Refuse tools that are too many, nested beyond reason, or functions without one.
 
     Raises:
         InvalidRequest: naming the tool.
@@ -164,9 +170,9 @@ def check_tools(tools: Sequence[ToolSpec] | None, limits: LimitsConfig) -> None:
         _refuse(f"'tools' has {len(tools)} entries; at most {limits.tools_max} are allowed.", "tools")
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"
-        if tool.type != "function":
-            _refuse(f"Tools of type '{tool.type}' are not supported; use 'function'.", f"{where}.type")
         if tool.function is None:
+            if tool.type != "function":
+                continue
             _refuse(
                 f"Missing required parameter: '{where}.function'.",
                 f"{where}.function",
@@ -178,7 +184,8 @@ def check_tools(tools: Sequence[ToolSpec] | None, limits: LimitsConfig) -> None:
 def _check_message(message: Message, where: str) -> None:
     if isinstance(message.content, list):
         for j, part in enumerate(message.content):
-            _check_part(part.type, part.text, part.refusal, f"{where}.content[{j}]")
+            if part.type != "text" or part.text is None:
+                _check_part(part, f"{where}.content[{j}]")
     if message.content is None:
         spoken = message.role == "assistant" and (message.tool_calls or message.refusal)
         if not spoken:
@@ -197,23 +204,35 @@ def _check_message(message: Message, where: str) -> None:
         _refuse("Only messages with role 'assistant' may have 'tool_calls'.", f"{where}.tool_calls")
 
 
-def _check_part(kind: str, text: str | None, refusal: str | None, where: str) -> None:
-    if kind == "refusal" and refusal is not None:
-        return
-    if kind != "text":
+def _check_part(part: ContentPart, where: str) -> None:
+    kind = part.type
+    if kind == "text":
+        name, value = "text", part.text
+    elif kind == "refusal" or kind in MEDIA_TYPES:
+        name, value = kind, getattr(part, kind)
+    else:
         _refuse(
-            f"Content parts of type '{kind[:64]}' are not supported: this server takes text only.",
+            f"Invalid value for '{where}.type': '{kind[:64]}'. Supported values are 'text', 'image_url', 'input_audio', 'video_url', "
+            "'file' and 'refusal'.",
             f"{where}.type",
+            "invalid_value",
         )
-    if text is None:
-        _refuse(f"Missing required parameter: '{where}.text'.", f"{where}.text", "missing_required_parameter")
+    if value is None:
+        _refuse(
+            f"Missing required parameter: '{where}.{name}'.", f"{where}.{name}", "missing_required_parameter"
+        )
 
 
 def _check_generation(request: GenerationRequest, limits: LimitsConfig) -> None:
     if request.n is not None and request.n > limits.n_max:
         _too_big("n", limits.n_max, request.n)
-    if request.stream_options is not None and not request.stream:
-        _refuse("'stream_options' is only allowed when 'stream' is true.", "stream_options")
+    if request.stream_options is not None:
+        _check_stream_options(request.stream_options, streams=bool(request.stream))
+    if request.response_format is not None:
+        _check_depth(request.response_format, "response_format", limits)
+    if isinstance(request, RareChatRequest | RareCompletionRequest):
+        for name in ("structured_outputs", "guided_json"):
+            _check_depth(getattr(request, name), name, limits)
     _check_logit_bias(request.logit_bias, limits)
     _check_stop(request.stop, limits)
     if request.stop_token_ids is not None and len(request.stop_token_ids) > limits.stop_token_ids_max:
@@ -221,6 +240,19 @@ def _check_generation(request: GenerationRequest, limits: LimitsConfig) -> None:
             f"'stop_token_ids' has {len(request.stop_token_ids)} entries; at most {limits.stop_token_ids_max} are allowed.",
             "stop_token_ids",
             "array_above_max_length",
+        )
+
+
+def _check_stream_options(options: StreamOptions, *, streams: bool) -> None:
+    if not streams:
+        _refuse("'stream_options' is only allowed when 'stream' is true.", "stream_options")
+    if options.include_obfuscation:
+        param = "stream_options.include_obfuscation"
+        raise Unsupported(f"'{param}' is not supported by this server.", param=param)
+    if options.continuous_usage_stats and not options.include_usage:
+        _refuse(
+            "'stream_options.continuous_usage_stats' needs 'stream_options.include_usage' to be true.",
+            "stream_options.continuous_usage_stats",
         )
 
 
@@ -257,18 +289,6 @@ def _check_stop(stop: str | list[str] | None, limits: LimitsConfig) -> None:
             _refuse(f"A stop string may have at most {limits.stop_chars_max} characters.", "stop")
 
 
-def _check_tool_choice(request: ChatRequest) -> None:
-    choice = request.tool_choice
-    if choice is None or choice in ("none", "auto"):
-        return
-    named = "naming a function" if isinstance(choice, dict) else f"'{choice[:64]}'"
-    if choice == "required" or isinstance(choice, dict):
-        _refuse(f"'tool_choice' {named} is not supported yet; use 'auto' or 'none'.", "tool_choice")
-    _refuse(
-        f"Invalid value for 'tool_choice': {named}. Supported values are 'auto' and 'none'.", "tool_choice"
-    )
-
-
 def _check_chat_logprobs(request: ChatRequest, limits: LimitsConfig) -> None:
     if request.top_logprobs is None:
         return
@@ -276,24 +296,6 @@ def _check_chat_logprobs(request: ChatRequest, limits: LimitsConfig) -> None:
         _refuse("'logprobs' must be true when 'top_logprobs' is given.", "top_logprobs")
     if request.top_logprobs > limits.top_logprobs_max:
         _too_big("top_logprobs", limits.top_logprobs_max, request.top_logprobs)
-
-
-def _check_unsupported_chat(request: ChatRequest) -> None:
-    kind = "text" if request.response_format is None else request.response_format.get("type")
-    if kind in ("json_object", "json_schema"):
-        _refuse(f"'response_format' of type '{kind}' is not supported yet; use 'text'.", "response_format")
-    if kind != "text":
-        _refuse("'response_format' needs a 'type'; the supported one is 'text'.", "response_format.type")
-    if request.modalities is not None and request.modalities != ["text"]:
-        _refuse("This server answers with text only.", "modalities")
-    if request.audio is not None:
-        _refuse("Audio output is not supported.", "audio")
-    if request.functions is not None or request.function_call is not None:
-        _refuse("'functions' and 'function_call' are deprecated and not supported; use 'tools'.", "functions")
-    if request.web_search_options is not None:
-        _refuse("Web search is not supported.", "web_search_options")
-    if request.add_generation_prompt is False:
-        _refuse("'add_generation_prompt' must be true: a chat completion answers.", "add_generation_prompt")
 
 
 def _check_depth(value: object, where: str, limits: LimitsConfig) -> None:
@@ -317,7 +319,13 @@ def _check_depth(value: object, where: str, limits: LimitsConfig) -> None:
 
 def _decode(decoder: msgspec.json.Decoder[T], body: bytes, limits: LimitsConfig) -> T:
     try:
-        request = decoder.decode(body)
+        try:
+            request = decoder.decode(body)
+        except msgspec.ValidationError as error:
+            if (rare := _rare.get(decoder)) is None or not str(error).startswith(_UNKNOWN_START):
+                raise
+            decoder = rare
+            request = decoder.decode(body)
     except msgspec.ValidationError as error:
         raise _explain(str(error), decoder) from None
     except UnicodeDecodeError:

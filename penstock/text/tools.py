@@ -33,6 +33,11 @@ ToolEvent = Text | ToolCall
 class ToolParser(Protocol):
     """One stream's state. However the text is cut, the events (neighbouring Texts joined) are the same."""
 
+    @property
+    def CLOSE(self) -> str:
+        """What ends every call; empty: nothing that could be looked for."""
+        ...
+
     def push(self, text: str) -> list[ToolEvent]:
         """Take more text; return what is certain now."""
         ...
@@ -129,6 +134,40 @@ class HermesToolParser:
         if shown:
             events.append(Text(shown.lstrip() if self._after_call else shown))
             self._after_call = False
+
+
+class ForcedCalls:
+    """Text that was made to be a call: a function's arguments, or an array of calls with `name` and `arguments`.
+
+    A call is told once the text is whole. What is neither is given back as text; a JSON object that was cut off is still the
+    arguments, as in OpenAI's API.
+    """
+
+    CLOSE = ""
+
+    def __init__(self, name: str) -> None:
+        """`name`: the function whose arguments the text is; empty: the text is an array of calls."""
+        self._name = name
+        self._pieces: list[str] = []
+
+    def push(self, text: str) -> list[ToolEvent]:
+        """Take more text. Nothing is certain before its end."""
+        self._pieces.append(text)
+        return []
+
+    def finish(self) -> list[ToolEvent]:
+        """The stream is over: its calls."""
+        text = "".join(self._pieces)
+        self._pieces.clear()
+        if self._name and text.lstrip().startswith("{"):
+            return [ToolCall(0, self._name, text.strip())]
+        try:
+            calls = msgspec.json.decode(text, type=list[_Call]) if not self._name else []
+        except (msgspec.DecodeError, RecursionError):
+            calls = []
+        if calls:
+            return [ToolCall(i, call.name, bytes(call.arguments).decode()) for i, call in enumerate(calls)]
+        return [Text(text)] if text else []
 
 
 def _held(text: str, tag: str) -> int:

@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 
-import msgspec
 import pytest
 import uvloop
 from byte_tokenizer import byte_tokenizer
@@ -19,7 +18,6 @@ from penstock.backends.foreign import ForeignWorker, make_backend
 from penstock.backends.http_backend import HttpBackend
 from penstock.config.backends import BackendsConfig
 from penstock.errors import ConfigError, WorkerUnavailable
-from penstock.protocol.openai import ChatRequest
 from penstock.telemetry.metrics import Metrics
 from penstock.types import FinishReason, RequestId, SamplingParams
 
@@ -230,7 +228,8 @@ def chat(body: dict[str, object], max_tokens: int = 20, **sampling: object) -> G
         request_id=RequestId("r"),
         prompt_token_ids=(1, 2, 3),
         sampling=SamplingParams(max_tokens=max_tokens, **sampling),
-        chat=msgspec.json.decode(json.dumps(body).encode(), type=ChatRequest),
+        body=json.dumps(body).encode(),
+        is_chat=True,
     )
 
 

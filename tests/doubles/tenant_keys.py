@@ -23,7 +23,7 @@ def ask(running, key: str, **fields) -> tuple[int, dict]:
     """Status and JSON of a chat."""
     messages = [{"role": "user", "content": "hi"}]
     body = json.dumps({"model": "tiny", "max_tokens": 1, "messages": messages, **fields})
-    headers = {"Authorization": f"Bearer {key}"}
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     request = urllib.request.Request(f"{running.url}/v1/chat/completions", body.encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=20) as response:

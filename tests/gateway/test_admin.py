@@ -17,7 +17,7 @@ WORKERS = "/admin/workers"
 def send(running, path, body=None, *, key=ADMIN_KEY, method=None):
     """Status and JSON of one request."""
     data = None if body is None else json.dumps(body).encode()
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(running.url + path, data, headers, method=method)
     try:
         with urllib.request.urlopen(request, timeout=20) as response:

@@ -10,6 +10,7 @@ from penstock.gateway.entrance import is_local
 
 def fetch(running, path, body=None, **headers):
     data = None if body is None else json.dumps(body).encode()
+    headers = {"content_type": "application/json"} | headers
     request = urllib.request.Request(
         running.url + path, data, {k.replace("_", "-"): v for k, v in headers.items()}
     )

@@ -18,7 +18,9 @@ def send(running, path, body=None, *, key, headers=()):
     """Status, headers and JSON of one request."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(
-        running.url + path, data, {"Authorization": f"Bearer {key}", **dict(headers)}
+        running.url + path,
+        data,
+        {"Authorization": f"Bearer {key}", "Content-Type": "application/json", **dict(headers)},
     )
     try:
         with urllib.request.urlopen(request, timeout=20) as response:
@@ -90,7 +92,13 @@ def test_forged_headers_and_fields_have_no_effect(start, kit) -> None:
     )
     honest, liar = running.requests
     assert (honest.cache_salt, honest.fairness_key) == (liar.cache_salt, liar.fairness_key)
-    for field in ("cache_salt", "tenant", "tenant_id", "fairness_key", "priority_band"):
+    status, _, body = send(running, CHAT, kit.chat(cache_salt="x"), key=kit.KEY)
+    assert (status, body["error"]["code"], body["error"]["param"]) == (
+        400,
+        "unsupported_parameter",
+        "cache_salt",
+    )
+    for field in ("tenant", "tenant_id", "fairness_key", "priority_band"):
         status, _, body = send(running, CHAT, kit.chat(**{field: "x"}), key=kit.KEY)
         assert (status, body["error"]["code"], body["error"]["param"]) == (400, "unknown_parameter", field)
 

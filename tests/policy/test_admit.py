@@ -332,7 +332,7 @@ candidates = st.builds(
     ),
     context_tokens=st.integers(1, 9000),
     max_model_len=st.sampled_from([0, 4096, 8192]),
-    has_adapter=st.booleans(),
+    can_serve=st.booleans(),
     is_full=st.booleans(),
 )
 TAUGHT = known(*NAMES)
@@ -393,7 +393,7 @@ def test_never_diverted_across_what_is_missing(situation, is_known: bool) -> Non
     assert set(by_name["large"].data) <= set(chosen.data)
     assert not facts.tenant.models or decision.model in facts.tenant.models
     assert not target.max_model_len or target.context_tokens <= target.max_model_len
-    assert target.has_adapter
+    assert target.can_serve
     assert target.ready
     assert not target.is_full
 

@@ -219,9 +219,25 @@ def test_an_adapter_that_is_served_but_not_loaded_costs_its_load() -> None:
     assert found == {A: ("", False), B: ("", True), C: ("adapter", False)}
 
 
+def test_of_a_large_fleet_the_one_that_can_do_it_gets_it_however_loaded() -> None:
+    able, needs = frozenset({"images", "json_schema"}), frozenset({"images"})
+    world = World(held={A: Held(100, 0)}).workers(A).workers(*(WorkerId(f"w{i}") for i in range(100)))
+    world.workers(B, capabilities=able)
+    fill(world, B, 7)
+    assert world.start(work("r", needs=needs)) == B
+    assert world.place(work("s", needs=needs)) is None, (
+        "it waits for the one that can, and nobody else's room is of use"
+    )
+    assert world.rooms.hold(work("t", needs=needs)) is world.rooms.get(B), "so is a worker that is kept free"
+    world.rooms.unhold()
+    world.rooms.set(B, None)
+    assert world.rooms.hold(work("u", needs=needs)) is None
+
+
 @pytest.mark.parametrize(
     ("why", "view", "facts"),
     [
+        ("capability", {"capabilities": frozenset({"images"})}, {"needs": frozenset({"images", "files"})}),
         ("not_ready", {"ready": False}, {}),
         ("resume", {"resumes": False}, {"goes_on": True}),
         ("context", {"max_model_len": 1000}, {"context_tokens": 1700}),
@@ -229,7 +245,8 @@ def test_an_adapter_that_is_served_but_not_loaded_costs_its_load() -> None:
     ],
 )
 def test_what_is_filtered_is_never_picked_however_warm_it_is(why, view, facts) -> None:
-    world = World(held={A: Held(100, 0)}).workers(A, **view).workers(B)
+    able = {"capabilities": frozenset({"images", "files"})}
+    world = World(held={A: Held(100, 0)}).workers(A, **view).workers(B, **able)
     room = world.place(work(**facts), blocked={A} if why == "blocked" else ())
     assert isinstance(room, Room)
     assert room.id == B

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from penstock.config.tree import LimitsConfig
 from penstock.errors import InvalidRequest
+from penstock.protocol.needs import common_needs, constraint_of, rare_needs
+from penstock.protocol.openai import GenerationRequest
 from penstock.protocol.openai_validate import (
     parse_chat,
     parse_completion,
@@ -85,7 +87,7 @@ REFUSED = [
     (chat(model=None), "model", "expected a string, but got null"),
     (chat(temprature=1), "temprature", "supplied: temprature. Did you mean temperature?"),
     (chat(qqq=1), "qqq", "Unrecognized request argument supplied: qqq."),
-    (message(role="user", contnt="x"), "messages[0].contnt", "Did you mean content?"),
+    (message(role="user", contnt="x"), "messages[0].content", "Missing required parameter"),
     (
         chat(stream=True, stream_options={"include_usag": True}),
         "stream_options.include_usag",
@@ -108,11 +110,15 @@ REFUSED = [
         "role 'assistant'",
     ),
     (
-        message(role="user", content=[{"type": "image_url", "image_url": {"url": "x"}}]),
+        message(role="user", content=[{"type": "smell"}]),
         "messages[0].content[0].type",
-        "'image_url' are not supported",
+        "'smell'. Supported values are 'text', 'image_url'",
     ),
-    (message(role="user", content=[{"type": "input_audio"}]), "messages[0].content[0].type", "text only"),
+    (
+        message(role="user", content=[{"type": "input_audio"}]),
+        "messages[0].content[0].input_audio",
+        "Missing",
+    ),
     (message(role="user", content=[{"type": "text"}]), "messages[0].content[0].text", "Missing"),
     (chat(temperature=3), "temperature", "expected a number of at most 2"),
     (chat(temperature=-0.1), "temperature", "expected a number of at least 0"),
@@ -154,14 +160,9 @@ REFUSED = [
     (chat(logit_bias={"9" * 5000: 1}), "logit_bias", "token ids in decimal digits"),
     (chat(logit_bias={str(i): 1 for i in range(1025)}), "logit_bias", "1025 entries; at most 1024"),
     (chat(stop_token_ids=list(range(65))), "stop_token_ids", "65 entries; at most 64"),
-    (chat(tools=[TOOL], tool_choice="required"), "tool_choice", "'required' is not supported yet"),
-    (
-        chat(tools=[TOOL], tool_choice={"type": "function"}),
-        "tool_choice",
-        "naming a function is not supported",
-    ),
-    (chat(tool_choice="maybe"), "tool_choice", "Supported values are 'auto' and 'none'"),
-    (chat(tools=[{"type": "custom"}]), "tools[0].type", "type 'custom' are not supported"),
+    (chat(tools=[TOOL], tool_choice={"type": "function"}), "tool_choice.function.name", "Missing"),
+    (chat(tool_choice="maybe"), "tool_choice", "Supported values are 'none', 'auto' and 'required'"),
+    (chat(tool_choice="required"), "tool_choice", "'tools' must be given"),
     (chat(tools=[{"type": "function"}]), "tools[0].function", "Missing"),
     (chat(tools=[TOOL] * 129), "tools", "at most 128"),
     (
@@ -169,20 +170,27 @@ REFUSED = [
         "tools[0].function.parameters",
         "more than 64 levels",
     ),
-    (chat(response_format={"type": "json_object"}), "response_format", "'json_object' is not supported yet"),
-    (chat(response_format={"type": "json_schema"}), "response_format", "not supported yet"),
-    (chat(response_format={}), "response_format.type", "needs a 'type'"),
+    (chat(response_format={"type": "json_schema"}), "response_format.json_schema", "Missing"),
+    (chat(response_format={}), "response_format.type", "Missing"),
+    (chat(response_format={"type": "x"} | deep(70)), "response_format", "more than 64 levels"),
+    (chat(guided_json=deep(70)), "guided_json", "more than 64 levels"),
+    (chat(guided_choice="x"), "guided_choice", "expected an array or null, but got a string"),
     (chat(modalities=["text", "audio"]), "modalities", "text only"),
     (chat(audio={"voice": "x"}), "audio", "not supported"),
     (chat(functions=[]), "functions", "use 'tools'"),
     (chat(web_search_options={}), "web_search_options", "not supported"),
+    (
+        chat(stream=True, stream_options={"include_obfuscation": True}),
+        "stream_options.include_obfuscation",
+        "not supported",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("body", "param", "words"), REFUSED)
 def test_chat_is_refused_by_name(body, param, words):
     with pytest.raises(InvalidRequest) as caught:
-        parse_chat(json.dumps(body).encode(), LIMITS)
+        rare_needs(parse_chat(json.dumps(body).encode(), LIMITS))
     assert caught.value.param == param
     assert words in str(caught.value)
 
@@ -255,7 +263,7 @@ COMPLETION_REFUSED = [
 @pytest.mark.parametrize(("body", "param", "words"), COMPLETION_REFUSED)
 def test_completion_is_refused_by_name(body, param, words):
     with pytest.raises(InvalidRequest) as caught:
-        parse_completion(json.dumps(body).encode(), LIMITS)
+        rare_needs(parse_completion(json.dumps(body).encode(), LIMITS))
     assert caught.value.param == param
     assert words in str(caught.value)
 
@@ -286,7 +294,8 @@ def test_tools_are_written_out_as_they_came():
 FIELDS = [
     "model", "messages", "prompt", "n", "stop", "seed", "temperature", "top_p", "tools", "tool_choice", "logprobs",
     "top_logprobs", "stream", "stream_options", "max_tokens", "response_format", "role", "content", "type", "function",
-    "tokens", "modalities", "logit_bias", "tool_calls", "echo", "best_of", "suffix", "chat_template_kwargs",
+    "tokens", "modalities", "logit_bias", "strict", "name", "parameters", "$defs", "json_schema", "schema", "guided_json", "store",
+    "parallel_tool_calls", "structured_outputs", "image_url", "allowed_token_ids", "tool_calls", "echo", "best_of", "suffix", "chat_template_kwargs",
 ]  # fmt: skip
 LEAVES = (
     st.none()
@@ -294,7 +303,9 @@ LEAVES = (
     | st.integers()
     | st.floats(allow_nan=True, allow_infinity=True)
     | st.text(max_size=8)
-    | st.sampled_from(["user", "tool", "text", "function", "auto", "required", "json_object"])
+    | st.sampled_from(
+        ["user", "tool", "text", "function", "auto", "required", "json_object", "json_schema", "image_url"]
+    )
 )
 VALUES = st.recursive(
     LEAVES,
@@ -310,7 +321,11 @@ BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=8)
 def parse_all(body):
     for parse in (parse_chat, parse_completion, parse_tokenize, parse_detokenize):
         with contextlib.suppress(InvalidRequest):
-            parse(body, LIMITS)
+            request = parse(body, LIMITS)
+            if isinstance(request, GenerationRequest):
+                rare_needs(request)
+                common_needs(request)
+                constraint_of(request)
 
 
 @given(BODIES)

@@ -1,0 +1,304 @@
+"""What a request needs of its worker, and what it asks the answer's text to look like.
+
+Read once per request, from the checked body. A request that needs nothing special, which is nearly every one, costs two
+comparisons. What the text must look like is written as vLLM's `structured_outputs`: one form for every engine that has grammars.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, cast
+
+import msgspec
+
+from penstock.errors import InvalidRequest, Unsupported
+from penstock.protocol.openai import ChatRequest, CompletionRequest, ContentPart, GenerationRequest, Message
+from penstock.protocol.parameters import (
+    CHAT,
+    COMPLETION,
+    Checker,
+    Need,
+    RareChatRequest,
+    RareCompletionRequest,
+)
+from penstock.types import Capability
+
+_MEDIA = {
+    "image_url": Capability.IMAGES,
+    "input_audio": Capability.AUDIO,
+    "video_url": Capability.VIDEOS,
+    "file": Capability.FILES,
+}
+MEDIA_TYPES = frozenset(_MEDIA)
+"""Types of content parts that are no text."""
+_GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+_ENGINE_FIELDS = ("bad_words", "allowed_token_ids")
+_JSON_KINDS = {"json_object": Capability.JSON_OBJECT, "json_schema": Capability.JSON_SCHEMA}
+
+_COMMON_NAMES = ("presence_penalty", "logit_bias", "min_p", "min_tokens")
+_common = Checker(GenerationRequest, _COMMON_NAMES, CHAT)
+_rare_chat = Checker(
+    RareChatRequest, set(RareChatRequest.__struct_fields__) - set(ChatRequest.__struct_fields__), CHAT
+)
+_rare_completion = Checker(
+    RareCompletionRequest,
+    set(RareCompletionRequest.__struct_fields__) - set(CompletionRequest.__struct_fields__),
+    COMPLETION,
+)
+from penstock.types import Capability
+
+
+class Constraint(msgspec.Struct, frozen=True, kw_only=True):
+    """What the text of an answer must look like, and how it is read."""
+
+    structured: Mapping[str, Any] = {}
+    """vLLM's `structured_outputs`; empty: anything goes."""
+    fields: Mapping[str, Any] = {}
+    """Further parameters that an engine is given by the same names."""
+    forced_tool: str | None = None
+    """The text is a call's arguments (a function's name), or an array of calls (empty); None: it is text."""
+
+
+NO_CONSTRAINT = Constraint()
+
+
+def rare_needs(request: GenerationRequest) -> list[Need]:
+    """What the request needs beyond what nearly every engine has. Empty for nearly every request.
+
+    Raises:
+        Unsupported: nothing here can do it, whoever would answer.
+        InvalidRequest: `response_format` or `tool_choice` says nothing that can be understood.
+    """
+    needs: list[Need] = []
+    if isinstance(request, RareChatRequest):
+        needs = _rare_chat.check(request)
+    elif isinstance(request, RareCompletionRequest):
+        needs = _rare_completion.check(request)
+    if isinstance(request, ChatRequest):
+        if request.tools is not None or request.tool_choice is not None:
+            needs += _tool_needs(request)
+        for i, message in enumerate(request.messages):
+            if isinstance(message.content, list):
+                needs += _part_needs(message.content, i)
+    if request.response_format is not None:
+        needs += _format_needs(request.response_format)
+    return needs
+
+
+def common_needs(request: GenerationRequest) -> list[Need]:
+    """What it needs that nearly every engine has (`COMMON`). Looked at where a worker lacks one of these."""
+    needs = _common.check(request)
+    if isinstance(request, CompletionRequest):
+        if request.logprobs is not None:
+            needs.append(Need(Capability.LOGPROBS, "logprobs", "'logprobs'"))
+            if request.echo:
+                needs.append(Need(Capability.ECHO_LOGPROBS, "echo", "'echo' with 'logprobs'"))
+    elif isinstance(request, ChatRequest) and request.logprobs:
+        needs.append(Need(Capability.LOGPROBS, "logprobs", "'logprobs'"))
+    return needs
+
+
+def constraint_of(request: GenerationRequest) -> Constraint:
+    """What the answer must look like.
+
+    Raises:
+        InvalidRequest: two parameters ask for different things, or schemas of tools cannot stand beside each other.
+    """
+    fields = {name: value for name in _ENGINE_FIELDS if (value := getattr(request, name, None))}
+    asked: list[tuple[str, Mapping[str, Any]]] = []
+    if structured := getattr(request, "structured_outputs", None):
+        asked.append(("structured_outputs", structured))
+    for name, word in _GUIDED.items():
+        if (value := getattr(request, name, None)) is not None:
+            asked.append((name, {word: value}))
+    if (form := _structured_format(request.response_format)) is not None:
+        asked.append(("response_format", form))
+    forced = None
+    if isinstance(request, ChatRequest) and (forced := forced_tool(request)) is not None:
+        asked.append(("tool_choice", {"json": _calls_schema(request, forced)}))
+    if len(asked) > 1:
+        first, second = asked[0][0], asked[1][0]
+        raise InvalidRequest(
+            f"'{first}' and '{second}' cannot both shape one answer.", param=second, code="invalid_value"
+        )
+    if not asked and not fields:
+        return NO_CONSTRAINT
+    return Constraint(structured=asked[0][1] if asked else {}, fields=fields, forced_tool=forced)
+
+
+def forced_tool(request: ChatRequest) -> str | None:
+    """The function that must be called; empty: any of them; None: the model decides."""
+    choice = request.tool_choice
+    if choice == "required":
+        return ""
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        function: Any = choice.get("function")
+        return str(function["name"])
+    return None
+
+
+def text_only(message: Message) -> Message:
+    """The message without what is no text: what a template here makes of it for an estimate."""
+    if not isinstance(message.content, list) or all(part.type not in MEDIA_TYPES for part in message.content):
+        return message
+    parts = [part for part in message.content if part.type not in MEDIA_TYPES]
+    return msgspec.structs.replace(message, content=parts or "")
+
+
+def unsupported(needs: Sequence[Need], lacking: frozenset[str], model: str) -> Unsupported:
+    """The error of a request that no worker of a model could answer; `lacking` is what the ablest of them lacks."""
+    need = next(each for each in needs if each.capability in lacking)
+    return Unsupported(
+        f"{need.what} is not supported by the model '{model}': it has no worker that could do it.",
+        param=need.param,
+        code="unsupported_by_model",
+    )
+
+
+def _format_needs(form: Mapping[str, Any]) -> list[Need]:
+    kind = form.get("type")
+    if kind == "text":
+        return []
+    if kind == "json_schema":
+        inner = form.get("json_schema")
+        if not isinstance(inner, dict):
+            _bad(
+                "Missing required parameter: 'response_format.json_schema'.",
+                "response_format.json_schema",
+                "missing_required_parameter",
+            )
+        if not isinstance(inner.get("schema", {}), dict):  # pyright: ignore[reportUnknownMemberType]
+            _bad(
+                "Invalid type for 'response_format.json_schema.schema': expected an object.",
+                "response_format.json_schema.schema",
+                "invalid_type",
+            )
+    elif kind != "json_object":
+        if kind is None:
+            _bad(
+                "Missing required parameter: 'response_format.type'.",
+                "response_format.type",
+                "missing_required_parameter",
+            )
+        _bad(
+            f"Invalid value for 'response_format.type': {str(kind)[:64]!r}. Supported values are 'text', 'json_object' and 'json_schema'.",
+            "response_format.type",
+            "invalid_value",
+        )
+    return [Need(_JSON_KINDS[kind], "response_format", f"'response_format' of type '{kind}'")]
+
+
+def _structured_format(form: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    kind = None if form is None else form.get("type")
+    if form is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    return {"json": form["json_schema"].get("schema") or {}}
+
+
+def _tool_needs(request: ChatRequest) -> list[Need]:
+    needs = _choice_needs(request)
+    tools = () if request.tool_choice == "none" else request.tools or ()
+    for i, tool in enumerate(tools):
+        if tool.function is None:  # Of a type that only its maker knows.
+            needs.append(
+                Need(Capability.PASS_THROUGH, f"tools[{i}].type", f"A tool of type '{tool.type[:64]}'")
+            )
+        elif tool.function.strict and not any(need.capability is Capability.FORCED_TOOLS for need in needs):
+            needs.append(Need(Capability.STRICT_TOOLS, f"tools[{i}].function.strict", "'strict' of a tool"))
+    return needs
+
+
+def _choice_needs(request: ChatRequest) -> list[Need]:
+    choice = request.tool_choice
+    if choice is None or choice in ("none", "auto"):
+        return []
+    if isinstance(choice, str) and choice != "required":
+        _bad(
+            f"Invalid value for 'tool_choice': '{choice[:64]}'. Supported values are 'none', 'auto' and 'required', and an object "
+            "that names a function.",
+            "tool_choice",
+            "invalid_value",
+        )
+    if not request.tools:
+        _bad("'tool_choice' asks for a call, so 'tools' must be given.", "tool_choice", "invalid_value")
+    if isinstance(choice, dict) and choice.get("type") != "function":
+        return [
+            Need(
+                Capability.PASS_THROUGH,
+                "tool_choice",
+                f"'tool_choice' of type '{str(choice.get('type'))[:64]}'",
+            )
+        ]
+    if isinstance(choice, str):
+        return [Need(Capability.FORCED_TOOLS, "tool_choice", "'tool_choice' 'required'")]
+    function: Any = choice.get("function")
+    name: Any = function.get("name") if isinstance(function, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    if not isinstance(name, str):
+        _bad(
+            "Missing required parameter: 'tool_choice.function.name'.",
+            "tool_choice.function.name",
+            "missing_required_parameter",
+        )
+    if all(tool.function is None or tool.function.name != name for tool in request.tools or ()):
+        _bad(
+            f"'tool_choice' names the function '{name[:64]}', which is not among 'tools'.",
+            "tool_choice",
+            "invalid_value",
+        )
+    return [Need(Capability.FORCED_TOOLS, "tool_choice", "'tool_choice' naming a function")]
+
+
+def _part_needs(parts: Sequence[ContentPart], index: int) -> list[Need]:
+    return [
+        Need(capability, f"messages[{index}].content[{j}]", f"A content part of type '{part.type}'")
+        for j, part in enumerate(parts)
+        if (capability := _MEDIA.get(part.type)) is not None
+    ]
+
+
+def _calls_schema(request: ChatRequest, name: str) -> dict[str, Any]:
+    """The JSON schema of a forced call's arguments, or of an array of calls."""
+    functions = [tool.function for tool in request.tools or () if tool.function is not None]
+    if name:
+        return next(dict(each.parameters or {"type": "object"}) for each in functions if each.name == name)
+    definitions: dict[str, Any] = {}
+    calls: list[dict[str, Any]] = []
+    for function in functions:
+        parameters = dict(function.parameters or {"type": "object"})
+        # References are from the schema's root, and this one becomes part of another.
+        defined: object = parameters.pop("$defs", None)
+        if isinstance(defined, dict):
+            _join(definitions, cast(dict[str, Any], defined))
+        calls.append({
+            "type": "object",
+            "properties": {"name": {"enum": [function.name]}, "arguments": parameters},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        })  # fmt: skip
+    schema: dict[str, Any] = {
+        "type": "array",
+        "minItems": 1,
+        "items": calls[0] if len(calls) == 1 else {"anyOf": calls},
+    }
+    if request.parallel_tool_calls is False:
+        schema["maxItems"] = 1
+    return schema | ({"$defs": definitions} if definitions else {})
+
+
+def _join(definitions: dict[str, Any], more: Mapping[str, Any]) -> None:
+    for key, value in more.items():
+        if definitions.setdefault(key, value) != value:
+            _bad(
+                f"Two of 'tools' define '$defs/{key[:64]}' differently, which 'tool_choice' 'required' cannot join.",
+                "tools",
+                "invalid_value",
+            )
+
+
+def _bad(message: str, param: str, code: str) -> NoReturn:
+    raise InvalidRequest(message, param=param, code=code)

@@ -1,0 +1,198 @@
+"""Every parameter of the two endpoints that generate, and what becomes of it. docs/api.md is this table in words.
+
+Parameters that mean what OpenAI or vLLM say they mean are `HONOURED`. A `LABEL` changes no answer, here or at OpenAI. One that
+`NEEDS` a capability is taken where a worker has it; what is `REFUSED` no worker of any kind can be asked for through this
+server. A value that asks for nothing (`neutral`, null) is always taken. Nothing is dropped in silence.
+"""
+
+import enum
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import msgspec
+
+from penstock.errors import Unsupported
+from penstock.protocol.openai import ChatRequest, CompletionRequest, TokenId
+from penstock.types import Capability
+
+
+class Fate(enum.StrEnum):
+    """What becomes of a parameter."""
+
+    HONOURED = "honoured"
+    LABEL = "label"
+    NEEDS = "needs"
+    REFUSED = "refused"
+
+
+class Parameter(NamedTuple):
+    """One parameter."""
+
+    name: str
+    fate: Fate
+    neutral: tuple[object, ...] = ()
+    """Values, beside null, that ask for nothing."""
+    capability: Capability | None = None
+    instead: str = ""
+    """Of a refused one: what to do."""
+    type: Any = Any
+    """What it must be, where that matters here and no request shape of `openai` says so."""
+
+
+class Need(NamedTuple):
+    """A capability that a request asks for, and by which parameter."""
+
+    capability: Capability
+    param: str
+    what: str
+    """The parameter, in words."""
+
+
+def _passed(name: str, *neutral: object) -> Parameter:
+    return Parameter(name, Fate.NEEDS, neutral, Capability.PASS_THROUGH)
+
+
+def _guided(kind: str, of: Any) -> Parameter:  # noqa: ANN401
+    """The older spelling of `structured_outputs`."""
+    return Parameter(f"guided_{kind}", Fate.NEEDS, (), Capability.STRUCTURED_OUTPUTS, type=of)
+
+
+def _refused(name: str, *neutral: object, instead: str = "") -> Parameter:
+    return Parameter(name, Fate.REFUSED, neutral, instead=instead)
+
+
+_OWN_WORDS = "this server chooses it by the caller's tenant"
+_SHARED = (
+    *(Parameter(name, Fate.HONOURED) for name in (
+        "model", "stream", "stream_options", "n", "stop", "seed", "max_tokens", "temperature", "top_p", "frequency_penalty",
+        "top_k", "repetition_penalty", "ignore_eos", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "user",
+    )),
+    Parameter("presence_penalty", Fate.NEEDS, (0,), Capability.PRESENCE_PENALTY),
+    Parameter("logit_bias", Fate.NEEDS, ({},), Capability.LOGIT_BIAS),
+    Parameter("min_p", Fate.NEEDS, (0,), Capability.MIN_P),
+    Parameter("min_tokens", Fate.NEEDS, (0,), Capability.MIN_TOKENS),
+    Parameter("metadata", Fate.LABEL),
+    _passed("store", False),
+    _passed("service_tier", "auto", "default"),
+    Parameter("response_format", Fate.NEEDS),
+    Parameter("structured_outputs", Fate.NEEDS, ({},), Capability.STRUCTURED_OUTPUTS, type=dict[str, Any]),
+    _guided("json", Any),
+    _guided("regex", str),
+    _guided("choice", list[str]),
+    _guided("grammar", str),
+    Parameter("bad_words", Fate.NEEDS, ([],), Capability.BAD_WORDS, type=list[str]),
+    Parameter("allowed_token_ids", Fate.NEEDS, (), Capability.ALLOWED_TOKEN_IDS, type=list[TokenId]),
+    _refused("prompt_logprobs", instead="/v1/completions with 'echo' and 'logprobs' gives a prompt's log-probabilities"),
+    _refused("use_beam_search", False),
+    _refused("length_penalty", 1),
+    _refused("early_stopping", False),
+    _refused("truncate_prompt_tokens"),
+    _refused("spaces_between_special_tokens", True),
+    _refused("return_token_ids", False),
+    _refused("return_tokens_as_token_ids", False),
+    _refused("priority", 0, instead=_OWN_WORDS),
+    _refused("cache_salt", instead=_OWN_WORDS),
+    _refused("request_id", instead="the answer's header x-request-id has the one that this server gave it"),
+    _refused("kv_transfer_params"),
+    _refused("vllm_xargs", {}),
+    _refused("logits_processors", []),
+    _refused("guided_decoding_backend", instead="'structured_outputs' without a backend"),
+    _refused("guided_whitespace_pattern", instead="'structured_outputs' with a 'regex'"),
+)  # fmt: skip
+CHAT = (
+    *_SHARED,
+    *(Parameter(name, Fate.HONOURED) for name in (
+        "messages", "max_completion_tokens", "tools", "parallel_tool_calls", "chat_template_kwargs",
+    )),
+    Parameter("logprobs", Fate.NEEDS, (False,), Capability.LOGPROBS),
+    Parameter("top_logprobs", Fate.HONOURED),
+    Parameter("tool_choice", Fate.NEEDS, ("auto", "none")),
+    Parameter("safety_identifier", Fate.LABEL),
+    Parameter("prompt_cache_key", Fate.LABEL),
+    _passed("reasoning_effort"),
+    _passed("verbosity", "medium"),
+    _passed("prediction"),
+    _passed("moderation"),
+    _passed("prompt_cache_retention", "in_memory", "in-memory"),
+    _passed("prompt_cache_options"),
+    _passed("reasoning"),
+    _passed("thinking"),
+    _passed("thinking_token_budget"),
+    _passed("include_reasoning", True),
+    _passed("documents", []),
+    _passed("continue_final_message", False),
+    _passed("mm_processor_kwargs"),
+    _refused("modalities", ["text"], instead="this server answers with text only"),
+    _refused("audio", instead="this server answers with text only"),
+    _refused("functions", instead="use 'tools', which took its place"),
+    _refused("function_call", instead="use 'tool_choice', which took its place"),
+    _refused("web_search_options"),
+    _refused("add_generation_prompt", True, instead="a chat completion answers"),
+    _refused("add_special_tokens", False, instead="the chat template writes them"),
+    _refused("chat_template", instead="the model's own is used; 'chat_template_kwargs' sets its variables"),
+    _refused("echo", False),
+    _refused("best_of", 1),
+)  # fmt: skip
+COMPLETION = (
+    *_SHARED,
+    *(Parameter(name, Fate.HONOURED) for name in ("prompt", "echo", "add_special_tokens", "best_of")),
+    Parameter("logprobs", Fate.NEEDS, (), Capability.LOGPROBS),
+    _refused("suffix", ""),
+    _refused("prompt_embeds"),
+)
+
+
+def _with_rare(shape: type[msgspec.Struct], parameters: Iterable[Parameter]) -> type[msgspec.Struct]:
+    """The shape with all its parameters. Few requests have one of these: the others are read, and looked at, without."""
+    missing = [each for each in parameters if each.name not in shape.__struct_fields__]
+    fields = [(each.name, each.type | None, None) for each in missing]
+    return msgspec.defstruct(f"Rare{shape.__name__}", fields, bases=(shape,), frozen=True, kw_only=True)
+
+
+RareChatRequest = _with_rare(ChatRequest, CHAT)
+RareCompletionRequest = _with_rare(CompletionRequest, COMPLETION)
+
+
+class Checker:
+    """Looks at those parameters of one endpoint that are not simply honoured."""
+
+    __slots__ = ("_read", "_watched")
+
+    def __init__(
+        self, shape: type[msgspec.Struct], names: Iterable[str], parameters: Iterable[Parameter]
+    ) -> None:
+        """`names`: the parameters that it looks at, of those that are refused or need one certain capability."""
+        found = [
+            each
+            for each in parameters
+            if each.name in names and (each.capability or each.fate is Fate.REFUSED)
+        ]
+        assert {each.name for each in found} <= set(shape.__struct_fields__), "the shape has them all"
+        self._watched: Sequence[Parameter] = found
+        self._read = attrgetter(*(each.name for each in found))
+
+    def check(self, request: msgspec.Struct) -> list[Need]:
+        """What the request needs.
+
+        Raises:
+            Unsupported: a parameter is refused whoever would answer.
+        """
+        values: tuple[Any, ...] = self._read(request)
+        needs: list[Need] = []
+        for parameter, value in zip(self._watched, values, strict=True):
+            if value is None or any(_is_same(value, each) for each in parameter.neutral):
+                continue
+            if parameter.fate is Fate.REFUSED:
+                instead = f": {parameter.instead}" if parameter.instead else ""
+                raise Unsupported(
+                    f"'{parameter.name}' is not supported by this server{instead}.", param=parameter.name
+                )
+            assert parameter.capability is not None, parameter.name
+            needs.append(Need(parameter.capability, parameter.name, f"'{parameter.name}'"))
+        return needs
+
+
+def _is_same(value: object, neutral: object) -> bool:
+    """Equal, where true is not 1."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
