@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import jinja2
 
-from penstock.text.sandbox import SandboxedEnvironment, template_environment
+from penstock.text.sandbox import template_environment
 
 OK, REFUSED, FAILED, TOO_LONG, NO_MEMORY, BROKEN = b"=", b"!", b"?", b"+", b"#", b"x"
 """The prompt; the template's own refusal; it failed on these messages; it writes too much; it takes too much memory;
@@ -46,10 +46,11 @@ class Templates:
     def __init__(self, sources: Mapping[str, str], chars_max: int) -> None:
         self.clock = _Clock()
         self._chars_max = chars_max
-        self._environment: SandboxedEnvironment = template_environment(
-            self.clock.wall_ns, chars_max=chars_max
-        )
-        self._templates = {name: self._environment.from_string(source) for name, source in sources.items()}
+        environment = template_environment(self.clock.wall_ns, chars_max=chars_max)
+        # Constants wait until they are asked for: a large one in a branch that is never taken does no harm.
+        environment.optimized = False
+        environment.finalize = jinja2.pass_context(_as_it_is)
+        self._templates = {name: environment.from_string(source) for name, source in sources.items()}
 
     def render(self, name: str, variables: Mapping[str, Any]) -> tuple[bytes, str]:
         """The answer for one prompt."""
@@ -69,6 +70,10 @@ class Templates:
         return OK, "".join(pieces)
 
 
+def _as_it_is(_context: object, value: object) -> object:
+    return value
+
+
 def main() -> None:
     """Answer frames until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business.
@@ -83,7 +88,9 @@ def main() -> None:
         templates = Templates(start["sources"], start["chars_max"])
     except jinja2.TemplateSyntaxError as error:
         return _answer(sink, BROKEN, f"line {error.lineno}: {error}"[:MESSAGE_CHARS_MAX])
-    except (RecursionError, MemoryError, SyntaxError):
+    except (RecursionError, SyntaxError):
+        return _answer(sink, BROKEN, "nests too deeply")
+    except MemoryError:  # Also what Python's compiler says of what nests too deeply.
         return _answer(sink, BROKEN, "nests too deeply, or takes too much memory to compile")
     _answer(sink, OK, "")
     while True:
