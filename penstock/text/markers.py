@@ -1,7 +1,7 @@
 """The tokens that give a prompt its structure, kept apart from the text of messages.
 
 A chat template writes `<|im_start|>user` and puts a message behind it; a tokenizer cannot tell the template's marker from
-the same characters in the message. So where a message has such characters, each place is replaced by a private character
+the same characters in the message. So where a message has such characters, each place is replaced by a single other one
 before the template runs, the template's own markers are renamed behind it, and a twin of the tokenizer, which knows the
 markers by their new names only, makes the token ids: those of a message are the ids of plain text.
 """
@@ -16,8 +16,9 @@ import tokenizers
 from penstock.errors import InvalidRequest
 from penstock.text.tokenizer import Tokenizer, check_unicode
 
-_MASKS = range(0x100000, 0x10FFFE)
-"""Private characters (plane 16) that stand for a place in a message."""
+_MASKS = range(0x30000, 0x3134B)
+"""Characters that stand for a place in a message while a template runs: the rarest that there are (ideographs of extension
+G), for templates, and Python's `repr` in them, treat private characters unlike text."""
 _NAMES = 0xF0000
 """Private characters (plane 15) that names are made of."""
 _NAME_CHARS = 65_533
@@ -127,7 +128,7 @@ class Markers:
 
 
 class _Masks:
-    """Which private character stands for what, in one request."""
+    """Which character stands for what, in one request."""
 
     def __init__(self, values: Any) -> None:  # noqa: ANN401
         # What the request itself has of them stays text.
@@ -141,7 +142,7 @@ class _Masks:
         if mask is None:
             mask = next(self._free, None)
             if mask is None:
-                raise InvalidRequest("the messages use too many private characters", param="messages")
+                raise InvalidRequest("the messages use too many rare characters", param="messages")
             self._masks[text] = mask
         return mask
 
@@ -149,8 +150,12 @@ class _Masks:
         """The rendered text with what the characters stand for, taken apart by `split`."""
         for text, mask in self._masks.items():
             shown = text[:1] + split + text[1:] if len(text) > 1 else text
-            # A template may have written it as JSON of ASCII characters.
-            rendered = rendered.replace(mask, shown).replace(json.dumps(mask)[1:-1], shown)
+            for written in (
+                mask,
+                json.dumps(mask)[1:-1],
+                ascii(mask)[1:-1],
+            ):  # A template may write ASCII only.
+                rendered = rendered.replace(written, shown)
         return rendered
 
 
