@@ -115,15 +115,18 @@ class ChatTemplate:
         )
         return self.render_values(values)
 
-    def render_values(self, values: Mapping[str, Any], *, may_block: bool = True) -> str:
-        """The prompt for what `template_values` made of a request.
+    def render_values(
+        self, values: Mapping[str, Any], *, num_bytes: int | None = None, may_block: bool = True
+    ) -> str:
+        """The prompt for what `template_values` made of a request, which takes about `num_bytes` as JSON.
 
         Raises:
             InvalidRequest: as `render`.
             RanAway: the template has to run in a process of its own, and `may_block` is false.
         """
         name, variables = self._name(bool(values.get("tools"))), {**self._special_tokens, **values}
-        num_bytes = _num_bytes(variables)
+        if num_bytes is None:
+            num_bytes = len(encoded(variables))
         try:
             if (template := self._here.get(name)) is None:
                 raise RanAway
@@ -178,12 +181,16 @@ def template_values(
     }
 
 
-def _num_bytes(variables: Mapping[str, Any]) -> int:
-    """About what the request takes as JSON."""
+def encoded(values: Mapping[str, Any]) -> bytes:
+    """The request's values as JSON.
+
+    Raises:
+        InvalidRequest: they nest too deeply.
+    """
     try:
-        return len(msgspec.json.encode(variables))
-    except (UnicodeEncodeError, OverflowError):
-        return len(json.dumps(variables))  # A lone surrogate, or an integer of more than 64 bits.
+        return msgspec.json.encode(values)
+    except (UnicodeEncodeError, OverflowError):  # A lone surrogate, or an integer of more than 64 bits.
+        return json.dumps(values, ensure_ascii=False).encode("utf-8", "surrogatepass")
     except RecursionError:
         raise InvalidRequest("the messages nest too deeply", param="messages") from None
 

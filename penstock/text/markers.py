@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
+import msgspec
 import tokenizers
 
 from penstock.errors import InvalidRequest
@@ -70,9 +71,20 @@ class Markers:
         self._split_id = self._twin.token_to_id(self._split)
         self._markers = _alternatives(markers)
         self._added = _alternatives(token.content for token in added.values())
+        encoded = [msgspec.json.encode(content)[1:-1] for content in markers]
+        self._encoded_markers = re.compile(b"|".join(map(re.escape, encoded)) or rb"(?!)")
+        first = b"|".join({re.escape(msgspec.json.encode(content[0])[1:-1]) for content in markers})
+        near = max(map(len, encoded), default=0)
+        self._encoded_ends = re.compile(b'(?:%b)[^"]{0,%d}"' % (first, near) if encoded else rb"(?!)")
         self._starts = frozenset(content[:k] for content in markers for k in range(1, len(content)))
         self._first = tuple({content[0] for content in markers})
         self._longest = max(map(len, markers), default=0)
+
+    def occur(self, encoded: bytes, values: Any) -> bool:  # noqa: ANN401
+        """As `occur_in`, at a glance where it can be: `encoded` is what msgspec makes of the values as JSON."""
+        if self._encoded_markers.search(encoded) is not None:
+            return True
+        return self._encoded_ends.search(encoded) is not None and self.occur_in(values)
 
     def occur_in(self, values: Any) -> bool:  # noqa: ANN401
         """Whether any text in there, names of fields among it, has a marker or ends like the beginning of one."""

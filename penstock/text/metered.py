@@ -39,21 +39,20 @@ class RanAway(Exception):
 class _Meter(threading.local):
     """What is left to the template that runs in this thread."""
 
-    running = False
-    left = 0
+    left = -1
+    """Less than nothing while none runs: Jinja folds constants while it compiles, and what is metered is left for later."""
     bound = 0
     """Units that looking at any value there is may cost: the request's, and those of what was built from it."""
 
     def begin(self, num_bytes: int) -> None:
-        self.running = True
         self.left = ALLOWANCE + ALLOWANCE_PER_BYTE * num_bytes
         self.bound = num_bytes >> 3
 
     def charge(self, units: int) -> None:
-        # Jinja folds constants while it compiles: there is no meter then, so what is metered is left for later.
-        if not self.running or units > self.left:
+        left = self.left - units
+        if left < 0:
             raise RanAway
-        self.left -= units
+        self.left = left
 
 
 class MeteredTemplate:
@@ -81,7 +80,7 @@ class MeteredTemplate:
                 meter.charge(len(piece) >> _CHARS_SHIFT)
                 pieces.append(piece)
         finally:
-            meter.running = False
+            meter.left = -1
         return "".join(pieces)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jinja2
 
 from penstock.errors import InvalidRequest
-from penstock.text.chat import ChatTemplate, Message, template_values
+from penstock.text.chat import ChatTemplate, Message, encoded, template_values
 from penstock.text.markers import Markers
 from penstock.text.metered import SOURCE_CHARS_MAX
 from penstock.text.sandbox import template_environment
@@ -48,10 +48,10 @@ class ChatPrompts:
         values = template_values(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, extra=extra
         )
-        render = partial(self.template.render_values, may_block=may_block)
-        markers = None if trusted else self._markers
+        markers, as_json = None if trusted else self._markers, encoded(values)
+        render = partial(self.template.render_values, num_bytes=len(as_json), may_block=may_block)
         try:
-            if markers is None or not markers.occur_in(values):
+            if markers is None or not markers.occur(as_json, values):
                 return self._tokenizer.encode(render(values))
             return markers.encode_apart(values, render)
         except RecursionError:
