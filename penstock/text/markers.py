@@ -53,7 +53,7 @@ class Markers:
         }
         self._split = prefix + prefix
         """A token that the twin knows and nobody else; its ids are left out."""
-        self._ids = frozenset(markers.values())
+        self._ids = markers
         self._twin = _twin(library)
         self._of_twin: dict[int, int] = {}
         for i in sorted(added):
@@ -109,7 +109,8 @@ class Markers:
         text = render(masked)
         text = self._added.sub(lambda found: self._names.get(found[0], found[0]), text)
         ids = self._encode(masks.undone(text, ""))
-        if any(i in self._ids and i not in self._of_twin for i in ids):
+        own = {self._ids[marker] for marker in masks.texts if marker in self._ids} - self._of_twin.keys()
+        if own and not own.isdisjoint(ids):
             # The model itself has a piece for these characters (Unigram): they are taken apart.
             ids = self._encode(masks.undone(text, self._split))
         known = self._of_twin
@@ -147,6 +148,11 @@ class _Masks:
         taken = set(json.dumps(values, ensure_ascii=False))
         self._free = (chr(i) for i in _MASKS if chr(i) not in taken)
         self._masks: dict[str, str] = {}
+
+    @property
+    def texts(self) -> Iterable[str]:
+        """What there are characters for."""
+        return self._masks.keys()
 
     def of(self, text: str) -> str:
         """The character for this text."""

@@ -14,6 +14,7 @@ import pytest
 from served import Server
 from tenant_keys import add
 
+from penstock.cli.main import main
 from penstock.config.presets import resolve
 from penstock.text.tokenizer import Tokenizer
 
@@ -188,3 +189,15 @@ def test_what_cannot_be_built_is_refused_at_once(
         assert "Traceback" not in server.err.read_text()
     finally:
         server.close()
+
+
+def test_a_plan_for_an_absurd_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for changes, said in (
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; expected at most 1024"),
+        ({"num_hidden_layers": 1000, "num_experts": 8000}, "1000 layers of 8000 experts each"),
+        ({"vocab_size": 10**12}, "vocab_size is 1000000000000"),
+    ):
+        model = checkpoint(tmp_path / str(changes), **changes)
+        traffic = ["--rps", "1", "--prompt-tokens", "100", "--output-tokens", "100"]
+        assert main(["plan", "--model", str(model), *traffic]) != 0
+        assert said in capsys.readouterr().err
