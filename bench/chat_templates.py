@@ -53,9 +53,7 @@ TOOL = {
 
 def turns(num: int, text: str) -> list[dict[str, Any]]:
     roles = ("user", "assistant")
-    return [{"role": "system", "content": "Be brief."}] + [
-        {"role": roles[i % 2], "content": text} for i in range(num)
-    ]
+    return [{"role": roles[i % 2], "content": text} for i in range(num)]
 
 
 CHATS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = {

@@ -27,8 +27,6 @@ ALLOWANCE_PER_BYTE = 8
 REQUEST_BYTES_MAX = 256 * 1024
 """Larger requests are rendered in the child, so that what one step may allocate is bounded as well."""
 _CHARS_SHIFT = 6
-_SMALL_UNITS = 256
-"""Up to this, the size of the whole request stands for the size of any part of it, which saves looking."""
 _INT_BITS_MAX = 4096
 
 
@@ -41,12 +39,9 @@ class _Meter(threading.local):
 
     left = -1
     """Less than nothing while none runs: Jinja folds constants while it compiles, and what is metered is left for later."""
-    bound = 0
-    """Units that looking at any value there is may cost: the request's, and those of what was built from it."""
 
     def begin(self, num_bytes: int) -> None:
         self.left = ALLOWANCE + ALLOWANCE_PER_BYTE * num_bytes
-        self.bound = num_bytes >> 3
 
     def charge(self, units: int) -> None:
         left = self.left - units
@@ -121,7 +116,12 @@ def _charges(meter: _Meter) -> dict[str, Callable[..., Any]]:
         if type(value) is str:
             charge(len(value) >> _CHARS_SHIFT)
         else:
-            charge(meter.bound if meter.bound <= _SMALL_UNITS else measure(value, meter.left))
+            charge(measure(value, meter.left))
+        return value
+
+    def indented(value: Any, indent: int | None) -> Any:  # noqa: ANN401
+        """About to be written out as JSON, where each item's line begins with `indent` spaces for each level."""
+        charge(measure(value, meter.left, indent or 0))
         return value
 
     def flat(value: Any) -> Any:  # noqa: ANN401
@@ -157,9 +157,7 @@ def _charges(meter: _Meter) -> dict[str, Callable[..., Any]]:
 
     def built(value: Any) -> Any:  # noqa: ANN401
         """A list, tuple or object that the template made itself: it may hold the same thing many times."""
-        units = measure(value, meter.left)
-        charge(units)
-        meter.bound += units
+        charge(measure(value, meter.left))
         return value
 
     def kept(value: Any) -> Any:  # noqa: ANN401
@@ -177,7 +175,8 @@ def _charges(meter: _Meter) -> dict[str, Callable[..., Any]]:
         return separator.join(parts)
 
     return {
-        "charge:deep": deep, "charge:flat": flat, "charge:grow": grow, "charge:scan": scan, "charge:loop": loop, "charge:step": step,
+        "charge:deep": deep, "charge:indented": indented, "charge:flat": flat, "charge:grow": grow,
+        "charge:scan": scan, "charge:loop": loop, "charge:step": step,
         "charge:built": built, "charge:kept": kept, "charge:join": join, **_operators(meter, deep, built),
     }  # fmt: skip
 
@@ -229,27 +228,30 @@ def _operators(
     }  # fmt: skip
 
 
-def measure(value: Any, units_max: int) -> int:  # noqa: ANN401
-    """Units of a value with all that it holds, counting what it holds twice twice.
+def measure(value: Any, units_max: int, indent: int = 0) -> int:  # noqa: ANN401
+    """Units of a value with all that it holds, counting what it holds twice twice; `indent` columns for each level.
 
     Raises:
         RanAway: more than `units_max`, or something that is not data.
     """
-    units, waiting = 0, [value]
-    while waiting:
-        each = waiting.pop()
-        units += 1
-        if isinstance(each, str):
-            units += len(each) >> _CHARS_SHIFT
-        elif isinstance(each, dict):
-            waiting += each.keys()  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
-            waiting += each.values()  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
-        elif isinstance(each, (list, tuple)):
-            waiting += each  # pyright: ignore[reportUnknownArgumentType]
-        elif isinstance(each, range):
-            units += len(each)
-        elif isinstance(each, Namespace) or (callable(each) and not isinstance(each, Undefined)):
-            raise RanAway
-        if units + len(waiting) > units_max:
-            raise RanAway
+    units, level = 0, [value]
+    depth = 0
+    while level:
+        below: list[Any] = []
+        units += len(level) * (1 + (depth * indent >> _CHARS_SHIFT))
+        for each in level:
+            if isinstance(each, str):
+                units += len(each) >> _CHARS_SHIFT
+            elif isinstance(each, dict):
+                below += each.keys()  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
+                below += each.values()  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
+            elif isinstance(each, (list, tuple)):
+                below += each  # pyright: ignore[reportUnknownArgumentType]
+            elif isinstance(each, range):
+                units += len(each)
+            elif isinstance(each, Namespace) or (callable(each) and not isinstance(each, Undefined)):
+                raise RanAway
+            if units + len(below) > units_max:
+                raise RanAway
+        level, depth = below, depth + 1
     return units

@@ -51,32 +51,27 @@ TESTS = frozenset(
         ">=",
     ]
 )
-_FREE_FILTERS = frozenset("abs count d default first float int last length round".split())  # noqa: SIM905
+_FREE_FILTERS = frozenset("abs count d default first float int last length".split())  # noqa: SIM905
 _FLAT_FILTERS = frozenset(
-    [
+    {
         "capitalize",
-        "dictsort",
         "e",
         "escape",
         "indent",
         "items",
         "list",
         "lower",
-        "map",
-        "reject",
-        "rejectattr",
         "replace",
         "reverse",
+        "round",
         "safe",
-        "select",
-        "selectattr",
         "title",
         "trim",
         "upper",
-    ]
+    }
 )
-_DEEP_FILTERS = frozenset({"string", "tojson"})
-_MAPPED = frozenset("capitalize int length list lower string title tojson trim upper".split())  # noqa: SIM905
+_DEEP_FILTERS = frozenset("dictsort map reject rejectattr select selectattr string tojson".split())  # noqa: SIM905
+_MAPPED = frozenset("capitalize int length lower string title tojson trim upper".split())  # noqa: SIM905
 _FREE_METHODS = frozenset({"endswith", "get", "items", "keys", "startswith", "values"})
 _FLAT_METHODS = frozenset(
     [
@@ -310,6 +305,8 @@ class _Walk:
         callee = node.node
         if isinstance(callee, nodes.Name) and callee.name in self._callable:
             if callee.name == "namespace":
+                if node.args:
+                    raise Unbounded(f"line {node.lineno}: a namespace of another object")
                 for given in node.kwargs:
                     given.value = _charge("kept", given.value)
             if callee.name == "strftime_now" and not all(map(_is_short, node.args)):
@@ -348,7 +345,9 @@ class _Walk:
             raise Unbounded(f"line {node.lineno}: {name} with what varies")
         if not _has_price(name, node.args, kwargs):
             raise Unbounded(f"line {node.lineno}: the filter {name}")
-        if name in _DEEP_FILTERS:
+        if "indent" in kwargs:
+            node.node = _charge("indented", node.node, kwargs["indent"])
+        elif name in _DEEP_FILTERS:
             node.node = _charge("deep", node.node)
         elif name in _FLAT_FILTERS:
             node.node = _grown(name, node.node, node.args)
@@ -425,7 +424,10 @@ def _grown(name: str, operand: nodes.Expr, args: Sequence[nodes.Expr]) -> nodes.
         old, new = (str(_value(each)) for each in args[:2])
         factor = -(-len(new) // len(old)) if old else len(new) + 1
     else:
-        factor = {"indent": INDENT_MAX + 1, "e": 5, "escape": 5}.get(name, 1)
+        # What becomes a list takes an object for each of its items.
+        factor = {"indent": INDENT_MAX + 1, "e": 5, "escape": 5, "list": 64, "rsplit": 16, "split": 16}.get(
+            name, 1
+        )
     return _charge("grow", operand, nodes.Const(factor)) if factor > 1 else _charge("flat", operand)
 
 
@@ -446,8 +448,9 @@ def _has_price(name: str, args: Sequence[nodes.Expr], kwargs: dict[str, nodes.Ex
     """Whether a filter's cost, with these arguments, is that of walking over its operand."""
     given = (*args, *kwargs.values())
     if name == "tojson":
-        return all(map(_is_indent, given)) and not args
-    if name == "indent":
+        indents = _is_indent(kwargs.get("indent", nodes.Const(None)))
+        return indents and not args and all(map(_is_separator, given))
+    if name in ("indent", "round"):
         return all(map(_is_indent, given))
     if name == "replace":
         return len(args) >= 2 and not kwargs
@@ -462,13 +465,14 @@ def _has_price(name: str, args: Sequence[nodes.Expr], kwargs: dict[str, nodes.Ex
 
 
 def _is_indent(node: nodes.Expr) -> bool:
-    """Whether this may be said to a filter that indents: a switch, a separator or a small width."""
+    """A small width, a switch or nothing."""
     value = _value(node)
-    if isinstance(value, int):
-        return value <= INDENT_MAX
-    if isinstance(node, nodes.Tuple):
-        return all(map(_is_short, node.items))
-    return isinstance(node, nodes.Const) and _is_short(node)
+    small = isinstance(value, int) and value <= INDENT_MAX
+    return isinstance(node, nodes.Const) and (small or value is None)
+
+
+def _is_separator(node: nodes.Expr) -> bool:
+    return all(map(_is_short, node.items)) if isinstance(node, nodes.Tuple) else _is_short(node)
 
 
 def _value(node: nodes.Expr) -> object:

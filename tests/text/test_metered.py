@@ -30,6 +30,9 @@ RUN_AWAY = {
     "numbers": "{% set x = 10 %}" + "{% set x = x * x %}" * 60,
     "replacing": "{{ 'x'" + f"| replace('', '{'y' * 64}')" * 12 + " }}",
     "format of what varies": "{{ (messages[0].role ~ '%0999999999d') % 1 }}",
+    "a long list": "{% set r = range(99999) | list %}{% for i in range(99) %}{{ r | tojson | length }}{% endfor %}",
+    "a range": "{% for i in range(999) %}{{ 'x' in range(99999) }}{% endfor %}",
+    "characters": "{% set x = 'x' * 900000 %}{% for i in range(99) %}{{ (x | list) | length }}{% endfor %}",
     "an alias": "{% set ns = namespace() %}{% set ns.split = ''.center %}{{ ns.split(999999999) | length }}",
 }
 """Each step has a price, and there are too many."""
@@ -40,6 +43,8 @@ NOT_PRICED = {
     "indent": "{{ messages | tojson(indent=999999999) }}",
     "filler": "{{ lipsum(10000000) }}",
     "dict": "{{ dict(split=''.center).split(999999999) }}",
+    "powers": "{{ 1.5 | round(999999999, 'ceil') }}",
+    "wide": "{{ messages | tojson(indent='INDENT') }}{{ 'x'.center(999999999) }}".replace("INDENT", "x" * 60),
     "assigned": "{% set range = ''.center %}{{ range(999999999) }}",
     "a function by another name": "{% macro f() %}{% endmacro %}{% set f = ''.center %}{{ f(999999999) }}",
     "recursion": "{% for a in [[1]] recursive %}{{ loop(a) }}{% endfor %}",
