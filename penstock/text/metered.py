@@ -112,7 +112,7 @@ def _charges(meter: _Meter) -> dict[str, Callable[..., Any]]:
     charge = meter.charge
 
     def deep(value: Any) -> Any:  # noqa: ANN401
-        """About to be written out, or compared, down to its leaves."""
+        """About to be written out or compared, or just put together by the template, down to its leaves."""
         if type(value) is str:
             charge(len(value) >> _CHARS_SHIFT)
         else:
@@ -155,11 +155,6 @@ def _charges(meter: _Meter) -> dict[str, Callable[..., Any]]:
         """A macro of this many nodes begins."""
         charge(weight)
 
-    def built(value: Any) -> Any:  # noqa: ANN401
-        """A list, tuple or object that the template made itself: it may hold the same thing many times."""
-        charge(measure(value, meter.left))
-        return value
-
     def kept(value: Any) -> Any:  # noqa: ANN401
         """About to become a namespace's attribute. What could be called by another name, or hold itself, may not."""
         if isinstance(value, Namespace) or (callable(value) and not isinstance(value, Undefined)):
@@ -177,13 +172,11 @@ def _charges(meter: _Meter) -> dict[str, Callable[..., Any]]:
     return {
         "charge:deep": deep, "charge:indented": indented, "charge:flat": flat, "charge:grow": grow,
         "charge:scan": scan, "charge:loop": loop, "charge:step": step,
-        "charge:built": built, "charge:kept": kept, "charge:join": join, **_operators(meter, deep, built),
+        "charge:kept": kept, "charge:join": join, **_operators(meter, deep),
     }  # fmt: skip
 
 
-def _operators(
-    meter: _Meter, deep: Callable[[Any], Any], built: Callable[[Any], Any]
-) -> dict[str, Callable[..., Any]]:
+def _operators(meter: _Meter, deep: Callable[[Any], Any]) -> dict[str, Callable[..., Any]]:
     """`+`, `~`, `*` and `%`."""
     charge = meter.charge
 
@@ -204,7 +197,7 @@ def _operators(
             return left + right
         if isinstance(right, (list, tuple)):
             charge(len(left) + len(right))  # pyright: ignore[reportUnknownArgumentType]
-        return built(left + right)  # pyright: ignore[reportUnknownVariableType, reportOperatorIssue, reportUnknownArgumentType]
+        return deep(left + right)  # pyright: ignore[reportUnknownVariableType, reportOperatorIssue, reportUnknownArgumentType]
 
     def concat(*operands: Any) -> str:  # noqa: ANN401
         return "".join([str(deep(each)) for each in operands])

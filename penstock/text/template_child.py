@@ -115,7 +115,7 @@ class TemplateChild:
             self._send(self._process, _encode(self._start_frame))
             kind, text = self._answer()
         except _Ended as error:
-            raise CheckpointError(f"{error} to be compiled") from error
+            raise CheckpointError(f"{error} while it was compiled") from error
         if kind == BROKEN:
             self._stop()
             raise CheckpointError(text)

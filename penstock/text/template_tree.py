@@ -9,100 +9,24 @@ from typing import Any, cast
 
 from jinja2 import nodes
 
+from penstock.text.priced import (
+    CONST_ARGS,
+    CONST_CHARS_MAX,
+    DEEP_FILTERS,
+    FLAT_FILTERS,
+    FLAT_METHODS,
+    FREE_METHODS,
+    FUNCTIONS,
+    NEVER,
+    READING_METHODS,
+    TESTS,
+    growth,
+    has_price,
+    is_short,
+)
+
 DEPTH_MAX = 60
 """Published templates nest about 20 deep."""
-CONST_CHARS_MAX = 64
-"""Of the constants that a call may put in place of others."""
-INDENT_MAX = 4
-FUNCTIONS = frozenset({"namespace", "range", "raise_exception", "strftime_now"})
-_NEVER = frozenset({"cycler", "dict", "joiner", "lipsum", "self", "super", "caller", "varargs", "kwargs"})
-"""Names of what Jinja offers and no chat template needs."""
-TESTS = frozenset(
-    [
-        "boolean",
-        "defined",
-        "divisibleby",
-        "eq",
-        "equalto",
-        "even",
-        "false",
-        "float",
-        "ge",
-        "gt",
-        "integer",
-        "iterable",
-        "le",
-        "lt",
-        "mapping",
-        "ne",
-        "none",
-        "number",
-        "odd",
-        "sameas",
-        "sequence",
-        "string",
-        "true",
-        "undefined",
-        "==",
-        "!=",
-        "<",
-        "<=",
-        ">",
-        ">=",
-    ]
-)
-_FREE_FILTERS = frozenset("abs count d default first float int last length".split())  # noqa: SIM905
-_FLAT_FILTERS = frozenset(
-    {
-        "capitalize",
-        "e",
-        "escape",
-        "indent",
-        "items",
-        "list",
-        "lower",
-        "replace",
-        "reverse",
-        "round",
-        "safe",
-        "title",
-        "trim",
-        "upper",
-    }
-)
-_DEEP_FILTERS = frozenset("dictsort map reject rejectattr select selectattr string tojson".split())  # noqa: SIM905
-_MAPPED = frozenset("capitalize int length lower string title tojson trim upper".split())  # noqa: SIM905
-_FREE_METHODS = frozenset({"endswith", "get", "items", "keys", "startswith", "values"})
-_FLAT_METHODS = frozenset(
-    [
-        "capitalize",
-        "count",
-        "find",
-        "index",
-        "isalnum",
-        "isalpha",
-        "isdigit",
-        "isspace",
-        "lower",
-        "lstrip",
-        "removeprefix",
-        "removesuffix",
-        "replace",
-        "rfind",
-        "rsplit",
-        "rstrip",
-        "split",
-        "splitlines",
-        "strip",
-        "title",
-        "upper",
-    ]
-)
-_READING_METHODS = frozenset(
-    {"find", "index", "partition", "removeprefix", "removesuffix", "replace", "rpartition", "rsplit", "split"}
-)
-_CONST_ARGS = frozenset({"indent", "lstrip", "replace", "rstrip", "strip", "trim"})
-"""Take constants only: with others their cost, or their result, is a product of two sizes."""
 
 
 class Unbounded(Exception):
@@ -126,7 +50,7 @@ def texts_read(tree: nodes.Template) -> set[str]:
     readers += [
         call
         for call in tree.find_all(nodes.Call)
-        if isinstance(call.node, nodes.Getattr) and call.node.attr in _READING_METHODS
+        if isinstance(call.node, nodes.Getattr) and call.node.attr in READING_METHODS
     ]
     found = (const.value for reader in readers for const in reader.find_all(nodes.Const))
     return {value for value in found if isinstance(value, str)}
@@ -270,7 +194,7 @@ class _Walk:
             for each in node.items:
                 self._target(each)
         elif isinstance(node, nodes.Name):
-            if node.name in self._callable or node.name in _NEVER:
+            if node.name in self._callable or node.name in NEVER:
                 raise Unbounded(f"line {node.lineno}: {node.name} is assigned to")
         elif not isinstance(node, nodes.NSRef):
             raise Unbounded(f"line {node.lineno}: {type(node).__name__} is assigned to")
@@ -278,7 +202,7 @@ class _Walk:
     # --- expressions -----------------------------------------------------------------------------
 
     def _name(self, node: nodes.Name) -> nodes.Expr:
-        if node.name in FUNCTIONS or node.name in _NEVER:
+        if node.name in FUNCTIONS or node.name in NEVER:
             raise Unbounded(f"line {node.lineno}: {node.name}")
         return node
 
@@ -309,17 +233,17 @@ class _Walk:
                     raise Unbounded(f"line {node.lineno}: a namespace of another object")
                 for given in node.kwargs:
                     given.value = _charge("kept", given.value)
-            if callee.name == "strftime_now" and not all(map(_is_short, node.args)):
+            if callee.name == "strftime_now" and not all(map(is_short, node.args)):
                 raise Unbounded(f"line {node.lineno}: a date format that varies")
             return node
-        if not isinstance(callee, nodes.Getattr) or callee.attr not in _FREE_METHODS | _FLAT_METHODS:
+        if not isinstance(callee, nodes.Getattr) or callee.attr not in FREE_METHODS | FLAT_METHODS:
             raise Unbounded(f"line {node.lineno}: a call of {getattr(callee, 'attr', 'a value')}")
-        if callee.attr in _CONST_ARGS and not all(map(_is_short, node.args)):
+        if callee.attr in CONST_ARGS and not all(map(is_short, node.args)):
             raise Unbounded(f"line {node.lineno}: {callee.attr} with what varies")
         if callee.attr == "replace" and (len(node.args) < 2 or node.kwargs):
             raise Unbounded(f"line {node.lineno}: replace with names")
         callee.node = self.expr(callee.node)
-        if callee.attr in _FLAT_METHODS:
+        if callee.attr in FLAT_METHODS:
             callee.node = _grown(callee.attr, callee.node, node.args)
         return node
 
@@ -339,17 +263,17 @@ class _Walk:
             node.name,
             {each.key: each.value for each in cast(Sequence[nodes.Keyword], node.kwargs)},
         )
-        if name == "join" and not kwargs and len(node.args) <= 1 and all(map(_is_short, node.args)):
+        if name == "join" and not kwargs and len(node.args) <= 1 and all(map(is_short, node.args)):
             return _charge("join", node.node, *node.args)
-        if name in _CONST_ARGS and not all(map(_is_short, (*node.args, *kwargs.values()))):
+        if name in CONST_ARGS and not all(map(is_short, (*node.args, *kwargs.values()))):
             raise Unbounded(f"line {node.lineno}: {name} with what varies")
-        if not _has_price(name, node.args, kwargs):
+        if not has_price(name, node.args, kwargs):
             raise Unbounded(f"line {node.lineno}: the filter {name}")
         if "indent" in kwargs:
             node.node = _charge("indented", node.node, kwargs["indent"])
-        elif name in _DEEP_FILTERS:
+        elif name in DEEP_FILTERS:
             node.node = _charge("deep", node.node)
-        elif name in _FLAT_FILTERS:
+        elif name in FLAT_FILTERS:
             node.node = _grown(name, node.node, node.args)
         return node
 
@@ -397,13 +321,13 @@ class _Walk:
 
     def _literal(self, node: nodes.List | nodes.Tuple) -> nodes.Expr:
         node.items = self._all(node.items)
-        return _charge("built", node) if any(map(_varies, node.items)) else node
+        return _charge("deep", node) if any(map(_varies, node.items)) else node
 
     def _dict(self, node: nodes.Dict) -> nodes.Expr:
         for pair in node.items:
             pair.key, pair.value = self.expr(pair.key), self.expr(pair.value)
         varies = any(_varies(each) for pair in node.items for each in (pair.key, pair.value))
-        return _charge("built", node) if varies else node
+        return _charge("deep", node) if varies else node
 
     def _two(self, node: nodes.BinExpr) -> nodes.Expr:
         node.left, node.right = self.expr(node.left), self.expr(node.right)
@@ -419,15 +343,7 @@ def _charge(name: str, first: nodes.Expr, *rest: nodes.Expr) -> nodes.Expr:
 
 
 def _grown(name: str, operand: nodes.Expr, args: Sequence[nodes.Expr]) -> nodes.Expr:
-    """What is about to be walked over by the filter or method `name`, and perhaps to become longer."""
-    if name == "replace":
-        old, new = (str(_value(each)) for each in args[:2])
-        factor = -(-len(new) // len(old)) if old else len(new) + 1
-    else:
-        # What becomes a list takes an object for each of its items.
-        factor = {"indent": INDENT_MAX + 1, "e": 5, "escape": 5, "list": 64, "rsplit": 16, "split": 16}.get(
-            name, 1
-        )
+    factor = growth(name, args)
     return _charge("grow", operand, nodes.Const(factor)) if factor > 1 else _charge("flat", operand)
 
 
@@ -436,44 +352,3 @@ def _varies(node: nodes.Expr) -> bool:
     if isinstance(node, (nodes.List, nodes.Tuple)):
         return any(map(_varies, node.items))
     return not isinstance(node, (nodes.Const, nodes.TemplateData))
-
-
-def _is_short(node: nodes.Expr) -> bool:
-    if not isinstance(node, nodes.Const):
-        return False
-    return not isinstance(node.value, str) or len(node.value) <= CONST_CHARS_MAX
-
-
-def _has_price(name: str, args: Sequence[nodes.Expr], kwargs: dict[str, nodes.Expr]) -> bool:
-    """Whether a filter's cost, with these arguments, is that of walking over its operand."""
-    given = (*args, *kwargs.values())
-    if name == "tojson":
-        indents = _is_indent(kwargs.get("indent", nodes.Const(None)))
-        return indents and not args and all(map(_is_separator, given))
-    if name in ("indent", "round"):
-        return all(map(_is_indent, given))
-    if name == "replace":
-        return len(args) >= 2 and not kwargs
-    if name == "map":
-        by_attribute = not args and set(kwargs) <= {"attribute", "default"}
-        return by_attribute or (len(args) == 1 and not kwargs and _value(args[0]) in _MAPPED)
-    if name in ("select", "reject"):
-        return not kwargs and (not args or _value(args[0]) in TESTS) and all(map(_is_short, args))
-    if name in ("selectattr", "rejectattr"):
-        return not kwargs and (len(args) == 1 or _value(args[1]) in TESTS) and all(map(_is_short, args[2:]))
-    return name in _FREE_FILTERS | _FLAT_FILTERS | _DEEP_FILTERS
-
-
-def _is_indent(node: nodes.Expr) -> bool:
-    """A small width, a switch or nothing."""
-    value = _value(node)
-    small = isinstance(value, int) and value <= INDENT_MAX
-    return isinstance(node, nodes.Const) and (small or value is None)
-
-
-def _is_separator(node: nodes.Expr) -> bool:
-    return all(map(_is_short, node.items)) if isinstance(node, nodes.Tuple) else _is_short(node)
-
-
-def _value(node: nodes.Expr) -> object:
-    return node.value if isinstance(node, nodes.Const) else None
