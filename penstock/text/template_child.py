@@ -28,7 +28,7 @@ class ChildLimits:
 
     cpu_s: float = 1.0
     """Processor time: a thousand times what a published template takes for a long chat."""
-    wall_s: float = 10.0
+    wall_s: float = 30.0
     """Should the process be kept from its processor time."""
     memory_bytes: int = 256 * 1024 * 1024
     """Beyond what Python and Jinja take."""
