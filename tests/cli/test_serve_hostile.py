@@ -137,7 +137,9 @@ def test_a_template_that_takes_too_much_is_an_error_of_its_own_requests(served: 
     assert status == 400
     assert body["error"]["type"] == "invalid_request_error"
     assert body["error"]["param"] == "messages"
-    assert re.search(r"the chat template (takes|took|makes) .*(memory|processor time|bound|more than)", str(body))
+    assert re.search(
+        r"the chat template (takes|took|makes) .*(memory|processor time|bound|more than)", str(body)
+    )
     assert served.peak_bytes - before < MEMORY_BYTES_MAX
     assert served.is_healthy()
     # The template itself still serves whoever does not ask for that.
