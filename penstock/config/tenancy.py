@@ -120,6 +120,8 @@ class TierConfig(Branch, frozen=True, kw_only=True):
     budget_per_month: Money = 0.0
     degrade: Degrade = "allow"
     """Whether a smaller model may answer where the request does not say: never, rather than fail, or when it is sooner."""
+    trusted_special_tokens: bool = False
+    """Whether special tokens in the text of chat messages become those tokens; otherwise they are text like any other."""
 
 
 class TenantConfig(Branch, frozen=True, kw_only=True):
@@ -142,6 +144,7 @@ class TenantConfig(Branch, frozen=True, kw_only=True):
     budget_per_day: Money | None = None
     budget_per_month: Money | None = None
     degrade: Degrade | None = None
+    trusted_special_tokens: bool | None = None
 
 
 FREE = TierConfig(

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from penstock.engine.models.config import CONFIG_FILE
 from penstock.engine.models.names import CheckpointNames, Part, Weight, decoder_weights
 from penstock.engine.models.spec import DecoderSpec
 from penstock.errors import CheckpointError
@@ -25,6 +26,7 @@ from penstock.errors import CheckpointError
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 CPU = torch.device("cpu")
+_SIZE_FACTOR_MAX = 2
 _DTYPES = ("F32", "F16", "BF16", "F64")
 
 OnProgress = Callable[[int, int], None]
@@ -110,8 +112,9 @@ def load_weights(
         CheckpointError: a file is missing, truncated or corrupt; a tensor is missing, unknown, or has
             a shape or type that the config does not call for.
     """
-    wanted = decoder_weights(spec, names)
     stored = _open_all(directory)
+    _check_size(directory, stored, spec)
+    wanted = decoder_weights(spec, names)
     _check(directory, wanted, stored, spec, names)
 
     def whole(weight: Weight) -> Tensor:
@@ -198,6 +201,19 @@ def _files(directory: Path) -> list[Path]:
     if any(Path(name).name != name for name in files):
         raise CheckpointError(f"{index}: weight_map points outside the model directory")
     return [directory / name for name in files]
+
+
+def _check_size(directory: Path, stored: dict[str, _Stored], spec: DecoderSpec) -> None:
+    """Refuse, before anything is listed or built, a config that describes another size of model than the files hold.
+
+    What differs by less is told tensor by tensor.
+    """
+    num_stored = sum(prod(each.file.get_slice(name).get_shape()) for name, each in stored.items())
+    if spec.num_layers > len(stored) or spec.num_parameters > _SIZE_FACTOR_MAX * num_stored:
+        raise CheckpointError(
+            f"{directory}: {CONFIG_FILE} describes a {spec.architecture} of {spec.num_layers} layers and "
+            f"{spec.num_parameters} parameters, but the files hold {len(stored)} tensors of {num_stored} in all"
+        )
 
 
 def _check(

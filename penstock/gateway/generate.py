@@ -76,7 +76,7 @@ class Generate:
 
         async def prepare(model: ServedModel, adapter: str) -> _Prepared:
             info, capabilities = model.info(), _checked(model, request, needs)
-            prompt = await self._services.tokenize.run(num_bytes, lambda: chat_prompt(model, request))
+            prompt = await chat_prompt(self._services.tokenize, model, request, caller.tenant, num_bytes)
             max_tokens = chat_max_tokens(request, len(prompt), info, caller.tenant)
             check_sampling(request, max_tokens, info)
             job = Job(

@@ -152,7 +152,7 @@ class Inspect:
         model = self._model(request.model, caller)
         await self._services.cold.wait(model, exchange, caller.tenant.id)
         info = model.info()
-        tokens = await self._services.tokenize.run(len(exchange.body), lambda: _tokens(model, request))
+        tokens = await self._tokens(model, request, caller, len(exchange.body))
         answer(
             exchange, TokenizeAnswer(count=len(tokens), max_model_len=info.max_model_len, tokens=list(tokens))
         )
@@ -261,6 +261,28 @@ class Inspect:
             Response(body=self._page, content_type=b"text/html; charset=utf-8", headers=PAGE_HEADERS)
         )
 
+    async def _tokens(
+        self, model: ServedModel, request: TokenizeRequest, caller: Caller, num_bytes: int
+    ) -> tuple[int, ...]:
+        pool, prompt = self._services.tokenize, request.prompt
+        if prompt is not None:
+            special = request.add_special_tokens is not False
+            return await pool.run(
+                num_bytes, lambda: model.tokenizer.encode(prompt, add_special_tokens=special)
+            )
+        if request.messages is None:
+            raise InvalidRequest("Give exactly one of 'prompt' and 'messages'.", param="prompt")
+        return await render(
+            pool,
+            model,
+            request.messages,
+            caller.tenant,
+            num_bytes,
+            tools=request.tools,
+            add_generation_prompt=request.add_generation_prompt is not False,
+            extra=request.chat_template_kwargs,
+        )
+
     def _model(self, name: str | None, caller: Caller) -> ServedModel:
         model = self._services.models.get(name, caller.tenant)
         check_model(caller.tenant, model.name)
@@ -285,21 +307,6 @@ def model_numbers(services: Services, metrics: Metrics) -> dict[str, ModelNumber
         return ModelNumbers(waiting, numbers.ttft_sum_s, numbers.ttft_count)
 
     return {model.name: of(model.name) for model in services.models}
-
-
-def _tokens(model: ServedModel, request: TokenizeRequest) -> tuple[int, ...]:
-    if request.prompt is not None:
-        special = request.add_special_tokens is not False
-        return model.tokenizer.encode(request.prompt, add_special_tokens=special)
-    if request.messages is None:
-        raise InvalidRequest("Give exactly one of 'prompt' and 'messages'.", param="prompt")
-    return render(
-        model,
-        request.messages,
-        tools=request.tools,
-        add_generation_prompt=request.add_generation_prompt is not False,
-        extra=request.chat_template_kwargs,
-    )
 
 
 def _line(worker: Worker) -> WorkerLine:

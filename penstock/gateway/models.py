@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -17,7 +17,10 @@ from penstock.policy.tenant import NOBODY, Tenant
 from penstock.policy.tenant_limits import check_adapter, check_model, may_use_adapter, may_use_model
 from penstock.protocol.openai import CallerLimits, GenerationRequest, ModelCard
 from penstock.protocol.worker import ModelInfo
+from penstock.rng import fresh_key
 from penstock.text.chat import ChatTemplate
+from penstock.text.markers import NONCE_BYTES
+from penstock.text.prompt import ChatPrompts
 from penstock.text.tokenizer import Tokenizer
 from penstock.text.tools import HermesToolParser, ToolParser
 from penstock.types import ModelName
@@ -39,6 +42,12 @@ class ServedModel:
     """Tokens of its context as the configuration or the checkpoint says, until a worker has said it; 0: neither does."""
     public_prefixes: PublicPrefixes = NO_PUBLIC_PREFIXES
     """What prompts may begin with that is no tenant's secret."""
+    prompts: ChatPrompts = field(init=False)
+    """Makes the token ids of chats."""
+
+    def __post_init__(self) -> None:
+        prompts = ChatPrompts(self.template, self.tokenizer, nonce=fresh_key(NONCE_BYTES))
+        object.__setattr__(self, "prompts", prompts)  # It is frozen for everybody else.
 
     def info(self) -> ModelInfo:
         """What holds for any of its workers.

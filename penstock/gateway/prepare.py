@@ -12,6 +12,7 @@ import msgspec
 
 from penstock.errors import ContextTooLong, InvalidRequest
 from penstock.gateway.models import ServedModel
+from penstock.gateway.tokenize_pool import TokenizePool
 from penstock.policy.tenant import NOBODY, Tenant
 from penstock.policy.tenant_limits import check_tokens, output_room
 from penstock.protocol.needs import text_only
@@ -25,40 +26,55 @@ SEED_BITS = 63
 TEMPLATE_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
-def chat_prompt(model: ServedModel, request: ChatRequest) -> tuple[int, ...]:
-    """Token ids of the conversation. May take long for a long one; safe in a thread.
+async def chat_prompt(
+    pool: TokenizePool, model: ServedModel, request: ChatRequest, tenant: Tenant, num_bytes: int
+) -> tuple[int, ...]:
+    """Token ids of the conversation, which came in a body of `num_bytes`.
 
     Raises:
         InvalidRequest: the template refuses it.
+        Overloaded: too much is waiting to be rendered.
     """
     tools = request.tools if request.tool_choice != "none" else None
-    return render(model, request.messages, tools=tools, extra=request.chat_template_kwargs)
+    return await render(
+        pool, model, request.messages, tenant, num_bytes, tools=tools, extra=request.chat_template_kwargs
+    )
 
 
-def render(
+async def render(
+    pool: TokenizePool,
     model: ServedModel,
     messages: Sequence[Message],
+    tenant: Tenant,
+    num_bytes: int,
     *,
     tools: Sequence[ToolSpec] | None = None,
     add_generation_prompt: bool = True,
     extra: Mapping[str, Any] | None = None,
 ) -> tuple[int, ...]:
-    """Token ids of messages put through the model's template.
+    """Token ids of messages put through the model's template; special tokens in their text are those tokens if the tenant
+    is trusted with them, else text.
 
     Raises:
         InvalidRequest: the template refuses them.
+        Overloaded: too much is waiting to be rendered.
     """
     if extra and (taken := sorted(TEMPLATE_RESERVED & extra.keys())):
         raise InvalidRequest(
             f"'chat_template_kwargs' may not set '{taken[0]}'.", param="chat_template_kwargs"
         )
-    text = model.template.render(
-        [msgspec.to_builtins(text_only(message)) for message in messages],
-        tools=[msgspec.to_builtins(tool) for tool in tools] if tools else None,
-        add_generation_prompt=add_generation_prompt,
-        extra=extra,
-    )
-    return model.tokenizer.encode(text)
+
+    def work(may_block: bool) -> tuple[int, ...]:
+        return model.prompts.token_ids(
+            [msgspec.to_builtins(text_only(message)) for message in messages],
+            tools=[msgspec.to_builtins(tool) for tool in tools] if tools else None,
+            add_generation_prompt=add_generation_prompt,
+            extra=extra,
+            trusted=tenant.trusted_special_tokens,
+            may_block=may_block,
+        )
+
+    return await pool.render(num_bytes, model.template, bool(tools), work)
 
 
 def completion_prompt(

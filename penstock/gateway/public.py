@@ -8,7 +8,10 @@ tokens that equal the operator's, from the very first one, are ever called publi
 from collections.abc import Iterable, Iterator, Sequence
 
 from penstock.errors import ConfigError, InvalidRequest
+from penstock.rng import fresh_key
 from penstock.text.chat import ChatTemplate
+from penstock.text.markers import NONCE_BYTES
+from penstock.text.prompt import ChatPrompts
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import BLOCK_TOKENS
 
@@ -32,8 +35,10 @@ class PublicPrefixes:
             ConfigError: a text has less than one block of tokens, so nothing could be shared.
         """
         found: list[tuple[int, ...]] = []
+        prompts = ChatPrompts(template, tokenizer, nonce=fresh_key(NONCE_BYTES)) if texts else None
         for i, text in enumerate(texts):
-            forms = list(_forms(text, tokenizer, template))
+            assert prompts is not None
+            forms = list(_forms(text, tokenizer, prompts))
             if (longest := max(map(len, forms))) < BLOCK_TOKENS:
                 raise ConfigError(
                     f"models[].public_prefixes[{i}]: has {longest} tokens with its chat template; "
@@ -50,18 +55,17 @@ class PublicPrefixes:
 NO_PUBLIC_PREFIXES = PublicPrefixes(())
 
 
-def _forms(text: str, tokenizer: Tokenizer, template: ChatTemplate) -> Iterator[tuple[int, ...]]:
+def _forms(text: str, tokenizer: Tokenizer, prompts: ChatPrompts) -> Iterator[tuple[int, ...]]:
     """The ways in which a prompt may begin with `text`."""
     yield tokenizer.encode(text)
     yield tokenizer.encode(text, add_special_tokens=True)
-    if not template.exists:
+    if not prompts.template.exists:
         return
     system = {"role": "system", "content": text}
     try:
         # Two chats that differ in the first character of the question: what they have in common comes before it.
         one, other = (
-            tokenizer.encode(template.render([system, {"role": "user", "content": content}]))
-            for content in ("A", "7")
+            prompts.token_ids([system, {"role": "user", "content": content}]) for content in ("A", "7")
         )
     except InvalidRequest:
         return  # This template takes no system prompt.

@@ -81,6 +81,7 @@ class Tenants:
             budget_day_micros=round(allowed.budget_per_day * MICROS),
             budget_month_micros=round(allowed.budget_per_month * MICROS),
             degrade=allowed.degrade,
+            trusted_special_tokens=allowed.trusted_special_tokens,
             cache_salt=salt.digest(),
             fairness_key=tenant_id,
         )

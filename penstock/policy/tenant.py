@@ -41,6 +41,8 @@ class Tenant:
     budget_month_micros: int = 0
     degrade: Degrade = "allow"
     """What it wants where the request does not say."""
+    trusted_special_tokens: bool = False
+    """Whether special tokens in the text of its messages are those tokens; otherwise they are text."""
     cache_salt: bytes = field(default=b"", repr=False)
     """Prefix-cache namespace, made from the gateway's secret and the tenant's id: no caller can choose or guess it."""
     fairness_key: str = ""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from penstock.config.model_sizes import CONFIG_BYTES_MAX, check_sizes
 from penstock.errors import CheckpointError, ConfigError
 from penstock.sim.accelerators import unknown
 
@@ -129,12 +130,15 @@ def shape_of_config(path: Path) -> ModelShape:
     """The shape that a Hugging Face `config.json` describes.
 
     Raises:
-        CheckpointError: it cannot be read, or a number is missing.
+        CheckpointError: it cannot be read, or a number is missing or absurd.
     """
     try:
+        if (size := path.stat().st_size) > CONFIG_BYTES_MAX:
+            raise CheckpointError(f"{path}: {size} bytes is over the bound of {CONFIG_BYTES_MAX}")
         config = msgspec.json.decode(path.read_bytes(), type=_Config)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path}: {error}") from error
+    check_sizes(config, str(path))
     experts = config.num_local_experts or config.num_experts or 0
     return ModelShape(
         name=path.parent.name,

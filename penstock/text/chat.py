@@ -1,8 +1,9 @@
 """Chat templates: from messages and tools to the prompt text that the model was trained on.
 
 Templates are Jinja2 programs in the checkpoint, so they run in Jinja's sandbox with the few extras that
-Hugging Face's `apply_chat_template` gives them, and give the same text to the character. Token ids
-are not made here, and requests are assumed to be of OpenAI's shape already.
+Hugging Face's `apply_chat_template` gives them, and give the same text to the character. Those that are made of steps
+with a price run here (metered.py), all others in a process of their own (template_child.py). Token ids are not made here
+(prompt.py), and requests are assumed to be of OpenAI's shape already.
 """
 
 import json
@@ -12,10 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import msgspec
 
 from penstock.errors import CheckpointError, InvalidRequest
 from penstock.text.files import read_optional_object, read_text
-from penstock.text.sandbox import template_environment
+from penstock.text.metered import REQUEST_BYTES_MAX, MeteredTemplate, RanAway, compile_metered
+from penstock.text.template_child import ChildLimits, TemplateChild
+from penstock.text.template_tree import Unbounded
+from penstock.text.template_worker import MESSAGE_CHARS_MAX
 from penstock.text.tokenizer import token_string
 
 PROMPT_CHARS_MAX = 32 * 1024 * 1024
@@ -35,16 +40,29 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         wall_ns: Callable[[], int],
         prompt_chars_max: int = PROMPT_CHARS_MAX,
+        child_limits: ChildLimits = ChildLimits(),  # noqa: B008 - it is frozen.
     ) -> None:
         """Compile the named templates: "default", and perhaps "tool_use" for requests with tools.
 
         Raises:
             jinja2.TemplateSyntaxError: a template is no Jinja.
+            CheckpointError: a template nests too deeply, or takes too much to be compiled.
         """
-        environment = template_environment(wall_ns, chars_max=prompt_chars_max)
-        self._templates = {name: environment.from_string(source) for name, source in sources.items()}
+        self.sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self._chars_max = prompt_chars_max
+        self._here: dict[str, MeteredTemplate] = {}
+        """Those that run in this process."""
+        self.apart: dict[str, str] = {}
+        """Why the others do not."""
+        for name, source in sources.items():
+            try:
+                self._here[name] = compile_metered(source, wall_ns, chars_max=prompt_chars_max)
+            except Unbounded as reason:
+                self.apart[name] = str(reason)
+        self._child = TemplateChild(sources, child_limits, wall_ns)
+        if self.apart:
+            self._child.check()
 
     @classmethod
     def load(
@@ -67,11 +85,17 @@ class ChatTemplate:
             )
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(f"{model_dir}: the chat template, line {error.lineno}: {error}") from error
+        except CheckpointError as error:
+            raise CheckpointError(f"{model_dir}: the chat template {error}") from error
 
     @property
     def exists(self) -> bool:
         """Whether this checkpoint is a chat model at all."""
-        return bool(self._templates)
+        return bool(self.sources)
+
+    def runs_here(self, with_tools: bool) -> bool:
+        """Whether rendering takes no more than the request's size allows, and so may be done on an event loop."""
+        return not self.exists or self._name(with_tools) in self._here
 
     def render(
         self,
@@ -84,45 +108,91 @@ class ChatTemplate:
         """The prompt for these messages of OpenAI's shape. `extra` reaches the template as variables.
 
         Raises:
-            InvalidRequest: the template refuses the messages, fails on them, or writes too much.
+            InvalidRequest: the template refuses the messages, fails on them, or writes or takes too much.
         """
-        template = self._template(bool(tools))
-        variables = {
-            **self._special_tokens,
-            "messages": [_plain(message) for message in messages],
-            "tools": [dict(tool) for tool in tools] if tools else None,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-            **(extra or {}),
-        }
+        values = template_values(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, extra=extra
+        )
+        return self.render_values(values)
+
+    def render_values(
+        self, values: Mapping[str, Any], *, num_bytes: int | None = None, may_block: bool = True
+    ) -> str:
+        """The prompt for what `template_values` made of a request, which takes about `num_bytes` as JSON.
+
+        Raises:
+            InvalidRequest: as `render`.
+            RanAway: the template has to run in a process of its own, and `may_block` is false.
+        """
+        name, variables = self._name(bool(values.get("tools"))), {**self._special_tokens, **values}
+        if num_bytes is None:
+            num_bytes = len(encoded(variables))
         try:
-            return self._bounded(template, variables)
+            if (template := self._here.get(name)) is None:
+                raise RanAway
+            return template.render(variables, num_bytes=num_bytes, chars_max=self._chars_max)
+        except RanAway:
+            if num_bytes <= REQUEST_BYTES_MAX and self._here.pop(name, None):
+                # It would run away again, so the time that it took here is spent once.
+                self.apart[name] = "used up its allowance"
+            if not may_block:
+                raise
         except jinja2.TemplateError as error:
-            raise InvalidRequest(f"the chat template: {error.message}", param="messages") from error
+            message = str(error.message)[:MESSAGE_CHARS_MAX]
+            raise InvalidRequest(f"the chat template: {message}", param="messages") from error
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             # What a template's own expressions raise on messages that its author did not think of.
             raise InvalidRequest(
-                f"the chat template fails on these messages: {error}", param="messages"
+                f"the chat template fails on these messages: {str(error)[:MESSAGE_CHARS_MAX]}",
+                param="messages",
             ) from error
+        return self._child.render(name, variables)
 
-    def _template(self, with_tools: bool) -> jinja2.Template:
-        if not self._templates:
+    def close(self) -> None:
+        """End the process of templates that do not run here, if there is one."""
+        self._child.close()
+
+    def _name(self, with_tools: bool) -> str:
+        if not self.sources:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
-        if with_tools and "tool_use" in self._templates:
-            return self._templates["tool_use"]
-        return self._templates.get("default") or next(iter(self._templates.values()))
+        if with_tools and "tool_use" in self.sources:
+            return "tool_use"
+        return "default" if "default" in self.sources else next(iter(self.sources))
 
-    def _bounded(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
-        pieces: list[str] = []
-        room = self._chars_max
-        for piece in template.generate(variables):
-            room -= len(piece)
-            if room < 0:
-                raise InvalidRequest(
-                    f"the prompt is over the bound of {self._chars_max} characters", param="messages"
-                )
-            pieces.append(piece)
-        return "".join(pieces)
+
+def template_values(
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    extra: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What a request gives to a template, in the shapes that templates expect.
+
+    Raises:
+        InvalidRequest: a part of a message is not text.
+    """
+    return {
+        "messages": [_plain(message) for message in messages],
+        "tools": [dict(tool) for tool in tools] if tools else None,
+        "documents": None,
+        "add_generation_prompt": add_generation_prompt,
+        **(extra or {}),
+    }
+
+
+def encoded(values: Mapping[str, Any]) -> bytes:
+    """The request's values as JSON.
+
+    Raises:
+        InvalidRequest: they nest too deeply.
+    """
+    try:
+        return msgspec.json.encode(values)
+    except (UnicodeEncodeError, OverflowError):  # A lone surrogate, or an integer of more than 64 bits.
+        return json.dumps(values, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    except RecursionError:
+        raise InvalidRequest("the messages nest too deeply", param="messages") from None
 
 
 def _sources(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -52,6 +52,8 @@ def decode_json(path: Path, data: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: not the JSON that was expected: {error}") from error
+    except RecursionError:
+        raise CheckpointError(f"{path}: nests too deeply") from None
 
 
 def read_optional_object(path: Path) -> dict[str, Any]:

@@ -86,6 +86,11 @@ class Tokenizer:
             defaults=_defaults(model_dir / "generation_config.json", generation),
         )
 
+    @property
+    def library(self) -> tokenizers.Tokenizer:
+        """The library's object. It is shared by all threads: not to be changed."""
+        return self._library
+
     def encode(self, text: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
         """Token ids of `text`; with `add_special_tokens`, what the post-processor adds (BOS) as well.
 
@@ -95,12 +100,7 @@ class Tokenizer:
         Raises:
             InvalidRequest: the text has a lone surrogate and so is not Unicode.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(
-                f"the text has a lone surrogate at character {error.start}: not valid Unicode"
-            ) from None
+        check_unicode(text)
         # The batch call, unlike `encode`, lets other threads run, and leaves out the offsets.
         (encoding,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids = encoding.ids
@@ -136,6 +136,20 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         """The id of this exact token, if there is one."""
         return self._library.token_to_id(token)
+
+
+def check_unicode(text: str) -> None:
+    """Refuse what the library cannot encode.
+
+    Raises:
+        InvalidRequest: the text has a lone surrogate.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"the text has a lone surrogate at character {error.start}: not valid Unicode"
+        ) from None
 
 
 def strip_left(text: str, spaces: int) -> str:

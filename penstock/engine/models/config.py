@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.config.model_sizes import CONFIG_BYTES_MAX, check_sizes
 from penstock.engine.models.spec import MoeSpec
 from penstock.errors import CheckpointError
 
@@ -92,17 +93,25 @@ def read_config(directory: Path) -> HfConfig:
     """The configuration of the model in `directory`.
 
     Raises:
-        CheckpointError: there is no such directory or file, or a field has the wrong type.
+        CheckpointError: there is no such directory or file, or a field has the wrong type or an absurd size.
     """
     path = directory / CONFIG_FILE
     try:
-        return msgspec.json.decode(path.read_bytes(), type=HfConfig)
+        if (size := path.stat().st_size) > CONFIG_BYTES_MAX:
+            raise CheckpointError(f"{path}: {size} bytes is over the bound of {CONFIG_BYTES_MAX}")
+        config = msgspec.json.decode(path.read_bytes(), type=HfConfig)
     except OSError as error:
         raise CheckpointError(
             f"{path}: cannot be read ({error.strerror}); expected a model directory"
         ) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: {error}") from error
+    except RecursionError:
+        raise CheckpointError(f"{path}: nests too deeply") from None
+    for part in (config, config.text_config):
+        if part is not None:
+            check_sizes(part, str(path))
+    return config
 
 
 def positive(config: HfConfig, field: str) -> int:
