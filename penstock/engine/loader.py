@@ -168,7 +168,7 @@ def _read_part(part: Part, stored: dict[str, _Stored]) -> Tensor:
 
 def _open_all(directory: Path) -> dict[str, _Stored]:
     stored: dict[str, _Stored] = {}
-    for path in _files(directory):
+    for path in checkpoint_files(directory):
         try:
             file = cast(_File, cast(Any, safe_open)(str(path), framework="pt"))
         except FileNotFoundError as error:
@@ -181,7 +181,12 @@ def _open_all(directory: Path) -> dict[str, _Stored]:
     return stored
 
 
-def _files(directory: Path) -> list[Path]:
+def checkpoint_files(directory: Path) -> list[Path]:
+    """The safetensors files of a model directory, in the order of their names.
+
+    Raises:
+        CheckpointError: there are none, or the index of them is broken.
+    """
     index = directory / INDEX_FILE
     if not index.exists():
         single = directory / SINGLE_FILE

@@ -69,9 +69,7 @@ class KVWatch:
         self._epochs[worker.id] = worker.epoch
         info = worker.backend.status.info
         if worker.shares_key and worker.is_ready and info is not None:
-            self.locality.set_own_model(
-                worker.route, checkpoint=info.model, kv_dtype=info.dtype, key=worker.hash_key
-            )
+            self.locality.identify(worker.id, info.identity)
 
     def _listen(self, worker: Worker, residency: Residency) -> None:
         if worker.shares_key and isinstance(worker.backend, OwnBackend):
