@@ -85,6 +85,8 @@ class LocalityStatistics:
     blocks_hit: int
     blocks_missed: int
     blocks_unexpected: int
+    unmatched_workers: int
+    """Workers whose events name blocks by which no prompt is ever found."""
 
 
 class _Model:
@@ -220,6 +222,7 @@ class KVLocality:
             blocks_hit=total.hit,
             blocks_missed=total.expected - total.hit,
             blocks_unexpected=total.unexpected,
+            unmatched_workers=sum(each.is_unmatched for each in self._workers.values()),
         )
 
     # --- requests --------------------------------------------------------------------------------------
