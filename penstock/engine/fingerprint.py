@@ -1,7 +1,7 @@
 """What is in a checkpoint directory, as two digests that are made in milliseconds, however large it is.
 
     checkpoint   config.json, the header of every safetensors file (names, types, shapes, offsets), and a page of bytes from the
-                 middle of up to 1,024 tensors: of every tensor where there are no more, else evenly spread, and of every file
+                 middle of each tensor, or, where there are more than 1,024, of that many spread evenly and one of every file
     tokenizer    its files, whole
 
 Only contents count: a directory that was renamed, moved or copied, or that is a hub snapshot of links into `blobs/`, has the
@@ -13,7 +13,7 @@ own blob ids: see docs/design/009-model-identity.md.
 import hashlib
 import os
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,16 +47,10 @@ class Fingerprint(NamedTuple):
     tokenizer: str
 
 
-class _Entry(msgspec.Struct):
+class _Entry(msgspec.Struct, gc=False):
     """One tensor in a header. The header's metadata is read as one without bytes."""
 
     data_offsets: tuple[int, int] = (0, 0)
-
-
-class _Sample(NamedTuple):
-    file: int
-    start: int
-    size: int
 
 
 _headers = msgspec.json.Decoder(dict[str, _Entry])
@@ -96,18 +90,19 @@ def fingerprint(directory: Path, *, random_seed: int | None = None) -> Fingerpri
     Raises:
         CheckpointError: a file is missing, or cannot be read.
     """
-    checkpoint = hashlib.blake2b(_config(directory), digest_size=32, person=b"penstock weights")
+    checkpoint = hashlib.sha256(_config(directory))  # Many processors have instructions for it.
     if random_seed is None:
         for part in _weights(checkpoint_files(directory)):
             checkpoint.update(part)
     else:
         checkpoint.update(f"random {random_seed}".encode())
-    tokenizer = hashlib.blake2b(digest_size=32, person=b"penstock tokens")
+    tokenizer = hashlib.sha256()
     for name in _TOKENIZER_FILES:
         path = directory / name
         if path.exists():
             content = read_bytes(path)
-            tokenizer.update(f"{name} {len(content)}\0".encode() + content)
+            tokenizer.update(f"{name} {len(content)}\0".encode())
+            tokenizer.update(content)
     return Fingerprint(checkpoint.hexdigest(), tokenizer.hexdigest())
 
 
@@ -125,70 +120,78 @@ def _weights(paths: Sequence[Path]) -> Iterator[bytes]:
     All pages are asked for before the first one is read, so that storage fetches them side by side.
     """
     with ExitStack() as stack:
-        opened: list[int] = []
-        tensors: list[_Sample] = []
-        first: list[int] = []
-        for number, path in enumerate(paths):
-            descriptor = _open(path)
-            stack.callback(os.close, descriptor)
-            opened.append(descriptor)
-            header = _header(path, descriptor)
-            first.append(len(tensors))
-            tensors += _middles(path, number, descriptor, header)
-            yield len(header).to_bytes(8, "little") + header
-        chosen = _chosen(tensors, first)
-        for each in chosen:
-            os.posix_fadvise(opened[each.file], each.start, each.size, os.POSIX_FADV_WILLNEED)
-        for each in chosen:
-            yield _read(paths[each.file], opened[each.file], each.start, each.size)
+        files: list[_File] = []
+        for path in paths:
+            file = _File(path)
+            stack.callback(file.close)
+            files.append(file)
+            yield len(file.header).to_bytes(8, "little") + file.header
+        chosen = [(file, *place) for file, indices in _chosen(files) for place in map(file.middle, indices)]
+        for file, start, size in chosen:
+            os.posix_fadvise(file.descriptor, start, size, os.POSIX_FADV_WILLNEED)
+        for file, start, size in chosen:
+            yield file.read(start, size)
 
 
-def _chosen(tensors: Sequence[_Sample], first: Iterable[int]) -> list[_Sample]:
-    """Evenly spread over all tensors, and the first one of every file."""
-    count = min(len(tensors), SAMPLES_MAX)
-    spread = (i * len(tensors) // count for i in range(count))
-    chosen = {*spread, *(index for index in first if index < len(tensors))}
-    return [tensors[index] for index in sorted(chosen)]
+def _chosen(files: Sequence["_File"]) -> Iterator[tuple["_File", Sequence[int]]]:
+    """Of each file some of its tensors: one of every so many, and at least one."""
+    step = -(-sum(len(file.tensors) for file in files) // SAMPLES_MAX) or 1
+    for number, file in enumerate(files):
+        # Which one of so many changes: files repeat the same few kinds in the same order, and no kind may be passed over for good.
+        found = (first + _scattered(number, first) % step for first in range(0, len(file.tensors), step))
+        yield file, [min(index, len(file.tensors) - 1) for index in found]
 
 
-def _header(path: Path, descriptor: int) -> bytes:
-    length = int.from_bytes(_read(path, descriptor, 0, 8), "little")
-    if length > HEADER_BYTES_MAX:
-        raise CheckpointError(f"{path}: its header would have {length} bytes, which no safetensors file has")
-    return _read(path, descriptor, 8, length)
+def _scattered(*numbers: int) -> int:
+    """The same for the same numbers, and with no pattern (Fibonacci hashing)."""
+    return sum((number + 1) * 0x9E3779B97F4A7C15 for number in numbers) % (1 << 64) >> 40
 
 
-def _middles(path: Path, number: int, descriptor: int, header: bytes) -> list[_Sample]:
-    """The middle page of every tensor of a file that has bytes."""
-    try:
-        entries = _headers.decode(header)
-    except msgspec.DecodeError as error:
-        raise CheckpointError(f"{path}: its header is not one of safetensors: {error}") from error
-    begin, size = 8 + len(header), os.fstat(descriptor).st_size
-    found: list[_Sample] = []
-    for entry in entries.values():
-        start, end = entry.data_offsets
-        if not 0 <= start <= end <= size - begin:
-            raise CheckpointError(f"{path}: its header names bytes that the file does not have")
-        if (length := end - start) > SAMPLE_BYTES:
-            start, length = start + (length - SAMPLE_BYTES) // 2, SAMPLE_BYTES
-        if length:
-            found.append(_Sample(number, begin + start, length))
-    return found
+class _File:
+    """An open safetensors file."""
 
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        try:
+            self.header = self._read_header()
+            self.tensors = list(_headers.decode(self.header).values())
+            """The metadata, if there is any, counts as one without bytes."""
+        except CheckpointError:
+            self.close()
+            raise
+        except msgspec.DecodeError as error:
+            self.close()
+            raise CheckpointError(f"{path}: its header is not one of safetensors: {error}") from error
+        self._num_bytes = os.fstat(self.descriptor).st_size
 
-def _open(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    def close(self) -> None:
+        os.close(self.descriptor)
 
+    def middle(self, index: int) -> tuple[int, int]:
+        """Where the page of this tensor is, and how large."""
+        (start, end), begin = self.tensors[index].data_offsets, 8 + len(self.header)
+        if not 0 <= start <= end <= self._num_bytes - begin:
+            raise CheckpointError(f"{self._path}: its header names bytes that the file does not have")
+        size = min(end - start, SAMPLE_BYTES)
+        return begin + start + (end - start - size) // 2, size
 
-def _read(path: Path, descriptor: int, start: int, size: int) -> bytes:
-    try:
-        found = os.pread(descriptor, size, start)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(found) < size:
-        raise CheckpointError(f"{path}: not a whole safetensors file (truncated?)")
-    return found
+    def read(self, start: int, size: int) -> bytes:
+        try:
+            found = os.pread(self.descriptor, size, start)
+        except OSError as error:
+            raise CheckpointError(f"{self._path}: cannot be read: {error.strerror}") from error
+        if len(found) < size:
+            raise CheckpointError(f"{self._path}: not a whole safetensors file (truncated?)")
+        return found
+
+    def _read_header(self) -> bytes:
+        size = int.from_bytes(self.read(0, 8), "little")
+        if size > HEADER_BYTES_MAX:
+            raise CheckpointError(
+                f"{self._path}: its header would have {size} bytes, which no safetensors file has"
+            )
+        return self.read(8, size)

@@ -169,6 +169,11 @@ def test_the_prompts_of_one_name_are_spread_over_workers_of_several_identities(f
                 each["worker"] for each in decision["candidates"] if each["facts"]["device_tokens"] >= 160
             }
     assert holders == {worker.id for worker in fleet.workers}
+    with fleet.open("/admin/workers") as response:
+        identity = {each["id"]: each["identity"] for each in json.load(response)["workers"]}
+    first, second, other = (identity[worker.id] for worker in fleet.workers)
+    assert first == second != other
+    assert len(set(identity.values())) <= 3, "the hub's copy is the same checkpoint"
 
 
 def test_a_stream_whose_worker_dies_goes_on_at_one_that_computes_the_same(fleet: Fleet) -> None:
