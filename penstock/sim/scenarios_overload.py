@@ -275,11 +275,11 @@ def kv_full(knobs: Knobs) -> Setup:
     """
     paid = chat(knobs, 0.3, 2, name="paid", callers=Callers(tenants=even(3, "paid-"), band="priority"))
     bulk = Chat(
-        name="bulk", arrivals=Poisson(2.5 * knobs.load), callers=Callers(tenants=even(3, "bulk-"), band="bulk"),
-        prompt=Lengths(1500, 0.4, maximum=4096), output=Lengths(500, 0.4, maximum=1500),
+        name="bulk", arrivals=Poisson(1.3 * knobs.load), callers=Callers(tenants=even(3, "bulk-"), band="bulk"),
+        prompt=Lengths(1500, 0.4, maximum=4096), output=Lengths(1000, 0.3, maximum=1500),
     )  # fmt: skip
     brief = Chat(
-        name="brief", arrivals=Poisson(1.0 * knobs.load), callers=Callers(tenants=even(3, "brief-"), band="bulk"),
+        name="brief", arrivals=Poisson(0.5 * knobs.load), callers=Callers(tenants=even(3, "brief-"), band="bulk"),
         prompt=QUESTION, output=Lengths(40, 0.4, maximum=80),
     )  # fmt: skip
     return setup(

@@ -24,6 +24,8 @@ ROOT = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 KEY = "a key that both sides have"
 PROMPTS, ROUNDS = 24, 3
+LONG = 1500
+"""Answer tokens that take long enough for a worker to be killed meanwhile."""
 DTYPES = ("float32", "float32", "bfloat16")
 
 pytestmark = pytest.mark.timeout(300)
@@ -173,19 +175,20 @@ def test_the_prompts_of_one_name_are_spread_over_workers_of_several_identities(f
         identity = {each["id"]: each["identity"] for each in json.load(response)["workers"]}
     first, second, other = (identity[worker.id] for worker in fleet.workers)
     assert first == second != other
-    assert len(set(identity.values())) <= 3, "the hub's copy is the same checkpoint"
+    assert len(set(identity.values())) == 2, "the hub's copy is the same checkpoint, of one of these types"
 
 
 def test_a_stream_whose_worker_dies_goes_on_at_one_that_computes_the_same(fleet: Fleet) -> None:
     """The only worker of its identity dies: it waits until that is back, and goes on with the very tokens."""
     (other,) = (worker for worker, dtype in zip(fleet.workers, DTYPES, strict=True) if dtype == "bfloat16")
+    # Whichever worker gets a prompt first, gets it again: it is cached there.
     for prompt in prompts("forest"):
-        whole = fleet.complete("acme/tiny", prompt, max_tokens=300, ignore_eos=True)
+        whole = fleet.complete("acme/tiny", prompt, max_tokens=LONG, ignore_eos=True)
         if fleet.explained(whole["id"])["decisions"][0]["worker"] == other.id:
             break
     else:
         pytest.fail("none of the prompts was sent to the third worker")
-    body = {"model": "acme/tiny", "prompt": prompt, "temperature": 0, "max_tokens": 300, "ignore_eos": True}
+    body = {"model": "acme/tiny", "prompt": prompt, "temperature": 0, "max_tokens": LONG, "ignore_eos": True}
     text, name = "", ""
     with fleet.open("/v1/completions", {**body, "stream": True}) as response:
         for number, line in enumerate(line for line in response if line.startswith(b"data: {")):
