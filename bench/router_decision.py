@@ -10,6 +10,7 @@ Times are process CPU: of a decision (look-up, scores, pick, record), and per re
 
 import argparse
 import json
+from collections.abc import Sequence
 from random import Random
 from statistics import median, quantiles
 from time import process_time_ns
@@ -17,6 +18,7 @@ from time import process_time_ns
 from penstock.config.flow import QueueConfig
 from penstock.config.kv_index import KVIndexConfig
 from penstock.config.placement import PlacementConfig
+from penstock.kv.hashing import BlockHasher
 from penstock.kv.locality import KVLocality
 from penstock.kv.prefix_index import Tier
 from penstock.kv.prompt_keys import PromptKeyMaker, PromptKeys
@@ -28,7 +30,7 @@ from penstock.policy.room import Room, Rooms, WorkerView
 from penstock.policy.route import Router
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
-KEY = b"bench/router_decision"
+KEY, IDENTITY = b"bench/router_decision", "bench"
 BLOCKS = 512
 STREAMS = 8
 """Requests per worker that run at any time."""
@@ -39,11 +41,15 @@ STORED = 512
 class FixedKeys(PromptKeys):
     """Keys that were made beforehand."""
 
-    __slots__ = ()
+    __slots__ = ("_made",)
 
     def __init__(self, maker: PromptKeyMaker, own: list[int]) -> None:
         super().__init__(maker, range(16 * len(own)))
-        self._own = {KEY: own}
+        self._made = own
+
+    def own(self, hasher: BlockHasher) -> Sequence[int]:
+        """See `PromptKeys`."""
+        return self._made
 
 
 class Rig:
@@ -98,8 +104,9 @@ def rig(policy: str, num_workers: int, seed: int) -> Rig:
             worker, WorkerView(max_running=64, kv_blocks_total=65_536, kv_blocks_used=20_000, running=0)
         )
         residency = locality.add(worker, model="m", is_own=True)
+        locality.identify(worker, IDENTITY)
         for keys in prompts[2 * i : 2 * i + 2]:
-            residency.hear([Stored(keys.own(KEY)[:STORED], None, b"", 16, Tier.DEVICE)])
+            residency.hear([Stored(residency.names.keys_of(keys)[:STORED], None, b"", 16, Tier.DEVICE)])
     if policy == "least_loaded":
         return Rig(LeastLoaded(), rooms, prompts, seed)
     log = DecisionLog(kept_max=1024)

@@ -20,13 +20,13 @@ from penstock.config.kv_index import KVIndexConfig
 from penstock.config.placement import PlacementConfig
 from penstock.config.routing import RoutingConfig
 from penstock.config.tree import Config, EngineConfig
+from penstock.kv.hashing import BlockHasher
 from penstock.kv.locality import KVLocality
 from penstock.kv.prompt_keys import PromptKeys, own_keys
 from penstock.policy.band import Work
 from penstock.policy.parts import LeastLoaded, Placement
 from penstock.policy.room import Room, Rooms
 from penstock.sim.arrivals import Poisson
-from penstock.sim.caches import NAMES_KEY
 from penstock.sim.prompts import BlockNames
 from penstock.sim.request import Segment, SimRequest
 from penstock.sim.spec import PoolSpec, WorldSpec
@@ -37,6 +37,7 @@ from penstock.sim.world import World
 from penstock.types import WorkerId
 
 WORKERS = 4
+KEY = b"bench/router_policies"
 POLICIES = ("round_robin", "least_loaded", "approximate", "weighted", "ttft")
 
 
@@ -68,7 +69,7 @@ class Approximate(LeastLoaded):
 
     def __init__(self) -> None:
         # Such a router keeps a tree of what was sent, bounded by its size and not by time.
-        self._seen = KVLocality(KVIndexConfig(predicted_ttl_s=3600), NAMES_KEY)
+        self._seen = KVLocality(KVIndexConfig(predicted_ttl_s=3600), KEY)
 
     def place(
         self,
@@ -82,6 +83,7 @@ class Approximate(LeastLoaded):
         for room in rooms:
             if self._seen.get(room.id) is None:
                 self._seen.add(room.id, model=work.keys.model, is_own=True)
+                self._seen.identify(room.id, room.view.identity)
         best = next(iter(self._seen.match(now_ns, work.keys).holders(1)), None)
         if best is not None and best[1].blocks > work.keys.num_blocks / 2:
             room, loads = rooms.get(best[0]), [room.booked for room in rooms]
@@ -117,7 +119,7 @@ def spec_of(policy: str, seed: int, worker: WorkerSpec) -> WorldSpec:
 
 def ideal_hit_rate(requests: Sequence[SimRequest]) -> float:
     """Of one cache that never forgets and knows every prompt as soon as it came, answers too."""
-    names, seen, hits, total = BlockNames(), set[int](), 0, 0
+    names, seen, hits, total = BlockNames(BlockHasher(key=KEY, identity="any")), set[int](), 0, 0
     for request in requests:
         keys = own_keys(names.chain(request.prompt, salt=request.tenant.encode(), adapter=request.adapter))
         usable = keys[: (request.prompt_tokens - 1) // 16]

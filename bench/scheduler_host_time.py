@@ -31,7 +31,7 @@ CLOCK = SystemClock()
 def make_scheduler(rows: int, context: int, steps: int) -> Scheduler:
     """A scheduler with `rows` requests submitted that will still decode after `steps` steps."""
     num_blocks = rows * (blocks_for(context + 2 * steps) + 3)
-    hasher = BlockHasher(key=b"bench" * 4, model="bench", kv_dtype="bfloat16")
+    hasher = BlockHasher(key=b"bench" * 4, identity="bench bfloat16")
     limits = Limits(step_tokens=8192, max_running=rows, max_model_len=context + BLOCK_TOKENS + 4 * steps)
     manager = KVManager.with_prefix_cache(num_blocks, hasher)
     scheduler = Scheduler(limits, manager, CLOCK, FCFSQueue(rows))

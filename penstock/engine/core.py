@@ -227,7 +227,7 @@ def build_core(runner: Runner, config: EngineConfig, hash_key: bytes, clock: Clo
     """The engine around a loaded runner: its scheduler, its KV blocks and their secret names."""
     info = runner.info
     if config.prefix_cache:
-        hasher = BlockHasher(key=hash_key, model=info.model, kv_dtype=info.dtype)
+        hasher = BlockHasher(key=hash_key, identity=info.identity)
         manager = KVManager.with_prefix_cache(info.num_blocks, hasher, _host_limits(info, config))
     else:
         manager = KVManager.without_prefix_cache(info.num_blocks)

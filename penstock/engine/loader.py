@@ -7,13 +7,13 @@ weights up, for benchmarks that have only a `config.json`.
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -171,7 +171,7 @@ def _read_part(part: Part, stored: dict[str, _Stored]) -> Tensor:
 
 def _open_all(directory: Path) -> dict[str, _Stored]:
     stored: dict[str, _Stored] = {}
-    for path in _files(directory):
+    for path in checkpoint_files(directory):
         try:
             file = cast(_File, cast(Any, safe_open)(str(path), framework="pt"))
         except FileNotFoundError as error:
@@ -184,7 +184,18 @@ def _open_all(directory: Path) -> dict[str, _Stored]:
     return stored
 
 
-def _files(directory: Path) -> list[Path]:
+class _Index(msgspec.Struct):
+    """What is read of an index."""
+
+    weight_map: dict[str, str]
+
+
+def checkpoint_files(directory: Path) -> list[Path]:
+    """The safetensors files of a model directory, in the order of their names.
+
+    Raises:
+        CheckpointError: there are none, or the index of them is broken.
+    """
     index = directory / INDEX_FILE
     if not index.exists():
         single = directory / SINGLE_FILE
@@ -192,9 +203,8 @@ def _files(directory: Path) -> list[Path]:
             raise CheckpointError(f"{directory}: has neither {SINGLE_FILE} nor {INDEX_FILE}")
         return [single]
     try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        files = sorted({str(name) for name in weight_map.values()})
-    except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
+        files = sorted(set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()))
+    except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:
         raise CheckpointError(
             f"{index}: not an index: expected an object with a weight_map of tensors to files"
         ) from error

@@ -15,6 +15,7 @@ import torch
 from penstock.clock import Clock
 from penstock.config.tree import EngineConfig
 from penstock.engine.arrays import as_tensor
+from penstock.engine.fingerprint import identify, name_of
 from penstock.engine.gpu.load import cuda_target, load_on_device
 from penstock.engine.gpu.runner import DeviceRunner
 from penstock.engine.host_store import HostStore, host_store
@@ -159,8 +160,9 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
     budget = plan_kv(config, spec, bytes_per_value=size, free_bytes=free)
     info = ModelInfo(
         model=model_path.name,
+        identity=identify(model_path, config, dtype=name_of(dtype), kernels=computing.kernels),
         architecture=spec.architecture,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=name_of(dtype),
         quantization=config.quantization,
         num_parameters=spec.num_parameters,
         vocab_size=spec.vocab_size,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from penstock.config.tree import EngineConfig
 from penstock.engine.attention.base import AttentionBatch
+from penstock.engine.fingerprint import torch_kernels
 from penstock.engine.kernels import TorchKernels
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.models.decoder import Decoder, DecoderLimits, WeightSource
@@ -93,6 +94,11 @@ class Computing:
     precision: Precision = "native"
     """Of the weights."""
 
+    @property
+    def kernels(self) -> str:
+        """Names them, and what their bits depend on."""
+        return torch_kernels() if self.native is None else f"native {self.native.isa}"
+
 
 def choose_computing(config: EngineConfig, spec: DecoderSpec) -> Computing:
     """The native kernels if the config wants them and they can compute this model here, else torch.
@@ -144,7 +150,7 @@ def wire_model(
     native = computing.native
     if native is not None:
         decoder = NativeDecoder(spec, weights, native, limits, cache, computing.precision)
-        return _Pair(f"native {native.isa}", decoder, NativeAttention(), decoder.rehearsing)
+        return _Pair(computing.kernels, decoder, NativeAttention(), decoder.rehearsing)
     kernels = TorchKernels(spec, max_tokens=limits.step_tokens, device=cache.tensor.device)
     torch_decoder = Decoder(spec, weights, kernels, limits)
     attention = kernels.attention(cache, torch_decoder.rotary)

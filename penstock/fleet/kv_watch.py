@@ -30,6 +30,8 @@ class KVWatch:
         self._registry, self._config, self._log = registry, config, log
         self._feeds: dict[WorkerId, KVFeed] = {}
         self._epochs: dict[WorkerId, int] = {}
+        self._unmatched: set[WorkerId] = set()
+        """Those that were warned of."""
         self._num_replays = 0  # Of feeds that are closed.
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -56,6 +58,7 @@ class KVWatch:
         if worker.state is WorkerState.GONE:
             self.locality.remove(worker.id)
             self._epochs.pop(worker.id, None)
+            self._unmatched.discard(worker.id)
             self._close_feed(worker.id)
             return
         residency = self.locality.get(worker.id)
@@ -69,9 +72,26 @@ class KVWatch:
         self._epochs[worker.id] = worker.epoch
         info = worker.backend.status.info
         if worker.shares_key and worker.is_ready and info is not None:
-            self.locality.set_own_model(
-                worker.route, checkpoint=info.model, kv_dtype=info.dtype, key=worker.hash_key
-            )
+            self.locality.identify(worker.id, info.identity)
+
+        if residency.is_unmatched != (worker.id in self._unmatched):
+            self._tell_unmatched(worker, residency)
+
+    def _tell_unmatched(self, worker: Worker, residency: Residency) -> None:
+        """Say once that a worker's events are of no use, and once that they are again."""
+        if not residency.is_unmatched:
+            self._unmatched.discard(worker.id)
+            self._log.info("a worker's KV events are of use again", worker=worker.id)
+            return
+        self._unmatched.add(worker.id)
+        info = worker.backend.status.info
+        self._log.warning(
+            "prompts hit a worker's cache, but its KV events name none of their blocks: routing by cache is off for it",
+            worker=worker.id,
+            model=worker.route,
+            identity=info.identity if info is not None else "",
+            answers=residency.num_untold,
+        )
 
     def _listen(self, worker: Worker, residency: Residency) -> None:
         if worker.shares_key and isinstance(worker.backend, OwnBackend):

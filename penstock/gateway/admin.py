@@ -156,6 +156,7 @@ def _worker(worker: Worker, now_ns: int, wall_ns: int) -> WorkerReport:
         stage=worker.stage,
         epoch=worker.epoch,
         address=worker.address,
+        identity=status.info.identity if status.info is not None else "",
         running=stats and stats.running,
         waiting=stats and stats.waiting,
         kv_blocks_used=stats and stats.blocks_used,

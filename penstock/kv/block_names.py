@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
-from penstock.kv.hashing import TOKEN_BYTES
+from penstock.kv.hashing import TOKEN_BYTES, BlockHasher
 from penstock.kv.prefix_index import Tier
 from penstock.kv.prompt_keys import CanonicalHasher, PromptKeys
 from penstock.kv.vllm_events import KVEventError, Removed, Stored
@@ -55,17 +55,19 @@ class BlockNames(Protocol):
 class OwnNames:
     """Of a worker that runs our engine and names its blocks with a key that we have too."""
 
-    __slots__ = ("key", "num_orphans", "num_skipped", "refused", "unit")
+    __slots__ = ("hasher", "key", "num_orphans", "num_skipped", "refused", "unit")
 
     def __init__(self, key: bytes) -> None:
         self.key = key
+        self.hasher: BlockHasher | None = None
+        """Of what it computes (identity.py); None until it has announced that."""
         self.num_orphans = self.num_skipped = 0
         self.refused = ""
         self.unit = 1
 
     def keys_of(self, prompt: PromptKeys) -> Sequence[int]:
         """See `BlockNames`."""
-        return prompt.own(self.key)
+        return () if self.hasher is None else prompt.own(self.hasher)
 
     def stored(self, event: Stored) -> Named:
         """See `BlockNames`."""

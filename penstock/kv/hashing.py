@@ -1,16 +1,17 @@
 """The name of a KV block: a keyed hash chained over the tokens before it.
 
-    root   = H(key, model, KV dtype, adapter, tenant salt)
+    root   = H(key, identity, adapter, tenant salt)
     hash_0 = H(key, root   || tokens 0..15)
     hash_1 = H(key, hash_0 || tokens 16..31)   ...
 
 A prompt may begin in the public region, with blocks that an operator declared to be anybody's. There the root is
 without a salt, and the salt is mixed in where the first private block begins:
 
-    public root = H(key, model, KV dtype, adapter)
+    public root = H(key, identity, adapter)
     hash_0      = H(key, public root || tokens 0..15)       equal for every tenant
     hash_1      = H(key, H(key, hash_0, tenant salt) || tokens 16..31)      this tenant's own
 
+The identity is that of the model's computation (identity.py), whatever the model is called where.
 Two blocks have the same hash exactly when everything that decides their KV is the same, and, outside of the public
 region, only for one tenant: so the engine's prefix cache, the router's locality index and the simulator can share this one name.
 H is BLAKE2b (RFC 7693) with a secret key: without the key nobody can look for collisions or recompute the
@@ -64,24 +65,25 @@ def token_bytes(tokens: "array[int] | Sequence[int]") -> bytes:
 
 
 class BlockHasher:
-    """Makes the hash chains of one model. Immutable, and cheap: about 0.4 us per block.
+    """Makes the hash chains of one model's computation. Immutable, and cheap: about 0.4 us per block.
 
-    Every process that must agree on hashes (a router and its workers) is given the same `key`.
+    Every process that must agree on hashes (a router and its workers) is given the same `key`, and goes by the identity that
+    the worker announces.
     """
 
     __slots__ = ("_block", "_identity", "_key")
 
-    def __init__(self, *, key: bytes, model: str, kv_dtype: str) -> None:
+    def __init__(self, *, key: bytes, identity: str) -> None:
         assert 16 <= len(key) <= hashlib.blake2b.MAX_KEY_SIZE, "a short key can be guessed"
         self._key = key
-        self._identity = (model.encode(), kv_dtype.encode())
+        self._identity = identity.encode()
         # Keying costs a compression: it is done once here and copied per block.
         self._block = hashlib.blake2b(key=key, digest_size=DIGEST_BYTES, person=b"penstock block")
 
     def root(self, *, salt: bytes = b"", adapter: str = "") -> BlockHash:
         """The parent of every first block under this tenant `salt` and `adapter`."""
         hasher = hashlib.blake2b(key=self._key, digest_size=DIGEST_BYTES, person=b"penstock root")
-        for part in (*self._identity, adapter.encode(), salt):
+        for part in (self._identity, adapter.encode(), salt):
             # The length goes first, so that no two lists of parts spell the same bytes.
             hasher.update(struct.pack("<Q", len(part)) + part)
         return BlockHash(hasher.digest())
@@ -89,7 +91,7 @@ class BlockHasher:
     def public_root(self, *, adapter: str = "") -> BlockHash:
         """The parent of every first block in the public region, which is no tenant's."""
         hasher = hashlib.blake2b(key=self._key, digest_size=DIGEST_BYTES, person=b"penstock public")
-        for part in (*self._identity, adapter.encode()):
+        for part in (self._identity, adapter.encode()):
             hasher.update(struct.pack("<Q", len(part)) + part)
         return BlockHash(hasher.digest())
 

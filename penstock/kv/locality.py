@@ -30,11 +30,15 @@ _LOOKS = 4
 class Located:
     """Which workers have how much of one prompt, as far as they are believed at this moment."""
 
-    __slots__ = ("_match", "_now_ns", "_numbers", "_workers")
+    __slots__ = ("_match", "_model", "_now_ns", "_numbers", "_workers")
 
-    def __init__(self, now_ns: int, match: Match, workers: "_Workers", numbers: "_Numbers") -> None:
-        """`workers` and `numbers` say who has which number in `match`; they do not change any more."""
-        self._now_ns, self._match = now_ns, match
+    def __init__(
+        self, now_ns: int, match: Match, model: "_Model | None", workers: "_Workers", numbers: "_Numbers"
+    ) -> None:
+        """`workers` and `numbers` say who has which number in `match`; they do not change any more. Workers of other models than
+        `model` may compute the same, and have the prompt too: they are left out.
+        """
+        self._now_ns, self._match, self._model = now_ns, match, model
         self._workers, self._numbers = workers, numbers
 
     def of(self, worker: WorkerId) -> Held:
@@ -51,18 +55,19 @@ class Located:
         """
         found: list[tuple[WorkerId, Held]] = []
         if most:
-            for number, held in islice(self._match.holders(), _LOOKS * most):
-                worker, residency = self._numbers[number]
+            model, numbers = self._model, self._numbers
+            known = (
+                (numbers[number], held)
+                for number, held in self._match.holders()
+                if numbers[number][2] is model
+            )
+            for (worker, residency, _), held in islice(known, _LOOKS * most):
                 believed = _believed(held, residency, self._now_ns)
                 if believed.device or believed.host:
                     found.append((worker, believed))
                     if len(found) == most:
                         break
         return found
-
-
-_Workers = Mapping[WorkerId, Residency]
-_Numbers = Mapping[int, tuple[WorkerId, Residency]]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -80,19 +85,24 @@ class LocalityStatistics:
     blocks_hit: int
     blocks_missed: int
     blocks_unexpected: int
+    unmatched_workers: int
+    """Workers whose events name blocks by which no prompt is ever found."""
 
 
 class _Model:
     """One model's keys, and which of them its workers go by."""
 
-    __slots__ = ("maker", "num_foreign", "num_own", "own_models")
+    __slots__ = ("maker", "num_foreign", "num_own")
 
     def __init__(self, maker: PromptKeyMaker) -> None:
         self.maker = maker
-        self.own_models: dict[bytes, tuple[str, str]] = {}
-        self.num_own = Counter[bytes]()
-        """Workers of ours, by the key of their block names."""
+        self.num_own = Counter[BlockHasher]()
+        """Workers of ours, by what names their blocks: a prompt is looked up once for each identity and secret."""
         self.num_foreign = 0
+
+
+_Workers = Mapping[WorkerId, Residency]
+_Numbers = Mapping[int, tuple[WorkerId, Residency, _Model]]
 
 
 class _Counters:
@@ -124,6 +134,8 @@ class KVLocality:
         self.index = PrefixIndex(entries_max=config.entries_max, predicted_max=config.predicted_max)
         self._models: dict[str, _Model] = {}
         self._models_of: dict[WorkerId, _Model] = {}
+        self._hashers: dict[tuple[bytes, str], BlockHasher] = {}
+        """By secret and identity, of workers that are there."""
         self._workers: _Workers = {}  # Replaced, never changed: a `Located` keeps both.
         self._numbers: _Numbers = {}
         self._gone = _Counters()
@@ -136,12 +148,23 @@ class KVLocality:
         """What makes the keys of this model's prompts; the same object for good."""
         return self._model(model).maker
 
-    def set_own_model(self, model: str, *, checkpoint: str, kv_dtype: str, key: bytes = b"") -> None:
-        """How our workers of `model` with this key name their blocks: by what they say that they serve."""
-        entry, key = self._model(model), key or self._key
-        if entry.own_models.get(key) != (checkpoint, kv_dtype):
-            entry.own_models[key] = checkpoint, kv_dtype
-            entry.maker.own[key] = BlockHasher(key=key, model=checkpoint, kv_dtype=kv_dtype)
+    def identify(self, worker: WorkerId, identity: str) -> None:
+        """A worker of ours announced what it computes (identity.py): its blocks are looked up by names that start from that. Its
+        name for the model is a label. If it was another identity before, what was believed of it is forgotten.
+        """
+        residency = self._workers[worker]
+        names, entry = residency.names, self._models_of[worker]
+        assert isinstance(names, OwnNames), f"{worker} names its blocks in its own way"
+        hasher = self._hashers.get((names.key, identity))
+        if hasher is None:
+            hasher = self._hashers[names.key, identity] = BlockHasher(key=names.key, identity=identity)
+        if names.hasher is hasher:
+            return
+        if names.hasher is not None:
+            self.index.cleared(residency.worker)
+            self._leave(entry, names)
+        names.hasher = hasher
+        entry.num_own[hasher] += 1
 
     # --- who is there ----------------------------------------------------------------------------------
 
@@ -154,7 +177,6 @@ class KVLocality:
         names: BlockNames
         if is_own:
             names = OwnNames(key or self._key)
-            entry.num_own[names.key] += 1
         else:
             entry.num_foreign += 1
             names = ForeignNames(
@@ -164,7 +186,7 @@ class KVLocality:
         residency = Residency(self.index, number, names, config)
         self._models_of[worker] = entry
         self._workers = {**self._workers, worker: residency}
-        self._numbers = {**self._numbers, number: (worker, residency)}
+        self._numbers = {**self._numbers, number: (worker, residency, entry)}
         return residency
 
     def remove(self, worker: WorkerId) -> None:
@@ -174,10 +196,7 @@ class KVLocality:
         self._gone.add(residency)
         entry = self._models_of.pop(worker)
         if isinstance(residency.names, OwnNames):
-            key = residency.names.key
-            entry.num_own[key] -= 1
-            if not entry.num_own[key]:
-                del entry.num_own[key]
+            self._leave(entry, residency.names)
         else:
             entry.num_foreign -= 1
         self._workers = {each: kept for each, kept in self._workers.items() if each != worker}
@@ -203,13 +222,20 @@ class KVLocality:
             blocks_hit=total.hit,
             blocks_missed=total.expected - total.hit,
             blocks_unexpected=total.unexpected,
+            unmatched_workers=sum(each.is_unmatched for each in self._workers.values()),
         )
 
     # --- requests --------------------------------------------------------------------------------------
 
     def match(self, now_ns: int, keys: object) -> Located:
         """Look a prompt up. `keys` is what `Arrival.keys` holds: `PromptKeys`, or None where there are none."""
-        return Located(now_ns, self._match(now_ns, keys), self._workers, self._numbers)
+        if not isinstance(keys, PromptKeys):
+            return Located(now_ns, Match(), None, self._workers, self._numbers)
+        entry = self._model(keys.model)
+        names = [keys.own(hasher) for hasher in entry.num_own]
+        if entry.num_foreign:
+            names.append(keys.canonical)
+        return Located(now_ns, self.index.match(now_ns, *names), entry, self._workers, self._numbers)
 
     def sent(self, now_ns: int, worker: WorkerId, keys: object) -> None:
         """The prompt was sent there, so the worker will soon have it."""
@@ -223,14 +249,16 @@ class KVLocality:
         if residency is not None and isinstance(keys, PromptKeys):
             residency.audit(now_ns, keys, cached_tokens)
 
-    def _match(self, now_ns: int, keys: object) -> Match:
-        if not isinstance(keys, PromptKeys):
-            return Match()
-        entry = self._model(keys.model)
-        names = [keys.own(key) for key in entry.num_own]
-        if entry.num_foreign:
-            names.append(keys.canonical)
-        return self.index.match(now_ns, *names)
+    def _leave(self, entry: _Model, names: OwnNames) -> None:
+        """One worker fewer goes by these names; those that nobody goes by are not made any more."""
+        if (hasher := names.hasher) is None:
+            return
+        names.hasher = None
+        entry.num_own[hasher] -= 1
+        if not entry.num_own[hasher]:
+            del entry.num_own[hasher]
+            if not any(hasher in each.num_own for each in self._models.values()):
+                self._hashers = {name: kept for name, kept in self._hashers.items() if kept is not hasher}
 
     def _model(self, model: str) -> _Model:
         if (found := self._models.get(model)) is None:

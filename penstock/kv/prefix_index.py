@@ -310,6 +310,15 @@ class PrefixIndex:
         holder = self._holders.get(worker)
         return holder is not None and bool(self._tiers[tier][key & self._low_bits].get(key, 0) & holder.bit)
 
+    def was_told(self, worker: int, key: int) -> bool:
+        """Whether the worker itself said that it has this block, in any tier; not only a prediction says so."""
+        holder = self._holders.get(worker)
+        return (
+            holder is not None
+            and key not in holder.predicted
+            and any(shards[key & self._low_bits].get(key, 0) & holder.bit for shards in self._tiers)
+        )
+
     def _runs(self, keys: Sequence[int], shards: _Shards, others: _Shards | None, among: int = -1) -> _Runs:
         """(length, workers whose prefix is that long) for every length that there is, in `shards` or `others`."""
         low_bits, num = self._low_bits, len(keys)

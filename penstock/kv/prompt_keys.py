@@ -1,7 +1,7 @@
 """What a router asks its index for: the 64-bit keys of a prompt's KV blocks, under two names.
 
     own        the first 8 bytes of our engine's block hash (hashing.py), which its KV events carry:
-               one look in the index answers for our workers that share a key, and nothing is hashed twice
+               one look in the index answers for our workers of one identity that share a key, and nothing is hashed twice
     canonical  a chain of our own over blocks of 16 tokens, for everybody else's blocks
 
                root  = H(key, model, adapter, namespace)
@@ -115,7 +115,7 @@ class PromptKeys:
         """What the worker that it was sent to was expected to have of it (see residency.py)."""
         self._maker = maker
         self._tokens = token_ids
-        self._own: dict[bytes, list[int]] = {}
+        self._own: dict[BlockHasher, list[int]] = {}
         self._canonical: list[int] | None = None
 
     @property
@@ -128,13 +128,11 @@ class PromptKeys:
         """Whole blocks of the prompt: as many as there are keys of either kind."""
         return self.num_tokens // BLOCK_TOKENS
 
-    def own(self, key: bytes) -> Sequence[int]:
-        """Keys of the blocks of our workers that name them with `key`; none while their model is not known yet. Leading public
-        blocks are everybody's.
+    def own(self, hasher: BlockHasher) -> Sequence[int]:
+        """Keys of the blocks of our workers that name them with `hasher`: of one identity, with one secret. Leading public blocks
+        are everybody's.
         """
-        if (found := self._own.get(key)) is None:
-            if (hasher := self._maker.own.get(key)) is None:
-                return ()
+        if (found := self._own.get(hasher)) is None:
             hashes: list[BlockHash] = []
             lineage = _Lineage(
                 hasher.root_of(salt=self.owner, adapter=self.adapter, num_public=self.num_public),
@@ -142,7 +140,7 @@ class PromptKeys:
                 self.num_public,
             )
             hasher.grow(hashes, self._array(), self.num_blocks, lineage=lineage)
-            self._own[key] = found = own_keys(hashes)
+            self._own[hasher] = found = own_keys(hashes)
         return found
 
     @property
@@ -161,14 +159,11 @@ class PromptKeys:
 class PromptKeyMaker:
     """Makes the keys of the prompts of one model."""
 
-    __slots__ = ("canonical", "model", "own")
+    __slots__ = ("canonical", "model")
 
     def __init__(self, *, key: bytes, model: str) -> None:
         self.model = model
         self.canonical = CanonicalHasher(key=key, model=model)
-        self.own: dict[bytes, BlockHasher] = {}
-        """By the key that workers of ours name their blocks with, as soon as one of them has said which model it serves, and in
-        which type it keeps its KV."""
 
     def keys(
         self, token_ids: Sequence[int], *, salt: bytes = b"", public_tokens: int = 0, adapter: str = ""

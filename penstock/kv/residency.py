@@ -31,6 +31,9 @@ SHRINK, GROW = 0.9, 1.1
 """What one answer does to the size that a silent worker's cache is taken to have."""
 UNREADABLE_MAX = 16
 """Batches of one worker that may be nonsense before it is not listened to any more."""
+UNTOLD_MAX = 16
+"""Answers in a row that found blocks of which the worker's events had not told. A few come with every gap; so many say that the
+events name blocks in another way than prompts are looked up by, so that none of them is ever found."""
 PREDICTED_MIN = 64
 """It is not taken for smaller than a prompt of 1,024 tokens."""
 
@@ -96,6 +99,8 @@ class Residency:
         self.audited = Audit()
         self.trust = 1.0
         """How much of what was expected of this worker lately came true, 0 to 1."""
+        self.num_untold = 0
+        """Answers in a row that found blocks in the cache, of which its events, though they are heard, had not told."""
         self.num_gaps = self.num_unreadable = self.num_unknown = 0
         self._index, self._config = index, config
         self._next = 0
@@ -205,6 +210,7 @@ class Residency:
         self._next, self._last_live, self._last_payload = 0, -1, b""
         self._held.clear()
         self.wanted, self._awaited_ns, self._start_asked = None, None, False
+        self.num_untold = 0
         self._is_void = self._is_asked
         self._move(StreamInput.SILENT)
 
@@ -329,6 +335,8 @@ class Residency:
         audited.num_unexpected += max(0, actual - expected)
         if expected:
             self.trust += AUDIT_WEIGHT * (min(actual, expected) / expected - self.trust)
+        if actual and self.state is not StreamState.UNKNOWN:
+            self.num_untold = 0 if self._index.was_told(self.worker, keys[0]) else self.num_untold + 1
         if self.state is StreamState.UNKNOWN:
             self._resize(actual, expected)
             self._predict(now_ns, keys)
@@ -336,6 +344,11 @@ class Residency:
             # What it computed it has told of; what it found is there, whether it was heard of or not.
             self._index.retract(self.worker, keys[actual:])
             self._predict(now_ns, keys[:actual])
+
+    @property
+    def is_unmatched(self) -> bool:
+        """Its events are heard, and name blocks by which no prompt is ever found."""
+        return self.num_untold >= UNTOLD_MAX
 
     def credit(self, now_ns: int) -> float:
         """By how much to believe what the index says of this worker, 0 to 1."""

@@ -59,6 +59,8 @@ class Work(msgspec.Struct, eq=False, kw_only=True):
     """Capabilities that its worker must have (`types.Capability`)."""
     goes_on: bool = False
     """It was begun on a worker that is lost: only one that goes on behind its last token can have it."""
+    identity: str = ""
+    """Of the worker that it was started on last: where it goes on must be the same, or its tokens would be another model's."""
 
     number: int = 0
     """By order of the first push."""

@@ -255,6 +255,7 @@ class FlowControl:
         if again is not None:
             self._parts.health.ended(now_ns, lane.route, flow.worker, error)
             flow.on(again, now_ns)
+            work.identity = life.booked.identity  # Of the attempt that was ahead, if there were two.
             self.races.release(now_ns, life)
             lane.failed(flow.worker, work)
             if flow.has_begun:

@@ -41,7 +41,9 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     adapters_max: int = 0
     """Adapters that it can hold, and so load; 0: only those that it has."""
     resumes: bool = True
-    """It can go on with what another worker began."""
+    """It can go on with what another worker of its identity began."""
+    identity: str = ""
+    """What it computes (kv/identity.py); empty: it does not tell."""
     adapters_served: frozenset[str] | None = None
     """Adapters that it takes requests for, loaded or not; None: those that it has or can load."""
     capabilities: frozenset[str] = frozenset()
@@ -94,7 +96,7 @@ class Room:
     def fits(self, work: Work) -> bool:
         """Whether it could be started now. An idle worker takes anything: what it cannot do at all it refuses itself."""
         view, taken = self.view, self.booked + self.others
-        if not view.ready or (work.goes_on and not view.resumes) or not self.is_able(work):
+        if not view.ready or (work.goes_on and not goes_on_at(work, view)) or not self.is_able(work):
             return False
         if not taken:
             return True
@@ -203,6 +205,7 @@ class Rooms:
 
     def book(self, room: Room, work: Work) -> None:
         """It was started there."""
+        work.identity = room.view.identity
         room.booked += work.streams
         self.num_running += work.streams
         room.pending_blocks += work.blocks
@@ -239,6 +242,7 @@ class Rooms:
             room
             for room in self._rooms.values()
             if room.view.ready and room.id not in blocked and room.is_able(work)
+            if not work.goes_on or goes_on_at(work, room.view)
         ]
         if not ready:
             return None
@@ -319,6 +323,11 @@ class Rooms:
             assert room.held == (room is self.held), room.id
             assert room.alone == (len(rooms) == 1), room.id
             assert room.rank in (None, (_load(room), room.turn, room.number, room)), room.id
+
+
+def goes_on_at(work: Work, view: WorkerView) -> bool:
+    """Whether what was begun elsewhere gets the very tokens there that would have followed: nothing else is promised of a stream."""
+    return view.resumes and view.identity == work.identity
 
 
 def uncached_tokens(work: Work) -> int:

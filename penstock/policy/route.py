@@ -24,7 +24,7 @@ from penstock.policy.decision_log import DecisionLog
 from penstock.policy.locality import NOTHING_LOCATED, LastWorkers, Locality, Located, NoLocality
 from penstock.policy.parts import Hold
 from penstock.policy.pick import Choice, Decision, Draw, choose, choose_only, score_all
-from penstock.policy.room import Room, Rooms, uncached_tokens
+from penstock.policy.room import Room, Rooms, goes_on_at, uncached_tokens
 from penstock.policy.score import RequestFacts, WorkerFacts, score_policy
 from penstock.policy.speed import Ran, Speeds
 from penstock.types import BLOCK_TOKENS, RequestId, Usage, WorkerId
@@ -334,7 +334,7 @@ def _filter(work: Work, room: Room, blocked: Collection[WorkerId]) -> str:
         return "not_ready"
     if blocked and room.id in blocked:
         return "blocked"
-    if work.goes_on and not view.resumes:
+    if work.goes_on and not goes_on_at(work, view):
         return "resume"
     if 0 < view.max_model_len < work.context_tokens:
         return "context"

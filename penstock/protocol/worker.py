@@ -25,7 +25,7 @@ import msgspec
 
 from penstock.types import COMMON_CAPABILITIES, FinishReason, RequestId, SamplingParams, TokenLogprob, Usage
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 WARMING_UP = "warming up"
 """The stage of `Loading` that comes last: the weights are there, and the first steps are run."""
@@ -98,6 +98,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the worker serves, told once it is ready."""
 
     model: str
+    """What clients call it: a label."""
+    identity: str = ""
+    """What it computes (kv/identity.py): its KV blocks' names start from it, and only workers of one identity go on with each
+    other's streams. Empty: the worker does not tell."""
     architecture: str
     dtype: str
     """Type of activations and KV cache, and of the weights unless `quantization` says otherwise."""

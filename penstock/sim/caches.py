@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from penstock import rng
 from penstock.config.tree import Config
 from penstock.kv.events import KVEventBatch, Numbered
-from penstock.kv.hashing import BlockHash
+from penstock.kv.hashing import BlockHasher
 from penstock.kv.locality import KVLocality
 from penstock.kv.prompt_keys import PromptKeyMaker, PromptKeys, own_keys
 from penstock.kv.residency import Residency
@@ -14,20 +14,52 @@ from penstock.policy.decision_log import DecisionLog
 from penstock.policy.parts import LeastLoaded, Placement
 from penstock.policy.route import Router
 from penstock.sim.kv_words import KVNews
+from penstock.sim.prompts import BlockNames
+from penstock.sim.request import SimRequest
 from penstock.types import WorkerId
 
-NAMES_KEY = b"simulated gateway"
-"""What simulated workers name their blocks with."""
+_HASHERS_MAX = 256
+"""Whose names are kept: every worker that computes something else has one."""
 
 
-class NamedKeys(PromptKeys):
-    """Keys of a prompt whose blocks have names already (prompts.py)."""
+class Chains:
+    """What names the blocks of prompts, by hasher: one for each identity that workers have announced."""
 
-    __slots__ = ()
+    __slots__ = ("_names",)
 
-    def __init__(self, maker: PromptKeyMaker, num_tokens: int, names: Sequence[BlockHash]) -> None:
-        super().__init__(maker, range(num_tokens))
-        self._own = {NAMES_KEY: own_keys(names)}
+    def __init__(self) -> None:
+        self._names: dict[BlockHasher, BlockNames] = {}
+
+    def of(self, hasher: BlockHasher) -> BlockNames:
+        """Of the workers that go by it."""
+        found = self._names.get(hasher)
+        if found is None:
+            if len(self._names) >= _HASHERS_MAX:
+                del self._names[next(iter(self._names))]
+            found = self._names[hasher] = BlockNames(hasher)
+        return found
+
+
+class SegmentKeys(PromptKeys):
+    """Keys of a prompt that is made of segments, named by them (prompts.py), not hashed token by token."""
+
+    __slots__ = ("_chains", "_public_tokens", "_segments")
+
+    def __init__(self, maker: PromptKeyMaker, chains: Chains, request: SimRequest, salt: bytes) -> None:
+        public = request.public_tokens
+        super().__init__(
+            maker, range(request.prompt_tokens), salt=salt, public_tokens=public, adapter=request.adapter
+        )
+        self._chains, self._segments, self._public_tokens = chains, request.prompt, public
+
+    def own(self, hasher: BlockHasher) -> Sequence[int]:
+        """See `PromptKeys`."""
+        if (found := self._own.get(hasher)) is None:
+            names = self._chains.of(hasher).chain(
+                self._segments, salt=self.owner, adapter=self.adapter, public_tokens=self._public_tokens
+            )
+            found = self._own[hasher] = own_keys(names)
+        return found
 
 
 class Asked:
@@ -42,10 +74,12 @@ class Asked:
 class Caches:
     """One gateway's. Off where placement asks for nothing of it."""
 
-    def __init__(self, config: Config, *, seed: int, gateway: int) -> None:
+    def __init__(self, config: Config, *, hash_key: bytes, seed: int, gateway: int) -> None:
+        """`hash_key` is that of the launcher of its workers."""
+        self._chains = Chains()
         self._config, self._seed, self._gateway = config.routing.placement, seed, gateway
         self.is_on = self._config.policy != "least_loaded"
-        self.locality = KVLocality(config.kv_index, NAMES_KEY)
+        self.locality = KVLocality(config.kv_index, hash_key)
         self._asked: dict[WorkerId, Asked] = {}
         self.decisions = DecisionLog(kept_max=self._config.decisions_kept)
 
@@ -56,14 +90,15 @@ class Caches:
         draw = rng.stream(self._seed, f"placement/{self._gateway}/{route}").randrange
         return Router(route, self._config, draw, locality=self.locality, log=self.decisions)
 
-    def keys(self, route: str, num_tokens: int, names: Sequence[BlockHash]) -> PromptKeys:
-        """Of a prompt with these block names."""
-        return NamedKeys(self.locality.maker(route), num_tokens, names)
+    def keys(self, route: str, request: SimRequest, salt: bytes) -> PromptKeys | None:
+        """Of a tenant's request; None where nobody asks for them."""
+        return SegmentKeys(self.locality.maker(route), self._chains, request, salt) if self.is_on else None
 
-    def joined(self, worker: WorkerId, route: str) -> None:
-        """A worker is there."""
+    def joined(self, worker: WorkerId, route: str, identity: str) -> None:
+        """A worker is there, and has announced what it computes."""
         if self.is_on:
             self.locality.add(worker, model=route, is_own=True)
+            self.locality.identify(worker, identity)
 
     def left(self, worker: WorkerId) -> None:
         """A worker is gone."""

@@ -1,4 +1,4 @@
-"""What faults do to a world: each kind has a beginning and an end."""
+"""What faults do to a world: each kind has a beginning, and an end unless it is to stay."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,8 @@ class Chaos:
         for fault in faults:
             if fault.kind not in _WHOLE_RUN:
                 world.timeline.at(fault.at_ns, WORLD, Rank.FAULT, self._begin, fault)
-                world.timeline.at(fault.until_ns, WORLD, Rank.FAULT, self._end, fault)
+                if fault.until_ns:
+                    world.timeline.at(fault.until_ns, WORLD, Rank.FAULT, self._end, fault)
 
     def _begin(self, now_ns: int, fault: Fault) -> None:
         world, kind = self._world, fault.kind

@@ -10,7 +10,6 @@ from penstock.policy.record import UsageRecord
 from penstock.policy.tenant import Tenant
 from penstock.sim.caches import Asked
 from penstock.sim.messages import Submission
-from penstock.sim.prompts import BlockNames
 from penstock.sim.request import RequestRecord
 from penstock.sim.worker import WorkerSpec
 from penstock.types import RequestId, TenantId, WorkerId
@@ -47,14 +46,25 @@ class Witness(Protocol):
 class Facts:
     """What is the same for all gateways of a world."""
 
-    __slots__ = ("config", "link_ns", "models", "names", "placement", "poison", "seed", "skews_ns", "tenants")
+    __slots__ = (
+        "config",
+        "hash_key",
+        "link_ns",
+        "models",
+        "placement",
+        "poison",
+        "seed",
+        "skews_ns",
+        "tenants",
+    )
 
     def __init__(
         self, config: Config, models: Mapping[str, WorkerSpec], tenants: Mapping[str, Tenant], link_ns: int
     ) -> None:
         """`models` by name; `link_ns` is the way to a client."""
         self.config, self.models, self.link_ns = config, models, link_ns
-        self.names = BlockNames()
+        self.hash_key = b"the launcher's own"
+        """What workers name their KV blocks with. A launcher draws it by chance; here the same seed is to be the same run."""
         self.poison: frozenset[int] = frozenset()
         """Numbers of requests that bring down every worker that computes them."""
         self.skews_ns: dict[int, int] = {}

@@ -52,6 +52,7 @@ class Fault(msgspec.Struct, frozen=True, array_like=True):
     kind: FaultKind
     at_ns: int
     until_ns: int
+    """0: nothing ends it."""
     target: int
     """Which worker, gateway, region or request, counted from 0 and taken modulo how many there are."""
     amount: float = 1.0

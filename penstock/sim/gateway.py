@@ -34,9 +34,10 @@ from penstock.sim.facts import Facts, Network, Witness
 from penstock.sim.kv_words import KVNews
 from penstock.sim.messages import Began, Failed, Finished, Report, Sliced, Submission, Told
 from penstock.sim.prompts import LazyTokens
-from penstock.sim.request import RequestRecord, Segment, SimRequest
+from penstock.sim.request import RequestRecord, SimRequest
 from penstock.sim.store import LeaseKeeper, SharedStore
 from penstock.sim.ticket import Ticket
+from penstock.sim.worker import SimWorker
 from penstock.types import FinishReason, RequestId, Usage, WorkerId
 
 _TOKEN_BYTES = 4
@@ -78,7 +79,7 @@ class SimGateway:
         self.budgets = Budgets(config.budgets, wall_offset_ns=self.clock.wall_ns() - self.clock.now_ns())
         thrift = Thrift(self.budgets, self.prices)
         self.gate = Gate(config.admission, config.routing, config.queue, self._model_facts, thrift)
-        self.caches = Caches(config, seed=facts.seed, gateway=number)
+        self.caches = Caches(config, hash_key=facts.hash_key, seed=facts.seed, gateway=number)
         self.num_hedges: dict[HedgeOutcome, int] = dict.fromkeys(HedgeOutcome, 0)
         """By what came of them."""
         hedge = config.health.hedge
@@ -172,10 +173,10 @@ class SimGateway:
         self._dispatch(now_ns)
 
     def reported(
-        self, now_ns: int, route: str, worker_id: WorkerId, report: Report | None, *, ready: bool = True
+        self, now_ns: int, route: str, worker: SimWorker, report: Report | None, *, ready: bool = True
     ) -> None:
-        """A worker is there, has something to say of itself, or drains (not `ready`)."""
-        spec, is_shared = self._facts.models[route], self._facts.config.server.processes > 1
+        """A worker is there and announces what it serves, has something to say of itself, or drains (not `ready`)."""
+        worker_id, spec, is_shared = worker.id, worker.spec, self._facts.config.server.processes > 1
         view = WorkerView(
             ready=ready,
             max_running=min(spec.engine.max_running, spec.engine.step_tokens),
@@ -185,11 +186,12 @@ class SimGateway:
             kv_blocks_used=report.blocks_used if report is not None else 0,
             kind=spec.kind,
             max_model_len=spec.max_model_len,
+            identity=worker.identity,
         )
         if worker_id not in self._known:
             self._known[worker_id] = route
             self.gate.worker_started(route, worker_id)
-            self.caches.joined(worker_id, route)
+            self.caches.joined(worker_id, route, worker.identity)
         self.control.set_worker(now_ns, route, worker_id, view)
         self._dispatch(now_ns)
 
@@ -384,20 +386,17 @@ class SimGateway:
         request, tenant = ticket.request, ticket.arrival.tenant
         answer = request.answer or (1 << 60) + ticket.number
         max_tokens = ticket.arrival.max_tokens
-        whole = (*request.prompt, Segment(answer, min(request.output_tokens, max_tokens)))
         submission = Submission(
             id=start.id,
             gateway=self.number,
             attempt=start.attempt,
             prompt=request.prompt,
-            names=self._facts.names.chain(
-                whole, salt=tenant.cache_salt, adapter=request.adapter, public_tokens=request.public_tokens
-            ),
             answer=answer,
             output_tokens=request.output_tokens,
             max_tokens=max_tokens,
             num_resumed=ticket.num_told,
             salt=tenant.cache_salt,
+            adapter=request.adapter,
             public_tokens=request.public_tokens,
             priority=start.priority,
             fairness_key=tenant.fairness_key or tenant.id,
@@ -462,16 +461,7 @@ class SimGateway:
         )
 
     def _arrival(self, request: SimRequest, route: str, diverted: str) -> Arrival:
-        num_tokens, keys = request.prompt_tokens, None
-        tenant = self._facts.tenant(request.tenant, request.band)
-        if self.caches.is_on:
-            names = self._facts.names.chain(
-                request.prompt,
-                salt=tenant.cache_salt,
-                adapter=request.adapter,
-                public_tokens=request.public_tokens,
-            )
-            keys = self.caches.keys(route, num_tokens, names)
+        num_tokens, tenant = request.prompt_tokens, self._facts.tenant(request.tenant, request.band)
         return Arrival(
             id=RequestId(request.id),
             tenant=tenant,
@@ -485,7 +475,7 @@ class SimGateway:
             context_tokens=num_tokens + (request.max_tokens or request.output_tokens),
             adapter=request.adapter,
             session=f"{tenant.id}\0{request.session}" if request.session else "",
-            keys=keys,
+            keys=self.caches.keys(route, request, tenant.cache_salt),
             prompts=(LazyTokens(request.prompt, num_tokens),),
         )
 

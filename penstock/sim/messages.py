@@ -1,24 +1,19 @@
 """What gateways and workers of a simulation say to each other."""
 
-from collections.abc import Sequence
-
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.kv.hashing import BlockHash
 from penstock.sim.request import Segment
 from penstock.types import RequestId, Usage
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A request as it is sent to a worker: what `protocol.worker.Submit` carries, with names in place of hashes."""
+    """A request as it is sent to a worker: what `protocol.worker.Submit` carries, with contents in place of tokens."""
 
     id: RequestId
     gateway: int
     attempt: int
     prompt: tuple[Segment, ...]
-    names: Sequence[BlockHash]
-    """Of the prompt's and the answer's whole blocks."""
     answer: int
     """The content of the answer."""
     output_tokens: int
@@ -27,6 +22,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     num_resumed: int = 0
     """The first so many tokens of the answer were given by workers that are lost: it goes on behind them."""
     salt: bytes = b""
+    adapter: str = ""
     public_tokens: int = 0
     priority: int = 0
     fairness_key: str = ""

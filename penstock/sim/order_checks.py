@@ -19,7 +19,7 @@ from penstock.policy.band import Band, Work
 from penstock.policy.flow import State
 from penstock.policy.lane import Lane
 from penstock.policy.life import blocks_of
-from penstock.policy.room import Room
+from penstock.policy.room import Room, goes_on_at
 from penstock.sim.gateway import SimGateway
 from penstock.sim.messages import Submission
 from penstock.types import RequestId, WorkerId
@@ -191,7 +191,7 @@ class OrderChecks:
         view, booked = room.view, room.booked - given
         if not view.ready or room.held or 0 < view.max_model_len < work.context_tokens:
             return False
-        if work.goes_on and not view.resumes:
+        if work.goes_on and not goes_on_at(work, view):
             return False
         avoided = room.id in look.blocked or room.id in look.lane.avoid.get(work.id, ())
         # A suspect of quarantine waits for a worker where no other one is being tried.

@@ -2,18 +2,20 @@
 
 Hashing a prompt's blocks one by one would cost more than everything else that the simulator does for a request. The
 tokens of a segment are a function of its content, so the chain over tokens can be followed segment by segment: a block
-is named by the content it ends in, the position there, and everything before that content. Two blocks have equal names
-exactly when `BlockHasher` would give them equal hashes (tests/sim/test_prompts.py holds the two side by side); the
-names are given to the engine's block table in place of those hashes, and the prefix cache works on them as ever.
+is named by the content it ends in, the position there, and everything before that content. A chain begins where
+`BlockHasher` lets it begin, with the secret, the identity of what computes, the adapter and the tenant's salt; and two blocks have equal
+names exactly when it would give them equal hashes (tests/sim/test_prompts.py holds the two side by side). A worker names its
+blocks by itself, with its own hasher, in place of those hashes, and the prefix cache works on them as ever; a gateway makes the
+names that it looks for from what the workers have announced.
 """
 
 from array import array
 from collections.abc import Iterator, Sequence
-from hashlib import blake2b
 from struct import iter_unpack
 from typing import overload
 
-from penstock.kv.hashing import PUBLIC, BlockHash
+from penstock.kv.hashing import PUBLIC, BlockHash, BlockHasher
+from penstock.kv.prompt_keys import KEY_BYTES
 from penstock.sim.request import Segment
 from penstock.sim.streams import mix
 from penstock.types import BLOCK_TOKENS
@@ -80,11 +82,12 @@ class LazyTokens(Sequence[int]):
 
 
 class BlockNames:
-    """Names the blocks of prompts, in the namespaces of tenants. One per world."""
+    """Names the blocks of prompts as the workers of one hasher do, in the namespaces of tenants."""
 
-    __slots__ = ("_roots",)
+    __slots__ = ("_hasher", "_roots")
 
-    def __init__(self) -> None:
+    def __init__(self, hasher: BlockHasher) -> None:
+        self._hasher = hasher
         self._roots: dict[tuple[bytes, str], int] = {}
 
     def chain(
@@ -101,8 +104,8 @@ class BlockNames:
     def _root(self, salt: bytes, adapter: str) -> int:
         root = self._roots.get((salt, adapter))
         if root is None:
-            digest = blake2b(salt, key=adapter.encode()[:64], digest_size=8).digest()
-            root = self._roots[salt, adapter] = int.from_bytes(digest, "big") >> 1
+            digest = self._hasher.root_of(salt=salt, adapter=adapter, num_public=int(salt == PUBLIC))
+            root = self._roots[salt, adapter] = int.from_bytes(digest[:KEY_BYTES], "big") >> 1
         return root
 
     def _names(self, segments: Sequence[Segment], state: int) -> list[BlockHash]:

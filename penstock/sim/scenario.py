@@ -14,6 +14,7 @@ from penstock.clock import NS_PER_S
 from penstock.config.tree import EngineConfig
 from penstock.errors import ConfigError
 from penstock.sim.accelerators import accelerator, unknown
+from penstock.sim.described import described
 from penstock.sim.faults import Fault
 from penstock.sim.figures import Objective
 from penstock.sim.model_shapes import model_shape
@@ -140,6 +141,8 @@ def pool(
             max_running=max_running,
             scheduling=knobs.scheduling or scheduling,
         ),
+        checkpoint=placed.model.name,
+        dtype=placed.dtype,
         num_blocks=placed.num_blocks,
         max_model_len=min(placed.model.max_model_len, placed.num_blocks * 16),
         kind=kind_of(placed),
@@ -163,7 +166,8 @@ def setup(
     promised = msgspec.structs.replace(
         promised, ttft_ms=knobs.ttft_ms or promised.ttft_ms, tpot_ms=knobs.tpot_ms or promised.tpot_ms
     )
-    spec = replace(WorldSpec(config=knobs.config, pools=tuple(pools)), **world)
+    config, fleet = described(knobs.config, pools)
+    spec = replace(WorldSpec(config=config, pools=fleet), **world)
     prices: dict[str, float] = {}
     for each in pools:
         device, _, tp = each.worker.kind.partition("@")[2].rpartition("x")

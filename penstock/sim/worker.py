@@ -16,7 +16,8 @@ from typing import Protocol
 from penstock.config.tree import EngineConfig
 from penstock.errors import PenstockError, WorkerUnavailable
 from penstock.kv.events import KVEvent, KVEventLog
-from penstock.kv.hashing import BlockHasher
+from penstock.kv.hashing import BlockHash, BlockHasher
+from penstock.kv.identity import Computation
 from penstock.kv.manager import KVManager
 from penstock.schedule.limits import Limits
 from penstock.schedule.order import waiting_queue
@@ -26,13 +27,13 @@ from penstock.schedule.request import Request
 from penstock.schedule.scheduler import Scheduler
 from penstock.sim.events import LocalClock, Rank, Timeline
 from penstock.sim.messages import Began, Failed, Finished, Report, Sliced, Submission, Told
-from penstock.sim.prompts import EOS, content_tokens, prompt_tokens
+from penstock.sim.prompts import EOS, BlockNames, content_tokens, prompt_tokens
+from penstock.sim.request import Segment
 from penstock.sim.step_time import LinearStepTime, StepShape, StepTime
 from penstock.types import RequestId, SamplingParams, WorkerId
 
 _COAST_STEPS = 24
 """Steps whose times are worked out at once: whatever comes in before them makes the rest useless."""
-_KEY = b"simulated worker"
 _STOPS = (EOS,)
 
 
@@ -42,6 +43,10 @@ class WorkerSpec:
 
     step_time: StepTime = field(default_factory=LinearStepTime)
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(step_tokens=2048, max_running=64))
+    checkpoint: str = ""
+    """What is in its model's directory, whatever the model is called."""
+    dtype: str = "bf16"
+    """Of its weights and its KV cache."""
     num_blocks: int = 8192
     """KV blocks of 16 tokens."""
     max_model_len: int = 32_768
@@ -51,6 +56,18 @@ class WorkerSpec:
     """From being asked for to being ready."""
     leaps: bool = True
     """False does every step by itself: slower, and the same."""
+
+    @property
+    def identity(self) -> str:
+        """Of what it computes, as a worker of ours makes it from its files and settings."""
+        return Computation(
+            checkpoint=self.checkpoint,
+            tokenizer=self.checkpoint,
+            dtype=self.dtype,
+            kv_dtype=self.dtype,
+            quantization=self.engine.quantization,
+            kernels=self.kind,
+        ).identity
 
 
 class Listener(Protocol):
@@ -105,15 +122,18 @@ class SimWorker:
         timeline: Timeline,
         listener: Listener,
         *,
+        hash_key: bytes,
         tells_kv: bool = False,
     ) -> None:
-        """With `tells_kv` it tells what its KV cache holds, whenever it tells of requests."""
+        """`hash_key` is its launcher's. With `tells_kv` it tells what its KV cache holds, whenever it tells of requests."""
         self.id, self.actor, self.spec = worker_id, actor, spec
+        self.identity = spec.identity
+        """What it announces (`ModelInfo.identity`)."""
         self._timeline, self._listener = timeline, listener
         self.clock = LocalClock()
-        manager = KVManager.with_prefix_cache(
-            spec.num_blocks, BlockHasher(key=_KEY, model="sim", kv_dtype="sim")
-        )
+        hasher = BlockHasher(key=hash_key, identity=self.identity)
+        self._names = BlockNames(hasher)
+        manager = KVManager.with_prefix_cache(spec.num_blocks, hasher)
         if not spec.engine.prefix_cache:
             manager = KVManager.without_prefix_cache(spec.num_blocks)
         self.tells_kv = tells_kv
@@ -288,9 +308,20 @@ class SimWorker:
         except PenstockError as error:
             self._say(submission.gateway, Failed(submission.id, submission.attempt, error))
             return
-        request.table.hashes += submission.names
+        if self.spec.engine.prefix_cache:
+            request.table.hashes += self._names_of(submission)
         self._streams[submission.id] = _Stream(submission, request, is_stuck=self.sticks_next)
         self.sticks_next = False
+
+    def _names_of(self, submission: Submission) -> list[BlockHash]:
+        """Of the prompt's and the answer's whole blocks, as the engine would hash them when they are full."""
+        num_answer = min(submission.output_tokens, submission.max_tokens)
+        return self._names.chain(
+            (*submission.prompt, Segment(submission.answer, num_answer)),
+            salt=submission.salt,
+            adapter=submission.adapter,
+            public_tokens=submission.public_tokens,
+        )
 
     # --- one step -----------------------------------------------------------------------------------
 

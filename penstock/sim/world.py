@@ -420,7 +420,7 @@ class World:
     def _on_state(self, now_ns: int, what: tuple[SimGateway, Member, Report, bool]) -> None:
         gateway, member, report, ready = what
         if not member.worker.is_gone and not gateway.is_gone:
-            gateway.reported(now_ns, member.pool.model, member.worker.id, report, ready=ready)
+            gateway.reported(now_ns, member.pool.model, member.worker, report, ready=ready)
 
     # --- inside: workers ----------------------------------------------------------------------------
 
@@ -430,10 +430,10 @@ class World:
         worker_id = WorkerId(f"{pool.model}-{number}")
         actor = 1 + len(self.gateways) + number
         tells_kv = self.spec.config.routing.placement.policy != "least_loaded"
-        worker = SimWorker(worker_id, actor, pool.worker, self.timeline, self, tells_kv=tells_kv)
+        key, timeline = self.facts.hash_key, self.timeline
+        worker = SimWorker(worker_id, actor, pool.worker, timeline, self, hash_key=key, tells_kv=tells_kv)
         kv = KVWords(worker.scheduler.kv.pool, kept=self.spec.kv_kept)
-        member = self.members[worker_id] = Member(worker, pool, now_ns, kv)
-        return member
+        return self.members.setdefault(worker_id, Member(worker, pool, now_ns, kv))
 
     def _ready(self, now_ns: int, member: Member) -> None:
         member.ready = True

@@ -160,6 +160,10 @@ CATALOG = (
     Metric(
         "penstock_kv_index_staleness_seconds", "gauge", "How long a worker's KV events have been awaited: the longest."
     ),
+    Metric(
+        "penstock_kv_index_unmatched_workers", "gauge",
+        "Workers whose KV events name blocks by which no prompt is found, though prompts hit their caches.", shared=True,
+    ),
     Metric("penstock_kv_index_gaps_total", "counter", "Times that KV events were missing."),
     Metric("penstock_kv_index_replays_total", "counter", "Times that a worker was asked for what was missed."),
     Metric("penstock_kv_index_unreadable_total", "counter", "KV events that were not understood."),

@@ -74,6 +74,8 @@ class KVIndexStats(Protocol):
     def blocks_missed(self) -> int: ...  # noqa: D102
     @property
     def blocks_unexpected(self) -> int: ...  # noqa: D102
+    @property
+    def unmatched_workers(self) -> int: ...  # noqa: D102
 
 
 class LedgerStats(Protocol):
@@ -137,6 +139,7 @@ class Metrics:
         self._kv_entries = self._table.gauge("penstock_kv_index_entries")
         self._kv_predicted = self._table.gauge("penstock_kv_index_predicted_entries")
         self._kv_staleness = self._table.gauge("penstock_kv_index_staleness_seconds")
+        self._kv_unmatched = self._table.gauge("penstock_kv_index_unmatched_workers")
         self._kv_gaps = _Followed(self._table.counter("penstock_kv_index_gaps_total"))
         self._kv_replays = _Followed(self._table.counter("penstock_kv_index_replays_total"))
         self._kv_unreadable = _Followed(self._table.counter("penstock_kv_index_unreadable_total"))
@@ -200,6 +203,7 @@ class Metrics:
         self._kv_entries.set(stats.entries)
         self._kv_predicted.set(stats.predicted)
         self._kv_staleness.set(stats.staleness_ns / NS_PER_S)
+        self._kv_unmatched.set(stats.unmatched_workers)
         self._kv_gaps.follow(stats.gaps)
         self._kv_replays.follow(stats.replays)
         self._kv_unreadable.follow(stats.unreadable)

@@ -49,7 +49,7 @@ class ScheduledEngine:
     ) -> None:
         """`check_every`: invariants are looked at after every so many changes. What breaks one hardly ever mends it, so long
         runs look less often."""
-        hasher = BlockHasher(key=bytes(32), model="m", kv_dtype="float32")
+        hasher = BlockHasher(key=bytes(32), identity="m float32")
         if prefix_cache:
             host = HostLimits(num_slots=host_slots, idle_ns=IDLE_NS, loads_max=loads_max, stores_max=4)
             self.kv = KVManager.with_prefix_cache(num_blocks, hasher, host)

@@ -206,7 +206,7 @@ def test_our_engines_own_events_are_understood_by_their_tokens(tmp_path: Path) -
 
     async def test() -> None:
         async with hearing(tmp_path) as heard:
-            manager = KVManager.with_prefix_cache(32, BlockHasher(key=KEY, model="m", kv_dtype="float32"))
+            manager = KVManager.with_prefix_cache(32, BlockHasher(key=KEY, identity="m float32"))
             settings = {"token_ids": "all"}
             with heard.publishing(**settings) as publisher:
                 feed = KVEventFeed(manager, KVEventsConfig(**settings), SystemClock(), publisher)  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ from penstock.fleet.kv_watch import KVWatch
 from penstock.fleet.registry import Registry
 from penstock.kv.events import Numbered
 from penstock.kv.locality import KVLocality
+from penstock.kv.residency import UNTOLD_MAX
 from penstock.telemetry.log import Log
 from penstock.types import RequestId, SamplingParams, WorkerId
 
@@ -118,7 +119,6 @@ def test_our_workers_tell_over_their_own_connection_and_name_blocks_as_the_route
         worker.shares_key = True
         made.registry.add(worker)
         await supervised.wait_ready()
-        await made.until(lambda: made.locality.maker("m").own != {})
         recorder = Recorder()
         request = GenerateRequest(
             request_id=RequestId("a"), prompt_token_ids=tokens, sampling=SamplingParams(max_tokens=2)
@@ -133,3 +133,67 @@ def test_our_workers_tell_over_their_own_connection_and_name_blocks_as_the_route
             await check(launched)
 
     asyncio.run(run())
+
+
+def test_a_worker_whose_events_name_other_blocks_than_prompts_are_looked_up_by_is_warned_of_once() -> None:
+    """It answers from its cache again and again, and nothing that it tells of is ever found."""
+
+    async def check() -> None:
+        made, backend, talker = Made(), FakeBackend(CLOCK), KVTalker()
+        made.registry.add(worker_of(made.registry, "m", backend))
+        residency = made.locality.get(WORKER)
+        assert residency is not None
+
+        def ask(number: int, *, told_as: int) -> None:
+            """A prompt of four blocks, all of them cached; its events tell of other tokens if `told_as` is not 0."""
+            tokens = tuple(range(number, number + 64))
+            talker.cache(tuple(token + told_as for token in tokens))
+            residency.live(len(talker.batches), talker.publish())
+            keys = made.locality.maker("m").keys(tokens)
+            made.locality.sent(CLOCK.now_ns(), WORKER, keys)
+            made.locality.answered(CLOCK.now_ns(), WORKER, keys, 48)
+            backend.on_change()
+
+        for number in range(UNTOLD_MAX - 1):
+            ask(number, told_as=1000)
+        ask(100, told_as=0)
+        for number in range(200, 200 + UNTOLD_MAX - 1):
+            ask(number, told_as=1000)
+        assert "warning" not in made.lines.getvalue(), "one of them was found"
+        assert made.watch.statistics(CLOCK.now_ns()).unmatched_workers == 0
+        for number in range(300, 303):
+            ask(number, told_as=1000)
+        (line,) = made.lines.getvalue().splitlines()
+        assert "name none of their blocks: routing by cache is off for it" in line
+        assert "worker=m-0" in line
+        assert made.watch.statistics(CLOCK.now_ns()).unmatched_workers == 1
+        ask(400, told_as=0)
+        assert "of use again" in made.lines.getvalue()
+        assert made.watch.statistics(CLOCK.now_ns()).unmatched_workers == 0
+        await made.watch.close()
+
+    asyncio.run(check())
+
+
+def test_a_prompt_that_is_cached_before_its_events_come_is_no_reason_to_warn() -> None:
+    """Many at once with one beginning: where they were sent it was only expected, when they end it was told."""
+
+    async def check() -> None:
+        made, backend, talker = Made(), FakeBackend(CLOCK), KVTalker()
+        made.registry.add(worker_of(made.registry, "m", backend))
+        residency = made.locality.get(WORKER)
+        assert residency is not None
+        tokens, now_ns = tuple(range(64)), CLOCK.now_ns()
+        prompts = [made.locality.maker("m").keys(tokens) for _ in range(2 * UNTOLD_MAX)]
+        for keys in prompts:
+            made.locality.sent(now_ns, WORKER, keys)
+        talker.cache(tokens)
+        residency.live(0, talker.publish())
+        for keys in prompts:
+            made.locality.answered(now_ns, WORKER, keys, 48)
+            backend.on_change()
+        assert made.watch.statistics(CLOCK.now_ns()).unmatched_workers == 0
+        assert made.lines.getvalue() == ""
+        await made.watch.close()
+
+    asyncio.run(check())

@@ -22,7 +22,7 @@ from penstock.kv.events import (
 from penstock.kv.hashing import PUBLIC, BlockHash, BlockHasher, token_array
 from penstock.kv.manager import KVManager
 
-HASHER = BlockHasher(key=bytes(32), model="m", kv_dtype="float32")
+HASHER = BlockHasher(key=bytes(32), identity="m float32")
 A, B = BlockHash(b"a" * 32), BlockHash(b"b" * 32)
 
 

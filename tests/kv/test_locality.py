@@ -17,9 +17,16 @@ NS_PER_S = 1_000_000_000
 
 
 def make(**settings: object) -> KVLocality:
-    locality = KVLocality(KVIndexConfig(**({"entries_max": 10_000} | settings)), b"0123456789abcdef")  # type: ignore[arg-type]
-    locality.set_own_model("m", checkpoint="m", kv_dtype="float32")
-    return locality
+    return KVLocality(KVIndexConfig(**({"entries_max": 10_000} | settings)), b"0123456789abcdef")  # type: ignore[arg-type]
+
+
+def add_own(
+    locality: KVLocality, worker: WorkerId, *, model: str = "m", key: bytes = b"", identity: str = "one"
+) -> Residency:
+    """A worker of ours that has announced what it computes."""
+    residency = locality.add(worker, model=model, is_own=True, key=key)
+    locality.identify(worker, identity)
+    return residency
 
 
 def keys_in(locality: KVLocality, model: str = "m") -> PromptKeys:
@@ -28,13 +35,14 @@ def keys_in(locality: KVLocality, model: str = "m") -> PromptKeys:
 
 def tell(residency: Residency, keys: PromptKeys, blocks: int, tier: Tier = Tier.DEVICE) -> None:
     assert isinstance(residency.names, OwnNames)
-    residency.hear([Stored(list(keys.own(residency.names.key))[:blocks], None, b"", 16, tier)])
+    assert residency.names.hasher is not None
+    residency.hear([Stored(list(keys.own(residency.names.hasher))[:blocks], None, b"", 16, tier)])
 
 
 def test_workers_of_both_makes_are_found_by_one_look() -> None:
     locality, talker = make(), KVTalker()
     keys = keys_in(locality)
-    tell(locality.add(A, model="m", is_own=True), keys, 3)
+    tell(add_own(locality, A), keys, 3)
     foreign = locality.add(B, model="m", is_own=False)
     locality.add(C, model="m", is_own=False)
     talker.cache(TOKENS, "cw==")  # "s", as the backend sends it.
@@ -48,11 +56,9 @@ def test_workers_of_ours_with_keys_of_their_own_are_found_by_the_same_look() -> 
     """Launched here, started elsewhere with a key, and with another one: nobody's blocks pass for another's."""
     locality = make()
     keys = keys_in(locality)
-    for key in (b"one key, 16 bytes", b"another, 16 bytes"):
-        locality.set_own_model("m", checkpoint="m", kv_dtype="float32", key=key)
-    tell(locality.add(A, model="m", is_own=True), keys, 3)
-    tell(locality.add(B, model="m", is_own=True, key=b"one key, 16 bytes"), keys, 2)
-    locality.add(C, model="m", is_own=True, key=b"another, 16 bytes")
+    tell(add_own(locality, A), keys, 3)
+    tell(add_own(locality, B, key=b"one key, 16 bytes"), keys, 2)
+    add_own(locality, C, key=b"another, 16 bytes")
     assert locality.match(0, keys).holders(9) == [(A, Held(3, 0)), (B, Held(2, 0))]
     locality.remove(B)
     assert locality.match(0, keys).holders(9) == [(A, Held(3, 0))]
@@ -81,10 +87,9 @@ def test_of_a_worker_with_larger_blocks_only_whole_ones_are_counted_on() -> None
 
 def test_prompts_of_other_models_and_requests_without_keys_find_nothing() -> None:
     locality = make()
-    residency = locality.add(A, model="m", is_own=True)
+    residency = add_own(locality, A)
     tell(residency, keys_in(locality), 3)
-    locality.set_own_model("n", checkpoint="n", kv_dtype="float32")
-    locality.add(B, model="n", is_own=True)
+    add_own(locality, B, model="n")
     assert locality.match(0, keys_in(locality, "n")).holders(9) == []
     assert locality.match(0, None).holders(9) == []
 
@@ -92,11 +97,11 @@ def test_prompts_of_other_models_and_requests_without_keys_find_nothing() -> Non
 def test_a_workers_number_is_given_to_the_next_one_without_its_blocks() -> None:
     locality = make()
     keys = keys_in(locality)
-    tell(locality.add(A, model="m", is_own=True), keys, 3)
+    tell(add_own(locality, A), keys, 3)
     located = locality.match(0, keys)
     locality.remove(A)
     locality.remove(A)
-    assert locality.add(B, model="m", is_own=True).worker == 0
+    assert add_own(locality, B).worker == 0
     assert locality.match(0, keys).holders(9) == []
     assert located.holders(9) == [(A, Held(3, 0))], "as it was when it was asked"
     assert locality.get(A) is None
@@ -120,7 +125,7 @@ def test_requests_are_expected_where_they_were_sent_and_checked_when_answered() 
 def test_doubts_take_blocks_off_the_end_the_host_first() -> None:
     locality = make(stale_s=10)
     keys = keys_in(locality)
-    residency = locality.add(A, model="m", is_own=True)
+    residency = add_own(locality, A)
     tell(residency, keys, 2)
     tell(residency, keys, 4, Tier.HOST)
     assert locality.match(0, keys).of(A) == Held(2, 2)
@@ -129,3 +134,52 @@ def test_doubts_take_blocks_off_the_end_the_host_first() -> None:
     assert locality.match(3 * NS_PER_S, keys).of(A) == Held(2, 0)
     assert locality.match(6 * NS_PER_S, keys).of(A) == Held(1, 0)
     assert locality.match(10 * NS_PER_S, keys).holders(9) == []
+
+
+def test_each_worker_is_looked_up_by_what_it_computes_whatever_its_model_is_called() -> None:
+    """One name, two checkpoints or types of KV: blocks of one are none of the other's, and one look finds both."""
+    locality = make()
+    keys = keys_in(locality)
+    tell(add_own(locality, A, identity="one"), keys, 3)
+    tell(add_own(locality, B, identity="two"), keys, 2)
+    assert locality.match(0, keys).holders(9) == [(A, Held(3, 0)), (B, Held(2, 0))]
+    one, two = (locality.get(worker) for worker in (A, B))
+    assert one is not None
+    assert two is not None
+    assert not {*one.names.keys_of(keys)} & {*two.names.keys_of(keys)}
+
+
+def test_nothing_of_ours_is_found_before_it_says_what_it_computes() -> None:
+    locality = make()
+    keys = keys_in(locality)
+    residency = locality.add(A, model="m", is_own=True)
+    locality.sent(0, A, keys)
+    assert locality.match(0, keys).holders(9) == []
+    locality.identify(A, "one")
+    tell(residency, keys, 3)
+    assert locality.match(0, keys).holders(9) == [(A, Held(3, 0))]
+
+
+def test_a_worker_that_computes_something_else_from_now_on_has_nothing() -> None:
+    locality = make()
+    keys = keys_in(locality)
+    residency = add_own(locality, A)
+    tell(residency, keys, 3)
+    locality.identify(A, "one")
+    assert locality.match(0, keys).of(A) == Held(3, 0), "as it was"
+    locality.identify(A, "two")
+    assert locality.match(0, keys).of(A) == Held(0, 0)
+    locality.identify(A, "one")
+    assert locality.match(0, keys).of(A) == Held(0, 0), "and it does not come back by itself"
+    tell(residency, keys, 2)
+    assert locality.match(0, keys).of(A) == Held(2, 0)
+
+
+def test_workers_of_another_model_that_computes_the_same_are_no_candidates() -> None:
+    """One checkpoint under two names: its prompts have the same names of blocks, and each model has its own workers."""
+    locality = make()
+    keys = keys_in(locality)
+    tell(add_own(locality, A), keys, 4)
+    tell(add_own(locality, B, model="n"), keys, 3)
+    assert locality.match(0, keys).holders(1) == [(A, Held(4, 0))]
+    assert locality.match(0, keys_in(locality, "n")).holders(1) == [(B, Held(3, 0))]

@@ -10,7 +10,7 @@ from penstock.kv.hashing import BlockHasher, token_array
 from penstock.kv.manager import KVManager, blocks_for
 from penstock.kv.prefix_cache import BlockTable
 
-HASHER = BlockHasher(key=bytes(32), model="m", kv_dtype="float32")
+HASHER = BlockHasher(key=bytes(32), identity="m float32")
 
 
 def manager(num_blocks: int = 16) -> KVManager:

@@ -11,14 +11,11 @@ from penstock.kv.manager import KVManager
 from penstock.kv.prompt_keys import CanonicalHasher, PromptKeyMaker, namespace_of, own_keys
 
 KEY = b"0123456789abcdef"
-OWN = BlockHasher(key=KEY, model="m", kv_dtype="float32")
+OWN = BlockHasher(key=KEY, identity="m float32")
 
 
-def make_maker(*, own: BlockHasher | None = OWN, model: str = "m") -> PromptKeyMaker:
-    maker = PromptKeyMaker(key=KEY, model=model)
-    if own is not None:
-        maker.own[KEY] = own
-    return maker
+def make_maker(*, model: str = "m") -> PromptKeyMaker:
+    return PromptKeyMaker(key=KEY, model=model)
 
 
 token_ids = st.lists(st.integers(0, 3), max_size=100).map(tuple)
@@ -35,7 +32,7 @@ def test_own_keys_are_the_names_that_our_engine_gives_the_same_prompt(tokens, sa
     manager.match_prefix(table, array("i", (*tokens, 0)), len(tokens) + 1)
     keys = make_maker().keys(tokens, salt=salt, public_tokens=public_tokens, adapter=adapter)
     assert keys.num_blocks == len(tokens) // 16
-    assert list(keys.own(KEY)) == own_keys(table.hashes[: keys.num_blocks])
+    assert list(keys.own(OWN)) == own_keys(table.hashes[: keys.num_blocks])
 
 
 @given(token_ids, token_ids, salts, salts, adapters, adapters)
@@ -47,11 +44,11 @@ def test_keys_agree_exactly_where_prefix_tenant_and_adapter_do(
     one = maker.keys(a, salt=salt_a, adapter=adapter_a)
     two = maker.keys(b, salt=salt_b, adapter=adapter_b)
     same_name = (salt_a, adapter_a) == (salt_b, adapter_b)
-    for first, second in ((one.own(KEY), two.own(KEY)), (one.canonical, two.canonical)):
+    for first, second in ((one.own(OWN), two.own(OWN)), (one.canonical, two.canonical)):
         for i in range(min(len(first), len(second))):
             end = 16 * (i + 1)
             assert (first[i] == second[i]) == (same_name and a[:end] == b[:end])
-    assert not set(one.own(KEY)) & set(one.canonical)
+    assert not set(one.own(OWN)) & set(one.canonical)
 
 
 def test_canonical_keys_can_be_made_block_by_block_from_a_parent() -> None:
@@ -71,18 +68,16 @@ def test_canonical_keys_of_other_models_and_of_other_secrets_differ() -> None:
     assert len({maker.keys(tokens).canonical[0] for maker in names}) == 3
 
 
-def test_there_are_no_own_keys_until_the_model_is_known() -> None:
-    maker, tokens = make_maker(own=None), tuple(range(32))
-    keys = maker.keys(tokens)
-    assert keys.own(KEY) == ()
-    assert len(keys.canonical) == 2
-    maker.own[KEY] = OWN
-    assert len(keys.own(KEY)) == 2
+def test_a_prompt_has_keys_of_every_identity_that_it_may_be_computed_by() -> None:
+    keys = make_maker().keys(tuple(range(64)))
+    rounded = BlockHasher(key=KEY, identity="m int8")
+    assert len({*keys.own(OWN), *keys.own(rounded), *keys.canonical}) == 12
+    assert keys.own(rounded) is keys.own(rounded), "hashed once"
 
 
 def test_a_tenants_public_blocks_are_anybodys_to_our_engine_only() -> None:
     maker, tokens = make_maker(), tuple(range(64))
     a = maker.keys(tokens, salt=b"a", public_tokens=40)
     b = maker.keys(tokens, salt=b"b", public_tokens=40)
-    assert [x == y for x, y in zip(a.own(KEY), b.own(KEY), strict=True)] == [True, True, False, False]
+    assert [x == y for x, y in zip(a.own(OWN), b.own(OWN), strict=True)] == [True, True, False, False]
     assert not set(a.canonical) & set(b.canonical)

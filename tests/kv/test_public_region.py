@@ -6,7 +6,7 @@ from penstock.kv.events import BlockStored, KVEventLog
 from penstock.kv.hashing import PUBLIC, BlockHasher, token_array
 from penstock.kv.manager import KVManager
 
-HASHER = BlockHasher(key=bytes(32), model="m", kv_dtype="float32")
+HASHER = BlockHasher(key=bytes(32), identity="m float32")
 TOKENS = token_array(range(81))
 """Five blocks, and a token to compute."""
 
@@ -50,7 +50,7 @@ def test_what_one_calls_public_and_the_other_does_not_is_not_shared() -> None:
 
 
 def test_a_private_block_is_told_apart_by_everything_before_it() -> None:
-    hasher = BlockHasher(key=bytes(32), model="m", kv_dtype="float32")
+    hasher = BlockHasher(key=bytes(32), identity="m float32")
     public = hasher.public_root()
     roots = {
         public,
@@ -60,8 +60,8 @@ def test_a_private_block_is_told_apart_by_everything_before_it() -> None:
         hasher.enter(public, salt=b"alice"),
         hasher.enter(public, salt=b"bob"),
         hasher.enter(public, salt=b""),
-        BlockHasher(key=bytes(32), model="m", kv_dtype="bfloat16").public_root(),
-        BlockHasher(key=b"k" * 32, model="m", kv_dtype="float32").public_root(),
+        BlockHasher(key=bytes(32), identity="m bfloat16").public_root(),
+        BlockHasher(key=b"k" * 32, identity="m float32").public_root(),
     }
     assert len(roots) == 9
 

@@ -16,7 +16,7 @@ from penstock.kv.vllm_events import Cleared, Stored
 
 KEY = b"0123456789abcdef"
 MAKER = PromptKeyMaker(key=KEY, model="m")
-MAKER.own[KEY] = BlockHasher(key=KEY, model="m", kv_dtype="float32")
+OWN = BlockHasher(key=KEY, identity="m float32")
 NS_PER_S = 1_000_000_000
 
 
@@ -26,7 +26,9 @@ def make(*, own: bool = False, **settings: object) -> Residency:
     foreign = ForeignNames(
         MAKER.canonical, blocks_max=config.blocks_per_worker_max, parked_max=config.parked_max
     )
-    return Residency(index, 3, OwnNames(KEY) if own else foreign, config)
+    ours = OwnNames(KEY)
+    ours.hasher = OWN
+    return Residency(index, 3, ours if own else foreign, config)
 
 
 def prompt(first: int, blocks: int) -> tuple[int, ...]:
@@ -424,8 +426,8 @@ def test_events_that_do_not_come_take_credit_away_and_an_idle_worker_loses_none(
 
 def test_our_engines_events_need_no_tokens() -> None:
     residency, keys = make(own=True), keys_of(prompt(0, 4))
-    residency.hear([Stored(list(keys.own(KEY))[2:], 77, b"", 16, Tier.DEVICE)])
-    residency.hear([Stored(list(keys.own(KEY))[:2], None, b"", 16, Tier.DEVICE)])
+    residency.hear([Stored(list(keys.own(OWN))[2:], 77, b"", 16, Tier.DEVICE)])
+    residency.hear([Stored(list(keys.own(OWN))[:2], None, b"", 16, Tier.DEVICE)])
     assert (residency.state, held(residency, prompt(0, 4))) == (StreamState.SYNCED, 4)
-    residency.hear([Cleared(), Stored(list(keys.own(KEY))[:1], None, b"", 16, Tier.HOST)])
+    residency.hear([Cleared(), Stored(list(keys.own(OWN))[:1], None, b"", 16, Tier.HOST)])
     assert (residency.state, held(residency, prompt(0, 4))) == (StreamState.SYNCED, 1)

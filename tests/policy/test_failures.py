@@ -112,6 +112,36 @@ def test_a_stream_that_moves_waits_for_a_worker_that_can_go_on_with_it() -> None
     assert starts(made, S) == {mine: W}
 
 
+def test_a_stream_that_moves_goes_on_only_where_the_same_is_computed() -> None:
+    """One name, two identities: at a worker of the other one its next tokens would not be those that were promised."""
+    made = control()
+    made.set_worker(0, "m", W, WorkerView(max_running=100, identity="one"))
+    made.set_worker(0, "m", V, WorkerView(max_running=100, identity="two"))
+    for i in range(4):
+        accept(made, f"r{i}")
+    mine = next(name for name, worker in starts(made).items() if worker == W)
+    made.first_output(0, RequestId(mine))
+    made.set_worker(0, "m", W, None)
+    assert isinstance(made.failed(0, RequestId(mine), StreamBroken("gone"), retry=True), Requeued)
+    accept(made, "new")
+    assert starts(made) == {"new": V}
+    made.set_worker(0, "m", U, WorkerView(max_running=100, identity="two"))
+    assert starts(made) == {}
+    made.set_worker(S, "m", W, WorkerView(max_running=100, identity="one"))
+    assert starts(made, S) == {mine: W}
+
+
+def test_what_had_not_begun_may_start_again_at_any_worker() -> None:
+    made = control(retry=RetryConfig(floor_per_s=100))
+    made.set_worker(0, "m", W, WorkerView(max_running=100, identity="one"))
+    accept(made, "a")
+    assert starts(made) == {"a": W}
+    made.set_worker(0, "m", W, None)
+    made.set_worker(0, "m", V, WorkerView(max_running=100, identity="two"))
+    assert isinstance(made.failed(0, RequestId("a"), GONE, retry=True), Requeued)
+    assert starts(made) == {"a": V}
+
+
 def test_a_clients_own_fault_is_nobodys_failure() -> None:
     made = control(W, V)
     for i in range(40):

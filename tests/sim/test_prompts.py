@@ -14,21 +14,23 @@ segments = st.lists(
 salts = st.sampled_from([b"", b"one", b"two"])
 
 
+HASHER = BlockHasher(key=b"k" * 32, identity="m f")
+
+
 def real_chain(prompt, salt, public_tokens):
     """The hashes that the engine gives these tokens: see `HashedPrefixCache`."""
-    hasher = BlockHasher(key=b"k" * 32, model="m", kv_dtype="f")
     tokens = prompt_tokens(prompt)
     num_public = public_tokens // BLOCK_TOKENS * BLOCK_TOKENS
     if not num_public:
-        return hasher.extend(hasher.root(salt=salt), token_bytes(tokens))
-    hashes = hasher.extend(hasher.public_root(), token_bytes(tokens[:num_public]))
-    parent = hasher.enter(hashes[-1], salt=salt)
-    return hashes + hasher.extend(parent, token_bytes(tokens[num_public:]))
+        return HASHER.extend(HASHER.root(salt=salt), token_bytes(tokens))
+    hashes = HASHER.extend(HASHER.public_root(), token_bytes(tokens[:num_public]))
+    parent = HASHER.enter(hashes[-1], salt=salt)
+    return hashes + HASHER.extend(parent, token_bytes(tokens[num_public:]))
 
 
 @given(st.lists(st.tuples(segments, salts, st.sampled_from([0, 16, 20])), min_size=2, max_size=5))
 def test_blocks_have_one_name_exactly_when_they_have_one_hash(prompts) -> None:
-    names = BlockNames()
+    names = BlockNames(HASHER)
     pairs = set()
     for prompt, salt, public in prompts:
         public_tokens = min(public, sum(segment.tokens for segment in prompt))

@@ -91,3 +91,26 @@ def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     assert "Does &lt;it&gt; work?" in page
     assert not re.search(r"\bnan\b|\binf\b", page)
     assert "<table>" in compare_page("t", ("a", "b"), [], 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("kv-full", {"queue.shed_kv_above": "1"}, "requests that were shed for memory"),
+        ("kv-full", {"load": "2.5"}, "requests that were lost in any other way"),
+        (
+            "rollout-bad",
+            {"routing.placement.policy": "weighted", "routing.placement.explore": "1"},
+            "SLO attainment, the bad time included",
+        ),
+    ],
+)
+def test_a_scenario_fails_where_the_policy_that_it_asks_about_is_off(name, settings, words) -> None:
+    verdict = run_scenario(SCENARIOS[name], with_settings(Knobs(), settings), 1)
+    assert words in [finding.words for finding in verdict.findings if not finding.passed]
+
+
+def test_no_scenario_of_a_rollout_takes_its_own_fault_back() -> None:
+    setup = SCENARIOS["rollout-bad"].build(Knobs())
+    assert setup.faults
+    assert all(not fault.until_ns for fault in setup.faults)

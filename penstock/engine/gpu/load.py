@@ -10,6 +10,7 @@ import torch
 
 from penstock.clock import Clock
 from penstock.config.tree import EngineConfig
+from penstock.engine.fingerprint import identify, name_of, torch_kernels
 from penstock.engine.gpu.flashinfer_ops import flashinfer_ops
 from penstock.engine.gpu.graphs import GraphLimits
 from penstock.engine.gpu.layers import DeviceKernels
@@ -95,16 +96,20 @@ def load_on_device(model_path: Path, target: Target, on_progress: OnStage) -> De
     else:
         weights = load_weights(model_path, spec, names, dtype, on_bytes, device)
     on_progress("preparing kernels", 0, 0)
-    return build_on_device(model_path.name, spec, weights, target)
+    kernels = f"{torch_kernels()} {_device_name(device)} {target.ops.name}"
+    identity = identify(model_path, config, dtype=name_of(dtype), kernels=kernels)
+    return build_on_device(model_path.name, spec, weights, target, identity=identity)
 
 
-def build_on_device(name: str, spec: DecoderSpec, weights: WeightSource, target: Target) -> DeviceRunner:
+def build_on_device(
+    name: str, spec: DecoderSpec, weights: WeightSource, target: Target, *, identity: str = ""
+) -> DeviceRunner:
     """A runner for `weights`, which it takes. Dtype and device are those of the weights.
 
     Raises:
         ConfigError: a setting that is impossible on this device or with this model.
     """
-    builder = _Builder(name, spec, weights, target)
+    builder = _Builder(name, identity, spec, weights, target)
     return builder.runner(builder.budget(), builder.num_host_blocks())
 
 
@@ -119,8 +124,10 @@ class _Builder:
     """The model on its device, around which runners with caches of any size can be made."""
 
     @torch.inference_mode()
-    def __init__(self, name: str, spec: DecoderSpec, weights: WeightSource, target: Target) -> None:
-        self._name, self._spec, self._target = name, spec, target
+    def __init__(
+        self, name: str, identity: str, spec: DecoderSpec, weights: WeightSource, target: Target
+    ) -> None:
+        self._name, self._identity, self._spec, self._target = name, identity, spec, target
         config = target.config
         self._max_running = min(config.max_running, config.step_tokens)
         # The longest context that may be asked for; what the memory allows may be less.
@@ -156,8 +163,9 @@ class _Builder:
         cache = KVCache(spec, budget.num_blocks, self._dtype, target.platform.device)
         info = ModelInfo(
             model=self._name,
+            identity=self._identity,
             architecture=spec.architecture,
-            dtype=str(self._dtype).removeprefix("torch."),
+            dtype=name_of(self._dtype),
             num_parameters=spec.num_parameters,
             vocab_size=spec.vocab_size,
             max_model_len=budget.max_model_len,
@@ -209,6 +217,10 @@ class _Builder:
         return StepLimits(
             max_running=self._max_running, step_tokens=step_tokens, max_model_len=max_model_len, work=work
         )
+
+
+def _device_name(device: torch.device) -> str:
+    return str(_cuda.get_device_name(device)) if device.type == "cuda" else device.type
 
 
 def _check_cpu_attention(config: EngineConfig) -> None:

@@ -1,0 +1,197 @@
+"""What is in a checkpoint directory, as two digests that are made in milliseconds, however large it is.
+
+    checkpoint   config.json, the header of every safetensors file (names, types, shapes, offsets), and a page of bytes from the
+                 middle of each tensor, or, where there are more than 1,024, of that many spread evenly and one of every file
+    tokenizer    its files, whole
+
+Only contents count: a directory that was renamed, moved or copied, or that is a hub snapshot of links into `blobs/`, has the
+same digests. Reading all of a checkpoint would take minutes, so two checkpoints that differ only where no page was taken have
+one digest; training, merging or rounding changes nearly all bytes of the tensors that it touches. Why not the hub's
+own blob ids: see docs/design/009-model-identity.md.
+"""
+
+import hashlib
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from penstock import __version__
+from penstock.config.tree import EngineConfig
+from penstock.engine.loader import checkpoint_files
+from penstock.engine.models.config import CONFIG_FILE
+from penstock.errors import CheckpointError
+from penstock.kv.identity import Computation
+from penstock.text.files import decode_json, read_bytes
+
+SAMPLES_MAX = 1024
+"""Pages that are read of a checkpoint, beside one for each file."""
+SAMPLE_BYTES = 4096
+"""As many as storage reads at least, and enough that rounding to bfloat16 cannot hide that a tensor was trained."""
+HEADER_BYTES_MAX = 100_000_000
+"""The bound of the format itself."""
+_LABELS = frozenset({"_name_or_path", "name_or_path", "transformers_version"})
+"""Of config.json: where a checkpoint came from and what wrote it, which no computation depends on."""
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+
+
+class Fingerprint(NamedTuple):
+    """Of one directory."""
+
+    checkpoint: str
+    tokenizer: str
+
+
+class _Entry(msgspec.Struct, gc=False):
+    """One tensor in a header. The header's metadata is read as one without bytes."""
+
+    data_offsets: tuple[int, int] = (0, 0)
+
+
+_headers = msgspec.json.Decoder(dict[str, _Entry])
+
+
+def identify(directory: Path, config: EngineConfig, *, dtype: str, kernels: str) -> str:
+    """The identity of what a worker computes that serves `directory` with this configuration.
+
+    Raises:
+        CheckpointError: a file is missing, or cannot be read.
+    """
+    random_seed = config.seed if config.load_format == "random" else None
+    files = fingerprint(directory, random_seed=random_seed)
+    return Computation(
+        checkpoint=files.checkpoint,
+        tokenizer=files.tokenizer,
+        dtype=dtype,
+        kv_dtype=dtype,
+        quantization=config.quantization,
+        kernels=f"penstock {__version__} {kernels}",
+    ).identity
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """As in `ModelInfo.dtype`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_kernels() -> str:
+    """Names torch's products on this processor: which bits they give depends on its version and on the instructions it uses."""
+    return f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()} {platform.machine()}"
+
+
+def fingerprint(directory: Path, *, random_seed: int | None = None) -> Fingerprint:
+    """The digests of a directory. With `random_seed` its weights are made up, and its files of them do not count.
+
+    Raises:
+        CheckpointError: a file is missing, or cannot be read.
+    """
+    checkpoint = hashlib.sha256(_config(directory))  # Many processors have instructions for it.
+    if random_seed is None:
+        for part in _weights(checkpoint_files(directory)):
+            checkpoint.update(part)
+    else:
+        checkpoint.update(f"random {random_seed}".encode())
+    tokenizer = hashlib.sha256()
+    for name in _TOKENIZER_FILES:
+        path = directory / name
+        if path.exists():
+            content = read_bytes(path)
+            tokenizer.update(f"{name} {len(content)}\0".encode())
+            tokenizer.update(content)
+    return Fingerprint(checkpoint.hexdigest(), tokenizer.hexdigest())
+
+
+def _config(directory: Path) -> bytes:
+    """config.json without labels, in one spelling."""
+    path = directory / CONFIG_FILE
+    fields = decode_json(path, read_bytes(path), dict[str, Any])
+    kept = {name: value for name, value in fields.items() if name not in _LABELS}
+    return msgspec.json.encode(kept, order="deterministic")
+
+
+def _weights(paths: Sequence[Path]) -> Iterator[bytes]:
+    """What counts of the files of weights: their headers, then the samples.
+
+    All pages are asked for before the first one is read, so that storage fetches them side by side.
+    """
+    with ExitStack() as stack:
+        files: list[_File] = []
+        for path in paths:
+            file = _File(path)
+            stack.callback(file.close)
+            files.append(file)
+            yield len(file.header).to_bytes(8, "little") + file.header
+        chosen = [(file, *place) for file, indices in _chosen(files) for place in map(file.middle, indices)]
+        for file, start, size in chosen:
+            os.posix_fadvise(file.descriptor, start, size, os.POSIX_FADV_WILLNEED)
+        for file, start, size in chosen:
+            yield file.read(start, size)
+
+
+def _chosen(files: Sequence["_File"]) -> Iterator[tuple["_File", Sequence[int]]]:
+    """Of each file some of its tensors: one of every so many, and at least one."""
+    step = -(-sum(len(file.tensors) for file in files) // SAMPLES_MAX) or 1
+    for number, file in enumerate(files):
+        # Which one of so many changes: files repeat the same few kinds in the same order, and no kind may be passed over for good.
+        found = (first + _scattered(number, first) % step for first in range(0, len(file.tensors), step))
+        yield file, [min(index, len(file.tensors) - 1) for index in found]
+
+
+def _scattered(*numbers: int) -> int:
+    """The same for the same numbers, and with no pattern (Fibonacci hashing)."""
+    return sum((number + 1) * 0x9E3779B97F4A7C15 for number in numbers) % (1 << 64) >> 40
+
+
+class _File:
+    """An open safetensors file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        try:
+            self.header = self._read_header()
+            self.tensors = list(_headers.decode(self.header).values())
+            """The metadata, if there is any, counts as one without bytes."""
+        except CheckpointError:
+            self.close()
+            raise
+        except msgspec.DecodeError as error:
+            self.close()
+            raise CheckpointError(f"{path}: its header is not one of safetensors: {error}") from error
+        self._num_bytes = os.fstat(self.descriptor).st_size
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+    def middle(self, index: int) -> tuple[int, int]:
+        """Where the page of this tensor is, and how large."""
+        (start, end), begin = self.tensors[index].data_offsets, 8 + len(self.header)
+        if not 0 <= start <= end <= self._num_bytes - begin:
+            raise CheckpointError(f"{self._path}: its header names bytes that the file does not have")
+        size = min(end - start, SAMPLE_BYTES)
+        return begin + start + (end - start - size) // 2, size
+
+    def read(self, start: int, size: int) -> bytes:
+        try:
+            found = os.pread(self.descriptor, size, start)
+        except OSError as error:
+            raise CheckpointError(f"{self._path}: cannot be read: {error.strerror}") from error
+        if len(found) < size:
+            raise CheckpointError(f"{self._path}: not a whole safetensors file (truncated?)")
+        return found
+
+    def _read_header(self) -> bytes:
+        size = int.from_bytes(self.read(0, 8), "little")
+        if size > HEADER_BYTES_MAX:
+            raise CheckpointError(
+                f"{self._path}: its header would have {size} bytes, which no safetensors file has"
+            )
+        return self.read(8, size)
