@@ -88,7 +88,9 @@ def check_family(bench: Bench, model: Any, path: Path) -> dict[str, Any]:  # noq
     plain = ask(reference, prompts(bench)[1:], [SCORED])
     found["bfloat16_largest_difference"] = difference(scores, plain)
     found["bfloat16_share_within"] = share_within(scores, plain, BFLOAT16_LIMIT)
-    found["bfloat16_share_wanted"] = ROUTED_SHARE_MIN if model.config.to_dict().get("num_local_experts") else 1.0
+    found["bfloat16_share_wanted"] = (
+        ROUTED_SHARE_MIN if model.config.to_dict().get("num_local_experts") else 1.0
+    )
     found["transformers_largest_difference"] = max(
         against_transformers(model, prompt, answer[1])
         for prompt, answer in zip(prompts(bench)[1:], ask(ours, prompts(bench)[1:], [SCORED]), strict=True)

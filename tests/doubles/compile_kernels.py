@@ -158,7 +158,7 @@ def kernels() -> dict[str, Kernel]:
         "i32",
     ]
     sizes = {"GREEDY_BELOW": 1e-5, "CAPACITY": 8192, "BLOCK": 2048}
-    made["sample"] = Kernel(sampler.sample, drawn, sizes, 32)
+    made["sample"] = Kernel(sampler.sample, drawn, sizes, 16)
     return made
 
 

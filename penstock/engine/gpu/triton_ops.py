@@ -1,7 +1,7 @@
 # pyright: basic, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
 """Launches the Triton kernels: sizes, grids and tile shapes. See `Ops` for what each computes.
 
-Tile shapes are chosen by arithmetic for Hopper and compile there without spills; none has been timed on a GPU yet.
+Tile shapes are the fastest of those tried on an H100; `docs/design/004-gpu-execution.md` has the figures.
 Importing this needs triton, which torch for CUDA brings along.
 """
 
@@ -45,7 +45,7 @@ _DECODE_WARPS, _CHUNK_WARPS = 4, 8
 _GATE_BLOCK = 1024
 _HEADS_PER_PROGRAM = 8
 _TOKENS_PER_PROGRAM = 128
-_SAMPLER_BLOCK, _SAMPLER_WARPS = 2048, 32
+_SAMPLER_BLOCK, _SAMPLER_WARPS = 2048, 16
 CANDIDATES_MAX = 8192
 """Tokens that the filters of a row look at closely; a row with more of them near its cut takes all of its logits."""
 

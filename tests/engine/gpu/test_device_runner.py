@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.clock import ManualClock
 from penstock.config.tree import EngineConfig
-from penstock.engine.gpu import load
 from penstock.engine.gpu.graphs import StepKind
 from penstock.engine.gpu.platform import CpuPlatform, Mark
 from penstock.engine.gpu.runner import FLIGHTS

@@ -103,20 +103,24 @@ def _list(logits, size, top, temperature, reach, listed_logits, listed_ids, BLOC
 
 
 @triton.jit
-def _before(logits, size, top, temperature, keys, weights, key, IN_REGISTERS: tl.constexpr, BLOCK: tl.constexpr):
+def _before(
+    logits, size, top, temperature, keys, weights, key, IN_REGISTERS: tl.constexpr, BLOCK: tl.constexpr
+):
     """(tokens, their mass in float64) that lie before a key: among `keys`, or else among all logits."""
     if IN_REGISTERS:
-        return tl.sum((keys < key).to(tl.int32), 0), tl.sum(tl.where(keys < key, weights, 0.0).to(tl.float64), 0)
+        count = tl.sum((keys < key).to(tl.int32), 0)
+        mass = tl.sum(tl.where(keys < key, weights, 0.0).to(tl.float64), 0)
     else:
-        count = tl.zeros([BLOCK], tl.int32)
-        mass = tl.zeros([BLOCK], tl.float64)
+        counts = tl.zeros([BLOCK], tl.int32)
+        masses = tl.zeros([BLOCK], tl.float64)
         for start in range(0, size, BLOCK):
             ids = start + tl.arange(0, BLOCK)
             distance = _distances(logits, ids, size, top, temperature)
             ahead = (distance.to(tl.int32, bitcast=True) < key) & (ids < size)
-            count += ahead.to(tl.int32)
-            mass += tl.where(ahead, tl.exp(-distance), 0.0).to(tl.float64)
-        return tl.sum(count, 0), tl.sum(mass, 0)
+            counts += ahead.to(tl.int32)
+            masses += tl.where(ahead, tl.exp(-distance), 0.0).to(tl.float64)
+        count, mass = tl.sum(counts, 0), tl.sum(masses, 0)
+    return count, mass
 
 
 @triton.jit
@@ -167,7 +171,9 @@ def _cut(
         if by_count:
             _, mass = _before(logits, size, top, temperature, keys, weights, cut, IN_REGISTERS, BLOCK)
             mass += on_cut * tl.exp(-cut.to(tl.float32, bitcast=True)).to(tl.float64)
-        p_cut, p_on_cut = _cut_top_p(logits, size, top, temperature, keys, weights, p * mass, IN_REGISTERS, BLOCK)
+        p_cut, p_on_cut = _cut_top_p(
+            logits, size, top, temperature, keys, weights, p * mass, IN_REGISTERS, BLOCK
+        )
         on_cut = tl.where(p_cut == cut, tl.minimum(on_cut, p_on_cut), p_on_cut)
         cut = p_cut
     return cut, on_cut
