@@ -188,6 +188,10 @@ Figure = Callable[[], tuple[float, float, float]]
 """(seconds, bytes that must move, operations) of one call."""
 
 
+SAMPLED = {"greedy": (0.0, 1.0), "plain": (0.8, 1.0), "top-p": (0.8, 0.95)}
+"""Temperature and top-p. The logits are normal with a deviation of 3: the nucleus is thousands of tokens, a hard case."""
+
+
 def figures_of(bench: Bench, ops: Ops) -> list[tuple[str, Figure]]:
     spec = shape("llama-3-8b", tiny=bench.tiny)
     batches = (1, 3) if bench.tiny else (1, 8, 64, 256)
@@ -211,7 +215,11 @@ def figures_of(bench: Bench, ops: Ops) -> list[tuple[str, Figure]]:
                     if name != "head" or m in batches]  # fmt: skip
     figures.append(("add_norm", lambda: elementwise(bench, ops, max(chunks), hidden, inner)[0]()))
     figures.append(("silu_mul", lambda: elementwise(bench, ops, max(chunks), hidden, inner)[1]()))
-    figures += [(f"sample {batch}", lambda batch=batch: sample(bench, ops, spec, batch)) for batch in batches]
+    figures += [
+        (f"sample {how} {batch}", lambda how=how, batch=batch: sample(bench, ops, spec, how, batch))
+        for how in SAMPLED
+        for batch in batches
+    ]
     return figures
 
 
@@ -289,11 +297,12 @@ def elementwise(bench: Bench, ops: Ops, tokens: int, hidden: int, inner: int) ->
     return add_norm, silu_mul
 
 
-def sample(bench: Bench, ops: Ops, spec: DecoderSpec, batch: int) -> tuple[float, float, float]:
+def sample(bench: Bench, ops: Ops, spec: DecoderSpec, how: str, batch: int) -> tuple[float, float, float]:
     one = case(bench, spec, [(5, 1)] * batch)
     one.begin(ops)
-    one.step.state.temperature.fill_(0.8)
-    one.step.state.top_p.fill_(0.95)
+    temperature, top_p = SAMPLED[how]
+    one.step.state.temperature.fill_(temperature)
+    one.step.state.top_p.fill_(top_p)
     logits, drawn = (
         3 * random(bench, batch, spec.vocab_size, seed=9).float(),
         Drawn.allocate(batch, bench.device),

@@ -5,10 +5,12 @@ it has found whenever it has found something, so one that is stopped leaves the 
 """
 
 import argparse
+import contextlib
 import datetime
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -38,13 +40,14 @@ class Section:
 
 
 SECTIONS = (
-    Section("ceilings", "ceilings", 35),
-    Section("kernels", "kernels", 80),
-    Section("correctness", "correctness", 90),
-    Section("qwen3-0.6b", "models", 65, ("qwen3-0.6b",)),
-    Section("llama-3-8b", "models", 75, ("llama-3-8b",)),
-    Section("qwen3-14b", "models", 90, ("qwen3-14b",)),
-    Section("throughput", "throughput", 85),
+    Section("ceilings", "ceilings", 15),
+    Section("kernels", "kernels", 50),
+    Section("correctness", "correctness", 85),
+    Section("qwen3-0.6b", "models", 45, ("qwen3-0.6b",)),
+    Section("llama-3-8b", "models", 50, ("llama-3-8b",)),
+    Section("qwen3-14b", "models", 60, ("qwen3-14b",)),
+    Section("throughput", "throughput", 40),
+    Section("serving", "serving", 150),
 )
 
 
@@ -125,14 +128,24 @@ def in_a_process(section: Section, options: argparse.Namespace, limit_s: float) 
     part = part_of(section, options.out)
     part.unlink(missing_ok=True)
     why = ""
+    process = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
     try:
-        done = subprocess.run(command, timeout=limit_s, stdout=sys.stderr, check=False)
-        why = f"the process ended with {done.returncode}" if done.returncode else ""
+        code = process.wait(limit_s)
+        why = f"the process ended with {code}" if code else ""
     except subprocess.TimeoutExpired:
         why = f"stopped after {limit_s:.0f} s"
+    finally:
+        stop(process)
     found = json.loads(part.read_text()) if part.exists() else {}
     part.unlink(missing_ok=True)
     return {**found, "error": why} if why and "error" not in found else found
+
+
+def stop(process: "subprocess.Popen[bytes]") -> None:
+    """End a section and every server that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def part_of(section: Section, out: Path) -> Path:

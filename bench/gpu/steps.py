@@ -78,9 +78,7 @@ def case(bench: Bench, spec: DecoderSpec, rows: Rows, *, layers: int = 2) -> Cas
 
 
 def step_limits(spec: DecoderSpec, max_running: int, step_tokens: int, max_model_len: int) -> StepLimits:
-    work = WorkListLimits.of(
-        max_running=max_running, step_tokens=step_tokens, chunk_queries=max(64 // spec.group_size, 1)
-    )
+    work = WorkListLimits.of(max_running=max_running, step_tokens=step_tokens, group_size=spec.group_size)
     return StepLimits(
         max_running=max_running, step_tokens=step_tokens, max_model_len=max_model_len, work=work
     )

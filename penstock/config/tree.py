@@ -99,7 +99,7 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     """KV blocks on their way to host memory at once: few, since nobody waits for them and they take bandwidth."""
     graphs_max: Annotated[int, Meta(ge=0)] = 64
     """CUDA graphs kept at most; 0: every kernel of every step is launched by itself."""
-    graph_tokens_max: Positive = 512
+    graph_tokens_max: Positive = 2048
     """Steps of more tokens than this are not captured into graphs, unless all their rows decode."""
     graph_memory_bytes_max: Positive = 1024 * 1024 * 1024
     """GPU memory set aside for graphs."""

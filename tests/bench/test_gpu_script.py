@@ -36,7 +36,7 @@ def test_everything_runs_on_the_cpu(
     errors = {name: one["error"] for name, one in sections.items() if "error" in one}
     assert (ended.value.code, errors) == (0, {}), printed
     assert list(sections) == [
-        "ceilings", "kernels", "correctness", "qwen3-0.6b", "llama-3-8b", "qwen3-14b", "throughput",
+        "ceilings", "kernels", "correctness", "qwen3-0.6b", "llama-3-8b", "qwen3-14b", "throughput", "serving",
     ]  # fmt: skip
     assert all(check["ok"] for check in sections["kernels"]["checks"].values())
     assert sections["correctness"]["families"]["qwen3"]["float32_same_tokens"]
@@ -45,6 +45,8 @@ def test_everything_runs_on_the_cpu(
     assert decode["without_overlap_ratio"] > 0
     assert 0 < decode["mbu"] < 1
     assert sections["throughput"]["output_tokens"] > 0
+    assert sections["serving"]["answers"]["equal"] == 8
+    assert sections["serving"]["qwen3-0.6b"]["levels"][-1]["output_tokens_per_s"] > 0
     assert "qwen3-14b" in printed
 
 

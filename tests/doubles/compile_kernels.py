@@ -82,15 +82,15 @@ def attend(
 ) -> Kernel:
     """As `TritonOps.attend` launches it, in bfloat16."""
     group = heads // kv_heads
-    small = max(1 << (group - 1).bit_length(), 16)
+    rows = 128 if chunks else max(1 << (group - 1).bit_length(), 16)
     constants = {
         "NUM_HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": dim, "DIM": max(1 << (dim - 1).bit_length(), 16),
-        "BLOCK_TOKENS": 16, "TILE": 64, "SMALL": small, "LARGE": max(64, small), "ITEM_FIELDS": 8, "NUM_ITEMS": 3,
+        "BLOCK_TOKENS": 16, "TILE": 64, "ROWS": rows, "ITEM_FIELDS": 8, "NUM_ITEMS": 3, "NUM_CHUNKS": 5,
         "CHUNKS": chunks, "SOFTCAP": softcap, "WINDOW": window,
     }  # fmt: skip
     types = ["*bf16"] * 3 + ["*i32"] * 3 + ["*fp32"] * 2 + ["i32", "fp32", "fp32", "i32", "i32", "i32"]
-    stages = 2 if dim > 128 else 3 if chunks else 5
-    return Kernel(attention.attend, types, constants, 4, stages, {"block_stride"})
+    stages = 2 if chunks or dim > 128 else 5
+    return Kernel(attention.attend, types, constants, 8 if chunks else 4, stages, {"block_stride"})
 
 
 def rotate(heads: int, kv_heads: int, dim: int, *, normed: bool) -> Kernel:
@@ -108,15 +108,15 @@ def kernels() -> dict[str, Kernel]:
     made = {
         "attend 8b decode": attend(32, 8, 128, chunks=False),
         "attend 14b decode": attend(40, 8, 128, chunks=False),
-        "attend 8b mixed": attend(32, 8, 128, chunks=True),
+        "attend 8b chunk": attend(32, 8, 128, chunks=True),
     }
     if "--all" in sys.argv:
         made["attend 0.6b decode"] = attend(16, 8, 128, chunks=False)
         made["attend phi decode"] = attend(32, 32, 96, chunks=False)
         made["attend llama 1b decode"] = attend(32, 8, 64, chunks=False)
         made["attend gemma decode"] = attend(16, 8, 256, chunks=False, window=True, softcap=True)
-        made["attend 14b mixed"] = attend(40, 8, 128, chunks=True)
-        made["attend gemma mixed"] = attend(16, 8, 256, chunks=True, window=True, softcap=True)
+        made["attend 14b chunk"] = attend(40, 8, 128, chunks=True)
+        made["attend gemma chunk"] = attend(16, 8, 256, chunks=True, window=True, softcap=True)
     made["rotate 8b"], made["rotate 14b"] = rotate(32, 8, 128, normed=False), rotate(40, 8, 128, normed=True)
     combined = {
         "NUM_HEADS": 32,
@@ -152,10 +152,13 @@ def kernels() -> dict[str, Kernel]:
         "*i32",
         "*i32",
         "*i1",
+        "*fp32",
+        "*i32",
         "i32",
         "i32",
     ]
-    made["sample"] = Kernel(sampler.sample, drawn, {"GREEDY_BELOW": 1e-5, "BLOCK": 4096}, 8)
+    sizes = {"GREEDY_BELOW": 1e-5, "CAPACITY": 8192, "BLOCK": 2048}
+    made["sample"] = Kernel(sampler.sample, drawn, sizes, 16)
     return made
 
 

@@ -19,9 +19,9 @@ NUM_BLOCKS = 400
 
 
 def limits(
-    *, max_running: int = 8, step_tokens: int = 256, chunk_queries: int = 8, max_model_len: int = MAX_LEN
+    *, max_running: int = 8, step_tokens: int = 256, group_size: int = 16, max_model_len: int = MAX_LEN
 ) -> StepLimits:
-    work = WorkListLimits.of(max_running=max_running, step_tokens=step_tokens, chunk_queries=chunk_queries)
+    work = WorkListLimits.of(max_running=max_running, step_tokens=step_tokens, group_size=group_size)
     return StepLimits(
         max_running=max_running, step_tokens=step_tokens, max_model_len=max_model_len, work=work
     )

@@ -36,8 +36,6 @@ from penstock.types import BLOCK_TOKENS
 OnStage = Callable[[str, int, int], None]
 """Called with (stage in words, done, total)."""
 _cuda = cast(Any, torch.cuda)  # Its stubs leave most types open.
-TILE_ROWS = 64
-"""Rows of the attention kernel's query tile, said here since importing the kernels needs triton."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -212,7 +210,7 @@ class _Builder:
         work = WorkListLimits.of(
             max_running=self._max_running,
             step_tokens=step_tokens,
-            chunk_queries=max(TILE_ROWS // self._spec.group_size, 1),
+            group_size=self._spec.group_size,
         )
         return StepLimits(
             max_running=self._max_running, step_tokens=step_tokens, max_model_len=max_model_len, work=work

@@ -23,7 +23,7 @@ from penstock.types import BLOCK_TOKENS
 
 Int32Array = npt.NDArray[np.int32]
 
-NUM_ROWS, NUM_TOKENS, NUM_SAMPLES, NUM_ITEMS, NUM_COMBINES = range(5)
+NUM_ROWS, NUM_TOKENS, NUM_SAMPLES, NUM_ITEMS, NUM_COMBINES, NUM_CHUNKS = range(6)
 """Places in `counts`."""
 _COUNTS = 8
 
@@ -107,7 +107,7 @@ class StepBuffer:
         self.flat = torch.zeros(ends[-1], dtype=torch.int32, device=device, pin_memory=pinned)
         parts = [self.flat[start:end] for start, end in pairwise(ends)]
         self.counts = parts[0]
-        """`[8]`: rows, tokens, samples, items, combines of this step."""
+        """`[8]`: rows, tokens, samples, items, combines, tiles of chunks among the items."""
         self.rows = parts[1]
         """`[max_running]` the table row of each row of work."""
         self.computed = parts[2]
@@ -148,7 +148,7 @@ class StepBuffer:
         self.sampled.numpy()[: len(sampled)] = sampled
         self.items.numpy()[: len(work.items)] = work.items
         self.combines.numpy()[: len(work.combines)] = work.combines
-        totals = (count, starts[count], len(sampled), len(work.items), len(work.combines))
+        totals = (count, starts[count], len(sampled), len(work.items), len(work.combines), work.num_chunks)
         self.counts.numpy()[: len(totals)] = totals
 
 

@@ -1,7 +1,7 @@
 # pyright: basic, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
 """Launches the Triton kernels: sizes, grids and tile shapes. See `Ops` for what each computes.
 
-Tile shapes are chosen by arithmetic for Hopper and compile there without spills; none has been timed on a GPU yet.
+Tile shapes are the fastest of those tried on an H100; `docs/design/004-gpu-execution.md` has the figures.
 Importing this needs triton, which torch for CUDA brings along.
 """
 
@@ -14,6 +14,7 @@ from triton import next_power_of_2
 from penstock.engine.gpu.kernels import attention, gate, norm, prepare, rotary, sampler
 from penstock.engine.gpu.ops import AttentionLayer, HeadRotation, Partials
 from penstock.engine.gpu.step import (
+    NUM_CHUNKS,
     NUM_COMBINES,
     NUM_ITEMS,
     NUM_SAMPLES,
@@ -23,29 +24,30 @@ from penstock.engine.gpu.step import (
     Int32Array,
     RowState,
 )
-from penstock.engine.gpu.worklist import COMBINE_FIELDS, ITEM_FIELDS, KV_TILE, SPLITS_MAX
+from penstock.engine.gpu.worklist import (
+    CHUNK_ROWS,
+    COMBINE_FIELDS,
+    ITEM_FIELDS,
+    KV_TILE,
+    SINGLE_ROWS,
+    SPLITS_MAX,
+)
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.models.spec import DecoderSpec
 from penstock.engine.sampler import GREEDY_BELOW
 from penstock.types import BLOCK_TOKENS
 
-CHUNK_ROWS = 64
-"""Query rows of a tile of a chunk: one warpgroup's matrix product."""
-_SMALL_ROWS = 16
-"""The fewest rows that the matrix units take."""
 _PROGRAMS_PER_PROCESSOR = 2
 """What fits by registers: up to 255 per thread (compiled for sm_90)."""
-_DECODE_STAGES, _STAGES = 5, 3
-"""Two of them fetch block tables ahead; the rest are tiles of keys and values in flight."""
+_DECODE_STAGES, _CHUNK_STAGES = 5, 2
+"""How far loads run ahead. Rows that decode wait for memory; more than 2 make tiles of chunks slower (measured on an H100)."""
+_DECODE_WARPS, _CHUNK_WARPS = 4, 8
 _GATE_BLOCK = 1024
 _HEADS_PER_PROGRAM = 8
 _TOKENS_PER_PROGRAM = 128
-_SAMPLER_BLOCK = 4096
-
-
-def chunk_queries(group_size: int) -> int:
-    """`WorkListLimits.chunk_queries` for models with this many query heads per key/value head."""
-    return max(CHUNK_ROWS // group_size, 1)
+_SAMPLER_BLOCK, _SAMPLER_WARPS = 2048, 16
+CANDIDATES_MAX = 8192
+"""Tokens that the filters of a row look at closely; a row with more of them near its cut takes all of its logits."""
 
 
 class TritonOps:
@@ -60,12 +62,16 @@ class TritonOps:
     def plan(self, rows: Int32Array, computed: Int32Array, num_tokens: Int32Array, state: RowState) -> None:
         """See `Ops`: nothing is planned on the host."""
 
-    def __init__(self, device: torch.device, *, num_programs: int = 0) -> None:
+    def __init__(
+        self, device: torch.device, *, num_programs: int = 0, candidates_max: int = CANDIDATES_MAX
+    ) -> None:
         """`num_programs`: the grid of attention; 0: what fills the device."""
         if not num_programs:
             processors = torch.cuda.get_device_properties(device).multi_processor_count
             num_programs = processors * _PROGRAMS_PER_PROCESSOR
         self._num_programs = num_programs
+        self._listed_logits = torch.empty(0, candidates_max, device=device)
+        self._listed_ids = torch.empty(0, candidates_max, dtype=torch.int32, device=device)
 
     def prepare(self, step: DeviceStep, slots_per_block: int) -> None:
         """See `Ops`."""
@@ -140,17 +146,18 @@ class TritonOps:
         num_heads, head_dim = q.shape[1], cache.head_dim
         dim = max(next_power_of_2(head_dim), 16)
         group = num_heads // cache.num_kv_heads
-        small = max(next_power_of_2(group), _SMALL_ROWS)
+        single = max(next_power_of_2(group), SINGLE_ROWS)
         scale = how.scale if how.softcap else how.scale * math.log2(math.e)
-        stages = _DECODE_STAGES if step.decode_only else _STAGES
-        attention.attend[(self._num_programs,)](
-            q, out, cache.tensor, tables, buffer.items, buffer.counts, partials.outputs, partials.logsumexps,
-            how.layer, scale, how.softcap, how.window, tables.stride(0), cache.tensor.stride(0),
-            NUM_HEADS=num_heads, KV_HEADS=cache.num_kv_heads, HEAD_DIM=head_dim, DIM=dim, BLOCK_TOKENS=BLOCK_TOKENS,
-            TILE=KV_TILE, SMALL=small, LARGE=max(CHUNK_ROWS, small), ITEM_FIELDS=ITEM_FIELDS, NUM_ITEMS=NUM_ITEMS,
-            CHUNKS=not step.decode_only, SOFTCAP=how.softcap > 0, WINDOW=how.window > 0, num_warps=4,
-            num_stages=2 if dim > 128 else stages,
-        )  # fmt: skip
+        for chunks in (False,) if step.decode_only else (True, False):
+            attention.attend[(self._num_programs,)](
+                q, out, cache.tensor, tables, buffer.items, buffer.counts, partials.outputs, partials.logsumexps,
+                how.layer, scale, how.softcap, how.window, tables.stride(0), cache.tensor.stride(0),
+                NUM_HEADS=num_heads, KV_HEADS=cache.num_kv_heads, HEAD_DIM=head_dim, DIM=dim, BLOCK_TOKENS=BLOCK_TOKENS,
+                TILE=KV_TILE, ROWS=max(CHUNK_ROWS, single) if chunks else single, ITEM_FIELDS=ITEM_FIELDS,
+                NUM_ITEMS=NUM_ITEMS, NUM_CHUNKS=NUM_CHUNKS, CHUNKS=chunks, SOFTCAP=how.softcap > 0,
+                WINDOW=how.window > 0, num_warps=_CHUNK_WARPS if chunks else _DECODE_WARPS,
+                num_stages=_CHUNK_STAGES if chunks or dim > 128 else _DECODE_STAGES,
+            )  # fmt: skip
         attention.combine[(self._num_programs,)](
             out, buffer.combines, buffer.counts, partials.outputs, partials.logsumexps, NUM_HEADS=num_heads,
             HEAD_DIM=head_dim, DIM=dim, SPLITS=SPLITS_MAX, COMBINE_FIELDS=COMBINE_FIELDS, NUM_COMBINES=NUM_COMBINES,
@@ -160,9 +167,16 @@ class TritonOps:
     def sample(self, logits: Tensor, step: DeviceStep, drawn: Drawn) -> None:
         """See `Ops`."""
         state, inputs = step.state, step.inputs
-        block = min(_SAMPLER_BLOCK, next_power_of_2(logits.shape[1]))
-        sampler.sample[(logits.shape[0],)](
+        num_samples, size = logits.shape
+        if num_samples > self._listed_logits.shape[0]:
+            # The largest step runs first, so no graph is captured before the lists have their final place.
+            rows = max(num_samples, state.nobody)
+            self._listed_logits = self._listed_logits.new_empty(rows, self._listed_logits.shape[1])
+            self._listed_ids = self._listed_ids.new_empty(rows, self._listed_ids.shape[1])
+        block = min(_SAMPLER_BLOCK, next_power_of_2(size))
+        sampler.sample[(num_samples,)](
             logits, inputs.sample_rows, inputs.sample_positions, state.temperature, state.top_k, state.top_p,
-            state.min_p, state.seed, state.token_ids, drawn.token_ids, drawn.healthy, logits.shape[1],
-            state.token_ids.stride(0), GREEDY_BELOW=GREEDY_BELOW, BLOCK=block, num_warps=8,
+            state.min_p, state.seed, state.token_ids, drawn.token_ids, drawn.healthy, self._listed_logits,
+            self._listed_ids, size, state.token_ids.stride(0), GREEDY_BELOW=GREEDY_BELOW,
+            CAPACITY=self._listed_logits.shape[1], BLOCK=block, num_warps=_SAMPLER_WARPS,
         )  # fmt: skip

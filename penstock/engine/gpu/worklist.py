@@ -26,6 +26,10 @@ SPLITS_MAX = 16
 SPLIT_TOKENS_MIN = 256
 SHORT_TOKENS = 16
 """Rows with more new tokens than this are not split: they are many tiles anyway."""
+CHUNK_ROWS = 128
+"""Query rows of a tile of a chunk: a matrix product for each of two warpgroups."""
+SINGLE_ROWS = 16
+"""Query rows of other items: the fewest that the matrix units take."""
 ITEM_FIELDS = 8
 COMBINE_FIELDS = 4
 _SPARE_PARTIALS = 1024
@@ -38,16 +42,20 @@ class WorkListLimits:
 
     chunk_queries: int
     """Tokens of a tile of a chunk: the kernel's rows over the query heads that share a key head."""
+    single_queries: int
+    """Items of at most so many tokens are computed like rows that decode."""
     items_max: int
     combines_max: int
     partials_max: int
 
     @classmethod
-    def of(cls, *, max_running: int, step_tokens: int, chunk_queries: int) -> Self:
-        """Enough for any step of these limits."""
+    def of(cls, *, max_running: int, step_tokens: int, group_size: int) -> Self:
+        """Enough for any step of these limits, with `group_size` query heads for each key/value head."""
+        chunk_queries = max(CHUNK_ROWS // group_size, 1)
         partials_max = max_running * SPLITS_MAX + _SPARE_PARTIALS
         return cls(
             chunk_queries=chunk_queries,
+            single_queries=max(SINGLE_ROWS // group_size, 1),
             items_max=partials_max + max_running + -(-step_tokens // chunk_queries),
             combines_max=partials_max // 2,
             partials_max=partials_max,
@@ -56,7 +64,7 @@ class WorkListLimits:
 
 @dataclass(slots=True, frozen=True)
 class WorkList:
-    """A step's items, longest first, and the merges that follow."""
+    """A step's items, tiles of chunks before the others and the longest first among each, and the merges that follow."""
 
     items: Int32Array
     """`[num_items, 8]`: row of the tables, first token within the step, its position, number of tokens, first position
@@ -64,6 +72,8 @@ class WorkList:
     between the places of two tokens."""
     combines: Int32Array
     """`[num_combines, 4]`: token within the step, first place, number of places, 0."""
+    num_chunks: int
+    """How many of the items are tiles of chunks."""
 
     @classmethod
     def of(
@@ -79,8 +89,9 @@ class WorkList:
         first_place = np.cumsum(places) - places
         cuts = _Cuts(rows, computed, num_tokens, starts, lengths, size, count, first_place)
         items = np.concatenate((cuts.pieces(limits.chunk_queries), cuts.tiles(limits.chunk_queries)))
-        order = np.argsort(items[:, 4] - items[:, 5], kind="stable")
-        return cls(items[order].astype(np.int32), cuts.combines())
+        single = items[:, 3] <= limits.single_queries
+        order = np.lexsort((items[:, 4] - items[:, 5], single))
+        return cls(items[order].astype(np.int32), cuts.combines(), len(items) - int(single.sum()))
 
 
 def _splits(lengths: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

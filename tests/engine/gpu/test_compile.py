@@ -12,6 +12,8 @@ PROGRAM = Path(__file__).parents[2] / "doubles" / "compile_kernels.py"
 SHARED_BYTES_MAX = 227 * 1024
 """What one block of threads can have on Hopper."""
 SPILL_BYTES_MAX = 64
+SAMPLER_SPILL_BYTES_MAX = 128
+"""Its first pass keeps sums for eight levels in registers."""
 
 pytestmark = pytest.mark.timeout(300)
 Compiled = dict[str, dict[str, int]]
@@ -32,12 +34,14 @@ def test_every_kernel_fits_its_machine(compiled: Compiled) -> None:
     assert len(compiled) >= 12
     for name, kernel in compiled.items():
         assert kernel["shared_bytes"] <= SHARED_BYTES_MAX, name
-        assert kernel["stack_bytes"] <= SPILL_BYTES_MAX, name
+        assert kernel["stack_bytes"] <= (SAMPLER_SPILL_BYTES_MAX if name == "sample" else SPILL_BYTES_MAX), (
+            name
+        )
 
 
 def test_programs_of_attention_share_a_multiprocessor(compiled: Compiled) -> None:
-    """`TritonOps` launches two of 128 threads for each."""
-    for name in ("attend 8b decode", "attend 14b decode", "attend 8b mixed"):
+    """`TritonOps` launches two for each, of 128 threads for rows that decode."""
+    for name in ("attend 8b decode", "attend 14b decode"):
         kernel = compiled[name]
         assert 2 * (kernel["shared_bytes"] + 1024) <= SHARED_BYTES_MAX, name
         assert 2 * 128 * kernel["registers"] <= 65_536, name
@@ -46,9 +50,9 @@ def test_programs_of_attention_share_a_multiprocessor(compiled: Compiled) -> Non
 def test_attention_uses_the_matrix_units_and_copies_ahead(compiled: Compiled) -> None:
     for name, kernel in compiled.items():
         if name.startswith("attend"):
-            assert kernel["mma"] > 0, name
+            assert kernel["mma"] + kernel["wgmma"] > 0, name
             assert kernel["async_copies"] > 0, name
-            assert (kernel["wgmma"] > 0) == name.endswith("mixed"), name
+            assert (kernel["wgmma"] > 0) == name.endswith("chunk"), name
 
 
 def test_kernels_that_move_bytes_load_sixteen_at_a_time(compiled: Compiled) -> None:

@@ -14,11 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.clock import ManualClock
 from penstock.config.tree import EngineConfig
-from penstock.engine.gpu import load
 from penstock.engine.gpu.graphs import StepKind
 from penstock.engine.gpu.platform import CpuPlatform, Mark
 from penstock.engine.gpu.runner import FLIGHTS
-from penstock.engine.gpu.triton_ops import CHUNK_ROWS, TritonOps
+from penstock.engine.gpu.triton_ops import TritonOps
 from penstock.engine.runner import build_runner
 from penstock.errors import ConfigError
 from penstock.rng import stream
@@ -322,7 +321,6 @@ def test_a_device_that_is_not_there_is_refused_by_name(qwen3: Path) -> None:
 @pytest.mark.filterwarnings("ignore:(overflow|divide by zero|invalid value):RuntimeWarning")
 def test_the_real_kernels_draw_the_same_tokens(qwen3: Path) -> None:
     """The whole path on Triton's kernels, in its interpreter: a chunk beside a row that decodes, launched ahead."""
-    assert load.TILE_ROWS == CHUNK_ROWS
     plans = decode_plans(1, 2)
     late = NewRow(RequestId("late"), 5, tuple(range(40, 47)), 7, KINDS[-1])
     plans[2] = replace(plans[2], new_rows=(late,), work=(*plans[2].work, RowWork(5, 0, 7, True, (20,))))

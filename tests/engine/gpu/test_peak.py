@@ -19,7 +19,7 @@ def test_the_largest_step_is_one_that_may_come(
     max_running: int, step_tokens: int, max_model_len: int, num_blocks: int
 ) -> None:
     max_running = min(max_running, step_tokens)
-    work = WorkListLimits.of(max_running=max_running, step_tokens=step_tokens, chunk_queries=8)
+    work = WorkListLimits.of(max_running=max_running, step_tokens=step_tokens, group_size=16)
     limits = StepLimits(
         max_running=max_running, step_tokens=step_tokens, max_model_len=max_model_len, work=work
     )

@@ -12,7 +12,7 @@ from penstock.engine.gpu.attention import DeviceAttention
 from penstock.engine.gpu.ops import AttentionLayer, HeadRotation, Ops, Partials
 from penstock.engine.gpu.step import DeviceStep, Drawn, RowState
 from penstock.engine.gpu.torch_ops import TorchOps
-from penstock.engine.gpu.triton_ops import TritonOps, chunk_queries
+from penstock.engine.gpu.triton_ops import TritonOps
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.models.spec import AttentionSpec, RopeSpec
 from penstock.engine.sampler import Sampler
@@ -107,7 +107,7 @@ def attended(ops: Ops, heads: Heads, step: DeviceStep, how: AttentionLayer, cach
 def both_attend(
     heads: Heads, rows: list[Row], window: int = 0, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    bounds = limits(chunk_queries=chunk_queries(heads.heads // heads.kv_heads))
+    bounds = limits(group_size=heads.heads // heads.kv_heads)
     how = AttentionLayer(1, heads.dim**-0.5 * 1.3, softcap, window)
     cache = heads.cache()
     cache.tensor.copy_(random(*cache.tensor.shape, seed=9))
@@ -166,8 +166,10 @@ def test_what_a_row_gets_does_not_depend_on_the_others() -> None:
     assert torch.equal(alone[0], among[0])
 
 
-@pytest.mark.parametrize("seed", [3])
-def test_the_sampler_draws_what_the_engines_sampler_draws(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "candidates_max"), [(3, 8192), (4, 16)])
+def test_the_sampler_draws_what_the_engines_sampler_draws(seed: int, candidates_max: int) -> None:
+    """With lists that hold every row's candidates, and with lists that are too short for most rows."""
+    ours = TritonOps(CPU, num_programs=3, candidates_max=candidates_max)
     cases = [
         (0.0, 0, 1.0, 0.0, seed), (0.7, 0, 1.0, 0.0, seed), (1.3, 5, 1.0, 0.0, 2**64 - 5 - seed),
         (1.0, 0, 0.8, 0.0, seed), (2.0, 40, 0.9, 0.0, seed), (1.5, 0, 1.0, 0.2, seed), (0.9, 7, 0.5, 0.4, seed),
@@ -181,7 +183,7 @@ def test_the_sampler_draws_what_the_engines_sampler_draws(seed: int) -> None:
     logits[0, 4000] = logits[0].max()  # and for the largest.
     logits[4, 7:90] = -torch.inf
     drawn = Drawn.allocate(8, CPU).head(len(cases) + 1)
-    OURS.sample(logits, step, drawn)
+    ours.sample(logits, step, drawn)
     expected = Sampler(5000).draw(logits[:-1], wanted).tolist()
     assert drawn.token_ids[:-1].tolist() == expected
     assert drawn.healthy.all()
@@ -206,7 +208,7 @@ def test_a_decode_step_computes_the_same_without_the_code_for_chunks() -> None:
     heads, rows = Heads(4, 2, 16), [Row(20, 1), Row(300, 1)]
     cache = heads.cache()
     cache.tensor.copy_(random(*cache.tensor.shape, seed=9))
-    step = device_step(rows, limits())
+    step = device_step(rows, limits(group_size=2))
     assert step.decode_only
     general = DeviceStep(step.buffer, step.state, step.inputs)
     how = AttentionLayer(0, 0.25, 0.0, 0)
@@ -215,7 +217,7 @@ def test_a_decode_step_computes_the_same_without_the_code_for_chunks() -> None:
 
 def test_attention_behind_the_engines_contract_uses_either() -> None:
     heads = Heads(4, 2, 16)
-    bounds = limits(chunk_queries=chunk_queries(2))
+    bounds = limits(group_size=2)
     step = device_step(MIXED, bounds)
     qkv, outs = heads.qkv(40, seed=3), []
     for ops in (OURS, TWIN):

@@ -1,5 +1,6 @@
 """Work lists: everything is covered exactly once, and a row's cuts are its own."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.gpu.worklist import KV_TILE, SPLITS_MAX, WorkList, WorkListLimits
 
-LIMITS = WorkListLimits.of(max_running=8, step_tokens=600, chunk_queries=32)
+LIMITS = WorkListLimits.of(max_running=8, step_tokens=600, group_size=4)
 Rows = list[tuple[int, int]]
 some_rows = st.lists(
     st.tuples(st.one_of(st.just(0), st.integers(1, 700), st.integers(1, 130_000)), st.integers(1, 70)),
@@ -78,12 +79,17 @@ def test_a_row_is_cut_alone_as_in_any_batch(others: Rows, row: tuple[int, int]) 
 
 
 def test_single_tokens_find_room_for_their_pieces_before_rows_of_several() -> None:
-    tight = WorkListLimits(chunk_queries=32, items_max=100, combines_max=100, partials_max=2 * SPLITS_MAX + 1)
+    tight = replace(LIMITS, partials_max=2 * SPLITS_MAX + 1)
     work = work_list([(8000, 2), (8000, 1), (8000, 1)], tight)
     assert work.combines[:, 0].tolist() == [2, 3]
     assert (work.items[work.items[:, 0] == 3][:, 6] == -1).all()
 
 
-def test_the_longest_items_come_first() -> None:
-    lengths = [int(item[5] - item[4]) for item in work_list([(100, 1), (9000, 60), (400, 1)]).items]
-    assert lengths == sorted(lengths, reverse=True)
+def test_tiles_of_chunks_come_first_and_the_longest_of_each_kind_before_the_others() -> None:
+    work = work_list([(100, 1), (9000, 60), (70, 4), (400, 1)])
+    kinds = [bool(item[3] <= LIMITS.single_queries) for item in work.items]
+    assert kinds == sorted(kinds)
+    assert work.num_chunks == kinds.count(False) == 2
+    lengths = [int(item[5] - item[4]) for item in work.items]
+    assert lengths[:2] == sorted(lengths[:2], reverse=True)
+    assert lengths[2:] == sorted(lengths[2:], reverse=True)

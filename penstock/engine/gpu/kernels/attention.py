@@ -1,21 +1,20 @@
 # pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
-"""Unified paged attention: every row of a step, whatever its number of new tokens, in one launch.
+"""Unified paged attention: every row of a step, whatever its number of new tokens, in one launch for each kind of item.
 
 A fixed grid of programs works off the items of `worklist.py` from device memory, so a captured graph serves any
 step. A program takes one item for one key/value head. Its query rows are `tokens x query heads of the group`, so that
-grouped queries fill the matrix unit: 16 rows for a row that decodes, 64 for a tile of a chunk.
+grouped queries fill the matrix unit: 16 rows for a row that decodes, 128 for a tile of a chunk.
 
 Tiles are 64 positions, four blocks of the cache, whose addresses come from the row's block table. Softmax runs online in
 base 2 (Dao et al. 2022, arXiv 2205.14135). A split context leaves normalised partial outputs with their logsumexp,
 which `combine` merges in order.
 
-Both kinds of tile run in 4 warps in every variant of the kernel: with another number of warps a row sum would be
-added up in another order, and what a row gets would depend on who else is in the step.
+Each kind of item has a launch of its own, because a tile of a chunk wants 8 warps and one that decodes wants 4. With another
+number of warps a row sum would be added up in another order; since an item's kind depends on its row alone, what a row
+gets does not depend on the rest of the step.
 
-Estimate, unmeasured: a decode step reads 2 * context * kv_heads * head_dim values once, about 2 FLOPs per byte and
-query head of the group, far below the 206 FLOP/B at which an H200 is balanced: memory-bound. Two tiles of keys and values
-in flight per program (64 KiB) and two programs per multiprocessor should reach 75-85 % of 4.8 TB/s from about 100 MB per
-layer up; below that the launch and the tail dominate. Chunks: 64 x 64 tiles, one warpgroup; 45-55 % of the dense rate.
+A decode step reads 2 * context * kv_heads * head_dim values once, about 2 FLOPs per byte and query head of the group,
+far below the ratio at which a GPU is balanced: memory-bound. Measured shares: `docs/design/004-gpu-execution.md`.
 """
 
 import triton
@@ -43,19 +42,23 @@ def _span(
             )
         else:
             k = tl.load(cache + base[None, :] + dims[:, None], mask=inside[:, None], other=0.0)
-        scores = tl.dot(q, k, input_precision="ieee") * scale
+        scores = tl.dot(q, k, input_precision="ieee")
+        factor = scale
         if SOFTCAP:
+            scores *= scale
             # cap * tanh(s / cap) as cap * (1 - 2 / (exp(2 s / cap) + 1)); scores are in base 2 afterwards.
             capped = 1.0 - 2.0 / (tl.exp(scores * (2.0 / softcap)) + 1.0)
             scores = capped * softcap * 1.4426950408889634
+            factor = 1.0
         if MASKED:
             seen = known[None, :] & (places[None, :] <= position[:, None]) & live[:, None]
             if WINDOW:
                 seen = seen & (position[:, None] - places[None, :] < window)
             scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
+        # The factor is positive, so the largest score is that of the largest product: scaling and shifting are one operation.
+        higher = tl.maximum(top, tl.max(scores, 1) * factor)
         shift = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores - shift[:, None])
+        weights = tl.exp2(scores * factor - shift[:, None])
         keep = tl.exp2(top - shift)
         den = den * keep + tl.sum(weights, 1)
         values = cache + BLOCK_TOKENS * KV_SIZE
@@ -129,9 +132,9 @@ def _item(
 def attend(
     q, out, cache, block_tables, items, counts, partial_outputs, partial_logsumexps, layer, scale, softcap, window,
     table_stride, block_stride, NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr,
-    ITEM_FIELDS: tl.constexpr, NUM_ITEMS: tl.constexpr, CHUNKS: tl.constexpr, SOFTCAP: tl.constexpr,
-    WINDOW: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    ITEM_FIELDS: tl.constexpr, NUM_ITEMS: tl.constexpr, NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs.
 
@@ -142,28 +145,22 @@ def attend(
         items, counts: `WorkList.items` and `StepBuffer.counts`.
         partial_outputs, partial_logsumexps: see `Partials`.
         scale: of the scores; with log2(e) in it, unless there is a soft cap.
-        NUM_ITEMS: the place of the number of items in `counts`.
-        CHUNKS: False leaves out the tiles of `LARGE` rows: for steps where every row decodes.
+        ROWS: query rows of an item at most.
+        NUM_ITEMS, NUM_CHUNKS: the places of the numbers of items and of chunks' tiles among them in `counts`.
+        CHUNKS: whether this launch takes the tiles of chunks, which come first, or the other items.
     """
-    GROUP: tl.constexpr = NUM_HEADS // KV_HEADS
     cache += layer.to(tl.int64) * (2 * BLOCK_TOKENS * KV_HEADS * HEAD_DIM)
-    total = tl.load(counts + NUM_ITEMS) * KV_HEADS
-    for index in range(tl.program_id(0), total, tl.num_programs(0)):
-        item, head = items + index // KV_HEADS * ITEM_FIELDS, index % KV_HEADS
-        is_small = tl.load(item + 3) * GROUP <= SMALL
-        if is_small:
-            _item(
-                item, head, q, out, cache, block_tables, partial_outputs, partial_logsumexps, scale, softcap, window,
-                table_stride, block_stride, NUM_HEADS, KV_HEADS, HEAD_DIM, DIM, BLOCK_TOKENS, TILE, SMALL,
-                SOFTCAP, WINDOW, False,
-            )  # fmt: skip
-        if CHUNKS:
-            if not is_small:
-                _item(
-                    item, head, q, out, cache, block_tables, partial_outputs, partial_logsumexps, scale, softcap,
-                    window, table_stride, block_stride, NUM_HEADS, KV_HEADS, HEAD_DIM, DIM, BLOCK_TOKENS, TILE,
-                    LARGE, SOFTCAP, WINDOW, not WINDOW,
-                )  # fmt: skip
+    chunks = tl.load(counts + NUM_CHUNKS) * KV_HEADS
+    if CHUNKS:
+        first, last = chunks * 0, chunks
+    else:
+        first, last = chunks, tl.load(counts + NUM_ITEMS) * KV_HEADS
+    for index in range(first + tl.program_id(0), last, tl.num_programs(0)):
+        _item(
+            items + index // KV_HEADS * ITEM_FIELDS, index % KV_HEADS, q, out, cache, block_tables, partial_outputs,
+            partial_logsumexps, scale, softcap, window, table_stride, block_stride, NUM_HEADS, KV_HEADS, HEAD_DIM, DIM,
+            BLOCK_TOKENS, TILE, ROWS, SOFTCAP, WINDOW, CHUNKS and not WINDOW,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -1,0 +1,189 @@
+"""What a client feels: `penstock serve` on the device and `penstock bench` over HTTP, as real processes.
+
+Shapes with random weights give speed; the trained demo model gives answers, which are held against the CPU's.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from common import CLOCK, Bench, Report, shape
+
+from penstock.engine.models.spec import DecoderSpec
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "models" / "penstock-demo-mini"
+KEY = "sk-of-the-gpu-bench-0123456789"
+READY = "Penstock is ready"
+QUESTIONS = (
+    "What is the capital of France?", "What is 12 + 30?", "Say hello in German.", "Count from 1 to 10.",
+    "What colour is the sky?", "What is the weather in Paris?", "Who are you?", "Name three animals.",
+)  # fmt: skip
+LEVELS, PROMPT_TOKENS, OUTPUT_TOKENS, STEP_TOKENS = (1, 64, 256), 512, 128, 2048
+REQUESTS_EACH = 3
+"""Of every caller, and 8 at least."""
+
+
+def run(bench: Bench, report: Report) -> None:
+    report.put("answers", answers(bench))
+    for name in ("qwen3-0.6b",) if bench.tiny else ("qwen3-0.6b", "llama-3-8b"):
+        report.put(name, load(bench, name))
+        report.put("summary", headline(report.found))
+
+
+def headline(found: dict[str, Any]) -> str:
+    parts = [f"{found['answers']['equal']} of {len(QUESTIONS)} answers as on the CPU"]
+    for name in (one for one in found if isinstance(found[one], dict) and "levels" in found[one]):
+        last = found[name]["levels"][-1]
+        parts.append(f"{name} c={last['concurrency']}: {last['output_tokens_per_s']:.0f} tok/s")
+    return "; ".join(parts)
+
+
+# --- answers ----------------------------------------------------------------------------------------
+
+
+def answers(bench: Bench) -> dict[str, Any]:
+    """Greedy answers of the trained demo model on this device and on the CPU. bf16 may differ where two tokens are nearly level."""
+    devices = ("cpu", "cpu") if bench.cpu else ("cuda", "cpu")
+    texts: list[list[str]] = []
+    for device in devices:
+        with served(f"models: [{{path: {DEMO}, engine: {{device: {device}}}}}]") as server:
+            texts.append([ask(server.url, question) for question in QUESTIONS])
+    equal = sum(one == other for one, other in zip(*texts, strict=True))
+    return {"equal": equal, "differ": [pair for pair in zip(*texts, strict=True) if pair[0] != pair[1]]}
+
+
+def ask(url: str, question: str) -> str:
+    body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 48}
+    body["model"] = DEMO.name
+    request = urllib.request.Request(
+        f"{url}/chat/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json", "authorization": f"Bearer {KEY}"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+
+
+# --- load -------------------------------------------------------------------------------------------
+
+
+def load(bench: Bench, name: str) -> dict[str, Any]:
+    levels = (1, 2) if bench.tiny else LEVELS
+    prompt, output = (16, 4) if bench.tiny else (PROMPT_TOKENS, OUTPUT_TOKENS)
+    with tempfile.TemporaryDirectory() as directory:
+        model = Path(directory) / name
+        write_shape(shape(name, tiny=bench.tiny), model, max_position=1024 if bench.tiny else 8192)
+        engine = {"device": "cpu"} if bench.cpu else {"device": "cuda", "dtype": "bfloat16"}
+        engine |= {
+            "load_format": "random",
+            "max_running": max(levels),
+            "step_tokens": 64 if bench.tiny else STEP_TOKENS,
+        }
+        settings = {"models": [{"path": str(model), "engine": engine}]}
+        with served(json.dumps(settings)) as server:
+            found = [json.loads(measured(server.url, level, prompt, output)) for level in levels]
+            return {
+                "ready_s": server.ready_s,
+                "prompt_tokens": prompt,
+                "output_tokens": output,
+                "levels": [figures(one["levels"][0]) for one in found],
+            }
+
+
+def measured(url: str, callers: int, prompt: int, output: int) -> str:
+    command = [
+        sys.executable, "-m", "penstock", "bench", "--url", url, "--key", KEY, "--seed", "1",
+        "--concurrency", str(callers), "--requests", str(max(REQUESTS_EACH * callers, 8)),
+        "--prompt-tokens", str(prompt), "--output-tokens", str(output),
+    ]  # fmt: skip
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        done = subprocess.run(
+            [*command, "--json", file.name],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(done.stdout[-2000:])
+        print(done.stdout)
+        return Path(file.name).read_text()
+
+
+def figures(level: dict[str, Any]) -> dict[str, Any]:
+    kept = ("concurrency", "requests_ok", "requests_failed", "requests_per_s", "output_tokens_per_s")
+    times = {
+        name: {p: level[name][p] for p in ("p50", "p99")} for name in ("ttft_ms", "tpot_ms", "send_delay_ms")
+    }
+    return {name: level[name] for name in kept} | times
+
+
+def write_shape(spec: DecoderSpec, model: Path, *, max_position: int) -> None:
+    """A directory with the config of a shape, and the demo model's tokenizer with tokens added up to its vocabulary."""
+    model.mkdir()
+    config = {
+        "architectures": [spec.architecture], "model_type": spec.architecture.removesuffix("ForCausalLM").lower(),
+        "hidden_size": spec.hidden_size, "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers, "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads, "head_dim": spec.head_dim, "vocab_size": spec.vocab_size,
+        "max_position_embeddings": max_position, "rms_norm_eps": spec.norm_eps, "rope_theta": spec.rope.theta,
+        "tie_word_embeddings": spec.tied_head, "hidden_act": "silu", "torch_dtype": "bfloat16", "eos_token_id": 2,
+    }  # fmt: skip
+    config["vocab_size"] = max(spec.vocab_size, 4096)  # The demo tokenizer's, in tiny shapes.
+    (model / "config.json").write_text(json.dumps(config))
+    for file in DEMO.glob("*.json"):
+        if file.name not in ("config.json", "tokenizer.json"):
+            (model / file.name).write_text(file.read_text())
+    for file in DEMO.glob("*.jinja"):
+        (model / file.name).write_text(file.read_text())
+    tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
+    known = tokenizer["model"]["vocab"]
+    taken = set(known.values()) | {one["id"] for one in tokenizer["added_tokens"]}
+    known.update((f"\u0120x{i}", i) for i in range(config["vocab_size"]) if i not in taken)
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+# --- a server ---------------------------------------------------------------------------------------
+
+
+class Server:
+    """A `penstock serve` that is ready."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.url, self.ready_s = "", 0.0
+
+
+@contextmanager
+def served(settings: str) -> Iterator[Server]:
+    """Start a server with this YAML; it ends with the block."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "penstock.yaml"
+        file.write_text(settings)
+        started_ns = CLOCK.now_ns()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "penstock", "serve", "-c", str(file), "--port", "0", "--log-level", "warning"],
+            stdout=subprocess.PIPE, text=True, cwd=directory, env=os.environ | {"PENSTOCK_API_KEY": KEY},
+        )  # fmt: skip
+        server = Server(process)
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if READY in line:
+                    server.ready_s = round((CLOCK.now_ns() - started_ns) / 1e9, 2)
+                if line.split()[:1] == ["API"]:
+                    server.url = line.split()[1]
+                    break
+            assert server.url, "the server ended before it was ready"
+            yield server
+        finally:
+            process.terminate()
+            process.communicate(timeout=60)
