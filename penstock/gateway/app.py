@@ -116,7 +116,6 @@ class Gateway:
         self._inspect = Inspect(
             self._services, metrics, version=__version__, members=members, siblings=siblings
         )
-        self._inspect.auth = not config.auth.disabled
         self.tenancy.on_reload.extend((self._reloaded, self._decisions.reload))
         admin = Admin(self._services, metrics, registry, members, siblings)
         self._routes = Routes(Generate(self._services), self._inspect, admin)

@@ -135,7 +135,7 @@ class Inspect:
         self._page = (STATIC / "index.html").read_bytes()
         self._restarts: dict[str, dict[str, int]] = {}
         self.num_connections = 0
-        self.auth = False
+        self.auth = not services.config.auth.disabled
 
     async def list_models(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /v1/models`."""
