@@ -8,6 +8,8 @@ from penstock.config.branch import Branch, Count, Fraction, Positive
 from penstock.config.placement import PlacementConfig
 
 Milliseconds = Annotated[float, Meta(ge=0, le=86_400_000)]
+TPOT_TARGET_MS = 50.0
+"""What every request is promised per output token where nothing else is said."""
 Weight = Annotated[float, Meta(ge=0, le=1)]
 
 
@@ -30,6 +32,9 @@ class AdmissionConfig(Branch, frozen=True, kw_only=True):
     targets: Annotated[tuple[TtftTarget, ...], Meta(max_length=256)] = ()
     """Other promises. The one that names the band and the tier goes before the one that names the tier, and that
     before the one that names the band."""
+    tpot_target_ms: Milliseconds = TPOT_TARGET_MS
+    """The mean time per output token that every request is promised; 0 promises nothing. Engines that are launched here bound their
+    batches by it."""
     exit_fraction: Fraction = 0.8
     """Once requests were turned away, they are let in again when they fit this share of the target."""
     waiting_per_replica_max: Positive = 10
