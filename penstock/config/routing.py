@@ -8,8 +8,8 @@ from penstock.config.branch import Branch, Count, Fraction, Positive
 from penstock.config.placement import PlacementConfig
 
 Milliseconds = Annotated[float, Meta(ge=0, le=86_400_000)]
-TPOT_TARGET_MS = 50.0
-"""What every request is promised per output token where nothing else is said."""
+TTFT_TARGET_MS, TPOT_TARGET_MS = 500.0, 50.0
+"""What every request is promised where nothing else is said: to the first token, and per further one."""
 Weight = Annotated[float, Meta(ge=0, le=1)]
 
 

@@ -50,6 +50,11 @@ class WorldSpec:
     until_ns: int = 0
     """When the run is cut off; 0: when everything has ended."""
 
+    @property
+    def tells_kv(self) -> bool:
+        """Whether gateways want to hear what workers have in their KV caches."""
+        return self.config.routing.placement.policy != "least_loaded"
+
     def worker_of(self, pool: PoolSpec) -> WorkerSpec:
         """A pool's workers, promised what the configuration promises."""
         return replace(pool.worker, engine=promised(pool.worker.engine, self.config.admission))
