@@ -21,6 +21,7 @@ from penstock.policy.hedge import HedgeOutcome, Hedges
 from penstock.policy.lease import Leases
 from penstock.policy.life import continued
 from penstock.policy.output_length import OutputLengths
+from penstock.policy.pace import Pace
 from penstock.policy.parts import Parts
 from penstock.policy.price import PriceList
 from penstock.policy.quarantine import Quarantine
@@ -95,6 +96,7 @@ class SimGateway:
             health=self.health,
             hedges=self.hedges,
             poison=Quarantine(config.health.quarantine),
+            pace=lambda: Pace(config.admission, config.routing.placement),
             migrations_max=config.health.migrations_max,
         )
         self.control = FlowControl(config.queue, parts)
@@ -162,7 +164,7 @@ class SimGateway:
                 continue
             match word:
                 case Began():
-                    self._began(now_ns, ticket, worker_id, word)
+                    self._began(now_ns, ticket, word)
                 case Sliced():
                     self._sliced(now_ns, ticket, word)
                 case Finished():
@@ -188,7 +190,6 @@ class SimGateway:
         )
         if worker_id not in self._known:
             self._known[worker_id] = route
-            self.gate.worker_started(route, worker_id)
             self.caches.joined(worker_id, route)
         self.control.set_worker(now_ns, route, worker_id, view)
         self._dispatch(now_ns)
@@ -297,26 +298,14 @@ class SimGateway:
         del route
         self.num_hedges[outcome] += 1
 
-    def _began(self, now_ns: int, ticket: Ticket, worker_id: WorkerId, word: Began) -> None:
-        request_id, route = ticket.arrival.id, ticket.arrival.route
-        self.control.first_output(now_ns, request_id, cached_tokens=word.cached_tokens)
+    def _began(self, now_ns: int, ticket: Ticket, word: Began) -> None:
+        self.control.first_output(now_ns, ticket.arrival.id, cached_tokens=word.cached_tokens)
         ticket.first_ns, ticket.num_told = now_ns + self._facts.link_ns, 1
         ticket.usage = Usage(
             prompt_tokens=ticket.arrival.prompt_tokens,
             cached_tokens=word.cached_tokens,
             prefill_ns=word.prefill_ns,
         )
-        if ticket.attempt == 1:
-            self.gate.first_token(
-                now_ns,
-                request_id,
-                route=route,
-                worker=worker_id,
-                kind=self._facts.models[route].kind,
-                ttft_ns=now_ns - self._flow(ticket).arrived_ns,
-                cached_tokens=word.cached_tokens,
-                prefill_ns=word.prefill_ns,
-            )
 
     def _sliced(self, now_ns: int, ticket: Ticket, word: Sliced) -> None:
         stop = self.control.output(now_ns, word.id, word.num_tokens - self._flow(ticket).completion_tokens)
@@ -420,8 +409,6 @@ class SimGateway:
 
     def _settled(self, now_ns: int, settled: Settled) -> None:
         flow, ticket = settled.flow, self.tickets.pop(settled.id)
-        service_ns = flow.ended_ns - flow.dispatched_ns if flow.worker else 0
-        self.gate.stream_ended(flow.id, route=flow.arrival.route, worker=flow.worker, service_ns=service_ns)
         self.clock.time_ns = now_ns
         self._witness.billed(flow.record(self.clock.wall_ns()))
         self._witness.ended(self._record(now_ns, ticket.request, flow, ticket.first_ns))
