@@ -1,18 +1,15 @@
-"""Overload on the real stack: a real gateway and a real engine process, whose steps only last as long as a model's would.
+"""A spike of one tenant on the real stack: a real gateway and a real engine process, whose steps only last as long as a model's would.
 
-    python bench/overload.py [--seconds 20] [--loads 1,2,5,20] [--repeats 3] [--seed 1] [--out FILE]
+    python bench/spike.py [--seconds 20] [--repeats 3] [--seed 1] [--out FILE]
 
-Starts `penstock serve` in front of engine workers with bench/modelled_runner.py (the real scheduler and protocol; only the forward
-pass is a sleep), and sends open-loop Poisson traffic of ten tenants through real sockets:
-
-- spike: every tenant sends a twentieth of the capacity; then one of them sends twenty times that. How the TTFT p95 of the
-  other nine compares, as a ratio to the run before it.
-- goodput: all together offer 1, 2, 5, 20 times the capacity; answer tokens per second that come back, as a share of the best.
+Starts `penstock serve` in front of an engine worker with bench/modelled_runner.py (the real scheduler and protocol; only the forward
+pass is a sleep), and sends open-loop Poisson traffic of ten tenants through real sockets: every tenant sends a twentieth of the
+capacity; then one of them sends twenty times that. Said is how the TTFT p95 of the other nine compares, as a ratio to the run before.
 
 Answers are of a quarter to seven quarters of the mean length: were all equally long, slots would be given back in waves.
 
-The client shares the machine with what it measures: it says how late it sent (`send delay`), and a run in which that is more
-than a tenth of the TTFT says so.
+The client shares the machine with what it measures: it says how late it sent (`send delay`). What overload does to goodput is measured
+with the real engine, by bench/overload.py.
 """
 
 import argparse
@@ -225,7 +222,7 @@ def seen(runs: list[LoadRun], rates: list[float], seconds: float) -> Seen:
 
 
 async def measure(stack: Stack, args: argparse.Namespace, number: int) -> dict[str, object]:
-    """One repetition: the spike, then every load."""
+    """One repetition."""
     seed, share = args.seed + number, CAPACITY / 20
     await drive(stack, [share] * TENANTS, 6, seed=seed, run=f"warm{number}")
     calm = [share] * TENANTS
@@ -243,18 +240,7 @@ async def measure(stack: Stack, args: argparse.Namespace, number: int) -> dict[s
         f"spike: the others' TTFT p95 {alone.ttft_p95_ms:.0f} -> {others.ttft_p95_ms:.0f} ms, "
         f"{others.ttft_p95_ms / alone.ttft_p95_ms:.2f}x; {noisy.ok} of its {noisy.sent} answered", flush=True,
     )  # fmt: skip
-    loads = dict[str, object]()
-    for load in args.loads:
-        rates = [CAPACITY * load / TENANTS] * TENANTS
-        result = seen(
-            await drive(stack, rates, args.seconds, seed=seed, run=f"{load:g}x{number}"), rates, args.seconds
-        )
-        loads[f"{load:g}x"] = asdict(result)
-        print(
-            f"{load:g}x: {result.tokens_per_s:.0f} tok/s, {result.ok} of {result.sent} answered, "
-            f"TTFT p95 {result.ttft_p95_ms:.0f} ms, sent late p95 {result.send_delay_p95_ms:.0f} ms", flush=True,
-        )  # fmt: skip
-    return {**found, "loads": loads}
+    return found
 
 
 def main() -> None:
@@ -263,14 +249,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument(
-        "--loads", type=lambda text: [float(word) for word in text.split(",")], default=[1, 2, 5, 20]
-    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="overload-") as name:
+    with tempfile.TemporaryDirectory(prefix="spike-") as name:
         stack = Stack(Path(name))
         stack.start()
         try:

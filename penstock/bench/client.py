@@ -19,7 +19,6 @@ import httptools  # pyright: ignore[reportMissingTypeStubs] # The package ships 
 from penstock.backends.http_address import reason_of
 from penstock.errors import ConfigError, PenstockError
 
-
 _DIGITS_MAX = 9
 """Of `Retry-After`: thirty years are enough."""
 
