@@ -132,19 +132,19 @@ class Planner:
                 decoding.clear()
                 self._extend_or_preempt(request, 1, step)
         step.add_all_decoding(decoding)
-        self._open_prompts(step, len(prompts))
+        self._open_prompts(step, prompts)
         for request in prompts:
             if self.wants_rest or not step.takes_prompts:
                 return
             if request.status is _RUNNING and (num_tokens := step.room(request, request.num_planned)):
                 self._extend_or_preempt(request, num_tokens, step)
 
-    def _open_prompts(self, step: StepBuilder, num_running: int) -> None:
+    def _open_prompts(self, step: StepBuilder, prompts: list[Request]) -> None:
         """Settle what prompts may take of the step, beside the rows that decode in it."""
         head = self._queue.peek()
         can_start = head is not None and not self._is_blocked(head) and not self._is_held(head)
         free_rows = self._limits.max_running - len(self._batch.running)
-        num_prompts = num_running + can_start * min(len(self._queue), free_rows)
+        num_prompts = len(prompts) + can_start * min(len(self._queue), free_rows)
         if num_prompts:
             # All rows in the step so far decode.
             load, rows = step.load(), self._batch.rows
@@ -152,7 +152,10 @@ class Planner:
                 classes = {rows[row].priority for row in step.rows()}
             else:
                 classes = {0} if load.num_sequences else set[int]()  # All are alike.
-            step.prompts = self._prefill.open(load, classes, num_prompts)
+            oldest_ns = min((request.arrival_ns for request in prompts), default=step.planned_ns)
+            if can_start and head is not None:
+                oldest_ns = min(oldest_ns, head.arrival_ns)
+            step.prompts = self._prefill.open(load, classes, num_prompts, step.planned_ns - oldest_ns)
 
     def _end_loading(self, request: Request, now_ns: int) -> bool:
         """Whether the request's prefix has arrived. If a copy failed it starts anew, and computes that part."""

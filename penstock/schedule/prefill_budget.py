@@ -5,12 +5,14 @@ A step costs every decoding row the time of the whole step. So prompts get what 
     limit = inter-token target of the strictest class that decodes             (a target is configured)
     limit = (step without prompts) x (1 + stretch of the first prompt + STRETCH x further ones that wait)
             and at most KEPT_SHARE of the target per output token              (automatic, the default)
+    limit = KEPT_SHARE of the target per output token       (automatic, and several wait, the oldest for over CROWDED_NS)
 
 The automatic limit is a bargain between those who read and those who wait. One prompt, however long, never
 doubles the inter-token time, not even that of the slowest steps but one in fifty: where steps run over their
 predictions (`overrun.py`), the first prompt's stretch is shorter. When many wait, a strict limit would be the end
 of throughput: prompts would arrive faster than they are let in and rows would run half empty, so each that waits
-may add its own stretch, up to what each stream was promised per token. With nobody decoding there is no limit but the
+may add its own stretch; and once some have waited for long, all get what the streams were promised to be able to spare:
+smooth reading beyond the promise is worth less than an answer that would come too late. With nobody decoding there is no limit but the
 step's token budget. How many rows may decode at once follows from the same targets: `row_bound.py`.
 
 Prompts are finished one after another: a budget split among many gives all of them a late first token. For
@@ -43,6 +45,9 @@ _KNOWN_STEPS = 64
 """Before the law has seen so many steps, errors are its own and not the machine's."""
 KEPT_SHARE = 0.9
 """Predicted steps keep this share of the target per output token: the law predicts means, and nearly all are to be in time."""
+CROWDED_NS = 50_000_000
+"""Several prompts of which the oldest has waited for so long are a crowd. A tenth of what is promised to a first token: a lone
+prompt, or some that came just now, never take all that the promise leaves."""
 IDLE_FACTOR = 2.5
 """That target is never taken for less than so many times the step of a lone row (as `admission.idle_factor`): no batch
 keeps what an idle machine hardly does."""
@@ -135,15 +140,18 @@ class PrefillBudget:
         lone_ns = self.model.predict_ns(StepLoad(1, 1, _LONE_CONTEXT))
         return KEPT_SHARE * max(target_ns, IDLE_FACTOR * lone_ns)
 
-    def open(self, decoding: StepLoad, priorities: set[int], num_prompts: int) -> "PromptShare":
+    def open(
+        self, decoding: StepLoad, priorities: set[int], num_prompts: int, waited_ns: int = 0
+    ) -> "PromptShare":
         """The share of prompts in a step whose decode rows are `decoding`, of classes `priorities`.
 
-        `num_prompts` is how many prompts are not finished or not started, at least 1.
+        `num_prompts` is how many prompts are not finished or not started, at least 1; the oldest has waited for `waited_ns`.
         """
         base_ns = self.model.predict_ns(decoding)
         automatic_ns = base_ns * (1 + self.stretch + STRETCH * (num_prompts - 1))
         if self.targets.tpot_ns:
-            automatic_ns = min(automatic_ns, self.kept_ns(self.targets.tpot_ns))
+            kept_ns, is_crowd = self.kept_ns(self.targets.tpot_ns), num_prompts > 1 and waited_ns > CROWDED_NS
+            automatic_ns = kept_ns if is_crowd else min(automatic_ns, kept_ns)
         targets = {self.targets.of_class(priority) for priority in priorities}
         limit_ns = min((target or automatic_ns for target in targets), default=inf)
         return PromptShare(self.model, decoding, limit_ns, num_prompts, self.targets.tokens_min)
