@@ -255,36 +255,17 @@ class Measurement:
 
     async def run(self) -> None:
         """Idle, peak, overload."""
-        admission = AdmissionConfig()
-        idle = {kind.name: await self._idle(kind) for kind in KINDS}
-        tpot_ns = round(statistics.median(each.tpot_ns for found in idle.values() for each in found))
-        ttft_ns = {
-            name: round(statistics.median(each.ttft_ns for each in found)) for name, found in idle.items()
-        }
-        self._judge = Judge(admission, ttft_ns, tpot_ns)
-        promises = {
-            f"{sender.band}/{kind.name}": self._judge.promise(Asked(sender, kind, 0))
-            for sender in SENDERS
-            for kind in KINDS
-        }
-        self.found["idle_ms"] = {
-            "ttft": {name: ns / NS_PER_MS for name, ns in ttft_ns.items()},
-            "tpot": tpot_ns / NS_PER_MS,
-        }
-        self.found["promises_ms"] = {
-            name: {"ttft": each.ttft_ns / NS_PER_MS, "tpot": each.tpot_ns / NS_PER_MS}
-            for name, each in promises.items()
-        }
-        say(
-            f"idle: TTFT {', '.join(f'{name} {ns / NS_PER_MS:.0f}' for name, ns in ttft_ns.items())} ms, TPOT {tpot_ns / NS_PER_MS:.1f} ms"
-        )
-        capacity = await self._closed()
+        self._judge = await self.idle()
+        capacity = await self.closed()
         self.found["closed_loop_rps"] = capacity
-        search = [await self._load("peak", share * capacity, "leaves") for share in SEARCH]
+        search: list[dict[str, object]] = []
+        self.found["search"] = search
+        for share in SEARCH:
+            found = await self._load("peak", share * capacity, "leaves")
+            search.append(found)
         best = max(search, key=lambda each: float(str(each["goodput_rps"])))
         knee = float(str(best["offered_rps"]))
         self.found |= {
-            "search": search,
             "knee_rps": knee,
             "peak": {name: best[name] for name in ("goodput_rps", "goodput_tps")},
         }
@@ -307,23 +288,51 @@ class Measurement:
                 )
         self.found["complete"] = True
 
+    async def idle(self) -> Judge:
+        """What requests take alone, and so what is promised here."""
+        admission = AdmissionConfig()
+        idle = {kind.name: await self._alone(kind) for kind in KINDS}
+        tpot_ns = round(statistics.median(each.tpot_ns for found in idle.values() for each in found))
+        ttft_ns = {
+            name: round(statistics.median(each.ttft_ns for each in found)) for name, found in idle.items()
+        }
+        judge = Judge(admission, ttft_ns, tpot_ns)
+        promises = {
+            f"{sender.band}/{kind.name}": judge.promise(Asked(sender, kind, 0))
+            for sender in SENDERS
+            for kind in KINDS
+        }
+        self.found["idle_ms"] = {
+            "ttft": {name: ns / NS_PER_MS for name, ns in ttft_ns.items()},
+            "tpot": tpot_ns / NS_PER_MS,
+        }
+        self.found["promises_ms"] = {
+            name: {"ttft": each.ttft_ns / NS_PER_MS, "tpot": each.tpot_ns / NS_PER_MS}
+            for name, each in promises.items()
+        }
+        say(
+            f"idle: TTFT {', '.join(f'{name} {ns / NS_PER_MS:.0f}' for name, ns in ttft_ns.items())} ms, TPOT {tpot_ns / NS_PER_MS:.1f} ms"
+        )
+        return judge
+
     async def close(self) -> None:
         """Close the clients' connections."""
         for client in self._clients.values():
             await client.close()
 
-    def _new_load(self) -> OpenLoad:
+    def new_load(self) -> OpenLoad:
+        """A stretch of load, for the clients of this measurement."""
         return OpenLoad(self._clients, MODEL, SENDERS, KINDS, CLOCK)
 
-    async def _idle(self, kind: Kind) -> list[Asked]:
+    async def _alone(self, kind: Kind) -> list[Asked]:
         """Requests of one length class, each alone; the first one is not counted."""
-        asked = await self._new_load().one_by_one(f"idle {kind.name}", kind, IDLE_COUNT + 1, seed=self._seed)
+        asked = await self.new_load().one_by_one(f"idle {kind.name}", kind, IDLE_COUNT + 1, seed=self._seed)
         assert all(each.ok for each in asked), [each.trouble or each.status for each in asked]
         return asked[1:]
 
-    async def _closed(self) -> float:
+    async def closed(self) -> float:
         """Requests per second that a closed loop of many callers gets, of the mix of lengths."""
-        load, began_ns = self._new_load(), CLOCK.now_ns()
+        load, began_ns = self.new_load(), CLOCK.now_ns()
         until_ns = began_ns + round(CLOSED_S * NS_PER_S)
         done: list[int] = []
 
@@ -347,7 +356,7 @@ class Measurement:
         return max(rate, 0.1)
 
     async def _load(self, name: str, rate: float, manners: str) -> dict[str, object]:
-        load, cpu = self._new_load(), (time.process_time(), self._stack.cpu_s())
+        load, cpu = self.new_load(), (time.process_time(), self._stack.cpu_s())
         began_s, run = time.monotonic(), f"{name} {manners} {rate:.2f}"
         await load.run(
             run, seed=self._seed, rate=rate, seconds=self._args.seconds, manners=manners, drain_s=DRAIN_S
