@@ -10,6 +10,8 @@ import asyncio
 import errno
 from collections import deque
 
+import msgspec
+
 from penstock import __version__, rng
 from penstock.backends.base import BackendStatus
 from penstock.cli.attached import wait_for_attached
@@ -19,6 +21,7 @@ from penstock.cli.models import Part, make_part, make_tools
 from penstock.cli.processes import GatewayProcesses
 from penstock.cli.progress import LoadingDisplay
 from penstock.clock import Clock
+from penstock.config.launch import promised
 from penstock.config.reload import with_members
 from penstock.config.tree import Config, ModelConfig, ServerConfig
 from penstock.errors import ConfigError, OperatorError
@@ -136,10 +139,11 @@ class Stack:
     def _wanted(self, model: ModelConfig, part: Part) -> list[Wanted]:
         """The workers of one model. In front of several gateway processes this one only keeps what it launches."""
         tokenizer = part.served.tokenizer
+        wanted = msgspec.structs.replace(model, engine=promised(model.engine, self._config.admission))
         cores, heartbeat = shared_cores(self._config.fleet), self._config.health.heartbeat
         found: list[Wanted] = [
             *launched(
-                model, part.path, self._launcher, tokenizer, self._clock, heartbeat=heartbeat, cores=cores
+                wanted, part.path, self._launcher, tokenizer, self._clock, heartbeat=heartbeat, cores=cores
             )
         ]
         if self._processes is None:

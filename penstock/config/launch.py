@@ -7,6 +7,7 @@ The worker keeps reading afterwards; the end of the pipe means that its parent i
 from msgspec.structs import replace
 
 from penstock.config.branch import Branch
+from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import EngineConfig
 
 REAL_RUNNER = "penstock.engine.runner:build_runner"
@@ -30,6 +31,13 @@ class WorkerLaunch(Branch, frozen=True, kw_only=True):
     engine: EngineConfig = EngineConfig()
     runner: str = REAL_RUNNER
     """`module:factory` of what computes. Tests name their own, so that a process starts at once."""
+
+
+def promised(engine: EngineConfig, admission: AdmissionConfig) -> EngineConfig:
+    """The engine's settings with what its gateway promises, where they do not say otherwise."""
+    if engine.tpot_target_ms is not None:
+        return engine
+    return replace(engine, tpot_target_ms=admission.tpot_target_ms)
 
 
 def share_of(engine: EngineConfig, replicas: int, cores: int) -> EngineConfig:

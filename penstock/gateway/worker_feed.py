@@ -10,6 +10,7 @@ from penstock.gateway.meters import Meters
 from penstock.policy.control import FlowControl
 from penstock.policy.room import WorkerView
 from penstock.policy.worker_state import WorkerState
+from penstock.protocol.worker import ModelInfo, Stats
 from penstock.types import WorkerId
 
 
@@ -85,7 +86,7 @@ class WorkerFeed:
         adapters = worker.backend.status.adapters
         return WorkerView(
             ready=worker.is_ready,
-            max_running=info.max_running if info is not None else 0,
+            max_running=_rows(info, stats),
             running=stats.running if stats is not None and self._is_shared else 0,
             waiting=stats.waiting if stats is not None and self._is_shared else 0,
             kv_blocks_total=stats.blocks_total if stats is not None else 0,
@@ -97,3 +98,10 @@ class WorkerFeed:
             adapters=adapters.loaded,
             adapters_served=adapters.served,
         )
+
+
+def _rows(info: ModelInfo | None, stats: Stats | None) -> int:
+    """Requests that the worker runs at once; 0 if it does not tell."""
+    if info is None:
+        return 0
+    return min(info.max_running, stats.rows_max) if stats is not None and stats.rows_max else info.max_running

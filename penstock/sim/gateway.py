@@ -181,7 +181,7 @@ class SimGateway:
         spec, is_shared = self._facts.models[route], self._facts.config.server.processes > 1
         view = WorkerView(
             ready=ready,
-            max_running=min(spec.engine.max_running, spec.engine.step_tokens),
+            max_running=report.rows_max if report is not None else spec.engine.max_running,
             running=report.running if report is not None and is_shared else 0,
             waiting=report.waiting if report is not None and is_shared else 0,
             kv_blocks_total=report.blocks_total if report is not None else 0,

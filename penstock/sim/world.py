@@ -427,8 +427,8 @@ class World:
         self._num_workers += 1
         worker_id = WorkerId(f"{pool.model}-{number}")
         actor = 1 + len(self.gateways) + number
-        tells_kv = self.spec.config.routing.placement.policy != "least_loaded"
-        worker = SimWorker(worker_id, actor, pool.worker, self.timeline, self, tells_kv=tells_kv)
+        spec, tells_kv = self.spec.worker_of(pool), self.spec.tells_kv
+        worker = SimWorker(worker_id, actor, spec, self.timeline, self, tells_kv=tells_kv)
         kv = KVWords(worker.scheduler.kv.pool, kept=self.spec.kv_kept)
         member = self.members[worker_id] = Member(worker, pool, now_ns, kv)
         return member
