@@ -8,7 +8,6 @@ from penstock.fleet.registry import Registry
 from penstock.fleet.worker import Worker
 from penstock.gateway.meters import Meters
 from penstock.policy.control import FlowControl
-from penstock.policy.gate import Gate
 from penstock.policy.room import WorkerView
 from penstock.policy.worker_state import WorkerState
 from penstock.protocol.worker import ModelInfo, Stats
@@ -22,7 +21,6 @@ class WorkerFeed:
         self,
         control: FlowControl,
         registry: Registry,
-        gate: Gate,
         meters: Meters,
         *,
         is_shared: bool,
@@ -33,7 +31,7 @@ class WorkerFeed:
         cannot wait for the next request: some wait, or a worker's KV memory is fuller than the share `shed_kv_above`. It may
         ask for a `refresh`, later.
         """
-        self._control, self._gate, self._meters, self._is_shared = control, gate, meters, is_shared
+        self._control, self._meters, self._is_shared = control, meters, is_shared
         self._shed_kv_above, self._on_news = shed_kv_above, on_news
         self._changed: dict[WorkerId, Worker] = {worker.id: worker for worker in registry}
         self._ready: dict[WorkerId, int] = {}
@@ -77,7 +75,6 @@ class WorkerFeed:
             self._ready.pop(worker.id, None)
         elif self._ready.get(worker.id) != worker.epoch:
             self._ready[worker.id] = worker.epoch
-            self._gate.worker_started(route, worker.id)
             self._meters.has_worker(now_ns, route, worker.id, tells=worker.engine == "penstock")
         if (stats := worker.backend.status.stats) is not None:
             num = stats.running + stats.waiting

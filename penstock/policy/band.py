@@ -266,8 +266,8 @@ class Band:
         return own + others, round(self.num_tokens * (own + others) / len(self.waiting))
 
     def gap_ns(self, now_ns: int) -> int:
-        """The time between two starts while something waits, as it was of late; 0 before the first."""
-        return max(self._gap_ns, (now_ns - self.served_ns) if self._gap_ns and self.waiting else 0)
+        """The time between two starts while something waits, as it was of late, and at least since the last one."""
+        return max(self._gap_ns, now_ns - self.served_ns if self.waiting else 0)
 
     def _pace(self, now_ns: int) -> None:
         """Something starts that waited since `served_ns` at the earliest: it was taken from the queue just now."""

@@ -9,6 +9,7 @@ The other driver of the same objects is gateway/dispatch.py, on an event loop an
 from collections.abc import Sequence
 
 from penstock import rng
+from penstock.clock import NS_PER_S
 from penstock.errors import EngineFault, PenstockError, StreamBroken, WorkerUnavailable
 from penstock.kv.events import Numbered
 from penstock.policy.answers import Abort, Diverted, Evict, FallBack, Refused, Settled, Start
@@ -403,18 +404,19 @@ class SimGateway:
 
     def _evict(self, now_ns: int, evict: Evict) -> None:
         if evict.settled is not None:
-            self._settled(now_ns, evict.settled)
+            self._settled(now_ns, evict.settled, evict.error)
         elif evict.worker_id is not None:
             self._network.abort(now_ns, self.number, evict.worker_id, evict.id)
 
-    def _settled(self, now_ns: int, settled: Settled) -> None:
+    def _settled(self, now_ns: int, settled: Settled, error: PenstockError | None = None) -> None:
         flow, ticket = settled.flow, self.tickets.pop(settled.id)
         self.clock.time_ns = now_ns
         self._witness.billed(flow.record(self.clock.wall_ns()))
-        self._witness.ended(self._record(now_ns, ticket.request, flow, ticket.first_ns))
+        self._witness.ended(self._record(now_ns, ticket, flow, _told_ns(error)))
 
-    def _record(self, now_ns: int, request: SimRequest, flow: Flow, first_ns: int) -> RequestRecord:
+    def _record(self, now_ns: int, ticket: Ticket, flow: Flow, told_ns: int) -> RequestRecord:
         assert flow.outcome is not None, "what has ended has an outcome"
+        request = ticket.request
         return RequestRecord(
             id=request.id,
             tenant=request.tenant,
@@ -423,8 +425,9 @@ class SimGateway:
             outcome=flow.outcome,
             reason=flow.reason or flow.error,
             at_ns=request.at_ns,
-            first_ns=first_ns,
+            first_ns=ticket.first_ns,
             end_ns=now_ns + self._facts.link_ns,
+            retry_after_ns=told_ns,
             prompt_tokens=flow.prompt_tokens,
             cached_tokens=flow.cached_tokens,
             completion_tokens=flow.completion_tokens,
@@ -443,6 +446,7 @@ class SimGateway:
                 band=arrival.tenant.band,
                 outcome=Outcome.REJECTED,
                 reason=refused.reason,
+                retry_after_ns=_told_ns(refused.error),
                 at_ns=now_ns - self._facts.link_ns,
                 end_ns=now_ns + self._facts.link_ns,
             )
@@ -484,3 +488,8 @@ class SimGateway:
     def _model_facts(self, name: str) -> ModelFacts | None:
         spec = self._facts.models.get(name)
         return None if spec is None else ModelFacts(max_model_len=spec.max_model_len, kinds=(spec.kind,))
+
+
+def _told_ns(error: PenstockError | None) -> int:
+    """When a refused client is to come again; 0: it was not told."""
+    return round((getattr(error, "retry_after_s", None) or 0) * NS_PER_S)
