@@ -13,7 +13,7 @@ from penstock.sim.step_time import LinearStepTime
 from penstock.sim.worker import WorkerSpec
 from penstock.sim.world import PoolSpec, World, WorldSpec
 
-PATIENT = Config(admission=AdmissionConfig(waiting_per_replica_max=10_000))
+PATIENT = Config(admission=AdmissionConfig(ttft_target_ms=0, targets=()))
 
 
 def tpot_ms(engine: EngineConfig) -> list[float]:
