@@ -22,8 +22,9 @@ from provenance import write_result
 
 from penstock.clock import NS_PER_S, SystemClock
 from penstock.config.tenancy import DEFAULT_TIERS, AuthConfig, JwtConfig
-from penstock.config.tree import Config
+from penstock.config.tree import Config, ServerConfig
 from penstock.gateway import api_keys
+from penstock.gateway.entrance import Access, Entrance
 from penstock.gateway.exchange import RequestHead
 from penstock.gateway.jwks import ProviderKeys, parse_jwks
 from penstock.gateway.key_file import edit_keys
@@ -34,6 +35,7 @@ from penstock.gateway.tokens import Tokens
 from penstock.telemetry.log import Log
 
 CLOCK = SystemClock()
+PLAIN_KEY = "sk-a-plain-key-0123456789"
 
 
 def cost_us(work: Callable[[], object], times: int) -> float:
@@ -46,7 +48,7 @@ def cost_us(work: Callable[[], object], times: int) -> float:
 def key_cases(num_keys: int, place: Path) -> dict[str, tuple[Callable[[], object], int]]:
     issued = [api_keys.issue(1, tenant=f"tenant-{i}") for i in range(num_keys)]
     edit_keys(place, lambda _: ([one.record for one in issued], None))
-    config = Config(auth=AuthConfig(keys=("sk-a-plain-key",), keys_file=str(place)))
+    config = Config(auth=AuthConfig(keys=(PLAIN_KEY,), keys_file=str(place)))
     read_us = cost_us(lambda: read_tenants(config, clock=CLOCK), 1)
     print(f"{num_keys} keys are read in {read_us / 1e6:.2f} s of CPU ({read_us / num_keys:.1f} us each)")
     tenancy = Tenancy(config, clock=CLOCK, log=Log(config.log, CLOCK))
@@ -55,7 +57,32 @@ def key_cases(num_keys: int, place: Path) -> dict[str, tuple[Callable[[], object
         head = RequestHead(method="POST", path="/", headers={b"authorization": f"Bearer {key}".encode()})
         return lambda: tenancy.identify(head), 50_000
 
-    return {"stored key": case(issued[num_keys // 2].key), "key of the configuration": case("sk-a-plain-key")}
+    return {
+        "stored key": case(issued[num_keys // 2].key),
+        "key of the configuration": case(PLAIN_KEY),
+        **entrance_cases(tenancy, issued[num_keys // 2].key),
+    }
+
+
+def entrance_cases(tenancy: Tenancy, key: str) -> dict[str, tuple[Callable[[], object], int]]:
+    """The checks around it: what every request with a key pays, and what one pays where no key is asked for."""
+    is_open = Config(auth=AuthConfig(disabled=True))
+    without = Tenancy(is_open, clock=CLOCK, log=Log(is_open.log, CLOCK))
+    host = {b"host": b"127.0.0.1:8000"}
+    page = {b"origin": b"http://127.0.0.1:8000", b"sec-fetch-site": b"same-origin"}
+    found: dict[str, tuple[Callable[[], object], int]] = {}
+    for name, table, headers in (
+        ("stored key, at the entrance", tenancy, host | {b"authorization": f"Bearer {key}".encode()}),
+        ("no key: Host", without, host),
+        ("no key: Host and Origin", without, host | page),
+    ):
+        entrance = Entrance(table, ServerConfig())
+        head = RequestHead(method="POST", path="/", headers=headers)
+        found[name] = (
+            lambda entrance=entrance, head=head: entrance.caller(Access.KEY, head, "127.0.0.1"),
+            50_000,
+        )
+    return found
 
 
 def token_cases() -> dict[str, tuple[Callable[[], object], int]]:

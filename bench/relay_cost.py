@@ -266,7 +266,7 @@ class Reader(asyncio.Protocol):
         body = json.dumps(
             {"model": "bench", "stream": True, "messages": [{"role": "user", "content": "How does it work?"}]}
         ).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
         transport.write(head.encode() + body)  # type: ignore[attr-defined]
 
     def data_received(self, data: bytes) -> None:

@@ -73,7 +73,7 @@ class Stack:
     """A worker process and a gateway process, and what it takes to stop them."""
 
     def __init__(self, place: Path) -> None:
-        self._place, self.keys = place, [f"sk-overload-{number:02}" for number in range(TENANTS)]
+        self._place, self.keys = place, [f"sk-overload-key-{number:02}" for number in range(TENANTS)]
         self._children: list[subprocess.Popen[bytes]] = []
         self.port = free_port()
 

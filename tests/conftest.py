@@ -1,5 +1,6 @@
 import fcntl
 import os
+from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
 
@@ -13,6 +14,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# A test may run pytest in a process of its own, whose tests are its parts: it holds their locks already.
+INSIDE_A_TEST = "PYTEST_CURRENT_TEST" in os.environ
+
 # No test is about how long it takes: a busy machine must not fail one.
 settings.register_profile("penstock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("penstock")
@@ -25,6 +29,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     Whoever goes in locks the door first (this file), then the room (this directory): so nobody slips in ahead of one who waits
     for the room to be empty. Outermost of all, so that waiting is no part of the test's timeout.
     """
+    if INSIDE_A_TEST:
+        return (yield)
     how = fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH
     door, room = os.open(__file__, os.O_RDONLY), os.open(Path(__file__).parent, os.O_RDONLY)
     try:
@@ -38,6 +44,18 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
                 held, fcntl.LOCK_UN
             )  # Not only closed: a forked child of the test may have it open still.
             os.close(held)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line that says what did not run and why, most first: a machine that lacks something must not look like one that passed."""
+    reasons: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        # A tuple (file, line, reason) from a skip; this process has the reports of all of pytest-xdist's.
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reasons[reason.removeprefix("Skipped: ").partition("\n")[0]] += 1
+    if reasons:
+        parts = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
+        terminalreporter.write_line(f"{reasons.total()} skipped: {parts}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -52,7 +52,7 @@ def main() -> int:
 async def _serve(launch: ChildLaunch) -> int:
     config = msgspec.json.decode(launch.config, type=Config)
     clock = SystemClock()
-    log = Log(config.log, clock, stream=sys.stderr, secrets=(*config.auth.keys, *config.auth.admin_keys))
+    log = Log(config.log, clock, stream=sys.stderr, secrets=config.auth.secrets)
     log.adopt("asyncio")
     registry = Registry(clock, log, workers_max=config.fleet.workers_max)
     members = Members(registry, log, drain_timeout_s=config.fleet.drain_timeout_s)

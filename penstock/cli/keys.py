@@ -70,6 +70,11 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
     create.add_argument(
         "--admin", action="store_true", help="it may also look at the fleet and change it (/admin)"
     )
+    create.add_argument(
+        "--scrape",
+        action="store_true",
+        help="it may read /metrics and /status.json of all tenants, and nothing else",
+    )
     _add_expires(create, "never")
     create.add_argument(
         "--not-before", type=duration, default=0, metavar="TIME", help="accept it only after this time"
@@ -126,6 +131,7 @@ def _create(args: argparse.Namespace) -> int:
             not_before_s=now_s + args.not_before if args.not_before else 0,
             expires_s=now_s + args.expires if args.expires else 0,
             admin=args.admin,
+            scrape=args.scrape,
         )
         changed = (*keys, issued.record)
         _check_tiers(changed, config)
@@ -210,6 +216,7 @@ def _shown(key: ApiKey, now_s: int) -> dict[str, object]:
         "revoked_s",
         "replaces",
         "admin",
+        "scrape",
     ):
         fields[name] = getattr(key, name)
     return fields

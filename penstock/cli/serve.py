@@ -22,6 +22,7 @@ environment:
   PENSTOCK_API_KEY       the key that clients must send; without any, serve makes one and prints it
   PENSTOCK_KEYS_FILE     file of hashed keys (see `penstock keys`)
   PENSTOCK_ADMIN_KEY     the key of `penstock top` and `drain`; one that serve makes may do that too
+  PENSTOCK_SCRAPE_KEY    a key for /metrics and /status.json alone
   PENSTOCK_AUTH_SECRET   secret of the tenants' caches, the same for all gateways of the same workers
   PENSTOCK_SHARED_URL    Redis that gateways share their rate limits through (shared.url)
   PENSTOCK_HOST, PENSTOCK_PORT

@@ -68,7 +68,7 @@ class Serving:
             config.log,
             clock,
             stream=console.current_stderr(),
-            secrets=(*config.auth.keys, *config.auth.admin_keys, config.auth.secret),
+            secrets=config.auth.secrets,
         )
         self._log.adopt("asyncio")
         self._stack = Stack(config, clock, self._log, spares)

@@ -82,6 +82,7 @@ def printable_config(config: Config) -> str:
         auth,
         keys=(HIDDEN,) * len(auth.keys),
         admin_keys=(HIDDEN,) * len(auth.admin_keys),
+        scrape_keys=(HIDDEN,) * len(auth.scrape_keys),
         secret=HIDDEN if auth.secret else "",
     )
     url = re.sub(r"(?<=://)[^/@]*(?=@)", HIDDEN, config.shared.url)

@@ -9,7 +9,7 @@ from penstock.config.ledger_checks import ledger_problems, price_problems
 from penstock.config.presets import served_name
 from penstock.config.queue_checks import queue_problems
 from penstock.config.routing_checks import routing_problems
-from penstock.config.tenancy_checks import access_problems, tenant_problems
+from penstock.config.tenancy_checks import access_problems, host_problems, tenant_problems
 from penstock.config.tree import Config, EngineConfig
 from penstock.errors import ConfigError
 
@@ -22,6 +22,7 @@ def check(config: Config) -> None:
     """
     problems = [
         *access_problems(config.auth, config.server.host),
+        *host_problems(config.server.hosts),
         *queue_problems(config.queue),
         *health_problems(config.health),
         *tenant_problems(

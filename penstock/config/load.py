@@ -15,6 +15,7 @@ import yaml
 from penstock.config.branch import Branch
 from penstock.config.keys import checked, explained
 from penstock.config.notes import Notes, read_notes
+from penstock.config.tenancy_checks import key_problem
 from penstock.config.tree import Config
 from penstock.errors import ConfigError
 
@@ -71,13 +72,13 @@ def convert_config(raw: object) -> Config:
 
 
 def with_environment(config: Config, environ: Mapping[str, str]) -> Config:
-    """Apply `PENSTOCK_API_KEY` and `PENSTOCK_ADMIN_KEY` (one key or several with commas), `PENSTOCK_KEYS_FILE`,
+    """Apply `PENSTOCK_API_KEY`, `PENSTOCK_ADMIN_KEY` and `PENSTOCK_SCRAPE_KEY` (one key or several with commas), `PENSTOCK_KEYS_FILE`,
     `PENSTOCK_AUTH_SECRET`, `PENSTOCK_SHARED_URL`, `PENSTOCK_HOST` and `PENSTOCK_PORT`.
 
     A variable that is set to nothing counts as not set.
 
     Raises:
-        ConfigError: the port is no port.
+        ConfigError: the port is no port, or a key is too short.
     """
     server, auth = config.server, config.auth
     if host := environ.get("PENSTOCK_HOST", "").strip():
@@ -90,6 +91,8 @@ def with_environment(config: Config, environ: Mapping[str, str]) -> Config:
         auth = msgspec.structs.replace(auth, keys=keys)
     if keys := _keys(environ, "PENSTOCK_ADMIN_KEY"):
         auth = msgspec.structs.replace(auth, admin_keys=keys)
+    if keys := _keys(environ, "PENSTOCK_SCRAPE_KEY"):
+        auth = msgspec.structs.replace(auth, scrape_keys=keys)
     if keys_file := environ.get("PENSTOCK_KEYS_FILE", "").strip():
         auth = msgspec.structs.replace(auth, keys_file=keys_file)
     if secret := environ.get("PENSTOCK_AUTH_SECRET", "").strip():
@@ -101,7 +104,11 @@ def with_environment(config: Config, environ: Mapping[str, str]) -> Config:
 
 
 def _keys(environ: Mapping[str, str], name: str) -> tuple[str, ...]:
-    return tuple(key for part in environ.get(name, "").split(",") if (key := part.strip()))
+    keys = tuple(key for part in environ.get(name, "").split(",") if (key := part.strip()))
+    for key in keys:
+        if problem := key_problem(key):
+            raise ConfigError(f"{name}: {problem}")
+    return keys
 
 
 def dump_config(config: Config) -> str:

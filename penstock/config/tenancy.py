@@ -68,18 +68,28 @@ class AuthConfig(Branch, frozen=True, kw_only=True):
     admin_keys: Annotated[tuple[str, ...], Meta(max_length=1024)] = ()
     """Keys for `/admin` (who runs the fleet), and for nothing else unless they are in `keys` too. A key that is made at start
     may use both."""
+    scrape_keys: Annotated[tuple[str, ...], Meta(max_length=1024)] = ()
+    """Keys for `/metrics` and `/status.json` (Prometheus), and for nothing else."""
     disabled: bool = False
     """Accept everybody. Refused on addresses other than loopback."""
     keys_file: str = ""
     """File of hashed keys that `penstock keys` writes; read again when it changes."""
     keys_file_check_s: Annotated[float, Meta(ge=0.1)] = 2.0
     """How often the file is looked at."""
+    keys_file_shrinks: bool = False
+    """Take a keys file also when all of its keys, or more than half, are gone from it. By default that is an accident (a copy in
+    progress, a full disk) and the old keys stay; keys that `penstock keys revoke` marks are always refused."""
     keys_max: Positive = 100_000
     """Keys in the file at most."""
     secret: str = ""
     """Secret of the prefix-cache namespaces; empty: one is made and kept in the state directory. Gateways in front of the
     same workers must share it, or a tenant finds its cache only through the gateway that filled it."""
     jwt: JwtConfig = JwtConfig()
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """What no log line may show."""
+        return (*self.keys, *self.admin_keys, *self.scrape_keys, self.secret)
 
 
 class TierConfig(Branch, frozen=True, kw_only=True):

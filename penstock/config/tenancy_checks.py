@@ -12,6 +12,8 @@ ID = re.compile(r"[A-Za-z0-9_.:@/|+-]{1,128}")
 KEY_TENANT = "key-"
 """Tenants that are made of `auth.keys` begin so; nobody else's name may."""
 SECRET_CHARS_MIN = 16
+"""Of keys and secrets: what is shorter is guessed, and is a part of ordinary words, which the log would then hide."""
+HOST = re.compile(r"[A-Za-z0-9_.-]{1,253}|[0-9A-Fa-f:.]{2,45}")
 LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -29,13 +31,37 @@ def access_problems(auth: AuthConfig, host: str) -> Iterator[str]:
             f"auth.keys: needed because server.host {host!r} is reachable from other machines; "
             "set them or PENSTOCK_API_KEY, or auth.keys_file, or auth.jwt"
         )
-    for name, keys in (("keys", auth.keys), ("admin_keys", auth.admin_keys)):
+    lists = (("keys", auth.keys), ("admin_keys", auth.admin_keys), ("scrape_keys", auth.scrape_keys))
+    for name, keys in lists:
         for i, key in enumerate(keys):
-            if not re.fullmatch(r"[!-~]{1,512}", key):
-                yield f"auth.{name}[{i}]: expected 1 to 512 visible ASCII characters without spaces"
+            if not re.fullmatch(r"[!-~]{0,512}", key):
+                yield (
+                    f"auth.{name}[{i}]: expected {SECRET_CHARS_MIN} to 512 visible ASCII characters without spaces"
+                )
+            elif problem := key_problem(key):
+                yield f"auth.{name}[{i}]: {problem}"
     if auth.secret and len(auth.secret) < SECRET_CHARS_MIN:
         yield f"auth.secret: expected at least {SECRET_CHARS_MIN} characters"
     yield from _jwt_problems(auth.jwt)
+
+
+def key_problem(key: str) -> str:
+    """Why no key may be as short as this one; empty if it is not."""
+    if len(key) >= SECRET_CHARS_MIN:
+        return ""
+    return (
+        f"a key of {len(key)} characters is too short, it takes at least {SECRET_CHARS_MIN} or it can be guessed; "
+        "`openssl rand -hex 24` makes a good one"
+    )
+
+
+def host_problems(hosts: Sequence[str]) -> Iterator[str]:
+    """What is wrong with `server.hosts`."""
+    for i, host in enumerate(hosts):
+        if not HOST.fullmatch(host):
+            yield (
+                f"server.hosts[{i}]: expected the name or address of a host, without scheme and port, got {host[:80]!r}"
+            )
 
 
 def tenant_problems(

@@ -176,6 +176,12 @@ class ServerConfig(Branch, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: Port = 8000
     """0 takes a free one."""
+    hosts: Annotated[tuple[str, ...], Meta(max_length=64)] = ()
+    """Names, beside `host` and loopback's, under which browsers reach this server. Where no key is asked for, requests for other
+    names and from pages of other origins are refused."""
+    trust_local: bool = False
+    """Let callers on this machine read /metrics and /status.json without a key. Not beside a proxy: one that adds no
+    forwarding header makes all of its callers local."""
     processes: Annotated[int, Meta(ge=1, le=64)] = 1
     """Gateway processes that share the address, for more cores than one; bounds below and in `limits` count for each."""
     connections_max: Positive = 20_000

@@ -19,6 +19,7 @@ from penstock.kv.hashing import PUBLIC, BlockHasher, token_array
 from penstock.kv.host_tier import HostLimits
 from penstock.kv.manager import KVManager
 from penstock.protocol.worker import Finish, ModelInfo, Output, Stats, Submit
+from penstock.protocol.worker_checks import INT64_MAX, sampling_problem, weight_of
 from penstock.schedule.limits import Limits
 from penstock.schedule.order import waiting_queue
 from penstock.schedule.plan import RequestOutput, StepPlan, StepResult
@@ -250,8 +251,8 @@ def _request(message: Submit, vocab_size: int) -> Request:
     """The scheduler's view of a submission.
 
     Raises:
-        InvalidRequest: the prompt or the bias has tokens that this model lacks (and would break the whole batch), or
-            the namespace is none that a tenant may have.
+        InvalidRequest: the prompt has tokens that this model lacks, or a parameter is out of its range (either would break
+            the whole batch), or the namespace is none that a tenant may have.
     """
     try:
         tokens, resumed = token_array(message.prompt), token_array(message.resumed)
@@ -262,8 +263,11 @@ def _request(message: Submit, vocab_size: int) -> Request:
             raise InvalidRequest(f"the {name} has token ids outside 0..{vocab_size - 1}", param=name)
     if resumed and resumed[-1] in message.sampling.stop_token_ids:
         raise InvalidRequest("what was resumed has come to its stop token", param="resumed")
-    if any(not 0 <= token_id < vocab_size for token_id, _ in message.sampling.logit_bias):
-        raise InvalidRequest(f"logit_bias has token ids outside 0..{vocab_size - 1}", param="logit_bias")
+    if problem := sampling_problem(message.sampling, vocab_size):
+        param, words = problem
+        raise InvalidRequest(words, param=param)
+    if not -INT64_MAX <= message.priority <= INT64_MAX:
+        raise InvalidRequest("priority is out of range", param="priority")
     if not 0 <= message.public_tokens <= len(tokens):
         raise InvalidRequest(
             f"public_tokens is {message.public_tokens}, but the prompt has {len(tokens)}",
@@ -280,7 +284,7 @@ def _request(message: Submit, vocab_size: int) -> Request:
         public_tokens=message.public_tokens,
         priority=message.priority,
         fairness_key=message.fairness_key,
-        fairness_weight=message.fairness_weight if message.fairness_weight > 0 else 1.0,
+        fairness_weight=weight_of(message.fairness_weight),
     )
 
 

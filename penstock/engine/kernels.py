@@ -13,7 +13,7 @@ from penstock.engine.attention.base import Attention
 from penstock.engine.attention.cpu import CpuAttention
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.activation import GeluTanhMul, SiluMul
-from penstock.engine.layers.linear import Linear, torch_linear, torch_linears
+from penstock.engine.layers.linear import Linear, Pads, torch_linear, torch_linears
 from penstock.engine.layers.norm import RMSNorm
 from penstock.engine.layers.rotary import RotaryWeights
 from penstock.engine.models.spec import DecoderSpec
@@ -69,16 +69,17 @@ class TorchKernels:
     def __init__(self, spec: DecoderSpec, *, max_tokens: int, device: torch.device) -> None:
         self._max_tokens = max_tokens
         self._attention = spec.attention
+        self._pads = Pads()
         gate = {"silu": SiluMul, "gelu_tanh": GeluTanhMul}[spec.activation]
         self._activation = gate(spec.intermediate_size, max_tokens, device)
 
     def linear(self, weight: Tensor, bias: Tensor | None, *, rows_max: int) -> Linear:
         """See `Kernels`."""
-        return torch_linear(weight, bias, rows_max=rows_max)
+        return torch_linear(weight, bias, rows_max=rows_max, pads=self._pads)
 
     def linears(self, weight: Tensor, *, count: int, rows_max: int) -> Sequence[Linear]:
         """See `Kernels`."""
-        return torch_linears(weight, None, count=count, rows_max=rows_max)
+        return torch_linears(weight, None, count=count, rows_max=rows_max, pads=self._pads)
 
     def norm(self, weight: Tensor, eps: float) -> Norm:
         """See `Kernels`."""

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -55,7 +56,9 @@ PROOF_TIMEOUT_S = 5.0
 PROOF_BYTES_MAX = 1024
 """or after so many bytes,"""
 UNPROVEN_MAX = 64
-"""and more than so many at once are not let in."""
+"""and of more than so many at once the oldest one of the address with the most is cut: newcomers may be gateways."""
+UNPROVEN_PER_ADDRESS_MAX = 16
+"""The same for one address, so that a stranger's connections cost no one else theirs."""
 FLUSH_TIMEOUT_S = 2.0
 """How long the last frames may take to leave when the worker exits."""
 
@@ -90,7 +93,8 @@ class WorkerServer:
     ) -> None:
         """`shares_port`: somebody keeps the port for us and does not listen on it."""
         self.address, self.mailbox, self.limits, self.clock = address, mailbox, limits, clock
-        self.num_requests = self.num_unproven = 0
+        self.num_requests = 0
+        self._unproven: dict[ConnectionId, _Connection] = {}
         self._shares_port = shares_port
         self._state: Loading | Ready | Failed = Loading("starting")
         self._stats: Stats | None = None
@@ -215,6 +219,23 @@ class WorkerServer:
         if self._stats is not None:
             connection.send(encode(self._stats))
 
+    def knocks(self, connection: "_Connection") -> None:
+        """A connection is here that must prove itself; if there are too many of those, another one is cut for it."""
+        self._unproven[connection.id] = connection
+        addresses = Counter(each.peer for each in self._unproven.values())
+        crowded = connection.peer
+        if addresses[crowded] <= UNPROVEN_PER_ADDRESS_MAX:
+            if len(self._unproven) <= UNPROVEN_MAX:
+                return
+            ((crowded, _),) = addresses.most_common(1)
+        oldest = next(each for each in self._unproven.values() if each.peer == crowded)
+        del self._unproven[oldest.id]
+        oldest.cut()
+
+    def proved(self, connection: "_Connection") -> None:
+        """It has the key, or is gone."""
+        self._unproven.pop(connection.id, None)
+
     def left(self, connection: "_Connection") -> None:
         """A connection is gone: nobody wants its requests any more."""
         if self._connections.pop(connection.id, None) is None:
@@ -240,6 +261,8 @@ class _Connection(asyncio.Protocol):
         self.living: dict[RequestId, bool] = {}
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.hears_kv_events = False
+        self.peer = ""
+        """The address at the other end; empty for a Unix socket."""
         self._asked_kv_events = False
         self._is_proven = False
         self._unproven_bytes = 0
@@ -255,10 +278,9 @@ class _Connection(asyncio.Protocol):
         if not self._server.limits.key:
             self._server.joined(self)
             return
-        self._server.num_unproven += 1
-        if self._server.num_unproven > UNPROVEN_MAX:
-            self._transport.abort()
-            return
+        peer: tuple[object, ...] | str | None = transport.get_extra_info("peername")
+        self.peer = str(peer[0]) if isinstance(peer, tuple) and peer else ""  # A Unix socket has no address.
+        self._server.knocks(self)
         self._nonce = fresh_key(NONCE_BYTES)
         self._deadline = asyncio.get_running_loop().call_later(PROOF_TIMEOUT_S, self._transport.abort)
         self._transport.write(encode(Challenge(self._nonce)))
@@ -266,8 +288,7 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the loop, for either side's reasons."""
         self._transport = None
-        if self._server.limits.key and not self._is_proven:
-            self._server.num_unproven -= 1
+        self._server.proved(self)
         if self._deadline is not None:
             self._deadline.cancel()
         self._server.left(self)
@@ -297,6 +318,11 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
+    def cut(self) -> None:
+        """Close at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
     def send(self, frame: bytes) -> None:
         """Write one frame, unless the gateway does not keep up: then drop it and its requests."""
         if self._transport is None or self._transport.is_closing():
@@ -322,7 +348,7 @@ class _Connection(asyncio.Protocol):
         if not is_same(proof.mac, gateway_mac(key, self._nonce, proof.nonce)):
             raise ProtocolError("its key is another one")
         self._is_proven = True
-        self._server.num_unproven -= 1
+        self._server.proved(self)
         if self._deadline is not None:
             self._deadline.cancel()
         self.send(encode(Welcome(worker_mac(key, self._nonce, proof.nonce))))

@@ -49,6 +49,8 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     """Id of the key that was rotated into this one."""
     admin: bool = False
     """It may look at the fleet and change it (`/admin`), beside being its tenant's."""
+    scrape: bool = False
+    """It may read the numbers of all tenants (`/metrics`, `/status.json`), and nothing else."""
 
     @property
     def prefix(self) -> str:
@@ -82,6 +84,7 @@ def issue(
     expires_s: int = 0,
     replaces: str = "",
     admin: bool = False,
+    scrape: bool = False,
 ) -> Issued:
     """Make a key.
 
@@ -101,6 +104,7 @@ def issue(
         expires_s=expires_s,
         replaces=replaces,
         admin=admin,
+        scrape=scrape,
     )
     if problem := record_problem(record):
         raise ConfigError(problem)
@@ -129,6 +133,7 @@ def rotate(old: ApiKey, now_s: int, *, grace_s: int, expires_s: int | None = Non
         expires_s=expires_s,
         replaces=old.id,
         admin=old.admin,
+        scrape=old.scrape,
     )
     ends_s = min(old.expires_s or FOREVER, now_s + grace_s)
     return msgspec.structs.replace(old, expires_s=ends_s), issued
@@ -164,6 +169,8 @@ def record_problem(record: ApiKey) -> str:
         return f"tier: expected 1 to 64 letters, digits and _.-, got {record.tier[:80]!r}"
     if len(record.label) > LABEL_CHARS_MAX or not record.label.isprintable():
         return f"label: expected at most {LABEL_CHARS_MAX} printable characters"
+    if record.admin and record.scrape:
+        return "admin, scrape: an admin's key reads all numbers already; give one of the two"
     times = (record.created_s, record.not_before_s, record.expires_s, record.revoked_s)
     if not all(0 <= time <= FOREVER for time in times):
         return "a time that is not possible"

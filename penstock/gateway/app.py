@@ -23,14 +23,15 @@ from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry
 from penstock.gateway.admin import Admin
 from penstock.gateway.assemble import make_decisions
-from penstock.gateway.auth import ANYBODY, Caller, is_local
+from penstock.gateway.auth import Caller
+from penstock.gateway.entrance import Entrance
 from penstock.gateway.exchange import Ending, Exchange, RequestHead, Response
 from penstock.gateway.generate import Generate
 from penstock.gateway.http_errors import error_response
 from penstock.gateway.inspect import Inspect
 from penstock.gateway.models import ModelTable, ServedModel
 from penstock.gateway.reply import StreamSlots
-from penstock.gateway.routes import Access, Handler, Route, Routes
+from penstock.gateway.routes import Handler, Route, Routes
 from penstock.gateway.server import HttpServer, tick_s
 from penstock.gateway.services import Services
 from penstock.gateway.siblings import Siblings
@@ -75,8 +76,7 @@ class Gateway:
             ConfigError: the keys file cannot be read, or does not go with the tiers.
         """
         assert names_callers(config.auth), "whoever wires the gateway makes a key"
-        self._config, self._clock, self._ids = config, clock, ids
-        self._metrics, self._log = metrics, log
+        self._config, self._clock, self._ids, self._metrics, self._log = config, clock, ids, metrics, log
         self.tenancy = Tenancy(config, clock=clock, log=log)
         """Who may call; parts that can take a new configuration subscribe to its `on_reload`."""
         locality = KVLocality(config.kv_index, hash_key or fresh_key())
@@ -93,7 +93,7 @@ class Gateway:
             log=log,
             locality=locality,
         )
-        self._dispatcher = self._decisions.dispatcher
+        self._dispatcher, self._entrance = self._decisions.dispatcher, Entrance(self.tenancy, config.server)
         self._services = Services(
             config=config,
             models=ModelTable(models, config.routing),
@@ -102,6 +102,8 @@ class Gateway:
             tokenize=TokenizePool(config.limits),
             dispatcher=self._dispatcher,
             gate=self._decisions.gate,
+            limiter=self._decisions.limits.limiter,
+            budgets=self._decisions.budgets,
             metrics=metrics,
             explained=self._decisions.explained,
             locality=locality,
@@ -166,17 +168,14 @@ class Gateway:
 
     # --- what the HTTP server calls --------------------------------------------------------------
 
-    def refuse(self, head: RequestHead) -> Response | None:
+    def refuse(self, head: RequestHead, client: str) -> Response | None:
         """Refuse wrong paths and verbs from the head alone, and keys before their body costs memory."""
         try:
             route = self._routes.find(head.path)
             if head.method == "OPTIONS":
                 return _options(route)
             route.handler(head.method)
-            if route.access is Access.KEY:
-                self.tenancy.identify(head)
-            elif route.access is Access.ADMIN:
-                self.tenancy.identify_admin(head)
+            self._entrance.caller(route.access, head, client)
         except PenstockError as error:
             return error_response(error)
         return None
@@ -190,7 +189,7 @@ class Gateway:
                 exchange.respond(_options(route))
                 return
             handler = route.handler(exchange.head.method)
-            caller = self._caller(route, exchange)
+            caller = self._entrance.caller(route.access, exchange.head, exchange.client)
         except PenstockError as error:
             exchange.respond(error_response(error))
             return
@@ -238,15 +237,6 @@ class Gateway:
 
     def _reloaded(self, config: Config) -> None:
         self._inspect.auth = not config.auth.disabled
-
-    def _caller(self, route: Route, exchange: Exchange) -> Caller | None:
-        if route.access is Access.OPEN:
-            return ANYBODY
-        if route.access is Access.ADMIN:
-            return self.tenancy.identify_admin(exchange.head)
-        if route.access is Access.LOCAL_OR_KEY and is_local(exchange.client, exchange.head):
-            return ANYBODY
-        return self.tenancy.identify(exchange.head)
 
     async def _run(self, handler: Handler, exchange: Exchange, caller: Caller | None) -> None:
         try:

@@ -1,6 +1,5 @@
 """Who is calling: what a handler is told of it, and where in a request it stands."""
 
-import ipaddress
 from dataclasses import dataclass
 
 from penstock.errors import Unauthenticated
@@ -17,6 +16,13 @@ class Caller:
     """The shown part of its API key, or the subject of its token."""
     admin: bool = False
     """It may look at the fleet and change it (`/admin`)."""
+    scrape: bool = False
+    """It may read the numbers of all tenants (`/metrics`, `/status.json`), and with a key that is all it may do."""
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether the numbers of all tenants are for its eyes."""
+        return self.admin or self.scrape
 
     @property
     def cache_salt(self) -> bytes:
@@ -32,7 +38,9 @@ class Caller:
 ANYBODY = Caller(tenant=NOBODY)
 """The caller where authentication is off, or does not matter."""
 OPERATOR = Caller(tenant=NOBODY, key_prefix="admin", admin=True)
-"""Whoever has a key that is for `/admin` alone."""
+"""The holder of a key that is for `/admin` alone."""
+SCRAPER = Caller(tenant=NOBODY, key_prefix="scrape", scrape=True)
+"""The holder of a key that is for `/metrics` and `/status.json` alone, or a caller that needs none for them."""
 
 
 def credential(head: RequestHead) -> bytes:
@@ -48,13 +56,3 @@ def credential(head: RequestHead) -> bytes:
             "You didn't provide an API key. Send it in an Authorization header: 'Authorization: Bearer YOUR_KEY'."
         )
     return found
-
-
-def is_local(client: str, head: RequestHead) -> bool:
-    """Whether the caller is on this machine. Behind a proxy everybody seems to be, so a proxy's header says no."""
-    if b"x-forwarded-for" in head.headers or b"forwarded" in head.headers:
-        return False
-    try:
-        return ipaddress.ip_address(client).is_loopback
-    except ValueError:
-        return client == "local"  # A Unix socket.

@@ -25,6 +25,7 @@ from penstock.errors import ClientError, Overloaded, PenstockError, TooLarge
 from penstock.gateway.exchange import Exchange, RequestHead, Response
 from penstock.gateway.flush import MS_PER_S, RelayTerms
 from penstock.gateway.http_errors import HttpFault, error_response
+from penstock.gateway.open_files import Room, room_of
 
 LINGER_S = 2
 WRITE_HIGH_WATER_BYTES = 64 * 1024
@@ -34,6 +35,7 @@ _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=:%\[\]-]*")
 """`host [":" port]` of RFC 9112, section 3.2. Repeated Host fields are joined by ", " and so do not match."""
 _UPGRADE_FIELDS = frozenset({b"upgrade", b"connection", b"http2-settings"})
 
+_TOO_MANY = Overloaded("Too many connections. Try again in a moment.", retry_after_s=1.0)
 _NO_PARSER = httptools.HttpRequestParser(object())
 
 
@@ -61,8 +63,8 @@ MOVES: dict[State, frozenset[State]] = {
 class Application(Protocol):
     """What answers requests. Called on the event loop; must not block or raise."""
 
-    def refuse(self, head: RequestHead) -> Response | None:
-        """Answer already from the headers, which spares reading a body; None to go on."""
+    def refuse(self, head: RequestHead, client: str) -> Response | None:
+        """Answer already from the headers, which spares reading a body; None to go on. `client` is the peer's address."""
         ...
 
     def handle(self, exchange: Exchange) -> None:
@@ -120,7 +122,8 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client is here."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's do not say that they are one.
-        _end_when_unacknowledged(transport, self._server.terms.write_timeout_s)
+        found: socket.socket | None = transport.get_extra_info("socket")
+        _end_when_unacknowledged(found, self._server.terms.write_timeout_s)
         peer: tuple[object, ...] | str | None = transport.get_extra_info("peername")
         self._client = str(peer[0]) if isinstance(peer, tuple) else "local"
         server = self._server
@@ -129,8 +132,11 @@ class Connection(asyncio.Protocol):
         )
         server.connections.add(self)
         self._wait(server.config.keepalive_timeout_s)
-        if len(server.connections) > server.config.connections_max:
-            self._fail(Overloaded("Too many connections. Try again in a moment."), status=503)
+        room = Room.SERVE if found is None else room_of(found.fileno())
+        if room is not Room.SERVE or len(server.connections) > server.config.connections_max:
+            self._fail(_TOO_MANY, status=503)
+            if room is Room.REFUSE_AT_ONCE:
+                transport.close()
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the client."""
@@ -216,7 +222,7 @@ class Connection(asyncio.Protocol):
         if fault := self._head_fault():
             self._fail(fault)
             return
-        if self._has_body() and (refusal := self._server.app.refuse(self._head())):
+        if self._has_body() and (refusal := self._server.app.refuse(self._head(), self._client)):
             self._refuse(refusal)
             return
         if self._parser.should_upgrade() and self._has_body():
@@ -462,9 +468,8 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
 
-def _end_when_unacknowledged(transport: asyncio.BaseTransport, timeout_s: float) -> None:
+def _end_when_unacknowledged(found: socket.socket | None, timeout_s: float) -> None:
     """Let the kernel give up a peer that acknowledges nothing: what its send buffer holds is not seen here."""
-    found = transport.get_extra_info("socket")
     if (
         sys.platform == "linux"
         and timeout_s

@@ -8,7 +8,7 @@ from urllib.parse import unquote
 import msgspec
 
 from penstock.clock import NS_PER_S
-from penstock.errors import InvalidRequest
+from penstock.errors import Forbidden, InvalidRequest
 from penstock.fleet.members import Members
 from penstock.fleet.worker import Worker
 from penstock.gateway.auth import Caller
@@ -18,7 +18,8 @@ from penstock.gateway.models import ServedModel
 from penstock.gateway.prepare import check_token_ids, render
 from penstock.gateway.services import Services
 from penstock.gateway.siblings import Siblings
-from penstock.policy.tenant_limits import check_model
+from penstock.policy.tenant import Tenant
+from penstock.policy.tenant_limits import check_model, may_use_model
 from penstock.protocol.openai import DetokenizeAnswer, ModelList, TokenizeAnswer, TokenizeRequest
 from penstock.protocol.openai_validate import parse_detokenize, parse_tokenize
 from penstock.protocol.siblings import ModelNumbers, Snapshot, Sum
@@ -38,16 +39,21 @@ PAGE_HEADERS = (
 )
 
 
-class ModelState(msgspec.Struct, frozen=True, kw_only=True):
-    """One model in `/ready` and `/status.json`."""
+class ModelWord(msgspec.Struct, frozen=True, kw_only=True):
+    """One model in `/ready`, and in a tenant's `/status.json`: how far it is, and no number that tells of anyone's use."""
 
     name: str
     ready: bool
     stage: str
-    done: int
-    total: int
     progress: float | None
     """From 0 to 1; null if it cannot be said."""
+
+
+class ModelState(ModelWord, frozen=True, kw_only=True):
+    """One model in `/status.json`."""
+
+    done: int
+    total: int
     restarts: int
     notes: list[str]
     info: ModelInfo | None = None
@@ -73,7 +79,22 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True):
     """`GET /ready`."""
 
     status: str
-    models: list[ModelState]
+    models: list[ModelWord]
+
+
+class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /status.json` with a tenant's key: what it may use, and its own numbers."""
+
+    tenant: str
+    tier: str
+    draining: bool
+    auth: bool
+    streams: int
+    """Its requests that were accepted by this gateway process and have not ended."""
+    spent_day_micros: int
+    """Of its budget, in millionths of the price list's currency: this UTC day, and this month."""
+    spent_month_micros: int
+    models: list[ModelWord]
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,8 +170,8 @@ class Inspect:
         exchange.respond(Response(status=status, body=msgspec.json.encode(found)))
 
     async def ready(self, exchange: Exchange, caller: Caller) -> None:
-        """`GET /ready`: 200 once every model takes requests, else 503 and why."""
-        models = [_state(model) for model in self._services.models]
+        """`GET /ready`: 200 once every model takes requests, else 503 and why. Anyone may ask, so it has no counters."""
+        models = [_word(model) for model in self._services.models]
         word = "ready" if all(model.ready for model in models) else "loading"
         if self._services.draining:
             word = "draining"
@@ -158,7 +179,17 @@ class Inspect:
         exchange.respond(Response(status=200 if word == "ready" else 503, body=body))
 
     async def metrics(self, exchange: Exchange, caller: Caller) -> None:
-        """`GET /metrics`, with the engines' numbers as of now; the sum of all gateway processes."""
+        """`GET /metrics`, with the engines' numbers as of now; the sum of all gateway processes. Of all tenants.
+
+        Raises:
+            Forbidden: the caller is a tenant.
+        """
+        if not caller.sees_all:
+            raise Forbidden(
+                "This key is a tenant's, and /metrics tells of all tenants. It takes one of auth.scrape_keys or "
+                "auth.admin_keys, or one made with `penstock keys create --scrape`.",
+                code="not_a_scrape_key",
+            )
         body = self._render() if self._siblings is None else (await self._siblings.sum()).metrics
         exchange.respond(Response(body=body, content_type=CONTENT_TYPE.encode()))
 
@@ -179,8 +210,11 @@ class Inspect:
         return self._metrics.render()
 
     async def status(self, exchange: Exchange, caller: Caller) -> None:
-        """`GET /status.json`."""
+        """`GET /status.json`: everything for admins and scrapers, for a tenant its own."""
         services = self._services
+        if not caller.sees_all:
+            answer(exchange, self._own_status(caller.tenant))
+            return
         numbers = Sum(
             metrics=b"",
             connections=self.num_connections,
@@ -201,6 +235,20 @@ class Inspect:
             workers=[_line(worker) for model in services.models for worker in model.workers],
         )
         answer(exchange, status)
+
+    def _own_status(self, tenant: Tenant) -> TenantStatus:
+        services, now_ns = self._services, self._services.clock.now_ns()
+        day_micros, month_micros = services.budgets.spent(now_ns, tenant.id)
+        return TenantStatus(
+            tenant=tenant.id,
+            tier=tenant.tier,
+            draining=services.draining,
+            auth=self.auth,
+            streams=services.limiter.num_live(tenant.id),
+            spent_day_micros=day_micros,
+            spent_month_micros=month_micros,
+            models=[_word(model) for model in services.models if may_use_model(tenant, model.name)],
+        )
 
     async def landing(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /`: a page for people."""
@@ -262,6 +310,17 @@ def _line(worker: Worker) -> WorkerLine:
     )
 
 
+def _word(model: ServedModel) -> ModelWord:
+    status = model.workers.summary()
+    return ModelWord(
+        name=model.name, ready=status.ready, stage=status.stage, progress=_progress(status.done, status.total)
+    )
+
+
+def _progress(done: int, total: int) -> float | None:
+    return round(done / total, 3) if total else None
+
+
 def _state(model: ServedModel) -> ModelState:
     status = model.workers.summary()
     return ModelState(
@@ -270,7 +329,7 @@ def _state(model: ServedModel) -> ModelState:
         stage=status.stage,
         done=status.done,
         total=status.total,
-        progress=round(status.done / status.total, 3) if status.total else None,
+        progress=_progress(status.done, status.total),
         restarts=status.restarts,
         notes=list(status.notes),
         info=status.info,

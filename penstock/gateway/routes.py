@@ -1,26 +1,17 @@
 """Which path and verb go where, and who may go there."""
 
-import enum
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from penstock.errors import MethodNotAllowed, NotFound
 from penstock.gateway.admin import Admin
 from penstock.gateway.auth import Caller
+from penstock.gateway.entrance import Access
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.generate import Generate
 from penstock.gateway.inspect import Inspect
 
 Handler = Callable[[Exchange, Caller], Awaitable[None]]
-
-
-class Access(enum.Enum):
-    """Who may call a route."""
-
-    OPEN = enum.auto()
-    KEY = enum.auto()
-    LOCAL_OR_KEY = enum.auto()
-    ADMIN = enum.auto()
 
 
 @dataclass(slots=True, frozen=True)
@@ -58,8 +49,8 @@ class Routes:
             "/": Route(Access.OPEN, {"GET": inspect.landing}),
             "/health": Route(Access.OPEN, {"GET": inspect.health}),
             "/ready": Route(Access.OPEN, {"GET": inspect.ready}),
-            "/metrics": Route(Access.LOCAL_OR_KEY, {"GET": inspect.metrics}),
-            "/status.json": Route(Access.LOCAL_OR_KEY, {"GET": inspect.status}),
+            "/metrics": Route(Access.LOOK, {"GET": inspect.metrics}),
+            "/status.json": Route(Access.LOOK, {"GET": inspect.status}),
             "/v1/chat/completions": Route(Access.KEY, {"POST": generate.chat}),
             "/v1/completions": Route(Access.KEY, {"POST": generate.completions}),
             "/v1/models": Route(Access.KEY, {"GET": inspect.list_models}),

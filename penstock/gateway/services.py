@@ -9,9 +9,11 @@ from penstock.gateway.dispatch import Dispatcher
 from penstock.gateway.models import ModelTable
 from penstock.gateway.tokenize_pool import TokenizePool
 from penstock.kv.locality import KVLocality
+from penstock.policy.budget import Budgets
 from penstock.policy.complexity import Choice
 from penstock.policy.decision_log import DecisionLog
 from penstock.policy.gate import Gate
+from penstock.policy.rate_limit import Limiter
 from penstock.policy.tenant import Tenant
 from penstock.rng import IdSource
 from penstock.telemetry.log import Log
@@ -29,6 +31,8 @@ class Services:
     tokenize: TokenizePool
     dispatcher: Dispatcher
     gate: Gate
+    limiter: Limiter
+    budgets: Budgets
     metrics: Metrics
     explained: DecisionLog
     """Which worker got which of the last requests, and why; and which model, of those that named none."""

@@ -34,13 +34,28 @@ class StoredKeys:
             key.id.encode(): _Entry(
                 bytes.fromhex(key.hash),
                 key,
-                Caller(tenant=made.get(key.tenant, NOBODY), key_prefix=key.prefix, admin=key.admin),
+                Caller(
+                    tenant=made.get(key.tenant, NOBODY),
+                    key_prefix=key.prefix,
+                    admin=key.admin,
+                    scrape=key.scrape,
+                ),
             )
             for key in keys
         }
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def active(self, now_s: int) -> frozenset[bytes]:
+        """The ids of those that are accepted now."""
+        return frozenset(
+            name for name, entry in self._entries.items() if entry.record.state(now_s) == "active"
+        )
+
+    def lacks(self, before: frozenset[bytes]) -> int:
+        """How many of these ids have no record here. Revoked and expired keys have one."""
+        return len(before - self._entries.keys())
 
     def find(self, key: bytes, now_s: int) -> Caller | None:
         """The caller of this key, or None if it is none of these.

@@ -84,6 +84,11 @@ class Tenancy:
             if task is not None:
                 task.cancel()
 
+    @property
+    def is_open(self) -> bool:
+        """Authentication is off: there are no keys to ask for."""
+        return self._table.open
+
     def identify(self, head: RequestHead) -> Caller | None:
         """The caller of a request, or None if only `identify_later` can say.
 
@@ -96,7 +101,18 @@ class Tenancy:
         found = credential(head)
         if self._tokens is not None and looks_like_token(found):
             return self._tokens.find(found)
-        return self._table.of_key(found)
+        return self._table.tenant_of_key(found)
+
+    def identify_viewer(self, head: RequestHead) -> Caller | None:
+        """The caller of a request that reads numbers: an admin, a scraper, or a tenant, which sees its own.
+
+        Raises:
+            Unauthenticated, Forbidden: as `identify`.
+        """
+        found = credential(head)
+        if self._tokens is not None and looks_like_token(found):
+            return self._tokens.find(found)
+        return self._table.viewer_of_key(found)
 
     def identify_admin(self, head: RequestHead) -> Caller:
         """The caller of a request that looks at the fleet or changes it. Tokens of tenants' people are not taken.
@@ -105,7 +121,7 @@ class Tenancy:
             Unauthenticated: nobody that is accepted.
             Forbidden: somebody known, who may not do that.
         """
-        return ANYBODY if self._table.open else self._table.admin_of_key(credential(head))
+        return self._table.admin_of_key(credential(head))
 
     async def identify_later(self, head: RequestHead) -> Caller:
         """The same, after the identity provider was asked for the key that a token names.
@@ -139,6 +155,7 @@ class Tenancy:
                 if not names_callers(merged.auth):
                     raise ConfigError("auth: it names nobody, so nobody could call any more")
                 table = await asyncio.to_thread(self._read, merged)
+                self._check_shrinking(merged, table)
                 await asyncio.to_thread(_check_token_library, merged)
             except ConfigError as error:
                 self._log.error("the new configuration was not taken; the old one stays", error=error)
@@ -212,6 +229,7 @@ class Tenancy:
         self._stamp = mark
         try:
             table = await asyncio.to_thread(self._read, config)
+            self._check_shrinking(config, table)
         except ConfigError as error:
             self._log.error("the changed keys file was not taken; the old keys stay", error=error)
         except Exception as error:  # noqa: BLE001 - the next change of the file must still be seen.
@@ -219,6 +237,11 @@ class Tenancy:
         else:
             self._put_in_force(config, table)
             self._log.info("the changed keys file is in force", count=table.num_keys)
+
+    def _check_shrinking(self, config: Config, table: TenantTable) -> None:
+        """Raises ConfigError: most keys are gone from the same file, and the configuration does not say that they may be."""
+        if config.auth.keys_file == self._config.auth.keys_file and not config.auth.keys_file_shrinks:
+            table.check_shrinking(self._table)
 
     def _read(self, config: Config) -> TenantTable:
         return read_tenants(config, clock=self._clock, secret=self._secret)

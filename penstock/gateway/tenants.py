@@ -14,13 +14,15 @@ from penstock.config.tenancy_checks import KEY_TENANT
 from penstock.config.tree import Config
 from penstock.errors import ConfigError, Forbidden, Unauthenticated
 from penstock.gateway.api_keys import ApiKey, tier_problem
-from penstock.gateway.auth import ANYBODY, OPERATOR, Caller, credential
+from penstock.gateway.auth import ANYBODY, OPERATOR, SCRAPER, Caller, credential
 from penstock.gateway.exchange import RequestHead
 from penstock.gateway.key_file import read_keys
 from penstock.gateway.stored_keys import StoredKeys
 from penstock.gateway.tiers import Tenants
 from penstock.rng import fresh_key
 
+GONE_KEYS_MAX = 3
+"""So many lines may always be deleted from a keys file at once, as long as a key is left."""
 PREFIX_CHARS = 8
 """Shown of a key that has no id of its own."""
 
@@ -49,7 +51,8 @@ class TenantTable:
         if problem := tier_problem(keys, self.tenants.tiers, self.tenants.known):
             raise ConfigError(f"{config.auth.keys_file}: {problem}")
         self._plain = _PlainKeys(config.auth.keys, self.tenants)
-        self._admin = _AdminKeys(config.auth.admin_keys)
+        self._admin = _OperatorKeys(config.auth.admin_keys)
+        self._scrape = _OperatorKeys(config.auth.scrape_keys)
         self._stored = StoredKeys(keys, self.tenants)
 
     @property
@@ -57,13 +60,34 @@ class TenantTable:
         """Keys of the file and of the configuration."""
         return len(self._stored) + len(self._plain)
 
+    def check_shrinking(self, before: "TenantTable") -> None:
+        """Refuse a keys file from which so many keys are gone that it looks like an accident: nobody revokes by deleting lines.
+
+        Raises:
+            ConfigError: it has no accepted key left, or more than half of them are gone (and more than `GONE_KEYS_MAX`).
+        """
+        now_s = self._clock.wall_ns() // NS_PER_S
+        accepted = before.accepted_keys(now_s)
+        num_gone = self._stored.lacks(accepted)
+        if not num_gone:
+            return
+        if not self._stored.active(now_s) or (num_gone > GONE_KEYS_MAX and 2 * num_gone > len(accepted)):
+            raise ConfigError(
+                f"{num_gone} of {len(accepted)} keys are gone from the file, as after a copy that failed. If that is meant, "
+                "revoke them with `penstock keys revoke`, or set auth.keys_file_shrinks"
+            )
+
+    def accepted_keys(self, now_s: int) -> frozenset[bytes]:
+        """The ids of the keys file's keys that are accepted now."""
+        return self._stored.active(now_s)
+
     def check(self, head: RequestHead) -> Caller:
         """The caller behind a request's `Authorization` header.
 
         Raises:
             Unauthenticated: there is none, or what it says is not accepted.
         """
-        return ANYBODY if self.open else self.of_key(credential(head))
+        return ANYBODY if self.open else self.tenant_of_key(credential(head))
 
     def of_key(self, key: bytes) -> Caller:
         """The caller behind an API key.
@@ -75,6 +99,28 @@ class TenantTable:
         if found is None:
             raise Unauthenticated("Incorrect API key provided.")
         return found
+
+    def tenant_of_key(self, key: bytes) -> Caller:
+        """The caller behind the API key of a tenant.
+
+        Raises:
+            Unauthenticated: it is not one of ours, or not now.
+            Forbidden: it is a scraper's.
+        """
+        found = self.of_key(key)
+        if found.scrape:
+            raise Forbidden("This key is for /metrics and /status.json only.", code="scrape_key")
+        return found
+
+    def viewer_of_key(self, key: bytes) -> Caller:
+        """The caller behind a key that reads numbers: all of them (`Caller.sees_all`), or its tenant's.
+
+        Raises:
+            Unauthenticated: it is not one of ours, or not now.
+        """
+        if self._admin.has(key):
+            return OPERATOR
+        return SCRAPER if self._scrape.has(key) else self.of_key(key)
 
     def admin_of_key(self, key: bytes) -> Caller:
         """The caller behind a key that may look at the fleet and change it.
@@ -110,8 +156,8 @@ def read_tenants(config: Config, *, clock: Clock, secret: bytes = b"") -> Tenant
     return TenantTable(config, clock=clock, keys=keys, secret=secret)
 
 
-class _AdminKeys:
-    """The keys that are for `/admin` alone, hashed at start like the others."""
+class _OperatorKeys:
+    """The keys of the configuration that belong to no tenant, hashed at start like the others."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._key = fresh_key()

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -25,7 +26,7 @@ from penstock.telemetry import ledger_files
 from penstock.telemetry.ledger_files import Claim
 from penstock.telemetry.ledger_journal import Journal
 from penstock.telemetry.ledger_reader import LedgerReader
-from penstock.telemetry.ledger_recovery import recover_abandoned
+from penstock.telemetry.ledger_recovery import Damage, recover_abandoned, report_damage
 from penstock.telemetry.ledger_segment import Progress
 from penstock.telemetry.ledger_sink import Delivery, Follower, LedgerSink, SinkError
 from penstock.telemetry.ledger_sqlite import SqliteSink
@@ -92,7 +93,7 @@ class Ledger:
             claim.release(remove=True)
             raise
         self._claim: Claim = claim
-        self._follower = Follower(claim, journal, self._sink, config.deliver_records_max)
+        self._follower = Follower(claim, journal, self._sink, config.deliver_records_max, self._damaged)
         self._delivery = Delivery(self._follower, config, self._clock, self._log)
         self._sync = threading.Thread(
             target=self._keep_synced, args=(journal,), name="ledger-sync", daemon=True
@@ -216,6 +217,9 @@ class Ledger:
                 journal.sync()
             except OSError as error:
                 self._disk_trouble("the journal cannot be synced", error)
+
+    def _damaged(self, path: Path, offset: int, length: int) -> None:
+        report_damage(self.directory, self._claim.instance, Damage(path, offset, length), self._log)
 
     def _disk_trouble(self, what: str, error: OSError) -> None:
         self._log.error(what, error=error, directory=str(self.directory))

@@ -16,12 +16,13 @@ from penstock.policy.record import Outcome, UsageRecord
 from penstock.telemetry import ledger_files
 from penstock.telemetry.ledger_segment import (
     Frame,
+    Gap,
     Kind,
     Progress,
     decode_progress,
     decode_record,
-    read_frames,
     read_head,
+    read_past_damage,
 )
 from penstock.telemetry.ledger_sink import LedgerSink, SinkError
 from penstock.telemetry.log import Log
@@ -84,19 +85,21 @@ def recovered(opened: UsageRecord, progress: Progress | None) -> UsageRecord:
     )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, frozen=True)
 class Damage:
     """Something unreadable that no crash explains."""
 
     path: Path
     offset: int
+    length: int
+    """Bytes."""
 
 
 def read_journal(directory: Path, damage: list[Damage] | None = None) -> Iterator[Frame]:
-    """Every frame of one journal in the order of writing.
+    """Every whole frame of one journal in the order of writing.
 
-    Files that vanish meanwhile were delivered. A cut at the end of what was written last is what a crash leaves; anywhere
-    else it is damage, which goes to the list.
+    Files that vanish meanwhile were delivered. A cut at the end of what was written last is what a crash leaves; something
+    unreadable with a whole frame behind it is damage, which goes to the list.
 
     Raises:
         LedgerError: a newer version wrote it, or a file cannot be read.
@@ -111,14 +114,19 @@ def read_journal(directory: Path, damage: list[Damage] | None = None) -> Iterato
             raise LedgerError(f"{path}: cannot be read: {error.strerror}") from error
         head = read_head(data, str(path))
         end = 0 if head is None else head[1]
-        for frame in read_frames(data, end):
-            end = frame.end
-            if suspect is not None and damage is not None:
-                damage.append(suspect)  # Something was written after it, so it was whole once.
+        for found in read_past_damage(data, end):
+            if damage is not None:
+                if suspect is not None:
+                    damage.append(suspect)  # Something was written after it, so it was whole once.
+                if isinstance(found, Gap):
+                    damage.append(Damage(path, found.start, found.end - found.start))
             suspect = None
-            yield frame
-        if data.count(0, end) != len(data) - end:
-            suspect = Damage(path, end)
+            end = found.end
+            if isinstance(found, Frame):
+                yield found
+        written = len(data.rstrip(b"\0"))
+        if written > end:
+            suspect = Damage(path, end, written - end)
 
 
 def recover_abandoned(directory: Path, sink: LedgerSink, log: Log) -> int:
@@ -147,6 +155,17 @@ def recover_abandoned(directory: Path, sink: LedgerSink, log: Log) -> int:
     return num_cut
 
 
+def report_damage(directory: Path, instance: str, place: Damage, log: Log) -> None:
+    """Keep a copy of the segment for a person, and say where it is."""
+    aside = ledger_files.keep_damaged(directory, instance, place.path)
+    log.error(
+        "part of the ledger's journal is unreadable",
+        kept=str(aside),
+        offset=place.offset,
+        bytes=place.length,
+    )
+
+
 def _recover(directory: Path, claim: ledger_files.Claim, sink: LedgerSink, log: Log) -> int:
     begun, batch, damage = Begun(), list[UsageRecord](), list[Damage]()
     for frame in read_journal(claim.directory, damage):
@@ -159,8 +178,7 @@ def _recover(directory: Path, claim: ledger_files.Claim, sink: LedgerSink, log: 
     cut = begun.ended()
     sink.write([*batch, *cut])
     for place in damage:
-        aside = ledger_files.keep_damaged(directory, claim.instance, place.path)
-        log.error("part of the ledger's journal is unreadable", kept=str(aside), offset=place.offset)
+        report_damage(directory, claim.instance, place, log)
     if cut:
         log.warning("requests were cut off by a crash; their records end with their last slice", num=len(cut))
     return len(cut)

@@ -3,11 +3,13 @@
     magic | frame(HEADER) | frame(OPEN) | frame(SLICE) | frame(CLOSE) | ... | zeros
 
 A frame is length, CRC-32 and kind, then the body in msgpack. A file is set aside in full when it is made, so what was not
-written yet reads as zeros: a length of 0 ends the data. So does the first frame whose checksum is wrong, which is what a
-process or a machine that died while it wrote leaves behind. Bytes in, frames out: files are the journal's business.
+written yet reads as zeros: a length of 0 ends the data. A frame that is not whole ends it too, if no whole one follows: a
+process or a machine that died while it wrote leaves that behind. If one follows, the bytes between are damage, and reading
+continues behind them. Bytes in, frames out: files are the journal's business.
 """
 
 import enum
+import re
 import struct
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -24,6 +26,14 @@ FRAME_BYTES_MAX = 64 * 1024
 _HEAD = struct.Struct("<IIB")
 HEAD_BYTES = _HEAD.size
 _pack = _HEAD.pack
+_MAY_BEGIN = re.compile(
+    rb"(?=[\x00-\xff]{2}[\x00\x01]\x00[\x00-\xff]{4}(?:[\x02\x04][\x80-\x8f\xde\xdf]|\x03[\x90-\x9f\xdc\xdd]))"
+)
+"""A head with a length within the bound, and a body that begins as its kind does in msgpack: a map, of a slice an array.
+
+None of these first bytes begins a character in UTF-8, so no text of a client (its `user` or its model's name, which are inside
+of records) can pass for a frame.
+"""
 
 
 class Kind(enum.IntEnum):
@@ -67,6 +77,13 @@ class Frame(NamedTuple):
     end: int
 
 
+class Gap(NamedTuple):
+    """Bytes that no frame can be read from, with a whole frame behind them."""
+
+    start: int
+    end: int
+
+
 encode = msgspec.msgpack.Encoder().encode
 _decode_record = msgspec.msgpack.Decoder(UsageRecord).decode
 _decode_progress = msgspec.msgpack.Decoder(Progress).decode
@@ -101,18 +118,50 @@ def to_frame(kind: int, body: bytes) -> bytes:
     return _pack(size, crc32(body, kind), kind) + body
 
 
+def frame_at(data: bytes, offset: int) -> Frame | None:
+    """The frame that begins at `offset`; None if none does, or it is not whole."""
+    start = offset + HEAD_BYTES
+    if start > len(data):
+        return None
+    length, checksum, kind = _HEAD.unpack_from(data, offset)
+    end = start + length
+    if not 0 < length <= FRAME_BYTES_MAX or end > len(data):
+        return None
+    body = data[start:end]
+    return Frame(kind, body, end) if crc32(body, kind) == checksum else None
+
+
 def read_frames(data: bytes, offset: int = 0) -> Iterator[Frame]:
     """Every frame from `offset` on, up to the first that is not whole."""
-    while offset + HEAD_BYTES <= len(data):
-        length, checksum, kind = _HEAD.unpack_from(data, offset)
-        start = offset + HEAD_BYTES
-        offset = start + length
-        if not 0 < length <= FRAME_BYTES_MAX or offset > len(data):
+    while (frame := frame_at(data, offset)) is not None:
+        yield frame
+        offset = frame.end
+
+
+def next_frame(data: bytes, offset: int) -> int | None:
+    """Where the first whole record or slice behind `offset` begins; None if there is none."""
+    end = len(
+        data.rstrip(b"\0")
+    )  # A head is not all zeros, and this takes no time per byte of a file's empty rest.
+    for found in _MAY_BEGIN.finditer(data, offset + 1):
+        if found.start() >= end:
+            return None
+        if frame_at(data, found.start()) is not None:
+            return found.start()
+    return None
+
+
+def read_past_damage(data: bytes, offset: int = 0) -> Iterator[Frame | Gap]:
+    """Every frame from `offset` on, and what is unreadable between them. Nothing is said of what follows the last one."""
+    while True:
+        for frame in read_frames(data, offset):
+            yield frame
+            offset = frame.end
+        following = next_frame(data, offset)
+        if following is None:
             return
-        body = data[start:offset]
-        if crc32(body, kind) != checksum:
-            return
-        yield Frame(kind, body, offset)
+        yield Gap(offset, following)
+        offset = following
 
 
 def to_head(header: SegmentHeader) -> bytes:

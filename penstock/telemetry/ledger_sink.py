@@ -6,7 +6,8 @@ trouble. A sink keeps one record for an id, so every record is in it exactly onc
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from penstock.clock import NS_PER_S, Clock
@@ -15,7 +16,14 @@ from penstock.errors import LedgerError
 from penstock.policy.record import UsageRecord
 from penstock.telemetry.ledger_files import Claim, segment_path
 from penstock.telemetry.ledger_journal import Journal
-from penstock.telemetry.ledger_segment import MAGIC, Kind, decode_record, read_frames
+from penstock.telemetry.ledger_segment import (
+    FRAME_BYTES_MAX,
+    MAGIC,
+    Kind,
+    decode_record,
+    next_frame,
+    read_frames,
+)
 from penstock.telemetry.log import Log
 
 READ_BYTES = 1024 * 1024
@@ -42,11 +50,18 @@ class LedgerSink(Protocol):
         ...
 
 
+OnDamage = Callable[[Path, int, int], None]
+"""A segment, and where in it how many bytes cannot be read."""
+
+
 class Follower:
     """Reads a journal behind its writer and brings every closed record to a sink."""
 
-    def __init__(self, claim: Claim, journal: Journal, sink: LedgerSink, records_max: int) -> None:
+    def __init__(
+        self, claim: Claim, journal: Journal, sink: LedgerSink, records_max: int, on_damage: OnDamage
+    ) -> None:
         self._claim, self._journal, self._sink, self._records_max = claim, journal, sink, records_max
+        self._on_damage = on_damage
         self._sequence, self._offset = 1, 0
         self._fd: int | None = None
         self.delivered = 0
@@ -74,8 +89,7 @@ class Follower:
                     if len(records) >= self._records_max:
                         break
             if end == begin:
-                path = segment_path(self._claim.directory, self._sequence)
-                raise LedgerError(f"{path}: what was written at {offset} cannot be read back")
+                end = self._pass_damage(data, offset, begin, num_left=length - offset)
             offset += end
         if records:
             self._sink.write(records)
@@ -92,6 +106,18 @@ class Follower:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+    def _pass_damage(self, data: bytes, offset: int, begin: int, *, num_left: int) -> int:
+        """Nothing begins at `begin` of `data`, though all of it was written: where to continue."""
+        end = next_frame(data, begin)
+        if end is None and len(data) == num_left:
+            end = len(data)
+        if end is None:
+            # The frame that begins behind the damage may be cut off by the end of what was read.
+            end = len(data) - FRAME_BYTES_MAX
+        path = segment_path(self._claim.directory, self._sequence)
+        self._on_damage(path, offset + begin, end - begin)
+        return end
 
     def _read(self, offset: int, num_bytes: int) -> bytes:
         if self._fd is None:

@@ -21,6 +21,8 @@ from penstock.config.tree import LogConfig
 
 Field = str | int | float | bool | BaseException | None
 HIDDEN = "[hidden]"
+SECRET_CHARS_MIN = 16
+"""Known secrets that are shorter are not looked for: they would be found inside of ordinary words. No key may be as short."""
 ACCESS_LINES_MAX = 256
 """Lines that wait for `Log.flush`."""
 SHOWN_MAX = 256
@@ -141,7 +143,11 @@ class _Hidden:
     """What must not be shown: fields by their name, and text by its look or because it is a known key."""
 
     def __init__(self, secrets: Iterable[str]) -> None:
-        known = [re.escape(secret) for secret in sorted(secrets, key=len, reverse=True) if secret]
+        known = [
+            re.escape(secret)
+            for secret in sorted(secrets, key=len, reverse=True)
+            if len(secret) >= SECRET_CHARS_MIN
+        ]
         self._pattern = re.compile("|".join([*known, _LOOKS_SECRET]))
 
     def text(self, text: str) -> str:

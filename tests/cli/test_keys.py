@@ -38,6 +38,15 @@ def keys(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Typed:
     return Typed(capsys, tmp_path / "keys.jsonl")
 
 
+def test_a_scrapers_key_says_so(keys: Typed) -> None:
+    keys("create", "--tenant", "monitoring", "--scrape")
+    [record] = read_keys(keys.path)
+    assert (record.scrape, record.admin) == (True, False)
+    assert keys.listed()[0]["scrape"] is True
+    keys("create", "--tenant", "monitoring", "--scrape", "--admin", code=2)
+    assert "admin, scrape" in keys.err
+
+
 def test_create_shows_the_key_once_and_stores_a_hash(keys: Typed) -> None:
     out = keys("create", "--tenant", "acme", "--tier", "pro", "--expires", "30d", "--label", "batch jobs")
     key = out.strip()

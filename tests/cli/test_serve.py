@@ -22,6 +22,7 @@ from penstock.config.presets import resolve
 from penstock.protocol.sse import EventReader
 
 DEMO = "penstock-demo"
+KEY, SCRAPE_KEY = "sk-of-this-test-0123", "sk-scrape-of-this-test"
 QUICK = ("--port", "0", "--threads", "1")
 
 pytestmark = pytest.mark.timeout(240)
@@ -226,7 +227,7 @@ def test_ctrl_c_while_loading(serve: Callable[..., Server]) -> None:
         ),
         (("-c", "{place}/absent.yaml"), 2, "penstock: {place}/absent.yaml: cannot be read: No such file"),
         (("--host", "0.0.0.0"), 2, "penstock: auth.keys: needed because"),
-        (("--host", "192.0.2.1", "--api-key", "k"), 2, "penstock: server: cannot listen on 192.0.2.1"),
+        (("--host", "192.0.2.1", "--api-key", "k" * 16), 2, "penstock: server: cannot listen on 192.0.2.1"),
     ],
 )
 def test_what_cannot_be_served_is_said_in_one_message(
@@ -320,13 +321,23 @@ async def spread_streams(
 
 
 def test_one_gateway_process_dies_and_the_others_streams_go_on(serve: Callable[..., Server]) -> None:
-    server = serve("penstock-demo-mini", "--name", DEMO, *QUICK, "--processes", "2", "--api-key", "sk-test")
+    server = serve(
+        "penstock-demo-mini",
+        "--name",
+        DEMO,
+        *QUICK,
+        "--processes",
+        "2",
+        "--api-key",
+        KEY,
+        PENSTOCK_SCRAPE_KEY=SCRAPE_KEY,
+    )
     server.wait_ready()
     assert len(gateways(server)) == 2
     victim, survivor = gateways(server)
 
     async def main() -> None:
-        client = Client(Endpoint.parse(server.url), key="sk-test")
+        client = Client(Endpoint.parse(server.url), key=KEY)
         async with asyncio.timeout(PATIENCE_S):
             started = await spread_streams(server, client, 600)
             os.kill(victim, signal.SIGKILL)
@@ -341,9 +352,10 @@ def test_one_gateway_process_dies_and_the_others_streams_go_on(serve: Callable[.
     server.wait_said("a gateway process ended")
     server.until(lambda: len(gateways(server)) == 2 and victim not in gateways(server), "it never came back")
     assert survivor in gateways(server)
-    status = run("curl", "-s", f"{server.url.removesuffix('/v1')}/status.json")
-    server.until(lambda: '"processes":2' in run("curl", "-s", server.url[:-3] + "/status.json"), status)
-    text = run("curl", "-s", server.url[:-3] + "/metrics")
+    scrape = ("curl", "-s", "-H", f"Authorization: Bearer {SCRAPE_KEY}")
+    status = run(*scrape, f"{server.url.removesuffix('/v1')}/status.json")
+    server.until(lambda: '"processes":2' in run(*scrape, server.url[:-3] + "/status.json"), status)
+    text = run(*scrape, server.url[:-3] + "/metrics")
     found = re.search(r'requests_total\{endpoint="chat",model="penstock-demo",outcome="length"\} (\d+)', text)
     assert found
     assert int(found[1]) > 0

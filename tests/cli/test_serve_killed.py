@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import socket
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -114,6 +114,52 @@ def compare(seen: dict[str, Seen], rows: list[tuple]) -> None:
             told = one.usage.prompt_tokens, one.usage.completion_tokens
             assert (outcome, recovered, prompt, completion) == ("finished", 0, *told), name
     assert any(recovered for _, recovered, *_ in found.values()), "nobody was cut off"
+
+
+async def begun(gateway: Serve, names: list[str], *, then: Callable[[], None]) -> None:
+    """Open these streams at once, and call `then` when all of them have begun."""
+    seen = [Seen() for _ in names]
+    clients = [gateway.client(TENANT, fresh=True) for _ in names]
+    asking = [
+        asyncio.create_task(client.post("/completions", body_of(name, 2_000), one))
+        for client, name, one in zip(clients, names, seen, strict=True)
+    ]
+    while not all(one.started for one in seen):
+        assert not any(task.done() for task in asking)
+        await asyncio.sleep(0.01)
+    await asyncio.to_thread(then)
+    await asyncio.gather(*asking, return_exceptions=True)
+    for client in clients:
+        await client.close()
+
+
+def spoil(ledger: Path, name: str) -> None:
+    """Flip a bit of the journal in the record that was written when this user's request was accepted."""
+    (path,) = ledger.glob("journal/*/00000001.seg")
+    data = bytearray(path.read_bytes())
+    data[data.index(name.encode())] ^= 1
+    path.write_bytes(data)
+
+
+def test_one_flipped_bit_in_the_journal_costs_one_record(tmp_path: Path) -> None:
+    """Four open requests, kill -9, and the record of the second is damaged: the other three are recovered."""
+    ledger, names = tmp_path / "ledger", [f"open{i}" for i in range(4)]
+    with stand_in_engine(step_s=0.02) as engine, contextlib.ExitStack() as stack:
+        gateway = Serve(
+            tmp_path / "gateway", engine, {TENANT: "tier: ''"}, f"ledger: {{directory: {ledger}}}"
+        )
+        stack.callback(gateway.kill)
+        gateway.server.wait_ready()
+        asyncio.run(begun(gateway, names, then=gateway.kill))
+        spoil(ledger, names[1])
+        gateway.start()
+        gateway.server.wait_ready()
+        rows = records(ledger)
+        said = gateway.server.err.read_text()
+    assert sorted(row[0] for row in rows) == [names[0], *names[2:]]
+    assert all((outcome, recovered) == ("failed", 1) for _, outcome, recovered, *_ in rows)
+    assert len(list(ledger.glob("damaged/*-00000001.seg"))) == 1
+    assert "part of the ledger's journal is unreadable" in said
 
 
 async def is_let_in(gateway: Serve) -> bool:

@@ -27,23 +27,23 @@ def test_without_anything_it_is_the_default() -> None:
 def test_flag_then_environment_then_file_then_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = write(tmp_path, "server: {port: 1001, host: '127.0.0.2'}\nauth: {keys: [from-file]}")
+    file = write(tmp_path, "server: {port: 1001, host: '127.0.0.2'}\nauth: {keys: [from-file-0123456]}")
     from_file = effective_config(flags("-c", file), {})
     assert (from_file.server.port, from_file.server.host) == (1001, "127.0.0.2")
-    assert from_file.auth.keys == ("from-file",)
+    assert from_file.auth.keys == ("from-file-0123456",)
 
-    environ = {"PENSTOCK_PORT": "1002", "PENSTOCK_HOST": "127.0.0.3", "PENSTOCK_API_KEY": "from-env"}
+    environ = {"PENSTOCK_PORT": "1002", "PENSTOCK_HOST": "127.0.0.3", "PENSTOCK_API_KEY": "from-env-01234567"}
     from_env = effective_config(flags("-c", file), environ)
     assert (from_env.server.port, from_env.server.host, from_env.auth.keys) == (
         1002,
         "127.0.0.3",
-        ("from-env",),
+        ("from-env-01234567",),
     )
 
-    argv = ("-c", file, "--port", "1003", "--host", "127.0.0.4", "--api-key", "from-flag")
+    argv = ("-c", file, "--port", "1003", "--host", "127.0.0.4", "--api-key", "from-flag-0123456")
     from_flag = effective_config(flags(*argv), environ)
     assert (from_flag.server.port, from_flag.server.host) == (1003, "127.0.0.4")
-    assert from_flag.auth.keys == ("from-flag",)
+    assert from_flag.auth.keys == ("from-flag-0123456",)
 
 
 def test_engine_flags_count_for_every_model(tmp_path: Path) -> None:
@@ -91,6 +91,8 @@ def test_a_model_on_the_command_line_replaces_those_of_the_file(tmp_path: Path) 
         (("--host", "0.0.0.0", "--no-auth"), "", "auth.disabled: refused"),
         (("--no-auth", "--api-key", "x"), "", "contradict"),
         (("--api-key", "two words"), "", "visible ASCII"),
+        (("--api-key", "sk-change-me"), "", r"auth\.keys\[0\]: a key of 12 characters is too short"),
+        ((), "auth: {admin_keys: [k]}", r"auth\.admin_keys\[0\]: a key of 1 characters is too short"),
         (("--name", "x"), "models: [{path: a}, {path: b}]", "--name names one model"),
         ((), "models: [{path: x/a}, {path: y/a}]", "'a' is the name of"),
         ((), "models: []", "at least one"),
@@ -104,12 +106,15 @@ def test_combinations_that_are_refused(
 
 
 def test_a_key_opens_other_addresses() -> None:
-    config = effective_config(flags("--host", "0.0.0.0"), {"PENSTOCK_API_KEY": "k"})
+    config = effective_config(flags("--host", "0.0.0.0"), {"PENSTOCK_API_KEY": "k" * 16})
     assert config.server.host == "0.0.0.0"
 
 
 def test_the_printed_config_is_a_config_without_secrets() -> None:
-    config = effective_config(flags("--api-key", "very-secret"), {"PENSTOCK_ADMIN_KEY": "very-secret-too"})
+    config = effective_config(
+        flags("--api-key", "very-secret-indeed"),
+        {"PENSTOCK_ADMIN_KEY": "very-secret-admins", "PENSTOCK_SCRAPE_KEY": "very-secret-scrapers"},
+    )
     text = printable_config(config)
     assert "very-secret" not in text
     assert parse_config(text, source="x").server == config.server

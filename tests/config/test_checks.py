@@ -15,7 +15,7 @@ from penstock.config.tree import (
 )
 from penstock.errors import ConfigError
 
-KEYS = AuthConfig(keys=("k",))
+KEYS = AuthConfig(keys=("k" * 16,))
 ANYWHERE = "tcp://*:5557"
 
 
@@ -52,7 +52,18 @@ def test_the_defaults_are_fine() -> None:
             r"auth\.keys: needed because server\.host '0\.0\.0\.0'",
         ),
         (Config(server=ServerConfig(host="::"), auth=AuthConfig(disabled=True)), r"auth\.disabled: refused"),
-        (Config(auth=AuthConfig(keys=("ok", "two words"))), r"auth\.keys\[1\]: expected 1 to 512 visible"),
+        (
+            Config(auth=AuthConfig(keys=("k" * 16, "two words that are long"))),
+            r"auth\.keys\[1\]: expected 16 to 512 visible",
+        ),
+        (
+            Config(auth=AuthConfig(scrape_keys=("k" * 15,))),
+            r"auth\.scrape_keys\[0\]: a key of 15 characters is too short",
+        ),
+        (
+            Config(server=ServerConfig(hosts=("ok.example", "https://a.example"))),
+            r"server\.hosts\[1\]: expected the name",
+        ),
         (Config(auth=AuthConfig(keys=("",))), r"auth\.keys\[0\]"),
         (Config(models=()), "models: at least one"),
         (Config(models=(ModelConfig(path=""),)), r"models\[0\]\.path: empty"),

@@ -17,7 +17,7 @@ def config_of(**discover: object):
     return convert_config(
         {
             "models": [{"path": "m", "replicas": 0, "discover": [{"engine": "vllm", **discover}]}],
-            "auth": {"keys": ["k"]},
+            "auth": {"keys": ["k" * 16]},
         }
     )
 
@@ -69,4 +69,4 @@ def test_the_examples_of_the_docs_are_configurations() -> None:
     configs = [example for example in examples if "models" in example]
     assert len(configs) >= 3
     for raw in configs:
-        check(convert_config(raw | {"auth": {"keys": ["k"]}}))
+        check(convert_config(raw | {"auth": {"keys": ["k" * 16]}}))

@@ -165,12 +165,25 @@ def test_the_environment_wins_over_the_file() -> None:
         {
             "PENSTOCK_HOST": "::1",
             "PENSTOCK_PORT": "0",
-            "PENSTOCK_API_KEY": " a, b ,,c",
-            "PENSTOCK_ADMIN_KEY": "d",
+            "PENSTOCK_API_KEY": f" {long('a')}, {long('b')} ,,{long('c')}",
+            "PENSTOCK_ADMIN_KEY": long("d"),
+            "PENSTOCK_SCRAPE_KEY": long("e"),
         },
     )
-    assert (changed.server.host, changed.server.port, changed.auth.keys) == ("::1", 0, ("a", "b", "c"))
-    assert changed.auth.admin_keys == ("d",)
+    assert (changed.server.host, changed.server.port) == ("::1", 0)
+    assert changed.auth.keys == (long("a"), long("b"), long("c"))
+    assert (changed.auth.admin_keys, changed.auth.scrape_keys) == ((long("d"),), (long("e"),))
+
+
+def long(letter: str) -> str:
+    """A key of the least length."""
+    return letter * 16
+
+
+@pytest.mark.parametrize("name", ["PENSTOCK_API_KEY", "PENSTOCK_ADMIN_KEY", "PENSTOCK_SCRAPE_KEY"])
+def test_a_short_key_of_the_environment_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: a key of 12 characters is too short"):
+        with_environment(Config(), {name: f"{long('a')},sk-change-me"})
 
 
 def test_empty_variables_are_not_set() -> None:

@@ -40,11 +40,14 @@ COMMAND = (sys.executable, "-m", "penstock.engine.worker")
 class Client:
     """One connection, as a gateway has it."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, source: str = "") -> None:
+        """`source`: the loopback address to come from."""
         unix = isinstance(address, UnixAddress)
         self._socket = socket.socket(socket.AF_UNIX if unix else socket.AF_INET)
         self._socket.settimeout(TIMEOUT_S)
         try:
+            if source:
+                self._socket.bind((source, 0))
             self._socket.connect(address.path if unix else (address.host, address.port))
         except OSError:
             self._socket.close()
@@ -119,11 +122,11 @@ class RawWorker:
         self.process, self.address = process, address
         self._clients: list[Client] = []
 
-    def connect(self) -> Client:
-        """A connection; retried until the worker listens."""
+    def connect(self, source: str = "") -> Client:
+        """A connection, from `source` if it is given; retried until the worker listens."""
         while True:
             try:
-                client = Client(self.address)
+                client = Client(self.address, source)
             except (FileNotFoundError, ConnectionRefusedError):
                 assert self.process.poll() is None, "the worker is gone"
                 select.select([], [], [], 0.005)

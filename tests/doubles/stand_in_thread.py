@@ -60,7 +60,7 @@ class Serve:
         self.keys = {name: add(keys, tenant=name).key for name in tenants}
         worker = f"{{url: '{engine.url}', engine: vllm, served_model: {engine.MODEL}}}"
         self._lines = [
-            f"server: {{port: {port}, drain_timeout_s: 1, processes: {processes}}}",
+            f"server: {{port: {port}, trust_local: true, drain_timeout_s: 1, processes: {processes}}}",
             f"auth: {{keys_file: {keys}, secret: {'x' * 20}}}",
             "log: {access: false}",
             f"models: [{{path: penstock-demo-mini, name: {MODEL}, replicas: 0, workers: [{worker}]}}]",

@@ -50,6 +50,40 @@ def test_on_the_wire() -> None:
         assert client.last("c").finish is not None, "nobody else's request was touched"
 
 
+def prove(client) -> None:
+    challenge = client.receive()
+    assert isinstance(challenge, Challenge)
+    client.send(Proof(b"n" * 32, gateway_mac(KEY, challenge.nonce, b"n" * 32)))
+    assert client.receive() == Welcome(worker_mac(KEY, challenge.nonce, b"n" * 32))
+    client.until_kind(Ready)
+
+
+def test_silent_strangers_lock_no_gateway_out() -> None:
+    """A crowd connects, says nothing and comes again as often as it is cut; a gateway is let in all the same."""
+    with raw_worker(tcp=True, key=KEY) as worker:
+        strangers = [worker.connect() for _ in range(200)]
+        gateway = worker.connect()
+        prove(gateway)
+        strangers += [worker.connect() for _ in range(200)]
+        gateway.send(submit("a", max_tokens=3))
+        assert gateway.last("a").finish is not None
+        assert isinstance(strangers[0].receive(), Challenge)
+        assert strangers[0].receive() is None, "the oldest one was cut"
+        assert isinstance(strangers[-1].receive(), Challenge), "the newest one may be a gateway"
+
+
+def test_a_crowd_at_one_address_costs_other_addresses_nothing() -> None:
+    with raw_worker(tcp=True, key=KEY) as worker:
+        early = worker.connect(source="127.0.0.2")
+        assert isinstance(early.receive(), Challenge)
+        crowd = [worker.connect(source="127.0.0.3") for _ in range(100)]
+        assert isinstance(crowd[-1].receive(), Challenge)
+        early.send(Proof(b"", b""))
+        assert early.receive() is None
+        late = worker.connect(source="127.0.0.4")
+        prove(late)
+
+
 def run(worker: RawWorker, key: bytes | None, check: Callable[[OwnBackend], Awaitable[None]]) -> None:
     async def with_backend() -> None:
         worker.connect().close()  # It listens.

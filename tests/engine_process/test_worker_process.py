@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from raw_worker import (
     COMMAND,
+    REAL,
     RawWorker,
     environment,
     is_ignored,
@@ -22,6 +23,7 @@ from raw_worker import (
 from scripted_runner import CRASH, DIE, HANG, HANG_LOCKED, NUM_BLOCKS, scripted_token
 from step_gate import StepGate
 
+from penstock.config.presets import resolve
 from penstock.protocol.address import UnixAddress
 from penstock.protocol.worker import Abort, Drain, Failed, Loading, Ping, Pong, Ready, Stats, StepOutput
 from penstock.types import FinishReason, RequestId
@@ -128,6 +130,40 @@ def test_a_broken_frame_costs_only_its_connection(noise: bytes) -> None:
         finish = good.last("a").finish
         assert finish is not None
         assert finish.reason is FinishReason.LENGTH
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+def test_parameters_out_of_range_fail_their_request_and_nothing_else() -> None:
+    """With the real engine, which would end with the first of these."""
+    wrong: list[tuple[str, object]] = [
+        *((name, value) for name in ("temperature", "top_p", "min_p") for value in (NAN, INF, -1.0)),
+        *(
+            (f"{name}_penalty", value)
+            for name in ("presence", "frequency", "repetition")
+            for value in (NAN, INF, -INF, 1e9)
+        ),
+        ("repetition_penalty", 0.0), ("top_p", 1.5), ("top_k", -1), ("top_k", 2**31), ("min_tokens", -1),
+        ("seed", -1), ("max_tokens", 0), ("max_tokens", 2**62), ("logprobs", -1), ("logprobs", 10**9),
+        ("prompt_logprobs", 10**9), ("stop_token_ids", (2**40,)), ("stop_token_ids", (-1,)),
+        ("logit_bias", ((1, NAN),)), ("logit_bias", ((1, INF),)), ("logit_bias", ((-1, 1.0),)),
+        ("logit_bias", ((1, 1.0), (1, 2.0))),
+    ]  # fmt: skip
+    with raw_worker(model_path=str(resolve("penstock-demo-mini")), runner=REAL, threads=1) as worker:
+        client = worker.connect()
+        client.until_kind(Ready)
+        for i, (name, value) in enumerate(wrong):
+            client.send(submit(f"wrong{i}", **{"max_tokens": 2, name: value}))
+            finish = client.last(f"wrong{i}").finish
+            assert finish is not None
+            assert (finish.reason, finish.error_kind) == (FinishReason.ERROR, "InvalidRequest"), (name, value)
+            assert name in finish.error
+        client.send(submit("right", max_tokens=2, temperature=1.0, top_p=0.9, seed=2**63 - 1))
+        finish = client.last("right").finish
+        assert finish is not None
+        assert finish.usage.completion_tokens in (1, 2)
+        assert worker.process.poll() is None
 
 
 def test_submitting_an_id_twice_costs_the_connection() -> None:

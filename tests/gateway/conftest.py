@@ -31,6 +31,7 @@ from penstock.text.tokenizer import GenerationDefaults, Tokenizer
 from penstock.types import ModelName
 
 KEY = "sk-test-key-0123456789"
+OTHER_KEY = "sk-other-key-0123456789"
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
     "{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}\n{% endfor %}"
@@ -171,8 +172,8 @@ class RunningGateway:
 
 def make_config(**server: object) -> Config:
     return Config(
-        server=ServerConfig(port=0, **{"drain_timeout_s": 0.5, **server}),
-        auth=AuthConfig(keys=(KEY, "sk-other")),
+        server=ServerConfig(port=0, **{"drain_timeout_s": 0.5, "trust_local": True, **server}),
+        auth=AuthConfig(keys=(KEY, OTHER_KEY)),
         limits=LimitsConfig(concurrent_max=16),
         relay=RelayConfig(),
         log=LogConfig(),

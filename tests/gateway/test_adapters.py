@@ -84,5 +84,5 @@ def test_a_tenant_uses_the_adapters_of_its_allowlist_and_sees_no_others(start, k
             assert "'brief'" in str(refused.value)
         assert [card.id for card in talk.models.list()] == ["tiny", "tone"]
     assert [request.adapter for request in running.requests] == ["tone", ""]
-    with kit.openai_client(running, "sk-other") as anyone:
+    with kit.openai_client(running, "sk-other-key-0123456789") as anyone:
         assert anyone.completions.create(model="brief", prompt="x", max_tokens=1).model == "brief"

@@ -58,7 +58,7 @@ def test_keys(gateway, kit, path):
 
 
 def test_the_second_key_works_too(gateway, kit):
-    assert fetch(gateway, "/v1/models", key="sk-other")[0] == 200
+    assert fetch(gateway, "/v1/models", key="sk-other-key-0123456789")[0] == 200
 
 
 BAD_CHATS = [

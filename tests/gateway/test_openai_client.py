@@ -288,7 +288,7 @@ def test_chats_may_use_the_rest_of_the_context(start_module, kit):
 def test_callers_have_caches_of_their_own(gateway, client, kit):
     client.completions.create(model="tiny", prompt="a")
     first = gateway.requests[-1]
-    with kit.openai_client(gateway, "sk-other") as other:
+    with kit.openai_client(gateway, "sk-other-key-0123456789") as other:
         other.completions.create(model="tiny", prompt="a")
     second = gateway.requests[-1]
     assert first.cache_salt != second.cache_salt

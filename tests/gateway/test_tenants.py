@@ -66,7 +66,7 @@ def test_salts_do_not_show_in_logs() -> None:
 
 def test_every_plain_key_is_a_tenant_of_its_own(start, kit) -> None:
     running = start(kit.make_config())
-    for key in (kit.KEY, kit.KEY, "sk-other"):
+    for key in (kit.KEY, kit.KEY, "sk-other-key-0123456789"):
         assert send(running, CHAT, kit.chat(max_tokens=1), key=key)[0] == 200
     first, again, other = running.requests
     assert first.cache_salt == again.cache_salt != other.cache_salt
@@ -80,9 +80,14 @@ def test_forged_headers_and_fields_have_no_effect(start, kit) -> None:
     assert send(running, CHAT, kit.chat(max_tokens=1), key=kit.KEY)[0] == 200
     forged = dict.fromkeys(
         ("x-tenant-id", "x-penstock-tenant", "cache-salt", "x-cache-salt", "x-api-key", "x-user-id"),
-        "sk-other",
+        "sk-other-key-0123456789",
     )
-    assert send(running, CHAT, kit.chat(max_tokens=1, user="sk-other"), key=kit.KEY, headers=forged)[0] == 200
+    assert (
+        send(
+            running, CHAT, kit.chat(max_tokens=1, user="sk-other-key-0123456789"), key=kit.KEY, headers=forged
+        )[0]
+        == 200
+    )
     honest, liar = running.requests
     assert (honest.cache_salt, honest.fairness_key) == (liar.cache_salt, liar.fairness_key)
     for field in ("cache_salt", "tenant", "tenant_id", "fairness_key", "priority_band"):
@@ -119,8 +124,10 @@ def test_a_model_that_is_not_allowed(start, kit) -> None:
         404,
         "The model 'tinny' does not exist. This server has none for you.",
     )
-    assert [model["id"] for model in send(running, "/v1/models", key="sk-other")[2]["data"]] == ["tiny"]
-    assert send(running, CHAT, kit.chat(max_tokens=1), key="sk-other")[0] == 200
+    assert [
+        model["id"] for model in send(running, "/v1/models", key="sk-other-key-0123456789")[2]["data"]
+    ] == ["tiny"]
+    assert send(running, CHAT, kit.chat(max_tokens=1), key="sk-other-key-0123456789")[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -138,7 +145,9 @@ def test_token_limits(start, kit, limits, fields, words) -> None:
     assert status == 400
     assert words in body["error"]["message"]
     assert running.requests == []
-    assert send(running, CHAT, kit.chat(**{"max_tokens": 1, **fields}), key="sk-other")[0] == 200
+    assert (
+        send(running, CHAT, kit.chat(**{"max_tokens": 1, **fields}), key="sk-other-key-0123456789")[0] == 200
+    )
 
 
 def test_an_answer_of_no_asked_length_is_clipped_to_the_limits(start, kit) -> None:

@@ -78,6 +78,44 @@ def test_a_wrong_keys_file_changes_nothing(start, kit, tmp_path) -> None:
     assert ask(running, issued.key)[0] == 200
 
 
+GONE = "keys are gone from the file"
+
+
+def test_an_emptied_keys_file_revokes_nobody(start, kit, tmp_path) -> None:
+    """As after a copy that has just begun, or a full disk."""
+    path = tmp_path / "keys"
+    issued = [add(path, tenant=f"t{i}") for i in range(10)]
+    config = with_file(kit, path)
+    running = start(config)
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    path.write_bytes(b"")
+    wait_logged(running, f"10 of 10 {GONE}")
+    path.write_bytes(b"".join(lines[:4]))
+    wait_logged(running, f"6 of 10 {GONE}")
+    assert [ask(running, each.key)[0] for each in issued] == [200] * 10
+    assert not reload(running, config), "SIGHUP takes no such file either"
+    assert ask(running, issued[9].key)[0] == 200
+    path.write_bytes(b"".join(lines[:5]))  # Half of them: somebody cleaned up.
+    wait_logged(running, "changed keys file is in force")
+    assert [ask(running, each.key)[0] for each in issued] == [200] * 5 + [401] * 5
+
+
+def test_many_keys_can_be_revoked_at_once_by_saying_so(start, kit, tmp_path) -> None:
+    path = tmp_path / "keys"
+    issued = [add(path, tenant=f"t{i}") for i in range(10)]
+    config = with_file(kit, path)
+    running = start(config)
+    edit_keys(path, lambda keys: ([*(revoke(key, 1) for key in keys[1:]), keys[0]], None))
+    wait_logged(running, "changed keys file is in force")
+    assert [ask(running, each.key)[0] for each in issued] == [200] + [401] * 9
+    path.write_bytes(b"")
+    wait_logged(running, f"1 of 1 {GONE}")
+    assert ask(running, issued[0].key)[0] == 200
+    assert reload(running, kit.replace(config, auth={"keys_file_shrinks": True}))
+    assert ask(running, issued[0].key)[0] == 401
+
+
 def test_a_change_of_the_same_size_and_time_is_seen(start, kit, tmp_path) -> None:
     path = tmp_path / "keys"
     first, second = add(path), add(tmp_path / "second")

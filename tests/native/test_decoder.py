@@ -261,7 +261,7 @@ def test_logits_have_the_same_bits_however_the_work_is_cut(kernels, rng, family,
 @pytest.mark.parametrize(("precision", "bound"), [("int8", 0.12), ("int4", 0.6)])
 def test_rounded_weights_stay_close(kernels, rng, precision, bound):
     if unsupported(SPECS["llama"], torch.bfloat16, kernels, precision):
-        pytest.skip("no int8 dot products")
+        pytest.skip(f"{kernels.isa} has no int8 dot products")
     ids = prompt(rng, 60)
     for family in SPECS.values():
         exact = Exact(family, torch.bfloat16).logits(ids)[-1]

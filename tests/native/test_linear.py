@@ -110,7 +110,7 @@ def test_bits_do_not_depend_on_threads_or_on_pieces_of_k(kernels, rng):
 
 def test_int8_matches_exact_integer_arithmetic(kernels, rng):
     if not kernels.supports(Type.I8):
-        pytest.skip("no int8 dot products")
+        pytest.skip(f"{kernels.isa} has no int8 dot products")
     for n, k in SHAPES:
         weight, x = normal(rng, n, k), normal(rng, 19, k)
         packed = pack(kernels, int8(kernels, weight))
@@ -127,7 +127,7 @@ def test_int8_matches_exact_integer_arithmetic(kernels, rng):
 
 def test_int8_gate_up(kernels, rng):
     if not kernels.supports(Type.I8):
-        pytest.skip("no int8 dot products")
+        pytest.skip(f"{kernels.isa} has no int8 dot products")
     gate, up, x = normal(rng, 50, 128), normal(rng, 50, 128), normal(rng, 33, 128)
     want = F.silu(F.linear(x.double(), gate.double())) * F.linear(x.double(), up.double())
     got = linear(kernels, pack(kernels, int8(kernels, gate), int8(kernels, up)), x)

@@ -78,12 +78,23 @@ def test_levels() -> None:
     assert "no" not in out.getvalue().replace("now", "")
 
 
+def test_a_short_secret_does_not_cut_words_to_pieces() -> None:
+    log, out = make(secrets=("k", "port", "x" * 15))
+    log.info("native kernels on port 8000", path="/v1/thanks")
+    assert "native kernels on port 8000 path=/v1/thanks" in out.getvalue()
+
+
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_secrets_are_hidden(form: str) -> None:
-    log, out = make(format=form, secrets=("my.key+1", ""))
-    log.info("got my.key+1 today", authorization="Bearer abc", api_key="k-1", path="/x?k=my.key+1")
+    log, out = make(format=form, secrets=("my.key+1-and-more", ""))
+    log.info(
+        "got my.key+1-and-more today",
+        authorization="Bearer abc",
+        api_key="k-1",
+        path="/x?k=my.key+1-and-more",
+    )
     log.info("header was Bearer abc.def", note="sk-1234567890abcdef", prompt_tokens=12, password=7)
-    log.bug("bug", ValueError("with my.key+1 inside"), token="abc")
+    log.bug("bug", ValueError("with my.key+1-and-more inside"), token="abc")
     seen = out.getvalue()
     for secret in ("my.key+1", "abc", "k-1", "sk-1234567890abcdef", "password=7", '"password":7'):
         assert secret not in seen

@@ -57,24 +57,25 @@ class ChunkAttention:
         layers = torch.arange(cache.num_layers).view(-1, 1, 1)
         self._page_steps = layers * 2 + torch.arange(2).view(1, -1, 1)
         self._kv = cache.pages.new_empty(2, TILE_TOKENS, shape.num_kv_heads, shape.head_dim)
-        rows = max_tokens * shape.group + shape.rows_min
+        rows, at_once = max_tokens * shape.group, shape.tiles.sizes[-1]
         heads = shape.num_kv_heads
-        self._queries = cache.pages.new_zeros(heads, rows, shape.head_dim)
-        self._raw = cache.pages.new_empty(heads * rows * TILE_TOKENS)
+        # Padding of the last product: whatever lies there.
+        self._queries = cache.pages.new_zeros(heads, rows + at_once, shape.head_dim)
+        self._raw = cache.pages.new_zeros(heads * at_once * TILE_TOKENS)
+        self._product = cache.pages.new_empty(heads * at_once * shape.head_dim)
         self._scores = torch.empty(heads * rows * TILE_TOKENS, device=cache.pages.device)
         self._weights = torch.empty_like(self._scores)
-        self._partial = cache.pages.new_empty(heads * rows * shape.head_dim)
-        self._merged, self._added = torch.empty(2, heads * rows * shape.head_dim, device=cache.pages.device)
+        self._merged, self._partial = torch.empty(2, heads * rows * shape.head_dim, device=cache.pages.device)
         unseen = torch.ones(TILE_TOKENS, TILE_TOKENS, dtype=torch.bool).triu(1)
         self._diagonal = torch.zeros(TILE_TOKENS, TILE_TOKENS).masked_fill_(unseen, -torch.inf)
         """`[query, key]` positions within a tile: 0 where the key is not after the query, else -inf."""
 
     def commit(self) -> None:
         """Write to every page of the scratch, so that all of it is in memory."""
-        for each in (self._kv, self._queries, self._raw, self._scores, self._weights, self._partial):
+        for each in (self._kv, self._queries, self._raw, self._product, self._scores, self._weights):
             each.zero_()
         self._merged.zero_()
-        self._added.zero_()
+        self._partial.zero_()
 
     def begin(self, rows: list[ChunkRow]) -> None:
         """Prepare the step's chunks."""
@@ -92,7 +93,6 @@ class ChunkAttention:
         by_head = q.view(n, shape.num_kv_heads, shape.group, -1).transpose(0, 1)
         rows = n * shape.group
         self._queries[:, :rows].view(shape.num_kv_heads, n, shape.group, -1).copy_(by_head)
-        self._queries[:, rows : rows + shape.rows_min].zero_()
         top = torch.full((shape.num_kv_heads, rows), -torch.inf)
         den = torch.zeros_like(top)
         size = (shape.num_kv_heads, rows, shape.head_dim)
@@ -104,8 +104,7 @@ class ChunkAttention:
             logsumexp, partial = self._tile(layer, chunk, tile, (first, last))
             top[:, seeing], keep, add = merge_factors(top[:, seeing], logsumexp)
             den[:, seeing].mul_(keep).add_(add)
-            added = self._added[: partial.numel()].view_as(partial).copy_(partial)
-            acc[:, seeing].mul_(keep[..., None]).add_(added.mul_(add[..., None]))
+            acc[:, seeing].mul_(keep[..., None]).add_(partial.mul_(add[..., None]))
         acc.div_(den[..., None])
         out.view(n, shape.num_kv_heads, shape.group, -1).transpose(0, 1).copy_(
             acc.view(shape.num_kv_heads, n, shape.group, -1)
@@ -115,24 +114,31 @@ class ChunkAttention:
         """One tile for the chunk's tokens `first..last`: (logsumexp `[heads, rows]`, output `[heads, rows, dim]`)."""
         shape, heads = self._shape, self._shape.num_kv_heads
         first, last = seeing
-        kept = (last - first) * shape.group
-        rows = max(kept, shape.rows_min)
-        kv = self._kv
-        torch.index_select(self._cache.pages, 0, chunk.pages[tile, layer], out=kv.view(2 * TILE_BLOCKS, -1))
-        queries = self._queries[:, first * shape.group : first * shape.group + rows]
-        raw = self._raw[: heads * rows * TILE_TOKENS].view(heads, rows, TILE_TOKENS)
-        scores = self._scores[: heads * rows * TILE_TOKENS].view_as(raw)
-        weights = self._weights[: heads * rows * TILE_TOKENS].view_as(raw)
+        rows = (last - first) * shape.group
+        torch.index_select(
+            self._cache.pages, 0, chunk.pages[tile, layer], out=self._kv.view(2 * TILE_BLOCKS, -1)
+        )
+        keys, values = self._kv[0].permute(1, 2, 0), self._kv[1].transpose(0, 1)
+        scores = self._scores[: heads * rows * TILE_TOKENS].view(heads, rows, TILE_TOKENS)
+        weights = self._weights[: heads * rows * TILE_TOKENS].view_as(scores)
         partial = self._partial[: heads * rows * shape.head_dim].view(heads, rows, -1)
-        torch.bmm(queries, kv[0].permute(1, 2, 0), out=raw)
-        shape.score(raw, scores)
+        pieces = shape.tiles.cut(rows)
+        for start, kept, size in pieces:
+            begin = first * shape.group + start
+            raw = self._raw[: heads * size * TILE_TOKENS].view(heads, size, TILE_TOKENS)
+            torch.bmm(self._queries[:, begin : begin + size], keys, out=raw)
+            shape.score(raw[:, :kept], scores[:, start : start + kept])
         offset = chunk.computed + first - tile * TILE_TOKENS
-        self._mask_diagonal(scores[:, :kept], offset)
-        self._mask_window(scores[:, :kept], offset, self._windows[layer])
+        self._mask_diagonal(scores, offset)
+        self._mask_window(scores, offset, self._windows[layer])
         torch.softmax(scores, -1, out=weights)
-        raw.copy_(weights)
-        torch.bmm(raw, kv[1].transpose(0, 1), out=partial)
-        return logsumexp_of(scores[:, :kept], weights[:, :kept]), partial[:, :kept]
+        for start, kept, size in pieces:
+            raw = self._raw[: heads * size * TILE_TOKENS].view(heads, size, TILE_TOKENS)
+            product = self._product[: heads * size * shape.head_dim].view(heads, size, -1)
+            raw[:, :kept].copy_(weights[:, start : start + kept])
+            torch.bmm(raw, values, out=product)
+            partial[:, start : start + kept].copy_(product[:, :kept])
+        return logsumexp_of(scores, weights), partial
 
     def _mask_diagonal(self, scores: Tensor, offset: int) -> None:
         """Hide later keys from the queries that lie in this tile; the first has position `offset` in it."""

@@ -43,6 +43,9 @@ class DecodeAttention:
         self, cache: KVCache, shape: TileShape, windows: tuple[int, ...], *, scratch_bytes_max: int
     ) -> None:
         self._cache, self._shape, self._windows = cache, shape, windows
+        # The queries of a group are the rows of one product, if it may have so many; else each has its own.
+        self._group = shape.group if shape.group <= shape.tiles.sizes[-1] else 1
+        self._parts = shape.num_heads // self._group
         tile_bytes = 2 * TILE_BLOCKS * cache.pages.shape[1] * cache.pages.element_size()
         self.tiles_max = max(scratch_bytes_max // tile_bytes, 1)
         """A row with more tiles than this goes the way of the chunks."""
@@ -56,7 +59,7 @@ class DecodeAttention:
         """Put the scratch that `num_tiles` tiles at once can need in memory: it is never grown after that."""
         if self._scratch is None or self._scratch.num_tiles < min(num_tiles, self.tiles_max):
             self._scratch = None  # Not two of them at once.
-            self._scratch = _Scratch(self._cache, self._shape, min(num_tiles, self.tiles_max))
+            self._scratch = self._new_scratch(min(num_tiles, self.tiles_max))
         self._scratch.commit()
 
     def begin(self, block_tables: Int32Array, lengths: Int32Array) -> None:
@@ -113,7 +116,11 @@ class DecodeAttention:
             # Grow by doubling up to the bound: a small server should not hold scratch for a large one.
             wanted = min(max(2 * num_tiles, 16), max(self.tiles_max, num_tiles))
             self._scratch = None
-            self._scratch = _Scratch(self._cache, self._shape, wanted)
+            self._scratch = self._new_scratch(wanted)
+
+    def _new_scratch(self, num_tiles: int) -> "_Scratch":
+        rows = next(size for size in self._shape.tiles.sizes if size >= self._group)
+        return _Scratch(self._cache, self._shape, num_tiles, (self._parts, rows))
 
     def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
         """`q`, `out`: `[num_rows, num_heads, head_dim]` in the order of `begin`."""
@@ -121,34 +128,33 @@ class DecodeAttention:
             self._attend_group(layer, group, q[group.first : group.last], out[group.first : group.last])
 
     def _attend_group(self, layer: int, group: _Group, q: Tensor, out: Tensor) -> None:
-        shape, n = self._shape, group.num_tiles
+        shape, n, parts = self._shape, group.num_tiles, self._parts
         assert self._scratch is not None
         kv, queries, raw, scores, weights, partial = self._scratch.views(n)
         torch.index_select(self._cache.pages, 0, group.pages[layer], out=kv.view(2 * n * TILE_BLOCKS, -1))
         spread = q if group.tiles_of_row is None else q.index_select(0, group.row_of_tile)
-        queries[:, :, : shape.group].copy_(
-            spread.view(n, shape.num_kv_heads, shape.group, -1).transpose(0, 1)
-        )
-        for head in range(shape.num_kv_heads):
+        queries[:, :, : self._group].copy_(spread.view(n, parts, self._group, -1).transpose(0, 1))
+        heads = [part * shape.num_kv_heads // parts for part in range(parts)]
+        for part, head in enumerate(heads):
             k = kv[0, :, :, head].transpose(1, 2)
-            torch.bmm(queries[head], k, out=raw[head])
+            torch.bmm(queries[part], k, out=raw[part])
         shape.score(raw, scores)
         scores.add_(group.mask)
         torch.softmax(scores, -1, out=weights)
         raw.copy_(weights)
-        for head in range(shape.num_kv_heads):
-            torch.bmm(raw[head], kv[1, :, :, head], out=partial[head])
-        heads = out.view(-1, shape.num_kv_heads, shape.group, shape.head_dim).transpose(0, 1)
+        for part, head in enumerate(heads):
+            torch.bmm(raw[part], kv[1, :, :, head], out=partial[part])
+        by_part = out.view(-1, parts, self._group, shape.head_dim).transpose(0, 1)
         if group.tiles_of_row is None:
-            heads.copy_(partial[:, :, : shape.group])
+            by_part.copy_(partial[:, :, : self._group])
         else:
-            heads.copy_(self._merge(group.tiles_of_row, scores, weights, partial))
+            by_part.copy_(self._merge(group.tiles_of_row, scores, weights, partial))
 
     def _merge(
         self, tiles_of_row: tuple[Tensor, Tensor], scores: Tensor, weights: Tensor, partial: Tensor
     ) -> Tensor:
-        """Tiles of each row, merged in order: `[num_kv_heads, num_rows, group, head_dim]` float32."""
-        group = self._shape.group
+        """Tiles of each row, merged in order: `[parts, num_rows, group, head_dim]` float32."""
+        group = self._group
         logsumexp = logsumexp_of(scores[:, :, :group], weights[:, :, :group])
         # One more tile that no query sees stands for the missing ones of shorter rows.
         logsumexp = torch.nn.functional.pad(logsumexp, (0, 0, 0, 1), value=-torch.inf)
@@ -167,17 +173,18 @@ class DecodeAttention:
 class _Scratch:
     """Room for the tiles of one group; contents mean nothing between layers."""
 
-    def __init__(self, cache: KVCache, shape: TileShape, num_tiles: int) -> None:
+    def __init__(self, cache: KVCache, shape: TileShape, num_tiles: int, product: tuple[int, int]) -> None:
+        """`product`: how many products there are for a tile, and their rows."""
         self.num_tiles = num_tiles
-        heads, rows, dim = shape.num_kv_heads, max(shape.group, shape.rows_min), shape.head_dim
-        self._kv = cache.pages.new_empty(num_tiles * 2 * TILE_TOKENS * heads * dim)
+        (parts, rows), dim = product, shape.head_dim
+        self._kv = cache.pages.new_empty(num_tiles * 2 * TILE_TOKENS * shape.num_kv_heads * dim)
         # Rows beyond the group are padding and stay zero.
-        self._queries = cache.pages.new_zeros(num_tiles * heads * rows * dim)
-        self._raw = cache.pages.new_empty(num_tiles * heads * rows * TILE_TOKENS)
-        self._scores = torch.empty(num_tiles * heads * rows * TILE_TOKENS, device=cache.pages.device)
+        self._queries = cache.pages.new_zeros(num_tiles * parts * rows * dim)
+        self._raw = cache.pages.new_empty(num_tiles * parts * rows * TILE_TOKENS)
+        self._scores = torch.empty(num_tiles * parts * rows * TILE_TOKENS, device=cache.pages.device)
         self._weights = torch.empty_like(self._scores)
-        self._partial = cache.pages.new_empty(num_tiles * heads * rows * dim)
-        self._heads, self._rows, self._dim = heads, rows, dim
+        self._partial = cache.pages.new_empty(num_tiles * parts * rows * dim)
+        self._heads, self._parts, self._rows, self._dim = shape.num_kv_heads, parts, rows, dim
         self._views: dict[int, tuple[Tensor, ...]] = {}
 
     def commit(self) -> None:
@@ -189,13 +196,13 @@ class _Scratch:
         """(kv, queries, raw scores, scores, weights, partial outputs) for `n` tiles, all contiguous."""
         found = self._views.get(n)
         if found is None:
-            heads, rows, dim = self._heads, self._rows, self._dim
+            heads, parts, rows, dim = self._heads, self._parts, self._rows, self._dim
             found = self._views[n] = (
                 self._kv[: n * 2 * TILE_TOKENS * heads * dim].view(2, n, TILE_TOKENS, heads, dim),
-                self._queries[: n * heads * rows * dim].view(heads, n, rows, dim),
-                self._raw[: n * heads * rows * TILE_TOKENS].view(heads, n, rows, TILE_TOKENS),
-                self._scores[: n * heads * rows * TILE_TOKENS].view(heads, n, rows, TILE_TOKENS),
-                self._weights[: n * heads * rows * TILE_TOKENS].view(heads, n, rows, TILE_TOKENS),
-                self._partial[: n * heads * rows * dim].view(heads, n, rows, dim),
+                self._queries[: n * parts * rows * dim].view(parts, n, rows, dim),
+                self._raw[: n * parts * rows * TILE_TOKENS].view(parts, n, rows, TILE_TOKENS),
+                self._scores[: n * parts * rows * TILE_TOKENS].view(parts, n, rows, TILE_TOKENS),
+                self._weights[: n * parts * rows * TILE_TOKENS].view(parts, n, rows, TILE_TOKENS),
+                self._partial[: n * parts * rows * dim].view(parts, n, rows, dim),
             )
         return found

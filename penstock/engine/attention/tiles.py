@@ -1,12 +1,15 @@
 """The arithmetic on one KV tile, shared by decode and chunks so that both give the same bits."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from penstock.engine.kv_cache import KVCache
+from penstock.engine.layers.row_tiles import RowTiles, agreeing_rows, cancelling
 from penstock.engine.layers.softcap import soft_cap_
 from penstock.engine.models.spec import AttentionSpec
 from penstock.types import BLOCK_TOKENS
@@ -14,9 +17,10 @@ from penstock.types import BLOCK_TOKENS
 TILE_TOKENS = 128
 TILE_BLOCKS = TILE_TOKENS // BLOCK_TOKENS
 
-_ROWS_MIN = 8
-"""Products with fewer query rows than this may take another path in the BLAS, with other bits: they are padded.
-Measured: MKL's float32 does below 6 rows (head_dim 128), oneDNN's bfloat16 sometimes below 4."""
+_MATRICES = (1, 2, 3, 8)
+"""Numbers of tiles of one batched product for which row counts are compared: a library may share few among threads otherwise."""
+_ROWS_MAX = 128
+"""Query rows of one product at most: more are faster by little, and all sizes are compared at the start."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -26,8 +30,8 @@ class TileShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rows_min: int
-    """Query rows of one product at least."""
+    tiles: RowTiles
+    """Query rows of one product. For any number of rows, the same in every configuration."""
     scale: float
     softcap: float
     """See `AttentionSpec`."""
@@ -36,7 +40,8 @@ class TileShape:
     def of(cls, cache: KVCache, num_heads: int, spec: AttentionSpec) -> Self:
         """For the heads of `cache` and `num_heads` query heads."""
         scale = cache.head_dim**-0.5 if spec.scale is None else spec.scale
-        return cls(num_heads, cache.num_kv_heads, cache.head_dim, _ROWS_MIN, scale, spec.softcap)
+        tiles = query_tiles(cache.num_kv_heads, cache.head_dim, cache.pages.dtype, torch.get_num_threads())
+        return cls(num_heads, cache.num_kv_heads, cache.head_dim, tiles, scale, spec.softcap)
 
     @property
     def group(self) -> int:
@@ -48,6 +53,31 @@ class TileShape:
         out.copy_(products).mul_(self.scale)
         if self.softcap:
             soft_cap_(out, self.softcap)
+
+
+@cache
+def query_tiles(num_kv_heads: int, head_dim: int, dtype: torch.dtype, _num_threads: int) -> RowTiles:
+    """Row counts for which both products of a tile agree in every place, batched over tiles and over heads."""
+    samples, keys = cancelling(head_dim, TILE_TOKENS, dtype)
+    of_keys = _agreeing(samples, keys, num_kv_heads, lambda kv: kv.transpose(-1, -2))
+    samples, values = cancelling(TILE_TOKENS, head_dim, dtype)
+    of_values = _agreeing(samples, values.t(), num_kv_heads, lambda kv: kv)
+    # Single rows have no company; see row_tiles.
+    return RowTiles(tuple(sorted(of_keys & of_values)) or (1,))
+
+
+def _agreeing(
+    samples: Tensor, operand: Tensor, num_kv_heads: int, turn: Callable[[Tensor], Tensor]
+) -> set[int]:
+    """For the products of `operand` `[TILE_TOKENS, head_dim]`, `turn`ed, as `chunk` and `decode` call them."""
+    kv = operand[None, :, None].repeat(max(_MATRICES), 1, num_kv_heads, 1)
+
+    def product(x: Tensor) -> Tensor:
+        by_tile = [turn(kv[:count, :, -1]) for count in _MATRICES]
+        by_head = turn(kv[0].transpose(0, 1))
+        return torch.cat([torch.bmm(x.repeat(len(each), 1, 1), each) for each in (*by_tile, by_head)])
+
+    return set(agreeing_rows(product, samples, rows_max=_ROWS_MAX)[1])
 
 
 def logsumexp_of(scores: Tensor, weights: Tensor) -> Tensor:

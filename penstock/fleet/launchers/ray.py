@@ -115,6 +115,10 @@ class RayLauncher(SupervisingLauncher):
         )
 
 
+class ActorDied(ConnectionError):
+    """The actor's process has ended, and its machine may be well."""
+
+
 class RayProcess:
     """One worker's process in an actor; see `Supervisable`. All of Ray's errors become an end of the process, or an `OSError`."""
 
@@ -181,8 +185,10 @@ class RayProcess:
             try:
                 await self._ask(self._actor.is_running.remote(), self._config.answer_timeout_s)
             except OSError as error:
-                self._avoid = self._node
-                await self._lose(f"its machine does not answer ({error})")
+                if not isinstance(error, ActorDied):
+                    self._avoid = self._node
+                exited.add_done_callback(_drop)
+                await self._lose_by(error)
                 return
 
     def doubt(self) -> None:
@@ -204,7 +210,7 @@ class RayProcess:
             self.exit_code, tail = await self._ask(ended, timeout_s + self._config.answer_timeout_s)
             self.tail.extend(tail)
         except OSError as error:
-            await self._lose(f"its machine does not answer ({error})")
+            await self._lose_by(error)
 
     async def close(self) -> None:
         """See `Supervisable`. With the actor goes whatever it still runs."""
@@ -220,6 +226,10 @@ class RayProcess:
         """See `Supervisable`."""
         return self._end or describe_exit(self.exit_code)
 
+    async def _lose_by(self, error: OSError) -> None:
+        what = "its actor died" if isinstance(error, ActorDied) else "its machine does not answer"
+        await self._lose(f"{what} ({error})")
+
     async def _lose(self, what: str) -> None:
         """Nobody will hear of that process again: should it still run, it ends with its actor."""
         self._end = f"the worker was lost: {what}"
@@ -229,6 +239,7 @@ class RayProcess:
         """What an actor answers.
 
         Raises:
+            ActorDied: it cannot any more.
             OSError: it does not, in time or ever.
         """
         answer = _future(reference)
@@ -237,7 +248,9 @@ class RayProcess:
             raise TimeoutError(f"no answer within {timeout_s:g} s")
         if (error := answer.exception()) is not None:
             words = str(error).strip().rpartition("\n")[2]
-            raise ConnectionError(f"{type(error).__name__}: {words}") from error
+            # Ray knows that it is dead, where it only may be out of reach with any other error.
+            kind = ActorDied if isinstance(error, self._ray.exceptions.ActorDiedError) else ConnectionError
+            raise kind(f"{type(error).__name__}: {words}") from error
         return answer.result()
 
     async def _pass_on_lines(self, actor: Any) -> None:
@@ -292,6 +305,12 @@ def import_ray() -> Any:
         return importlib.import_module("ray")
     except ImportError:
         raise ConfigError("fleet.launcher: ray needs Ray; install penstock[ray]") from None
+
+
+def _drop(answer: "asyncio.Future[Any]") -> None:
+    """Take notice of an answer that no longer matters, for asyncio reports errors that nothing retrieved."""
+    if not answer.cancelled():
+        answer.exception()
 
 
 def _future(reference: Any) -> "asyncio.Future[Any]":

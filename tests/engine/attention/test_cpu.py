@@ -12,6 +12,7 @@ from penstock.engine.attention.base import Attention, AttentionBatch
 from penstock.engine.attention.cpu import CpuAttention
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.rotary import RotaryTable, RotaryWeights
+from penstock.engine.layers.row_tiles import RowTiles
 from penstock.engine.models.spec import AttentionSpec, DecoderSpec, RopeSpec
 
 NUM_BLOCKS = 200
@@ -104,6 +105,40 @@ def test_a_mixed_batch_equals_the_formula(spec: str, shape: tuple[int, int, int]
     ("shape", "spec"), [(shape, "plain") for shape in SHAPES] + [(SHAPES[0], spec) for spec in SPECS]
 )
 def test_chunks_and_company_change_no_bit(shape: tuple[int, int, int], spec: str, dtype: torch.dtype) -> None:
+    check_company(shape, spec, dtype)
+
+
+@pytest.mark.parametrize("shape", [(6, 2, 16), (8, 1, 64)])
+def test_threads_that_share_the_rows_change_no_bit(shape: tuple[int, int, int]) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        check_company(shape, "plain", torch.float32, chunks=(1, 3, 100))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("sizes", [(1,), (4,), (2, 8, 128)])
+def test_few_row_counts_are_enough(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a library whose other row counts do not agree: a group of 4 or 8 queries may need a call for each."""
+    monkeypatch.setattr("penstock.engine.attention.tiles.query_tiles", lambda *_: RowTiles(sizes))
+    for spec, shape in (("plain", (8, 1, 64)), ("window over tiles", (8, 2, 16))):
+        model = Model(*shape, torch.float32)
+        (row,) = sequences(model, [200])
+        outputs = []
+        for kind in (CpuAttention(model.cache(), model.rotary(), SPECS[spec], max_tokens=MAX_TOKENS),
+                     ReferenceAttention(model.cache(), model.rotary(), SPECS[spec])):  # fmt: skip
+            first = run(kind, model, [(0, 199, row[0])], row[1][:199])
+            outputs.append(torch.cat((first, run(kind, model, [(199, 1, row[0])], row[1][199:]))))
+        assert (outputs[0] - outputs[1]).abs().max() <= 1e-5
+
+
+def check_company(
+    shape: tuple[int, int, int],
+    spec: str,
+    dtype: torch.dtype,
+    chunks: tuple[int, ...] = (1, 3, 16, 33, 100, 300),
+) -> None:
     model = Model(*shape, dtype)
     length = 330
     (blocks, qkv), (others, other_qkv) = sequences(model, [length, 300])
@@ -113,7 +148,7 @@ def test_chunks_and_company_change_no_bit(shape: tuple[int, int, int], spec: str
         [(0, length, blocks)],
         qkv,
     )
-    for chunk in (1, 3, 16, 33, 100, 300):
+    for chunk in chunks:
         attention = CpuAttention(model.cache(), model.rotary(), SPECS[spec], max_tokens=MAX_TOKENS)
         run(attention, model, [(0, 299, others)], other_qkv[:299])
         pieces = []

@@ -1,23 +1,57 @@
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
+from torch import Tensor
 
 from penstock.engine.layers.activation import SiluMul
 from penstock.engine.layers.linear import torch_linear
 from penstock.engine.layers.norm import RMSNorm
-from penstock.engine.layers.row_tiles import ANCHOR_ROWS, RowTiles
+from penstock.engine.layers.row_tiles import CANDIDATE_ROWS, RowTiles, agreeing_rows, cancelling
 
 ROWS = (1, 2, 3, 5, 13, 16, 17, 31, 33, 64, 100, 200)
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("size", "out_size"), [(48, 96), (48, 211), (40, 7), (384, 512), (1024, 384)])
-def test_a_row_does_not_depend_on_how_many_there_are(size: int, out_size: int, dtype: torch.dtype) -> None:
-    # Pairs that cancel leave rounding noise only: the order of summation shows in every output.
-    half = torch.randn(200, size // 2)
-    weight = torch.randn(out_size, size // 2)
-    x = torch.cat((half, half), dim=1).to(dtype)
-    linear = torch_linear(torch.cat((weight, -weight), dim=1).to(dtype), None, rows_max=200)
+SHAPES = [(48, 96), (48, 211), (40, 7), (40, 5), (33, 1), (64, 8), (512, 2), (384, 512), (1024, 384)]
+"""(in, out). Narrow ones are a router's; a BLAS has kernels of its own for them."""
+
+
+CASES = [(1, dtype, shape) for dtype in DTYPES for shape in SHAPES]
+CASES += [(2, torch.float32, shape) for shape in ((40, 7), (48, 211), (384, 512))]
+"""(threads, dtype, shape). Threads may share the rows of a call."""
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def cancelling_pairs(rows: int, size: int, out_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Inputs and a weight whose product leaves rounding noise only: the order of summation shows in every output."""
+    half, weight = torch.randn(rows, size // 2), torch.randn(out_size, size // 2)
+    odd = torch.zeros(max(rows, out_size), size % 2)
+    x = torch.cat((half, half, odd[:rows]), dim=1).to(dtype)
+    return x, torch.cat((weight, -weight, odd[:out_size]), dim=1).to(dtype)
+
+
+@pytest.mark.parametrize(("num_threads", "dtype", "shape"), CASES)
+def test_a_row_does_not_depend_on_how_many_there_are(
+    num_threads: int, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    with threads(num_threads):
+        check_company(*shape, dtype)
+
+
+def check_company(size: int, out_size: int, dtype: torch.dtype) -> None:
+    x, weight = cancelling_pairs(200, size, out_size, dtype)
+    linear = torch_linear(weight, None, rows_max=200)
     whole = torch.empty(200, out_size, dtype=dtype)
     linear(x, whole)
     for rows in ROWS:
@@ -25,6 +59,63 @@ def test_a_row_does_not_depend_on_how_many_there_are(size: int, out_size: int, d
             out = torch.empty(rows, out_size, dtype=dtype)
             linear(x[start : start + rows], out)
             assert torch.equal(out, whole[start : start + rows]), (rows, start)
+
+
+@pytest.mark.parametrize(("num_threads", "dtype", "shape"), CASES)
+def test_a_row_does_not_depend_on_its_place(
+    num_threads: int, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    with threads(num_threads):
+        check_places(*shape, dtype)
+
+
+def check_places(size: int, out_size: int, dtype: torch.dtype) -> None:
+    """The same row in all places, and from layers that were made for other numbers of rows."""
+    x, weight = cancelling_pairs(1, size, out_size, dtype)
+    expected = torch.empty(1, out_size, dtype=dtype)
+    torch_linear(weight.clone(), None, rows_max=1)(x, expected)
+    for rows_max in (3, 48, 200):
+        linear = torch_linear(weight.clone(), None, rows_max=rows_max)
+        out = torch.empty(rows_max, out_size, dtype=dtype)
+        linear(x.repeat(rows_max, 1), out)
+        assert torch.equal(out, expected.expand_as(out)), rows_max
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "out_size"), SHAPES)
+def test_a_row_does_not_depend_on_where_it_lies_in_memory(
+    size: int, out_size: int, dtype: torch.dtype
+) -> None:
+    x, weight = cancelling_pairs(17, size, out_size, dtype)
+    linear, expected = torch_linear(weight, None, rows_max=17), torch.empty(17, out_size, dtype=dtype)
+    linear(x, expected)
+    for offset in (1, 3, 8):
+        moved = torch.empty(offset + x.numel(), dtype=dtype)[offset:].view_as(x).copy_(x)
+        out = torch.empty(offset + expected.numel(), dtype=dtype)[offset:].view_as(expected)
+        linear(moved, out)
+        assert torch.equal(out, expected), offset
+
+
+def test_what_a_library_computes_by_place_is_called_with_single_rows() -> None:
+    """Libraries that were seen, and one that is worse: which calls they leave."""
+    samples, weight = cancelling(64, 16, torch.float32)
+
+    def noisy(x: Tensor, bad: Callable[[int, int], bool]) -> Tensor:
+        out = x @ weight.t()
+        wrong = [bad(place, len(x)) for place in range(len(x))]
+        return torch.where(torch.tensor(wrong)[:, None], torch.ones(()), torch.zeros_like(out))
+
+    def asked(bad: Callable[[int, int], bool]) -> tuple[int, tuple[int, ...]]:
+        return agreeing_rows(lambda x: noisy(x, bad), samples, rows_max=64)
+
+    everything = tuple(rows for rows in CANDIDATE_ROWS if rows <= 64)
+    assert asked(lambda place, rows: False) == (16, everything)
+    assert asked(lambda place, rows: place % 4 == 3) == (2, (1, 2, 3)), "kernels of four rows"
+    assert asked(lambda place, rows: place == 1) == (1, (1,)), "nothing but single rows agrees"
+    assert asked(lambda place, rows: rows < 4) == (16, everything[3:]), "few rows have a kernel of their own"
+    assert asked(lambda place, rows: place >= rows // 8 * 8)[1] == tuple(
+        rows for rows in everything if rows % 8 == 0
+    ), "the rest of a tile"
 
 
 def test_the_product_is_right_with_bias_and_padding() -> None:
@@ -35,9 +126,8 @@ def test_the_product_is_right_with_bias_and_padding() -> None:
         torch.testing.assert_close(out, x @ weight.t() + bias)
 
 
-@pytest.mark.parametrize("sizes", [(16,), (2, 16, 512), (1, 2, 3, 4, 16, 32, 64)])
+@pytest.mark.parametrize("sizes", [(1,), (16,), (2, 16, 512), (1, 2, 3, 4, 16, 32, 64)])
 def test_pieces_cover_every_row_once(sizes: tuple[int, ...]) -> None:
-    assert ANCHOR_ROWS in sizes
     tiles = RowTiles(sizes)
     for num_rows in range(1, 600):
         pieces = tiles.cut(num_rows)
