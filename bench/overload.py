@@ -1,23 +1,29 @@
-"""Overload on the real stack: a real gateway and a real engine process, whose steps only last as long as a model's would.
+"""Goodput under overload, over sockets: a real gateway, the real engine with a demo model on one thread, open-loop clients.
 
-    python bench/overload.py [--seconds 20] [--loads 1,2,5,20] [--repeats 3] [--seed 1] [--out FILE]
+    python bench/overload.py [--loads 2,5,20] [--seconds 15] [--repeats 1] [--seed 1] [--json FILE]
+    python bench/overload.py --server DIR/.venv/bin/python ...     another build of the server, measured by this same script
 
-Starts `penstock serve` in front of engine workers with bench/modelled_runner.py (the real scheduler and protocol; only the forward
-pass is a sleep), and sends open-loop Poisson traffic of ten tenants through real sockets:
+Goodput is requests per second whose TTFT and TPOT both kept their promise, also told in the tokens of those requests. The promise is the
+default configuration's (`policy/promise.py`): by band, and never less than `idle_factor` times what a request of that length takes on
+the idle machine, which is measured first. The server runs with its defaults.
 
-- spike: every tenant sends a twentieth of the capacity; then one of them sends twenty times that. How the TTFT p95 of the
-  other nine compares, as a ratio to the run before it.
-- goodput: all together offer 1, 2, 5, 20 times the capacity; answer tokens per second that come back, as a share of the best.
+1. Idle: requests of each length class, one by one.
+2. Peak: the same processes under rising load, from half of what a closed loop gets out of them, until goodput has fallen twice.
+   The least load that got 95 % of the best is the knee. What it gets in a longer run is the peak: the best of many short runs would
+   be partly luck.
+3. Overload: 2, 5 and 20 times the knee. Tenants of three bands, prompts and answers of three lengths, Poisson arrivals; loads count
+   first attempts. Clients obey `Retry-After`; at 5 times also such as take no for an answer, and such as come back at once.
 
-Answers are of a quarter to seven quarters of the mean length: were all equally long, slots would be given back in waves.
-
-The client shares the machine with what it measures: it says how late it sent (`send delay`), and a run in which that is more
-than a tenth of the TTFT says so.
+Goodput counts requests that ended in the last three quarters of the time. After each load the script waits until nothing is open
+any more, 30 s at most, and says how long the queue needed. The generator is a process of its own, and shares two cores with what it
+measures: it says how late it sent. Ctrl-C ends everything and keeps what was measured. About four minutes.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
+import os
 import signal
 import socket
 import statistics
@@ -25,236 +31,383 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import uvloop
-from modelled_runner import Linear, Modelled
+from open_load import MANNERS, Asked, Kind, OpenLoad, Sender
+from provenance import add_json_option, write_result
 
-from penstock import rng
 from penstock.bench.client import Client, ClientLimits, Endpoint
-from penstock.bench.load import Level, LoadRun, Shape
-from penstock.bench.prompts import Prompt, PromptPlan, made
-from penstock.clock import SystemClock
-from penstock.config.launch import WorkerLaunch
-from penstock.config.tree import EngineConfig
+from penstock.bench.stats import percentile
+from penstock.clock import NS_PER_MS, NS_PER_S, SystemClock
+from penstock.config.routing import AdmissionConfig
+from penstock.gateway import api_keys
+from penstock.gateway.key_file import edit_keys
+from penstock.policy.promise import Promise, Promises
 
 CLOCK = SystemClock()
-TENANTS = 10
-SLOTS, FIXED_MS, OUTPUT, WORDS = 64, 20.0, 64, 20
-CAPACITY = SLOTS / (OUTPUT * FIXED_MS / 1e3) * 0.95
-"""Requests per second that one worker can answer: its slots, over how long one is held; prompts take the rest."""
+MODEL = "m"
+SENDERS = (
+    Sender("prio-a", "priority", 0.06), Sender("prio-b", "priority", 0.04),
+    Sender("web-a", "default", 0.20), Sender("web-b", "default", 0.20), Sender("web-c", "default", 0.10),
+    Sender("web-d", "default", 0.10),
+    Sender("batch-a", "bulk", 0.15), Sender("batch-b", "bulk", 0.15),
+)  # fmt: skip
+KINDS = (Kind("short", 8, 16, 0.5), Kind("chat", 40, 48, 0.35), Kind("long", 160, 120, 0.15))
+IDLE_COUNT = 4
+CALLERS, CLOSED_S = 40, 10.0
+"""The closed loop that says where to look for the peak."""
+SEARCH_FROM, SEARCH_TIMES, SEARCH_MAX = 0.5, 1.35, 10
+"""The first load as a share of the closed loop's, by how much each is above the one before, and how many at most."""
+FALLEN, KNEE = 0.9, 0.95
+WARM_SHARE = 0.25
+"""Of a load's time, what is not counted."""
+DRAIN_S, DRAIN_GOAL_S = 30.0, 10.0
+LATE_MS = 50.0
+"""A generator whose p95 is later than this was a part of what it measured: a tenth of the promise to a first token."""
 START_S = 60.0
-HERE = Path(__file__).parent
-MODELLED = Modelled(
-    speed=Linear(fixed_ns=round(FIXED_MS * 1e6), prefill_ns=25_000),
-    num_blocks=65_536,
-    max_model_len=32_768,
-    first_token=1000,  # From here on: plain text in the demo models' vocabulary.
-    num_tokens=64,
-)
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What one group of tenants saw in one run."""
-
-    offered_per_s: float
-    sent: int
-    ok: int
-    refused: int
-    tokens_per_s: float
-    """Of answers that ended within the window."""
-    ttft_p50_ms: float
-    ttft_p95_ms: float
-    tpot_p50_ms: float
-    send_delay_p95_ms: float
+GOALS = {2: 0.95, 5: 0.90, 20: 0.85}
 
 
 class Stack:
-    """A worker process and a gateway process, and what it takes to stop them."""
+    """A server process, which runs its engine, and the keys of its tenants."""
 
-    def __init__(self, place: Path) -> None:
-        self._place, self.keys = place, [f"sk-overload-key-{number:02}" for number in range(TENANTS)]
-        self._children: list[subprocess.Popen[bytes]] = []
-        self.port = free_port()
+    def __init__(self, place: Path, python: str, model: str) -> None:
+        self._place, self._python, self._model = place, python, model
+        self._process: subprocess.Popen[bytes] | None = None
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            self.port = int(found.getsockname()[1])
+        self._keys: dict[str, str] = {}
 
     def start(self) -> None:
-        """Start both and wait until the gateway is ready."""
-        address = f"unix:{self._place}/worker.sock"
-        engine = EngineConfig(max_running=SLOTS, kv_memory_bytes=1)
-        launch = WorkerLaunch(
-            model_path="modelled",
-            model_name="m",
-            address=address,
-            hash_key=b"overload" * 4,
-            engine=engine,
-            runner="modelled_runner:build_runner",
-        )
-        environment = MODELLED.environment(str(HERE)) | {"PENSTOCK_STATE_DIR": str(self._place / "state")}
-        worker = self._run([sys.executable, "-m", "penstock.engine.worker"], environment, stdin=True)
-        assert worker.stdin is not None
-        worker.stdin.write(msgspec.json.encode(launch) + b"\n")
-        worker.stdin.flush()
+        """Start it and wait until it is ready."""
+        file = self._place / "keys"
+        for sender in SENDERS:
+            issued = api_keys.issue(int(time.time()), tenant=sender.name)
+            edit_keys(file, lambda keys, issued=issued: ((*keys, issued.record), None))
+            self._keys[sender.name] = issued.key
         config = {
             "models": [
-                {
-                    "path": "penstock-demo-mini",
-                    "name": "m",
-                    "replicas": 0,
-                    "workers": [{"url": address, "engine": "penstock"}],
-                }
+                {"path": self._model, "name": MODEL, "engine": {"threads": 1, "kv_memory_bytes": 512 << 20}}
             ],
-            "server": {"port": self.port},
-            "auth": {"keys": self.keys},
-            "admission": {"ttft_target_ms": 5000},
+            "server": {"port": self.port, "drain_timeout_s": 1},
+            "auth": {"keys_file": str(file)},
+            "tenants": [{"id": sender.name, "band": sender.band} for sender in SENDERS],
             "log": {"access": False},
         }
         path = self._place / "config.yaml"
         path.write_text(json.dumps(config))  # JSON is YAML.
-        self._run([sys.executable, "-m", "penstock", "serve", "-c", str(path)], environment)
+        environment = os.environ | {"PENSTOCK_STATE_DIR": str(self._place / "state")}
+        environment.pop("PYTHONPATH", None)
+        with (self._place / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [self._python, "-m", "penstock", "serve", "-c", str(path)],
+                env=environment, cwd=self._place, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            )  # fmt: skip
         deadline = time.monotonic() + START_S
         while not self._is_ready():
-            if time.monotonic() > deadline or any(child.poll() is not None for child in self._children):
-                sys.exit(f"the stack did not start; see {self._place}/log")
+            if time.monotonic() > deadline or self._process.poll() is not None:
+                tail = (self._place / "log").read_text(errors="replace")[-2000:]
+                sys.exit(f"the server did not start:\n{tail}")
             time.sleep(0.1)
 
     def stop(self) -> None:
-        """End both."""
-        for child in reversed(self._children):
-            if child.poll() is None:
-                child.send_signal(signal.SIGTERM)
-                try:
-                    child.wait(20)
-                except subprocess.TimeoutExpired:
-                    child.kill()
+        """End it, and with it its engine."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
-    def client(self, tenant: int) -> Client:
-        """A client with the tenant's key."""
+    def cpu_s(self) -> float:
+        """CPU-seconds of the gateway process until now, without its engine's."""
+        assert self._process is not None
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def clients(self) -> dict[str, Client]:
+        """One for each tenant."""
+        endpoint = Endpoint("http", "127.0.0.1", self.port, "/v1")
         limits = ClientLimits(request_timeout_s=120)
-        return Client(Endpoint("http", "127.0.0.1", self.port, "/v1"), key=self.keys[tenant], limits=limits)
+        return {name: Client(endpoint, key=key, limits=limits) for name, key in self._keys.items()}
 
     def _is_ready(self) -> bool:
-        try:
-            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as probe:
-                probe.sendall(b"GET /ready HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-                return b" 200 " in probe.recv(64)
-        except OSError:
-            return False
-
-    def _run(
-        self, command: list[str], environment: dict[str, str], *, stdin: bool = False
-    ) -> subprocess.Popen[bytes]:
-        with (self._place / "log").open("ab") as log:
-            child = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
-        self._children.append(child)
-        return child
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", self.port), timeout=1) as probe,
+        ):
+            probe.sendall(b"GET /ready HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+            return b" 200 " in probe.recv(64)
+        return False
 
 
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+@dataclass(slots=True)
+class Judge:
+    """Which requests were good."""
 
+    admission: AdmissionConfig
+    idle_ttft_ns: dict[str, int]
+    """By length class."""
+    idle_tpot_ns: int
 
-async def drive(stack: Stack, rates: list[float], seconds: float, *, seed: int, run: str) -> list[LoadRun]:
-    """Open-loop traffic of every tenant at its rate; returns when every answer has ended."""
-    runs: list[LoadRun] = []
-    tasks: list[asyncio.Task[None]] = []
-    for tenant, rate in enumerate(rates):
-        level = Level(name=f"{run}/{tenant}", requests_max=10**9, duration_s=seconds, rate=rate)
-        load = LoadRun(
-            stack.client(tenant),
-            Shape(model="m", output_tokens=OUTPUT),
-            level,
-            seed=seed,
-            clock=CLOCK,
+    def promise(self, asked: Asked) -> Promise:
+        """What the request was promised, on this machine."""
+        configured = Promises(self.admission).of(tier="", band=asked.sender.band)
+        return configured.on(
+            self.admission.idle_factor, self.idle_ttft_ns[asked.kind.name], self.idle_tpot_ns
         )
-        plan = PromptPlan(
-            seed=seed,
-            run=f"{run}{tenant}",
-            prompt_tokens=WORDS,
-            shared_tokens=0,
-            tokens_per_word=1,
-            overhead_tokens=0,
-        )
-        runs.append(load)
-        lengths = rng.stream(seed, f"lengths/{run}/{tenant}")
-        prompts = (
-            Prompt(prompt.messages, lengths.randint(OUTPUT // 4, OUTPUT * 7 // 4)) for prompt in made(plan)
-        )
-        tasks.append(asyncio.create_task(load.run(prompts)))
-    before, after = await window(runs, seconds)
-    await asyncio.gather(*tasks)
-    for load, first, last in zip(runs, before, after, strict=True):
-        load.tally.output_tokens = last - first  # Those of the window alone.
-    return runs
+
+    def is_good(self, asked: Asked) -> bool:
+        """Whether it was answered, and in time."""
+        return asked.ok and self.promise(asked).is_kept(asked.ttft_ns, asked.tpot_ns)
 
 
-async def window(runs: list[LoadRun], seconds: float) -> tuple[list[int], list[int]]:
-    """Answer tokens at a third of the time and at its end: what lies between is the steady state."""
-    await asyncio.sleep(seconds / 3)
-    before = [load.tally.output_tokens for load in runs]
-    await asyncio.sleep(seconds * 2 / 3)
-    return before, [load.tally.output_tokens for load in runs]
-
-
-def seen(runs: list[LoadRun], rates: list[float], seconds: float) -> Seen:
-    """The runs of a group taken together; percentiles are medians of the tenants'."""
-    tallies = [load.tally for load in runs]
-    ttft = [tally.ttft.summary(divisor=1e6) for tally in tallies if tally.ok]
-    return Seen(
-        offered_per_s=sum(rates),
-        sent=sum(tally.sent for tally in tallies),
-        ok=sum(tally.ok for tally in tallies),
-        refused=sum(tally.failed for tally in tallies),
-        tokens_per_s=sum(tally.output_tokens for tally in tallies) / (seconds * 2 / 3),
-        ttft_p50_ms=statistics.median(one.p50 for one in ttft),
-        ttft_p95_ms=statistics.median(one.p95 for one in ttft),
-        tpot_p50_ms=statistics.median(tally.tpot.summary(divisor=1e6).p50 for tally in tallies if tally.ok),
-        send_delay_p95_ms=max(tally.send_delay.summary(divisor=1e6).p95 for tally in tallies),
-    )
-
-
-async def measure(stack: Stack, args: argparse.Namespace, number: int) -> dict[str, object]:
-    """One repetition: the spike, then every load."""
-    seed, share = args.seed + number, CAPACITY / 20
-    await drive(stack, [share] * TENANTS, 6, seed=seed, run=f"warm{number}")
-    calm = [share] * TENANTS
-    alone = seen(
-        (await drive(stack, calm, args.seconds, seed=seed, run=f"calm{number}"))[:-1], calm[:-1], args.seconds
-    )
-    spike = [share] * (TENANTS - 1) + [20 * share]
-    runs = await drive(stack, spike, args.seconds, seed=seed, run=f"spike{number}")
-    others, noisy = seen(runs[:-1], spike[:-1], args.seconds), seen(runs[-1:], spike[-1:], args.seconds)
-    found: dict[str, object] = {
-        "spike": {"alone": asdict(alone), "others": asdict(others), "noisy": asdict(noisy)},
-        "others_ttft_p95_ratio": others.ttft_p95_ms / alone.ttft_p95_ms,
+def spread(times_ns: list[int]) -> dict[str, float]:
+    """In milliseconds."""
+    ordered = sorted(times_ns)
+    if not ordered:
+        return {}
+    return {
+        name: round(percentile(ordered, share) / NS_PER_MS, 1)
+        for name, share in (("p50", 0.5), ("p95", 0.95))
     }
-    print(
-        f"spike: the others' TTFT p95 {alone.ttft_p95_ms:.0f} -> {others.ttft_p95_ms:.0f} ms, "
-        f"{others.ttft_p95_ms / alone.ttft_p95_ms:.2f}x; {noisy.ok} of its {noisy.sent} answered", flush=True,
-    )  # fmt: skip
-    loads = dict[str, object]()
-    for load in args.loads:
-        rates = [CAPACITY * load / TENANTS] * TENANTS
-        result = seen(
-            await drive(stack, rates, args.seconds, seed=seed, run=f"{load:g}x{number}"), rates, args.seconds
+
+
+def group(asked: list[Asked], good: list[Asked], window_s: float) -> dict[str, object]:
+    """What the requests of one band, tenant or length class got; `good` are those that ended in the window."""
+    answered = [each for each in asked if each.ok]
+    return {
+        "first_attempts": len(asked),
+        "answered": len(answered),
+        "goodput_rps": round(len(good) / window_s, 3),
+        "goodput_tps": round(sum(each.tokens for each in good) / window_s, 1),
+        "good_of_answered": round(len(good) / len(answered), 3) if answered else None,
+        "ttft_ms": spread([each.ttft_ns for each in answered]),
+        "tpot_ms": spread([each.tpot_ns for each in answered if each.tokens > 1]),
+    }
+
+
+def figures(load: OpenLoad, judge: Judge, rate: float) -> dict[str, object]:
+    """What one stretch of load came to."""
+    seconds = (load.ended_ns - load.started_ns) / NS_PER_S
+    from_ns = load.started_ns + round(seconds * WARM_SHARE * NS_PER_S)
+    window_s = seconds * (1 - WARM_SHARE)
+    answered = [each for each in load.asked if each.ok]
+    ended = [each for each in answered if from_ns <= each.end_ns < load.ended_ns]
+    is_good = {id(each) for each in answered if judge.is_good(each)}
+
+    good = [each for each in ended if id(each) in is_good]
+
+    def of(key: Callable[[Asked], str]) -> dict[str, object]:
+        groups: dict[str, tuple[list[Asked], list[Asked]]] = {}
+        for number, asked in enumerate((load.asked, good)):
+            for each in asked:
+                groups.setdefault(key(each), ([], []))[number].append(each)
+        return {name: group(*groups[name], window_s) for name in sorted(groups)}
+
+    refused = [each for each in load.asked if each.status in {429, 503}]
+    troubles = [each.trouble for each in load.asked if each.trouble]
+    late = sorted(each.late_ns for each in load.asked)
+    return {
+        "offered_rps": round(rate, 3),
+        "first_attempts": len(load.asked),
+        "attempts": sum(each.attempts for each in load.asked),
+        "left_out": load.left_out,
+        "answered": len(answered),
+        "refused": len(refused),
+        "refusals": sum(each.refusals for each in load.asked),
+        "refusals_with_retry_after": sum(each.told for each in load.asked),
+        "retry_after_s": spread([round(each.retry_after_s * NS_PER_S) for each in load.asked if each.told]),
+        "cut": sum(each.is_cut for each in load.asked),
+        "troubles": {why: troubles.count(why) for why in sorted(set(troubles))[:8]},
+        "goodput_rps": len(good) / window_s,
+        "goodput_tps": sum(each.tokens for each in good) / window_s,
+        "throughput_rps": len(ended) / window_s,
+        "throughput_tps": sum(each.tokens for each in ended) / window_s,
+        "drain_s": drained_s(load),
+        "late_ms": {**spread(late), "max": round(late[-1] / NS_PER_MS, 1)} if late else {},
+        "generator_was_late": bool(late) and percentile(late, 0.95) > LATE_MS * NS_PER_MS,
+        "bands": of(lambda each: each.sender.band),
+        "tenants": of(lambda each: each.sender.name),
+        "lengths": of(lambda each: each.kind.name),
+    }
+
+
+def drained_s(load: OpenLoad) -> float | None:
+    """From the last arrival until nothing waited any more: everything had its first token, or its refusal. None: some still waited."""
+    if any(each.is_cut and not each.first_ns for each in load.asked):
+        return None
+    last_ns = max((each.first_ns or each.end_ns for each in load.asked), default=0)
+    return round(max(0, last_ns - load.ended_ns) / NS_PER_S, 2)
+
+
+class Measurement:
+    """One repetition against one server. `found` is what there is so far."""
+
+    def __init__(self, stack: Stack, args: argparse.Namespace, seed: int) -> None:
+        self._stack, self._args, self._seed = stack, args, seed
+        self._clients = stack.clients()
+        self.found: dict[str, object] = {"seed": seed, "complete": False}
+        self._judge: Judge | None = None
+
+    async def run(self) -> None:
+        """Idle, peak, overload."""
+        self._judge = await self.idle()
+        capacity = await self.closed()
+        self.found["closed_loop_rps"] = capacity
+        search: list[dict[str, object]] = []
+        self.found["search"] = search
+        rate, most, fallen = SEARCH_FROM * capacity, 0.0, 0
+        while len(search) < SEARCH_MAX and fallen < 2:
+            search.append(found := await self._load("search", rate, "leaves", self._args.seconds * 0.6))
+            goodput = float(str(found["goodput_rps"]))
+            is_past = goodput < FALLEN * min(
+                most, rate
+            )  # A light load that happened to be lighter is not past the peak.
+            fallen = fallen + 1 if is_past else 0
+            most, rate = max(most, goodput), rate * SEARCH_TIMES
+        near = [each for each in search if float(str(each["goodput_rps"])) >= KNEE * most]
+        knee = float(str(near[0]["offered_rps"]))
+        best = await self._load("peak", knee, "leaves", self._args.seconds * 1.5)
+        self.found |= {"knee_rps": knee, "best_of_search_rps": most, "peak": best}
+        say(
+            f"peak: {best['goodput_rps']:.2f} good requests/s, {best['goodput_tps']:.0f} tok/s of them, at {knee:.2f} offered"
         )
-        loads[f"{load:g}x"] = asdict(result)
-        print(
-            f"{load:g}x: {result.tokens_per_s:.0f} tok/s, {result.ok} of {result.sent} answered, "
-            f"TTFT p95 {result.ttft_p95_ms:.0f} ms, sent late p95 {result.send_delay_p95_ms:.0f} ms", flush=True,
-        )  # fmt: skip
-    return {**found, "loads": loads}
+        points: list[dict[str, object]] = []
+        self.found["overload"] = points
+        for load in self._args.loads:
+            for manners in MANNERS if load == 5 else ("obeys",):
+                result = await self._load(f"{load:g}x", load * knee, manners, self._args.seconds)
+                result["share_of_peak"] = {
+                    name: float(str(result[name])) / max(1e-9, float(str(best[name])))
+                    for name in ("goodput_rps", "goodput_tps")
+                }
+                points.append({"load": load, "manners": manners, **result})
+                share = result["share_of_peak"]
+                say(
+                    f"    {share['goodput_rps']:.0%} of the peak in requests, {share['goodput_tps']:.0%} in tokens"
+                )
+        self.found["complete"] = True
+
+    async def idle(self) -> Judge:
+        """What requests take alone, and so what is promised here."""
+        admission = AdmissionConfig()
+        idle = {kind.name: await self._alone(kind) for kind in KINDS}
+        tpot_ns = round(statistics.median(each.tpot_ns for found in idle.values() for each in found))
+        ttft_ns = {
+            name: round(statistics.median(each.ttft_ns for each in found)) for name, found in idle.items()
+        }
+        judge = Judge(admission, ttft_ns, tpot_ns)
+        promises = {
+            f"{sender.band}/{kind.name}": judge.promise(Asked(sender, kind, 0))
+            for sender in SENDERS
+            for kind in KINDS
+        }
+        self.found["idle_ms"] = {
+            "ttft": {name: ns / NS_PER_MS for name, ns in ttft_ns.items()},
+            "tpot": tpot_ns / NS_PER_MS,
+        }
+        self.found["promises_ms"] = {
+            name: {"ttft": each.ttft_ns / NS_PER_MS, "tpot": each.tpot_ns / NS_PER_MS}
+            for name, each in promises.items()
+        }
+        say(
+            f"idle: TTFT {', '.join(f'{name} {ns / NS_PER_MS:.0f}' for name, ns in ttft_ns.items())} ms, TPOT {tpot_ns / NS_PER_MS:.1f} ms"
+        )
+        return judge
+
+    async def close(self) -> None:
+        """Close the clients' connections."""
+        for client in self._clients.values():
+            await client.close()
+
+    def new_load(self) -> OpenLoad:
+        """A stretch of load, for the clients of this measurement."""
+        return OpenLoad(self._clients, MODEL, SENDERS, KINDS, CLOCK)
+
+    async def _alone(self, kind: Kind) -> list[Asked]:
+        """Requests of one length class, each alone; the first one is not counted."""
+        asked = await self.new_load().one_by_one(f"idle {kind.name}", kind, IDLE_COUNT + 1, seed=self._seed)
+        assert all(each.ok for each in asked), [each.trouble or each.status for each in asked]
+        return asked[1:]
+
+    async def closed(self) -> float:
+        """Requests per second that a closed loop of many callers gets, of the mix of lengths."""
+        load, began_ns = self.new_load(), CLOCK.now_ns()
+        until_ns = began_ns + round(CLOSED_S * NS_PER_S)
+        done: list[int] = []
+
+        async def caller(number: int) -> None:
+            count = 0
+            while CLOCK.now_ns() < until_ns:
+                kind = KINDS[(0, 1, 0, 1, 2, 0, 0, 1, 0, 2)[(number + count) % 10]]
+                count += 1
+                asked = Asked(SENDERS[number % len(SENDERS)], kind, CLOCK.now_ns())
+                body = load.body(f"closed {number} {count}", kind, self._seed)
+                await load.attempt(asked, body, asked.first_due_ns)
+                if asked.ok:
+                    done.append(asked.end_ns)
+                else:
+                    await asyncio.sleep(0.1)
+
+        await asyncio.gather(*(caller(number) for number in range(CALLERS)))
+        from_ns = began_ns + round(CLOSED_S * NS_PER_S / 3)
+        rate = sum(from_ns <= end_ns < until_ns for end_ns in done) / (CLOSED_S * 2 / 3)
+        say(f"closed loop of {CALLERS}: {rate:.2f} requests/s")
+        return max(rate, 0.1)
+
+    async def _load(self, name: str, rate: float, manners: str, seconds: float) -> dict[str, object]:
+        load, cpu = self.new_load(), (time.process_time(), self._stack.cpu_s())
+        began_s, run = time.monotonic(), f"{name} {manners} {rate:.2f}"
+        await load.run(run, seed=self._seed, rate=rate, seconds=seconds, manners=manners, drain_s=DRAIN_S)
+        spent_s = time.monotonic() - began_s
+        assert self._judge is not None
+        result = figures(load, self._judge, rate)
+        result["generator_cpu"] = round((time.process_time() - cpu[0]) / spent_s, 3)
+        result["gateway_cpu"] = round((self._stack.cpu_s() - cpu[1]) / spent_s, 3)
+        drain = "more than 30" if result["drain_s"] is None else f"{result['drain_s']:.1f}"
+        bands = ", ".join(
+            f"{band} {found['goodput_rps']:.2f}/s TTFT {found['ttft_ms'].get('p50', 0):.0f}/{found['ttft_ms'].get('p95', 0):.0f} ms"
+            for band, found in result["bands"].items()
+        )
+        say(
+            f"{name} {manners}: offered {rate:.1f}/s, good {result['goodput_rps']:.2f}/s ({result['goodput_tps']:.0f} tok/s) of "
+            f"{result['throughput_rps']:.2f}/s answered; {bands}; {result['refusals']} refusals; drained in {drain} s; "
+            f"sent late p95 {result['late_ms'].get('p95', 0):.0f} ms{' (TOO LATE)' if result['generator_was_late'] else ''}"
+        )
+        return result
+
+
+def say(text: str) -> None:
+    """Progress, for people."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def summary(repeats: list[dict[str, object]]) -> dict[str, object]:
+    """Shares of the peak over the repetitions: median, least and most."""
+    shares: dict[str, dict[str, list[float]]] = {}
+    for repeat in repeats:
+        for point in repeat.get("overload", ()):
+            each = shares.setdefault(
+                f"{point['load']:g}x {point['manners']}",
+                {"goodput_rps": [], "goodput_tps": [], "drain_s": []},
+            )
+            for name, share in point["share_of_peak"].items():
+                each[name].append(share)
+            each["drain_s"].append(DRAIN_S if point["drain_s"] is None else point["drain_s"])
+    return {
+        name: {
+            figure: {"median": statistics.median(values), "min": min(values), "max": max(values)}
+            for figure, values in found.items()
+        }
+        for name, found in shares.items()
+    }
 
 
 def main() -> None:
@@ -262,27 +415,58 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument(
-        "--loads", type=lambda text: [float(word) for word in text.split(",")], default=[1, 2, 5, 20]
+        "--loads", type=lambda text: [float(word) for word in text.split(",")], default=[2, 5, 20]
     )
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each load (default: 15)")
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--model", default="penstock-demo")
+    parser.add_argument(
+        "--server", default=sys.executable, metavar="PYTHON", help="the interpreter whose penstock serves"
+    )
+    add_json_option(parser)
     args = parser.parse_args()
+    repeats: list[dict[str, object]] = []
+    with contextlib.suppress(KeyboardInterrupt):
+        for number in range(args.repeats):
+            repeats.append(once(args, args.seed + number, repeats))
+    result = {"goals": GOALS, "drain_goal_s": DRAIN_GOAL_S, "summary": summary(repeats), "repeats": repeats}
+    for name, found in result["summary"].items():
+        rps, tps, drain = (found[each] for each in ("goodput_rps", "goodput_tps", "drain_s"))
+        print(
+            f"{name}: {rps['median']:.0%} ({rps['min']:.0%} to {rps['max']:.0%}) of the peak in requests, {tps['median']:.0%} in tokens; "
+            f"drained in {drain['median']:.1f} s"
+        )
+    write_result(args.json, result)
+
+
+def once(args: argparse.Namespace, seed: int, repeats: list[dict[str, object]]) -> dict[str, object]:
+    """One repetition with a server of its own. What an interrupted one has measured is kept in `repeats`."""
     with tempfile.TemporaryDirectory(prefix="overload-") as name:
-        stack = Stack(Path(name))
-        stack.start()
+        stack = Stack(Path(name), args.server, args.model)
         try:
-            results = [uvloop.run(measure(stack, args, number)) for number in range(args.repeats)]
+            stack.start()
+            measurement: Measurement | None = None
+
+            async def run() -> None:
+                nonlocal measurement
+                measurement = Measurement(stack, args, seed)
+                try:
+                    await measurement.run()
+                finally:
+                    await measurement.close()
+
+            try:
+                uvloop.run(run())
+            except KeyboardInterrupt:
+                if measurement is not None:
+                    repeats.append(measurement.found)
+                raise
         finally:
             stack.stop()
-    ratios = [float(str(each["others_ttft_p95_ratio"])) for each in results]
-    print(
-        f"the others' TTFT p95 under the spike: {statistics.median(ratios):.2f}x ({min(ratios):.2f}-{max(ratios):.2f})"
-    )
-    if args.out:
-        args.out.write_text(json.dumps({"capacity_per_s": CAPACITY, "repeats": results}, indent=1) + "\n")
+    assert measurement is not None
+    return measurement.found
 
 
 if __name__ == "__main__":

@@ -19,6 +19,9 @@ import httptools  # pyright: ignore[reportMissingTypeStubs] # The package ships 
 from penstock.backends.http_address import reason_of
 from penstock.errors import ConfigError, PenstockError
 
+_DIGITS_MAX = 9
+"""Of `Retry-After`: thirty years are enough."""
+
 
 class EndpointError(PenstockError):
     """The endpoint cannot be reached, or broke off, or does not speak HTTP."""
@@ -94,6 +97,8 @@ class Response:
 
     status: int
     body: bytes
+    retry_after_s: float = 0.0
+    """What a refusal says of when to come back; 0: it does not say, or not in seconds."""
 
 
 class _Connection(asyncio.Protocol):
@@ -152,13 +157,17 @@ class _Connection(asyncio.Protocol):
     # httptools calls these.
 
     _status = 0
+    _retry_after_s = 0.0
 
     def on_message_begin(self) -> None:
-        self._status, self._ends_with_connection = 0, True
+        self._status, self._ends_with_connection, self._retry_after_s = 0, True, 0.0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if name.lower() in {b"content-length", b"transfer-encoding"}:
+        name = name.lower()
+        if name in {b"content-length", b"transfer-encoding"}:
             self._ends_with_connection = False
+        elif name == b"retry-after" and value.isdigit():
+            self._retry_after_s = float(value[:_DIGITS_MAX])
 
     def on_headers_complete(self) -> None:
         self._status = self._parser.get_status_code()
@@ -179,7 +188,7 @@ class _Connection(asyncio.Protocol):
     def _finish(self) -> None:
         done, self._done, self._sink = self._done, None, None
         if done is not None and not done.done():
-            done.set_result(Response(self._status, bytes(self._body)))
+            done.set_result(Response(self._status, bytes(self._body), self._retry_after_s))
 
     def _fail(self, why: str) -> None:
         done, self._done, self._sink = self._done, None, None

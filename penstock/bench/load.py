@@ -13,11 +13,12 @@ import msgspec
 
 from penstock import rng
 from penstock.bench.client import Client, EndpointError
-from penstock.bench.measure import Stopwatch, Tally
+from penstock.bench.measure import NO_PROMISE, Stopwatch, Tally
 from penstock.bench.prompts import Prompt
 from penstock.bench.wire import UsageReport, decode_chunk, error_text
 from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.errors import PenstockError
+from penstock.policy.promise import Promise
 
 REFUSED_PAUSE_S = 0.1
 """What a closed-loop caller waits after a failure, so that instant refusals do not become a spin."""
@@ -71,11 +72,20 @@ class Level:
 class LoadRun:
     """Runs one level. `tally` may be read while it runs."""
 
-    def __init__(self, client: Client, shape: Shape, level: Level, *, seed: int, clock: Clock) -> None:
+    def __init__(
+        self,
+        client: Client,
+        shape: Shape,
+        level: Level,
+        *,
+        seed: int,
+        clock: Clock,
+        promise: Promise = NO_PROMISE,
+    ) -> None:
         assert (level.concurrency is None) != (level.rate is None)
         self._client, self._shape, self._level = client, shape, level
         self._seed, self._clock = seed, clock
-        self.tally = Tally(seed)
+        self.tally = Tally(seed, promise)
         self.started_ns = 0
         self.ended_ns = 0
 

@@ -6,6 +6,8 @@ instead of thinning out the load (Tene, "How not to measure latency": coordinate
     intended      first output        last output     end
        |---- TTFT ----|-- ITL -|-- ITL --|-------------|
        |------------------- end to end ----------------|       TPOT = (last - first) / (tokens - 1)
+
+A request is *good* if it ended well and kept both promises, TTFT and TPOT; goodput is what the good ones got, per second.
 """
 
 from dataclasses import dataclass, field
@@ -17,10 +19,12 @@ from penstock.bench.client import Response
 from penstock.bench.stats import Samples
 from penstock.bench.wire import Chunk, UsageReport, decode_chunk, error_text
 from penstock.clock import Clock
+from penstock.policy.promise import Promise
 from penstock.protocol.sse import EventReader
 
 ERROR_KINDS_MAX = 32
 ERROR_CHARS_MAX = 200
+NO_PROMISE = Promise()
 
 
 @dataclass(slots=True)
@@ -28,10 +32,16 @@ class Tally:
     """Everything that one load level counts. All times in nanoseconds."""
 
     seed: int
+    promise: Promise = NO_PROMISE
+    """What a good request keeps."""
     sent: int = 0
     in_flight: int = 0
     ok: int = 0
     failed: int = 0
+    good: int = 0
+    """Of `ok`, those that kept the promise."""
+    good_tokens: int = 0
+    """Output tokens of those."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -131,10 +141,16 @@ class Stopwatch:
         tally.ok += 1
         tally.e2e.add(end_ns - self._intended_ns)
         num_tokens = self._count_tokens()
+        ttft_ns = (self._first_ns if self._num_chunks else end_ns) - self._intended_ns
+        tpot_ns = 0
         if self._num_chunks:
-            tally.ttft.add(self._first_ns - self._intended_ns)
+            tally.ttft.add(ttft_ns)
         if num_tokens > 1 and self._num_chunks > 1:
-            tally.tpot.add((self._last_ns - self._first_ns) // (num_tokens - 1))
+            tpot_ns = (self._last_ns - self._first_ns) // (num_tokens - 1)
+            tally.tpot.add(tpot_ns)
+        if tally.promise.is_kept(ttft_ns, tpot_ns):
+            tally.good += 1
+            tally.good_tokens += num_tokens
         return True
 
     def _count_tokens(self) -> int:

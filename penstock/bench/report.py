@@ -27,6 +27,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float
     ignore_eos: bool
     dataset: str | None = None
+    ttft_promise_ms: float = 0.0
+    """What a good request keeps; 0: no bound."""
+    tpot_promise_ms: float = 0.0
 
 
 class LevelReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +52,14 @@ class LevelReport(msgspec.Struct, frozen=True, kw_only=True):
     """"usage" (the server's own count) or "chunks" (it reports none)."""
     requests_per_s: float
     output_tokens_per_s: float
+    requests_good: int
+    """Of `requests_ok`, those that kept both promises."""
+    good_share: float
+    """`requests_good` over all that ended, failed ones included."""
+    goodput_requests_per_s: float
+    """Good requests over `duration_s`."""
+    goodput_tokens_per_s: float
+    """Output tokens of the good ones over `duration_s`."""
     ttft_ms: Distribution
     tpot_ms: Distribution
     itl_ms: Distribution
@@ -94,6 +105,10 @@ def level_report(level: Level, run: LoadRun, *, interrupted: bool = False) -> Le
         tokens_counted_by="usage" if tally.tokens_from_usage else "chunks",
         requests_per_s=tally.ok / elapsed_s,
         output_tokens_per_s=tally.output_tokens / elapsed_s,
+        requests_good=tally.good,
+        good_share=tally.good / max(1, tally.ended),
+        goodput_requests_per_s=tally.good / elapsed_s,
+        goodput_tokens_per_s=tally.good_tokens / elapsed_s,
         ttft_ms=tally.ttft.summary(divisor=NS_PER_MS),
         tpot_ms=tally.tpot.summary(divisor=NS_PER_MS),
         itl_ms=tally.itl.summary(divisor=NS_PER_MS),
@@ -135,6 +150,32 @@ def throughput_table(report: Report) -> Table:
             f"{level.output_tokens / requests:.0f}",
         )
     table.caption, table.caption_justify = "prompt, cached and output: tokens per request", "left"
+    return table
+
+
+def goodput_heading(asked: Settings) -> str:
+    """What the table of goodput counts."""
+    bounds = [
+        f"{name} within {limit:g} ms"
+        for name, limit in (("TTFT", asked.ttft_promise_ms), ("TPOT", asked.tpot_promise_ms))
+        if limit
+    ]
+    return f"Goodput: {' and '.join(bounds) or 'all answers, since nothing is promised'}"
+
+
+def goodput_table(report: Report) -> Table:
+    """One row per level: how much of it in time."""
+    table = Table()
+    for name in ("load", "good", "of all", "req/s", "output tok/s"):
+        table.add_column(name, justify="left" if name == "load" else "right")
+    for level in report.levels:
+        table.add_row(
+            level.name,
+            f"{level.requests_good:,}",
+            f"{level.good_share:.0%}",
+            f"{level.goodput_requests_per_s:.2f}",
+            f"{level.goodput_tokens_per_s:,.1f}",
+        )
     return table
 
 

@@ -36,6 +36,10 @@ class Script:
     refuse_status: int = 0
     """Refuse every chat request with this status."""
     refuse_message: str = "refused by the script"
+    refuse_first: int = 0
+    """Refuse only so many of them; 0: all."""
+    retry_after_s: int = 0
+    """What refusals say of when to come back; 0: nothing."""
     cut_after: int | None = None
     """Close the connection after this many tokens."""
     error_after: int | None = None
@@ -97,8 +101,9 @@ class StandIn:
             _reply(writer, 404, _error(f"there is no {path}"))
         else:
             self.requests.append(request := msgspec.json.decode(body))
-            if script.refuse_status:
-                _reply(writer, script.refuse_status, _error(script.refuse_message))
+            if script.refuse_status and len(self.requests) <= (script.refuse_first or len(self.requests)):
+                headers = f"retry-after: {script.retry_after_s}\r\n" if script.retry_after_s else ""
+                _reply(writer, script.refuse_status, _error(script.refuse_message), headers)
             elif request.get("stream"):
                 try:
                     return await self._stream(request, writer)
@@ -160,10 +165,11 @@ def _error(message: str) -> dict[str, object]:
     return {"error": {"message": message, "type": "scripted_error", "code": None}}
 
 
-def _reply(writer: asyncio.StreamWriter, status: int, answer: object) -> None:
+def _reply(writer: asyncio.StreamWriter, status: int, answer: object, headers: str = "") -> None:
     body = msgspec.json.encode(answer)
     head = (
-        f"HTTP/1.1 {status} Scripted\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        f"HTTP/1.1 {status} Scripted\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n{headers}\r\n"
     )
     writer.write(head.encode() + body)
 

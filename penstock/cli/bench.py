@@ -22,6 +22,8 @@ from penstock.bench.report import (
     LevelReport,
     Report,
     Settings,
+    goodput_heading,
+    goodput_table,
     latency_table,
     level_report,
     throughput_table,
@@ -33,8 +35,10 @@ from penstock.cli.bench_fit import fit_steps
 from penstock.cli.output import check_place, screen_beside, write_to
 from penstock.cli.remote import add_remote_flags, connect, no_server, pick_model
 from penstock.cli.usage import Commands, Help, number
-from penstock.clock import SystemClock, sleep
+from penstock.clock import NS_PER_MS, SystemClock, sleep
+from penstock.config.routing import TPOT_TARGET_MS, TTFT_TARGET_MS
 from penstock.errors import ConfigError
+from penstock.policy.promise import Promise
 
 PROBE_WORDS = (64, 256)
 REFRESH_S = 0.2
@@ -44,7 +48,8 @@ LEVELS_MAX = 64
 
 DESCRIPTION = """\
 Put load on any OpenAI-compatible endpoint and report time to first token (TTFT), time per output
-token (TPOT), inter-token latency (ITL), end-to-end time and throughput, with percentiles.
+token (TPOT), inter-token latency (ITL), end-to-end time, throughput and goodput, with percentiles.
+Goodput is what requests got whose TTFT and TPOT both kept the promise.
 
 Every request is timed from when it was due, not from when it could be sent."""
 
@@ -97,6 +102,7 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
         help="send for S seconds, then let the rest finish",
     )
     _add_request_flags(parser.add_argument_group("requests"))
+    _add_promise_flags(parser.add_argument_group("promises", "goodput counts requests that kept both"))
     parser.add_argument(
         "--fit",
         metavar="MODEL",
@@ -161,6 +167,20 @@ def _add_request_flags(group: "argparse._ArgumentGroup") -> None:  # pyright: ig
     )
 
 
+def _add_promise_flags(group: "argparse._ArgumentGroup") -> None:  # pyright: ignore[reportPrivateUsage]
+    for name, default, what in (
+        ("ttft", TTFT_TARGET_MS, "to the first token"),
+        ("tpot", TPOT_TARGET_MS, "per token after the first, in the mean"),
+    ):
+        group.add_argument(
+            f"--{name}-ms",
+            type=number(float, 0, 86_400_000),
+            default=default,
+            metavar="MS",
+            help=f"{what} (default: {default:g}, as a server promises; 0: no bound)",
+        )
+
+
 def _concurrencies(text: str) -> tuple[int, ...]:
     read = number(int, 1, CONCURRENCY_MAX)
     levels = tuple(int(read(part)) for part in text.split(","))
@@ -222,6 +242,7 @@ class _Bench:
             temperature=args.temperature,
             ignore_eos=args.ignore_eos,
         )
+        self._promise = Promise(round(args.ttft_ms * NS_PER_MS), round(args.tpot_ms * NS_PER_MS))
         self._started_ns = self._clock.wall_ns()
         self._reports: list[LevelReport] = []
         self._complete = False
@@ -271,7 +292,9 @@ class _Bench:
         )
 
     async def _level(self, level: Level, prompts: Iterator[Prompt]) -> None:
-        load = LoadRun(self._client, self._shape, level, seed=self._seed, clock=self._clock)
+        load = LoadRun(
+            self._client, self._shape, level, seed=self._seed, clock=self._clock, promise=self._promise
+        )
         interrupted = True
         try:
             with _progress(level, load) as refresh:
@@ -303,6 +326,8 @@ class _Bench:
                 temperature=args.temperature,
                 ignore_eos=args.ignore_eos,
                 dataset=str(args.dataset) if args.dataset else None,
+                ttft_promise_ms=args.ttft_ms,
+                tpot_promise_ms=args.tpot_ms,
             ),
             environment=read_environment(),
             levels=tuple(self._reports),
@@ -316,6 +341,8 @@ class _Bench:
 def _show(report: Report, json_path: Path | None) -> None:
     screen = screen_beside(json_path)
     screen.print(throughput_table(report))
+    screen.print(goodput_heading(report.settings), style="bold", markup=False)
+    screen.print(goodput_table(report))
     screen.print(latency_table(report))
     for level in report.levels:
         for why, count in sorted(level.errors.items(), key=lambda item: (-item[1], item[0])):

@@ -21,7 +21,7 @@ from penstock.cli.models import Part, make_part, make_tools
 from penstock.cli.processes import GatewayProcesses
 from penstock.cli.progress import LoadingDisplay
 from penstock.clock import Clock
-from penstock.config.launch import with_quota
+from penstock.config.launch import promised, with_quota
 from penstock.config.reload import with_members
 from penstock.config.tree import Config, ModelConfig, ServerConfig
 from penstock.errors import ConfigError, OperatorError
@@ -139,11 +139,12 @@ class Stack:
     def _wanted(self, model: ModelConfig, part: Part) -> list[Wanted]:
         """The workers of one model. In front of several gateway processes this one only keeps what it launches."""
         tokenizer = part.served.tokenizer
-        model = msgspec.structs.replace(model, engine=with_quota(model.engine, self._config))
+        engine = promised(with_quota(model.engine, self._config), self._config.admission)
+        wanted = msgspec.structs.replace(model, engine=engine)
         cores, heartbeat = shared_cores(self._config.fleet), self._config.health.heartbeat
         found: list[Wanted] = [
             *launched(
-                model, part.path, self._launcher, tokenizer, self._clock, heartbeat=heartbeat, cores=cores
+                wanted, part.path, self._launcher, tokenizer, self._clock, heartbeat=heartbeat, cores=cores
             )
         ]
         if self._processes is None:

@@ -7,6 +7,7 @@ The worker keeps reading afterwards; the end of the pipe means that its parent i
 from msgspec.structs import replace
 
 from penstock.config.branch import Branch
+from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config, EngineConfig
 
 SHARED_KV_QUOTA = 0.5
@@ -44,6 +45,13 @@ def with_quota(engine: EngineConfig, config: Config) -> EngineConfig:
     auth = config.auth
     many = len(config.tenants) + len(auth.keys) > 1 or bool(auth.keys_file or auth.jwt.issuer)
     return replace(engine, kv_quota_fraction=SHARED_KV_QUOTA if many else 1.0)
+
+
+def promised(engine: EngineConfig, admission: AdmissionConfig) -> EngineConfig:
+    """The engine's settings with what its gateway promises, where they do not say otherwise."""
+    if engine.tpot_target_ms is not None:
+        return engine
+    return replace(engine, tpot_target_ms=admission.tpot_target_ms)
 
 
 def share_of(engine: EngineConfig, replicas: int, cores: int) -> EngineConfig:

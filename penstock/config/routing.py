@@ -4,50 +4,51 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from penstock.config.branch import Branch, Count, Fraction, Positive
+from penstock.config.branch import Branch, Fraction, Positive
 from penstock.config.placement import PlacementConfig
 
 Milliseconds = Annotated[float, Meta(ge=0, le=86_400_000)]
 Weight = Annotated[float, Meta(ge=0, le=1)]
 
 
+TTFT_TARGET_MS, TPOT_TARGET_MS = 500.0, 50.0
+"""What is promised to every request, unless the configuration says otherwise."""
+
+
 class TtftTarget(Branch, frozen=True, kw_only=True):
-    """The time to first token that one band, one tier, or one tier within one band is promised."""
+    """The promise to one band, one tier, or one tier within one band."""
 
     band: str = ""
     """Empty: every band."""
     tier: str = ""
     """Empty: every tier."""
-    ttft_ms: Milliseconds
-    """A request that would wait longer is diverted or refused when it comes; 0 waits as long as the queue allows."""
+    ttft_ms: Milliseconds | None = None
+    """Time to first token; 0 promises none: such requests wait as long as the queue allows. Null: the next wider promise."""
+    tpot_ms: Milliseconds | None = None
+    """Time per output token after the first; 0 promises none. Null: the next wider promise."""
 
 
 class AdmissionConfig(Branch, frozen=True, kw_only=True):
     """Whether a request is let in, by the time to first token that it can expect. docs/overload.md has the story."""
 
-    ttft_target_ms: Milliseconds = 0.0
-    """The promise to bands that are not protected; 0: only the queue's own bound on waiting counts."""
-    targets: Annotated[tuple[TtftTarget, ...], Meta(max_length=256)] = ()
+    ttft_target_ms: Milliseconds = TTFT_TARGET_MS
+    """The time to first token that every request is promised: one that cannot have it is diverted or refused. 0 promises none, and
+    only the queue's own bound on waiting counts."""
+    tpot_target_ms: Milliseconds = TPOT_TARGET_MS
+    """The time per output token after the first that every request is promised; 0 promises none."""
+    idle_factor: Annotated[float, Meta(ge=1, le=100)] = 2.5
+    """No promise is shorter than this many times what the same request takes on an idle worker, as measured: what a long prompt or a
+    slow machine is promised."""
+    targets: Annotated[tuple[TtftTarget, ...], Meta(max_length=256)] = (
+        TtftTarget(tier="interactive", ttft_ms=200.0),
+        TtftTarget(band="bulk", ttft_ms=5000.0),
+    )
     """Other promises. The one that names the band and the tier goes before the one that names the tier, and that
     before the one that names the band."""
-    exit_fraction: Fraction = 0.8
-    """Once requests were turned away, they are let in again when they fit this share of the target."""
-    waiting_per_replica_max: Positive = 10
-    """While there is no good prediction: with more requests waiting than this per ready replica, requests of bands
-    that are not protected go to the smaller model."""
     prefer_fraction: Fraction = 0.5
     """`prefer` diverts when the smaller model's first token is expected within this share of the larger one's time."""
     prefer_saves_ms: Milliseconds = 200.0
     """And when that saves at least so much."""
-    cold_samples: Count = 20
-    """First requests after a worker's start that are not learned from: they measure compilation and cold caches."""
-    samples_min: Positive = 20
-    """Requests that must have been learned from, and predictions that must have been checked, before one is used."""
-    error_p90_max: Annotated[float, Meta(gt=0, le=10)] = 0.5
-    """Predictions are used while nine of ten are off by less than this share of the longer of both times."""
-    promise_error_p90_max: Annotated[float, Meta(gt=0, le=10)] = 0.7
-    """And less than this where there is a promise to hold, a target or the client's own bound. Under load times to first token scatter by
-    0.45 to 0.6 around any law, and a promise has a margin for that; what follows no law is off by 0.9."""
     retry_after_max_s: Annotated[float, Meta(ge=1, le=3600)] = 60.0
     retry_after_default_s: Annotated[float, Meta(ge=1, le=3600)] = 2.0
     """What a refused client is told while nothing is known of how fast the queue drains."""

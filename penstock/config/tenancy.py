@@ -174,4 +174,15 @@ ENTERPRISE = TierConfig(
     band="priority",
     degrade="never",
 )
-DEFAULT_TIERS = (FREE, PRO, ENTERPRISE)
+INTERACTIVE = TierConfig(
+    name="interactive",
+    requests_per_minute=600,
+    tokens_per_minute=1_000_000,
+    concurrent_max=32,
+    output_tokens_max=16_384,
+    context_tokens_max=65_536,
+    weight=4.0,
+    band="priority",
+)
+"""For people who type and wait: `admission.targets` promises it a first token in 200 ms."""
+DEFAULT_TIERS = (FREE, PRO, INTERACTIVE, ENTERPRISE)

@@ -133,6 +133,11 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     (schedule/prefill_budget.py)."""
     itl_targets: Annotated[tuple[ClassTarget, ...], Meta(max_length=64)] = ()
     """Other targets for single priority classes; the strictest class that is decoding counts."""
+    tpot_target_ms: Annotated[float, Meta(ge=0)] | None = None
+    """Milliseconds per output token that running answers are promised in the mean: requests that would make steps longer wait, and
+    prompts take what is left (schedule/row_bound.py). Never less than 2.5 times the step of a lone request, so that a slow machine
+    still runs batches. 0 promises nothing; null is `admission.tpot_target_ms`, and 50 for a worker that stands alone. Classes with
+    a target of their own (`itl_target_ms`, `itl_targets`) are promised that."""
     prefill_tokens_min: Positive = 4
     """Prompt tokens that a step takes whatever the target says, so that no prompt starves."""
     prefix_cache: bool = True

@@ -176,6 +176,7 @@ class EngineCore:
             host_loads=now.host.loads,
             generated_tokens=now.generated_tokens,
             preemptions=now.preemptions,
+            rows_max=now.rows_max,
             step_ns=self._step_ns,
             host_ns=self._step_ns - self._waited_ns,
             busy_ns=self._busy_ns + (self._clock.now_ns() - self._busy_since_ns if self._live else 0),

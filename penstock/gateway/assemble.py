@@ -21,6 +21,7 @@ from penstock.policy.gate import Gate, ModelFacts
 from penstock.policy.health import FleetHealth
 from penstock.policy.hedge import Hedges
 from penstock.policy.output_length import OutputLengths
+from penstock.policy.pace import Pace
 from penstock.policy.parts import Parts
 from penstock.policy.price import PriceList
 from penstock.policy.quarantine import Quarantine
@@ -108,12 +109,12 @@ def make_decisions(
         health=health,
         hedges=Hedges(hedge, metrics.hedged) if hedge.enabled else None,
         poison=Quarantine(config.health.quarantine),
+        pace=lambda: Pace(config.admission, config.routing.placement),
         migrations_max=config.health.migrations_max,
     )
     dispatcher = Dispatcher(
         FlowControl(config.queue, parts),
         registry,
-        gate=gate,
         limiter=limits.limiter,
         prices=prices,
         ledger=ledger,

@@ -28,7 +28,6 @@ from penstock.policy.admit_facts import DowngradeReason
 from penstock.policy.answers import Diverted, Evict, FallBack, Refused, Settled, Start
 from penstock.policy.control import FlowControl
 from penstock.policy.flow import Arrival, Flow, State
-from penstock.policy.gate import Gate
 from penstock.policy.health import FleetHealth
 from penstock.policy.price import PriceList
 from penstock.policy.rate_limit import Limiter
@@ -38,7 +37,7 @@ from penstock.telemetry.ledger import Ledger
 from penstock.telemetry.ledger_segment import Progress
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
-from penstock.types import FinishReason, RequestId, Usage, WorkerId
+from penstock.types import FinishReason, RequestId, Usage
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -69,7 +68,6 @@ class Dispatcher:
         control: FlowControl,
         registry: Registry,
         *,
-        gate: Gate,
         limiter: Limiter,
         health: FleetHealth,
         prices: PriceList,
@@ -87,13 +85,7 @@ class Dispatcher:
         use the same workers; `shed_kv_above` is flow control's; `hedges`: flow control may start a request a second time beside the first.
         """
         self.control = control
-        self._gate, self._limiter, self._ledger, self._slots, self._clock = (
-            gate,
-            limiter,
-            ledger,
-            slots,
-            clock,
-        )
+        self._limiter, self._ledger, self._slots, self._clock = limiter, ledger, slots, clock
         self._log, self._slice_tokens = log, slice_tokens
         self._tickets: dict[RequestId, Ticket] = {}
         self._by_reply: dict[Reply, Ticket] = {}
@@ -108,7 +100,6 @@ class Dispatcher:
         self._workers = WorkerFeed(
             control,
             registry,
-            gate,
             self._meters,
             is_shared=is_shared,
             shed_kv_above=shed_kv_above,
@@ -216,19 +207,10 @@ class Dispatcher:
         self._meters.began(flow)
         # From here on its prompt counts, also if nothing more is heard.
         self._ledger.slice(self._progress(flow))
-        if flow.attempts == 1:
-            error = self._gate.first_token(
-                now_ns,
-                request_id,
-                route=flow.arrival.route,
-                worker=flow.worker,
-                kind=self._kind_of(flow.worker),
-                ttft_ns=now_ns - flow.arrived_ns,
-                cached_tokens=told and told.cached_tokens,
-                prefill_ns=told.prefill_ns if told else 0,
-            )
-            if error is not None:
-                self._metrics.predicted(flow.arrival.route, error)
+        if flow.attempts == 1 and flow.predicted_ns:
+            ttft_ns = max(1, now_ns - flow.arrived_ns)
+            error = abs(flow.predicted_ns - ttft_ns) / max(flow.predicted_ns, ttft_ns)
+            self._metrics.predicted(flow.arrival.route, error)
 
     def produced(self, reply: Reply) -> None:
         """See `Owner`: a slice is full."""
@@ -287,8 +269,6 @@ class Dispatcher:
         self._slots.give_back(ticket.arrival.choices)
         settled = ticket.settled or self._end(ticket)
         flow = settled.flow
-        service_ns = flow.ended_ns - flow.dispatched_ns if flow.worker else 0
-        self._gate.stream_ended(flow.id, route=flow.arrival.route, worker=flow.worker, service_ns=service_ns)
         record = flow.record(self._clock.wall_ns())
         machine_micros = self._meters.settled(self._clock.now_ns(), flow, ticket.machine_micros)
         if self._prices.version:
@@ -352,10 +332,6 @@ class Dispatcher:
             cost_micros=self._prices.cost_micros(flow.arrival.route, usage),
             worker=flow.worker,
         )
-
-    def _kind_of(self, worker_id: WorkerId) -> str:
-        worker = self._registry.get(worker_id)
-        return "" if worker is None else worker.kind
 
     def _dispatch_soon(self) -> None:
         if not self._is_due:

@@ -8,9 +8,9 @@ from penstock.fleet.registry import Registry
 from penstock.fleet.worker import Worker
 from penstock.gateway.meters import Meters
 from penstock.policy.control import FlowControl
-from penstock.policy.gate import Gate
 from penstock.policy.room import WorkerView
 from penstock.policy.worker_state import WorkerState
+from penstock.protocol.worker import ModelInfo, Stats
 from penstock.types import WorkerId
 
 
@@ -21,7 +21,6 @@ class WorkerFeed:
         self,
         control: FlowControl,
         registry: Registry,
-        gate: Gate,
         meters: Meters,
         *,
         is_shared: bool,
@@ -32,7 +31,7 @@ class WorkerFeed:
         cannot wait for the next request: some wait, or a worker's KV memory is fuller than the share `shed_kv_above`. It may
         ask for a `refresh`, later.
         """
-        self._control, self._gate, self._meters, self._is_shared = control, gate, meters, is_shared
+        self._control, self._meters, self._is_shared = control, meters, is_shared
         self._shed_kv_above, self._on_news = shed_kv_above, on_news
         self._changed: dict[WorkerId, Worker] = {worker.id: worker for worker in registry}
         self._ready: dict[WorkerId, int] = {}
@@ -76,7 +75,6 @@ class WorkerFeed:
             self._ready.pop(worker.id, None)
         elif self._ready.get(worker.id) != worker.epoch:
             self._ready[worker.id] = worker.epoch
-            self._gate.worker_started(route, worker.id)
             self._meters.has_worker(now_ns, route, worker.id, tells=worker.engine == "penstock")
         if (stats := worker.backend.status.stats) is not None:
             num = stats.running + stats.waiting
@@ -88,7 +86,7 @@ class WorkerFeed:
         adapters = worker.backend.status.adapters
         return WorkerView(
             ready=worker.is_ready,
-            max_running=info.max_running if info is not None else 0,
+            max_running=_rows(info, stats),
             running=stats.running if stats is not None and self._is_shared else 0,
             waiting=stats.waiting if stats is not None and self._is_shared else 0,
             kv_blocks_total=stats.blocks_total if stats is not None else 0,
@@ -102,3 +100,10 @@ class WorkerFeed:
             adapters_served=adapters.served,
             capabilities=worker.backend.status.capabilities or frozenset(),
         )
+
+
+def _rows(info: ModelInfo | None, stats: Stats | None) -> int:
+    """Requests that the worker runs at once; 0 if it does not tell."""
+    if info is None:
+        return 0
+    return min(info.max_running, stats.rows_max) if stats is not None and stats.rows_max else info.max_running

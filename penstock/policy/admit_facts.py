@@ -7,23 +7,31 @@ from typing import Literal
 import msgspec
 
 from penstock.policy.tenant import Degrade, Tenant
-from penstock.policy.wait_time import Load
 
 DowngradeReason = Literal["queue_depth", "slo", "budget", "context", "complexity", "unavailable"]
 """Why another model answers. `budget`: the tenant has used most of its money, and the other one is cheaper; `context`: the request does not fit
 the model; `complexity` is the choice of `model: "auto"`; `unavailable`: the model has no worker."""
-ShedReason = Literal["queue_depth", "slo", "queue_full", "no_worker"]
+ShedReason = Literal["slo", "queue_full", "no_worker"]
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A model route as it stands, for one request. The tokens in `load` are the request's by this model's tokenizer."""
+    """A model route as it stands, for one request. Times of 0 are not known."""
 
     model: str
     ready: int
     """Ready replicas."""
-    waiting: int
-    """Requests that wait on the route, in the gateway and at its workers."""
-    load: Load
+    has_ahead: bool = False
+    """Whether anything that waits there goes before it."""
+    wait_ns: int = 0
+    """How long it would wait for its start."""
+    each_ns: int = 0
+    """By how much one more request before it would prolong that."""
+    start_ns: int = 0
+    """From there to its first token, as nine of ten such requests take."""
+    idle_ttft_ns: int = 0
+    """What it would take to its first token on an idle worker."""
+    backlog_ns: int = 0
+    """What its worker may be busy with when it starts."""
     context_tokens: int = 0
     """Prompt and answer, by this model's tokenizer."""
     max_model_len: int = 0
@@ -45,7 +53,7 @@ class AdmitFacts(msgspec.Struct, frozen=True, kw_only=True):
     degrade: Degrade | None = None
     """What the request's header says."""
     max_wait_ns: int = 0
-    """The longest that the client waits for its first token; 0: it does not say."""
+    """The longest that the client waits for its first token: goes before what is promised. 0: it does not say."""
     queue_wait_max_ns: int = 0
     """The longest that the queue keeps it; 0: no bound."""
     needs_tools: bool = False
@@ -64,7 +72,11 @@ class Admit:
     """Let it in: to the queue."""
 
     predicted_ns: int = 0
-    """Its TTFT by a prediction that is good; 0 if there is none, or none was needed."""
+    """Its expected time to first token; 0: not known, or nothing is ahead of it."""
+    first_token_ns: int = 0
+    """By when after its arrival its first token is due; 0: at no certain time."""
+    start_by_ns: int = 0
+    """How long after its arrival a start is too late for that; 0: never."""
 
 
 @dataclass(slots=True, frozen=True)

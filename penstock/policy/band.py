@@ -22,6 +22,8 @@ PROMPT_COST, CACHED_COST, OUTPUT_COST = 10, 1, 20
 """Per token, in tenths of a computed prompt token."""
 UNIT = 1000
 """Counters are integers, in so many parts of a tenth: nothing drifts."""
+_PACE = 16
+"""The mean time between two starts follows the last so many."""
 _PASSED_MAX = 8
 """Tenants that one look into the band passes over because their first request is too large."""
 
@@ -38,6 +40,8 @@ class Work(msgspec.Struct, eq=False, kw_only=True):
     deadline_ns: int = 0
     max_wait_ns: int = 0
     """0 is the band's."""
+    start_by_ns: int = 0
+    """How long it may wait and still be answered as promised; 0: as long as the queue keeps it."""
     num_bytes: int = 0
     streams: int = 1
     blocks: int = 0
@@ -133,7 +137,7 @@ class Band:
     """The tenants of one band, smallest counter first. Every operation is O(log n), amortised."""
 
     __slots__ = (
-        "_heap", "_last", "_lines", "_next_line", "aside", "config", "floor", "level", "num_active", "num_bytes",
+        "_gap_ns", "_heap", "_last", "_lines", "_next_line", "aside", "config", "floor", "level", "num_active", "num_bytes",
         "num_running", "num_tenants", "num_tokens", "served_ns", "starvation_ns", "timeout_ns", "waiting",
     )  # fmt: skip
 
@@ -148,6 +152,7 @@ class Band:
         self.aside: list[Work] = []
         """Too large for the room there was; tried first."""
         self.num_bytes = self.num_running = 0
+        self._gap_ns = 0
         self.num_active = 0
         """Tenants with work that waits or runs."""
         self.num_tokens = 0
@@ -264,6 +269,14 @@ class Band:
         others = min(len(self.waiting) - own, round((own + 1) * (self.num_tenants - (own > 0)) / weight))
         return own + others, round(self.num_tokens * (own + others) / len(self.waiting))
 
+    def gap_ns(self, now_ns: int) -> int:
+        """The time between two starts while something waits, as it was of late, and at least since the last one."""
+        return max(self._gap_ns, now_ns - self.served_ns if self.waiting else 0)
+
+    def _pace(self, now_ns: int) -> None:
+        """Something starts that waited since `served_ns` at the earliest: it was taken from the queue just now."""
+        self._gap_ns += (now_ns - self.served_ns - self._gap_ns) // (_PACE if self._gap_ns else 1)
+
     def newest(self) -> Work:
         """Who came last of those that wait; there must be one."""
         return self.waiting[next(reversed(self.waiting))]
@@ -274,6 +287,7 @@ class Band:
         self.num_active += not (line.num_waiting or line.num_running)
         line.num_running += work.streams
         self.num_running += work.streams
+        self._pace(now_ns)
         self.served_ns = now_ns
         work.running = True
         self.charge(work, cost(work.prompt_tokens, work.cached_tokens, work.output_tokens))

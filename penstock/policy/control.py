@@ -101,12 +101,13 @@ class FlowControl:
         account = self._accounts.open(now_ns, arrival)
         if isinstance(account, Refused):
             return account
-        work = work_of(arrival, now_ns, account.expected, verdict.first_token_ns)
+        work = work_of(arrival, now_ns, account.expected, verdict)
         dropped = lane.queue.push(now_ns, work)
         if isinstance(dropped, Full):
             account.undo(now_ns)
             return Refused(arrival.id, "queue", lane.overloaded(dropped))
         flow = Flow(arrival, now_ns)
+        flow.predicted_ns = verdict.predicted_ns
         self._lives[arrival.id] = Life(flow, lane, work, account)
         lane.suspect(work, self._parts.poison.trial(now_ns, arrival))
         self._touch(lane)
@@ -353,13 +354,13 @@ class FlowControl:
         if lane is None:
             parts = self._parts
             lane = self._lanes[route] = Lane(
-                self._config, route, now_ns, parts.placement(route), parts.health
+                self._config, route, now_ns, parts.placement(route), parts.health, parts.pace()
             )
         return lane
 
     def _look(self, now_ns: int, arrival: Arrival) -> Callable[[str], RouteLoad]:
         def look(route: str) -> RouteLoad:
-            return self._lane(now_ns, route).load(work_of(arrival, now_ns, 0))
+            return self._lane(now_ns, route).load(now_ns, work_of(arrival, now_ns, 0))
 
         return look
 
@@ -370,6 +371,9 @@ class FlowControl:
             error: PenstockError = _no_worker(lane.route)
             if reason == "timeout":
                 error = Evicted(f"waited {waited_s:.1f} s without a turn", retry_after_s=lane.retry_after_s())
+            elif reason == "late":
+                why = f"waited {waited_s:.1f} s, and could not be answered in time any more"
+                error = Evicted(why, retry_after_s=lane.retry_after_s())
             lane.queue.remove(work)
             told.append(self._dropped(now_ns, work, reason, error))
         if lane.down_ns is not None and lane.queue.num_waiting:

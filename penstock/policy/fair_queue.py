@@ -101,7 +101,7 @@ class FairQueue:
         self._number += 1
         work.number, work.level, work.queued_ns = self._number, level, now_ns
         band = self.bands[level]
-        work.expires_ns = now_ns + min(work.max_wait_ns or band.timeout_ns, band.timeout_ns)
+        work.expires_ns = self._until(work, now_ns)
         first_come = band.config.discipline == "fifo"
         work.order_ns = work.arrived_ns if first_come else work.deadline_ns or work.expires_ns
         self._enter(now_ns, work, lift=True)
@@ -110,12 +110,15 @@ class FairQueue:
     def requeue(self, now_ns: int, work: Work, *, has_begun: bool = False) -> None:
         """Put back what was started, where its arrival belongs. Never refused: it was accepted.
 
-        What gave nothing is charged nothing, and its wait ends when it would have. What has begun to answer is charged for
-        that at its end, and waits anew.
+        What gave nothing is charged nothing, and its wait ends when it would have, but for its promise: that it was started
+        once is no reason to refuse it for being late. What has begun to answer is charged for that at its end, and waits anew.
         """
         band = self.bands[work.level]
+        work.start_by_ns = 0
         if has_begun:
             work.queued_ns, work.expires_ns = now_ns, now_ns + band.timeout_ns
+        else:
+            work.expires_ns = self._until(work, work.queued_ns)
         band.end(work)
         band.charge(work, 0)
         self._enter(now_ns, work, lift=False)  # It did not idle.
@@ -169,10 +172,17 @@ class FairQueue:
         """One whose wait is over, still waiting; None if there is none."""
         while self._expiries and self._expiries[0][0] <= now_ns:
             work = self._expiries[0][2]
-            if work.waiting:
+            if work.waiting and work.expires_ns <= now_ns:
                 return work
             heappop(self._expiries)
         return None
+
+    def wait_on(self, work: Work, start_by_ns: int = 0) -> None:
+        """Let one that is late wait for so long in all; 0: as long as the queue keeps it."""
+        work.start_by_ns = start_by_ns
+        work.expires_ns = self._until(work, work.queued_ns)
+        self._pushes += 1
+        heappush(self._expiries, (work.expires_ns, self._pushes, work))
 
     def next_ns(self) -> int | None:
         """When the next wait is over."""
@@ -204,6 +214,11 @@ class FairQueue:
     def __len__(self) -> int:
         """How many wait."""
         return self.num_waiting
+
+    def _until(self, work: Work, since_ns: int) -> int:
+        """When the wait of a request that waits since then is over."""
+        timeout_ns = self.bands[work.level].timeout_ns
+        return since_ns + min(work.start_by_ns or timeout_ns, work.max_wait_ns or timeout_ns, timeout_ns)
 
     def _enter(self, now_ns: int, work: Work, *, lift: bool) -> None:
         self.bands[work.level].push(now_ns, work, kept_max=self._config.tenants_kept, lift=lift)

@@ -62,7 +62,7 @@ class Fallbacks:
         verdict = self._parts.admission.decide(now_ns, arrival, self._look(now_ns, arrival))
         if not isinstance(verdict, Pass):
             return None
-        work = work_of(arrival, life.flow.arrived_ns, 0, verdict.first_token_ns)
+        work = work_of(arrival, life.flow.arrived_ns, 0, verdict)
         if lane.queue.would_refuse(work):
             return None
         account = self._accounts.open(now_ns, arrival)

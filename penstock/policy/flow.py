@@ -198,13 +198,15 @@ class Flow:
 
     __slots__ = (
         "arrival", "arrived_ns", "attempts", "cached_tokens", "completion_tokens", "cost_micros",
-        "dispatched_ns", "ended_ns", "error", "finish_reason", "first_output_ns", "migrations", "outcome", "prompt_tokens", "queue_ns", "queued_ns",
+        "dispatched_ns", "ended_ns", "error", "finish_reason", "first_output_ns", "migrations", "outcome", "predicted_ns", "prompt_tokens", "queue_ns", "queued_ns",
         "reason", "state", "usage", "worker",
     )  # fmt: skip
 
     def __init__(self, arrival: Arrival, now_ns: int) -> None:
         self.arrival = arrival
         self.reason = ""
+        self.predicted_ns = 0
+        """Its time to first token as it was expected when it came; 0: it was not."""
         """Why it was evicted."""
         self.state = State.QUEUED
         self.arrived_ns = self.queued_ns = now_ns

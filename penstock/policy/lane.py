@@ -10,6 +10,7 @@ from penstock.config.flow import QueueConfig
 from penstock.errors import Overloaded
 from penstock.policy.band import Work
 from penstock.policy.fair_queue import FairQueue, Full
+from penstock.policy.pace import Pace
 from penstock.policy.parts import Health, Hold, Placement, RouteLoad
 from penstock.policy.quarantine import Trial
 from penstock.policy.room import Room, Rooms, WorkerView, uncached_tokens
@@ -38,14 +39,21 @@ class Lane:
 
     __slots__ = (
         "_config", "_down_ns", "_found", "_health", "_holds", "_last_ns", "_no_worker_ns", "_now_ns", "_suspects", "avoid", "gap_ns",
-        "held", "placement", "queue", "rooms", "route", "starting_tokens", "timer_ns",
+        "held", "pace", "placement", "queue", "rooms", "route", "starting_tokens", "timer_ns",
     )  # fmt: skip
 
     def __init__(
-        self, config: QueueConfig, route: str, now_ns: int, placement: Placement, health: Health
+        self,
+        config: QueueConfig,
+        route: str,
+        now_ns: int,
+        placement: Placement,
+        health: Health,
+        pace: Pace | None = None,
     ) -> None:
         self._config, self.route, self.placement, self._health = config, route, placement, health
-        self.queue, self.rooms = FairQueue(config), Rooms(config)
+        self.pace = pace or Pace()
+        self.queue, self.rooms = FairQueue(config), Rooms(config, self.pace.is_busy)
         self.held: Work | None = None
         """Too large for the room there was for too long: a worker is kept free for it."""
         self.avoid: dict[RequestId, set[WorkerId]] = {}
@@ -112,6 +120,7 @@ class Lane:
         """It is started there."""
         self.rooms.book(room, work)
         self.starting_tokens += uncached_tokens(work)
+        self.pace.started(now_ns, work, room)
         self.placement.started(now_ns, work, room)
 
     def place_beside(self, now_ns: int, work: Work, worker: WorkerId) -> Room | None:
@@ -156,6 +165,7 @@ class Lane:
         self._suspects.pop(work.id, None)
         room = self.rooms.get(worker_id)
         assert room is not None, f"{worker_id} is not known"
+        self.pace.began(now_ns, work, room)
         self.placement.began(now_ns, work, room)
 
     def _begin(self, worker_id: WorkerId, work: Work) -> None:
@@ -171,13 +181,22 @@ class Lane:
         room = self.rooms.get(worker_id)
         assert room is not None, f"{worker_id} is not known"
         self.rooms.release(room, work)
+        self.pace.ended(now_ns, work, room, usage)
         self.placement.ended(now_ns, work, room, usage)
 
     def next_expired(self, now_ns: int) -> tuple[Work, str] | None:
         """One whose wait is over, still in the queue, and why."""
-        work = self.queue.expired(now_ns)
-        if work is not None:
-            return work, "timeout"
+        while (work := self.queue.expired(now_ns)) is not None:
+            if not work.start_by_ns or now_ns < work.queued_ns + work.start_by_ns:
+                return work, "timeout"
+            if not self.rooms.num_ready:
+                self.queue.wait_on(work)  # Promises are those of workers that are there.
+            elif work.aside and work.deadline_ns > now_ns:
+                self.queue.wait_on(
+                    work, work.deadline_ns - work.queued_ns
+                )  # It waits for memory, not for others.
+            else:
+                return work, "late"
         oldest = self._oldest()
         if oldest is not None and self._no_worker_until(oldest) <= now_ns:
             return oldest, "no_worker"
@@ -218,24 +237,32 @@ class Lane:
             f"{whose[full.bound]} full: {full.limit} {full.unit} at most", retry_after_s=self.retry_after_s()
         )
 
-    def load(self, work: Work) -> RouteLoad:
+    def load(self, now_ns: int, work: Work) -> RouteLoad:
         """How the model stands for a request that does not wait here yet."""
         queue, rooms = self.queue, self.rooms
         level = queue.level_of(work.band)
         above = queue.bands[:level]
         requests_ahead, tokens_ahead = queue.bands[level].ahead_of(work.tenant, work.weight)
-        has_room = rooms.has_room()
+        has_room, band = rooms.has_room(), queue.bands[level]
+        ahead = sum(len(band.waiting) for band in above) + requests_ahead
+        tokens, prompt = uncached_tokens(work), work.prompt_tokens + work.cached_tokens
+        each_ns = band.gap_ns(now_ns)
         return RouteLoad(
             route=self.route,
             ready=rooms.num_ready,
             slots=rooms.num_slots,
             running=rooms.num_running,
             waiting=queue.num_waiting,
-            requests_ahead=sum(len(band.waiting) for band in above) + requests_ahead,
+            requests_ahead=ahead,
             tokens_ahead=sum(band.num_tokens for band in above) + tokens_ahead + self.starting_tokens,
             has_room=has_room,
             has_kv_room=not has_room or rooms.place(work) is not None,
             is_full=queue.would_refuse(work),
+            wait_ns=max((requests_ahead + 1) * each_ns, ahead * self.gap_ns) if ahead else 0,
+            each_ns=each_ns,
+            start_ns=self.pace.start_ns(tokens, prompt, rooms.num_running / max(1, rooms.num_ready)),
+            idle_ttft_ns=self.pace.idle_ttft_ns(tokens, prompt),
+            backlog_ns=self.pace.backlog_ns,
         )
 
     def _share(self) -> float | None:
@@ -261,11 +288,12 @@ class Lane:
         avoid = self.avoid.get(work.id, _NOBODY) if self.avoid else _NOBODY
         found = self.placement.place(now_ns, work, self.rooms, avoid, blocked)
         if isinstance(found, Hold):
-            if work.aside or len(self.queue.band_of(work).aside) < self._config.aside_max:
+            has_time = not work.start_by_ns or found.until_ns < work.expires_ns
+            if has_time and (work.aside or len(self.queue.band_of(work).aside) < self._config.aside_max):
                 work.hold_ns, work.hold_for = found.until_ns, found.worker_id
                 heappush(self._holds, (found.until_ns, work.number, work))
                 return False
-            # Aside is full, so it would be in the way of its tenant's others: it goes where there is room.
+            # It has no time for that, or aside is full, so it would be in the way of its tenant's others: it goes where there is room.
             work.hold_ns = max(now_ns, 1)
             found = self.placement.place(now_ns, work, self.rooms, avoid, blocked)
             assert not isinstance(found, Hold), "nobody is held twice"

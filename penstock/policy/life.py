@@ -10,8 +10,11 @@ from penstock.policy.band import Work, cost
 from penstock.policy.flow import Arrival, Flow, State
 from penstock.policy.kv_pressure import RunningStream, blocks_to_free, choose_victims
 from penstock.policy.lane import Lane
+from penstock.policy.parts import Pass
 from penstock.policy.room import Room
 from penstock.types import BLOCK_TOKENS, Usage, WorkerId
+
+NO_PROMISE = Pass()
 
 
 class Race(msgspec.Struct, gc=False):
@@ -42,8 +45,8 @@ class Life:
         """When it was started first, if it was then started beside that."""
 
 
-def work_of(arrival: Arrival, now_ns: int, expected: int, first_token_ns: int = 0) -> Work:
-    """What the queue is told of a request that came at `now_ns`; its first token is wanted `first_token_ns` later, 0: at no certain time."""
+def work_of(arrival: Arrival, now_ns: int, expected: int, verdict: Pass = NO_PROMISE) -> Work:
+    """What the queue is told of a request that came at `now_ns` and was let in with that `verdict`."""
     tenant = arrival.tenant
     computed = arrival.prompt_tokens - arrival.cached_tokens
     return Work(
@@ -52,8 +55,9 @@ def work_of(arrival: Arrival, now_ns: int, expected: int, first_token_ns: int = 
         tenant=tenant.id,
         weight=tenant.weight,
         arrived_ns=now_ns,
-        deadline_ns=now_ns + first_token_ns if first_token_ns else 0,
+        deadline_ns=now_ns + verdict.first_token_ns if verdict.first_token_ns else 0,
         max_wait_ns=arrival.max_wait_ns,
+        start_by_ns=verdict.start_by_ns,
         num_bytes=arrival.num_bytes,
         streams=arrival.choices,
         blocks=-(-computed // BLOCK_TOKENS) + arrival.choices,

@@ -15,6 +15,7 @@ from penstock.policy.answers import Diverted, Refused
 from penstock.policy.band import Work
 from penstock.policy.flow import Arrival
 from penstock.policy.hedge import Hedges
+from penstock.policy.pace import Pace
 from penstock.policy.quarantine import OnBoard, Trial
 from penstock.policy.room import Room, Rooms
 from penstock.policy.tenant import Tenant
@@ -121,6 +122,16 @@ class RouteLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Whether one that does has KV blocks for this request."""
     is_full: bool
     """Whether the queue would refuse it."""
+    wait_ns: int = 0
+    """How long it would wait for its start, at the pace at which its band's requests start now; 0 if nothing goes before it."""
+    each_ns: int = 0
+    """Time between two starts of its band."""
+    start_ns: int = 0
+    """From there to its first token, as nine of ten such requests take; 0: not known."""
+    idle_ttft_ns: int = 0
+    """What it would take to its first token on an idle worker; 0: not known."""
+    backlog_ns: int = 0
+    """What a worker's unfinished prompts may take when it is given another; 0: any time."""
 
 
 class Pass(msgspec.Struct, frozen=True, gc=False):
@@ -129,7 +140,9 @@ class Pass(msgspec.Struct, frozen=True, gc=False):
     predicted_ns: int = 0
     """Its expected time to first token; 0: not known."""
     first_token_ns: int = 0
-    """By when after its arrival its first token is wanted, where its band goes by that; 0: at no certain time."""
+    """By when after its arrival its first token is wanted; 0: at no certain time."""
+    start_by_ns: int = 0
+    """How long after its arrival a start is too late for that; 0: never."""
 
 
 class Admission(Protocol):
@@ -435,6 +448,8 @@ class Parts:
     """Makes the placement of a model, by its name."""
     health: Health = field(default_factory=AllHealthy)
     poison: Poison = field(default_factory=NoPoison)
+    pace: Callable[[], Pace] = Pace
+    """Makes what learns of one model's workers how fast they are."""
     hedges: Hedges | None = None
     """None: no request is started beside another attempt of itself."""
     slice_tokens: int = 256

@@ -6,7 +6,7 @@ has shown no output may not be in the last report, so its blocks count until its
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import islice
 
 import msgspec
@@ -54,7 +54,7 @@ class Room:
     """One worker's."""
 
     __slots__ = (
-        "alone", "begun", "booked", "gone", "held", "id", "number", "others", "pending_blocks", "pending_tokens", "rank", "slots", "turn",
+        "alone", "begun", "booked", "busy", "gone", "held", "id", "number", "others", "pending_blocks", "pending_tokens", "rank", "slots", "turn",
         "view",
     )  # fmt: skip
 
@@ -76,6 +76,8 @@ class Room:
         """Nobody reports for it any more."""
         self.held = False
         """Kept free for a large request."""
+        self.busy = False
+        """It has prompts enough for now."""
         self.alone = False
         """Its model has no other worker: there is nothing to choose."""
         self.rank: _Rank | None = None
@@ -87,7 +89,7 @@ class Room:
     @property
     def num_free(self) -> int:
         """Streams that could be started."""
-        return self.slots - self.booked - self.others if self.view.ready else 0
+        return self.slots - self.booked - self.others if self.view.ready and not self.busy else 0
 
     def is_able(self, work: Work) -> bool:
         """Whether it can do what the request needs."""
@@ -100,6 +102,8 @@ class Room:
             return False
         if not taken:
             return True
+        if self.busy:
+            return False
         free = self.slots - taken
         if free < work.streams and free < self.slots:
             return False
@@ -115,11 +119,12 @@ class Rooms:
     """The workers of one model, least loaded first. O(log n) for all but `hold`, which is rare, and joining when there was one."""
 
     __slots__ = (
-        "_adapters", "_config", "_fresh", "_next", "_open", "_rooms", "_starts", "held", "num_ready", "num_running", "num_slots",
+        "_adapters", "_config", "_fresh", "_is_busy", "_next", "_open", "_rooms", "_starts", "held", "num_ready", "num_running", "num_slots",
     )  # fmt: skip
 
-    def __init__(self, config: QueueConfig) -> None:
-        self._config = config
+    def __init__(self, config: QueueConfig, is_busy: Callable[[Room], bool] = lambda _: False) -> None:
+        """`is_busy`: whether a worker has prompts enough for now."""
+        self._config, self._is_busy = config, is_busy
         self._rooms: dict[WorkerId, Room] = {}
         # Sorted. Moving one in a list of a thousand takes less than one comparison of tuples, and the first ones are a slice.
         self._open: list[_Rank] = []
@@ -221,6 +226,8 @@ class Rooms:
             room.begun[work.id] = True
             room.pending_blocks -= work.blocks
             room.pending_tokens -= uncached_tokens(work)
+            if room.busy and self._rooms.get(room.id) is room:
+                self._enter(room)
 
     def release(self, room: Room, work: Work) -> None:
         """It holds nothing there any more."""
@@ -273,6 +280,7 @@ class Rooms:
     def _enter(self, room: Room) -> None:
         """Put it where it belongs now: its load, its turn or whether it has room may have changed."""
         self._leave(room)
+        room.busy = self._is_busy(room)
         if not room.held and room.num_free >= 1:
             room.rank = (_load(room), room.turn, room.number, room)
             insort(self._open, room.rank)

@@ -47,7 +47,7 @@ class Speed(msgspec.Struct, frozen=True, gc=False):
     """The same, for each stream."""
     service_s: float = _SERVICE_PRIOR_S
 
-    def prefill_s(self, tokens: int, prompt_tokens: int, streams: int) -> float:
+    def prefill_s(self, tokens: int, prompt_tokens: int, streams: float) -> float:
         """Compute `tokens` of a prompt beside so many streams."""
         alone = self.fixed_s + tokens * (self.token_s + self.pair_s * prompt_tokens)
         return alone + streams * (self.stream_s + self.token_stream_s * tokens)

@@ -211,6 +211,9 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Blocks that were copied back."""
     generated_tokens: int = 0
     preemptions: int = 0
+    rows_max: int = 0
+    """Requests that it would run at once just now: at most `ModelInfo.max_running`, fewer where its target per output token
+    bounds the batch. 0: it does not tell."""
     step_ns: int = 0
     """Nanoseconds spent in steps, all told; host work and compute."""
     host_ns: int = 0

@@ -36,7 +36,8 @@ class Leap:
 
         Nothing may be in flight. Whoever knows that an answer stops sooner asks for no more steps than until then. O(rows).
         """
-        if not self._planner.only_decodes():
+        most = min(most, self._planner.num_decode_only())
+        if most <= 0:
             return 0
         running = self._batch.running
         for request in running:

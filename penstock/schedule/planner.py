@@ -10,6 +10,7 @@ from penstock.schedule.queue import WaitingQueue
 from penstock.schedule.quota import KVQuota
 from penstock.schedule.request import Request, Status
 from penstock.schedule.reserve import AdmissionReserve
+from penstock.schedule.row_bound import RowBound
 from penstock.schedule.statistics import Counters
 from penstock.schedule.step import StepBuilder
 from penstock.schedule.step_cap import StepCap
@@ -17,6 +18,7 @@ from penstock.schedule.victim import VictimChoice
 from penstock.types import BLOCK_TOKENS, RequestId
 
 _RUNNING, _LOADING = Status.RUNNING, Status.LOADING
+_NO_BOUND = 1 << 60
 
 
 class Planner:
@@ -38,6 +40,7 @@ class Planner:
         self._clock, self._queue = clock, queue
         self._batch, self._counters, self._cap = batch, counters, cap
         self._quota, self.reserve = quota, AdmissionReserve()
+        self.row_bound = RowBound(prefill, self.reserve.estimate, limits.max_running)
         self._victims = VictimChoice(
             batch.manager.pool, limits.preemptions_max, quota.is_over, queue.served_to, limits.step_tokens
         )
@@ -46,6 +49,9 @@ class Planner:
         self._at_rest = True
         self._blocked: tuple[RequestId, int, int] | None = None
         """The head that found no room, after so many releases, at a level of the reserve."""
+        self._held: tuple[RequestId, int, int] | None = None
+        """The head that would make steps too long, after so many releases, and the plan in which it asks again."""
+        self._plans = 0
         self._unparked_at = 0
         """How many releases there were when parked requests were last let back into the queue."""
 
@@ -57,6 +63,7 @@ class Planner:
         while blocks are so short that somebody had to give way, or will have to.
         """
         step.planned_ns = self._clock.now_ns()
+        self._plans += 1
         self._at_rest, self.wants_rest = at_rest, False
         preemptions = self._counters.preemptions
         self._let_parked_back()
@@ -73,18 +80,21 @@ class Planner:
         while len(self._batch.running) > self._cap.tokens:
             self._preempt(self._batch.running[-1], now_ns)
 
-    def only_decodes(self) -> bool:
-        """Whether the next step, planned at rest, starts nobody and lets nobody back: see `Leap`."""
+    def num_decode_only(self) -> int:
+        """How many of the next steps, planned at rest, start nobody and let nobody back as long as nobody ends: see `Leap`."""
         if len(self._quota) or self._cap.is_lowered or self._manager.host.limits.num_slots:
-            return False
+            return 0
         head = self._queue.peek()
         if head is None or len(self._batch.running) >= self._limits.max_running:
-            return True
+            return _NO_BOUND
+        if self._held is not None and self._is_held(head):
+            return self._held[2] - self._plans - 1
         # While rho decays, its level may fall, and the head may ask again.
-        return not self.reserve.rho and self._is_blocked(head)
+        return _NO_BOUND if not self.reserve.rho and self._is_blocked(head) else 0
 
     def leap(self, num_steps: int) -> None:
-        """What planning so many steps leaves behind if `only_decodes`."""
+        """What planning so many steps leaves behind, at most `num_decode_only`."""
+        self._plans += num_steps
         self.wants_rest, self._at_rest = False, True
         self._unparked_at = self._batch.releases
         for _ in range(num_steps if self.reserve.rho else 0):
@@ -122,19 +132,19 @@ class Planner:
                 decoding.clear()
                 self._extend_or_preempt(request, 1, step)
         step.add_all_decoding(decoding)
-        self._open_prompts(step, len(prompts))
+        self._open_prompts(step, prompts)
         for request in prompts:
             if self.wants_rest or not step.takes_prompts:
                 return
             if request.status is _RUNNING and (num_tokens := step.room(request, request.num_planned)):
                 self._extend_or_preempt(request, num_tokens, step)
 
-    def _open_prompts(self, step: StepBuilder, num_running: int) -> None:
+    def _open_prompts(self, step: StepBuilder, prompts: list[Request]) -> None:
         """Settle what prompts may take of the step, beside the rows that decode in it."""
         head = self._queue.peek()
-        can_start = head is not None and not self._is_blocked(head)
+        can_start = head is not None and not self._is_blocked(head) and not self._is_held(head)
         free_rows = self._limits.max_running - len(self._batch.running)
-        num_prompts = num_running + can_start * min(len(self._queue), free_rows)
+        num_prompts = len(prompts) + can_start * min(len(self._queue), free_rows)
         if num_prompts:
             # All rows in the step so far decode.
             load, rows = step.load(), self._batch.rows
@@ -142,7 +152,10 @@ class Planner:
                 classes = {rows[row].priority for row in step.rows()}
             else:
                 classes = {0} if load.num_sequences else set[int]()  # All are alike.
-            step.prompts = self._prefill.open(load, classes, num_prompts)
+            oldest_ns = min((request.arrival_ns for request in prompts), default=step.planned_ns)
+            if can_start and head is not None:
+                oldest_ns = min(oldest_ns, head.arrival_ns)
+            step.prompts = self._prefill.open(load, classes, num_prompts, step.planned_ns - oldest_ns)
 
     def _end_loading(self, request: Request, now_ns: int) -> bool:
         """Whether the request's prefix has arrived. If a copy failed it starts anew, and computes that part."""
@@ -210,7 +223,17 @@ class Planner:
         max_running = min(self._limits.max_running, self._cap.tokens)
         while step.takes_prompts and len(self._batch.running) < max_running:
             head = self._queue.peek()
-            if head is None or self._is_blocked(head):
+            if head is None or self._is_blocked(head) or self._is_held(head):
+                return
+            if reserved < 0:
+                self.row_bound.open(self._batch.running)
+                reserved = sum(map(self.reserve.blocks_owed, self._batch.running))
+            if not self.row_bound.admits(head):
+                self._held = (
+                    head.request_id,
+                    self._batch.releases,
+                    self._plans + self.row_bound.refused_steps,
+                )
                 return
             match = self._manager.match_prefix(head.table, head.tokens, head.num_skippable)
             if self._is_over_quota(head, match):
@@ -218,10 +241,9 @@ class Planner:
                     return
                 self._queue.remove(head)
                 continue
-            if reserved < 0:
-                reserved = sum(map(self.reserve.blocks_owed, self._batch.running))
             if not self._try_start(head, match, step, reserved):
                 return
+            self.row_bound.started(head)
             reserved += self.reserve.blocks_owed(head)
 
     def _try_start(self, request: Request, match: PrefixMatch, step: StepBuilder, reserved: int) -> bool:
@@ -258,6 +280,13 @@ class Planner:
     def _is_blocked(self, head: Request) -> bool:
         """Whether the head was refused, and nothing has changed since that could let it in."""
         return self._blocked == (head.request_id, self._batch.releases, self.reserve.level)
+
+    def _is_held(self, head: Request) -> bool:
+        """Whether the head would have made steps too long, and it is not yet time to ask again."""
+        if self._held is None:
+            return False
+        request_id, releases, until = self._held
+        return request_id == head.request_id and releases == self._batch.releases and self._plans < until
 
     def _is_over_quota(self, head: Request, match: PrefixMatch) -> bool:
         """Whether the head must wait for its own tenant, or behind a request of it that does."""

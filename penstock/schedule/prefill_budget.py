@@ -4,13 +4,16 @@ A step costs every decoding row the time of the whole step. So prompts get what 
 
     limit = inter-token target of the strictest class that decodes             (a target is configured)
     limit = (step without prompts) x (1 + stretch of the first prompt + STRETCH x further ones that wait)
-                                                                               (automatic, the default)
+            and at most KEPT_SHARE of the target per output token              (automatic, the default)
+    limit = KEPT_SHARE of the target per output token       (automatic, and several wait, the oldest for over CROWDED_NS)
 
 The automatic limit is a bargain between those who read and those who wait. One prompt, however long, never
 doubles the inter-token time, not even that of the slowest steps but one in fifty: where steps run over their
 predictions (`overrun.py`), the first prompt's stretch is shorter. When many wait, a strict limit would be the end
 of throughput: prompts would arrive faster than they are let in and rows would run half empty, so each that waits
-may add its own stretch. With nobody decoding there is no limit but the step's token budget.
+may add its own stretch; and once some have waited for long, all get what the streams were promised to be able to spare:
+smooth reading beyond the promise is worth less than an answer that would come too late. With nobody decoding there is no limit but the
+step's token budget. How many rows may decode at once follows from the same targets: `row_bound.py`.
 
 Prompts are finished one after another: a budget split among many gives all of them a late first token. For
 the same reason a prompt joins others that end in the same step only if that pays: the `j` that would be done
@@ -22,6 +25,7 @@ The law of step times is fitted while running (`step_time.py`). Where it does no
 from dataclasses import dataclass
 from math import inf, sqrt
 
+from penstock.config.routing import TPOT_TARGET_MS
 from penstock.config.tree import EngineConfig
 from penstock.schedule.overrun import Overrun
 from penstock.schedule.plan import StepPlan
@@ -39,19 +43,32 @@ _DECODE_EVERY = 4
 """Of steps that only decode, which are much alike, one in so many is learnt from: host time is dear."""
 _KNOWN_STEPS = 64
 """Before the law has seen so many steps, errors are its own and not the machine's."""
+KEPT_SHARE = 0.9
+"""Predicted steps keep this share of the target per output token: the law predicts means, and nearly all are to be in time."""
+CROWDED_NS = 50_000_000
+"""Several prompts of which the oldest has waited for so long are a crowd. A tenth of what is promised to a first token: a lone
+prompt, or some that came just now, never take all that the promise leaves."""
+IDLE_FACTOR = 2.5
+"""That target is never taken for less than so many times the step of a lone row (as `admission.idle_factor`): no batch
+keeps what an idle machine hardly does."""
+_LONE_CONTEXT = 512
+"""The lone row's context, in tokens."""
 _NO_LIMIT = 1 << 60
 _NS_PER_MS = 1_000_000
 
 
 @dataclass(slots=True, frozen=True)
 class LatencyTargets:
-    """Inter-token times that prompts must not push a step over; 0 is automatic."""
+    """What streams were promised of the time between their tokens."""
 
     default_ns: int = 0
+    """The longest step with prompts in it; 0 is automatic."""
     by_priority: tuple[tuple[int, int], ...] = ()
     """(priority class, its target) where it is not the default."""
     tokens_min: int = 16
     """Prompt tokens that every step with prompts takes, whatever the limit says: nothing starves."""
+    tpot_ns: int = 0
+    """The mean time per output token of classes without a target of their own; 0 promises nothing."""
 
     @classmethod
     def of(cls, config: EngineConfig) -> "LatencyTargets":
@@ -60,11 +77,21 @@ class LatencyTargets:
             round(config.itl_target_ms * _NS_PER_MS),
             tuple((each.priority, round(each.itl_ms * _NS_PER_MS)) for each in config.itl_targets),
             config.prefill_tokens_min,
+            round((TPOT_TARGET_MS if config.tpot_target_ms is None else config.tpot_target_ms) * _NS_PER_MS),
         )
 
     def of_class(self, priority: int) -> int:
         """The target of a priority class, in nanoseconds; 0 is automatic."""
         return next((target for known, target in self.by_priority if known == priority), self.default_ns)
+
+    def of_rows(self, priority: int) -> int:
+        """What the rows of a priority class are promised per output token, in nanoseconds; 0 promises nothing."""
+        return self.of_class(priority) or self.tpot_ns
+
+    @property
+    def has_any(self) -> bool:
+        """Whether any class is promised anything."""
+        return bool(self.tpot_ns or self.default_ns or self.by_priority)
 
 
 class PrefillBudget:
@@ -106,13 +133,25 @@ class PrefillBudget:
         """What one waiting prompt may add to the predicted time of a step, in steps without prompts."""
         return min(max(TIMES_MAX / self.overrun.factor - 1, STRETCH_MIN), STRETCH_MAX)
 
-    def open(self, decoding: StepLoad, priorities: set[int], num_prompts: int) -> "PromptShare":
+    def kept_ns(self, target_ns: int) -> float:
+        """What a step may be predicted to take, so that the rows in it are given their tokens within a target of so many
+        nanoseconds, or within what this machine can keep.
+        """
+        lone_ns = self.model.predict_ns(StepLoad(1, 1, _LONE_CONTEXT))
+        return KEPT_SHARE * max(target_ns, IDLE_FACTOR * lone_ns)
+
+    def open(
+        self, decoding: StepLoad, priorities: set[int], num_prompts: int, waited_ns: int = 0
+    ) -> "PromptShare":
         """The share of prompts in a step whose decode rows are `decoding`, of classes `priorities`.
 
-        `num_prompts` is how many prompts are not finished or not started, at least 1.
+        `num_prompts` is how many prompts are not finished or not started, at least 1; the oldest has waited for `waited_ns`.
         """
         base_ns = self.model.predict_ns(decoding)
         automatic_ns = base_ns * (1 + self.stretch + STRETCH * (num_prompts - 1))
+        if self.targets.tpot_ns:
+            kept_ns, is_crowd = self.kept_ns(self.targets.tpot_ns), num_prompts > 1 and waited_ns > CROWDED_NS
+            automatic_ns = kept_ns if is_crowd else min(automatic_ns, kept_ns)
         targets = {self.targets.of_class(priority) for priority in priorities}
         limit_ns = min((target or automatic_ns for target in targets), default=inf)
         return PromptShare(self.model, decoding, limit_ns, num_prompts, self.targets.tokens_min)

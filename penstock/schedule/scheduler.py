@@ -248,6 +248,7 @@ class Scheduler:
             host_cached_tokens=self._counters.host_cached_tokens,
             generated_tokens=self._counters.generated_tokens,
             preemptions=self._counters.preemptions,
+            rows_max=self._planner.row_bound.rows_max,
             host=self._manager.host.statistics(),
         )
 

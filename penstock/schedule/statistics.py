@@ -34,5 +34,7 @@ class SchedulerStatistics:
     """Of `cached_tokens`, what came back from host memory."""
     generated_tokens: int
     preemptions: int
+    rows_max: int
+    """Requests that would run at once at most: fewer than the batch has rows where a target bounds them (`row_bound.py`)."""
     host: HostStatistics
     """The KV cache's host tier."""

@@ -1,17 +1,18 @@
 """What a simulated run came to, as numbers: latencies, goodput, reuse, fairness, money, and their course over time.
 
-A request is *good* when it was answered within the objective: first token and mean time per further token. Attainment
-is the share of good ones among all that came, so that refusing does not look like serving; goodput is what the good
-ones got. Percentiles are over requests that had a first token, and never without the attainment beside them.
+A request is *good* when it was answered as promised: first token and mean time per further token (judge.py). Goodput is good
+requests per second, and the tokens that they got per second; throughput is what all got. Attainment is the share of good ones
+among all that came, each counted once however often it came, so that refusing does not look like serving. Percentiles are over requests that had a first token, and never without the attainment beside them.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from penstock.clock import NS_PER_MS, NS_PER_S
+from penstock.config.routing import TPOT_TARGET_MS, TTFT_TARGET_MS
 from penstock.policy.band import PROMPT_COST, cost
 from penstock.policy.record import Outcome
 from penstock.sim.fairness import jain, largest_gap, served_by
@@ -25,8 +26,8 @@ WINDOW_MIN_S = 1.0
 class Objective(msgspec.Struct, frozen=True, kw_only=True):
     """A service level: what is promised to a request, and to how many of them."""
 
-    ttft_ms: float = 500.0
-    tpot_ms: float = 100.0
+    ttft_ms: float = TTFT_TARGET_MS
+    tpot_ms: float = TPOT_TARGET_MS
     """0: nothing is promised."""
     share: float = 0.95
     """Of requests; a window in which fewer are good is lost."""
@@ -37,6 +38,9 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True):
             return False
         in_time = record.ttft_ns <= self.ttft_ms * NS_PER_MS
         return in_time and (not self.tpot_ms or record.tpot_ns <= self.tpot_ms * NS_PER_MS)
+
+
+IsGood = Callable[[RequestRecord], bool]
 
 
 class WorkerUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,6 +167,8 @@ class Run:
     """Of every tenant, what its requests would take if all were served (`wanted_of`)."""
     weights: Mapping[str, float] = field(default_factory=dict[str, float])
     """Of tenants; 1 where none is said."""
+    is_good: IsGood | None = None
+    """Who was answered as promised; None: whoever was within the objective."""
 
 
 def wanted_of(request: SimRequest) -> float:
@@ -173,25 +179,27 @@ def wanted_of(request: SimRequest) -> float:
 def figures(run: Run, objective: Objective | None = None) -> Figures:
     """Count a run. O(n log n)."""
     objective, records = objective or Objective(), run.records
+    is_good = run.is_good or objective.good
     begins = min((record.at_ns for record in records), default=0)
     ends = max((record.end_ns for record in records), default=0)
     seconds = max((ends - begins) / NS_PER_S, 1e-9)
-    good = [record for record in records if objective.good(record)]
+    good = [record for record in records if is_good(record)]
+    asked = sum(not record.is_retry for record in records)
     begun = [record for record in records if record.first_ns >= 0]
     prompt, cached = sum(r.prompt_tokens for r in begun), sum(r.cached_tokens for r in begun)
     output = sum(r.completion_tokens for r in records)
     spent = sum(each.price_per_hour * each.paid_ns for each in run.workers) / (3600 * NS_PER_S)
     paid = sum(each.paid_ns for each in run.workers)
-    windows = _windows(records, objective, begins, seconds)
-    tenants = _tenants(run, objective)
+    windows = _windows(records, is_good, begins, seconds)
+    tenants = _tenants(run, is_good)
     started = [record.attempts for record in records if record.attempts]
     return Figures(
         seconds=seconds,
-        requests=len(records),
+        requests=asked,
         outcomes=_counted(record.outcome.value for record in records),
         reasons=_counted(r.reason for r in records if r.outcome is not Outcome.FINISHED and r.reason),
         good=len(good),
-        attainment=len(good) / len(records) if records else 1.0,
+        attainment=len(good) / asked if asked else 1.0,
         goodput_rps=len(good) / seconds,
         goodput_tps=sum(record.completion_tokens for record in good) / seconds,
         throughput_tps=output / seconds,
@@ -222,7 +230,7 @@ def _counted(words: Iterable[str]) -> dict[str, int]:
     return dict(sorted(Counter(words).items(), key=lambda item: (-item[1], item[0])))
 
 
-def _tenants(run: Run, objective: Objective) -> dict[str, TenantFigures]:
+def _tenants(run: Run, is_good: IsGood) -> dict[str, TenantFigures]:
     parts: dict[str, list[RequestRecord]] = {}
     for record in run.records:
         parts.setdefault(record.tenant, []).append(record)
@@ -230,8 +238,8 @@ def _tenants(run: Run, objective: Objective) -> dict[str, TenantFigures]:
     for name, records in sorted(parts.items()):
         served = sum(served_by(record) for record in records)
         found[name] = TenantFigures(
-            requests=len(records),
-            good=sum(objective.good(record) for record in records),
+            requests=sum(not record.is_retry for record in records),
+            good=sum(is_good(record) for record in records),
             served=served,
             # A cached prefix is cheaper than what was wanted; nobody is served more than it wants.
             wanted=max(served, run.wanted.get(name, 0.0)),
@@ -240,9 +248,7 @@ def _tenants(run: Run, objective: Objective) -> dict[str, TenantFigures]:
     return found
 
 
-def _windows(
-    records: Sequence[RequestRecord], objective: Objective, begins: int, seconds: float
-) -> list[Window]:
+def _windows(records: Sequence[RequestRecord], is_good: IsGood, begins: int, seconds: float) -> list[Window]:
     count = max(1, min(WINDOWS, int(seconds / WINDOW_MIN_S)))
     width = max(1, round(seconds * NS_PER_S / count))
     came: list[list[RequestRecord]] = [[] for _ in range(count)]
@@ -267,7 +273,7 @@ def _windows(
             Window(
                 begins_s=index * width / NS_PER_S,
                 arrived=len(each),
-                good=sum(objective.good(record) for record in each),
+                good=sum(is_good(record) for record in each),
                 refused=sum(record.outcome in _REFUSED for record in each),
                 ttft_p50_ms=ttft.p50,
                 ttft_p95_ms=ttft.p95,

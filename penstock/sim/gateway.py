@@ -9,6 +9,7 @@ The other driver of the same objects is gateway/dispatch.py, on an event loop an
 from collections.abc import Sequence
 
 from penstock import rng
+from penstock.clock import NS_PER_S
 from penstock.errors import EngineFault, PenstockError, StreamBroken, WorkerUnavailable
 from penstock.kv.events import Numbered
 from penstock.policy.answers import Abort, Diverted, Evict, FallBack, Refused, Settled, Start
@@ -21,6 +22,7 @@ from penstock.policy.hedge import HedgeOutcome, Hedges
 from penstock.policy.lease import Leases
 from penstock.policy.life import continued
 from penstock.policy.output_length import OutputLengths
+from penstock.policy.pace import Pace
 from penstock.policy.parts import Parts
 from penstock.policy.price import PriceList
 from penstock.policy.quarantine import Quarantine
@@ -96,6 +98,7 @@ class SimGateway:
             health=self.health,
             hedges=self.hedges,
             poison=Quarantine(config.health.quarantine),
+            pace=lambda: Pace(config.admission, config.routing.placement),
             migrations_max=config.health.migrations_max,
         )
         self.control = FlowControl(config.queue, parts)
@@ -163,7 +166,7 @@ class SimGateway:
                 continue
             match word:
                 case Began():
-                    self._began(now_ns, ticket, worker_id, word)
+                    self._began(now_ns, ticket, word)
                 case Sliced():
                     self._sliced(now_ns, ticket, word)
                 case Finished():
@@ -179,7 +182,7 @@ class SimGateway:
         worker_id, spec, is_shared = worker.id, worker.spec, self._facts.config.server.processes > 1
         view = WorkerView(
             ready=ready,
-            max_running=min(spec.engine.max_running, spec.engine.step_tokens),
+            max_running=report.rows_max if report is not None else spec.engine.max_running,
             running=report.running if report is not None and is_shared else 0,
             waiting=report.waiting if report is not None and is_shared else 0,
             kv_blocks_total=report.blocks_total if report is not None else 0,
@@ -190,7 +193,6 @@ class SimGateway:
         )
         if worker_id not in self._known:
             self._known[worker_id] = route
-            self.gate.worker_started(route, worker_id)
             self.caches.joined(worker_id, route, worker.identity)
         self.control.set_worker(now_ns, route, worker_id, view)
         self._dispatch(now_ns)
@@ -299,26 +301,14 @@ class SimGateway:
         del route
         self.num_hedges[outcome] += 1
 
-    def _began(self, now_ns: int, ticket: Ticket, worker_id: WorkerId, word: Began) -> None:
-        request_id, route = ticket.arrival.id, ticket.arrival.route
-        self.control.first_output(now_ns, request_id, cached_tokens=word.cached_tokens)
+    def _began(self, now_ns: int, ticket: Ticket, word: Began) -> None:
+        self.control.first_output(now_ns, ticket.arrival.id, cached_tokens=word.cached_tokens)
         ticket.first_ns, ticket.num_told = now_ns + self._facts.link_ns, 1
         ticket.usage = Usage(
             prompt_tokens=ticket.arrival.prompt_tokens,
             cached_tokens=word.cached_tokens,
             prefill_ns=word.prefill_ns,
         )
-        if ticket.attempt == 1:
-            self.gate.first_token(
-                now_ns,
-                request_id,
-                route=route,
-                worker=worker_id,
-                kind=self._facts.models[route].kind,
-                ttft_ns=now_ns - self._flow(ticket).arrived_ns,
-                cached_tokens=word.cached_tokens,
-                prefill_ns=word.prefill_ns,
-            )
 
     def _sliced(self, now_ns: int, ticket: Ticket, word: Sliced) -> None:
         stop = self.control.output(now_ns, word.id, word.num_tokens - self._flow(ticket).completion_tokens)
@@ -413,20 +403,19 @@ class SimGateway:
 
     def _evict(self, now_ns: int, evict: Evict) -> None:
         if evict.settled is not None:
-            self._settled(now_ns, evict.settled)
+            self._settled(now_ns, evict.settled, evict.error)
         elif evict.worker_id is not None:
             self._network.abort(now_ns, self.number, evict.worker_id, evict.id)
 
-    def _settled(self, now_ns: int, settled: Settled) -> None:
+    def _settled(self, now_ns: int, settled: Settled, error: PenstockError | None = None) -> None:
         flow, ticket = settled.flow, self.tickets.pop(settled.id)
-        service_ns = flow.ended_ns - flow.dispatched_ns if flow.worker else 0
-        self.gate.stream_ended(flow.id, route=flow.arrival.route, worker=flow.worker, service_ns=service_ns)
         self.clock.time_ns = now_ns
         self._witness.billed(flow.record(self.clock.wall_ns()))
-        self._witness.ended(self._record(now_ns, ticket.request, flow, ticket.first_ns))
+        self._witness.ended(self._record(now_ns, ticket, flow, _told_ns(error)))
 
-    def _record(self, now_ns: int, request: SimRequest, flow: Flow, first_ns: int) -> RequestRecord:
+    def _record(self, now_ns: int, ticket: Ticket, flow: Flow, told_ns: int) -> RequestRecord:
         assert flow.outcome is not None, "what has ended has an outcome"
+        request = ticket.request
         return RequestRecord(
             id=request.id,
             tenant=request.tenant,
@@ -435,8 +424,9 @@ class SimGateway:
             outcome=flow.outcome,
             reason=flow.reason or flow.error,
             at_ns=request.at_ns,
-            first_ns=first_ns,
+            first_ns=ticket.first_ns,
             end_ns=now_ns + self._facts.link_ns,
+            retry_after_ns=told_ns,
             prompt_tokens=flow.prompt_tokens,
             cached_tokens=flow.cached_tokens,
             completion_tokens=flow.completion_tokens,
@@ -455,6 +445,7 @@ class SimGateway:
                 band=arrival.tenant.band,
                 outcome=Outcome.REJECTED,
                 reason=refused.reason,
+                retry_after_ns=_told_ns(refused.error),
                 at_ns=now_ns - self._facts.link_ns,
                 end_ns=now_ns + self._facts.link_ns,
             )
@@ -487,3 +478,8 @@ class SimGateway:
     def _model_facts(self, name: str) -> ModelFacts | None:
         spec = self._facts.models.get(name)
         return None if spec is None else ModelFacts(max_model_len=spec.max_model_len, kinds=(spec.kind,))
+
+
+def _told_ns(error: PenstockError | None) -> int:
+    """When a refused client is to come again; 0: it was not told."""
+    return round((getattr(error, "retry_after_s", None) or 0) * NS_PER_S)

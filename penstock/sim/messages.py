@@ -76,3 +76,4 @@ class Report(msgspec.Struct, frozen=True, gc=False):
     waiting: int
     blocks_total: int
     blocks_used: int
+    rows_max: int

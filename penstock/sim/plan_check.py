@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from penstock.config.tree import EngineConfig
+from penstock.config.tree import Config, EngineConfig
 from penstock.sim.accelerators import Accelerator
 from penstock.sim.arrivals import Poisson
 from penstock.sim.figures import Figures, Objective
@@ -10,7 +10,7 @@ from penstock.sim.model_shapes import ModelShape
 from penstock.sim.plan import Demand, Option, Terms
 from penstock.sim.roofline import Placed, Roofline
 from penstock.sim.scenario import kind_of
-from penstock.sim.setup import Setup, play
+from penstock.sim.setup import Setup, play, promised
 from penstock.sim.spec import PoolSpec, WorldSpec
 from penstock.sim.worker import WorkerSpec
 from penstock.sim.workload import Callers, Chat, Lengths, even
@@ -46,10 +46,11 @@ def check_plan(
         prompt=Lengths(demand.prompt_tokens - shared, 0.0, maximum=1 << 30),
         output=Lengths(demand.output_tokens, 0.0, maximum=1 << 30),
     )  # fmt: skip
+    objective = Objective(ttft_ms=terms.ttft_ms, tpot_ms=terms.tpot_ms)
     played = play(
         Setup(
-            world=WorldSpec(pools=(PoolSpec(worker=spec, count=count),)), sources=(source,), seconds=REQUESTS / rate,
-            objective=Objective(ttft_ms=terms.ttft_ms, tpot_ms=terms.tpot_ms),
+            world=WorldSpec(config=Config(admission=promised(objective)), pools=(PoolSpec(worker=spec, count=count),)), sources=(source,), seconds=REQUESTS / rate,
+            objective=objective,
             prices={spec.kind: placed.price_per_hour},
         ),
         seed,

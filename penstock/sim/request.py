@@ -4,6 +4,9 @@ import msgspec
 
 from penstock.policy.record import Outcome
 
+RETRY_MARK = "^"
+"""Ends the id of a request that comes again, once for each time."""
+
 
 class Segment(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A piece of a prompt: the first `tokens` tokens of the content with this number.
@@ -47,6 +50,10 @@ class SimRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """How long it waits for a first token before it leaves; 0: for ever."""
     first_token_ns: int = 0
     """The bound for its first token that it tells the gateway; 0 says nothing."""
+    retries: int = 0
+    """How often its client comes again after it was refused."""
+    retry_ns: int = 0
+    """After how long, whatever it was told; 0: when it was told to."""
     poison: bool = False
     """It brings down every worker that computes its prompt."""
 
@@ -80,6 +87,13 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     worker: str = ""
     queue_ns: int = 0
     """In the gateway's queue."""
+    retry_after_ns: int = 0
+    """When it was told to come again, from its refusal on; 0: it was not."""
+
+    @property
+    def is_retry(self) -> bool:
+        """Whether its client was refused before."""
+        return self.id.endswith(RETRY_MARK)
 
     @property
     def ttft_ns(self) -> int:
@@ -91,3 +105,17 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         """Mean time per further token; 0 with less than two."""
         further = self.completion_tokens - 1
         return (self.end_ns - self.first_ns) // further if further > 0 and self.first_ns >= 0 else 0
+
+
+def unreachable(request: SimRequest, now_ns: int) -> RequestRecord:
+    """What became of a request whose client found no gateway."""
+    return RequestRecord(
+        id=request.id,
+        tenant=request.tenant,
+        model=request.model,
+        band=request.band,
+        outcome=Outcome.REJECTED,
+        reason="no_gateway",
+        at_ns=request.at_ns,
+        end_ns=now_ns,
+    )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from penstock.clock import NS_PER_S
+from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import EngineConfig
 from penstock.errors import ConfigError
 from penstock.sim.accelerators import accelerator, unknown
@@ -19,7 +20,7 @@ from penstock.sim.faults import Fault
 from penstock.sim.figures import Objective
 from penstock.sim.model_shapes import model_shape
 from penstock.sim.roofline import Placed, Roofline
-from penstock.sim.setup import Knobs, Played, Scheduling, Setup, play
+from penstock.sim.setup import Knobs, Played, Scheduling, Setup, play, promised
 from penstock.sim.spec import PoolSpec, WorldSpec
 from penstock.sim.worker import WorkerSpec
 from penstock.sim.workload import Source
@@ -162,11 +163,15 @@ def setup(
     objective: Objective | None = None, **world: object,
 ) -> Setup:  # fmt: skip
     """A setup with the knobs applied: `world` goes to `WorldSpec`."""
-    promised = objective or Objective(ttft_ms=2000, tpot_ms=150)
-    promised = msgspec.structs.replace(
-        promised, ttft_ms=knobs.ttft_ms or promised.ttft_ms, tpot_ms=knobs.tpot_ms or promised.tpot_ms
+    wanted = objective or Objective()
+    wanted = msgspec.structs.replace(
+        wanted, ttft_ms=knobs.ttft_ms or wanted.ttft_ms, tpot_ms=knobs.tpot_ms or wanted.tpot_ms
     )
-    config, fleet = described(knobs.config, pools)
+    config = knobs.config
+    # The objective is what is promised, unless other promises were set.
+    if config.admission == AdmissionConfig():
+        config = msgspec.structs.replace(config, admission=promised(wanted))
+    config, fleet = described(config, pools)
     spec = replace(WorldSpec(config=config, pools=fleet), **world)
     prices: dict[str, float] = {}
     for each in pools:
@@ -177,6 +182,6 @@ def setup(
         sources=tuple(sources),
         faults=tuple(faults),
         seconds=knobs.seconds or seconds,
-        objective=promised,
+        objective=wanted,
         prices=prices,
     )

@@ -71,4 +71,4 @@ def finished_share(played: Played, which: Callable[[RequestRecord], bool]) -> fl
 def good_share(played: Played, which: Callable[[RequestRecord], bool]) -> float:
     """The share of some requests that were answered as promised."""
     found = [record for record in played.records if which(record)]
-    return sum(played.setup.objective.good(record) for record in found) / max(1, len(found))
+    return sum(played.good(record) for record in found) / max(1, len(found))

@@ -27,7 +27,7 @@ def fault(kind: FaultKind, *, target: int = 0, amount: float = 1.0, until: int =
 def late_share(played: Played) -> float:
     """The good share of what came after everything should be well again."""
     late = [record for record in played.records if record.at_ns > RECOVERED * NS_PER_S]
-    return sum(played.setup.objective.good(record) for record in late) / max(1, len(late))
+    return sum(played.good(record) for record in late) / max(1, len(late))
 
 
 def failed_share(played: Played) -> float:

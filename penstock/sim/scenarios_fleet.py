@@ -22,7 +22,7 @@ from penstock.sim.workload import Callers, Conversations, Lengths, even
 def _check_recovers(after_s: float, share: float = 0.9) -> Check:
     def check(played: Played, _: Played | None) -> Sequence[Finding]:
         late = [record for record in played.records if record.at_ns > after_s * NS_PER_S]
-        good = sum(played.setup.objective.good(record) for record in late) / max(1, len(late))
+        good = sum(played.good(record) for record in late) / max(1, len(late))
         return (
             answered(played), no_failures(played),
             at_least(f"good share of requests after {after_s:g} s", good, share),

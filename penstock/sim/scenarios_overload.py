@@ -44,7 +44,7 @@ def _check_spike(played: Played, beside: Played | None) -> Sequence[Finding]:
     assert beside is not None
     records, begins, ends = played.records, 16 * NS_PER_S, 26 * NS_PER_S
     late = [r for r in records if r.at_ns > 45 * NS_PER_S]
-    good_late = sum(played.setup.objective.good(r) for r in late) / max(1, len(late))
+    good_late = sum(played.good(r) for r in late) / max(1, len(late))
     busy = sum(r.completion_tokens for r in records if begins < r.end_ns <= ends) / 10
     usual = beside.figures.throughput_tps
     return (

@@ -8,11 +8,13 @@ import msgspec
 import yaml
 
 from penstock.config.load import convert_config
+from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config
 from penstock.errors import ConfigError
 from penstock.sim.chaos import Chaos
 from penstock.sim.faults import Fault
 from penstock.sim.figures import Figures, Objective, Run, WorkerUse, figures, wanted_of
+from penstock.sim.judge import Judge
 from penstock.sim.request import RequestRecord, SimRequest
 from penstock.sim.result import SimResult
 from penstock.sim.spec import WorldSpec
@@ -46,6 +48,11 @@ class Played:
     result: SimResult
     records: list[RequestRecord]
     figures: Figures
+    judge: Judge
+
+    def good(self, record: RequestRecord) -> bool:
+        """Whether it was answered as promised."""
+        return self.judge.good(record)
 
 
 def play(setup: Setup, seed: int, *, on_arrival: Callable[[int], None] | None = None) -> Played:
@@ -63,7 +70,9 @@ def play(setup: Setup, seed: int, *, on_arrival: Callable[[int], None] | None = 
     if setup.faults:
         Chaos(world, setup.faults)
     result = world.run()
+    judge = Judge(promised(setup.objective), setup.world.pools, setup.world.tenants)
     run = Run(
+        is_good=judge.good,
         records=result.records,
         workers=[
             WorkerUse(
@@ -75,9 +84,13 @@ def play(setup: Setup, seed: int, *, on_arrival: Callable[[int], None] | None = 
         wanted=wanted,
         weights={name: tenant.weight for name, tenant in setup.world.tenants.items()},
     )  # fmt: skip
-    return Played(
-        seed=seed, setup=setup, result=result, records=result.records, figures=figures(run, setup.objective)
-    )
+    found = figures(run, setup.objective)
+    return Played(seed=seed, setup=setup, result=result, records=result.records, figures=found, judge=judge)
+
+
+def promised(objective: Objective) -> AdmissionConfig:
+    """The objective as a gateway promises it, with the other bands' own promises."""
+    return AdmissionConfig(ttft_target_ms=objective.ttft_ms, tpot_target_ms=objective.tpot_ms)
 
 
 class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,9 +1,10 @@
 """What a simulated world is made of, beside its requests."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.clock import NS_PER_MS
+from penstock.config.launch import promised
 from penstock.config.tree import Config
 from penstock.policy.parts import Placement
 from penstock.policy.tenant import Tenant
@@ -48,3 +49,12 @@ class WorldSpec:
     """Makes the placement of a model in place of the configured one, for comparisons; for worlds of one gateway."""
     until_ns: int = 0
     """When the run is cut off; 0: when everything has ended."""
+
+    @property
+    def tells_kv(self) -> bool:
+        """Whether gateways want to hear what workers have in their KV caches."""
+        return self.config.routing.placement.policy != "least_loaded"
+
+    def worker_of(self, pool: PoolSpec) -> WorkerSpec:
+        """A pool's workers, promised what the configuration promises."""
+        return replace(pool.worker, engine=promised(pool.worker.engine, self.config.admission))

@@ -238,7 +238,7 @@ class SimWorker:
 
     def _gauges(self) -> Report:
         now = self.scheduler.statistics()
-        return Report(now.running, now.waiting, now.blocks_total, now.blocks_used)
+        return Report(now.running, now.waiting, now.blocks_total, now.blocks_used, now.rows_max)
 
     def _report_later(self, now_ns: int) -> None:
         when_ns = now_ns + self._listener.report_ns

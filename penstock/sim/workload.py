@@ -64,6 +64,10 @@ class Callers:
     zipf: float = 1.0
     band: str = ""
     patience_s: float = 0.0
+    retries: int = 0
+    """How often a client comes again after it was refused."""
+    retry_s: float = 0.0
+    """After how long; 0: when it was told to."""
 
     def tenant(self, stream: rng.Stream) -> str:
         """One of them, by share."""
@@ -87,7 +91,7 @@ class Callers:
         return SimRequest(
             id=name, at_ns=round(at_s * NS_PER_S), tenant=tenant, model=self.model, prompt=prompt, answer=answer,
             output_tokens=output, session=session, adapter=adapter, band=self.band,
-            patience_ns=round(self.patience_s * NS_PER_S),
+            patience_ns=round(self.patience_s * NS_PER_S), retries=self.retries, retry_ns=round(self.retry_s * NS_PER_S),
         )  # fmt: skip
 
 

@@ -4,7 +4,6 @@
                                   (FlowControl)│ link
                                 SimWorker <──┘
                                   (Scheduler, KVManager)
-
 How many workers a pool has follows a schedule; whoever scales by load instead calls `scale`.
 """
 
@@ -15,15 +14,16 @@ from msgspec import structs
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.collector import calm
 from penstock.kv.events import KVEvent, Numbered
-from penstock.policy.record import Outcome, UsageRecord
+from penstock.policy.record import UsageRecord
 from penstock.sim.caches import Asked
+from penstock.sim.comebacks import Comebacks
 from penstock.sim.events import Rank, Timeline
 from penstock.sim.facts import Facts
 from penstock.sim.gateway import SimGateway
 from penstock.sim.kv_words import KVNews, KVWords
 from penstock.sim.member import Member
 from penstock.sim.messages import Report, Submission, Told
-from penstock.sim.request import RequestRecord, SimRequest
+from penstock.sim.request import RequestRecord, SimRequest, unreachable
 from penstock.sim.result import SimResult, Tally
 from penstock.sim.spec import PoolSpec, WorldSpec
 from penstock.sim.store import SharedStore
@@ -61,6 +61,7 @@ class World:
         self._on_record = on_record or self._records.append
         self._requests: Iterator[SimRequest] = iter(requests)
         self._next: SimRequest | None = None
+        self._comebacks = Comebacks(self._ask_at)
         models = {pool.model: pool.worker for pool in spec.pools}
         self.facts = Facts(spec.config, models, spec.tenants, spec.link_ns)
         self.facts.skews_ns = {
@@ -269,6 +270,7 @@ class World:
         self.tally.ended(record)
         if self.watcher is not None:
             self.watcher.ended(record)
+        self._comebacks.ended(record)
         self._on_record(record)
 
     def billed(self, record: UsageRecord) -> None:
@@ -298,6 +300,7 @@ class World:
 
     def _ask(self, now_ns: int, request: SimRequest, number: int) -> None:
         """Send it to a gateway of its region, or of any other if there is none; none at all refuses it."""
+        self._comebacks.asked(request)
         if self.watcher is not None:
             self.watcher.asked(request)
         own = self._fronts[request.region or self.regions[0]]
@@ -310,27 +313,22 @@ class World:
         self.timeline.at(when_ns, gateway.actor, Rank.MESSAGE, self._on_arrival, (gateway, request, number))
 
     def _unreachable(self, now_ns: int, request: SimRequest) -> None:
-        self.ended(
-            RequestRecord(
-                id=request.id,
-                tenant=request.tenant,
-                model=request.model,
-                band=request.band,
-                outcome=Outcome.REJECTED,
-                reason="no_gateway",
-                at_ns=request.at_ns,
-                end_ns=now_ns,
-            )
-        )
+        self.ended(unreachable(request, now_ns))
 
     def _ask_again(self, now_ns: int, requests: list[SimRequest]) -> None:
         """Clients that were cut off: each comes as a new request."""
         for request in requests:
             leaves_ns = request.cancel_at_ns and now_ns + max(0, request.cancel_at_ns - request.at_ns)
             again = structs.replace(request, id=f"{request.id}~", at_ns=now_ns, cancel_at_ns=leaves_ns)
-            number = self.tally.counters.arrived
-            self.tally.counters.arrived = number + 1
-            self._ask(now_ns, again, number)
+            self._ask_at(now_ns, again)
+
+    def _ask_at(self, when_ns: int, request: SimRequest) -> None:
+        number = self.tally.counters.arrived
+        self.tally.counters.arrived = number + 1
+        self.timeline.at(when_ns, WORLD, Rank.MESSAGE, self._on_again, (request, number))
+
+    def _on_again(self, now_ns: int, what: tuple[SimRequest, int]) -> None:
+        self._ask(now_ns, *what)
 
     def _on_arrival(self, now_ns: int, what: tuple[SimGateway, SimRequest, int]) -> None:
         gateway, request, number = what
@@ -429,9 +427,8 @@ class World:
         self._num_workers += 1
         worker_id = WorkerId(f"{pool.model}-{number}")
         actor = 1 + len(self.gateways) + number
-        tells_kv = self.spec.config.routing.placement.policy != "least_loaded"
-        key, timeline = self.facts.hash_key, self.timeline
-        worker = SimWorker(worker_id, actor, pool.worker, timeline, self, hash_key=key, tells_kv=tells_kv)
+        spec, key, timeline = self.spec.worker_of(pool), self.facts.hash_key, self.timeline
+        worker = SimWorker(worker_id, actor, spec, timeline, self, hash_key=key, tells_kv=self.spec.tells_kv)
         kv = KVWords(worker.scheduler.kv.pool, kept=self.spec.kv_kept)
         return self.members.setdefault(worker_id, Member(worker, pool, now_ns, kv))
 

@@ -11,17 +11,21 @@ from penstock.bench.prompts import Prompt
 from penstock.bench.report import LevelReport, level_report
 from penstock.bench.stand_in import Script, StandIn
 from penstock.clock import NS_PER_MS, ManualClock, SystemClock
+from penstock.policy.promise import Promise
 
 SHAPE = Shape(model="scripted", output_tokens=8)
+NO_PROMISE = Promise()
 PROMPT = Prompt(({"role": "user", "content": "hi there"},))
 
 
-def run_level(script: Script, level: Level, *, prompts: int = 1000) -> tuple[LevelReport, StandIn]:
+def run_level(
+    script: Script, level: Level, *, prompts: int = 1000, promise: Promise = NO_PROMISE
+) -> tuple[LevelReport, StandIn]:
     async def main() -> tuple[LevelReport, StandIn]:
         stand_in = StandIn(script)
         async with stand_in.listening() as url:
             client = Client(Endpoint.parse(url), limits=ClientLimits(request_timeout_s=10))
-            load = LoadRun(client, SHAPE, level, seed=1, clock=SystemClock())
+            load = LoadRun(client, SHAPE, level, seed=1, clock=SystemClock(), promise=promise)
             supply: Iterator[Prompt] = iter([PROMPT] * prompts)
             await load.run(supply)
             await client.close()
@@ -124,6 +128,37 @@ def test_the_stopwatch_runs_from_the_intended_time() -> None:
     assert tally.tpot.summary().p50 == 10 * NS_PER_MS  # 30 ms for the three tokens after the first.
     assert tally.itl.summary().max == 20 * NS_PER_MS
     assert tally.e2e.summary().p50 == 185 * NS_PER_MS
+
+
+def test_goodput_counts_requests_that_kept_both_promises_and_not_all_that_were_answered() -> None:
+    """Six due at once, served one after the other, 50 ms each: only the first are in time."""
+    script, level = (
+        Script(words=("a",), first_s=0.05),
+        Level(name="x", requests_max=6, rate=100_000.0, in_flight_max=1),
+    )
+    report, _ = run_level(script, level, promise=Promise(ttft_ns=170 * NS_PER_MS, tpot_ns=20 * NS_PER_MS))
+    assert report.requests_ok == 6
+    assert 1 <= report.requests_good <= 3
+    assert report.good_share == report.requests_good / 6
+    assert report.goodput_requests_per_s == pytest.approx(report.requests_good / report.duration_s)
+    assert report.goodput_tokens_per_s == pytest.approx(8 * report.requests_good / report.duration_s)
+    assert report.goodput_tokens_per_s < report.output_tokens_per_s
+    slow = Script(gap_s=0.03)
+    late, _ = run_level(
+        slow, Level(name="c=1", requests_max=2, concurrency=1), promise=Promise(0, 20 * NS_PER_MS)
+    )
+    assert (late.requests_ok, late.requests_good) == (2, 0)
+
+
+def test_what_failed_is_not_good() -> None:
+    level = Level(name="c=1", requests_max=3, concurrency=1)
+    report, _ = run_level(Script(refuse_status=429), level)
+    assert (report.requests_failed, report.requests_good, report.good_share) == (3, 0, 0)
+    report, _ = run_level(Script(), level)
+    assert (report.requests_good, report.good_share) == (
+        3,
+        1,
+    )  # Without a promise whatever ends well is good.
 
 
 def test_error_kinds_are_bounded() -> None:

@@ -22,7 +22,8 @@ def test_levels_table_and_report(
     argv = ["bench", "--url", url, "--concurrency", "1,3", "--requests", "6", "--prompt-tokens", "50"]
     assert main([*argv, "--output-tokens", "7", "--seed", "1", "--json", str(path)]) == 0
     shown = capsys.readouterr()
-    for word in ("scripted at", "c=1", "c=3", "TTFT", "TPOT", "ITL", "end to end", "p99"):
+    promises = "Goodput: TTFT within 500 ms and TPOT within 50 ms"
+    for word in ("scripted at", "c=1", "c=3", promises, "TTFT", "TPOT", "ITL", "end to end", "p99"):
         assert word in shown.out
     assert shown.err.splitlines()[0].startswith("c=1: 6 ok, 0 failed in ")
     report = json.loads(path.read_text())
@@ -34,9 +35,22 @@ def test_levels_table_and_report(
     assert [level["requests_ok"] for level in report["levels"]] == [6, 6]
     assert report["levels"][0]["output_tokens"] == 42
     assert report["levels"][0]["prompt_tokens"] == 6 * 50  # The probes found the template's four tokens.
+    assert [level["requests_good"] for level in report["levels"]] == [6, 6]
+    assert report["settings"]["ttft_promise_ms"] == 500
     assert set(report["environment"]) >= {"penstock", "python", "packages", "cpu", "cpus_usable"}
     prompts = [request["messages"][0]["content"] for request in server.requests]
     assert len(set(prompts)) == len(prompts) == 14  # Two probes; no prompt twice.
+
+
+def test_goodput_by_ones_own_promises(scripted: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
+    url, _ = scripted(Script(first_s=0.06))
+    argv = ["bench", "--url", url, "--concurrency", "1", "--requests", "2", "--seed", "1"]
+    assert main([*argv, "--ttft-ms", "50", "--tpot-ms", "0", "--json", "-"]) == 0
+    shown = capsys.readouterr()
+    (level,) = json.loads(shown.out)["levels"]
+    assert (level["requests_ok"], level["requests_good"], level["goodput_requests_per_s"]) == (2, 0, 0)
+    (title,) = (line for line in shown.err.splitlines() if "Goodput" in line)
+    assert title.strip() == "Goodput: TTFT within 50 ms"
 
 
 def test_the_same_seed_sends_the_same(scripted: Scripted, capsys: pytest.CaptureFixture[str]) -> None:

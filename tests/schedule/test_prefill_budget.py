@@ -133,6 +133,22 @@ def test_the_strictest_class_that_decodes_sets_the_limit() -> None:
     assert LAW.predict_ns(decoding.plus(0, tokens(5))) == pytest.approx(automatic, rel=0.03)
 
 
+def test_a_crowd_of_prompts_gets_what_the_promise_per_token_leaves_and_a_lone_one_does_not() -> None:
+    budget = PrefillBudget(LatencyTargets(tpot_ns=50_000_000))
+    budget.model = taught()
+    decoding = StepLoad(8, 8, 4000)
+
+    def step_ms(num_prompts: int, waited_ms: float) -> float:
+        tokens = budget.open(decoding, {0}, num_prompts, round(waited_ms * 1e6)).grant(0, 10**6, 4096)
+        return LAW.predict_ns(decoding.plus(0, tokens)) / 1e6
+
+    lone = LAW.predict_ns(decoding) * (1 + budget.stretch) / 1e6
+    assert step_ms(1, 0) == step_ms(1, 5000) == pytest.approx(lone, rel=0.03)
+    assert step_ms(2, 10) == pytest.approx(lone + STRETCH * LAW.predict_ns(decoding) / 1e6, rel=0.03)
+    assert step_ms(2, 60) == step_ms(40, 60) == pytest.approx(45, rel=0.03)
+    assert step_ms(40, 0) <= 45.1
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 3000)), min_size=1, max_size=8),

@@ -1,0 +1,40 @@
+"""Facts of the simulator: with more streams than steps can carry in time, decoding rows keep their target per output token."""
+
+from statistics import median, quantiles
+
+import pytest
+from sim_load import poisson
+
+from penstock.clock import NS_PER_MS
+from penstock.config.routing import AdmissionConfig
+from penstock.config.tree import Config, EngineConfig
+from penstock.policy.record import Outcome
+from penstock.sim.step_time import LinearStepTime
+from penstock.sim.worker import WorkerSpec
+from penstock.sim.world import PoolSpec, World, WorldSpec
+
+PATIENT = Config(admission=AdmissionConfig(ttft_target_ms=0, targets=()))
+
+
+def tpot_ms(engine: EngineConfig) -> list[float]:
+    """TPOT of the answers, in order of size, with more streams than steps can carry in time; prompts hardly count."""
+    worker = WorkerSpec(step_time=LinearStepTime(row_ns=1_000_000, prefill_ns=20_000), engine=engine)
+    spec = WorldSpec(config=PATIENT, pools=(PoolSpec(count=1, worker=worker),))
+    result = World(spec, poisson(1, 12, 20, prompt=20, output=200)).run()
+    return sorted(
+        (record.end_ns - record.first_ns) / (record.completion_tokens - 1) / NS_PER_MS
+        for record in result.records
+        if record.outcome is Outcome.FINISHED and record.completion_tokens > 40
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "target_ms"),
+    [(EngineConfig(itl_target_ms=35), 35), (EngineConfig(), 50)],
+    ids=["set", "default"],
+)
+def test_decoding_rows_alone_keep_the_target(engine: EngineConfig, target_ms: float) -> None:
+    times = tpot_ms(engine)
+    assert len(times) > 100
+    assert quantiles(times, n=20)[-1] <= target_ms
+    assert median(times) > 0.6 * target_ms  # And batches are no smaller than need be.
