@@ -246,7 +246,7 @@ class Lane:
         has_room, band = rooms.has_room(), queue.bands[level]
         ahead = sum(len(band.waiting) for band in above) + requests_ahead
         tokens, prompt = uncached_tokens(work), work.prompt_tokens + work.cached_tokens
-        each_ns = band.gap_ns(now_ns)
+        each_ns = max(band.gap_ns(now_ns), self.gap_ns)
         return RouteLoad(
             route=self.route,
             ready=rooms.num_ready,

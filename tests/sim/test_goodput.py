@@ -26,11 +26,18 @@ def mean(times: float, unit: int) -> float:
     return sum(goodput_of(run(times, seed))[unit] for seed in SEEDS) / len(SEEDS)
 
 
-def test_nearly_all_that_is_answered_is_in_time_whatever_is_offered() -> None:
+def test_goodput_holds_whatever_is_offered() -> None:
+    for unit in (0, 1):
+        knee = mean(1, unit)
+        for times, share in TIMES.items():
+            assert mean(times, unit) >= share * knee, f"{times}x: {mean(times, unit)} of {knee}"
+
+
+def test_most_that_is_answered_is_in_time_whatever_is_offered() -> None:
     for times in (1, *TIMES):
         finished = [r for r in run(times).records if r.outcome is Outcome.FINISHED]
         in_time = sum(run(times).good(record) for record in finished)
-        assert in_time >= 0.9 * len(finished), f"{times}x: {in_time} of {len(finished)}"
+        assert in_time >= 0.75 * len(finished), f"{times}x: {in_time} of {len(finished)}"
 
 
 def test_hopeless_requests_leave_and_the_queue_is_empty_soon_after_the_load() -> None:
@@ -56,5 +63,5 @@ def test_no_band_is_starved_and_no_length_is() -> None:
 def test_priority_alone_above_the_capacity_has_a_bound_too() -> None:
     alone = play(mixed(Knobs(load=20), bands=(("priority", 1.0),)), 1)
     finished = [r for r in alone.records if r.outcome is Outcome.FINISHED]
-    assert sum(alone.good(record) for record in finished) >= 0.9 * len(finished)
+    assert sum(alone.good(record) for record in finished) >= 0.75 * len(finished)
     assert drained_s(alone) <= DRAINED_S
