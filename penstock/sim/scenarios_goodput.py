@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from penstock.clock import NS_PER_S
 from penstock.policy.band import PROMPT_COST, cost
 from penstock.sim.arrivals import Poisson
+from penstock.sim.figures import Objective
 from penstock.sim.request import RequestRecord
 from penstock.sim.scenario import pool, setup
 from penstock.sim.scenario_parts import ANSWER, WORKER_RPS
@@ -41,7 +42,7 @@ def mixed(knobs: Knobs, *, bands: Sequence[tuple[str, float]] = BANDS, retries: 
                     prompt=PROMPTS, output=ANSWER, system_tokens=160,
                 )
             )  # fmt: skip
-    return setup(knobs, [pool(knobs, workers=WORKERS)], sources, seconds=SECONDS)
+    return setup(knobs, [pool(knobs, workers=WORKERS)], sources, seconds=SECONDS, objective=Objective())
 
 
 def goodput_of(played: Played) -> tuple[float, float]:
