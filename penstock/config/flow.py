@@ -44,7 +44,7 @@ class QueueConfig(Branch, frozen=True, kw_only=True):
         ),
         BandConfig(name="priority", order=-1, share=0.25, starvation_s=5, protected=True),
         BandConfig(name="default", order=0, share=0.1, starvation_s=30, requests_max=2048),
-        BandConfig(name="bulk", order=1, share=0.05, starvation_s=120, requests_max=4096, timeout_s=300),
+        BandConfig(name="bulk", order=1, starvation_s=120, requests_max=4096, timeout_s=300),
     )
     """Tenants of a band that is not here get the last band that has order 0 or less, else the first."""
     requests_max: Positive = 4096

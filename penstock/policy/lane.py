@@ -259,7 +259,7 @@ class Lane:
             has_kv_room=not has_room or rooms.place(work) is not None,
             is_full=queue.would_refuse(work),
             wait_ns=max((requests_ahead + 1) * each_ns, ahead * self.gap_ns) if ahead else 0,
-            each_ns=each_ns,
+            each_ns=max(each_ns, self.gap_ns),
             start_ns=self.pace.start_ns(tokens, prompt, rooms.num_running / max(1, rooms.num_ready)),
             idle_ttft_ns=self.pace.idle_ttft_ns(tokens, prompt),
             backlog_ns=self.pace.backlog_ns,

@@ -24,7 +24,7 @@ from penstock.policy.room import Room, uncached_tokens
 from penstock.policy.speed import Ran, Speed, Speeds
 from penstock.types import RequestId, Usage, WorkerId
 
-BACKLOG_SHARE = 0.25
+BACKLOG_SHARE = 0.5
 """Of the promise to everybody, what a worker's unfinished prompts may take. Less leaves workers idle while the next prompt is on
 its way to them; more is time that the queue's order cannot decide about any more."""
 _SCORED = 64

@@ -163,7 +163,7 @@ def setup(
     objective: Objective | None = None, **world: object,
 ) -> Setup:  # fmt: skip
     """A setup with the knobs applied: `world` goes to `WorldSpec`."""
-    wanted = objective or Objective()
+    wanted = objective or Objective(ttft_ms=2000, tpot_ms=150)
     wanted = msgspec.structs.replace(
         wanted, ttft_ms=knobs.ttft_ms or wanted.ttft_ms, tpot_ms=knobs.tpot_ms or wanted.tpot_ms
     )

@@ -1,4 +1,4 @@
-"""Scenarios of goodput: what is answered as promised, with default settings, at multiples of what can be served."""
+"""The workload that goodput is asked of, and what is asked: with default settings, at multiples of what can be served."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from penstock.clock import NS_PER_S
 from penstock.policy.band import PROMPT_COST, cost
 from penstock.sim.arrivals import Poisson
+from penstock.sim.figures import Objective
 from penstock.sim.request import RequestRecord
-from penstock.sim.scenario import Finding, at_least, at_most, pool, setup
-from penstock.sim.scenario_parts import ANSWER, WORKER_RPS, answered, no_failures, scenario
+from penstock.sim.scenario import pool, setup
+from penstock.sim.scenario_parts import ANSWER, WORKER_RPS
 from penstock.sim.setup import Knobs, Played, Setup
 from penstock.sim.workload import Callers, Chat, Lengths, Source, even
 
@@ -41,7 +42,7 @@ def mixed(knobs: Knobs, *, bands: Sequence[tuple[str, float]] = BANDS, retries: 
                     prompt=PROMPTS, output=ANSWER, system_tokens=160,
                 )
             )  # fmt: skip
-    return setup(knobs, [pool(knobs, workers=WORKERS)], sources, seconds=SECONDS)
+    return setup(knobs, [pool(knobs, workers=WORKERS)], sources, seconds=SECONDS, objective=Objective())
 
 
 def goodput_of(played: Played) -> tuple[float, float]:

@@ -33,7 +33,7 @@ def test_a_full_config_is_fine_and_survives_a_dump() -> None:
 
 def test_the_default_tiers() -> None:
     tiers = {tier.name: tier for tier in Config().tiers}
-    assert list(tiers) == ["free", "pro", "enterprise"]
+    assert list(tiers) == ["free", "pro", "interactive", "enterprise"]
     assert tiers["free"].context_tokens_max == 32 * 1024
     assert tiers["enterprise"].context_tokens_max == 128 * 1024
     assert tiers["free"].weight < tiers["pro"].weight < tiers["enterprise"].weight

@@ -77,7 +77,8 @@ class World:
             queue=QueueConfig(worker_credit=0),
             routing=RoutingConfig(models=(ModelRoute(model=LARGE, fallback=SMALL),)),
             admission=AdmissionConfig(
-                targets=tuple(TtftTarget(tier=tier, ttft_ms=2000) for tier in ("pro", "strict"))
+                ttft_target_ms=0,
+                targets=tuple(TtftTarget(tier=tier, ttft_ms=8000) for tier in ("pro", "strict")),
             ),
         )
         self.clock = ManualClock()
@@ -103,15 +104,13 @@ class World:
             self._turns(1)
 
     def learn(self) -> None:
-        """Serve crowds of every size up to six, until both models' laws are known."""
+        """Serve crowds of every size up to six, until the pace of both models is known."""
         for num in (*range(1, 7), *range(1, 7), *range(1, 7), 6, 6, 6):
             for _ in range(num):
                 self.send("crowd")
                 self.send("crowd", model=SMALL)
             self.step(num * ANSWER_TOKENS)
             assert self.running.gateway.num_accepted == 0
-        calibration = self.running.gateway._dispatcher._gate.calibration()
-        assert all(error is not None and error < 0.5 for error in calibration.values()), calibration
 
     def saturate(self, num: int) -> None:
         """The large model's worker is busy, and so many of a protected band wait for it."""
@@ -142,14 +141,14 @@ def world(kit, start, tmp_path):
 
 def test_what_a_client_sees_when_the_large_model_is_saturated(world) -> None:
     world.learn()
-    world.saturate(14)  # Almost 6 s, and pro is promised 2 s.
+    world.saturate(14)  # Almost 6 s, and pro is promised 8 s, of which a fifth may be spent waiting.
     allowed, left_open = world.send("pro", degrade="allow"), world.send("pro")
     never, strict = world.send("pro", degrade="never"), world.send("strict", degrade="allow")
-    in_10_s = world.send("pro", degrade="never", max_wait_ms=10_000)
+    in_20_s = world.send("pro", degrade="never", max_wait_ms=20_000)
     in_1_s = world.send("crowd", degrade="never", max_wait_ms=1000)
     patient = world.send("crowd", degrade="never", max_wait_ms=20_000)
     vip = world.send("vip", degrade="allow")
-    for refused in (never, strict, in_10_s, in_1_s):
+    for refused in (never, strict, in_1_s):
         status, headers, body = refused.answer()
         assert (status, body["error"]["code"]) == (429, "overloaded")
         assert "could not answer in time" in body["error"]["message"]
@@ -161,7 +160,7 @@ def test_what_a_client_sees_when_the_large_model_is_saturated(world) -> None:
         assert headers["x-penstock-model"] == SMALL
         assert headers["x-penstock-requested-model"] == LARGE
         assert headers["x-penstock-downgrade"] == "slo"
-    for let_in in (patient, vip):
+    for let_in in (patient, vip, in_20_s):
         status, headers, body = let_in.answer()
         assert (status, body["model"], "x-penstock-downgrade" in headers) == (200, LARGE, False)
     assert 0 < int(vip.answer()[1]["x-penstock-queue-ms"]) < int(patient.answer()[1]["x-penstock-queue-ms"])
@@ -186,13 +185,6 @@ def test_prefer_takes_the_small_model_when_that_is_much_sooner(world) -> None:
     idle = world.send("pro", degrade="prefer")
     world.step(ANSWER_TOKENS)
     assert idle.answer()[2]["model"] == LARGE, "it starts at once"
-
-
-def test_while_nothing_is_known_the_depth_of_the_queue_decides(world) -> None:
-    world.saturate(11)
-    diverted = world.send("pro")
-    world.step(ANSWER_TOKENS)
-    assert diverted.answer()[1]["x-penstock-downgrade"] == "queue_depth"
 
 
 @pytest.mark.parametrize("header", [{"degrade": "perhaps"}, {"max_wait_ms": "soon"}, {"max_wait_ms": 0}])

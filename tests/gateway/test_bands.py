@@ -29,7 +29,7 @@ class Crowd:
             kit.make_config(),
             auth={"keys_file": str(path)},
             limits={"concurrent_max": 100},
-            admission={"waiting_per_replica_max": 100},
+            admission={"ttft_target_ms": 0, "targets": ()},
         )
         queue = msgspec.structs.replace(queue or QueueConfig(), worker_credit=0)
         config = msgspec.structs.replace(config, tenants=tuple(tenants), queue=queue)

@@ -198,9 +198,7 @@ LARGE_TO_SMALL = RoutingConfig(models=(ModelRoute(model="tiny", fallback="small"
 
 
 def test_when_the_large_model_is_full_the_small_one_answers_and_says_so(kit, start) -> None:
-    config = kit.replace(
-        kit.make_config(), queue={"worker_credit": 0}, admission={"waiting_per_replica_max": 1}
-    )
+    config = kit.replace(kit.make_config(), queue={"worker_credit": 0}, admission={"ttft_target_ms": 0})
     config = msgspec.structs.replace(config, routing=LARGE_TO_SMALL)
     running = start(config, step_s=0.05, max_running=1, small=True)
     with kit.openai_client(running) as client, ThreadPoolExecutor(4) as pool:
@@ -208,14 +206,17 @@ def test_when_the_large_model_is_full_the_small_one_answers_and_says_so(kit, sta
         next(iter(holder))
         waiting = [pool.submit(ask, kit, running) for _ in range(2)]
         running.wait_until(lambda: running.gateway.num_accepted == 3)
-        answer = client.chat.completions.with_raw_response.create(**kit.chat(max_tokens=2))
+        hurried = {"x-penstock-max-wait-ms": "10"}
+        answer = client.chat.completions.with_raw_response.create(
+            **kit.chat(max_tokens=2), extra_headers=hurried
+        )
         assert answer.headers["x-penstock-model"] == "small"
         assert answer.headers["x-penstock-requested-model"] == "tiny"
-        assert answer.headers["x-penstock-downgrade"] == "queue_depth"
+        assert answer.headers["x-penstock-downgrade"] == "slo"
         assert answer.parse().model == "small"
         with pytest.raises(openai.RateLimitError) as refused:
             client.chat.completions.create(
-                **kit.chat(max_tokens=2), extra_headers={"x-penstock-degrade": "never"}
+                **kit.chat(max_tokens=2), extra_headers={**hurried, "x-penstock-degrade": "never"}
             )
         assert int(refused.value.response.headers["retry-after"]) >= 1
         holder.close()

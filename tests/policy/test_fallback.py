@@ -25,7 +25,7 @@ def made(*, small: int = 4, **queue) -> FlowControl:
         models=(ModelRoute(model="large", fallback="small"), ModelRoute(model="small", tools=False))
     )
     facts = {"large": ModelFacts(adapters=frozenset(("a",))), "small": ModelFacts(max_model_len=100)}
-    gate = Gate(AdmissionConfig(waiting_per_replica_max=100), routing, config, facts.get)
+    gate = Gate(AdmissionConfig(ttft_target_ms=0), routing, config, facts.get)
     control = FlowControl(config, Parts(admission=gate))
     control.set_worker(0, "large", W, WorkerView(max_running=1))
     if small:

@@ -1,0 +1,67 @@
+"""Goodput with default settings: requests per second that were answered as promised, at multiples of what can be served."""
+
+import functools
+
+from penstock.policy.record import Outcome
+from penstock.sim.scenarios_goodput import (
+    DRAINED_S,
+    LONG,
+    TIMES,
+    drained_s,
+    good_rate,
+    goodput_of,
+    mixed,
+)
+from penstock.sim.setup import Knobs, Played, play
+
+SEEDS = (1, 2)
+
+
+@functools.cache
+def run(times: float, seed: int = 1, retries: int = 0) -> Played:
+    return play(mixed(Knobs(load=times), retries=retries), seed)
+
+
+def mean(times: float, unit: int) -> float:
+    return sum(goodput_of(run(times, seed))[unit] for seed in SEEDS) / len(SEEDS)
+
+
+def test_goodput_holds_whatever_is_offered() -> None:
+    for unit in (0, 1):
+        knee = mean(1, unit)
+        for times, share in TIMES.items():
+            assert mean(times, unit) >= share * knee, f"{times}x: {mean(times, unit)} of {knee}"
+
+
+def test_most_that_is_answered_is_in_time_whatever_is_offered() -> None:
+    for times in (1, *TIMES):
+        finished = [r for r in run(times).records if r.outcome is Outcome.FINISHED]
+        in_time = sum(run(times).good(record) for record in finished)
+        assert in_time >= 0.75 * len(finished), f"{times}x: {in_time} of {len(finished)}"
+
+
+def test_hopeless_requests_leave_and_the_queue_is_empty_soon_after_the_load() -> None:
+    for times in TIMES:
+        assert drained_s(run(times)) <= DRAINED_S, times
+        refused = [r for r in run(times).records if r.outcome is not Outcome.FINISHED]
+        assert all(r.retry_after_ns > 0 for r in refused), "each is told when to come back"
+
+
+def test_no_band_is_starved_and_no_length_is() -> None:
+    played = run(20)
+    rates = {
+        band: good_rate(played, lambda r, band=band: r.tenant.startswith(band))
+        for band in ("priority", "default", "bulk")
+    }
+    assert all(rate > 0 for rate in rates.values()), rates
+    assert rates["priority"] > rates["default"]
+    done = [r for r in played.records if played.good(r)]
+    assert any(r.prompt_tokens >= LONG for r in done)
+    assert any(r.prompt_tokens < LONG / 4 for r in done)
+
+
+def test_priority_alone_above_the_capacity_has_a_bound_too() -> None:
+    alone = play(mixed(Knobs(load=20), bands=(("priority", 1.0),)), 1)
+    finished = [r for r in alone.records if r.outcome is Outcome.FINISHED]
+    assert sum(alone.good(record) for record in finished) >= 0.75 * len(finished)
+    assert drained_s(alone) <= DRAINED_S
