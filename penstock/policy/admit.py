@@ -97,10 +97,12 @@ class Admission:
         due_ns = facts.max_wait_ns or promise.on(self._config.idle_factor, route.idle_ttft_ns, 0).ttft_ns
         if not due_ns:
             return 0, 0, facts.queue_wait_max_ns
-        # Half of what a worker may be busy with is what it is busy with on average.
-        start_by_ns = max(1, due_ns - route.start_ns - route.backlog_ns // 2)
-        if not facts.max_wait_ns:
-            start_by_ns = min(start_by_ns, max(1, round(QUEUE_SHARE * promise.ttft_ns)))
+        if facts.max_wait_ns:
+            # Half of what a worker may be busy with is what it is busy with on average.
+            start_by_ns = max(round(QUEUE_SHARE * due_ns), due_ns - route.start_ns - route.backlog_ns // 2)
+        else:
+            start_by_ns = round(QUEUE_SHARE * promise.ttft_ns)
+        start_by_ns = max(1, start_by_ns)
         wait_max_ns = max(1, round(LET_IN_SHARE * start_by_ns))
         return due_ns, start_by_ns, _least(wait_max_ns, facts.queue_wait_max_ns)
 

@@ -96,6 +96,8 @@ class Lane:
         """The next request to start and where, taken from the queue and booked; None when nothing can start."""
         queue, rooms = self.queue, self.rooms
         self._now_ns = now_ns
+        for worker_id in self.pace.overdue(now_ns):
+            rooms.look_again(worker_id)
         if not queue.num_waiting:
             self._last_ns = None
             if self.held is not None:
@@ -161,11 +163,11 @@ class Lane:
 
     def begin(self, now_ns: int, worker_id: WorkerId, work: Work) -> None:
         """Its first output was seen."""
-        self._begin(worker_id, work)
-        self._suspects.pop(work.id, None)
         room = self.rooms.get(worker_id)
         assert room is not None, f"{worker_id} is not known"
-        self.pace.began(now_ns, work, room)
+        self.pace.began(now_ns, work, room)  # Before the room is looked at, which asks whether it is busy.
+        self._begin(worker_id, work)
+        self._suspects.pop(work.id, None)
         self.placement.began(now_ns, work, room)
 
     def _begin(self, worker_id: WorkerId, work: Work) -> None:
@@ -177,11 +179,11 @@ class Lane:
 
     def release(self, now_ns: int, worker_id: WorkerId, work: Work, usage: Usage | None = None) -> None:
         """It holds nothing of its worker any more, and used so much there, if that is known."""
-        self._begin(worker_id, work)
         room = self.rooms.get(worker_id)
         assert room is not None, f"{worker_id} is not known"
-        self.rooms.release(room, work)
         self.pace.ended(now_ns, work, room, usage)
+        self._begin(worker_id, work)
+        self.rooms.release(room, work)
         self.placement.ended(now_ns, work, room, usage)
 
     def next_expired(self, now_ns: int) -> tuple[Work, str] | None:

@@ -7,8 +7,12 @@ at a worker on nothing of the queue is in it, so it is much more certain than a 
 
     what a promise is on this machine       never less than a multiple of what an idle worker takes for that prompt
     when a request is too late              when it would miss its promise even if it were started now
-    when a worker is given another prompt   when those it has take no longer than a part of the promise: what waits in the
-                                            gateway can still go in another order, to another worker, or be refused in time
+    when a worker is given another prompt   when those it has take no longer than a part of the promise, and none of them has
+                                            waited that long: what waits in the gateway can still go in another order, to
+                                            another worker, or be refused in time
+
+The second condition needs no law: where the law is wrong (a worker that is new, or slower than it was), prompts would pile up in
+the engine, and those of a lower band would wait there behind all that come after them.
 
 Pure and deterministic: gateway and simulator use the same object.
 """
@@ -27,6 +31,8 @@ from penstock.types import RequestId, Usage, WorkerId
 BACKLOG_SHARE = 0.5
 """Of the promise to everybody, what a worker's unfinished prompts may take. Less leaves workers idle while the next prompt is on
 its way to them; more is time that the queue's order cannot decide about any more."""
+OVERDUE = 2
+"""Times that a prompt may wait at its worker before that is given no other one."""
 _SCORED = 64
 """First tokens that the margin looks back on."""
 _SCORED_MIN = 16
@@ -53,7 +59,7 @@ class _Sent:
 class Pace:
     """Of one model's workers."""
 
-    __slots__ = ("_backlog_s", "_margin", "_ratios", "_sent", "_speeds", "_tpot_s")
+    __slots__ = ("_backlog_s", "_margin", "_overdue", "_ratios", "_sent", "_speeds", "_tpot_s", "_unbegun")
 
     def __init__(
         self, admission: AdmissionConfig | None = None, placement: PlacementConfig | None = None
@@ -62,6 +68,10 @@ class Pace:
         self._backlog_s = BACKLOG_SHARE * admission.ttft_target_ms / 1000 if admission is not None else 0.0
         self._speeds = Speeds(placement or PlacementConfig())
         self._sent: dict[tuple[RequestId, WorkerId], _Sent] = {}
+        self._unbegun: dict[tuple[RequestId, WorkerId], int] = {}
+        """What was started and has no output -> when it was started, oldest first; not those in `_overdue`."""
+        self._overdue: dict[WorkerId, set[RequestId]] = {}
+        """Those that have waited at their worker for longer than its prompts may take."""
         self._ratios: deque[float] = deque(maxlen=_SCORED)
         self._margin = 1.0
         self._tpot_s: dict[str, float] = {}
@@ -96,8 +106,30 @@ class Pace:
         """Whether a worker has prompts enough for now."""
         if not self._backlog_s or not room.pending_tokens:
             return False
+        if room.id in self._overdue:
+            return True
         speed = self._speeds.of(room.view.kind)
         return speed.backlog_s(room.pending_tokens, room.booked + room.others) > self._backlog_s
+
+    def overdue(self, now_ns: int) -> list[WorkerId]:
+        """Workers that have become busy by the time alone since this was last asked. O(1) where there are none."""
+        found: list[WorkerId] = []
+        if not self._backlog_s:
+            return found
+        while self._unbegun:
+            (request_id, worker), at_ns = next(iter(self._unbegun.items()))
+            if now_ns - at_ns <= OVERDUE * self.backlog_ns:
+                break
+            del self._unbegun[request_id, worker]
+            self._overdue.setdefault(worker, set()).add(request_id)
+            found.append(worker)
+        return found
+
+    def _has_output(self, request_id: RequestId, worker: WorkerId) -> None:
+        if self._unbegun.pop((request_id, worker), None) is None and (late := self._overdue.get(worker)):
+            late.discard(request_id)
+            if not late:
+                del self._overdue[worker]
 
     def _slowest_ns(self, tokens: int, prompt_tokens: int, streams: float) -> int:
         times = (self._speeds.of(kind).prefill_s(tokens, prompt_tokens, streams) for kind in self._tpot_s)
@@ -112,9 +144,11 @@ class Pace:
         said_s = _first_s(self._speeds.of(room.view.kind), work, backlog, streams)
         waited = 0 < room.view.max_running < running
         self._sent[work.id, room.id] = _Sent(now_ns, backlog, streams, waited, said_s)
+        self._unbegun[work.id, room.id] = now_ns
 
     def began(self, now_ns: int, work: Work, room: Room) -> None:
         """Its first output came."""
+        self._has_output(work.id, room.id)
         sent = self._sent.get((work.id, room.id))
         if sent is None or sent.began_ns:
             return
@@ -141,6 +175,7 @@ class Pace:
 
     def ended(self, now_ns: int, work: Work, room: Room, usage: Usage | None) -> None:
         """It runs there no more, and used so much; None: it failed, or nothing is known."""
+        self._has_output(work.id, room.id)
         sent = self._sent.pop((work.id, room.id), None)
         if sent is None or usage is None or not sent.began_ns:
             return

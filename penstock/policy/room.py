@@ -169,6 +169,11 @@ class Rooms:
             self._enter(room)
         return room
 
+    def look_again(self, worker_id: WorkerId) -> None:
+        """Whether this worker is busy may have changed."""
+        if (room := self._rooms.get(worker_id)) is not None:
+            self._enter(room)
+
     def get(self, worker_id: WorkerId) -> Room | None:
         """The worker's room; None if it is not known."""
         return self._rooms.get(worker_id)
