@@ -40,7 +40,7 @@ def _problems(sampling: SamplingParams, vocab_size: int) -> Iterator[tuple[str, 
         ("top_k", sampling.top_k, 0, INT32_MAX),
         ("min_tokens", sampling.min_tokens, 0, INT32_MAX),
         ("max_tokens", sampling.max_tokens, 1, INT32_MAX),
-        ("seed", sampling.seed, 0, INT64_MAX),
+        ("seed", sampling.seed, -INT64_MAX - 1, INT64_MAX),
         ("logprobs", sampling.logprobs or 0, 0, vocab_size),
         ("prompt_logprobs", sampling.prompt_logprobs or 0, 0, vocab_size),
     )

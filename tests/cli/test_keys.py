@@ -107,7 +107,7 @@ def test_a_configuration_names_the_file_and_the_tiers(keys: Typed, capsys, tmp_p
     config.write_text(f"auth: {{keys_file: {keys.path}}}\ntenants: [{{id: acme, tier: pro}}]\n")
     assert main(["keys", "create", "-c", str(config), "--tenant", "acme"]) == 0
     assert main(["keys", "create", "-c", str(config), "--tenant", "x", "--tier", "gold"]) == 2
-    assert "there is no tier 'gold'; there are enterprise, free, pro" in capsys.readouterr().err
+    assert "there is no tier 'gold'; there are enterprise, free, interactive, pro" in capsys.readouterr().err
     assert [key.tenant for key in read_keys(keys.path)] == ["acme"]
 
 

@@ -32,6 +32,8 @@ from penstock.types import ModelName
 
 KEY = "sk-test-key-0123456789"
 OTHER_KEY = "sk-other-key-0123456789"
+NO_PROMISES = {"ttft_target_ms": 0, "tpot_target_ms": 0, "targets": ()}
+"""For tests of what waits: nothing is refused because it would be late."""
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
     "{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}\n{% endfor %}"
@@ -242,7 +244,7 @@ def kit() -> types.SimpleNamespace:
     """What test modules share; they cannot import one another."""
     return types.SimpleNamespace(
         KEY=KEY, Raw=Raw, chat=chat, get=get, post=post, make_config=make_config, replace=replace,
-        openai_client=openai_client, RunningGateway=RunningGateway,
+        openai_client=openai_client, RunningGateway=RunningGateway, NO_PROMISES=NO_PROMISES,
     )  # fmt: skip
 
 

@@ -155,7 +155,7 @@ def test_models_tell_the_callers_own_limits(start, kit):
     )
     tenants = tuple(
         TenantConfig(id=TenantTable(config, clock=SystemClock()).of_key(key.encode()).tenant.id, tier=tier)
-        for key, tier in ((kit.KEY, "gold"), ("sk-other", "free"))
+        for key, tier in ((kit.KEY, "gold"), ("sk-other-key-0123456789", "free"))
     )
     running = start(msgspec.structs.replace(config, tiers=tiers, tenants=tenants))
 
@@ -169,7 +169,7 @@ def test_models_tell_the_callers_own_limits(start, kit):
     }  # fmt: skip
     for path in ("/v1/models", "/v1/models/tiny"):
         assert limits(path, kit.KEY) == gold
-        free = limits(path, "sk-other")
+        free = limits(path, "sk-other-key-0123456789")
         assert (free["tier"], free["requests_per_minute"], free["context_tokens"]) == ("free", 1, None)
 
 
@@ -253,7 +253,7 @@ def test_a_tenant_takes_no_more_than_its_share_of_the_waiting(cold, kit):
     waiting = [raw for raw in raws if raw.socket is not refused]
     assert b"wait for the model 'tiny' to start" in refused.recv(65536)
     refused.close()
-    waiting.append(kit.Raw(at.running).send(kit.post(CHAT, kit.chat(max_tokens=1), key="sk-other")))
+    waiting.append(kit.Raw(at.running).send(kit.post(CHAT, kit.chat(max_tokens=1), key="sk-other-key-0123456789")))
     assert not answered(waiting, 0.2), "another tenant has a share of its own"
     waiting.pop(0).close()
     while True:  # One that leaves makes room, as soon as that is known.

@@ -46,7 +46,7 @@ def ask(kit, running, *, key=None, **fields):
 
 
 def test_what_has_no_room_waits_and_is_started_late(kit, start) -> None:
-    config = kit.replace(kit.make_config(), queue={"worker_credit": 0})
+    config = kit.replace(kit.make_config(), queue={"worker_credit": 0}, admission=kit.NO_PROMISES)
     running = start(config, step_s=0.005, max_running=2)
     most, stop = 0, threading.Event()
 

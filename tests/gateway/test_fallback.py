@@ -8,7 +8,7 @@ import pytest
 
 from penstock.config.flow import QueueConfig
 from penstock.config.ledger import LedgerConfig
-from penstock.config.routing import ModelRoute, RoutingConfig
+from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -17,6 +17,7 @@ def test_who_waits_is_answered_by_the_fallback_and_whoever_may_not_is_told(kit, 
         kit.make_config(),
         routing=RoutingConfig(models=(ModelRoute(model="tiny", fallback="small"),)),
         queue=QueueConfig(worker_credit=0, no_worker_wait_s=0.5),
+        admission=AdmissionConfig(**kit.NO_PROMISES),
         ledger=LedgerConfig(directory=str(tmp_path / "ledger")),
     )
     running = kit.RunningGateway(config, small=True, max_running=1, step_s=0.01)

@@ -248,7 +248,9 @@ def test_a_model_that_was_asked_for_by_name(kit, auto_gateway) -> None:
 
 def test_in_a_band_of_deadlines_who_waits_less_long_starts_first(kit) -> None:
     bands = (BandConfig(name="default", order=0, discipline="deadline"),)
-    config = kit.replace(kit.make_config(), queue={"bands": bands, "worker_credit": 0})
+    config = kit.replace(
+        kit.make_config(), queue={"bands": bands, "worker_credit": 0}, admission=kit.NO_PROMISES
+    )
     running = kit.RunningGateway(config, max_running=1, step_s=0.01)
     asked = [("first", 400, ()), ("patient", 2, ()), ("urgent", 2, ("x-penstock-max-wait-ms: 30000",))]
     sockets = []

@@ -35,7 +35,7 @@ class CountingHasher(BlockHasher):
 
 class Engine:
     def __init__(self) -> None:
-        self.hasher = CountingHasher(key=bytes(32), model="m", kv_dtype="float32")
+        self.hasher = CountingHasher(key=bytes(32), identity="m float32")
         manager = KVManager.with_prefix_cache(2 * LENGTH // 16 + 64, self.hasher)
         self.clock = ManualClock()
         limits = Limits(step_tokens=STEP_TOKENS, max_running=8, max_model_len=LENGTH + 1000)

@@ -54,10 +54,10 @@ def test_a_quota_refuses_the_one_who_is_over_it() -> None:
 
 def test_settings_reach_knobs_and_the_configuration() -> None:
     knobs = with_settings(
-        Knobs(), {"load": "2", "workers": "3", "queue.headroom": "0.2", "admission.samples_min": "50"}
+        Knobs(), {"load": "2", "workers": "3", "queue.headroom": "0.2", "admission.idle_factor": "3"}
     )
     assert (knobs.load, knobs.workers, knobs.config.queue.headroom) == (2.0, 3, 0.2)
-    assert knobs.config.admission.samples_min == 50
+    assert knobs.config.admission.idle_factor == 3
 
 
 @pytest.mark.parametrize(
