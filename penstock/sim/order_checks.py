@@ -189,7 +189,7 @@ class OrderChecks:
     def _could_start(self, look: _Look, work: Work, room: Room, *, given: int = 0, blocks: int = 0) -> bool:
         """Whether a request that waits could run there, were the last `given` starts with so many `blocks` not."""
         view, booked = room.view, room.booked - given
-        if not view.ready or room.held or 0 < view.max_model_len < work.context_tokens:
+        if not view.ready or room.busy or room.held or 0 < view.max_model_len < work.context_tokens:
             return False
         if work.goes_on and not goes_on_at(work, view):
             return False
