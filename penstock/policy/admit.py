@@ -27,11 +27,13 @@ from penstock.policy.promise import Promises
 from penstock.policy.tenant import Degrade, Tenant
 from penstock.policy.tenant_limits import may_use_model
 
-QUEUE_SHARE = 0.35
+QUEUE_SHARE = 0.3
 """Of the promise as configured, what a request may wait for its start; the rest is its worker's. The same for long prompts as for short
 ones, whose promises differ: else long ones would be all that is left of a long queue."""
 LET_IN_SHARE = 0.6
 """Of that, the wait that is expected of a request when it is let in: how long others take is never known exactly."""
+PROTECTED_SHARE = 0.35
+"""Of the promise, what a request of a protected band may wait, and is let in for: what comes after it does not go before it."""
 _AT_ONCE = Admit()
 
 
@@ -101,9 +103,10 @@ class Admission:
             # Half of what a worker may be busy with is what it is busy with on average.
             start_by_ns = max(round(QUEUE_SHARE * due_ns), due_ns - route.start_ns - route.backlog_ns // 2)
         else:
-            start_by_ns = round(QUEUE_SHARE * promise.ttft_ns)
+            start_by_ns = round((PROTECTED_SHARE if facts.is_protected else QUEUE_SHARE) * promise.ttft_ns)
         start_by_ns = max(1, start_by_ns)
-        wait_max_ns = max(1, round(LET_IN_SHARE * start_by_ns))
+        share = 1.0 if facts.is_protected else LET_IN_SHARE
+        wait_max_ns = max(1, round(share * start_by_ns))
         return due_ns, start_by_ns, _least(wait_max_ns, facts.queue_wait_max_ns)
 
     def _first_that_fits(self, facts: AdmitFacts) -> Candidate | None:

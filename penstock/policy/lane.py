@@ -248,7 +248,8 @@ class Lane:
         has_room, band = rooms.has_room(), queue.bands[level]
         ahead = sum(len(band.waiting) for band in above) + requests_ahead
         tokens, prompt = uncached_tokens(work), work.prompt_tokens + work.cached_tokens
-        each_ns = band.gap_ns(now_ns)
+        # A protected band goes first, so it has the model's pace. Others have what those above leave them, which is seen in their own.
+        each_ns = self.gap_ns if band.config.protected else band.gap_ns(now_ns)
         return RouteLoad(
             route=self.route,
             ready=rooms.num_ready,

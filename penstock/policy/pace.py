@@ -31,7 +31,7 @@ from penstock.types import RequestId, Usage, WorkerId
 BACKLOG_SHARE = 0.5
 """Of the promise to everybody, what a worker's unfinished prompts may take. Less leaves workers idle while the next prompt is on
 its way to them; more is time that the queue's order cannot decide about any more."""
-OVERDUE = 2
+OVERDUE = 1.5
 """Times that a prompt may wait at its worker before that is given no other one."""
 _SCORED = 64
 """First tokens that the margin looks back on."""

@@ -1,6 +1,6 @@
 """The promise: a request's tokens and log-probabilities do not depend on anything but itself, to the last bit."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -233,4 +233,5 @@ def test_overlap_and_stop_tokens_change_nothing(case: Case) -> None:
     expected = case.driver(overlap="off", prefix_cache=False).ask(prompts(), how)
     assert sum(answer.finish is FinishReason.STOP for answer in expected) > 3
     answers = case.driver(overlap="on").ask(prompts(), how)
-    assert answers == expected
+    # What is in the cache when a request starts depends on when it starts; its answer does not.
+    assert [replace(answer, cached_tokens=0) for answer in answers] == expected
