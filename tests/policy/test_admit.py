@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_diverted_where_both_allow_it(tenant, asked, expect
 
 
 def test_the_next_fallback_when_the_first_does_not_fit_either() -> None:
-    fallbacks = lookup(at("medium", ahead_s=2), at("small", ahead_s=0.2))
+    fallbacks = lookup(at("medium", ahead_s=2), at("small", ahead_s=0.15))
     facts = AdmitFacts(tenant=NOBODY, requested=at("large", ahead_s=3), candidate=fallbacks)
     assert admission().decide(0, facts) == Divert("small", "slo")
 
@@ -190,7 +190,7 @@ def test_prefer_takes_what_is_much_sooner() -> None:
     again = AdmitFacts(
         tenant=NOBODY,
         degrade="prefer",
-        requested=at("medium", ahead_s=0.2),
+        requested=at("medium", ahead_s=0.15),
         tried=frozenset({"large"}),
         candidate=fallbacks,
     )

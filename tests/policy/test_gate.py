@@ -85,8 +85,8 @@ def test_who_says_that_it_waits_is_let_in() -> None:
 
 def test_what_is_too_late_leaves_the_queue_and_is_told_when_to_come_back() -> None:
     rig = crowded()
-    assert not rig.flow.dispatch(170 * NS_PER_MS)
-    (evicted,) = rig.flow.dispatch(180 * NS_PER_MS)
+    assert not rig.flow.dispatch(145 * NS_PER_MS)
+    (evicted,) = rig.flow.dispatch(155 * NS_PER_MS)
     assert isinstance(evicted, Evict)
     assert (evicted.id, evicted.reason) == ("r10004", "late")
     assert isinstance(evicted.error, Evicted)
