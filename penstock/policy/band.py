@@ -24,6 +24,8 @@ UNIT = 1000
 """Counters are integers, in so many parts of a tenth: nothing drifts."""
 _PACE = 16
 """The mean time between two starts follows the last so many."""
+_BATCH = 4
+"""Starts that come together, as far as the time since the last one is concerned."""
 _PASSED_MAX = 8
 """Tenants that one look into the band passes over because their first request is too large."""
 
@@ -270,8 +272,12 @@ class Band:
         return own + others, round(self.num_tokens * (own + others) / len(self.waiting))
 
     def gap_ns(self, now_ns: int) -> int:
-        """The time between two starts while something waits, as it was of late, and at least since the last one."""
-        return max(self._gap_ns, now_ns - self.served_ns if self.waiting else 0)
+        """The mean time between two starts while something waits, as it would be if one started now.
+
+        The time since the last start counts as one gap of several: workers start requests in batches, a step's worth at once.
+        """
+        since_ns = now_ns - self.served_ns if self.waiting else 0
+        return self._gap_ns + max(0, since_ns - self._gap_ns) // _BATCH
 
     def _pace(self, now_ns: int) -> None:
         """Something starts that waited since `served_ns` at the earliest: it was taken from the queue just now."""
