@@ -145,7 +145,7 @@ def test_parameters_out_of_range_fail_their_request_and_nothing_else() -> None:
             for value in (NAN, INF, -INF, 1e9)
         ),
         ("repetition_penalty", 0.0), ("top_p", 1.5), ("top_k", -1), ("top_k", 2**31), ("min_tokens", -1),
-        ("seed", -1), ("max_tokens", 0), ("max_tokens", 2**62), ("logprobs", -1), ("logprobs", 10**9),
+        ("seed", 2**63), ("max_tokens", 0), ("max_tokens", 2**62), ("logprobs", -1), ("logprobs", 10**9),
         ("prompt_logprobs", 10**9), ("stop_token_ids", (2**40,)), ("stop_token_ids", (-1,)),
         ("logit_bias", ((1, NAN),)), ("logit_bias", ((1, INF),)), ("logit_bias", ((-1, 1.0),)),
         ("logit_bias", ((1, 1.0), (1, 2.0))),
