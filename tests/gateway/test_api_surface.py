@@ -253,7 +253,9 @@ def test_a_tenant_takes_no_more_than_its_share_of_the_waiting(cold, kit):
     waiting = [raw for raw in raws if raw.socket is not refused]
     assert b"wait for the model 'tiny' to start" in refused.recv(65536)
     refused.close()
-    waiting.append(kit.Raw(at.running).send(kit.post(CHAT, kit.chat(max_tokens=1), key="sk-other-key-0123456789")))
+    waiting.append(
+        kit.Raw(at.running).send(kit.post(CHAT, kit.chat(max_tokens=1), key="sk-other-key-0123456789"))
+    )
     assert not answered(waiting, 0.2), "another tenant has a share of its own"
     waiting.pop(0).close()
     while True:  # One that leaves makes room, as soon as that is known.
