@@ -28,6 +28,7 @@ from provenance import write_result
 from penstock.backends.base import BackendStatus, Delta, Finish, GenerateRequest, Phase, Sink, nothing
 from penstock.clock import SystemClock
 from penstock.config.ledger import LedgerConfig
+from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig
 from penstock.fleet.registry import Registry
 from penstock.gateway.app import Gateway
@@ -168,6 +169,7 @@ async def serve_gateway_with(ledger: LedgerConfig, load: Load, pipe: Connection)
     config = Config(
         server=ServerConfig(port=0),
         auth=AuthConfig(disabled=True),
+        admission=AdmissionConfig(ttft_target_ms=0, tpot_target_ms=0, targets=()),
         ledger=ledger,
     )
     gateway = Gateway(

@@ -35,6 +35,7 @@ from penstock.backends.own import OwnBackend
 from penstock.cli.models import make_part
 from penstock.clock import SystemClock
 from penstock.config.ledger import AcceleratorPrice, LedgerConfig, ModelPrice, PricesConfig
+from penstock.config.routing import AdmissionConfig
 from penstock.config.tenancy import TierConfig
 from penstock.config.tree import AuthConfig, Config, LimitsConfig, LogConfig, ModelConfig, ServerConfig
 from penstock.fleet.registry import Registry
@@ -100,6 +101,8 @@ def config_of(off: frozenset[str], port: int, place: Path) -> Config:
     return Config(
         models=(ModelConfig(path="penstock-demo-mini", name="m"),),
         server=ServerConfig(port=port),
+        # Loads are what was asked for: nothing is refused because it would be late.
+        admission=AdmissionConfig(ttft_target_ms=0, tpot_target_ms=0, targets=()),
         limits=LimitsConfig(concurrent_max=20_000),
         tiers=(TierConfig(**limits),),
         auth=AuthConfig(disabled=True) if "auth" in off else AuthConfig(keys_file=str(keys)),
