@@ -140,7 +140,7 @@ class Band:
 
     __slots__ = (
         "_gap_ns", "_heap", "_last", "_lines", "_next_line", "aside", "config", "floor", "level", "num_active", "num_bytes",
-        "num_running", "num_tenants", "num_tokens", "served_ns", "starvation_ns", "timeout_ns", "waiting",
+        "num_running", "num_tenants", "served_ns", "starvation_ns", "timeout_ns", "waiting",
     )  # fmt: skip
 
     def __init__(self, config: BandConfig, level: int) -> None:
@@ -157,8 +157,6 @@ class Band:
         self._gap_ns = 0
         self.num_active = 0
         """Tenants with work that waits or runs."""
-        self.num_tokens = 0
-        """Prompt tokens to compute of what waits."""
         self.num_tenants = 0
         """Those with something waiting."""
         self.served_ns = 0
@@ -192,7 +190,6 @@ class Band:
         line.num_waiting += 1
         line.num_bytes += work.num_bytes
         self.num_bytes += work.num_bytes
-        self.num_tokens += work.prompt_tokens
         self.waiting[work.number] = work
         work.waiting = True
         if before is None or (work.order_ns, work.number) < (before.order_ns, before.number):
@@ -246,7 +243,6 @@ class Band:
         self.num_active -= not (line.num_waiting or line.num_running)
         line.num_bytes -= work.num_bytes
         self.num_bytes -= work.num_bytes
-        self.num_tokens -= work.prompt_tokens
         del self.waiting[work.number]
         work.waiting = False
         if work.aside:
@@ -257,19 +253,19 @@ class Band:
             self.num_tenants -= 1
             self._last = line.served
 
-    def ahead_of(self, tenant: TenantId, weight: float) -> tuple[int, int]:
-        """Requests, and their prompt tokens, that are served before one that this tenant adds to its end. O(1).
+    def ahead_of(self, tenant: TenantId, weight: float) -> int:
+        """Requests that are served before one that this tenant adds to its end. O(1).
 
         Under fair sharing: the tenant's own, and while those are served as many of each other tenant's as its
         weight leaves them (theirs are taken for 1, and all requests for equal). Who floods the queue is mostly ahead
         of itself.
         """
         if not self.waiting:
-            return 0, 0
+            return 0
         line = self._lines.get(tenant)
         own = line.num_waiting if line is not None else 0
         others = min(len(self.waiting) - own, round((own + 1) * (self.num_tenants - (own > 0)) / weight))
-        return own + others, round(self.num_tokens * (own + others) / len(self.waiting))
+        return own + others
 
     def gap_ns(self, now_ns: int) -> int:
         """The mean time between two starts while something waits, as it would be if one started now.
@@ -364,7 +360,6 @@ class Band:
         assert all(work.waiting and work.level == self.level for work in waiting)
         assert self.num_bytes == sum(work.num_bytes for work in waiting)
         assert self.num_tenants == len({work.tenant for work in waiting})
-        assert self.num_tokens == sum(work.prompt_tokens for work in waiting)
         assert {id(work) for work in self.aside} == {id(work) for work in waiting if work.aside}
         active = sum(1 for line in self._lines.values() if line.num_waiting or line.num_running)
         assert self.num_active == active

@@ -39,7 +39,7 @@ class Lane:
 
     __slots__ = (
         "_config", "_down_ns", "_found", "_health", "_holds", "_last_ns", "_no_worker_ns", "_now_ns", "_suspects", "avoid", "gap_ns",
-        "held", "pace", "placement", "queue", "rooms", "route", "starting_tokens", "timer_ns",
+        "held", "pace", "placement", "queue", "rooms", "route", "timer_ns",
     )  # fmt: skip
 
     def __init__(
@@ -60,8 +60,6 @@ class Lane:
         """Requests that were tried before -> the workers where that failed."""
         self._suspects: dict[RequestId, _Tried] = {}
         """Requests under suspicion that have given nothing since."""
-        self.starting_tokens = 0
-        """Prompt tokens of what was started and has shown no output."""
         self.timer_ns: int | None = None
         """The owner's: when it looks at this lane next."""
         self.gap_ns = 0
@@ -121,7 +119,6 @@ class Lane:
     def book(self, now_ns: int, work: Work, room: Room) -> None:
         """It is started there."""
         self.rooms.book(room, work)
-        self.starting_tokens += uncached_tokens(work)
         self.pace.started(now_ns, work, room)
         self.placement.started(now_ns, work, room)
 
@@ -175,13 +172,12 @@ class Lane:
         assert room is not None, f"{worker_id} is not known"
         if room.begun.get(work.id) is False:
             self.rooms.begin(room, work)
-            self.starting_tokens -= uncached_tokens(work)
 
     def release(self, now_ns: int, worker_id: WorkerId, work: Work, usage: Usage | None = None) -> None:
         """It holds nothing of its worker any more, and used so much there, if that is known."""
         room = self.rooms.get(worker_id)
         assert room is not None, f"{worker_id} is not known"
-        self.pace.ended(now_ns, work, room, usage)
+        self.pace.ended(work, room)
         self._begin(worker_id, work)
         self.rooms.release(room, work)
         self.placement.ended(now_ns, work, room, usage)
@@ -244,22 +240,16 @@ class Lane:
         queue, rooms = self.queue, self.rooms
         level = queue.level_of(work.band)
         above = queue.bands[:level]
-        requests_ahead, tokens_ahead = queue.bands[level].ahead_of(work.tenant, work.weight)
-        has_room, band = rooms.has_room(), queue.bands[level]
-        ahead = sum(len(band.waiting) for band in above) + requests_ahead
+        band = queue.bands[level]
+        requests_ahead = band.ahead_of(work.tenant, work.weight)
+        ahead = sum(len(higher.waiting) for higher in above) + requests_ahead
         tokens, prompt = uncached_tokens(work), work.prompt_tokens + work.cached_tokens
         # A protected band goes first, so it has the model's pace. Others have what those above leave them, which is seen in their own.
         each_ns = self.gap_ns if band.config.protected else band.gap_ns(now_ns)
         return RouteLoad(
             route=self.route,
             ready=rooms.num_ready,
-            slots=rooms.num_slots,
-            running=rooms.num_running,
-            waiting=queue.num_waiting,
             requests_ahead=ahead,
-            tokens_ahead=sum(band.num_tokens for band in above) + tokens_ahead + self.starting_tokens,
-            has_room=has_room,
-            has_kv_room=not has_room or rooms.place(work) is not None,
             is_full=queue.would_refuse(work),
             wait_ns=max((requests_ahead + 1) * each_ns, ahead * self.gap_ns) if ahead else 0,
             each_ns=max(each_ns, self.gap_ns),
@@ -374,7 +364,6 @@ class Lane:
         """Assert that the parts agree. O(n): for tests."""
         self.queue.check_invariants()
         self.rooms.check_invariants()
-        assert self.starting_tokens >= 0
         for one in self._suspects.values():
             beside = sum(each.worker == one.worker for each in self._suspects.values())
             assert one.worker is None or one.trial is not Trial.ALONE or beside == 1, "it is not alone"

@@ -26,7 +26,7 @@ from penstock.config.routing import AdmissionConfig
 from penstock.policy.band import Work
 from penstock.policy.room import Room, uncached_tokens
 from penstock.policy.speed import Ran, Speed, Speeds
-from penstock.types import RequestId, Usage, WorkerId
+from penstock.types import RequestId, WorkerId
 
 BACKLOG_SHARE = 0.5
 """Of the promise to everybody, what a worker's unfinished prompts may take. Less leaves workers idle while the next prompt is on
@@ -39,8 +39,6 @@ _SCORED_MIN = 16
 _MARGIN_MAX = 3.0
 _SHORTEST_S = 1e-3
 """Ratios of shorter times say nothing."""
-_TPOT_TOKENS_MIN = 4
-"""Answers with fewer further tokens say nothing about the time per token."""
 _KINDS_MAX = 256
 
 
@@ -53,13 +51,12 @@ class _Sent:
     streams: int
     waited: bool
     said_s: float
-    began_ns: int = 0
 
 
 class Pace:
     """Of one model's workers."""
 
-    __slots__ = ("_backlog_s", "_margin", "_overdue", "_ratios", "_sent", "_speeds", "_tpot_s", "_unbegun")
+    __slots__ = ("_backlog_s", "_kinds", "_margin", "_overdue", "_ratios", "_sent", "_speeds", "_unbegun")
 
     def __init__(
         self, admission: AdmissionConfig | None = None, placement: PlacementConfig | None = None
@@ -74,8 +71,8 @@ class Pace:
         """Those that have waited at their worker for longer than its prompts may take."""
         self._ratios: deque[float] = deque(maxlen=_SCORED)
         self._margin = 1.0
-        self._tpot_s: dict[str, float] = {}
-        """By kind that has answered, the least time per token that was seen; 0: none yet."""
+        self._kinds: dict[str, None] = {}
+        """Those that have answered, oldest first."""
 
     # --- what it says -------------------------------------------------------------------------------
 
@@ -88,11 +85,6 @@ class Pace:
     def backlog_ns(self) -> int:
         """What a worker's unfinished prompts may take; 0: any time."""
         return round(self._backlog_s * NS_PER_S)
-
-    @property
-    def idle_tpot_ns(self) -> int:
-        """Time per token on an idle worker, of the slowest kind; 0: not known."""
-        return round(max(self._tpot_s.values(), default=0.0) * NS_PER_S)
 
     def idle_ttft_ns(self, tokens: int, prompt_tokens: int) -> int:
         """What computing `tokens` of a prompt takes on an idle worker, of the slowest kind; 0: not known."""
@@ -132,7 +124,7 @@ class Pace:
                 del self._overdue[worker]
 
     def _slowest_ns(self, tokens: int, prompt_tokens: int, streams: float) -> int:
-        times = (self._speeds.of(kind).prefill_s(tokens, prompt_tokens, streams) for kind in self._tpot_s)
+        times = (self._speeds.of(kind).prefill_s(tokens, prompt_tokens, streams) for kind in self._kinds)
         return round(max(times, default=0.0) * NS_PER_S)
 
     # --- what it learns from ------------------------------------------------------------------------
@@ -149,13 +141,12 @@ class Pace:
     def began(self, now_ns: int, work: Work, room: Room) -> None:
         """Its first output came."""
         self._has_output(work.id, room.id)
-        sent = self._sent.get((work.id, room.id))
-        if sent is None or sent.began_ns:
+        sent, kind = self._sent.pop((work.id, room.id), None), room.view.kind
+        if sent is None:
             return
-        sent.began_ns, kind = now_ns, room.view.kind
-        if kind not in self._tpot_s and len(self._tpot_s) >= _KINDS_MAX:
-            del self._tpot_s[next(iter(self._tpot_s))]
-        self._tpot_s.setdefault(kind, 0.0)
+        if kind not in self._kinds and len(self._kinds) >= _KINDS_MAX:
+            del self._kinds[next(iter(self._kinds))]
+        self._kinds[kind] = None
         first_ns = now_ns - sent.at_ns
         self._ratios.append(first_ns / NS_PER_S / max(sent.said_s, _SHORTEST_S))
         if len(self._ratios) >= _SCORED_MIN:
@@ -173,19 +164,10 @@ class Pace:
             ),
         )
 
-    def ended(self, now_ns: int, work: Work, room: Room, usage: Usage | None) -> None:
-        """It runs there no more, and used so much; None: it failed, or nothing is known."""
+    def ended(self, work: Work, room: Room) -> None:
+        """It runs there no more."""
         self._has_output(work.id, room.id)
-        sent = self._sent.pop((work.id, room.id), None)
-        if sent is None or usage is None or not sent.began_ns:
-            return
-        further = usage.completion_tokens // work.streams - 1
-        if further >= _TPOT_TOKENS_MIN:
-            tpot_s, least_s = (
-                (now_ns - sent.began_ns) / further / NS_PER_S,
-                self._tpot_s.get(room.view.kind, 0.0),
-            )
-            self._tpot_s[room.view.kind] = min(least_s or tpot_s, tpot_s)
+        self._sent.pop((work.id, room.id), None)
 
 
 def _first_s(speed: Speed, work: Work, backlog: int, streams: int) -> float:

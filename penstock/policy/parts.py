@@ -106,20 +106,8 @@ class RouteLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     route: str
     ready: int
     """Workers."""
-    slots: int
-    """Streams that they take at once."""
-    running: int
-    """Streams on them, of other gateways too."""
-    waiting: int
-    """Requests in its queue, all bands."""
     requests_ahead: int
-    """Of those, in the bands above and, by its tenant's fair share, in its own."""
-    tokens_ahead: int
-    """Prompt tokens of those, and of what was started and has shown no output."""
-    has_room: bool
-    """Whether some worker could start a stream now."""
-    has_kv_room: bool
-    """Whether one that does has KV blocks for this request."""
+    """Requests in its queue: those in the bands above and, by its tenant's fair share, in its own."""
     is_full: bool
     """Whether the queue would refuse it."""
     wait_ns: int = 0
