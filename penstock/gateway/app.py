@@ -36,6 +36,7 @@ from penstock.gateway.routes import Handler, Route, Routes, is_poll
 from penstock.gateway.server import HttpServer, tick_s
 from penstock.gateway.services import Services
 from penstock.gateway.siblings import Siblings
+from penstock.gateway.stretched import StretchedPromises
 from penstock.gateway.tally import outcome_of
 from penstock.gateway.tenancy import Tenancy
 from penstock.gateway.tokenize_pool import TokenizePool
@@ -267,6 +268,7 @@ class Gateway:
         period_s = tick_s(heartbeat_s)
         ticks = max(1, round(heartbeat_s / period_s))
         told_ns = 0
+        stretched = StretchedPromises(self._config.admission, self._log)
         while True:
             before_ns = self._clock.now_ns()
             await sleep(period_s)
@@ -285,6 +287,8 @@ class Gateway:
             if before_ns - told_ns >= NS_PER_S:  # Counting takes a millisecond.
                 told_ns = before_ns
                 self._metrics.kv_index_stats(self._kv.statistics(before_ns))
+                for model in self._services.models:
+                    stretched.look(model.name, self._dispatcher.control.lane(model.name))
             if heartbeat_s > 0:
                 self._dispatcher.heartbeat(ticks)
 
