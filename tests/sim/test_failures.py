@@ -9,6 +9,7 @@ from sim_load import poisson
 from penstock.clock import NS_PER_S
 from penstock.config.flow import RateLimitsConfig
 from penstock.config.health import HealthConfig
+from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config
 from penstock.policy.breaker import BreakerState
 from penstock.policy.record import Outcome
@@ -19,7 +20,11 @@ from penstock.sim.gateway import SimGateway
 from penstock.sim.worker import WorkerSpec
 from penstock.sim.world import PoolSpec, World, WorldSpec
 
-SLICED = Config(rate_limits=RateLimitsConfig(slice_tokens=16))
+SLICED = Config(
+    rate_limits=RateLimitsConfig(slice_tokens=16),
+    admission=AdmissionConfig(ttft_target_ms=0, tpot_target_ms=0, targets=()),
+)
+"""Nothing is promised, so that nothing is refused."""
 
 
 def fault(kind: FaultKind, from_s: float, to_s: float, *, target: int = 0, amount: float = 1.0) -> Fault:

@@ -97,7 +97,7 @@ def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     ("name", "settings", "words"),
     [
         ("kv-full", {"queue.shed_kv_above": "1"}, "requests that were shed for memory"),
-        ("kv-full", {"load": "2.5"}, "requests that were lost in any other way"),
+        ("kv-full", {"queue.requests_max": "4"}, "requests that were lost in any other way"),
         (
             "rollout-bad",
             {"routing.placement.policy": "weighted", "routing.placement.explore": "1"},
