@@ -13,7 +13,6 @@ was pointed here, "DNS rebinding", would pass), and a page of another origin is 
 """
 
 import enum
-import ipaddress
 from collections.abc import Mapping
 
 from penstock.config.hosts import is_loopback
@@ -111,10 +110,7 @@ def is_local(client: str, headers: Mapping[bytes, bytes]) -> bool:
     """Whether the socket's other end is on this machine, and does not say that it speaks for another."""
     if any(name in headers for name in _FORWARDED):
         return False
-    try:
-        return ipaddress.ip_address(client).is_loopback
-    except ValueError:
-        return client == "local"  # A Unix socket.
+    return client == "local" or is_loopback(client)  # "local": a Unix socket.
 
 
 def _check_local(head: RequestHead, client: str) -> None:

@@ -140,12 +140,9 @@ def read_frames(data: bytes, offset: int = 0) -> Iterator[Frame]:
 
 def next_frame(data: bytes, offset: int) -> int | None:
     """Where the first whole record or slice behind `offset` begins; None if there is none."""
-    end = len(
-        data.rstrip(b"\0")
-    )  # A head is not all zeros, and this takes no time per byte of a file's empty rest.
-    for found in _MAY_BEGIN.finditer(data, offset + 1):
-        if found.start() >= end:
-            return None
+    # A head is not all zeros: the empty rest of a file is not searched, which would take 0.1 s per MB.
+    end = min(len(data), len(data.rstrip(b"\0")) + HEAD_BYTES)
+    for found in _MAY_BEGIN.finditer(data, offset + 1, end):
         if frame_at(data, found.start()) is not None:
             return found.start()
     return None

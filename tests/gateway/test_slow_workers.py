@@ -6,29 +6,41 @@ import types
 
 import msgspec
 import pytest
-from engine_stand_ins import OpenAIStandIn, text_of, until
+from engine_stand_ins import OpenAIStandIn, until
 from test_foreign_conformance import tools
 
 from penstock.backends.foreign import ForeignWorker, make_backend
 from penstock.config.backends import BackendsConfig, HttpConfig
 
 CHAT = "/v1/chat/completions"
-NUM_TOKENS = 3000
+NUM_EVENTS = 3000
 """With the padding 60 MB: far more than the sockets between worker and gateway hold."""
+WORD = "w" * 40
+"""What each says, 120 KB in all: more than the gateway holds for a client, also where it joins what came together to one chunk."""
+TOKENS_PER_EVENT = 10
 BOUND = 66_000
 SILENT_MAX_S = 0.25
 SMALL = 4096
 
 
 class FatStandIn(OpenAIStandIn):
-    """Its events are large, whatever they say."""
+    """Its events are large, and more so than what they say."""
 
     num_sent = 0
 
     async def events(self, body):
-        async for event in super().events(body):
+        num_events = (body.get("max_completion_tokens") or body["max_tokens"]) // TOKENS_PER_EVENT
+        async for event in super().events(
+            body | {"max_tokens": num_events, "max_completion_tokens": num_events}
+        ):
             self.num_sent += 1
-            yield event if isinstance(event, bytes) else event | {"padding": "x" * 20_000}
+            if isinstance(event, bytes):
+                yield event
+                continue
+            for choice in event["choices"]:
+                if choice["delta"].get("content"):
+                    choice["delta"]["content"] = WORD
+            yield event | {"padding": "x" * 20_000}
 
 
 @pytest.fixture
@@ -59,6 +71,7 @@ def provided(kit, request):
     running.stop()
 
 
+@pytest.fixture
 def deaf(provided, kit):
     """A client that asks for a long stream and reads nothing, over sockets that hold little."""
     running = provided.running
@@ -68,8 +81,11 @@ def deaf(provided, kit):
     (connection,) = running.gateway._server._surroundings.connections
     ours = connection._transport.get_extra_info("socket")
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL)
-    raw.send(kit.post(CHAT, kit.chat(stream=True, max_tokens=NUM_TOKENS), "Connection: close"))
-    return raw
+    raw.send(
+        kit.post(CHAT, kit.chat(stream=True, max_tokens=NUM_EVENTS * TOKENS_PER_EVENT), "Connection: close")
+    )
+    yield raw
+    raw.close()
 
 
 class Stalled:
@@ -92,41 +108,35 @@ def content(answer):
     )
 
 
-def test_a_worker_waits_for_a_slow_client_and_is_not_blamed(provided, kit) -> None:
+def test_a_worker_waits_for_a_slow_client_and_is_not_blamed(provided, kit, deaf) -> None:
     running, provider = provided.running, provided.provider
-    raw = deaf(provided, kit)
     running.wait_until(Stalled(provided))
-    assert 100 < provider.num_sent < NUM_TOKENS
+    assert 100 < provider.num_sent < NUM_EVENTS
     assert provider.num_running == 1
-    raw.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
-    answer = raw.read_all()
-    raw.close()
-    assert content(answer) == text_of(0, NUM_TOKENS)
+    deaf.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+    answer = deaf.read_all()
+    assert content(answer) == WORD * NUM_EVENTS
     assert b"data: [DONE]" in answer
-    assert provider.num_sent > NUM_TOKENS
+    assert provider.num_sent > NUM_EVENTS
     assert b"penstock_slow_client_aborts_total 0.0" in running.metrics.render()
     # Its connection is read again: the next request goes over it.
     num_connections = provider.num_connections
     with kit.openai_client(running) as client:
-        short = client.chat.completions.create(**kit.chat(max_tokens=5))
-    assert short.choices[0].message.content == text_of(0, 5)
+        short = client.chat.completions.create(**kit.chat(max_tokens=5 * TOKENS_PER_EVENT))
+    assert short.choices[0].message.content == WORD * 5
     assert provider.num_connections == num_connections
 
 
 @pytest.mark.parametrize("provided", [{"write_timeout_s": 0.3}], indirect=True)
-def test_a_dead_client_is_cut_off_and_its_worker_let_go(provided, kit) -> None:
+def test_a_dead_client_is_cut_off_and_its_worker_let_go(provided, deaf) -> None:
     running, provider = provided.running, provided.provider
-    raw = deaf(provided, kit)
     running.wait_until(lambda: provider.num_aborted == 1)
-    assert provider.num_sent < NUM_TOKENS
+    assert provider.num_sent < NUM_EVENTS
     running.wait_until(lambda: running.gateway._server.num_connections == 0)
     assert b"penstock_slow_client_aborts_total 1.0" in running.metrics.render()
-    raw.close()
 
 
 @pytest.mark.parametrize("provided", [{"slow_client": "abort"}], indirect=True)
-def test_nobody_waits_where_slow_clients_are_aborted(provided, kit) -> None:
-    raw = deaf(provided, kit)
+def test_nobody_waits_where_slow_clients_are_aborted(provided, deaf) -> None:
     provided.running.wait_until(lambda: provided.provider.num_aborted == 1)
-    assert provided.provider.num_sent < NUM_TOKENS
-    raw.close()
+    assert provided.provider.num_sent < NUM_EVENTS
