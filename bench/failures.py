@@ -40,7 +40,7 @@ from penstock.errors import WorkerUnavailable
 from penstock.fleet.launchers.base import LaunchedWorker
 from penstock.policy.answers import Start
 from penstock.policy.control import FlowControl
-from penstock.policy.flow import Arrival
+from penstock.policy.flow import RequestFacts
 from penstock.policy.health import FleetHealth
 from penstock.policy.parts import AllHealthy, Health, Parts
 from penstock.policy.record import Outcome
@@ -231,7 +231,7 @@ def offered(*, with_health: bool) -> dict[str, object]:
     for number in range(6000):
         now_ns = number * NS_PER_S // 100
         request_id = RequestId(f"r{number}")
-        control.arrive(now_ns, Arrival(id=request_id, route="m", prompt_tokens=16, max_tokens=16))
+        control.arrive(now_ns, RequestFacts(id=request_id, route="m", prompt_tokens=16, max_tokens=16))
         while starts := [each for each in control.dispatch(now_ns) if isinstance(each, Start)]:
             for each in starts:
                 attempts += 1

@@ -11,16 +11,17 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import msgspec
 
 from penstock.cli import main as cli
 from penstock.gateway import app, assemble
-from penstock.gateway.dispatch import Dispatcher
-from penstock.gateway.reply import Reply
+from penstock.policy.driver import Driver
+from penstock.policy.request import Request
 
 COPY_BYTES = 512
+T = TypeVar("T")
 TENANT = "bench"
 
 
@@ -69,7 +70,7 @@ def read_lives(directory: Path) -> list[Life]:
 def watch(path: Path) -> None:
     """From now on this process writes what its gateway settles."""
     file, life = LifeFile(path), Life()
-    make_decisions, settled, start = app.make_decisions, Dispatcher.settled, assemble.Decisions.start
+    make_decisions, start = app.make_decisions, assemble.Decisions.start
     found: list[assemble.Decisions] = []
 
     def watched_decisions(*args: object, **named: object) -> assemble.Decisions:
@@ -81,16 +82,22 @@ def watch(path: Path) -> None:
         _, life.restored_micros = self.budgets.spent(self.clock.now_ns(), TENANT)
         file.write(life)
 
-    def watched_settled(self: Dispatcher, reply: Reply) -> None:
-        life.settling = self._by_reply[reply].arrival.id
-        file.write(life)
-        settled(self, reply)
-        life.tokens = found[-1].limits.limiter.settled
-        life.micros = found[-1].budgets.settled_micros
-        life.settling = ""
-        file.write(life)
+    def watched(end: Callable[..., T]) -> Callable[..., T]:
+        def watched_end(self: Driver, now_ns: int, request: Request, *args: object, **named: object) -> T:
+            life.settling = request.id
+            file.write(life)
+            answer = end(self, now_ns, request, *args, **named)
+            life.tokens = found[-1].limits.limiter.settled
+            life.micros = found[-1].budgets.settled_micros
+            life.settling = ""
+            file.write(life)
+            return answer
 
-    app.make_decisions, Dispatcher.settled = watched_decisions, watched_settled
+        return watched_end
+
+    app.make_decisions = watched_decisions
+    Driver.ended = watched(Driver.ended)
+    Driver.attempt_failed = watched(Driver.attempt_failed)
     assemble.Decisions.start = watched_start
 
 

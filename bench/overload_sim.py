@@ -27,7 +27,7 @@ from penstock.config.tree import Config, EngineConfig
 from penstock.policy.answers import Start
 from penstock.policy.band import cost
 from penstock.policy.control import FlowControl
-from penstock.policy.flow import Arrival
+from penstock.policy.flow import RequestFacts
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.policy.room import WorkerView
 from penstock.policy.tenant import Tenant
@@ -218,7 +218,7 @@ def host_time(seed: int, num_requests: int) -> dict[str, float]:
     for i in range(workers):
         control.set_worker(0, ROUTE, WorkerId(f"w{i}"), WorkerView(max_running=16))
     arrivals = [
-        Arrival(
+        RequestFacts(
             id=RequestId(f"r{i}"),
             tenant=random.choice(tenants),
             route=ROUTE,
@@ -243,7 +243,7 @@ def host_time(seed: int, num_requests: int) -> dict[str, float]:
             control.ended(now_ns, running.pop(0), Outcome.FINISHED, usage)
         control.next_ns(now_ns)
     spent_ns = process_time_ns() - began_ns
-    heap: list[tuple[int, int, Arrival]] = []
+    heap: list[tuple[int, int, RequestFacts]] = []
     began_ns = process_time_ns()
     for i, arrival in enumerate(arrivals):
         for event in range(5):

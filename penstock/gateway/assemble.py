@@ -15,17 +15,10 @@ from penstock.gateway.shared.limits import SharedLimits
 from penstock.gateway.shared.spending import Spending
 from penstock.kv.locality import KVLocality
 from penstock.policy.budget import Budgets
-from penstock.policy.control import FlowControl
 from penstock.policy.decision_log import DecisionLog
 from penstock.policy.gate import Gate, ModelFacts
-from penstock.policy.health import FleetHealth
-from penstock.policy.hedge import Hedges
-from penstock.policy.output_length import OutputLengths
-from penstock.policy.pace import Pace
-from penstock.policy.parts import Parts
 from penstock.policy.price import PriceList
-from penstock.policy.quarantine import Quarantine
-from penstock.policy.thrift import Thrift
+from penstock.policy.stack import build_policies
 from penstock.rng import fresh_seed, stream
 from penstock.telemetry.ledger import Ledger
 from penstock.telemetry.log import Log
@@ -87,55 +80,38 @@ def make_decisions(
     Raises:
         ConfigError: the store of shared limits cannot be used as configured.
     """
-    prices = PriceList(config.prices)
     limits = SharedLimits(config.rate_limits, config.shared, gateway=gateway, clock=clock, log=log)
-    budgets = Budgets(config.budgets, wall_offset_ns=clock.wall_ns() - clock.now_ns())
     ledger = Ledger(config.ledger, clock, log)
-    facts = partial(_facts, models)
-    gate = Gate(config.admission, config.routing, config.queue, facts, Thrift(budgets, prices))
     placements = Placements(
         config.routing.placement, metrics=metrics, log=log, seed=fresh_seed(), locality=lambda _: locality
     )
-    health = FleetHealth(config.health, stream(fresh_seed(), "breakers").random)
-    hedge = config.health.hedge
-    parts = Parts(
-        admission=gate,
-        limits=limits.limiter,
-        budgets=budgets,
-        prices=prices,
-        lengths=OutputLengths(config.rate_limits),
+    policies = build_policies(
+        config,
+        facts=partial(_facts, models),
         placement=placements.of,
-        slice_tokens=config.budgets.slice_tokens,
-        health=health,
-        hedges=Hedges(hedge, metrics.hedged) if hedge.enabled else None,
-        poison=Quarantine(config.health.quarantine),
-        pace=lambda: Pace(config.admission, config.routing.placement),
-        migrations_max=config.health.migrations_max,
+        limiter=limits.limiter,
+        wall_offset_ns=clock.wall_ns() - clock.now_ns(),
+        random=stream(fresh_seed(), "breakers").random,
+        on_hedge=metrics.hedged,
     )
     dispatcher = Dispatcher(
-        FlowControl(config.queue, parts),
+        policies,
         registry,
-        limiter=limits.limiter,
-        prices=prices,
         ledger=ledger,
         slots=slots,
-        health=health,
         metrics=metrics,
         clock=clock,
         log=log,
-        slice_tokens=min(config.rate_limits.slice_tokens, config.budgets.slice_tokens),
         is_shared=config.server.processes > 1,
-        shed_kv_above=config.queue.shed_kv_above,
-        hedges=hedge.enabled,
     )
     return Decisions(
         dispatcher=dispatcher,
         limits=limits,
-        budgets=budgets,
-        spending=Spending(config, budgets, ledger, clock=clock, log=log),
-        prices=prices,
+        budgets=policies.budgets,
+        spending=Spending(config, policies.budgets, ledger, clock=clock, log=log),
+        prices=policies.prices,
         ledger=ledger,
-        gate=gate,
+        gate=policies.gate,
         explained=placements.decisions,
     )
 

@@ -1,113 +1,78 @@
-"""The driver of requests' lives: carries out what `FlowControl` decides, on the event loop.
+"""Carries out on the event loop what the driver says: streams on workers, replies to clients.
 
-    submit ──> arrive ──> Queued: the ledger's journal has it ──> (next turn of the loop) flush, dispatch
-                 │                                                     │
-                 └─> refused: raised; diverted: returned               ├─ Start ─> the reply starts on the worker
-                                                                       └─ Evict ─> the reply fails
-    began, produced, broke, settled <── the reply
+    submit ──> Driver.submit ──> (next turn of the loop) flush the journal, Driver.dispatch ──> start, abort, fail
+    on_first_output, on_tokens, on_attempt_failed, on_ended <── the replies ──> Driver
 
-`FlowControl` decides, replies carry bytes, the ledger remembers; this file only passes on what each has to know. All
-that one turn of the loop accepted is written to the journal together, before any of it is started.
+The driver decides, replies carry bytes, the ledger remembers; this file only passes on what each has to know.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from msgspec.structs import replace
 
 from penstock.backends.base import GenerateRequest, Sink
 from penstock.clock import NS_PER_S, Clock
-from penstock.errors import EngineFault, PenstockError
+from penstock.errors import PenstockError
 from penstock.fleet.registry import Registry
-from penstock.gateway.meters import Meters
-from penstock.gateway.models import ServedModel
-from penstock.gateway.reply import Reply, StreamSlots
+from penstock.gateway.records import GatewayRecords
+from penstock.gateway.reply import FallBackTo, Reply, StreamSlots
 from penstock.gateway.worker_feed import WorkerFeed
-from penstock.policy.admit_facts import DowngradeReason
-from penstock.policy.answers import Diverted, Evict, FallBack, Refused, Settled, Start
-from penstock.policy.control import FlowControl
-from penstock.policy.flow import Arrival, Flow, State
-from penstock.policy.health import FleetHealth
-from penstock.policy.price import PriceList
-from penstock.policy.rate_limit import Limiter
-from penstock.policy.record import Outcome, UsageRecord
+from penstock.policy.answers import Diverted, FallBack, Refused, Start
+from penstock.policy.driver import Driver
+from penstock.policy.flow import RequestFacts
+from penstock.policy.machine_costs import Meters
+from penstock.policy.record import Outcome
+from penstock.policy.request import Request
+from penstock.policy.stack import PolicyStack
 from penstock.telemetry.catalog import Outcome as Answer
 from penstock.telemetry.ledger import Ledger
-from penstock.telemetry.ledger_segment import Progress
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
-from penstock.types import FinishReason, RequestId, Usage
+from penstock.types import FinishReason, RequestId, WorkerId
 
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Ticket:
-    """One request that was submitted."""
-
-    arrival: Arrival
-    model: ServedModel
-    reply: Reply
-    streams: Sequence[tuple[GenerateRequest, Sink]]
-    reported: int = 0
-    """Answer tokens that flow control knows of."""
-    settled: Settled | None = None
-    """Its end, if that was decided before its reply had ended."""
-    again: Callable[[str, DowngradeReason], Awaitable[None]] | None = None
-    """Makes its prompt anew for another model, and moves it there (`Dispatcher.move`), while it waits."""
-    second: int = 0
-    """The number of a second attempt that ran at once with the first; 0: there was none."""
-    machine_micros: int = 0
-    """What workers cost that it began on and left for another one."""
+Streams = Sequence[tuple[GenerateRequest, Sink]]
+"""One for each choice, and what takes its output."""
 
 
 class Dispatcher:
-    """All accepted requests of this gateway. Owner of their replies."""
+    """All accepted requests of this gateway. Owner of their replies; the driver's `Workers` and `Clients`."""
 
     def __init__(
         self,
-        control: FlowControl,
+        policies: PolicyStack,
         registry: Registry,
         *,
-        limiter: Limiter,
-        health: FleetHealth,
-        prices: PriceList,
         ledger: Ledger,
         slots: StreamSlots,
         metrics: Metrics,
         clock: Clock,
         log: Log,
-        slice_tokens: int,
         is_shared: bool = False,
-        shed_kv_above: float = 1.0,
-        hedges: bool = False,
     ) -> None:
-        """`slice_tokens` are the answer tokens between two looks at limits and budgets; `is_shared`: other gateways
-        use the same workers; `shed_kv_above` is flow control's; `hedges`: flow control may start a request a second time beside the first.
-        """
-        self.control = control
-        self._limiter, self._ledger, self._slots, self._clock = limiter, ledger, slots, clock
-        self._log, self._slice_tokens = log, slice_tokens
-        self._tickets: dict[RequestId, Ticket] = {}
-        self._by_reply: dict[Reply, Ticket] = {}
-        self._prices, self._metrics, self._health = prices, metrics, health
-        self._meters = Meters(prices, is_shared=is_shared)
-        self._registry = registry
-        self._hedges = hedges
+        """`is_shared`: other gateways use the same workers."""
+        self.control = policies.control
+        self._limiter, self._slots, self._clock, self._log = policies.limiter, slots, clock, log
+        self._metrics, self._health, self._registry = metrics, policies.health, registry
+        self._slice_tokens, self._hedges = policies.slice_tokens, policies.hedges is not None
+        self._meters = Meters(policies.prices, is_shared=is_shared)
+        self._records = GatewayRecords(ledger, policies.prices, metrics, clock)
+        self._driver = Driver(self.control, self, self, self._records, self._meters)
         self._tasks: set[asyncio.Future[None]] = set()
         self._is_due = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = 0
         self._workers = WorkerFeed(
-            control,
+            self.control,
             registry,
             self._meters,
             is_shared=is_shared,
-            shed_kv_above=shed_kv_above,
+            shed_kv_above=policies.shed_kv_above,
             on_news=self._dispatch_soon,
         )
 
     def __len__(self) -> int:
-        return len(self._tickets)
+        return len(self.control)
 
     @property
     def num_streams(self) -> int:
@@ -116,52 +81,46 @@ class Dispatcher:
 
     # --- from the endpoints ----------------------------------------------------------------------
 
-    def submit(self, ticket: Ticket) -> Diverted | None:
+    def submit(
+        self, facts: RequestFacts, reply: Reply, streams: Streams, fall_back: FallBackTo | None
+    ) -> Diverted | None:
         """Accept a request; `Diverted` if another model should have it, and then nothing is left of it here.
 
         Raises:
             PenstockError: it was refused.
         """
-        now_ns, arrival = self._clock.now_ns(), ticket.arrival
-        self._slots.check(arrival.choices)
+        now_ns = self._clock.now_ns()
+        self._slots.check(facts.choices)
         self._workers.refresh(now_ns)
-        found = self.control.arrive(now_ns, arrival)
-        if isinstance(found, Diverted):
-            self._metrics.diverted(arrival.route, found.why)
-            return found
-        ticket.reply.exchange.headers = self._limiter.headers(now_ns, arrival.tenant)
-        if isinstance(found, Refused):
-            self._metrics.refused(arrival.route, found.reason)
-            raise found.error
-        self._open(now_ns, ticket)
-        self._slots.take(arrival.choices)
-        self._tickets[arrival.id] = self._by_reply[ticket.reply] = ticket
+        try:
+            answer = self._driver.submit(now_ns, facts, reply)
+        finally:
+            reply.exchange.headers = self._limiter.headers(now_ns, facts.tenant)
+        if isinstance(answer, Diverted):
+            return answer
+        if isinstance(answer, Refused):
+            raise answer.error
+        self._take(reply, streams, facts.id)
+        reply.fall_back = fall_back
+        self._slots.take(facts.choices)
         self._dispatch_soon()
         return None
 
-    def move(
-        self,
-        ticket: Ticket,
-        arrival: Arrival,
-        model: ServedModel,
-        start: Callable[[], tuple[Reply, Sequence[tuple[GenerateRequest, Sink]]]],
-    ) -> bool:
+    def move(self, request: Request, facts: RequestFacts, start: Callable[[], tuple[Reply, Streams]]) -> bool:
         """Let a request that waits for a model without workers wait for another one; `start` makes its reply. False: it stays."""
-        route, now_ns = ticket.arrival.route, self._clock.now_ns()
-        if arrival.id not in self._tickets or not self.control.move(now_ns, arrival):
+        if not self._driver.move(self._clock.now_ns(), facts, facts.diverted):
             return False
-        self._metrics.diverted(route, arrival.diverted)
-        del self._by_reply[ticket.reply]
-        ticket.arrival, ticket.model = arrival, model
-        ticket.reply, ticket.streams = start()
-        self._by_reply[ticket.reply] = ticket
+        old = _reply_of(request)
+        reply, streams = start()
+        request.io, reply.fall_back = reply, old.fall_back
+        self._take(reply, streams, facts.id)
         self._dispatch_soon()
         return True
 
     def heartbeat(self, ticks: int) -> None:
         """Let every reply that was silent for `ticks` calls show that it lives."""
-        for ticket in list(self._tickets.values()):
-            ticket.reply.heartbeat(ticks)
+        for reply in self._replies():
+            reply.heartbeat(ticks)
 
     def tick(self) -> None:
         """Called every second or so."""
@@ -177,15 +136,15 @@ class Dispatcher:
             self._metrics.accelerator_costs(model, costs.busy, costs.idle, costs.charged)
 
     def drain(self, timeout_s: float) -> None:
-        """Accept nothing new; what is here may go on for so long."""
+        """Accept nothing new; accepted requests may run for so long."""
         now_ns = self._clock.now_ns()
-        self.control.drain(now_ns, now_ns + int(timeout_s * NS_PER_S))
+        self._driver.drain(now_ns, now_ns + int(timeout_s * NS_PER_S))
         self._dispatch_soon()
 
     def fail_all(self, error: PenstockError) -> None:
         """End what is still here."""
-        for ticket in list(self._tickets.values()):
-            ticket.reply.fail(error)
+        for reply in self._replies():
+            reply.fail(error)
 
     def close(self) -> None:
         """Nothing more will be dispatched."""
@@ -195,143 +154,134 @@ class Dispatcher:
         for task in self._tasks:
             task.cancel()
 
-    # --- from the replies ------------------------------------------------------------------------
+    # --- from the replies: see `ReplyListener` ----------------------------------------------------
 
-    def began(self, reply: Reply) -> None:
-        """See `Owner`."""
-        request_id, now_ns = self._by_reply[reply].arrival.id, self._clock.now_ns()
-        told = reply.first_usage()
-        self.control.first_output(now_ns, request_id, cached_tokens=told and told.cached_tokens)
-        flow = self.control.flow(request_id)
-        assert flow is not None, "it produces, so it lives"
-        self._meters.began(flow)
-        # From here on its prompt counts, also if nothing more is heard.
-        self._ledger.slice(self._progress(flow))
-        if flow.attempts == 1 and flow.predicted_ns:
-            ttft_ns = max(1, now_ns - flow.arrived_ns)
-            error = abs(flow.predicted_ns - ttft_ns) / max(flow.predicted_ns, ttft_ns)
-            self._metrics.predicted(flow.arrival.route, error)
+    def on_first_output(self, reply: Reply) -> None:
+        """See `ReplyListener`."""
+        request, usage = _request_of(reply), reply.first_usage()
+        self._driver.first_output(
+            self._clock.now_ns(), request, request.attempt, cached_tokens=usage and usage.cached_tokens
+        )
 
-    def produced(self, reply: Reply) -> None:
-        """See `Owner`: a slice is full."""
-        ticket, now_ns = self._by_reply[reply], self._clock.now_ns()
-        new, ticket.reported = reply.num_produced - ticket.reported, reply.num_produced
-        stop = self.control.output(now_ns, ticket.arrival.id, new)
-        flow = self.control.flow(ticket.arrival.id)
-        assert flow is not None, "it produces, so it lives"
-        self._meters.produced(flow)
-        self._ledger.slice(self._progress(flow))
-        if stop is not None:
-            reply.stop(FinishReason.BUDGET)
-        else:
+    def on_tokens(self, reply: Reply) -> None:
+        """See `ReplyListener`: a slice is full."""
+        if self._driver.output(self._clock.now_ns(), _request_of(reply), reply.num_produced):
             reply.next_slice = reply.num_produced + self._slice_tokens
 
-    def broke(self, reply: Reply, error: PenstockError) -> bool:
-        """See `Owner`: another attempt if flow control grants one."""
-        ticket, now_ns = self._by_reply[reply], self._clock.now_ns()
-        usage, machine_micros = None, 0
-        if (flow := self.control.flow(ticket.arrival.id)) is not None:
-            machine_micros = self._meters.ended(now_ns, flow)
-            if flow.has_begun:  # Else whoever runs the worker pays for what it lost.
-                ticket.machine_micros += machine_micros
-                usage = reply.tally.total()
-        answer = self.control.failed(now_ns, ticket.arrival.id, error, retry=True, usage=usage)
-        if isinstance(answer, Settled):
-            ticket.settled = answer
-            return False
-        if answer is not None and answer.migrates:
-            self._metrics.migrated(ticket.arrival.route)
-        else:
-            self._metrics.retried(ticket.arrival.route)
+    def on_attempt_failed(self, reply: Reply, error: PenstockError) -> bool:
+        """See `ReplyListener`."""
+        request = _request_of(reply)
+        goes_on = self._driver.attempt_failed(self._clock.now_ns(), request, request.attempt, error)
         self._dispatch_soon()
-        return answer is not None
+        return goes_on
 
-    def won(self, reply: Reply, attempt: int) -> None:
-        """See `Owner`."""
-        ticket, now_ns = self._by_reply[reply], self._clock.now_ns()
-        if (flow := self.control.flow(ticket.arrival.id)) is not None:
-            self._meters.dropped(now_ns, flow, second=attempt != ticket.second)
-        self.control.races.won(now_ns, ticket.arrival.id, attempt)
+    def on_hedge_won(self, reply: Reply, attempt: int) -> None:
+        """See `ReplyListener`."""
+        self._driver.take_lead(self._clock.now_ns(), _request_of(reply), attempt)
         self._dispatch_soon()
 
-    def lost(self, reply: Reply, attempt: int, error: PenstockError | None) -> None:
-        """See `Owner`."""
-        ticket, now_ns = self._by_reply[reply], self._clock.now_ns()
-        if (flow := self.control.flow(ticket.arrival.id)) is not None:
-            self._meters.dropped(now_ns, flow, second=attempt == ticket.second)
-        self.control.races.lost(now_ns, ticket.arrival.id, attempt, error)
+    def on_hedge_lost(self, reply: Reply, attempt: int, error: PenstockError | None) -> None:
+        """See `ReplyListener`."""
+        request = _request_of(reply)
+        if request.hedge is not None:
+            self._driver.attempt_failed(self._clock.now_ns(), request, attempt, error)
         self._dispatch_soon()
 
-    def settled(self, reply: Reply) -> None:
-        """See `Owner`: one record, and the place is free."""
-        ticket = self._by_reply.pop(reply)
-        del self._tickets[ticket.arrival.id]
-        self._slots.give_back(ticket.arrival.choices)
-        settled = ticket.settled or self._end(ticket)
-        flow = settled.flow
-        record = flow.record(self._clock.wall_ns())
-        machine_micros = self._meters.settled(self._clock.now_ns(), flow, ticket.machine_micros)
-        if self._prices.version:
-            record = replace(
-                record, price_version=self._prices.version, accelerator_cost_micros=machine_micros
-            )
-        self._ledger.close(record)
-        self._ledger.flush()
+    def on_client_left(self, reply: Reply) -> None:
+        """See `ReplyListener`."""
+        if reply.request is not None:
+            self._driver.cancel(self._clock.now_ns(), reply.request)
+            self._dispatch_soon()
+
+    def on_ended(self, reply: Reply) -> None:
+        """See `ReplyListener`."""
+        request, tally = _request_of(reply), reply.tally
+        cancelled = tally.outcome is Answer.ABORT
+        outcome = Outcome.CANCELLED if cancelled else Outcome.FAILED if reply.error else Outcome.FINISHED
+        reason = tally.outcome.value if tally.outcome else ""
+        self._driver.ended(self._clock.now_ns(), request, outcome, finish_reason=reason, error=reply.error)
+        self._dispatch_soon()
+
+    # --- for the driver: see `driver.Workers` and `driver.Clients` --------------------------------
+
+    def start(self, now_ns: int, request: Request, start: Start) -> None:
+        """See `driver.Workers`."""
+        reply = _reply_of(request)
+        worker = self._registry.get(start.worker_id)
+        assert worker is not None, f"{start.worker_id} has room, so it is there"
+        try:
+            if start.beside:
+                ((stream, sink),) = reply.streams
+                reply.start_hedge(worker.backend, _attempt(stream, start), sink, attempt=start.attempt)
+                return
+            # A request that continues reports at once, so that flow control knows that it has begun there.
+            reply.next_slice = reply.num_produced + (1 if request.has_begun else self._slice_tokens)
+            if (served := reply.exchange.served) is not None:
+                served.queue_ns = request.queue_ns
+            streams = reply.remaining()
+            if start.priority or start.attempt > 1:
+                streams = [(_attempt(stream, start), sink) for stream, sink in streams]
+            race = start.attempt if self._hedges and start.attempt == 1 and len(streams) == 1 else 0
+            reply.start(worker.backend, streams, race=race)
+        except Exception as error:  # noqa: BLE001 - one request's bug must not end the others.
+            self._log.bug("a request could not be started", error, request_id=reply.exchange.id)
+            reply.fail(error)
+
+    def abort(self, now_ns: int, worker_id: WorkerId, request_id: RequestId, attempt: int) -> None:
+        """See `driver.Workers`. A request that has ended has aborted all of its streams."""
+        if (request := self.control.request(request_id)) is not None:
+            reply = _reply_of(request)
+            if attempt:
+                reply.abort_attempt(attempt)
+            else:
+                reply.abort()
+
+    def stop(self, now_ns: int, request: Request, reason: FinishReason) -> None:
+        """See `driver.Clients`."""
+        _reply_of(request).stop(reason)
+
+    def fail(self, now_ns: int, request: Request, error: PenstockError) -> None:
+        """See `driver.Clients`."""
+        _reply_of(request).fail(error)
+
+    def fall_back(self, now_ns: int, request: Request, action: FallBack) -> None:
+        """See `driver.Clients`."""
+        if (make := _reply_of(request).fall_back) is not None:
+            making = self._fall_back(request, make(request, action.route, action.why))
+            task = asyncio.ensure_future(making)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def settled(self, now_ns: int, request: Request, error: PenstockError | None) -> None:
+        """See `driver.Clients`."""
+        reply = _reply_of(request)
+        self._slots.give_back(request.facts.choices)
+        request.io, reply.streams, reply.fall_back = None, (), None  # They refer to each other.
+        if error is not None:
+            reply.fail(error)
         self._dispatch_soon()
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _end(self, ticket: Ticket) -> Settled:
-        """Tell flow control how the reply ended."""
-        now_ns, tally, request_id = self._clock.now_ns(), ticket.reply.tally, ticket.arrival.id
-        flow, error = self.control.flow(request_id), ticket.reply.error
-        assert flow is not None, f"{request_id} has ended before"
-        cancelled = tally.outcome is Answer.ABORT
-        if flow.state is State.QUEUED:
-            why = error if isinstance(error, PenstockError) else EngineFault("it never started")
-            answer = (
-                self.control.cancel(now_ns, request_id)
-                if cancelled
-                else self.control.failed(now_ns, request_id, why, retry=False)
-            )
-        else:
-            outcome = Outcome.CANCELLED if cancelled else Outcome.FAILED if error else Outcome.FINISHED
-            answer = self.control.ended(
-                now_ns,
-                request_id,
-                outcome,
-                tally.total(),
-                finish_reason=tally.outcome.value if outcome is Outcome.FINISHED and tally.outcome else "",
-                error=type(error).__name__ if error else "",
-                fault=error if isinstance(error, PenstockError) else None,
-            )
-        assert isinstance(answer, Settled), answer
-        return answer
+    def _replies(self) -> Iterator[Reply]:
+        return (_reply_of(request) for request in self.control.requests() if request.io is not None)
 
-    def _open(self, now_ns: int, ticket: Ticket) -> None:
-        """Write down that it was accepted. If that cannot be, it ends here."""
+    def _take(self, reply: Reply, streams: Streams, request_id: RequestId) -> None:
+        """From here on the reply is that request's."""
+        request = self.control.request(request_id)
+        assert request is not None, f"{request_id} was just accepted"
+        reply.request, reply.streams = request, streams
+        request.usages = reply.tally.usages
+
+    async def _fall_back(self, request: Request, making: Awaitable[None]) -> None:
         try:
-            self._ledger.open(opening_record(ticket.arrival, self._clock.wall_ns()))
-        except PenstockError as error:
-            answer = self.control.failed(now_ns, ticket.arrival.id, error, retry=False)
-            assert isinstance(answer, Settled), answer
-            raise
-
-    def _progress(self, flow: Flow) -> Progress:
-        usage = Usage(
-            prompt_tokens=flow.arrival.prompt_tokens,
-            cached_tokens=flow.cached_tokens,
-            completion_tokens=flow.completion_tokens,
-        )
-        return Progress(
-            request_id=flow.id,
-            at_ns=self._clock.wall_ns(),
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_tokens,
-            completion_tokens=usage.completion_tokens,
-            cost_micros=self._prices.cost_micros(flow.arrival.route, usage),
-            worker=flow.worker,
-        )
+            await making
+        except PenstockError as error:  # It does not fit the other model, so it waits on.
+            self._log.info("a request that waits cannot fall back", error=error, request_id=request.id)
+        except Exception as error:  # noqa: BLE001 - one request's bug must not end the others.
+            self._log.bug("a prompt could not be made for another model", error, request_id=request.id)
+            if request.io is not None:
+                _reply_of(request).fail(error)
 
     def _dispatch_soon(self) -> None:
         if not self._is_due:
@@ -339,80 +289,13 @@ class Dispatcher:
             asyncio.get_running_loop().call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
-        """Start and end what flow control says, once for all that this turn of the loop brought."""
+        """Start and end what the driver says, once for all that this turn of the loop brought."""
         self._is_due = False
-        self._ledger.flush()
+        self._records.flush()
         now_ns = self._clock.now_ns()
         self._workers.refresh(now_ns)
-        for action in self.control.dispatch(now_ns):
-            if isinstance(action, Start):
-                (self._start_beside if action.beside else self._start)(action)
-            elif isinstance(action, Evict):
-                self._evict(action)
-            elif isinstance(action, FallBack):
-                self._fall_back(action)
-            # An `Abort` is of an attempt whose reply ends as a whole, and aborts both.
+        self._driver.dispatch(now_ns)
         self._set_timer(now_ns)
-
-    def _start(self, start: Start) -> None:
-        ticket = self._tickets[start.id]
-        reply, flow = ticket.reply, self.control.flow(start.id)
-        assert flow is not None, "it was started just now"
-        ticket.reported = reply.num_produced
-        # Who goes on is heard of at once, so that flow control knows that it has begun there.
-        reply.next_slice = reply.num_produced + (1 if flow.has_begun else self._slice_tokens)
-        self._meters.started(self._clock.now_ns(), flow)
-        if (served := ticket.reply.exchange.served) is not None:
-            served.queue_ns = flow.queue_ns
-        streams = reply.remaining(ticket.streams)
-        if start.priority or start.attempt > 1:
-            streams = [(_attempt(request, start), sink) for request, sink in streams]
-        try:
-            worker = self._registry.get(start.worker_id)
-            assert worker is not None, f"{start.worker_id} has room, so it is there"
-            race = start.attempt if self._hedges and start.attempt == 1 and len(streams) == 1 else 0
-            reply.start(worker.backend, streams, race=race)
-        except Exception as error:  # noqa: BLE001 - one request's bug must not end the others.
-            self._log.bug("a request could not be started", error, request_id=reply.exchange.id)
-            reply.fail(error)
-
-    def _start_beside(self, start: Start) -> None:
-        ticket = self._tickets[start.id]
-        flow = self.control.flow(start.id)
-        assert flow is not None, "it was started just now"
-        ticket.second = start.attempt
-        self._meters.started_beside(self._clock.now_ns(), flow, start.worker_id)
-        ((request, sink),) = ticket.streams
-        worker = self._registry.get(start.worker_id)
-        assert worker is not None, f"{start.worker_id} has room, so it is there"
-        try:
-            ticket.reply.start_beside(worker.backend, _attempt(request, start), sink, attempt=start.attempt)
-        except Exception as error:  # noqa: BLE001 - one request's bug must not end the others.
-            self._log.bug("a second attempt could not be started", error, request_id=start.id)
-            ticket.reply.fail(error)
-
-    def _fall_back(self, what: FallBack) -> None:
-        ticket = self._tickets.get(what.id)
-        if ticket is not None and ticket.again is not None:
-            task = asyncio.ensure_future(self._made_anew(ticket, ticket.again(what.route, what.why)))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _made_anew(self, ticket: Ticket, making: Awaitable[None]) -> None:
-        try:
-            await making
-        except PenstockError as error:  # It does not fit the other model, so it waits on.
-            self._log.info("a request that waits cannot fall back", error=error, request_id=ticket.arrival.id)
-        except Exception as error:  # noqa: BLE001 - one request's bug must not end the others.
-            self._log.bug("a request could not be made anew", error, request_id=ticket.arrival.id)
-            ticket.reply.fail(error)
-
-    def _evict(self, evict: Evict) -> None:
-        ticket = self._tickets.get(evict.id)
-        if ticket is not None:
-            self._metrics.evicted(ticket.arrival.route, evict.reason)
-            ticket.settled = evict.settled
-            ticket.reply.fail(evict.error)
 
     def _set_timer(self, now_ns: int) -> None:
         due_ns = self.control.next_ns(now_ns)
@@ -431,29 +314,17 @@ class Dispatcher:
             self._dispatch()
 
 
+def _reply_of(request: Request) -> Reply:
+    assert isinstance(request.io, Reply), f"{request.id} has no reply"
+    return request.io
+
+
+def _request_of(reply: Reply) -> Request:
+    assert reply.request is not None, "only accepted requests are started"
+    return reply.request
+
+
 def _attempt(request: GenerateRequest, start: Start) -> GenerateRequest:
     """A stream as it is sent now. A worker that was thought dead may still have it from an earlier attempt: that is another."""
     name = f"{request.request_id}~{start.attempt}" if start.attempt > 1 else request.request_id
     return replace(request, priority=start.priority, request_id=RequestId(name))
-
-
-def opening_record(arrival: Arrival, wall_ns: int) -> UsageRecord:
-    """What is known of a request when it is accepted. It stands if this process is never heard of again."""
-    tenant, requested = arrival.tenant, arrival.requested_model or arrival.route
-    return UsageRecord(
-        request_id=arrival.id,
-        ended_ns=wall_ns,
-        tenant=tenant.id,
-        tier=tenant.tier,
-        key_prefix=arrival.key_prefix,
-        user=arrival.user,
-        endpoint=arrival.endpoint,
-        requested_model=requested,
-        served_model=arrival.route,
-        route_reason=arrival.diverted if requested != arrival.route else "",
-        adapter=arrival.adapter,
-        band=tenant.band,
-        outcome=Outcome.FAILED,
-        error="GatewayLost",
-        choices=arrival.choices,
-    )

@@ -16,10 +16,9 @@ from penstock.clock import NS_PER_S
 from penstock.errors import ContextTooLong
 from penstock.gateway.auth import Caller
 from penstock.gateway.collect import WholeChat, WholeCompletion
-from penstock.gateway.dispatch import Ticket
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.hints import Hints, read_hints
-from penstock.gateway.job import Job, arrival_of, requests_of, uses_tools
+from penstock.gateway.job import Job, facts_of, requests_of, uses_tools
 from penstock.gateway.logprobs import Echo
 from penstock.gateway.models import ServedModel
 from penstock.gateway.prepare import (
@@ -37,6 +36,7 @@ from penstock.gateway.tally import Tally
 from penstock.gateway.usage_chunks import CountingSink, UsageWriter
 from penstock.kv.prompt_keys import PromptKeys
 from penstock.policy.admit_facts import DowngradeReason
+from penstock.policy.request import Request
 from penstock.policy.tenant import Tenant
 from penstock.protocol.needs import (
     NO_CONSTRAINT,
@@ -184,15 +184,13 @@ class Generate:
                 model, served = longer, replace(served, model=adapter or longer.name, downgrade="context")
                 continue
             services.check_draining()  # It may have begun while the prompt was tokenized.
-            arrival = arrival_of(job, served, hints, endpoint, self._keys(job))
+            facts = facts_of(job, served, hints, endpoint, self._keys(job))
             if choice is not None:
-                services.explained.chose(arrival.id, choice)
+                services.explained.chose(facts.id, choice)
             reply, sinks = begin(job)
             streams = self._streams(job, sinks)
-            ticket = Ticket(arrival=arrival, model=model, reply=reply, streams=streams)
-            if services.falls_back:
-                ticket.again = partial(self._again, ticket, served, hints, prepare)
-            diverted = services.dispatcher.submit(ticket)
+            fall_back = partial(self._retarget, served, hints, prepare) if services.falls_back else None
+            diverted = services.dispatcher.submit(facts, reply, streams, fall_back)
             if diverted is None:
                 return
             model = services.models.get(diverted.route)  # One that has the adapter, if one is asked for.
@@ -230,18 +228,24 @@ class Generate:
             )
         return list(zip(requests_of(job, piece_tokens), sinks, strict=True))
 
-    async def _again(
-        self, ticket: Ticket, served: Served, hints: Hints, prepare: Prepare, route: str, why: DowngradeReason
+    async def _retarget(
+        self,
+        served: Served,
+        hints: Hints,
+        prepare: Prepare,
+        request: Request,
+        route: str,
+        why: DowngradeReason,
     ) -> None:
-        """Make the prompt of a request that waits anew for another model, and let it wait there."""
-        services, old = self._services, ticket.arrival
+        """Make the prompt of a request that waits for another model, and let it wait there."""
+        services, old = self._services, request.facts
         model = services.models.get(route)
         job, begin = await prepare(model, old.adapter)
         job = msgspec.structs.replace(job, answer_id=str(old.id))
         exchange = job.exchange
         now_served = replace(served, model=old.adapter or model.name, downgrade=why)
-        arrival = arrival_of(job, now_served, hints, Endpoint(old.endpoint), self._keys(job))
-        arrival = msgspec.structs.replace(arrival, num_bytes=old.num_bytes)
+        facts = facts_of(job, now_served, hints, Endpoint(old.endpoint), self._keys(job))
+        facts = msgspec.structs.replace(facts, num_bytes=old.num_bytes)
 
         def start() -> tuple[Reply, Sequence[tuple[GenerateRequest, Sink]]]:
             exchange.served = now_served
@@ -251,7 +255,7 @@ class Generate:
             reply, sinks = begin(job)
             return reply, self._streams(job, sinks)
 
-        services.dispatcher.move(ticket, arrival, model, start)
+        services.dispatcher.move(request, facts, start)
 
     def _keys(self, job: Job) -> PromptKeys | None:
         """What the prompt's KV blocks are called; several prompts have no one place."""
@@ -269,7 +273,7 @@ class Generate:
         """What the reply is given."""
         services, tally, options = self._services, job.exchange.tally, job.request.stream_options
         assert tally is not None
-        tally.num_choices, tally.choices_per_prompt = job.num_choices, job.choices_per_prompt
+        tally.num_choices, tally.usages.choices_per_prompt = job.num_choices, job.choices_per_prompt
         head = StreamHead(
             id=job.answer_id,
             created=services.clock.wall_ns() // NS_PER_S,
@@ -281,7 +285,7 @@ class Generate:
             exchange=job.exchange,
             tally=tally,
             clock=services.clock,
-            owner=services.dispatcher,
+            listener=services.dispatcher,
             head=head,
             ids=services.ids,
         )

@@ -12,7 +12,7 @@ from penstock.gateway.models import ServedModel
 from penstock.gateway.prepare import choice_seed, sampling
 from penstock.gateway.served_headers import Served
 from penstock.kv.prompt_keys import PromptKeys
-from penstock.policy.flow import Arrival
+from penstock.policy.flow import RequestFacts
 from penstock.policy.tenant import Tenant
 from penstock.protocol.needs import NO_CONSTRAINT, Constraint
 from penstock.protocol.openai import ChatRequest, GenerationRequest
@@ -55,12 +55,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.prompts) * self.choices_per_prompt
 
 
-def arrival_of(
+def facts_of(
     job: Job, served: Served, hints: Hints, endpoint: Endpoint, keys: PromptKeys | None
-) -> Arrival:
+) -> RequestFacts:
     """The request as flow control sees it."""
     lengths, user = [len(prompt) for prompt in job.prompts], job.request.user
-    return Arrival(
+    return RequestFacts(
         id=RequestId(job.answer_id),
         tenant=job.caller.tenant,
         route=job.model.name,

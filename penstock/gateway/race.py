@@ -1,6 +1,6 @@
 """Two attempts at one stream: both feed the same sink, and only the one that has output first is heard.
 
-Which of them, and when there are two, flow control decides (policy/race.py); this file only sees to it that nothing of the other one
+Which of them, and when there are two, flow control decides (policy/hedging.py); this file only sees to it that nothing of the other one
 reaches the client. An attempt that has won costs nothing more: its output goes straight to the sink.
 """
 
@@ -40,17 +40,18 @@ class Racer:
 class Race:
     """The attempts at one stream that may still be heard: one, or two until one of them says something."""
 
-    __slots__ = ("_on_lost", "_on_won", "_racers")
+    __slots__ = ("_loser", "_on_lost", "_on_won", "_racers")
 
     def __init__(
         self,
         *,
-        on_won: Callable[[Racer, Racer], None],
+        on_won: Callable[[Racer], None],
         on_lost: Callable[[Racer, Finish], None],
     ) -> None:
-        """Of two attempts, `on_won` hears who was first and who was not; `on_lost` who failed or was aborted before either was."""
+        """Of two attempts, `on_won` is called with the one that was first, `on_lost` with one that failed or was aborted before that."""
         self._on_won, self._on_lost = on_won, on_lost
         self._racers: list[Racer] = []
+        self._loser: Racer | None = None
 
     def enter(self, sink: Sink, attempt: int) -> Racer:
         """Another attempt at the stream that goes to `sink`."""
@@ -69,7 +70,12 @@ class Race:
             (loser,) = (each for each in self._racers if each is not racer)
             self._racers.remove(loser)
             loser.on_delta = _unheard
-            self._on_won(racer, loser)
+            self._loser = loser
+            self._on_won(racer)
+
+    def loser(self, attempt: int) -> Racer | None:
+        """That attempt, if another one has won against it."""
+        return self._loser if self._loser is not None and self._loser.attempt == attempt else None
 
     def ends(self, racer: Racer, finish: Finish) -> bool:
         """An attempt is over; whether that is the end of the stream."""

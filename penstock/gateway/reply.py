@@ -6,7 +6,7 @@ of its subclasses, `StreamReply` in relay.py and `WholeReply` in collect.py.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -14,42 +14,49 @@ from msgspec.structs import replace
 
 from penstock.backends.base import Backend, Finish, GenerateRequest, Generation, Sink
 from penstock.clock import Clock
-from penstock.errors import Draining, Overloaded, PenstockError, StreamBroken, WorkerError
+from penstock.errors import Draining, Overloaded, PenstockError, WorkerError
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.race import Race, Racer
 from penstock.gateway.tally import Tally, outcome_of
+from penstock.policy.admit_facts import DowngradeReason
+from penstock.policy.driver import may_try_again
+from penstock.policy.request import Request
 from penstock.protocol.stream import StreamHead
 from penstock.rng import IdSource
 from penstock.telemetry.catalog import Outcome
 from penstock.types import FinishReason, Usage
 
 
-class Owner(Protocol):
-    """Who decides about a reply: when it starts, whether it may go on, and what follows when it is over."""
+class ReplyListener(Protocol):
+    """Decides about a reply: when it starts, whether it continues, and what follows when it is over."""
 
-    def began(self, reply: "Reply") -> None:
+    def on_first_output(self, reply: "Reply") -> None:
         """The first output of any choice is here."""
         ...
 
-    def produced(self, reply: "Reply") -> None:
+    def on_tokens(self, reply: "Reply") -> None:
         """`reply.num_produced` has reached `reply.next_slice`. May end the reply; sets the next slice if it does not."""
         ...
 
-    def broke(self, reply: "Reply", error: PenstockError) -> bool:
-        """The worker failed, and another one can begin anew or go on. True: `start` is called again, later, with what
+    def on_attempt_failed(self, reply: "Reply", error: PenstockError) -> bool:
+        """The worker failed, and another one can begin again or continue. True: `start` is called again, later, with what
         `remaining` says; False: the reply fails.
         """
         ...
 
-    def won(self, reply: "Reply", attempt: int) -> None:
-        """Of two attempts that ran at once this one has output first; the other is aborted next."""
+    def on_hedge_won(self, reply: "Reply", attempt: int) -> None:
+        """Of two attempts that run at once this one has output first; the other must be aborted."""
         ...
 
-    def lost(self, reply: "Reply", attempt: int, error: PenstockError | None) -> None:
-        """Of two attempts this one failed, or was aborted; the other goes on."""
+    def on_hedge_lost(self, reply: "Reply", attempt: int, error: PenstockError | None) -> None:
+        """Of two attempts this one failed, or was aborted; the other continues."""
         ...
 
-    def settled(self, reply: "Reply") -> None:
+    def on_client_left(self, reply: "Reply") -> None:
+        """The client is gone; the reply ends as soon as nothing of it runs."""
+        ...
+
+    def on_ended(self, reply: "Reply") -> None:
         """Nothing of this reply runs any more. Called exactly once."""
         ...
 
@@ -60,16 +67,20 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     exchange: Exchange
     tally: Tally
     clock: Clock
-    owner: Owner
+    listener: ReplyListener
     head: StreamHead
     ids: IdSource
+
+
+FallBackTo = Callable[[Request, str, DowngradeReason], Awaitable[None]]
+"""Called with the request, the other model and why."""
 
 
 class StreamSlots:
     """Counts the streams that wait or run in this gateway, and refuses one too many."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self.taken = 0
 
     def check(self, num: int) -> None:
@@ -78,9 +89,9 @@ class StreamSlots:
         Raises:
             Overloaded: there is no room for all `num` of them.
         """
-        if self.taken + num > self._most:
+        if self.taken + num > self._limit:
             raise Overloaded(
-                f"The server is at its bound of {self._most} concurrent streams. Try again shortly."
+                f"The server is at its bound of {self._limit} concurrent streams. Try again shortly."
             )
 
     def take(self, num: int) -> None:
@@ -98,7 +109,7 @@ class Reply:
 
     __slots__ = (
         "_broken", "_generations", "_is_over", "_live", "_race", "_resume", "_settled", "_stopped", "_waiting",
-        "context", "error", "exchange", "next_slice", "num_produced", "tally",
+        "context", "error", "exchange", "fall_back", "next_slice", "num_produced", "request", "streams", "tally",
     )  # fmt: skip
 
     def __init__(self, context: Context) -> None:
@@ -107,10 +118,16 @@ class Reply:
         self.tally = context.tally
         self.error: Exception | None = None
         """What ended it, if it failed."""
+        self.request: Request | None = None
+        """Since flow control accepted it."""
+        self.streams: Sequence[tuple[GenerateRequest, Sink]] = ()
+        """One for each choice, until it has ended."""
+        self.fall_back: FallBackTo | None = None
+        """Makes its prompt for another model and moves it there, while it waits; None: no model falls back."""
         self.num_produced = 0
         """Tokens of all choices so far."""
         self.next_slice: float = math.inf
-        """The owner hears of it when so many were produced."""
+        """The listener is called when so many were produced."""
         self._generations: list[Generation] = []
         self._live = 0
         self._waiting = True
@@ -134,24 +151,22 @@ class Reply:
         """What the worker told with the first output, of a request that is one stream; of several it is no one's time."""
         return self._generations[0].usage if len(self._generations) == 1 else None
 
-    def remaining(
-        self, streams: Sequence[tuple[GenerateRequest, Sink]]
-    ) -> Sequence[tuple[GenerateRequest, Sink]]:
+    def remaining(self) -> Sequence[tuple[GenerateRequest, Sink]]:
         """What to start now of all its streams: those that are not over, behind what the client has seen of each."""
         if self.tally.first_ns is None:
-            return streams
+            return self.streams
         resume = self._resume
         return [
             (replace(request, resumed=resume[i]), sink)
-            for i, (request, sink) in enumerate(streams)
+            for i, (request, sink) in enumerate(self.streams)
             if i in resume
         ]
 
     def start(
         self, backend: Backend, streams: Sequence[tuple[GenerateRequest, Sink]], *, race: int = 0
     ) -> None:
-        """Start every stream. If one cannot start, none runs; the owner says what happens then. With `race` it is one stream, the
-        attempt of that number, and `start_beside` may follow.
+        """Start every stream. If one cannot start, none runs; the listener says what happens then. With `race` it is one stream, the
+        attempt of that number, and `start_hedge` may follow.
         """
         assert self._waiting, "it runs already"
         self._race = None
@@ -170,7 +185,7 @@ class Reply:
                 generation = backend.generate(request, sink)
             except (WorkerError, Overloaded) as error:
                 self._live -= 1
-                self._break(error, can_go_on=True)  # With what it was to go on with here.
+                self._break(error, can_resume=True)  # With what it was to go on with here.
                 break
             except BaseException:
                 self._live -= 1
@@ -184,18 +199,18 @@ class Reply:
             self._abort_all()
         self._settle_if_idle()
 
-    def start_beside(self, backend: Backend, request: GenerateRequest, sink: Sink, *, attempt: int) -> None:
+    def start_hedge(self, backend: Backend, request: GenerateRequest, sink: Sink, *, attempt: int) -> None:
         """Start its one stream a second time: whichever has output first is heard."""
         assert self._race is not None, "it was not started so"
         if self._is_over or self._broken is not None:
-            self.context.owner.lost(self, attempt, None)
+            self.context.listener.on_hedge_lost(self, attempt, None)
             return
         racer = self._race.enter(sink, attempt)
         try:
             generation = backend.generate(request, racer.as_sink())
         except (WorkerError, Overloaded) as error:
             self._race.leave(racer)
-            self.context.owner.lost(self, attempt, error)
+            self.context.listener.on_hedge_lost(self, attempt, error)
             return
         racer.generation = generation
         self._generations.append(generation)
@@ -204,16 +219,16 @@ class Reply:
         """A choice has its first output."""
         if self.tally.first_ns is None:
             self.tally.first_ns = self.context.clock.now_ns()
-            self.context.owner.began(self)
+            self.context.listener.on_first_output(self)
 
     def count(self, num_tokens: int) -> None:
         """A choice has new tokens (called by sinks, after they were passed on)."""
         self.num_produced += num_tokens
         if self.num_produced >= self.next_slice:
-            self.context.owner.produced(self)
+            self.context.listener.on_tokens(self)
 
     def ended(self, finish: Finish) -> Finish:
-        """A stream's end as the client sees it: what the owner stopped did not fail (called by sinks first of all)."""
+        """A stream's end as the client sees it: what the listener stopped did not fail (called by sinks first of all)."""
         if finish.reason is FinishReason.ABORT and self._stopped is not None:
             return Finish(reason=self._stopped, usage=finish.usage)
         return finish
@@ -221,13 +236,13 @@ class Reply:
     def choice_finished(self, index: int, finish: Finish) -> None:
         """A stream is over (called by its sink)."""
         self._live -= 1
-        self.tally.finished(index, finish.reason, finish.usage)
+        self.tally.ended(index, finish.reason, finish.usage)
         self._resume.pop(index, None)
         if finish.reason in (FinishReason.ERROR, FinishReason.ABORT):
             if finish.resume is not None:
                 self._resume[index] = finish.resume
             error = finish.error or Draining("The request was cancelled by the server.")
-            self._break(error, can_go_on=finish.resume is not None)
+            self._break(error, can_resume=finish.resume is not None)
         self._settle_if_idle()
 
     def fail(self, error: Exception) -> None:
@@ -267,17 +282,11 @@ class Reply:
         """Tell the client that its request failed."""
         raise NotImplementedError
 
-    def _break(self, error: PenstockError, *, can_go_on: bool) -> None:
-        """The worker failed us: another attempt, if the error allows it and the client has seen nothing or what it has
-        seen can be gone on with. All choices move together.
-        """
+    def _break(self, error: PenstockError, *, can_resume: bool) -> None:
+        """The worker failed: another attempt, if the error allows it. All choices move together."""
         if self._is_over:
             return
-        if isinstance(error, StreamBroken):
-            may_move = can_go_on
-        else:
-            may_move = error.retry_safe and (can_go_on or self.tally.first_ns is None)
-        if not may_move:
+        if not may_try_again(error, has_begun=self.tally.first_ns is not None, can_resume=can_resume):
             self.fail(error)
         elif self._broken is None:
             self._broken = error
@@ -288,38 +297,47 @@ class Reply:
             return
         if self._broken is not None and not self._is_over:
             error, self._broken, self._waiting = self._broken, None, True
-            self.tally.break_off()
-            if self.context.owner.broke(self, error):
+            if self.context.listener.on_attempt_failed(self, error):
                 return
             self.fail(error)
             return
         self._settled = True
         self.tally.ended_ns = self.context.clock.now_ns()
         is_complete, self._is_over = not self._is_over, True
-        self.context.owner.settled(self)  # First: what the client was told has been written down.
+        self.context.listener.on_ended(self)  # First: what the client was told has been written down.
         if is_complete:
             self.complete()
         self._generations.clear()  # Their sinks lead back here.
 
-    def _new_race(self) -> Race:
-        owner = self.context.owner
+    def abort_attempt(self, attempt: int) -> None:
+        """Of two attempts this one counts no more."""
+        racer = self._race.loser(attempt) if self._race is not None else None
+        if racer is not None and racer.generation is not None:
+            self._generations.remove(racer.generation)
+            racer.generation.abort()
 
-        def won(winner: Racer, loser: Racer) -> None:
-            owner.won(self, winner.attempt)
-            if loser.generation is not None:
-                self._generations.remove(loser.generation)
-                loser.generation.abort()
+    def abort(self) -> None:
+        """End whatever runs; what it ends as was said before, or follows from how the streams end."""
+        if not self._is_over and self._stopped is None:
+            self._abort_all()
+
+    def _new_race(self) -> Race:
+        listener = self.context.listener
+
+        def won(winner: Racer) -> None:
+            listener.on_hedge_won(self, winner.attempt)
 
         def lost(loser: Racer, finish: Finish) -> None:
             if loser.generation is not None:
                 self._generations.remove(loser.generation)
-            owner.lost(self, loser.attempt, finish.error)
+            listener.on_hedge_lost(self, loser.attempt, finish.error)
 
         return Race(on_won=won, on_lost=lost)
 
     def _client_left(self) -> None:
         if not self._is_over:
             self._over(Outcome.ABORT)
+            self.context.listener.on_client_left(self)
             self._abort_all()
             self._settle_if_idle()
 

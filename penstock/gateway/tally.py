@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock.errors import ClientError, Overloaded, WorkerUnavailable
-from penstock.policy.life import continued
+from penstock.policy.usage_sum import UsageSum
 from penstock.protocol.openai import CachedTokens, UsageBody
 from penstock.telemetry.catalog import Endpoint, Outcome
 from penstock.telemetry.metrics import RequestRecord
@@ -16,7 +16,6 @@ _OUTCOMES: Mapping[FinishReason, Outcome] = {
     FinishReason.TOOL_CALLS: Outcome.TOOL_CALLS,
     FinishReason.BUDGET: Outcome.BUDGET,
 }
-_NOTHING = Usage()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,63 +25,27 @@ class Tally:
     model: str
     endpoint: Endpoint
     num_choices: int = 1
-    choices_per_prompt: int = 1
     started_ns: int
     first_ns: int | None = None
     """When the first output of any choice came."""
     ended_ns: int | None = None
     outcome: Outcome | None = None
-    usages: dict[int, Usage] = field(default_factory=dict[int, Usage])
-    """By index of the choice."""
-    carried: dict[int, Usage] = field(default_factory=dict[int, Usage])
-    """Of choices that go on on another worker: what was used until they left the last one."""
+    usages: UsageSum = field(default_factory=UsageSum)
 
-    def finished(self, index: int, reason: FinishReason, usage: Usage) -> None:
-        """A choice is over. The first choice's ending stands for the request, if nothing worse happens."""
-        before = self.carried.get(index)
-        self.usages[index] = usage if before is None else continued(before, usage)
+    def ended(self, index: int, reason: FinishReason, usage: Usage) -> None:
+        """A choice's stream is over. The first choice's ending stands for the request, if nothing worse happens."""
+        self.usages.ended(index, usage)
         if index == 0 and self.outcome is None:
             self.outcome = _OUTCOMES.get(reason)
 
-    def break_off(self) -> None:
-        """Every choice that is not over will go on, or begin again if the client has seen nothing."""
-        if self.first_ns is None:
-            self.usages.clear()
-        else:
-            self.carried.update(self.usages)
-
     def usage(self) -> UsageBody:
         """The sum: every prompt once, every choice's answer."""
-        total = self.total()
+        total = self.usages.total()
         return UsageBody(
             prompt_tokens=total.prompt_tokens,
             completion_tokens=total.completion_tokens,
             total_tokens=total.prompt_tokens + total.completion_tokens,
             prompt_tokens_details=CachedTokens(total.cached_tokens),
-        )
-
-    def total(self) -> Usage:
-        """All choices together, as the ledger counts them; times are the first choice's."""
-        if self.num_choices == 1:
-            return self.usages.get(0, _NOTHING)
-        usages, firsts = (
-            list(self.usages.values()),
-            [usage for i, usage in self.usages.items() if i % self.choices_per_prompt == 0],
-        )
-        first = self.usages.get(0, _NOTHING)
-        return Usage(
-            prompt_tokens=sum(usage.prompt_tokens for usage in firsts),
-            completion_tokens=sum(usage.completion_tokens for usage in usages),
-            cached_tokens=sum(usage.cached_tokens for usage in firsts),
-            host_cached_tokens=sum(usage.host_cached_tokens for usage in firsts),
-            queue_ns=first.queue_ns,
-            prefill_ns=first.prefill_ns,
-            decode_ns=first.decode_ns,
-            steps=sum(usage.steps for usage in usages),
-            computed_tokens=sum(usage.computed_tokens for usage in usages),
-            preemptions=sum(usage.preemptions for usage in usages),
-            kv_block_ns=sum(usage.kv_block_ns for usage in usages),
-            device_ns=sum(usage.device_ns for usage in usages),
         )
 
     def ttft_ns(self) -> int | None:
@@ -91,8 +54,7 @@ class Tally:
 
     def record(self, now_ns: int) -> RequestRecord:
         """The request as it is counted; `now_ns` is its end."""
-        usage = self.total()
-        longest = max((u.completion_tokens for u in self.usages.values()), default=0)
+        usage, first, longest = self.usages.total(), self.usages.of(0), self.usages.longest
         ended_ns = now_ns if self.ended_ns is None else self.ended_ns
         tpot_ns = None
         if self.first_ns is not None and longest > 1:
@@ -101,7 +63,7 @@ class Tally:
             endpoint=self.endpoint,
             outcome=self.outcome or Outcome.ERROR,
             duration_ns=now_ns - self.started_ns,
-            queue_ns=self.usages[0].queue_ns if 0 in self.usages else None,
+            queue_ns=None if first is None else first.queue_ns,
             ttft_ns=self.ttft_ns(),
             tpot_ns=tpot_ns,
             prompt_tokens=usage.prompt_tokens,

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 from penstock.fleet.registry import Registry
 from penstock.fleet.worker import Worker
-from penstock.gateway.meters import Meters
 from penstock.policy.control import FlowControl
+from penstock.policy.machine_costs import Meters
 from penstock.policy.room import WorkerView
 from penstock.policy.worker_state import WorkerState
 from penstock.protocol.worker import ModelInfo, Stats

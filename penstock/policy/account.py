@@ -7,12 +7,12 @@ from typing import cast
 
 from penstock.errors import PenstockError
 from penstock.policy.answers import Refused
-from penstock.policy.flow import Arrival, Flow
+from penstock.policy.flow import RequestFacts
 from penstock.policy.parts import MoneyHold, Parts, Refusal, TokenHold
 from penstock.types import Usage
 
 
-class Account:
+class Holds:
     """What one request holds."""
 
     __slots__ = ("budgeted", "expected", "money", "tokens")
@@ -38,44 +38,40 @@ class Accounts:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
-    def open(self, now_ns: int, arrival: Arrival) -> Account | Refused:
+    def open(self, now_ns: int, facts: RequestFacts) -> Holds | Refused:
         """Hold what a request is expected to need, or nothing."""
-        parts, tenant = self._parts, arrival.tenant
-        longest = arrival.max_tokens * arrival.choices
-        expected = arrival.choices * parts.lengths.expect(tenant.id, arrival.route, arrival.max_tokens)
-        held = parts.limits.reserve(now_ns, tenant, arrival.prompt_tokens, expected, request_id=arrival.id)
+        parts, tenant = self._parts, facts.tenant
+        longest = facts.max_tokens * facts.choices
+        expected = facts.choices * parts.lengths.expect(tenant.id, facts.route, facts.max_tokens)
+        held = parts.limits.reserve(now_ns, tenant, facts.prompt_tokens, expected, request_id=facts.id)
         if (error := _error_of(held)) is not None:
-            return Refused(arrival.id, "limits", error)
+            return Refused(facts.id, "limits", error)
         tokens = cast("TokenHold", held)
         budgeted = min(parts.slice_tokens, longest)
-        price = self._price(arrival.route, arrival.prompt_tokens, arrival.cached_tokens, budgeted)
+        price = self._price(facts.route, facts.prompt_tokens, facts.cached_tokens, budgeted)
         reserved = parts.budgets.reserve(now_ns, tenant, price)
         if (error := _error_of(reserved)) is not None:
             tokens.undo(now_ns)
-            return Refused(arrival.id, "budget", error)
+            return Refused(facts.id, "budget", error)
         money = cast("MoneyHold", reserved)
-        return Account(tokens, money, expected=expected, budgeted=budgeted)
+        return Holds(tokens, money, expected=expected, budgeted=budgeted)
 
-    def next_slice(self, now_ns: int, account: Account, flow: Flow, total: int) -> bool:
+    def next_slice(
+        self, now_ns: int, facts: RequestFacts, holds: Holds, total: int, cached_tokens: int
+    ) -> bool:
         """Hold money for the slice that begins after `total` answer tokens; False: there is none left."""
-        arrival = flow.arrival
-        longest = arrival.max_tokens * arrival.choices
-        account.budgeted = min(total + self._parts.slice_tokens, max(total, longest))
-        cached = max(flow.cached_tokens, 0)
-        price = self._price(arrival.route, arrival.prompt_tokens, cached, account.budgeted)
-        return account.money.renew(now_ns, price)
+        longest = facts.max_tokens * facts.choices
+        holds.budgeted = min(total + self._parts.slice_tokens, max(total, longest))
+        price = self._price(facts.route, facts.prompt_tokens, max(cached_tokens, 0), holds.budgeted)
+        return holds.money.renew(now_ns, price)
 
-    def settle(self, now_ns: int, account: Account, flow: Flow) -> None:
-        """It used what its flow says, which gets its price."""
-        used = flow.prompt_tokens + flow.completion_tokens
-        account.tokens.settle(now_ns, used)
-        price = 0
-        if used:
-            price = self._price(
-                flow.arrival.route, flow.prompt_tokens, flow.cached_tokens, flow.completion_tokens
-            )
-        flow.cost_micros = price
-        account.money.settle(now_ns, price)
+    def settle(self, now_ns: int, route: str, holds: Holds, used: Usage) -> int:
+        """It used so much; returns its price in millionths."""
+        tokens = used.prompt_tokens + used.completion_tokens
+        holds.tokens.settle(now_ns, tokens)
+        price = self._parts.prices.cost_micros(route, used) if tokens else 0
+        holds.money.settle(now_ns, price)
+        return price
 
     def _price(self, route: str, prompt: int, cached: int, output: int) -> int:
         usage = Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=output)

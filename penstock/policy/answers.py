@@ -4,8 +4,6 @@ import msgspec
 
 from penstock.errors import PenstockError
 from penstock.policy.admit_facts import DowngradeReason
-from penstock.policy.flow import Flow
-from penstock.policy.record import Outcome
 from penstock.types import RequestId, WorkerId
 
 
@@ -73,32 +71,6 @@ class FallBack(msgspec.Struct, frozen=True, gc=False):
     id: RequestId
     route: str
     why: DowngradeReason
-
-
-class Settled(msgspec.Struct, frozen=True):
-    """The one end of an accepted request. `flow.record(wall_ns)` has the facts for the ledger."""
-
-    id: RequestId
-    outcome: Outcome
-    flow: Flow
-
-
-class Evict(msgspec.Struct, frozen=True):
-    """Drop it, with this error to its client.
-
-    If it only waited, `settled` is its end. If it runs on `worker_id`, abort it there and tell `ended`.
-    """
-
-    id: RequestId
-    reason: str
-    """"timeout", "no_worker", "queue_full", "memory", "drain"."""
-    error: PenstockError
-    worker_id: WorkerId | None = None
-    settled: Settled | None = None
-
-
-Action = Start | Abort | Evict | FallBack
-"""What `dispatch` answers."""
 
 
 class Requeued(msgspec.Struct, frozen=True, gc=False):

@@ -16,7 +16,7 @@ from penstock.policy.admit import Admission, effective_degrade
 from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Divert, Shed
 from penstock.policy.answers import Diverted, Refused
 from penstock.policy.fair_queue import default_level, ordered_bands
-from penstock.policy.flow import Arrival
+from penstock.policy.flow import RequestFacts
 from penstock.policy.parts import Pass, RouteLoad
 from penstock.policy.tenant import Degrade, Tenant
 from penstock.policy.thrift import Thrift
@@ -71,33 +71,33 @@ class Gate:
         self._protected = {band.name for band in queue.bands if band.protected}
 
     def decide(
-        self, now_ns: int, arrival: Arrival, look: Callable[[str], RouteLoad]
+        self, now_ns: int, facts: RequestFacts, look: Callable[[str], RouteLoad]
     ) -> Pass | Diverted | Refused:
         """Let it in, send it on, or turn it away."""
-        band = self._band(arrival.tenant.band)
-        requested = self._candidate(arrival, arrival.route, look)
-        assert requested is not None, f"{arrival.route} is not served"
-        facts = AdmitFacts(
-            tenant=arrival.tenant,
+        band = self._band(facts.tenant.band)
+        requested = self._candidate(facts, facts.route, look)
+        assert requested is not None, f"{facts.route} is not served"
+        admit_facts = AdmitFacts(
+            tenant=facts.tenant,
             requested=requested,
             band=band,
             is_protected=band in self._protected,
-            degrade=arrival.degrade,
-            max_wait_ns=arrival.first_token_ns,
-            queue_wait_max_ns=arrival.max_wait_ns or self._timeouts[band],
-            needs_tools=arrival.needs_tools,
+            degrade=facts.degrade,
+            max_wait_ns=facts.first_token_ns,
+            queue_wait_max_ns=facts.max_wait_ns or self._timeouts[band],
+            needs_tools=facts.needs_tools,
             waits_for_worker=self._waits_for_worker,
-            tried=frozenset((arrival.requested_model,)) if arrival.diverted else frozenset(),
-            is_cheaper=self._thrift and self._thrift.cheaper_for(now_ns, arrival),
-            candidate=lambda model: self._candidate(arrival, model, look),
+            tried=frozenset((facts.requested_model,)) if facts.diverted else frozenset(),
+            is_cheaper=self._thrift and self._thrift.cheaper_for(now_ns, facts),
+            candidate=lambda model: self._candidate(facts, model, look),
         )
-        decision = self._admission.decide(now_ns, facts)
+        decision = self._admission.decide(now_ns, admit_facts)
         if isinstance(decision, Admit):
             start_by_ns = decision.start_by_ns if requested.ready else 0
             return Pass(decision.predicted_ns, decision.first_token_ns, start_by_ns)
         if isinstance(decision, Divert):
-            return Diverted(arrival.id, decision.model, decision.why)
-        return Refused(arrival.id, "admission", _error(decision, arrival.route))
+            return Diverted(facts.id, decision.model, decision.why)
+        return Refused(facts.id, "admission", _error(decision, facts.route))
 
     def longer(
         self,
@@ -130,7 +130,9 @@ class Gate:
         """The band that the queue would use."""
         return name if name in self._timeouts else self._default
 
-    def _candidate(self, arrival: Arrival, model: str, look: Callable[[str], RouteLoad]) -> Candidate | None:
+    def _candidate(
+        self, request: RequestFacts, model: str, look: Callable[[str], RouteLoad]
+    ) -> Candidate | None:
         facts = self._facts(model)
         if facts is None:
             return None
@@ -144,9 +146,9 @@ class Gate:
             start_ns=route.start_ns,
             idle_ttft_ns=route.idle_ttft_ns,
             backlog_ns=route.backlog_ns,
-            context_tokens=arrival.context_tokens or arrival.prompt_tokens,
+            context_tokens=request.context_tokens or request.prompt_tokens,
             max_model_len=facts.max_model_len,
-            can_serve=facts.can_serve(arrival.adapter, arrival.needs),
+            can_serve=facts.can_serve(request.adapter, request.needs),
             is_full=route.is_full,
         )
 

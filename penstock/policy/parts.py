@@ -13,7 +13,7 @@ import msgspec
 from penstock.errors import PenstockError
 from penstock.policy.answers import Diverted, Refused
 from penstock.policy.band import Work
-from penstock.policy.flow import Arrival
+from penstock.policy.flow import RequestFacts
 from penstock.policy.hedge import Hedges
 from penstock.policy.pace import Pace
 from penstock.policy.quarantine import OnBoard, Trial
@@ -137,7 +137,7 @@ class Admission(Protocol):
     """Whether a request that would have to wait is let in, sent to another model, or turned away."""
 
     def decide(
-        self, now_ns: int, arrival: Arrival, look: Callable[[str], RouteLoad]
+        self, now_ns: int, facts: RequestFacts, look: Callable[[str], RouteLoad]
     ) -> Pass | Diverted | Refused:
         """`look(route)` tells how a model stands for this request. Nothing is booked yet."""
         ...
@@ -220,11 +220,11 @@ class Health(Protocol):
 class Poison(Protocol):
     """Which requests are refused because workers died of them: `quarantine.Quarantine`."""
 
-    def refusal(self, now_ns: int, arrival: Arrival) -> PenstockError | None:
+    def refusal(self, now_ns: int, facts: RequestFacts) -> PenstockError | None:
         """Why it is refused; None if it is not."""
         ...
 
-    def trial(self, now_ns: int, arrival: Arrival) -> Trial | None:
+    def trial(self, now_ns: int, facts: RequestFacts) -> Trial | None:
         """How it is started if it is under suspicion; None if it is not."""
         ...
 
@@ -232,7 +232,7 @@ class Poison(Protocol):
         """A worker's process ended, with these requests on it."""
         ...
 
-    def ended_well(self, arrival: Arrival) -> None:
+    def ended_well(self, facts: RequestFacts) -> None:
         """It was none of these."""
         ...
 
@@ -326,9 +326,9 @@ class AdmitAll:
 
     __slots__ = ()
 
-    def decide(self, now_ns: int, arrival: Arrival, look: Callable[[str], RouteLoad]) -> Pass:
+    def decide(self, now_ns: int, facts: RequestFacts, look: Callable[[str], RouteLoad]) -> Pass:
         """Yes."""
-        del now_ns, arrival, look
+        del now_ns, facts, look
         return _PASS
 
 
@@ -393,24 +393,6 @@ class AllHealthy:
         return True
 
 
-class NoPoison:
-    """Suspects nobody."""
-
-    __slots__ = ()
-
-    def refusal(self, now_ns: int, arrival: Arrival) -> None:
-        """Nobody is refused."""
-
-    def trial(self, now_ns: int, arrival: Arrival) -> None:
-        """Nobody is."""
-
-    def died(self, now_ns: int, on_board: Sequence[OnBoard]) -> None:
-        """Nothing is learned."""
-
-    def ended_well(self, arrival: Arrival) -> None:
-        """Nothing is learned."""
-
-
 _NO_WORKERS = frozenset[WorkerId]()
 
 
@@ -435,7 +417,8 @@ class Parts:
     placement: Callable[[str], Placement] = least_loaded
     """Makes the placement of a model, by its name."""
     health: Health = field(default_factory=AllHealthy)
-    poison: Poison = field(default_factory=NoPoison)
+    poison: Poison | None = None
+    """None: no request is suspected when a worker crashes."""
     pace: Callable[[], Pace] = Pace
     """Makes what learns of one model's workers how fast they are."""
     hedges: Hedges | None = None

@@ -26,7 +26,7 @@ import msgspec
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.health import QuarantineConfig
 from penstock.errors import PoisonRequest
-from penstock.policy.flow import Arrival
+from penstock.policy.flow import RequestFacts
 
 Fingerprint = int
 
@@ -34,7 +34,7 @@ Fingerprint = int
 class OnBoard(msgspec.Struct, frozen=True, gc=False):
     """A request at the death of its worker."""
 
-    arrival: Arrival
+    facts: RequestFacts
     is_starting: bool
     """It had given nothing since it was started there."""
     num_tokens: int = 0
@@ -75,9 +75,9 @@ class Quarantine:
         self.num_convicted = 0
         """Convictions so far."""
 
-    def refusal(self, now_ns: int, arrival: Arrival) -> PoisonRequest | None:
+    def refusal(self, now_ns: int, facts: RequestFacts) -> PoisonRequest | None:
         """See `parts.Poison`. Looks at the prompt only while there are suspects, which is nearly never."""
-        if not self._suspects or (name := fingerprint(arrival)) is None:
+        if not self._suspects or (name := fingerprint(facts)) is None:
             return None
         left_s = self.refused_s(now_ns, name)
         if not left_s:
@@ -86,9 +86,9 @@ class Quarantine:
             f"Workers have ended while they computed this prompt. It is refused for another {math.ceil(left_s)} s."
         )
 
-    def trial(self, now_ns: int, arrival: Arrival) -> Trial | None:
+    def trial(self, now_ns: int, facts: RequestFacts) -> Trial | None:
         """See `parts.Poison`."""
-        if not self._suspects or (name := fingerprint(arrival)) is None:
+        if not self._suspects or (name := fingerprint(facts)) is None:
             return None
         return self.trial_of(now_ns, name)
 
@@ -96,16 +96,16 @@ class Quarantine:
         """See `parts.Poison`."""
         starting, streaming = list[Fingerprint](), dict[Fingerprint, int]()
         for each in on_board:
-            if (name := fingerprint(each.arrival)) is None:
+            if (name := fingerprint(each.facts)) is None:
                 continue
             if each.is_starting:
                 starting.append(name)
             streaming[name] = max(streaming.get(name, 0), each.num_tokens)
         self.strike(now_ns, starting, streaming)
 
-    def ended_well(self, arrival: Arrival) -> None:
+    def ended_well(self, facts: RequestFacts) -> None:
         """See `parts.Poison`."""
-        if self._suspects and (name := fingerprint(arrival)) is not None:
+        if self._suspects and (name := fingerprint(facts)) is not None:
             self.clear(name)
 
     # --- by fingerprint ------------------------------------------------------------------------------
@@ -193,12 +193,12 @@ def _cause(on_board: Mapping[Fingerprint, _Suspect], starting: Container[Fingerp
     return likely[0] if len(likely) == 1 else None
 
 
-def fingerprint(arrival: Arrival) -> Fingerprint | None:
+def fingerprint(facts: RequestFacts) -> Fingerprint | None:
     """Names model, tenant and prompts; None if nobody told the prompts. One tenant's suspects are never another's."""
-    if not arrival.prompts:
+    if not facts.prompts:
         return None
-    hasher = hashlib.blake2b(f"{arrival.route}\0{arrival.tenant.id}".encode(), digest_size=8)
-    for prompt in arrival.prompts:
+    hasher = hashlib.blake2b(f"{facts.route}\0{facts.tenant.id}".encode(), digest_size=8)
+    for prompt in facts.prompts:
         tokens = array("i", prompt).tobytes()
         hasher.update(len(tokens).to_bytes(8, "little") + tokens)
     return int.from_bytes(hasher.digest(), "little")

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from penstock.policy.budget import Budgets
-from penstock.policy.flow import Arrival
+from penstock.policy.flow import RequestFacts
 from penstock.policy.price import PriceList
 from penstock.types import Usage
 
@@ -19,15 +19,13 @@ class Thrift:
     def __init__(self, budgets: Budgets, prices: PriceList) -> None:
         self._budgets, self._prices = budgets, prices
 
-    def cheaper_for(self, now_ns: int, arrival: Arrival) -> Callable[[str], bool] | None:
+    def cheaper_for(self, now_ns: int, facts: RequestFacts) -> Callable[[str], bool] | None:
         """Whether another model would cost less for this request, at its longest; None if its tenant need not save."""
-        tenant = arrival.tenant
-        if not (tenant.budget_day_micros or tenant.budget_month_micros) or arrival.diverted not in _CHOSEN:
+        tenant = facts.tenant
+        if not (tenant.budget_day_micros or tenant.budget_month_micros) or facts.diverted not in _CHOSEN:
             return None
         if not self._budgets.nears_end(now_ns, tenant):
             return None
-        usage = Usage(
-            prompt_tokens=arrival.prompt_tokens, completion_tokens=arrival.max_tokens * arrival.choices
-        )
-        most = self._prices.cost_micros(arrival.route, usage)
+        usage = Usage(prompt_tokens=facts.prompt_tokens, completion_tokens=facts.max_tokens * facts.choices)
+        most = self._prices.cost_micros(facts.route, usage)
         return lambda model: self._prices.cost_micros(model, usage) < most

@@ -4,7 +4,7 @@
 |---|---|
 | a request ends exactly once, an accepted one has exactly one line in the ledger, a refused one none | every end |
 | counts: an answer is as long as the model made it, and never longer; nothing of the prompt or the cache is made up | every end |
-| queue bounds; tickets, flows and holds agree | every event of a gateway, O(1) |
+| queue bounds; requests and holds agree | every event of a gateway, O(1) |
 | what a worker found in its cache is the tenant's own text under the same adapter, or nobody's; it tells only who asked (isolation.py) | every word of a worker |
 | a higher band goes first, but for floors and starvation (order_checks.py); in an engine, but for age | every start |
 | nothing waits that a worker has room for; in-flight caps of workers and tenants (order_checks.py) | every `_LOOK_EVERY` events |
@@ -122,7 +122,6 @@ class Checks:
         for gateway in self._world.gateways:
             if gateway.is_gone:
                 continue
-            _hold(len(gateway.control) == len(gateway.tickets), "tickets and flows differ in number")
             for model in self._world.facts.models:
                 started = starts.get((gateway.number, model), ())
                 _none(self._order.started(now_ns, gateway, model, started))
@@ -161,7 +160,10 @@ class Checks:
         for gateway in self._world.gateways:
             if not gateway.is_gone:
                 _hold(not len(gateway.control), "a gateway has requests left")
-                _hold(not gateway.limiter.outstanding, f"{gateway.limiter.outstanding} tokens are still held")
+                _hold(
+                    not gateway.policies.limiter.outstanding,
+                    f"{gateway.policies.limiter.outstanding} tokens are still held",
+                )
         for member in self._world.members.values():
             if not member.worker.is_gone:
                 used = member.worker.report(result.virtual_ns).blocks_used
@@ -242,14 +244,13 @@ class Checks:
         """Whoever failed gets another chance: breakers that are still open are due to be probed."""
         for gateway in self._world.gateways:
             for model in () if gateway.is_gone else self._world.facts.models:
-                blocked = gateway.health.blocked(now_ns, model)
+                blocked = gateway.policies.health.blocked(now_ns, model)
                 _hold(not blocked, f"{sorted(blocked)} are left alone long after the faults")
 
 
 def _fresh(gateway: SimGateway) -> int:
     """Requests that wait for their first attempt: those that wait for another one come on top of a queue's bound."""
-    flows = (gateway.control.flow(request_id) for request_id in gateway.tickets)
-    return sum(flow is not None and flow.state is State.QUEUED and not flow.attempts for flow in flows)
+    return sum(each.state is State.QUEUED and not each.attempts for each in gateway.requests())
 
 
 def _hold(holds: object, why: str) -> None:

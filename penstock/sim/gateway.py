@@ -1,35 +1,31 @@
-"""A simulated gateway: the real flow control with its parts; requests are structs, and workers are messages away.
+"""A simulated gateway: the driver with all its policies; requests are structs, and workers are messages away.
 
-    arrive, cancel ──> FlowControl ──> Start, Evict, Abort ──> Network ──> workers
+    arrive, cancel ──> Driver ──> start, abort ──> Network ──> workers
     heard, reported <── Network <── workers
 
-The other driver of the same objects is gateway/dispatch.py, on an event loop and with bytes.
+This is what the driver's ports are here; gateway/dispatch.py has those on an event loop, with bytes.
 """
 
 from collections.abc import Sequence
+
+import msgspec
 
 from penstock import rng
 from penstock.clock import NS_PER_S
 from penstock.errors import EngineFault, PenstockError, StreamBroken, WorkerUnavailable
 from penstock.kv.events import Numbered
-from penstock.policy.answers import Abort, Diverted, Evict, FallBack, Refused, Settled, Start
-from penstock.policy.budget import Budgets
-from penstock.policy.control import FlowControl
-from penstock.policy.flow import Arrival, Flow
-from penstock.policy.gate import Gate, ModelFacts
-from penstock.policy.health import FleetHealth
-from penstock.policy.hedge import HedgeOutcome, Hedges
+from penstock.policy.answers import Diverted, FallBack, Refused, Start
+from penstock.policy.driver import Driver
+from penstock.policy.flow import RequestFacts
+from penstock.policy.gate import ModelFacts
+from penstock.policy.hedge import HedgeOutcome
 from penstock.policy.lease import Leases
-from penstock.policy.life import continued
-from penstock.policy.output_length import OutputLengths
-from penstock.policy.pace import Pace
-from penstock.policy.parts import Parts
-from penstock.policy.price import PriceList
-from penstock.policy.quarantine import Quarantine
+from penstock.policy.machine_costs import Meters
 from penstock.policy.rate_limit import Limiter
 from penstock.policy.record import Outcome, UsageRecord
+from penstock.policy.request import Request
 from penstock.policy.room import WorkerView
-from penstock.policy.thrift import Thrift
+from penstock.policy.stack import build_policies
 from penstock.sim.caches import Asked, Caches
 from penstock.sim.events import LocalClock, Rank, Timeline
 from penstock.sim.facts import Facts, Network, Witness
@@ -38,7 +34,7 @@ from penstock.sim.messages import Began, Failed, Finished, Report, Sliced, Submi
 from penstock.sim.prompts import LazyTokens
 from penstock.sim.request import RequestRecord, SimRequest
 from penstock.sim.store import LeaseKeeper, SharedStore
-from penstock.sim.ticket import Ticket
+from penstock.sim.ticket import Ticket, ticket_of
 from penstock.sim.worker import SimWorker
 from penstock.types import FinishReason, RequestId, Usage, WorkerId
 
@@ -68,41 +64,29 @@ class SimGateway:
         skew_ns = facts.skews_ns.get(number, 0)
         self.clock = LocalClock(wall_offset_ns=timeline.wall_ns() - timeline.now_ns() + skew_ns)
         self.clock.time_ns = timeline.now_ns()
-        self.prices = PriceList(config.prices)
         self._keeper: LeaseKeeper | None = None
-        self.limiter = Limiter(config.rate_limits)
+        limiter = Limiter(config.rate_limits)
         if store is not None:
             leases = Leases(config.shared)
             self._keeper = LeaseKeeper(
                 leases, store, timeline, actor=actor, name=f"{number}-{life}", link_ns=facts.link_ns
             )
-            self.limiter = Limiter(config.rate_limits, leases.make_bucket)
+            limiter = Limiter(config.rate_limits, leases.make_bucket)
             self._keeper.start(timeline.now_ns())
-        self.budgets = Budgets(config.budgets, wall_offset_ns=self.clock.wall_ns() - self.clock.now_ns())
-        thrift = Thrift(self.budgets, self.prices)
-        self.gate = Gate(config.admission, config.routing, config.queue, self._model_facts, thrift)
         self.caches = Caches(config, hash_key=facts.hash_key, seed=facts.seed, gateway=number)
         self.num_hedges: dict[HedgeOutcome, int] = dict.fromkeys(HedgeOutcome, 0)
         """By what came of them."""
-        hedge = config.health.hedge
-        self.hedges = Hedges(hedge, self._count_hedge) if hedge.enabled else None
-        self.health = FleetHealth(config.health, rng.stream(facts.seed, f"breakers/{number}/{life}").random)
-        parts = Parts(
-            admission=self.gate,
-            limits=self.limiter,
-            budgets=self.budgets,
-            prices=self.prices,
-            lengths=OutputLengths(config.rate_limits),
+        self.policies = build_policies(
+            config,
+            facts=self._model_facts,
             placement=facts.placement or self.caches.placement,
-            slice_tokens=config.budgets.slice_tokens,
-            health=self.health,
-            hedges=self.hedges,
-            poison=Quarantine(config.health.quarantine),
-            pace=lambda: Pace(config.admission, config.routing.placement),
-            migrations_max=config.health.migrations_max,
+            limiter=limiter,
+            wall_offset_ns=self.clock.wall_ns() - self.clock.now_ns(),
+            random=rng.stream(facts.seed, f"breakers/{number}/{life}").random,
+            on_hedge=self._count_hedge,
         )
-        self.control = FlowControl(config.queue, parts)
-        self.tickets: dict[RequestId, Ticket] = {}
+        self.control = self.policies.control
+        self._driver = Driver(self.control, self, self, self, Meters(self.policies.prices))
         self._known: dict[WorkerId, str] = {}
         self._timer_ns: int | None = None
 
@@ -112,31 +96,24 @@ class SimGateway:
         """Take a request; False if it was refused. `number` is unique in the world."""
         route, diverted = request.model, ""
         for _ in range(1 + len(self._facts.models)):
-            arrival = self._arrival(request, route, diverted)
-            answer = self.control.arrive(now_ns, arrival)
+            facts = self._request_facts(request, route, diverted)
+            answer = self._driver.submit(now_ns, facts, Ticket(request, number))
             if not isinstance(answer, Diverted):
                 break
             route, diverted = answer.route, answer.why
         else:
             raise AssertionError(f"{request.id} is sent in circles")
         if isinstance(answer, Refused):
-            self._refused(now_ns, arrival, answer)
-            self._dispatch(now_ns)
-            return False
-        self.tickets[arrival.id] = Ticket(request, number, arrival)
+            self._refused(now_ns, facts, answer)
         self._dispatch(now_ns)
-        return True
+        return not isinstance(answer, Refused)
 
     def cancel(self, now_ns: int, request_id: RequestId, *, unless_begun: bool = False) -> None:
         """The client leaves; with `unless_begun` only if it has got nothing yet."""
-        ticket = self.tickets.get(request_id)
-        if ticket is None or (unless_begun and ticket.first_ns >= 0):
+        request = self.control.request(request_id)
+        if request is None or (unless_begun and ticket_of(request).first_ns >= 0):
             return
-        answer = self.control.cancel(now_ns, request_id)
-        if isinstance(answer, Settled):
-            self._settled(now_ns, answer)
-        elif isinstance(answer, Abort):
-            self._network.abort(now_ns, self.number, answer.worker_id, request_id)
+        self._driver.cancel(now_ns, request)
         self._dispatch(now_ns)
 
     def drain(self, now_ns: int, deadline_ns: int) -> None:
@@ -146,33 +123,37 @@ class SimGateway:
 
     def leave(self, now_ns: int) -> list[SimRequest]:
         """Be gone at once. Returns the requests that are cut off; the ledger finds them in its journal."""
+        cut_off = self.requests()
         self.is_gone, self._timer_ns = True, None
         if self._keeper is not None:
             self._keeper.close()
-        tickets, self.tickets = list(self.tickets.values()), {}
-        for ticket in tickets:
-            self._lose(now_ns, ticket)
-        return [ticket.request for ticket in tickets]
+        for request in cut_off:
+            self._lose(now_ns, request)
+        return [ticket_of(request).request for request in cut_off]
+
+    def requests(self) -> Sequence[Request]:
+        """Those that were accepted and have not ended."""
+        return () if self.is_gone else self.control.requests()
 
     # --- workers ------------------------------------------------------------------------------------
 
     def heard(self, now_ns: int, worker_id: WorkerId, told: Sequence[Told]) -> None:
-        """Words of a worker about requests."""
-        for word in told:
-            ticket = self.tickets.get(word.id)
-            if ticket is None or not word.attempt or word.attempt not in (ticket.attempt, ticket.beside):
+        """A worker's messages about requests."""
+        for message in told:
+            request = self.control.request(message.id)
+            if request is None or self.is_gone or not request.has_attempt(message.attempt):
                 continue  # Of an attempt that is over.
-            if ticket.beside and not self._race(now_ns, ticket, word):
-                continue
-            match word:
+            match message:
                 case Began():
-                    self._began(now_ns, ticket, word)
+                    self._began(now_ns, request, message)
                 case Sliced():
-                    self._sliced(now_ns, ticket, word)
+                    self._driver.take_lead(now_ns, request, message.attempt)
+                    self._sliced(now_ns, request, message)
                 case Finished():
-                    self._finished(now_ns, ticket, word)
+                    self._driver.take_lead(now_ns, request, message.attempt)
+                    self._finished(now_ns, request, message)
                 case Failed():
-                    self._failed(now_ns, ticket, word.error)
+                    self._failed(now_ns, request, message.attempt, message.error)
         self._dispatch(now_ns)
 
     def reported(
@@ -204,14 +185,11 @@ class SimGateway:
             return 0
         self.control.set_worker(now_ns, route, worker_id, None)
         self.caches.left(worker_id)
-        for ticket in list(self.tickets.values()):
-            attempt = self.control.races.attempt_at(ticket.arrival.id, worker_id)
-            if attempt:
+        for request in self.requests():
+            if attempt := request.attempt_at(worker_id):
                 num_lost += 1
-                kind = StreamBroken if ticket.first_ns >= 0 else WorkerUnavailable
-                error = kind("the worker is gone", died=died)
-                if not self._lost_one(now_ns, ticket, attempt, error):
-                    self._failed(now_ns, ticket, error)
+                kind = StreamBroken if ticket_of(request).first_ns >= 0 else WorkerUnavailable
+                self._failed(now_ns, request, attempt, kind("the worker is gone", died=died))
         self._dispatch(now_ns)
         return num_lost
 
@@ -239,124 +217,158 @@ class SimGateway:
         room = lane.rooms.get(worker_id) if lane is not None and not self.is_gone else None
         return room is not None and bool(room.begun)
 
-    # --- inside -------------------------------------------------------------------------------------
+    # --- for the driver: see `driver.Workers`, `driver.Clients` and `driver.Records` ----------------
 
-    def _lose(self, now_ns: int, ticket: Ticket) -> None:
+    def start(self, now_ns: int, request: Request, start: Start) -> None:
+        """See `driver.Workers`."""
+        ticket, facts = ticket_of(request), request.facts
+        asked, tenant = ticket.request, facts.tenant
+        answer = asked.answer or (1 << 60) + ticket.number
+        submission = Submission(
+            id=start.id,
+            gateway=self.number,
+            attempt=start.attempt,
+            prompt=asked.prompt,
+            answer=answer,
+            output_tokens=asked.output_tokens,
+            max_tokens=facts.max_tokens,
+            num_resumed=ticket.num_told,
+            salt=tenant.cache_salt,
+            adapter=asked.adapter,
+            public_tokens=asked.public_tokens,
+            priority=start.priority,
+            fairness_key=tenant.fairness_key or tenant.id,
+            fairness_weight=tenant.weight,
+            poison=asked.poison or ticket.number in self._facts.poison,
+        )
+        self._network.submit(now_ns, start.worker_id, submission)
+
+    def abort(self, now_ns: int, worker_id: WorkerId, request_id: RequestId, attempt: int) -> None:
+        """See `driver.Workers`."""
+        self._network.abort(now_ns, self.number, worker_id, request_id)
+
+    def stop(self, now_ns: int, request: Request, reason: FinishReason) -> None:
+        """See `driver.Clients`: the answer ends with what its worker reports."""
+
+    def fail(self, now_ns: int, request: Request, error: PenstockError) -> None:
+        """See `driver.Clients`: the client learns it at the end."""
+
+    def fall_back(self, now_ns: int, request: Request, action: FallBack) -> None:
+        """See `driver.Clients`."""
+        facts = self._request_facts(ticket_of(request).request, action.route, action.why)
+        self._driver.move(now_ns, facts, action.why)
+
+    def settled(self, now_ns: int, request: Request, error: PenstockError | None) -> None:
+        """See `driver.Clients`."""
+        self._witness.ended(self._record(now_ns, ticket_of(request), request, _told_ns(error)))
+
+    def opened(self, request: Request) -> None:
+        """See `driver.Records`: nothing is lost here but what `leave` tells."""
+
+    def progressed(self, request: Request) -> None:
+        """See `driver.Records`."""
+
+    def closed(self, request: Request, machine_micros: int) -> None:
+        """See `driver.Records`."""
+        self.clock.time_ns = request.ended_ns
+        self._witness.billed(request.record(self.clock.wall_ns()))
+
+    def predicted(self, request: Request, error: float) -> None:
+        """See `driver.Records`."""
+
+    def refused(self, route: str, reason: str) -> None:
+        """See `driver.Records`."""
+
+    def diverted(self, route: str, why: str) -> None:
+        """See `driver.Records`."""
+
+    def evicted(self, route: str, reason: str) -> None:
+        """See `driver.Records`."""
+
+    def tried_again(self, request: Request) -> None:
+        """See `driver.Records`."""
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _lose(self, now_ns: int, request: Request) -> None:
         """What the journal knows of a request when its gateway is gone."""
-        flow, arrival = self._flow(ticket), ticket.arrival
-        prompt_tokens = arrival.prompt_tokens if ticket.first_ns >= 0 else 0
+        facts, ticket = request.facts, ticket_of(request)
+        prompt_tokens = facts.prompt_tokens if ticket.first_ns >= 0 else 0
         self.clock.time_ns = now_ns
         self._witness.billed(
             UsageRecord(
-                request_id=arrival.id,
+                request_id=facts.id,
                 ended_ns=self.clock.wall_ns(),
-                tenant=arrival.tenant.id,
-                requested_model=arrival.requested_model,
-                served_model=arrival.route,
+                tenant=facts.tenant.id,
+                requested_model=facts.requested_model,
+                served_model=facts.route,
                 outcome=Outcome.FAILED,
                 error="GatewayLost",
                 prompt_tokens=prompt_tokens,
-                completion_tokens=flow.completion_tokens,
+                completion_tokens=request.completion_tokens,
                 recovered=True,
             )
         )
         self._witness.ended(
             RequestRecord(
                 id=ticket.request.id,
-                tenant=arrival.tenant.id,
-                model=arrival.route,
-                band=arrival.tenant.band,
+                tenant=facts.tenant.id,
+                model=facts.route,
+                band=facts.tenant.band,
                 outcome=Outcome.FAILED,
                 reason="GatewayLost",
                 at_ns=ticket.request.at_ns,
                 first_ns=ticket.first_ns,
                 end_ns=now_ns + self._facts.link_ns,
                 prompt_tokens=prompt_tokens,
-                completion_tokens=flow.completion_tokens,
-                attempts=flow.attempts,
-                migrations=flow.migrations,
-                worker=flow.worker,
-                queue_ns=flow.queue_ns,
+                completion_tokens=request.completion_tokens,
+                attempts=request.attempts,
+                migrations=request.migrations,
+                worker=request.worker,
+                queue_ns=request.queue_ns,
             )
         )
-
-    def _race(self, now_ns: int, ticket: Ticket, word: Told) -> bool:
-        """One of two attempts has said something; whether that counts for the request."""
-        if isinstance(word, Failed):
-            return not self._lost_one(now_ns, ticket, word.attempt, word.error)
-        loser = self.control.races.won(now_ns, word.id, word.attempt)
-        assert loser is not None, f"{word.id} runs twice"
-        ticket.attempt, ticket.beside = word.attempt, 0
-        self._network.abort(now_ns, self.number, loser.worker_id, loser.id)
-        return True
-
-    def _lost_one(self, now_ns: int, ticket: Ticket, attempt: int, error: PenstockError) -> bool:
-        """An attempt failed: whether another one goes on."""
-        if not self.control.races.lost(now_ns, ticket.arrival.id, attempt, error):
-            return False
-        ticket.attempt, ticket.beside = ticket.attempt + ticket.beside - attempt, 0
-        return True
 
     def _count_hedge(self, route: str, outcome: HedgeOutcome) -> None:
         del route
         self.num_hedges[outcome] += 1
 
-    def _began(self, now_ns: int, ticket: Ticket, word: Began) -> None:
-        self.control.first_output(now_ns, ticket.arrival.id, cached_tokens=word.cached_tokens)
+    def _began(self, now_ns: int, request: Request, message: Began) -> None:
+        self._driver.first_output(now_ns, request, message.attempt, cached_tokens=message.cached_tokens)
+        ticket = ticket_of(request)
         ticket.first_ns, ticket.num_told = now_ns + self._facts.link_ns, 1
         ticket.usage = Usage(
-            prompt_tokens=ticket.arrival.prompt_tokens,
-            cached_tokens=word.cached_tokens,
-            prefill_ns=word.prefill_ns,
+            prompt_tokens=request.facts.prompt_tokens,
+            cached_tokens=message.cached_tokens,
+            prefill_ns=message.prefill_ns,
         )
 
-    def _sliced(self, now_ns: int, ticket: Ticket, word: Sliced) -> None:
-        stop = self.control.output(now_ns, word.id, word.num_tokens - self._flow(ticket).completion_tokens)
-        ticket.num_told = word.num_tokens
-        if stop is not None:
-            self._network.abort(now_ns, self.number, stop.worker_id, stop.id)
+    def _sliced(self, now_ns: int, request: Request, message: Sliced) -> None:
+        ticket_of(request).num_told = message.num_tokens
+        self._driver.output(now_ns, request, message.num_tokens)
 
-    def _finished(self, now_ns: int, ticket: Ticket, word: Finished) -> None:
-        outcome = Outcome.FINISHED
-        if word.reason == FinishReason.ABORT:
+    def _finished(self, now_ns: int, request: Request, message: Finished) -> None:
+        outcome, error, ticket = Outcome.FINISHED, None, ticket_of(request)
+        if message.reason == FinishReason.ABORT:
             outcome = Outcome.CANCELLED
-        elif word.reason == FinishReason.ERROR:
-            outcome = Outcome.FAILED
-        answer = self.control.ended(
-            now_ns,
-            word.id,
-            outcome,
-            word.usage if ticket.carried is None else continued(ticket.carried, word.usage),
-            finish_reason=word.reason if outcome is Outcome.FINISHED else "",
-            error="EngineFault" if word.error else "",
-            fault=EngineFault(word.error) if word.error else None,
-        )
-        assert answer is not None, f"{word.id} ended twice"
-        if ticket.first_ns < 0 and word.usage.completion_tokens:
-            ticket.first_ns = now_ns + self._facts.link_ns  # One token: its first word is its last.
-        self._settled(now_ns, answer)
+        elif message.reason == FinishReason.ERROR:
+            outcome, error = Outcome.FAILED, EngineFault(message.error)
+        if ticket.first_ns < 0 and message.usage.completion_tokens:
+            ticket.first_ns = now_ns + self._facts.link_ns  # One token: its first message is its last.
+        request.usages.ended(0, message.usage)
+        self._driver.ended(now_ns, request, outcome, finish_reason=message.reason, error=error)
 
-    def _failed(self, now_ns: int, ticket: Ticket, error: PenstockError) -> None:
-        """Tried again under the conditions of `gateway.reply.Reply`: every worker of a simulation can go on with an answer."""
-        may_move = error.retry_safe or isinstance(error, StreamBroken)
-        usage = ticket.break_off()
-        answer = self.control.failed(now_ns, ticket.arrival.id, error, retry=may_move, usage=usage)
-        if isinstance(answer, Settled):
-            self._settled(now_ns, answer)
+    def _failed(self, now_ns: int, request: Request, attempt: int, error: PenstockError) -> None:
+        """An attempt failed. Every worker of a simulation can continue an answer."""
+        ticket = ticket_of(request)
+        if request.hedge is None and request.has_begun:
+            used = msgspec.structs.replace(ticket.usage, completion_tokens=ticket.num_told)
+            request.usages.ended(0, used)
+        self._driver.attempt_failed(now_ns, request, attempt, error)
 
     def _dispatch(self, now_ns: int) -> None:
         self.clock.time_ns = now_ns
-        for action in self.control.dispatch(now_ns):
-            if isinstance(action, Start):
-                self._start(now_ns, action)
-            elif isinstance(action, Abort):
-                self._network.abort(now_ns, self.number, action.worker_id, action.id)
-                if (ticket := self.tickets.get(action.id)) is not None:
-                    ticket.attempt, ticket.beside = ticket.attempt + ticket.beside - action.attempt, 0
-            elif isinstance(action, FallBack):
-                self._fall_back(now_ns, action)
-            else:
-                self._evict(now_ns, action)
+        self._driver.dispatch(now_ns)
         due_ns = self.control.next_ns(now_ns)
         if due_ns is not None and (self._timer_ns is None or due_ns < self._timer_ns):
             self._timer_ns = due_ns
@@ -367,82 +379,36 @@ class SimGateway:
             self._timer_ns = None
             self._dispatch(now_ns)
 
-    def _start(self, now_ns: int, start: Start) -> None:
-        ticket = self.tickets[start.id]
-        if start.beside:
-            ticket.beside = start.attempt
-        else:
-            ticket.attempt = start.attempt
-        request, tenant = ticket.request, ticket.arrival.tenant
-        answer = request.answer or (1 << 60) + ticket.number
-        max_tokens = ticket.arrival.max_tokens
-        submission = Submission(
-            id=start.id,
-            gateway=self.number,
-            attempt=start.attempt,
-            prompt=request.prompt,
-            answer=answer,
-            output_tokens=request.output_tokens,
-            max_tokens=max_tokens,
-            num_resumed=ticket.num_told,
-            salt=tenant.cache_salt,
-            adapter=request.adapter,
-            public_tokens=request.public_tokens,
-            priority=start.priority,
-            fairness_key=tenant.fairness_key or tenant.id,
-            fairness_weight=tenant.weight,
-            poison=request.poison or ticket.number in self._facts.poison,
-        )
-        self._network.submit(now_ns, start.worker_id, submission)
-
-    def _fall_back(self, now_ns: int, what: FallBack) -> None:
-        if (ticket := self.tickets.get(what.id)) is not None:
-            arrival = self._arrival(ticket.request, what.route, what.why)
-            if self.control.move(now_ns, arrival):
-                ticket.arrival = arrival
-
-    def _evict(self, now_ns: int, evict: Evict) -> None:
-        if evict.settled is not None:
-            self._settled(now_ns, evict.settled, evict.error)
-        elif evict.worker_id is not None:
-            self._network.abort(now_ns, self.number, evict.worker_id, evict.id)
-
-    def _settled(self, now_ns: int, settled: Settled, error: PenstockError | None = None) -> None:
-        flow, ticket = settled.flow, self.tickets.pop(settled.id)
-        self.clock.time_ns = now_ns
-        self._witness.billed(flow.record(self.clock.wall_ns()))
-        self._witness.ended(self._record(now_ns, ticket, flow, _told_ns(error)))
-
-    def _record(self, now_ns: int, ticket: Ticket, flow: Flow, told_ns: int) -> RequestRecord:
-        assert flow.outcome is not None, "what has ended has an outcome"
-        request = ticket.request
+    def _record(self, now_ns: int, ticket: Ticket, request: Request, told_ns: int) -> RequestRecord:
+        assert request.outcome is not None, "what has ended has an outcome"
+        asked = ticket.request
         return RequestRecord(
-            id=request.id,
-            tenant=request.tenant,
-            model=flow.arrival.route,
-            band=flow.arrival.tenant.band,
-            outcome=flow.outcome,
-            reason=flow.reason or flow.error,
-            at_ns=request.at_ns,
+            id=asked.id,
+            tenant=asked.tenant,
+            model=request.facts.route,
+            band=request.facts.tenant.band,
+            outcome=request.outcome,
+            reason=request.reason or request.error,
+            at_ns=asked.at_ns,
             first_ns=ticket.first_ns,
             end_ns=now_ns + self._facts.link_ns,
             retry_after_ns=told_ns,
-            prompt_tokens=flow.prompt_tokens,
-            cached_tokens=flow.cached_tokens,
-            completion_tokens=flow.completion_tokens,
-            attempts=flow.attempts,
-            migrations=flow.migrations,
-            worker=flow.worker,
-            queue_ns=flow.queue_ns,
+            prompt_tokens=request.prompt_tokens,
+            cached_tokens=request.cached_tokens,
+            completion_tokens=request.completion_tokens,
+            attempts=request.attempts,
+            migrations=request.migrations,
+            worker=request.worker,
+            queue_ns=request.queue_ns,
         )
 
-    def _refused(self, now_ns: int, arrival: Arrival, refused: Refused) -> None:
+    def _refused(self, now_ns: int, facts: RequestFacts, refused: Refused) -> None:
         self._witness.ended(
             RequestRecord(
-                id=arrival.id,
-                tenant=arrival.tenant.id,
-                model=arrival.route,
-                band=arrival.tenant.band,
+                id=facts.id,
+                tenant=facts.tenant.id,
+                model=facts.route,
+                band=facts.tenant.band,
                 outcome=Outcome.REJECTED,
                 reason=refused.reason,
                 retry_after_ns=_told_ns(refused.error),
@@ -451,9 +417,9 @@ class SimGateway:
             )
         )
 
-    def _arrival(self, request: SimRequest, route: str, diverted: str) -> Arrival:
+    def _request_facts(self, request: SimRequest, route: str, diverted: str) -> RequestFacts:
         num_tokens, tenant = request.prompt_tokens, self._facts.tenant(request.tenant, request.band)
-        return Arrival(
+        return RequestFacts(
             id=RequestId(request.id),
             tenant=tenant,
             route=route,
@@ -469,11 +435,6 @@ class SimGateway:
             keys=self.caches.keys(route, request, tenant.cache_salt),
             prompts=(LazyTokens(request.prompt, num_tokens),),
         )
-
-    def _flow(self, ticket: Ticket) -> Flow:
-        flow = self.control.flow(ticket.arrival.id)
-        assert flow is not None, "a ticket is a request that lives"
-        return flow
 
     def _model_facts(self, name: str) -> ModelFacts | None:
         spec = self._facts.models.get(name)

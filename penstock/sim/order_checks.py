@@ -18,7 +18,7 @@ from penstock.config.tree import Config
 from penstock.policy.band import Band, Work
 from penstock.policy.flow import State
 from penstock.policy.lane import Lane
-from penstock.policy.life import blocks_of
+from penstock.policy.request import blocks_of
 from penstock.policy.room import Room, goes_on_at
 from penstock.sim.gateway import SimGateway
 from penstock.sim.messages import Submission
@@ -28,7 +28,7 @@ _LOOKED_MAX = 64
 """Waiting requests of one band that are looked at, oldest first."""
 _ROWS_MIN = 8
 """Fewer rows than this keep none free for others (docs/overload.md)."""
-_RUNS = (State.STARTED, State.RACING, State.STREAMING, State.STOPPING)
+_RUNS = (State.STARTED, State.STREAMING, State.STOPPING)
 
 
 class Start(NamedTuple):
@@ -78,7 +78,7 @@ class OrderChecks:
         seen = self._seen.get(key)
         if seen is None:
             seen = self._seen[key] = _Seen()
-        look = _Look(now_ns, lane, gateway.health.blocked(now_ns, route))
+        look = _Look(now_ns, lane, gateway.policies.health.blocked(now_ns, route))
         why = self._inversion(look, gateway, seen, starts) if starts else ""
         seen.served_ns.clear()
         seen.aside.clear()
@@ -122,7 +122,7 @@ class OrderChecks:
         if room is None or not band.waiting:
             return None
         here = [start for start in starts if start.worker_id == room.id]
-        flows = [gateway.control.flow(start.submission.id) for start in here]
+        flows = [gateway.control.request(start.submission.id) for start in here]
         blocks = sum(blocks_of(flow) for flow in flows if flow is not None)
         for work in self._looked_at(band):
             if self._could_start(look, work, room, given=len(here), blocks=blocks):
@@ -140,7 +140,7 @@ class OrderChecks:
         lane, due_ns = gateway.control.lane(route), gateway.control.next_ns(now_ns)
         if lane is None or not lane.queue.num_waiting or (due_ns is not None and due_ns <= now_ns):
             return ""
-        look = _Look(now_ns, lane, gateway.health.blocked(now_ns, route))
+        look = _Look(now_ns, lane, gateway.policies.health.blocked(now_ns, route))
         most_ns = int(self._config.routing.placement.hold_ms_max * NS_PER_MS) + 1
         rooms = [room for room in lane.rooms if room.view.ready and not room.held]
         for band in lane.queue.bands:
@@ -159,15 +159,15 @@ class OrderChecks:
             return ""
         credit, count = self._config.queue.worker_credit, dict[WorkerId, int]()
         live: dict[str, int] = {}
-        for ticket in gateway.tickets.values():
-            flow, tenant = gateway.control.flow(ticket.arrival.id), ticket.arrival.tenant
+        for request in gateway.requests():
+            tenant = request.facts.tenant
             live[tenant.id] = live.get(tenant.id, 0) + 1
             if 0 < tenant.concurrent_max < live[tenant.id]:
                 return f"{tenant.id} has {live[tenant.id]} requests, and may have {tenant.concurrent_max}"
-            if flow is not None and flow.state in _RUNS and flow.arrival.route == route:
-                count[flow.worker] = count.get(flow.worker, 0) + 1
-                if (beside := gateway.control.races.second_worker(flow.id)) is not None:
-                    count[beside] = count.get(beside, 0) + 1
+            if request.state in _RUNS and request.facts.route == route:
+                count[request.worker] = count.get(request.worker, 0) + 1
+                if (hedge := request.hedge) is not None:
+                    count[hedge.worker] = count.get(hedge.worker, 0) + 1
         for room in lane.rooms:
             streams, most = count.get(room.id, 0), room.view.max_running + credit
             if streams != room.booked:

@@ -11,9 +11,10 @@ from penstock.clock import NS_PER_S, ManualClock
 from penstock.config.ledger import AcceleratorPrice, PricesConfig
 from penstock.config.tree import EngineConfig
 from penstock.engine.core import EngineCore, build_core
-from penstock.gateway.meters import Meters
-from penstock.policy.flow import Arrival, Flow
+from penstock.policy.flow import RequestFacts
+from penstock.policy.machine_costs import Meters
 from penstock.policy.price import PriceList
+from penstock.policy.request import Request
 from penstock.protocol.worker import Submit
 from penstock.rng import stream
 from penstock.schedule.plan import StepPlan, StepResult
@@ -51,9 +52,10 @@ class Process:
         self.meters.reported(self._clock.now_ns(), WORKER, busy_ns=stats.busy_ns, num_requests=num)
 
     def settle(self, request_id: RequestId, usage: Usage) -> None:
-        flow = Flow(Arrival(id=request_id, route="m", prompt_tokens=1, max_tokens=1), 0)
-        flow.usage = usage
-        self.paid += self.meters.settled(self._clock.now_ns(), flow, 0)
+        facts = RequestFacts(id=request_id, route="m", prompt_tokens=1, max_tokens=1)
+        request = Request(facts, 0, lane=None, work=None, holds=None)
+        request.usage = usage
+        self.paid += self.meters.settled(self._clock.now_ns(), request, 0)
 
     def metrics(self) -> bytes:
         metrics = Metrics(["m"], version="0")

@@ -8,9 +8,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from penstock.clock import NS_PER_S
 from penstock.config.flow import BandConfig, QueueConfig, RateLimitsConfig
 from penstock.errors import Draining, Evicted, Overloaded, StreamBroken, WorkerUnavailable
-from penstock.policy.answers import Abort, Diverted, Evict, Queued, Refused, Requeued, Settled, Start, Stop
+from penstock.policy.answers import Abort, Diverted, Queued, Refused, Requeued, Start, Stop
 from penstock.policy.control import FlowControl
-from penstock.policy.flow import Arrival, State
+from penstock.policy.endings import Evict, Settled
+from penstock.policy.flow import RequestFacts, State
 from penstock.policy.output_length import OutputLengths
 from penstock.policy.parts import AdmitAll, Parts, Pass
 from penstock.policy.rate_limit import Limiter
@@ -24,9 +25,9 @@ W, V = WorkerId("w"), WorkerId("v")
 ACME = Tenant(id=TenantId("acme"))
 
 
-def arrival(name: str, **facts) -> Arrival:
+def arrival(name: str, **facts) -> RequestFacts:
     facts = {"tenant": ACME, "route": "m", "prompt_tokens": 32, "max_tokens": 10, **facts}
-    return Arrival(id=RequestId(name), **facts)
+    return RequestFacts(id=RequestId(name), **facts)
 
 
 def control(*, running: int = 1, parts: Parts | None = None, **queue) -> FlowControl:
@@ -70,7 +71,7 @@ def test_an_answer_from_arrival_to_record() -> None:
     assert made.dispatch(2 * S) == [Start(RequestId("r"), "m", W, priority=0, attempt=1)]
     made.first_output(3 * S, RequestId("r"), cached_tokens=16)
     assert made.output(4 * S, RequestId("r"), 10) is None
-    record = end(made, "r", now_ns=5 * S).flow.record(99)
+    record = end(made, "r", now_ns=5 * S).request.record(99)
     assert (record.outcome, record.finish_reason, record.worker) == (Outcome.FINISHED, "stop", "w")
     assert (record.prompt_tokens, record.completion_tokens, record.attempts) == (32, 10, 1)
     assert (record.queue_us, record.ttft_us, record.total_us) == (1_000_000, 2_000_000, 4_000_000)
@@ -111,7 +112,7 @@ def test_a_client_that_leaves_the_queue_is_settled_at_once_and_was_given_nothing
     started(made)
     settled = made.cancel(S, RequestId("b"))
     assert isinstance(settled, Settled)
-    record = settled.flow.record(0)
+    record = settled.request.record(0)
     assert (record.outcome, record.prompt_tokens, record.completion_tokens) == (Outcome.CANCELLED, 0, 0)
     assert record.attempts == 0
 
@@ -128,7 +129,7 @@ def test_a_client_that_leaves_a_stream_is_settled_with_the_workers_last_word() -
     assert started(made) == [], "the room is free when the worker says so"
     settled = made.ended(0, RequestId("a"), Outcome.FINISHED, Usage(prompt_tokens=32, completion_tokens=5))
     assert settled is not None
-    assert (settled.outcome, settled.flow.record(0).completion_tokens) == (Outcome.CANCELLED, 5)
+    assert (settled.outcome, settled.request.record(0).completion_tokens) == (Outcome.CANCELLED, 5)
     assert started(made) == ["b"]
 
 
@@ -161,7 +162,7 @@ def test_a_request_is_tried_again_elsewhere_in_its_old_place_until_tries_are_use
     assert [each.id for each in made.dispatch(4)] == ["a"]
     settled = made.failed(5, RequestId("a"), error, retry=True)
     assert isinstance(settled, Settled)
-    record = settled.flow.record(0)
+    record = settled.request.record(0)
     assert (record.outcome, record.error, record.attempts) == (Outcome.FAILED, "WorkerUnavailable", 3)
     assert record.prompt_tokens == 0, "nobody pays for what nobody answered"
 
@@ -174,7 +175,7 @@ def test_after_the_first_output_nothing_is_begun_again() -> None:
     settled = made.failed(0, RequestId("a"), StreamBroken("gone"), retry=False)
     assert isinstance(settled, Settled)
     assert settled.outcome is Outcome.FAILED
-    assert settled.flow.record(0).prompt_tokens == 32
+    assert settled.request.record(0).prompt_tokens == 32
 
 
 def so_far(tokens: int) -> Usage:
@@ -194,12 +195,12 @@ def test_a_stream_whose_worker_died_goes_on_elsewhere_at_its_old_place_with_one_
     end(made, "b", now_ns=5 * S)
     (start,) = made.dispatch(5 * S)
     assert start == Start(RequestId("a"), "m", V, priority=0, attempt=2), "before c"
-    flow = made.flow(RequestId("a"))
+    flow = made.request(RequestId("a"))
     assert flow is not None
     assert (flow.state, flow.completion_tokens) == (State.STARTED, 7)
     made.output(6 * S, RequestId("a"), 1)
     assert flow.state is State.STREAMING
-    record = end(made, "a", 10, now_ns=7 * S).flow.record(0)
+    record = end(made, "a", 10, now_ns=7 * S).request.record(0)
     assert (record.outcome, record.worker, record.attempts) == (Outcome.FINISHED, "v", 2)
     assert (record.prompt_tokens, record.completion_tokens, record.ttft_us) == (32, 10, 0)
     assert record.queue_us == (5 * S - 4) // 1000, "it waited twice, the first time for a nanosecond"
@@ -215,7 +216,7 @@ def test_streams_move_only_so_often() -> None:
         answer = made.failed(0, RequestId("a"), StreamBroken("gone"), retry=True, usage=so_far(number))
         assert isinstance(answer, Requeued if number < 2 else Settled)
     assert isinstance(answer, Settled)
-    record = answer.flow.record(0)
+    record = answer.request.record(0)
     assert (record.outcome, record.error, record.attempts) == (Outcome.FAILED, "StreamBroken", 3)
     assert record.prompt_tokens == 32
 
@@ -230,7 +231,7 @@ def test_a_stream_that_waits_to_go_on_waits_anew_and_pays_for_what_it_gave() -> 
     assert [each.id for each in made.dispatch(70 * S)] == ["b"], "which has waited too long"
     settled = made.cancel(80 * S, RequestId("a"))
     assert isinstance(settled, Settled)
-    record = settled.flow.record(0)
+    record = settled.request.record(0)
     assert (record.outcome, record.prompt_tokens, record.completion_tokens) == (Outcome.CANCELLED, 32, 5)
 
 
@@ -244,7 +245,7 @@ def test_a_stream_that_finds_no_worker_to_go_on_is_dropped_and_pays_for_what_it_
     evict = only(made.dispatch(7 * S))
     assert evict.reason == "no_worker"
     assert evict.settled is not None
-    assert evict.settled.flow.record(0).completion_tokens == 5
+    assert evict.settled.request.record(0).completion_tokens == 5
 
 
 def test_a_request_whose_client_left_is_not_tried_again() -> None:
@@ -388,7 +389,7 @@ def test_full_memory_ends_the_lowest_bands_longest_answers_and_no_protected_one(
         )
         for each in made.dispatch(S):
             made.ended(S, each.id, Outcome.FINISHED)
-    assert made.flow(RequestId("priority3")) is not None
+    assert made.request(RequestId("priority3")) is not None
     assert len(made) == 1
 
 
@@ -502,7 +503,7 @@ def test_a_budget_stops_a_stream_at_a_slice_boundary() -> None:
     assert made.output(0, RequestId("a"), 1) is None
     settled = made.ended(0, RequestId("a"), Outcome.CANCELLED, Usage(completion_tokens=61))
     assert settled is not None
-    record = settled.flow.record(0)
+    record = settled.request.record(0)
     assert (record.outcome, record.finish_reason, record.cost_micros) == (Outcome.FINISHED, "budget", 93)
     assert (purse.left, purse.settled) == (7, 93)
     assert isinstance(made.arrive(0, arrival("b")), Refused)
@@ -572,8 +573,8 @@ class Life(RuleBasedStateMachine):
 
     def settle(self, settled) -> None:
         assert isinstance(settled, Settled)
-        record = settled.flow.record(self.now_ns)
-        assert settled.flow.state is State.ENDED
+        record = settled.request.record(self.now_ns)
+        assert settled.request.state is State.ENDED
         self.ended[settled.id] += 1
         self.used += record.prompt_tokens + record.completion_tokens
         self.waiting.discard(settled.id)
@@ -702,7 +703,7 @@ class Life(RuleBasedStateMachine):
         assert len(self.control) == len(self.waiting) + len(self.running)
         assert not self.ended.keys() & (self.waiting | self.running.keys())
         for name in self.waiting:
-            flow = self.control.flow(RequestId(name))
+            flow = self.control.request(RequestId(name))
             assert flow is not None
             assert flow.state is State.QUEUED
         lanes = [lane for route in "mn" if (lane := self.control.lane(route)) is not None]

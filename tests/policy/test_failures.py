@@ -4,9 +4,10 @@ from penstock.clock import NS_PER_S
 from penstock.config.flow import QueueConfig
 from penstock.config.health import HealthConfig, QuarantineConfig, RetryConfig
 from penstock.errors import InvalidRequest, PenstockError, PoisonRequest, StreamBroken, WorkerUnavailable
-from penstock.policy.answers import Evict, Refused, Requeued, Settled, Start
+from penstock.policy.answers import Refused, Requeued, Start
 from penstock.policy.control import FlowControl
-from penstock.policy.flow import Arrival
+from penstock.policy.endings import Evict, Settled
+from penstock.policy.flow import RequestFacts
 from penstock.policy.health import FleetHealth
 from penstock.policy.parts import Parts
 from penstock.policy.quarantine import Quarantine, fingerprint
@@ -32,8 +33,8 @@ def accept(made: FlowControl, name: str, now_ns: int = 0, prompt: tuple[int, ...
     made.arrive(now_ns, arrival(name, prompt))
 
 
-def arrival(name: str, prompt: tuple[int, ...] = ()) -> Arrival:
-    return Arrival(
+def arrival(name: str, prompt: tuple[int, ...] = ()) -> RequestFacts:
+    return RequestFacts(
         id=RequestId(name), route="m", prompt_tokens=32, max_tokens=10, prompts=(prompt,) if prompt else ()
     )
 
@@ -85,7 +86,7 @@ def test_retries_are_granted_while_the_budget_lasts() -> None:
     assert isinstance(made.failed(0, RequestId("a"), GONE, retry=True), Requeued)
     refused = made.failed(0, RequestId("b"), GONE, retry=True)
     assert isinstance(refused, Settled)
-    assert refused.flow.error == "WorkerUnavailable"
+    assert refused.request.error == "WorkerUnavailable"
 
 
 def test_moving_a_stream_takes_nothing_of_the_retry_budget() -> None:
@@ -199,7 +200,7 @@ def test_workers_that_are_killed_under_load_convict_nobody() -> None:
 def test_fingerprints_keep_tenants_models_and_prompts_apart() -> None:
     from msgspec.structs import replace
 
-    one = Arrival(id=RequestId("a"), route="m", prompt_tokens=2, max_tokens=1, prompts=((1, 2), (3,)))
+    one = RequestFacts(id=RequestId("a"), route="m", prompt_tokens=2, max_tokens=1, prompts=((1, 2), (3,)))
     others = [
         replace(one, route="n"),
         replace(one, prompts=((1,), (2, 3))),

@@ -4,10 +4,11 @@ from penstock.clock import NS_PER_S
 from penstock.config.flow import QueueConfig
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig
 from penstock.errors import StreamBroken, WorkerUnavailable
-from penstock.policy.answers import Evict, FallBack, Queued, Requeued, Start
+from penstock.policy.answers import FallBack, Queued, Requeued, Start
 from penstock.policy.control import FlowControl
+from penstock.policy.endings import Evict
 from penstock.policy.fallback import ASKED_MAX
-from penstock.policy.flow import Arrival
+from penstock.policy.flow import RequestFacts
 from penstock.policy.gate import Gate, ModelFacts
 from penstock.policy.parts import Parts
 from penstock.policy.record import Outcome
@@ -33,9 +34,9 @@ def made(*, small: int = 4, **queue) -> FlowControl:
     return control
 
 
-def arrival(name: str, route: str = "large", **facts) -> Arrival:
+def arrival(name: str, route: str = "large", **facts) -> RequestFacts:
     facts = {"prompt_tokens": 20, "max_tokens": 10, "context_tokens": 30, **facts}
-    return Arrival(id=RequestId(name), route=route, requested_model="large", **facts)
+    return RequestFacts(id=RequestId(name), route=route, requested_model="large", **facts)
 
 
 def waiting(control: FlowControl, *names: str, **facts) -> None:
@@ -63,7 +64,7 @@ def test_what_waits_moves_to_the_fallback_and_is_one_request_all_along() -> None
     settled = control.ended(
         2 * S, RequestId("a"), Outcome.FINISHED, Usage(prompt_tokens=25, completion_tokens=3)
     )
-    record = settled.flow.record(0)
+    record = settled.request.record(0)
     assert (record.served_model, record.requested_model, record.route_reason) == (
         "small",
         "large",

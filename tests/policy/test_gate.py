@@ -4,9 +4,10 @@ from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.flow import BandConfig, QueueConfig
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig, TtftTarget
 from penstock.errors import Evicted, Overloaded, WorkerUnavailable
-from penstock.policy.answers import Diverted, Evict, Queued, Refused
+from penstock.policy.answers import Diverted, Queued, Refused
 from penstock.policy.control import FlowControl
-from penstock.policy.flow import Arrival
+from penstock.policy.endings import Evict
+from penstock.policy.flow import RequestFacts
 from penstock.policy.gate import Gate, ModelFacts
 from penstock.policy.parts import Parts
 from penstock.policy.record import Outcome
@@ -25,9 +26,9 @@ def tenant(name: str = "acme", **facts) -> Tenant:
     return Tenant(id=TenantId(name), **facts)
 
 
-def ask(number: int, who: Tenant | None = None, **facts) -> Arrival:
+def ask(number: int, who: Tenant | None = None, **facts) -> RequestFacts:
     facts = {"route": "large", "requested_model": "large", "prompt_tokens": 500, "max_tokens": 100, **facts}
-    return Arrival(id=RequestId(f"r{number}"), tenant=who or tenant(), **facts)
+    return RequestFacts(id=RequestId(f"r{number}"), tenant=who or tenant(), **facts)
 
 
 class Rig:

@@ -11,9 +11,10 @@ from penstock.config.flow import QueueConfig
 from penstock.config.health import HealthConfig
 from penstock.config.hedge import HedgeConfig
 from penstock.errors import StreamBroken, WorkerUnavailable
-from penstock.policy.answers import Abort, Evict, Requeued, Settled, Start
+from penstock.policy.answers import Abort, Requeued, Start
 from penstock.policy.control import FlowControl
-from penstock.policy.flow import Arrival, State
+from penstock.policy.endings import Evict, Settled
+from penstock.policy.flow import RequestFacts, State
 from penstock.policy.health import FleetHealth
 from penstock.policy.hedge import HedgeOutcome, Hedges
 from penstock.policy.parts import Parts
@@ -57,7 +58,7 @@ class Made:
 
     def arrive(self, name: str = "r", now_ns: int = 0, **facts) -> None:
         facts = {"prompt_tokens": 32, "max_tokens": 10, **facts}
-        self.control.arrive(now_ns, Arrival(id=RequestId(name), route="m", **facts))
+        self.control.arrive(now_ns, RequestFacts(id=RequestId(name), route="m", **facts))
 
     def do(self, now_ns: int) -> list:
         return list(self.control.dispatch(now_ns))
@@ -81,25 +82,25 @@ def ended(made: Made, now_ns: int) -> Settled:
 def test_the_second_attempt_wins_and_the_first_holds_nothing_any_more() -> None:
     made = Made(W, V)
     first, second = made.race()
-    assert made.control.races.won(150 * MS, R, 2) == Abort(R, first, 1)
+    assert made.control.hedging.won(150 * MS, made.control.request(R), 2) == Abort(R, first, 1)
     assert (made.room(first).booked, made.room(second).booked) == (0, 1)
     made.control.first_output(150 * MS, R)
     assert made.room(first).pending_tokens == made.room(second).pending_tokens == 0
-    record = ended(made, 200 * MS).flow.record(0)
+    record = ended(made, 200 * MS).request.record(0)
     assert (record.worker, record.attempts, record.outcome) == (second, 2, Outcome.FINISHED)
     assert (record.completion_tokens, record.ttft_us) == (3, 150_000)
     assert made.room(second).booked == 0
     assert made.told == {HedgeOutcome.WON: 1}
-    assert made.control.races.lost(200 * MS, R, 1, None) is False, "its last word counts for nobody"
+    assert made.control.request(R) is None, "the last report of the other attempt counts no more"
     made.control.lane("m").check_invariants()
 
 
 def test_the_first_attempt_wins() -> None:
     made = Made(W, V)
     first, second = made.race()
-    assert made.control.races.won(110 * MS, R, 1) == Abort(R, second, 2)
+    assert made.control.hedging.won(110 * MS, made.control.request(R), 1) == Abort(R, second, 2)
     made.control.first_output(110 * MS, R)
-    assert ended(made, 200 * MS).flow.record(0).worker == first
+    assert ended(made, 200 * MS).request.record(0).worker == first
     assert made.told == {HedgeOutcome.LOST: 1}
 
 
@@ -107,8 +108,8 @@ def test_whichever_fails_the_other_goes_on_and_a_retry_follows_only_when_both_ha
     for failing in (1, 2):
         made = Made(W, V, U)
         first, second = made.race()
-        assert made.control.races.lost(120 * MS, R, failing, WorkerUnavailable("gone"))
-        assert made.control.flow(R).worker == (second if failing == 1 else first)
+        made.control.hedging.lost(120 * MS, made.control.request(R), failing, WorkerUnavailable("gone"))
+        assert made.control.request(R).worker == (second if failing == 1 else first)
         answer = made.control.failed(130 * MS, R, WorkerUnavailable("gone"), retry=True)
         assert isinstance(answer, Requeued)
         (again,) = made.do(130 * MS)
@@ -184,7 +185,7 @@ def test_a_retried_request_is_not_hedged() -> None:
 def test_an_aborted_loser_is_not_held_against_its_worker() -> None:
     made = Made(W, V)
     first, _ = made.race()
-    made.control.races.won(150 * MS, R, 2)
+    made.control.hedging.won(150 * MS, made.control.request(R), 2)
     assert made.health.blamed == [(first, None)]
 
 
@@ -223,7 +224,7 @@ def test_whatever_happens_there_is_one_winner_and_every_attempt_ends(
     def note(answer) -> None:
         if isinstance(answer, Settled):
             assert answer.id not in settled
-            settled[answer.id] = answer.flow
+            settled[answer.id] = answer.request
             for attempt in running.pop(answer.id, ()):
                 over[answer.id, attempt] += 1
 
@@ -243,7 +244,7 @@ def test_whatever_happens_there_is_one_winner_and_every_attempt_ends(
                 note(action.settled)
         control.lane("m").check_invariants() if control.lane("m") else None
         for name, attempts in running.items():
-            assert (len(attempts) == 2) == (control.flow(name).state is State.RACING)
+            assert (len(attempts) == 2) == (control.request(name).hedge is not None)
         if not waiting and not len(control):
             break
         now_ns += random.randrange(200) * MS
@@ -255,11 +256,11 @@ def test_whatever_happens_there_is_one_winner_and_every_attempt_ends(
             now_ns += 30 * NS_PER_S
             continue
         name, chance = random.choice(names), random.random()
-        flow, attempts = control.flow(name), running[name]
+        flow, attempts = control.request(name), running[name]
         attempt = random.choice(attempts)
         if flow.state is State.STREAMING or chance < 0.3:
             if len(attempts) == 2:
-                drop(name, control.races.won(now_ns, name, attempt).attempt)
+                drop(name, control.hedging.won(now_ns, flow, attempt).attempt)
             if flow.state is State.STARTED:
                 control.first_output(now_ns, name)
             else:
@@ -267,7 +268,7 @@ def test_whatever_happens_there_is_one_winner_and_every_attempt_ends(
         elif chance < 0.6:
             error = WorkerUnavailable("gone")
             if len(attempts) == 2:
-                assert control.races.lost(now_ns, name, attempt, error)
+                control.hedging.lost(now_ns, flow, attempt, error)
                 drop(name, attempt)
             else:
                 kind = StreamBroken("gone") if flow.has_begun else error

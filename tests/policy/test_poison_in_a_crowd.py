@@ -9,9 +9,10 @@ from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.flow import QueueConfig
 from penstock.config.health import HealthConfig, RetryConfig
 from penstock.errors import PoisonRequest, StreamBroken, WorkerUnavailable
-from penstock.policy.answers import Evict, Settled, Start
+from penstock.policy.answers import Start
 from penstock.policy.control import FlowControl
-from penstock.policy.flow import Arrival, State
+from penstock.policy.endings import Evict, Settled
+from penstock.policy.flow import RequestFacts, State
 from penstock.policy.health import FleetHealth
 from penstock.policy.parts import Parts
 from penstock.policy.quarantine import Quarantine
@@ -45,7 +46,7 @@ class Fleet:
     def arrive(self, name: str) -> None:
         self.control.arrive(
             self.now_ns,
-            Arrival(
+            RequestFacts(
                 id=RequestId(name),
                 route="m",
                 prompt_tokens=8,
@@ -93,7 +94,7 @@ class Fleet:
         self.control.set_worker(self.now_ns, "m", worker, None)
         for name in [name for name, where in self.running.items() if where == worker]:
             del self.running[name]
-            flow = self.control.flow(name)
+            flow = self.control.request(name)
             given = self.given.get(name, 0)
             kind = StreamBroken if flow.state is State.STREAMING else WorkerUnavailable
             usage = Usage(completion_tokens=given) if given else None

@@ -8,7 +8,7 @@ from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig
 from penstock.policy.answers import Diverted, Queued, Refused
 from penstock.policy.budget import Budgets, Spent
 from penstock.policy.control import FlowControl
-from penstock.policy.flow import Arrival
+from penstock.policy.flow import RequestFacts
 from penstock.policy.gate import Gate, ModelFacts
 from penstock.policy.parts import Parts
 from penstock.policy.price import PriceList
@@ -55,7 +55,7 @@ class Rig:
             "id": RequestId("r"), "route": "large", "requested_model": "large",
             "prompt_tokens": 100, "max_tokens": 10, **facts,
         }  # fmt: skip
-        return self.flow.arrive(0, Arrival(tenant=tenant, **facts))
+        return self.flow.arrive(0, RequestFacts(tenant=tenant, **facts))
 
 
 def test_from_a_share_of_the_budget_on_a_cheaper_model_answers() -> None:

@@ -57,7 +57,7 @@ def test_a_lost_end_is_found(monkeypatch) -> None:
     cancel = FlowControl.cancel
 
     def forgetful(self, now_ns, request_id):
-        flow = self.flow(request_id)
+        flow = self.request(request_id)
         return None if flow is not None and flow.attempts else cancel(self, now_ns, request_id)
 
     monkeypatch.setattr(FlowControl, "cancel", forgetful)

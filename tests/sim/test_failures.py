@@ -64,7 +64,7 @@ def test_a_stream_whose_worker_is_lost_goes_on_behind_its_last_token(kind) -> No
     # The prompt counts as it was first read, also if the second worker found more or less of it.
     first_read = {record.id: record.cached_tokens for record in stayed.records}
     assert any(record.cached_tokens == first_read[record.id] for record in moved)
-    assert not any(gateway.health.blocked(result.virtual_ns, "model") for gateway in world.gateways)
+    assert not any(gateway.policies.health.blocked(result.virtual_ns, "model") for gateway in world.gateways)
     stepped = run(requests, lost, leaps=False)[1]
     assert stepped.digest == result.digest
 
@@ -89,7 +89,7 @@ def test_who_fails_everything_is_left_alone_and_used_again_when_it_is_well() -> 
     late = [record for record in result.records if record.at_ns > 20 * NS_PER_S]
     assert {record.outcome for record in late} == {Outcome.FINISHED}
     assert bad in {record.worker for record in late}
-    (health,) = (gateway.health for gateway in world.gateways)
+    (health,) = (gateway.policies.health for gateway in world.gateways)
     assert {state for _, _, state in health.states()} == {BreakerState.CLOSED}
 
 

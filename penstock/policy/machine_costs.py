@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from penstock.clock import NS_PER_S
 from penstock.policy.accelerator_cost import HOUR_NS, AcceleratorCost, ToldCost, share_micros, work_weight
-from penstock.policy.flow import Flow
 from penstock.policy.price import PriceList
+from penstock.policy.request import Request
 from penstock.types import RequestId, WorkerId
 
 INTERVAL_NS = NS_PER_S
@@ -85,61 +85,63 @@ class Meters:
             self._left.add(worker)
             self._close(now_ns, worker)
 
-    def started(self, now_ns: int, flow: Flow) -> None:
+    def started(self, now_ns: int, request: Request) -> None:
         """A request was sent to its worker."""
-        if (account := self._accounts.get(flow.worker)) is not None:
-            self._running[flow.id] = _Running(flow.worker, flow.completion_tokens)
-            account.started(now_ns, flow.id)
+        if (account := self._accounts.get(request.worker)) is not None:
+            self._running[request.id] = _Running(request.worker, request.completion_tokens)
+            account.started(now_ns, request.id)
 
-    def started_beside(self, now_ns: int, flow: Flow, worker: WorkerId) -> None:
+    def started_beside(self, now_ns: int, request: Request, worker: WorkerId) -> None:
         """It was sent to a second worker too."""
         if (account := self._accounts.get(worker)) is not None:
-            self._beside[flow.id] = _Running(worker, flow.completion_tokens)
-            account.started(now_ns, flow.id)
+            self._beside[request.id] = _Running(worker, request.completion_tokens)
+            account.started(now_ns, request.id)
 
-    def dropped(self, now_ns: int, flow: Flow, *, second: bool) -> None:
+    def dropped(self, now_ns: int, request: Request, *, second: bool) -> None:
         """One of two attempts is over. What it cost is paid by whoever runs the worker."""
-        other = self._beside.pop(flow.id, None)
-        gone = other if second else self._running.pop(flow.id, None)
+        other = self._beside.pop(request.id, None)
+        gone = other if second else self._running.pop(request.id, None)
         if not second and other is not None:
-            self._running[flow.id] = other
+            self._running[request.id] = other
         if gone is not None:
-            self._accounts[gone.worker].settle(now_ns, flow.id)
+            self._accounts[gone.worker].settle(now_ns, request.id)
             self._close(now_ns, gone.worker)
 
-    def began(self, flow: Flow) -> None:
+    def began(self, request: Request) -> None:
         """Its first output is here: the prompt is done."""
-        if (running := self._running.get(flow.id)) is not None:
-            computed = flow.arrival.prompt_tokens - flow.cached_tokens
-            self._worked(running, flow.id, computed, flow.arrival.prompt_tokens // 2)
+        if (running := self._running.get(request.id)) is not None:
+            computed = request.facts.prompt_tokens - request.cached_tokens
+            self._worked(running, request.id, computed, request.facts.prompt_tokens // 2)
 
-    def produced(self, flow: Flow) -> None:
+    def produced(self, request: Request) -> None:
         """More of its answer is here, as flow control has counted it."""
-        if (running := self._running.get(flow.id)) is not None:
-            new, running.tokens = flow.completion_tokens - running.tokens, flow.completion_tokens
-            context = flow.arrival.prompt_tokens + flow.completion_tokens // flow.arrival.choices
-            self._worked(running, flow.id, max(0, new), context)
+        if (running := self._running.get(request.id)) is not None:
+            new, running.tokens = request.completion_tokens - running.tokens, request.completion_tokens
+            context = request.facts.prompt_tokens + request.completion_tokens // request.facts.choices
+            self._worked(running, request.id, max(0, new), context)
 
-    def ended(self, now_ns: int, flow: Flow) -> int:
+    def ended(self, now_ns: int, request: Request) -> int:
         """It has left its worker: what it cost there, in millionths; 0 if that has no price, or tells at the end."""
-        running = self._running.get(flow.id)
+        if request.id in self._beside:  # Both attempts were aborted.
+            self.dropped(now_ns, request, second=True)
+        running = self._running.get(request.id)
         if running is None:
             return 0
-        self.produced(flow)
-        del self._running[flow.id]
-        cost = self._accounts[running.worker].settle(now_ns, flow.id)
+        self.produced(request)
+        del self._running[request.id]
+        cost = self._accounts[running.worker].settle(now_ns, request.id)
         self._close(now_ns, running.worker)
         return cost
 
-    def settled(self, now_ns: int, flow: Flow, before_micros: int) -> int:
+    def settled(self, now_ns: int, request: Request, before_micros: int) -> int:
         """It has ended: what it cost on all its workers, in millionths. `before_micros` of it was told by `ended`."""
-        costs = self._costs.get(flow.arrival.route)
+        costs = self._costs.get(request.facts.route)
         if costs is None:
             return before_micros
-        total = before_micros + self.ended(now_ns, flow)
-        if flow.usage is not None and flow.usage.device_ns:
-            price = self._prices.accelerator_micros_per_hour(flow.arrival.route)
-            total += share_micros(flow.usage.device_ns, price)
+        total = before_micros + self.ended(now_ns, request)
+        if request.usage is not None and request.usage.device_ns:
+            price = self._prices.accelerator_micros_per_hour(request.facts.route)
+            total += share_micros(request.usage.device_ns, price)
         costs.charged += total
         return total
 
