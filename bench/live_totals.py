@@ -16,9 +16,10 @@ from typing import TypeVar, cast
 import msgspec
 
 from penstock.cli import main as cli
-from penstock.gateway import app, assemble
-from penstock.policy.driver import Driver
-from penstock.policy.request import Request
+from penstock.gateway import app
+from penstock.gateway.dispatch import assemble
+from penstock.policy.lifecycle.driver import Driver
+from penstock.policy.requests.request import Request
 
 COPY_BYTES = 512
 T = TypeVar("T")

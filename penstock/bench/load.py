@@ -18,7 +18,7 @@ from penstock.bench.prompts import Prompt
 from penstock.bench.wire import UsageReport, decode_chunk, error_text
 from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.errors import PenstockError
-from penstock.policy.promise import Promise
+from penstock.policy.admission.promise import Promise
 
 REFUSED_PAUSE_S = 0.1
 """What a closed-loop caller waits after a failure, so that instant refusals do not become a spin."""

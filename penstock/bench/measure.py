@@ -19,7 +19,7 @@ from penstock.bench.client import Response
 from penstock.bench.stats import Samples
 from penstock.bench.wire import Chunk, UsageReport, decode_chunk, error_text
 from penstock.clock import Clock
-from penstock.policy.promise import Promise
+from penstock.policy.admission.promise import Promise
 from penstock.protocol.sse import EventReader
 
 ERROR_KINDS_MAX = 32

@@ -16,8 +16,8 @@ from served import COMMAND, PATIENCE_S, Server
 
 from penstock.bench.client import Client, Endpoint, Response
 from penstock.bench.wire import decode_chunk
-from penstock.cli.keyfile import load_key
 from penstock.cli.main import main
+from penstock.cli.wiring.keyfile import load_key
 from penstock.config.presets import resolve
 from penstock.protocol.sse import EventReader
 

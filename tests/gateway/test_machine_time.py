@@ -12,9 +12,9 @@ from penstock.config.ledger import AcceleratorPrice, PricesConfig
 from penstock.config.tree import EngineConfig
 from penstock.engine.core import EngineCore, build_core
 from penstock.policy.flow import RequestFacts
-from penstock.policy.machine_costs import Meters
-from penstock.policy.price import PriceList
-from penstock.policy.request import Request
+from penstock.policy.lifecycle.machine_costs import Meters
+from penstock.policy.limits.price import PriceList
+from penstock.policy.requests.request import Request
 from penstock.protocol.worker import Submit
 from penstock.rng import stream
 from penstock.schedule.plan import StepPlan, StepResult

@@ -5,14 +5,14 @@ from penstock.config.flow import QueueConfig
 from penstock.config.health import HealthConfig, QuarantineConfig, RetryConfig
 from penstock.errors import InvalidRequest, PenstockError, PoisonRequest, StreamBroken, WorkerUnavailable
 from penstock.policy.answers import Refused, Requeued, Start
-from penstock.policy.control import FlowControl
-from penstock.policy.endings import Evict, Settled
+from penstock.policy.extras.quarantine import Quarantine, fingerprint
 from penstock.policy.flow import RequestFacts
-from penstock.policy.health import FleetHealth
+from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.parts import Parts
-from penstock.policy.quarantine import Quarantine, fingerprint
+from penstock.policy.queueing.room import WorkerView
 from penstock.policy.record import Outcome
-from penstock.policy.room import WorkerView
+from penstock.policy.requests.endings import Evict, Settled
+from penstock.policy.resilience.health import FleetHealth
 from penstock.types import RequestId, Usage, WorkerId
 
 S = NS_PER_S

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from penstock.policy.flow import TABLE, Event, RequestFacts, State, Step
 from penstock.policy.record import Outcome
-from penstock.policy.request import Request
+from penstock.policy.requests.request import Request
 from penstock.policy.tenant import Tenant
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 

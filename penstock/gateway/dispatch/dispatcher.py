@@ -1,0 +1,330 @@
+"""Carries out on the event loop what the driver says: streams on workers, replies to clients.
+
+    submit ──> Driver.submit ──> (next turn of the loop) flush the journal, Driver.dispatch ──> start, abort, fail
+    on_first_output, on_tokens, on_attempt_failed, on_ended <── the replies ──> Driver
+
+The driver decides, replies carry bytes, the ledger remembers; this file only passes on what each has to know.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+from msgspec.structs import replace
+
+from penstock.backends.base import GenerateRequest, Sink
+from penstock.clock import NS_PER_S, Clock
+from penstock.errors import PenstockError
+from penstock.fleet.registry import Registry
+from penstock.gateway.dispatch.records import GatewayRecords
+from penstock.gateway.dispatch.worker_feed import WorkerFeed
+from penstock.gateway.relay.reply import FallBackTo, Reply, StreamSlots
+from penstock.policy.answers import Diverted, FallBack, Refused, Start
+from penstock.policy.flow import RequestFacts
+from penstock.policy.lifecycle.driver import Driver
+from penstock.policy.lifecycle.machine_costs import Meters
+from penstock.policy.lifecycle.stack import PolicyStack
+from penstock.policy.record import Outcome
+from penstock.policy.requests.request import Request
+from penstock.telemetry.catalog import Outcome as Answer
+from penstock.telemetry.ledger import Ledger
+from penstock.telemetry.log import Log
+from penstock.telemetry.metrics import Metrics
+from penstock.types import FinishReason, RequestId, WorkerId
+
+Streams = Sequence[tuple[GenerateRequest, Sink]]
+"""One for each choice, and what takes its output."""
+
+
+class Dispatcher:
+    """All accepted requests of this gateway. Owner of their replies; the driver's `Workers` and `Clients`."""
+
+    def __init__(
+        self,
+        policies: PolicyStack,
+        registry: Registry,
+        *,
+        ledger: Ledger,
+        slots: StreamSlots,
+        metrics: Metrics,
+        clock: Clock,
+        log: Log,
+        is_shared: bool = False,
+    ) -> None:
+        """`is_shared`: other gateways use the same workers."""
+        self.control = policies.control
+        self._limiter, self._slots, self._clock, self._log = policies.limiter, slots, clock, log
+        self._metrics, self._health, self._registry = metrics, policies.health, registry
+        self._slice_tokens, self._hedges = policies.slice_tokens, policies.hedges is not None
+        self._meters = Meters(policies.prices, is_shared=is_shared)
+        self._records = GatewayRecords(ledger, policies.prices, metrics, clock)
+        self._driver = Driver(self.control, self, self, self._records, self._meters)
+        self._tasks: set[asyncio.Future[None]] = set()
+        self._is_due = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_ns = 0
+        self._workers = WorkerFeed(
+            self.control,
+            registry,
+            self._meters,
+            is_shared=is_shared,
+            shed_kv_above=policies.shed_kv_above,
+            on_news=self._dispatch_soon,
+        )
+
+    def __len__(self) -> int:
+        return len(self.control)
+
+    @property
+    def num_streams(self) -> int:
+        """Streams that wait or run, of all accepted requests."""
+        return self._slots.taken
+
+    # --- from the endpoints ----------------------------------------------------------------------
+
+    def submit(
+        self, facts: RequestFacts, reply: Reply, streams: Streams, fall_back: FallBackTo | None
+    ) -> Diverted | None:
+        """Accept a request; `Diverted` if another model should have it, and then nothing is left of it here.
+
+        Raises:
+            PenstockError: it was refused.
+        """
+        now_ns = self._clock.now_ns()
+        self._slots.check(facts.choices)
+        self._workers.refresh(now_ns)
+        try:
+            answer = self._driver.submit(now_ns, facts, reply)
+        finally:
+            reply.exchange.headers = self._limiter.headers(now_ns, facts.tenant)
+        if isinstance(answer, Diverted):
+            return answer
+        if isinstance(answer, Refused):
+            raise answer.error
+        self._take(reply, streams, facts.id)
+        reply.fall_back = fall_back
+        self._slots.take(facts.choices)
+        self._dispatch_soon()
+        return None
+
+    def move(self, request: Request, facts: RequestFacts, start: Callable[[], tuple[Reply, Streams]]) -> bool:
+        """Let a request that waits for a model without workers wait for another one; `start` makes its reply. False: it stays."""
+        if not self._driver.move(self._clock.now_ns(), facts, facts.diverted):
+            return False
+        old = _reply_of(request)
+        reply, streams = start()
+        request.io, reply.fall_back = reply, old.fall_back
+        self._take(reply, streams, facts.id)
+        self._dispatch_soon()
+        return True
+
+    def heartbeat(self, ticks: int) -> None:
+        """Let every reply that was silent for `ticks` calls show that it lives."""
+        for reply in self._replies():
+            reply.heartbeat(ticks)
+
+    def tick(self) -> None:
+        """Called every second or so."""
+        now_ns = self._clock.now_ns()
+        self._workers.refresh(now_ns)
+        self._meters.tick(now_ns)
+        for model, count in self._workers.num_waiting():
+            self._metrics.queue_waiting(model, count)
+        for model, worker, state in self._health.states():
+            self._metrics.breaker(model, worker, state)
+        self._metrics.retry_budget(self._health.retries.level(now_ns))
+        for model, costs in self._meters.costs(now_ns).items():
+            self._metrics.accelerator_costs(model, costs.busy, costs.idle, costs.charged)
+
+    def drain(self, timeout_s: float) -> None:
+        """Accept nothing new; accepted requests may run for so long."""
+        now_ns = self._clock.now_ns()
+        self._driver.drain(now_ns, now_ns + int(timeout_s * NS_PER_S))
+        self._dispatch_soon()
+
+    def fail_all(self, error: PenstockError) -> None:
+        """End what is still here."""
+        for reply in self._replies():
+            reply.fail(error)
+
+    def close(self) -> None:
+        """Nothing more will be dispatched."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._is_due = True
+        for task in self._tasks:
+            task.cancel()
+
+    # --- from the replies: see `ReplyListener` ----------------------------------------------------
+
+    def on_first_output(self, reply: Reply) -> None:
+        """See `ReplyListener`."""
+        request, usage = _request_of(reply), reply.first_usage()
+        self._driver.first_output(
+            self._clock.now_ns(), request, request.attempt, cached_tokens=usage and usage.cached_tokens
+        )
+
+    def on_tokens(self, reply: Reply) -> None:
+        """See `ReplyListener`: a slice is full."""
+        if self._driver.output(self._clock.now_ns(), _request_of(reply), reply.num_produced):
+            reply.next_slice = reply.num_produced + self._slice_tokens
+
+    def on_attempt_failed(self, reply: Reply, error: PenstockError) -> bool:
+        """See `ReplyListener`."""
+        request = _request_of(reply)
+        goes_on = self._driver.attempt_failed(self._clock.now_ns(), request, request.attempt, error)
+        self._dispatch_soon()
+        return goes_on
+
+    def on_hedge_won(self, reply: Reply, attempt: int) -> None:
+        """See `ReplyListener`."""
+        self._driver.take_lead(self._clock.now_ns(), _request_of(reply), attempt)
+        self._dispatch_soon()
+
+    def on_hedge_lost(self, reply: Reply, attempt: int, error: PenstockError | None) -> None:
+        """See `ReplyListener`."""
+        request = _request_of(reply)
+        if request.hedge is not None:
+            self._driver.attempt_failed(self._clock.now_ns(), request, attempt, error)
+        self._dispatch_soon()
+
+    def on_client_left(self, reply: Reply) -> None:
+        """See `ReplyListener`."""
+        if reply.request is not None:
+            self._driver.cancel(self._clock.now_ns(), reply.request)
+            self._dispatch_soon()
+
+    def on_ended(self, reply: Reply) -> None:
+        """See `ReplyListener`."""
+        request, tally = _request_of(reply), reply.tally
+        cancelled = tally.outcome is Answer.ABORT
+        outcome = Outcome.CANCELLED if cancelled else Outcome.FAILED if reply.error else Outcome.FINISHED
+        reason = tally.outcome.value if tally.outcome else ""
+        self._driver.ended(self._clock.now_ns(), request, outcome, finish_reason=reason, error=reply.error)
+        self._dispatch_soon()
+
+    # --- for the driver: see `driver.Workers` and `driver.Clients` --------------------------------
+
+    def start(self, now_ns: int, request: Request, start: Start) -> None:
+        """See `driver.Workers`."""
+        reply = _reply_of(request)
+        worker = self._registry.get(start.worker_id)
+        assert worker is not None, f"{start.worker_id} has room, so it is there"
+        try:
+            if start.beside:
+                ((stream, sink),) = reply.streams
+                reply.start_hedge(worker.backend, _attempt(stream, start), sink, attempt=start.attempt)
+                return
+            # A request that continues reports at once, so that flow control knows that it has begun there.
+            reply.next_slice = reply.num_produced + (1 if request.has_begun else self._slice_tokens)
+            if (served := reply.exchange.served) is not None:
+                served.queue_ns = request.queue_ns
+            streams = reply.remaining()
+            if start.priority or start.attempt > 1:
+                streams = [(_attempt(stream, start), sink) for stream, sink in streams]
+            race = start.attempt if self._hedges and start.attempt == 1 and len(streams) == 1 else 0
+            reply.start(worker.backend, streams, race=race)
+        except Exception as error:  # noqa: BLE001 - one request's bug must not end the others.
+            self._log.bug("a request could not be started", error, request_id=reply.exchange.id)
+            reply.fail(error)
+
+    def abort(self, now_ns: int, worker_id: WorkerId, request_id: RequestId, attempt: int) -> None:
+        """See `driver.Workers`. A request that has ended has aborted all of its streams."""
+        if (request := self.control.request(request_id)) is not None:
+            reply = _reply_of(request)
+            if attempt:
+                reply.abort_attempt(attempt)
+            else:
+                reply.abort()
+
+    def stop(self, now_ns: int, request: Request, reason: FinishReason) -> None:
+        """See `driver.Clients`."""
+        _reply_of(request).stop(reason)
+
+    def fail(self, now_ns: int, request: Request, error: PenstockError) -> None:
+        """See `driver.Clients`."""
+        _reply_of(request).fail(error)
+
+    def fall_back(self, now_ns: int, request: Request, action: FallBack) -> None:
+        """See `driver.Clients`."""
+        if (make := _reply_of(request).fall_back) is not None:
+            making = self._fall_back(request, make(request, action.route, action.why))
+            task = asyncio.ensure_future(making)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def settled(self, now_ns: int, request: Request, error: PenstockError | None) -> None:
+        """See `driver.Clients`."""
+        reply = _reply_of(request)
+        self._slots.give_back(request.facts.choices)
+        request.io, reply.streams, reply.fall_back = None, (), None  # They refer to each other.
+        if error is not None:
+            reply.fail(error)
+        self._dispatch_soon()
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _replies(self) -> Iterator[Reply]:
+        return (_reply_of(request) for request in self.control.requests() if request.io is not None)
+
+    def _take(self, reply: Reply, streams: Streams, request_id: RequestId) -> None:
+        """From here on the reply is that request's."""
+        request = self.control.request(request_id)
+        assert request is not None, f"{request_id} was just accepted"
+        reply.request, reply.streams = request, streams
+        request.usages = reply.tally.usages
+
+    async def _fall_back(self, request: Request, making: Awaitable[None]) -> None:
+        try:
+            await making
+        except PenstockError as error:  # It does not fit the other model, so it waits on.
+            self._log.info("a request that waits cannot fall back", error=error, request_id=request.id)
+        except Exception as error:  # noqa: BLE001 - one request's bug must not end the others.
+            self._log.bug("a prompt could not be made for another model", error, request_id=request.id)
+            if request.io is not None:
+                _reply_of(request).fail(error)
+
+    def _dispatch_soon(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._dispatch)
+
+    def _dispatch(self) -> None:
+        """Start and end what the driver says, once for all that this turn of the loop brought."""
+        self._is_due = False
+        self._records.flush()
+        now_ns = self._clock.now_ns()
+        self._workers.refresh(now_ns)
+        self._driver.dispatch(now_ns)
+        self._set_timer(now_ns)
+
+    def _set_timer(self, now_ns: int) -> None:
+        due_ns = self.control.next_ns(now_ns)
+        if due_ns is None or self._is_due:
+            return
+        if self._timer is not None:
+            if now_ns < self._timer_ns <= due_ns:
+                return
+            self._timer.cancel()
+        delay_s = max(0, due_ns - now_ns) / NS_PER_S
+        self._timer_ns, self._timer = due_ns, asyncio.get_running_loop().call_later(delay_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if not self._is_due:
+            self._dispatch()
+
+
+def _reply_of(request: Request) -> Reply:
+    assert isinstance(request.io, Reply), f"{request.id} has no reply"
+    return request.io
+
+
+def _request_of(reply: Reply) -> Request:
+    assert reply.request is not None, "only accepted requests are started"
+    return reply.request
+
+
+def _attempt(request: GenerateRequest, start: Start) -> GenerateRequest:
+    """A stream as it is sent now. A worker that was thought dead may still have it from an earlier attempt: that is another."""
+    name = f"{request.request_id}~{start.attempt}" if start.attempt > 1 else request.request_id
+    return replace(request, priority=start.priority, request_id=RequestId(name))

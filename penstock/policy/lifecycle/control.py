@@ -1,0 +1,442 @@
+"""The life of every request, before and around its worker: composes admission, limits, budgets, queues and placement.
+
+    arrive ──> admission ──> limits ──> budget ──> queue          Queued, or Refused and nothing is left of it
+    dispatch ─> what has waited too long ends, and whatever fits a worker starts, in the queue's order
+    output, ended, failed, cancel ─> the request's next state; limits, budget and fair share follow what was really used
+
+An event's consequences are those that the table of flow.py names, carried out by transitions.py and nowhere else. All parts are
+pure, and so is this: the driver calls it, from the gateway's event loop or the simulator's heap. Nothing here is called by
+itself. After `arrive`, an end, a worker's report, or at `next_ns`, call `dispatch`.
+"""
+
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+
+from penstock.clock import NS_PER_S
+from penstock.config.flow import QueueConfig
+from penstock.errors import Draining, Evicted, PenstockError, WorkerUnavailable
+from penstock.policy.answers import Abort, Diverted, Queued, Refused, Requeued, Start, Stop
+from penstock.policy.extras.crash_quarantine import CrashQuarantine
+from penstock.policy.extras.hedging import MARK, Hedging
+from penstock.policy.flow import Event, RequestFacts, State
+from penstock.policy.lifecycle.fallback import Fallbacks
+from penstock.policy.lifecycle.transitions import Change, Transitions
+from penstock.policy.parts import Parts, Pass, RouteLoad
+from penstock.policy.queueing.band import Work
+from penstock.policy.queueing.fair_queue import Full
+from penstock.policy.queueing.lane import Lane
+from penstock.policy.queueing.room import WorkerView
+from penstock.policy.record import Outcome
+from penstock.policy.requests.account import Accounts
+from penstock.policy.requests.endings import Action, Evict, Settled
+from penstock.policy.requests.extra import Extra
+from penstock.policy.requests.request import Request, charge, victims, work_of
+from penstock.types import RequestId, Usage, WorkerId
+
+_DECIDED = {Outcome.CANCELLED: Event.CANCEL, Outcome.EVICTED: Event.EVICT}
+"""Events that decide an outcome before the worker's final report ends the request."""
+
+
+class FlowControl:
+    """See the module. One per gateway process, or per simulated gateway."""
+
+    __slots__ = (
+        "_accounts", "_advance", "_config", "_dirty", "_drain_ns", "_extras", "_fallbacks", "_lanes", "_parts", "_pending", "_requests",
+        "_timers", "_timers_set", "_transitions", "hedging",
+    )  # fmt: skip
+
+    def __init__(self, config: QueueConfig, parts: Parts | None = None) -> None:
+        self._config, self._parts = config, parts or Parts()
+        self._accounts = Accounts(self._parts)
+        self._requests: dict[RequestId, Request] = {}
+        self._fallbacks = Fallbacks(self._parts, self._accounts, self._requests, self._look)
+        self._lanes: dict[str, Lane] = {}
+        self._dirty: dict[str, Lane] = {}
+        self._timers: list[tuple[int, int, Lane]] = []
+        self._timers_set = 0
+        self._pending: list[Action] = []
+        self._drain_ns: int | None = None
+        self.hedging: Hedging | None = None
+        """For the driver, which says which of two attempts won; None if requests are never hedged."""
+        extras = list[Extra]()
+        if self._parts.poison is not None:
+            extras.append(CrashQuarantine(self._parts.poison))
+        if self._parts.hedges is not None:
+            self.hedging = Hedging(
+                self._parts.hedges,
+                self._parts.health,
+                self._requests,
+                on_lost=self._lost,
+                on_change=self._touch,
+            )
+            extras.append(self.hedging)
+        self._extras = tuple(extras)
+        self._transitions = Transitions(
+            self._parts,
+            self._accounts,
+            self._requests,
+            self._extras,
+            on_change=self._touch,
+            on_dropped=self._drop_for_room,
+        )
+        self._advance = self._transitions.advance
+
+    # --- from the front ---------------------------------------------------------------------------
+
+    def arrive(self, now_ns: int, facts: RequestFacts) -> Queued | Diverted | Refused:
+        """Accept a request into the queue, or say why not. Its id must not be in use."""
+        assert facts.id not in self._requests, f"{facts.id} is here already"
+        if self._drain_ns is not None:
+            return Refused(facts.id, "draining", Draining("this server is going away"))
+        for extra in self._extras:
+            if (error := extra.refusal(now_ns, facts)) is not None:
+                return Refused(facts.id, "quarantine", error)
+        lane = self._lane(now_ns, facts.route)
+        if self._config.no_worker == "refuse" and not lane.rooms.num_ready:
+            return Refused(facts.id, "no_worker", _no_worker(facts.route))
+        verdict = self._parts.admission.decide(now_ns, facts, self._look(now_ns, facts))
+        if not isinstance(verdict, Pass):
+            return verdict
+        holds = self._accounts.open(now_ns, facts)
+        if isinstance(holds, Refused):
+            return holds
+        work = work_of(facts, now_ns, holds.expected, verdict)
+        dropped = lane.queue.push(now_ns, work)
+        if isinstance(dropped, Full):
+            holds.undo(now_ns)
+            return Refused(facts.id, "queue", lane.overloaded(dropped))
+        request = Request(facts, now_ns, lane, work, holds)
+        request.predicted_ns = verdict.predicted_ns
+        self._requests[facts.id] = request
+        for extra in self._extras:
+            extra.queued(now_ns, request)
+        self._touch(lane)
+        self._drop_for_room(now_ns, dropped)
+        return Queued(facts.id, facts.route, verdict.predicted_ns)
+
+    def cancel(self, now_ns: int, request_id: RequestId) -> Settled | Abort | None:
+        """The client left. Settled if it only waited; an `Abort` if it runs; None if it has ended or is ending already."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        self._end_extras(now_ns, request, self._pending)
+        answer = self._advance(now_ns, request, Event.CANCEL)
+        assert not isinstance(answer, Start), "a cancelled request starts nothing"
+        return answer
+
+    def move(self, now_ns: int, facts: RequestFacts) -> bool:
+        """Let a request that waits for a model without workers wait for another one, with a prompt made for that; the id stays. False: it
+        has a worker by now or has ended, or is not let in there; nothing has changed then.
+        """
+        if self._drain_ns is not None:
+            return False
+        lane = self._lane(now_ns, facts.route)
+        moved = self._fallbacks.move(now_ns, facts, lane)
+        if moved is None:
+            return False
+        self._advance(now_ns, self._requests[facts.id], Event.MOVE, Change(moved=moved))
+        return True
+
+    def drain(self, now_ns: int, deadline_ns: int) -> None:
+        """Refuse what is new from now on; accepted requests may run until the deadline, then they are evicted."""
+        self._drain_ns = max(now_ns, deadline_ns)
+
+    # --- from the workers -------------------------------------------------------------------------
+
+    def set_worker(self, now_ns: int, route: str, worker_id: WorkerId, view: WorkerView | None) -> None:
+        """Take a worker's report; None: it is gone, and what ran there will be reported by `failed`."""
+        lane = self._lane(now_ns, route)
+        lane.set_worker(now_ns, worker_id, view)
+        self._parts.health.worker(route, worker_id, ready=None if view is None else view.ready)
+        self._touch(lane)
+
+    def first_output(self, now_ns: int, request_id: RequestId, *, cached_tokens: int | None = None) -> None:
+        """The first token came (of any choice); `cached_tokens` of all prompts, if the worker reported them."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        assert request.hedge is None, "the driver says first which of two attempts won"
+        if request.state is State.STARTED:
+            lane = request.lane
+            lane.begin(now_ns, request.worker, request.booked)
+            for extra in self._extras:
+                extra.first_output(now_ns, request)
+            self._parts.health.began(now_ns, lane.route, request.worker, now_ns - request.dispatched_ns)
+            self._touch(lane)
+        self._advance(now_ns, request, Event.FIRST_OUTPUT)
+        if cached_tokens is not None:
+            request.cached_tokens = min(cached_tokens, request.facts.prompt_tokens)
+            if request.cached_tokens != request.facts.cached_tokens:
+                charge(request, max(request.holds.expected, request.completion_tokens))
+
+    def output(self, now_ns: int, request_id: RequestId, num_tokens: int) -> Stop | None:
+        """So many new tokens came, of all choices together: call it once per slice, not per token.
+
+        A `Stop` says that the budget ends here.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        if request.state is State.STARTED:
+            self.first_output(now_ns, request_id)
+        self._advance(now_ns, request, Event.OUTPUT)
+        request.completion_tokens = total = request.completion_tokens + num_tokens
+        holds = request.holds
+        holds.tokens.renew(now_ns, total)
+        if total > holds.expected:
+            holds.expected = total
+            charge(request, total)
+        if total < holds.budgeted or request.state is State.STOPPING:
+            return None
+        if self._accounts.next_slice(now_ns, request.facts, holds, total, request.cached_tokens):
+            return None
+        self._advance(now_ns, request, Event.STOP)
+        request.finish_reason = "budget"
+        return Stop(request.id, request.worker)
+
+    def ended(
+        self,
+        now_ns: int,
+        request_id: RequestId,
+        outcome: Outcome,
+        usage: Usage | None = None,
+        *,
+        finish_reason: str = "",
+        error: str = "",
+        fault: PenstockError | None = None,
+    ) -> Settled | None:
+        """The worker's final report: how it ended and what it used, all choices together. None if it had ended.
+
+        An outcome that was decided before (cancelled, evicted, out of budget) stays. Without usage what was reported counts.
+        `fault` is what failed it, if it may be the worker's.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        assert request.state is not State.QUEUED, f"{request_id} runs nowhere"
+        self._end_extras(now_ns, request, self._pending)
+        if outcome in _DECIDED:
+            self._advance(now_ns, request, _DECIDED[outcome])
+        request.finish_reason = request.finish_reason or finish_reason
+        request.error = request.error or error
+        event = Event.FAIL if outcome is Outcome.FAILED else Event.FINISH
+        return _settled(self._advance(now_ns, request, event, Change(usage=usage, error=fault)))
+
+    def failed(
+        self,
+        now_ns: int,
+        request_id: RequestId,
+        error: PenstockError,
+        *,
+        retry: bool,
+        usage: Usage | None = None,
+    ) -> Settled | Requeued | None:
+        """Its worker failed, or could not be sent it. With `retry` it waits again if attempts are left: from the beginning, or
+        behind what it gave (`usage` says how much) if it has begun; the caller knows that the latter is possible.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        event = Event.FAIL
+        if request.state is not State.QUEUED:
+            self._end_extras(now_ns, request, self._pending)
+            self._lost(now_ns, request, request.worker, error, usage)
+            event = (self._try_again(now_ns, request) if retry else None) or Event.FAIL
+        if event is Event.FAIL:
+            request.error = request.error or type(error).__name__
+        answer = self._advance(now_ns, request, event, Change(usage=usage, error=error))
+        if event is Event.FAIL:
+            return _settled(answer)
+        return Requeued(request_id, request.attempts, request.has_begun)
+
+    def _try_again(self, now_ns: int, request: Request) -> Event | None:
+        """How a request whose worker failed may be tried again; None if it may not."""
+        if request.state not in (State.STARTED, State.STREAMING):
+            return None
+        if request.has_begun:
+            return Event.MIGRATE if request.migrations < self._parts.migrations_max else None
+        may_retry = request.attempts <= self._config.retries_max and self._parts.health.may_retry(now_ns)
+        return Event.RETRY if may_retry else None
+
+    # --- by the clock -----------------------------------------------------------------------------
+
+    def dispatch(self, now_ns: int) -> Sequence[Action]:
+        """What must be done now, in order."""
+        for extra in self._extras:
+            for request, reason, error in extra.evictions(now_ns):
+                self._evict(now_ns, request, reason, error, self._pending)
+        actions, self._pending = self._pending, []
+        if self._drain_ns is not None and now_ns >= self._drain_ns:
+            self._evict_all(now_ns, actions)
+        timers = self._timers
+        while timers and timers[0][0] <= now_ns:
+            when_ns, _, lane = heappop(timers)
+            if lane.timer_ns == when_ns:
+                lane.timer_ns = None
+                self._touch(lane)
+        if self._dirty:
+            dirty, self._dirty = self._dirty, {}
+            for lane in dirty.values():
+                self._serve(now_ns, lane, actions)
+        for extra in self._extras:
+            actions += extra.due(now_ns)
+        return actions
+
+    def shed(self, now_ns: int, route: str) -> Sequence[Action]:
+        """Make KV memory free at workers that reported it nearly full. `dispatch` calls it after every report.
+
+        Only for the sake of a higher band that runs there or waits for the model: among equals the engine's own preemption is
+        fair, and nothing is lost by it. Lowest band first, in it the longest answer still to come; protected
+        bands never.
+        """
+        lane, actions = self._lanes.get(route), list[Action]()
+        for room in lane.rooms.take_fresh() if lane is not None else ():
+            assert lane is not None, "its rooms were just looked at"
+            here = [self._booked_as(name) for name in room.begun]
+            error = Evicted("gave way to requests of a higher band: KV memory ran out")
+            for victim in victims(self._config, lane, room, here):
+                self._evict(now_ns, self._requests[RequestId(victim)], "memory", error, actions)
+        return actions
+
+    def next_ns(self, now_ns: int) -> int | None:
+        """When `dispatch` must be called if nothing happens until then; not before `now_ns`. None: not at all."""
+        timers = self._timers
+        while timers and timers[0][2].timer_ns != timers[0][0]:
+            heappop(timers)
+        times = [timers[0][0]] if timers else []
+        times += [due_ns for extra in self._extras if (due_ns := extra.next_ns()) is not None]
+        if self._pending or self._dirty:
+            times.append(now_ns)
+        if self._drain_ns is not None and any(
+            request.state is not State.STOPPING for request in self._requests.values()
+        ):
+            times.append(self._drain_ns)
+        return max(min(times), now_ns) if times else None
+
+    # --- to look at -------------------------------------------------------------------------------
+
+    def request(self, request_id: RequestId) -> Request | None:
+        """A request that was accepted and has not ended."""
+        return self._requests.get(request_id)
+
+    def requests(self) -> Sequence[Request]:
+        """All of them, in the order in which they came."""
+        return list(self._requests.values())
+
+    def lane(self, route: str) -> Lane | None:
+        """A model's queue and workers, for gauges."""
+        return self._lanes.get(route)
+
+    def __len__(self) -> int:
+        """Requests that were accepted and have not ended."""
+        return len(self._requests)
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _lane(self, now_ns: int, route: str) -> Lane:
+        lane = self._lanes.get(route)
+        if lane is None:
+            parts = self._parts
+            lane = self._lanes[route] = Lane(
+                self._config, route, now_ns, parts.placement(route), parts.health, parts.pace()
+            )
+        return lane
+
+    def _look(self, now_ns: int, facts: RequestFacts) -> Callable[[str], RouteLoad]:
+        def look(route: str) -> RouteLoad:
+            return self._lane(now_ns, route).load(now_ns, work_of(facts, now_ns, 0))
+
+        return look
+
+    def _booked_as(self, name: RequestId) -> Request:
+        """The request that is booked at a worker under a name."""
+        return self._requests.get(name) or self._requests[RequestId(name.rpartition(MARK)[0])]
+
+    def _serve(self, now_ns: int, lane: Lane, actions: list[Action]) -> None:
+        while (late := lane.next_expired(now_ns)) is not None:
+            work, reason = late
+            waited_s = (now_ns - work.queued_ns) / NS_PER_S
+            error: PenstockError = _no_worker(lane.route)
+            if reason == "timeout":
+                error = Evicted(f"waited {waited_s:.1f} s without a turn", retry_after_s=lane.retry_after_s())
+            elif reason == "late":
+                why = f"waited {waited_s:.1f} s, and could not be answered in time any more"
+                error = Evicted(why, retry_after_s=lane.retry_after_s())
+            self._evict(now_ns, self._requests[work.id], reason, error, actions)
+        if lane.down_ns is not None and lane.queue.num_waiting:
+            self._look_elsewhere(now_ns, lane, lane.down_ns, actions)
+        while (start := lane.next_start(now_ns)) is not None:
+            work, room = start
+            request = self._requests[work.id]
+            request.worker = room.id
+            answer = self._advance(now_ns, request, Event.DISPATCH)
+            assert isinstance(answer, Start), "what is dispatched starts"
+            actions.append(answer)
+        if self._config.shed_kv_above < 1:
+            actions += self.shed(now_ns, lane.route)
+        due_ns = lane.due_ns(now_ns)
+        if due_ns is not None and (lane.timer_ns is None or due_ns < lane.timer_ns):
+            lane.timer_ns = due_ns
+            self._timers_set += 1
+            heappush(self._timers, (due_ns, self._timers_set, lane))
+
+    def _look_elsewhere(self, now_ns: int, lane: Lane, down_ns: int, actions: list[Action]) -> None:
+        """No worker is left: what waits falls back to another model under the rules of admission, else it waits on."""
+        found, stay, more = self._fallbacks.ask(now_ns, lane, down_ns)
+        actions += found
+        if self._config.no_worker == "refuse":
+            for request in stay:
+                self._evict(now_ns, request, "no_worker", _no_worker(lane.route), actions)
+        if more:
+            self._touch(lane)
+
+    def _drop_for_room(self, now_ns: int, dropped: Sequence[Work]) -> None:
+        for victim in dropped:
+            error = Evicted("gave way to a request of a higher band: the queue is full")
+            self._evict(now_ns, self._requests[victim.id], "queue_full", error, self._pending)
+
+    def _evict_all(self, now_ns: int, actions: list[Action]) -> None:
+        error = Draining("this server went away before the answer was finished")
+        for request in list(self._requests.values()):
+            if request.state is not State.STOPPING:
+                self._evict(now_ns, request, "drain", error, actions)
+
+    def _evict(
+        self, now_ns: int, request: Request, reason: str, error: PenstockError, actions: list[Action]
+    ) -> None:
+        """End a request that waits, or abort one that runs."""
+        self._end_extras(now_ns, request, actions)
+        request.reason, request.error = reason, type(error).__name__
+        answer = self._advance(now_ns, request, Event.EVICT)
+        if isinstance(answer, Settled):
+            actions.append(Evict(request.id, reason, error, settled=answer))
+        else:
+            actions.append(Evict(request.id, reason, error, worker_id=request.worker))
+
+    def _lost(
+        self,
+        now_ns: int,
+        request: Request,
+        worker: WorkerId,
+        error: PenstockError | None,
+        usage: Usage | None = None,
+    ) -> None:
+        for extra in self._extras:
+            extra.attempt_lost(now_ns, request, worker, error, usage)
+
+    def _end_extras(self, now_ns: int, request: Request, actions: list[Action]) -> None:
+        """What happens to a request happens to all of its attempts: a second one ends first."""
+        aborts = [extra.ending(now_ns, request) for extra in self._extras]
+        actions.extend(abort for abort in aborts if abort is not None)
+
+    def _touch(self, lane: Lane) -> None:
+        self._dirty[lane.route] = lane
+
+
+def _settled(answer: Settled | Abort | Start | None) -> Settled:
+    assert isinstance(answer, Settled), answer
+    return answer
+
+
+def _no_worker(route: str) -> WorkerUnavailable:
+    return WorkerUnavailable(f"no worker of {route!r} is ready")

@@ -1,0 +1,84 @@
+"""The policies of one gateway, wired from its configuration: by this function for the product and for the simulator."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.config.tree import Config
+from penstock.policy.admission.gate import Gate, ModelFacts
+from penstock.policy.admission.thrift import Thrift
+from penstock.policy.estimates.output_length import OutputLengths
+from penstock.policy.extras.hedge import Hedges, Tell
+from penstock.policy.extras.quarantine import Quarantine
+from penstock.policy.lifecycle.control import FlowControl
+from penstock.policy.limits.budget import Budgets
+from penstock.policy.limits.price import PriceList
+from penstock.policy.limits.rate_limit import Limiter
+from penstock.policy.parts import Parts, Placement
+from penstock.policy.queueing.pace import Pace
+from penstock.policy.resilience.health import FleetHealth
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class PolicyStack:
+    """What decides about the requests of one gateway."""
+
+    control: FlowControl
+    gate: Gate
+    limiter: Limiter
+    budgets: Budgets
+    prices: PriceList
+    health: FleetHealth
+    hedges: Hedges | None
+    """None: no request is started a second time beside its first attempt."""
+    slice_tokens: int
+    """Answer tokens between two looks at limits and budgets."""
+    shed_kv_above: float
+    """Share of a worker's KV memory above which lower bands give way there."""
+
+
+def build_policies(
+    config: Config,
+    *,
+    facts: Callable[[str], ModelFacts | None],
+    placement: Callable[[str], Placement],
+    limiter: Limiter,
+    wall_offset_ns: int,
+    random: Callable[[], float],
+    on_hedge: Tell,
+) -> PolicyStack:
+    """The policies of `config`.
+
+    `facts` tells of a model, None if it is not served; `placement` makes the placement of a model; `limiter` has the tenants'
+    rate limits, its own or shared ones; `wall_offset_ns` is the wall clock's time less the monotonic one's; `random` spreads the
+    breakers' probes, in [0, 1); `on_hedge` is called with what came of each hedge.
+    """
+    prices = PriceList(config.prices)
+    budgets = Budgets(config.budgets, wall_offset_ns=wall_offset_ns)
+    gate = Gate(config.admission, config.routing, config.queue, facts, Thrift(budgets, prices))
+    health = FleetHealth(config.health, random)
+    hedges = Hedges(config.health.hedge, on_hedge) if config.health.hedge.enabled else None
+    parts = Parts(
+        admission=gate,
+        limits=limiter,
+        budgets=budgets,
+        prices=prices,
+        lengths=OutputLengths(config.rate_limits),
+        placement=placement,
+        health=health,
+        poison=Quarantine(config.health.quarantine),
+        pace=lambda: Pace(config.admission, config.routing.placement),
+        hedges=hedges,
+        slice_tokens=config.budgets.slice_tokens,
+        migrations_max=config.health.migrations_max,
+    )
+    return PolicyStack(
+        control=FlowControl(config.queue, parts),
+        gate=gate,
+        limiter=limiter,
+        budgets=budgets,
+        prices=prices,
+        health=health,
+        hedges=hedges,
+        slice_tokens=min(config.rate_limits.slice_tokens, config.budgets.slice_tokens),
+        shed_kv_above=config.queue.shed_kv_above,
+    )

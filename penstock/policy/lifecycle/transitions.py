@@ -1,0 +1,164 @@
+"""Carries out what the table of flow.py says: the only place where a request starts, ends or gives anything back."""
+
+from collections.abc import Callable, MutableMapping, Sequence
+
+import msgspec
+
+from penstock.errors import PenstockError
+from penstock.policy.answers import Abort, Start
+from penstock.policy.flow import Event, State, Step
+from penstock.policy.lifecycle.fallback import Moved
+from penstock.policy.parts import Parts
+from penstock.policy.queueing.band import Work
+from penstock.policy.queueing.fair_queue import Full
+from penstock.policy.queueing.lane import Lane
+from penstock.policy.record import Outcome
+from penstock.policy.requests.account import Accounts
+from penstock.policy.requests.endings import Settled
+from penstock.policy.requests.extra import Extra
+from penstock.policy.requests.request import Request, blocks_of, charge, charge_matched, count
+from penstock.types import RequestId, Usage
+
+
+class Change(msgspec.Struct, gc=False):
+    """What an event brings along for its steps."""
+
+    usage: Usage | None = None
+    """The worker's count of what it used."""
+    error: PenstockError | None = None
+    """What failed its attempt, if that may be the worker's fault."""
+    moved: Moved | None = None
+    """What it becomes for another model."""
+
+
+_NOTHING = Change()
+Answer = Settled | Abort | Start
+"""What the last step of an event answers."""
+
+
+class Transitions:
+    """One for each flow control."""
+
+    __slots__ = ("_accounts", "_extras", "_on_change", "_on_dropped", "_parts", "_requests", "_steps")
+
+    def __init__(
+        self,
+        parts: Parts,
+        accounts: Accounts,
+        requests: MutableMapping[RequestId, Request],
+        extras: Sequence[Extra],
+        *,
+        on_change: Callable[[Lane], None],
+        on_dropped: Callable[[int, Sequence[Work]], None],
+    ) -> None:
+        """`requests` are all accepted ones, from which those that have ended are removed; `on_change` is called for a model whose queue
+        must be looked at again, `on_dropped` for what a queue dropped to make room.
+        """
+        self._parts, self._accounts, self._requests, self._extras = parts, accounts, requests, extras
+        self._on_change, self._on_dropped = on_change, on_dropped
+        self._steps: dict[Step, Callable[[int, Request, Change], Answer | None]] = {
+            Step.ENQUEUE: self._enqueue,
+            Step.LEAVE: self._leave,
+            Step.RETARGET: self._retarget,
+            Step.START: self._start,
+            Step.ABORT: self._abort,
+            Step.COUNT: self._count,
+            Step.RELEASE: self._release,
+            Step.SETTLE: self._settle,
+        }
+
+    def advance(
+        self, now_ns: int, request: Request, event: Event, change: Change = _NOTHING
+    ) -> Answer | None:
+        """Take an event, and carry out its steps in order."""
+        answer = None
+        for step in request.on(event, now_ns):
+            answer = self._steps[step](now_ns, request, change)
+        return answer
+
+    def _enqueue(self, now_ns: int, request: Request, change: Change) -> None:
+        lane, work = request.lane, request.work
+        if change.moved is not None:
+            dropped = lane.queue.push(now_ns, work)
+            assert not isinstance(dropped, Full), "it was asked"
+            for extra in self._extras:
+                extra.queued(now_ns, request)
+            self._on_change(lane)
+            self._on_dropped(now_ns, dropped)
+            return
+        lane.failed(request.worker, work)
+        if request.has_begun:
+            count(request, change.usage)
+            work.blocks, work.goes_on = blocks_of(request), True
+        lane.queue.requeue(now_ns, work, has_begun=request.has_begun)
+        self._on_change(lane)
+
+    def _leave(self, now_ns: int, request: Request, change: Change) -> None:
+        if request.work.waiting:  # Else the queue dropped it, to make room for another one.
+            request.lane.queue.remove(request.work)
+        self._on_change(request.lane)  # A request behind it may fit.
+
+    def _retarget(self, now_ns: int, request: Request, change: Change) -> None:
+        assert change.moved is not None, "a move says what it becomes"
+        request.lane.forget(request.work)
+        request.holds.undo(now_ns)
+        moved = change.moved
+        request.facts, request.lane, request.holds = moved.facts, moved.lane, moved.holds
+        request.work = request.booked = moved.work
+        request.cached_tokens = moved.facts.cached_tokens
+
+    def _start(self, now_ns: int, request: Request, change: Change) -> Start:
+        lane, work = request.lane, request.work
+        request.attempt, request.booked = request.attempts, work
+        for extra in self._extras:
+            extra.started(now_ns, request)
+        self._parts.health.started(now_ns, lane.route, request.worker)
+        if work.matched_tokens:
+            charge_matched(request)
+        order = lane.queue.band_of(work).config.order
+        return Start(request.id, lane.route, request.worker, order, request.attempts)
+
+    def _abort(self, now_ns: int, request: Request, change: Change) -> Abort:
+        return Abort(request.id, request.worker)
+
+    def _count(self, now_ns: int, request: Request, change: Change) -> None:
+        """Counts as the worker reports them. A prompt counts once a worker has read it, or the client left while it was read."""
+        facts, lane = request.facts, request.lane
+        count(request, change.usage)
+        if request.has_begun or request.outcome in (Outcome.FINISHED, Outcome.CANCELLED):
+            request.prompt_tokens = facts.prompt_tokens
+            charge(request, request.completion_tokens)
+            each = request.completion_tokens // facts.choices
+            self._parts.lengths.observe(facts.tenant.id, lane.route, each)
+        else:
+            request.cached_tokens = request.completion_tokens = 0
+            lane.queue.charge(request.work, 0)
+        if request.outcome is Outcome.FINISHED:
+            self._parts.health.succeeded()
+            for extra in self._extras:
+                extra.finished(facts)
+        lane.queue.end(request.work)
+
+    def _release(self, now_ns: int, request: Request, change: Change) -> None:
+        lane = request.lane
+        self._parts.health.ended(now_ns, lane.route, request.worker, change.error)
+        usage = change.usage if request.state is State.ENDED else None
+        request.work.identity = request.booked.identity  # Of the attempt that was ahead, if there were two.
+        lane.release(now_ns, request.worker, request.booked, usage)
+        request.booked = request.work
+        self._on_change(lane)
+
+    def _settle(self, now_ns: int, request: Request, change: Change) -> Settled:
+        """Exactly once for each accepted request: it is out of the queue and off its worker."""
+        del self._requests[request.id]
+        request.lane.forget(request.work)
+        if request.has_begun:  # Also if it waited for another worker to continue.
+            request.prompt_tokens = request.facts.prompt_tokens
+        used = Usage(
+            prompt_tokens=request.prompt_tokens,
+            cached_tokens=request.cached_tokens,
+            completion_tokens=request.completion_tokens,
+        )
+        request.cost_micros = self._accounts.settle(now_ns, request.facts.route, request.holds, used)
+        assert request.outcome is not None, "what has ended has an outcome"
+        return Settled(request.id, request.outcome, request)

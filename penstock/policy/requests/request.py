@@ -1,0 +1,278 @@
+"""One accepted request: its facts, where it is, what is held for it, and what its usage record is made of."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock.config.flow import QueueConfig
+from penstock.policy.flow import TABLE, Event, RequestFacts, State, Step
+from penstock.policy.parts import Pass
+from penstock.policy.queueing.band import Work, cost
+from penstock.policy.queueing.kv_pressure import RunningStream, blocks_to_free, choose_victims
+from penstock.policy.queueing.lane import Lane
+from penstock.policy.queueing.room import Room
+from penstock.policy.record import Outcome, UsageRecord
+from penstock.policy.requests.account import Holds
+from penstock.policy.requests.usage_sum import UsageSum
+from penstock.types import BLOCK_TOKENS, RequestId, Usage, WorkerId
+
+NO_PROMISE = Pass()
+_MOVES = [[TABLE.get((state, event)) for event in Event] for state in State]
+"""`TABLE` by index: two list look-ups per event."""
+
+_OUTCOME = {
+    Event.CANCEL: Outcome.CANCELLED,
+    Event.EVICT: Outcome.EVICTED,
+    Event.STOP: Outcome.FINISHED,
+    Event.FINISH: Outcome.FINISHED,
+    Event.FAIL: Outcome.FAILED,
+}
+"""How a request ends by the first event that decides it."""
+
+
+class Hedge(msgspec.Struct, gc=False):
+    """The second of two attempts that run at once."""
+
+    worker: WorkerId
+    work: Work
+    """What is booked there, under a name of its own."""
+    attempt: int
+    started_ns: int
+
+
+class Request:
+    """One accepted request. `FlowControl` changes it; others read it."""
+
+    __slots__ = (
+        "arrived_ns", "asked_ns", "attempt", "attempts", "booked", "cached_tokens", "completion_tokens", "cost_micros",
+        "dispatched_ns", "ended_ns", "error", "facts", "finish_reason", "first_output_ns", "hedge", "hedged_ns", "holds", "io", "lane",
+        "machine_micros", "migrations", "outcome", "predicted_ns", "prompt_tokens", "queue_ns", "queued_ns", "reason", "state",
+        "usage", "usages", "work", "worker",
+    )  # fmt: skip
+
+    def __init__(self, facts: RequestFacts, now_ns: int, lane: Lane, work: Work, holds: Holds) -> None:
+        self.facts, self.lane, self.work, self.holds = facts, lane, work, holds
+        self.io: object = None
+        """The driver's: its streams on workers, and its client."""
+        self.predicted_ns = 0
+        """Its time to first token as it was expected when it came; 0: not known."""
+        self.state = State.QUEUED
+        self.arrived_ns = self.queued_ns = now_ns
+        self.dispatched_ns = self.first_output_ns = self.ended_ns = -1
+        """Of the last time that it was dispatched, as `queued_ns` is of the last that it was queued; -1: never."""
+        self.queue_ns = 0
+        """Time in the queue, all visits together."""
+        self.worker = WorkerId("")
+        self.booked = work
+        """What is booked at `worker`: `work`, or that of a second attempt which outran the first."""
+        self.attempt = 0
+        """The number of the attempt at `worker`; 0 while there is none."""
+        self.attempts = 0
+        self.migrations = 0
+        """Attempts that continued behind what another worker had given, or were to."""
+        self.hedge: Hedge | None = None
+        """The other attempt, while there are two."""
+        self.hedged_ns = -1
+        """When the first attempt was started, if a second one was then started beside it."""
+        self.asked_ns = -1
+        """Since when its model had no worker when another model was last looked for."""
+        self.cached_tokens = facts.cached_tokens
+        """Expected, then as reported."""
+        self.completion_tokens = 0
+        """As reported until now, all choices together."""
+        self.prompt_tokens = 0
+        """What counts of the prompt, set at the end: all of it, or nothing if no worker gave anything for it."""
+        self.cost_micros = 0
+        """By the price list, set at the end."""
+        self.machine_micros = 0
+        """What workers cost that it began on and left for another one."""
+        self.usages = UsageSum()
+        """What its streams used, as their workers counted it."""
+        self.usage: Usage | None = None
+        """The workers' count of all of it, at the end of an attempt."""
+        self.outcome: Outcome | None = None
+        """Set by the event that decides it, which may be before the end."""
+        self.reason = ""
+        """Why it was evicted."""
+        self.error = self.finish_reason = ""
+
+    @property
+    def id(self) -> RequestId:
+        """The request's name."""
+        return self.facts.id
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client may have seen part of the answer: it is never started from its beginning again."""
+        return self.first_output_ns >= 0
+
+    def attempt_at(self, worker: WorkerId) -> int:
+        """The number of its attempt that runs at a worker; 0: none does."""
+        if self.state is State.QUEUED:
+            return 0
+        if self.hedge is not None and self.hedge.worker == worker:
+            return self.hedge.attempt
+        return self.attempt if self.worker == worker else 0
+
+    def has_attempt(self, number: int) -> bool:
+        """Whether what that attempt reports counts."""
+        if not number or self.state is State.QUEUED:
+            return False
+        return number == self.attempt or (self.hedge is not None and number == self.hedge.attempt)
+
+    def on(self, event: Event, now_ns: int) -> tuple[Step, ...]:
+        """Take one event; returns what must be done. An event that the table does not have asserts."""
+        move = _MOVES[self.state][event]
+        assert move is not None, f"{self.facts.id}: {event.name} in {self.state.name}"
+        was, (state, actions) = self.state, move
+        self.state = state
+        if state is not was:
+            if was is State.QUEUED:
+                self.queue_ns += now_ns - self.queued_ns
+            self.migrations += event is Event.MIGRATE
+            if self.outcome is None and event in _OUTCOME:
+                self.outcome = _OUTCOME[event]
+            if event is Event.DISPATCH:
+                self.dispatched_ns = now_ns
+            self.attempts += Step.START in actions
+            self._stamp(state, now_ns)
+        return actions
+
+    def record(self, wall_ns: int) -> UsageRecord:
+        """The facts for the ledger, of a request that has ended; `wall_ns` is the date of the end.
+
+        The share of the accelerators' cost is not here: whoever knows it adds it. Times are the worker's own where it tells them.
+        """
+        facts, usage = self.facts, self.usage or Usage()
+        assert self.state is State.ENDED, f"{facts.id} has not ended"
+        assert self.outcome is not None, "the event that ended it decided how"
+        started, first = self.dispatched_ns, self.first_output_ns
+        ran_until = first if first >= 0 else self.ended_ns
+        if self.queued_ns > started:
+            ran_until = min(ran_until, self.queued_ns)  # It ended while it waited for another attempt.
+        prefill_ns = max(0, ran_until - started) if started >= 0 else 0
+        # A wait in the middle of the answer is in the queue's time.
+        rest_ns = self.ended_ns - self.arrived_ns - self.queue_ns - prefill_ns
+        decode_ns = min(self.ended_ns - first, rest_ns) if first >= 0 else 0
+        return UsageRecord(
+            request_id=facts.id,
+            ended_ns=wall_ns,
+            tenant=facts.tenant.id,
+            tier=facts.tenant.tier,
+            key_prefix=facts.key_prefix,
+            user=facts.user,
+            endpoint=facts.endpoint,
+            requested_model=facts.requested_model or facts.route,
+            served_model=facts.route,
+            route_reason=facts.diverted,
+            adapter=facts.adapter,
+            worker=self.worker,
+            band=facts.tenant.band,
+            outcome=self.outcome,
+            finish_reason=self.finish_reason,
+            error=self.error,
+            choices=facts.choices,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            completion_tokens=self.completion_tokens,
+            attempts=self.attempts,
+            queue_us=(self.queue_ns + usage.queue_ns) // 1000,
+            prefill_us=(usage.prefill_ns or prefill_ns) // 1000,
+            decode_us=(usage.decode_ns or decode_ns) // 1000,
+            total_us=(self.ended_ns - self.arrived_ns) // 1000,
+            ttft_us=(first - self.arrived_ns) // 1000 if first >= 0 else 0,
+            kv_block_us=usage.kv_block_ns // 1000,
+            cost_micros=self.cost_micros,
+        )
+
+    def _stamp(self, state: State, now_ns: int) -> None:
+        if state is State.QUEUED:
+            self.queued_ns = now_ns
+        elif state is State.STREAMING:
+            if self.first_output_ns < 0:
+                self.first_output_ns = now_ns
+        elif state is State.ENDED:
+            self.ended_ns = now_ns
+
+
+def work_of(facts: RequestFacts, now_ns: int, expected: int, verdict: Pass = NO_PROMISE) -> Work:
+    """What the queue is told of a request that came at `now_ns` and was let in with that `verdict`."""
+    tenant = facts.tenant
+    computed = facts.prompt_tokens - facts.cached_tokens
+    return Work(
+        id=facts.id,
+        band=tenant.band,
+        tenant=tenant.id,
+        weight=tenant.weight,
+        arrived_ns=now_ns,
+        deadline_ns=now_ns + verdict.first_token_ns if verdict.first_token_ns else 0,
+        max_wait_ns=facts.max_wait_ns,
+        start_by_ns=verdict.start_by_ns,
+        num_bytes=facts.num_bytes,
+        streams=facts.choices,
+        blocks=-(-computed // BLOCK_TOKENS) + facts.choices,
+        prompt_tokens=computed,
+        cached_tokens=facts.cached_tokens,
+        output_tokens=expected,
+        context_tokens=facts.context_tokens,
+        keys=facts.keys,
+        session=facts.session,
+        adapter=facts.adapter,
+        needs=facts.needs,
+    )
+
+
+def charge(request: Request, output_tokens: int) -> None:
+    """Its tenant's fair share pays for the prompt and so much of the answer."""
+    prompt, cached = request.facts.prompt_tokens, request.cached_tokens
+    request.lane.queue.charge(request.work, cost(prompt - cached, cached, output_tokens))
+
+
+def charge_matched(request: Request) -> None:
+    """Its worker should have part of the prompt: charge that as cached, until the worker tells."""
+    work, prompt = request.work, request.facts.prompt_tokens
+    cached = min(work.cached_tokens + work.matched_tokens, prompt)
+    request.lane.queue.charge(work, cost(prompt - cached, cached, work.output_tokens))
+
+
+def count(request: Request, usage: Usage | None) -> None:
+    """Take a worker's own count of what a request used until now, if there is one."""
+    if usage is not None:
+        request.usage = usage
+        request.completion_tokens = usage.completion_tokens
+        request.cached_tokens = min(usage.cached_tokens, request.facts.prompt_tokens)
+
+
+def blocks_of(request: Request) -> int:
+    """KV blocks that a stream needs to go on elsewhere: its prompt and what it gave."""
+    tokens = request.facts.prompt_tokens + request.completion_tokens
+    return -(-tokens // BLOCK_TOKENS) + request.facts.choices
+
+
+def blocks_held(request: Request) -> int:
+    """KV blocks that a running request holds for itself alone, as far as was told."""
+    tokens = request.facts.prompt_tokens - request.cached_tokens + request.completion_tokens
+    return -(-tokens // BLOCK_TOKENS)
+
+
+def victims(config: QueueConfig, lane: Lane, room: Room, requests: Sequence[Request]) -> Sequence[str]:
+    """Whom to end at a worker whose KV memory is nearly full, for the sake of a higher band there or in the queue."""
+    view = room.view
+    need = blocks_to_free(
+        view.kv_blocks_used, view.kv_blocks_total, above=config.shed_kv_above, to=config.shed_kv_to
+    )
+    need -= sum(blocks_held(request) for request in requests if request.state is State.STOPPING)
+    waiting = (band.level for band in lane.queue.bands if band.waiting)
+    best = min([*waiting, *(request.work.level for request in requests)], default=0)
+    streams = [
+        RunningStream(
+            id=request.id,
+            band_order=request.work.level,
+            is_protected=lane.queue.band_of(request.work).config.protected,
+            remaining_tokens=max(0, request.holds.expected - request.completion_tokens),
+            blocks=blocks_held(request),
+        )
+        for request in requests
+        if request.work.level > best and request.state is not State.STOPPING
+    ]
+    return choose_victims(streams, need, victims_max=config.shed_max)

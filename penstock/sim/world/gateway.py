@@ -1,0 +1,446 @@
+"""A simulated gateway: the driver with all its policies; requests are structs, and workers are messages away.
+
+    arrive, cancel ──> Driver ──> start, abort ──> Network ──> workers
+    heard, reported <── Network <── workers
+
+This is what the driver's ports are here; gateway/dispatch/dispatcher.py has those on an event loop, with bytes.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock import rng
+from penstock.clock import NS_PER_S
+from penstock.errors import EngineFault, PenstockError, StreamBroken, WorkerUnavailable
+from penstock.kv.events import Numbered
+from penstock.policy.admission.gate import ModelFacts
+from penstock.policy.answers import Diverted, FallBack, Refused, Start
+from penstock.policy.extras.hedge import HedgeOutcome
+from penstock.policy.flow import RequestFacts
+from penstock.policy.lifecycle.driver import Driver
+from penstock.policy.lifecycle.machine_costs import Meters
+from penstock.policy.lifecycle.stack import build_policies
+from penstock.policy.limits.lease import Leases
+from penstock.policy.limits.rate_limit import Limiter
+from penstock.policy.queueing.room import WorkerView
+from penstock.policy.record import Outcome, UsageRecord
+from penstock.policy.requests.request import Request
+from penstock.sim.traffic.prompts import LazyTokens
+from penstock.sim.traffic.request import RequestRecord, SimRequest
+from penstock.sim.world.caches import Asked, Caches
+from penstock.sim.world.events import LocalClock, Rank, Timeline
+from penstock.sim.world.facts import Facts, Network, Witness
+from penstock.sim.world.kv_words import KVNews
+from penstock.sim.world.messages import Began, Failed, Finished, Report, Sliced, Submission, Told
+from penstock.sim.world.store import LeaseKeeper, SharedStore
+from penstock.sim.world.ticket import Ticket, ticket_of
+from penstock.sim.world.worker import SimWorker
+from penstock.types import FinishReason, RequestId, Usage, WorkerId
+
+_TOKEN_BYTES = 4
+
+
+class SimGateway:
+    """One gateway process. `number` names it to the workers."""
+
+    def __init__(
+        self,
+        number: int,
+        actor: int,
+        facts: Facts,
+        timeline: Timeline,
+        network: Network,
+        witness: Witness,
+        *,
+        store: SharedStore | None = None,
+        life: int = 0,
+    ) -> None:
+        """`store` is that of shared limits, if there is one; `life` counts this gateway's starts."""
+        self.number, self.actor = number, actor
+        self.life, self.is_gone = life, False
+        self._facts, self._timeline, self._network, self._witness = facts, timeline, network, witness
+        config = facts.config
+        skew_ns = facts.skews_ns.get(number, 0)
+        self.clock = LocalClock(wall_offset_ns=timeline.wall_ns() - timeline.now_ns() + skew_ns)
+        self.clock.time_ns = timeline.now_ns()
+        self._keeper: LeaseKeeper | None = None
+        limiter = Limiter(config.rate_limits)
+        if store is not None:
+            leases = Leases(config.shared)
+            self._keeper = LeaseKeeper(
+                leases, store, timeline, actor=actor, name=f"{number}-{life}", link_ns=facts.link_ns
+            )
+            limiter = Limiter(config.rate_limits, leases.make_bucket)
+            self._keeper.start(timeline.now_ns())
+        self.caches = Caches(config, hash_key=facts.hash_key, seed=facts.seed, gateway=number)
+        self.num_hedges: dict[HedgeOutcome, int] = dict.fromkeys(HedgeOutcome, 0)
+        """By what came of them."""
+        self.policies = build_policies(
+            config,
+            facts=self._model_facts,
+            placement=facts.placement or self.caches.placement,
+            limiter=limiter,
+            wall_offset_ns=self.clock.wall_ns() - self.clock.now_ns(),
+            random=rng.stream(facts.seed, f"breakers/{number}/{life}").random,
+            on_hedge=self._count_hedge,
+        )
+        self.control = self.policies.control
+        self._driver = Driver(self.control, self, self, self, Meters(self.policies.prices))
+        self._known: dict[WorkerId, str] = {}
+        self._timer_ns: int | None = None
+
+    # --- clients ------------------------------------------------------------------------------------
+
+    def arrive(self, now_ns: int, request: SimRequest, number: int) -> bool:
+        """Take a request; False if it was refused. `number` is unique in the world."""
+        route, diverted = request.model, ""
+        for _ in range(1 + len(self._facts.models)):
+            facts = self._request_facts(request, route, diverted)
+            answer = self._driver.submit(now_ns, facts, Ticket(request, number))
+            if not isinstance(answer, Diverted):
+                break
+            route, diverted = answer.route, answer.why
+        else:
+            raise AssertionError(f"{request.id} is sent in circles")
+        if isinstance(answer, Refused):
+            self._refused(now_ns, facts, answer)
+        self._dispatch(now_ns)
+        return not isinstance(answer, Refused)
+
+    def cancel(self, now_ns: int, request_id: RequestId, *, unless_begun: bool = False) -> None:
+        """The client leaves; with `unless_begun` only if it has got nothing yet."""
+        request = self.control.request(request_id)
+        if request is None or (unless_begun and ticket_of(request).first_ns >= 0):
+            return
+        self._driver.cancel(now_ns, request)
+        self._dispatch(now_ns)
+
+    def drain(self, now_ns: int, deadline_ns: int) -> None:
+        """Take nothing new; what is here may go on until the deadline."""
+        self.control.drain(now_ns, deadline_ns)
+        self._dispatch(now_ns)
+
+    def leave(self, now_ns: int) -> list[SimRequest]:
+        """Be gone at once. Returns the requests that are cut off; the ledger finds them in its journal."""
+        cut_off = self.requests()
+        self.is_gone, self._timer_ns = True, None
+        if self._keeper is not None:
+            self._keeper.close()
+        for request in cut_off:
+            self._lose(now_ns, request)
+        return [ticket_of(request).request for request in cut_off]
+
+    def requests(self) -> Sequence[Request]:
+        """Those that were accepted and have not ended."""
+        return () if self.is_gone else self.control.requests()
+
+    # --- workers ------------------------------------------------------------------------------------
+
+    def heard(self, now_ns: int, worker_id: WorkerId, told: Sequence[Told]) -> None:
+        """A worker's messages about requests."""
+        for message in told:
+            request = self.control.request(message.id)
+            if request is None or self.is_gone or not request.has_attempt(message.attempt):
+                continue  # Of an attempt that is over.
+            match message:
+                case Began():
+                    self._began(now_ns, request, message)
+                case Sliced():
+                    self._driver.take_lead(now_ns, request, message.attempt)
+                    self._sliced(now_ns, request, message)
+                case Finished():
+                    self._driver.take_lead(now_ns, request, message.attempt)
+                    self._finished(now_ns, request, message)
+                case Failed():
+                    self._failed(now_ns, request, message.attempt, message.error)
+        self._dispatch(now_ns)
+
+    def reported(
+        self, now_ns: int, route: str, worker: SimWorker, report: Report | None, *, ready: bool = True
+    ) -> None:
+        """A worker is there and announces what it serves, has something to say of itself, or drains (not `ready`)."""
+        worker_id, spec, is_shared = worker.id, worker.spec, self._facts.config.server.processes > 1
+        view = WorkerView(
+            ready=ready,
+            max_running=report.rows_max if report is not None else spec.engine.max_running,
+            running=report.running if report is not None and is_shared else 0,
+            waiting=report.waiting if report is not None and is_shared else 0,
+            kv_blocks_total=report.blocks_total if report is not None else 0,
+            kv_blocks_used=report.blocks_used if report is not None else 0,
+            kind=spec.kind,
+            max_model_len=spec.max_model_len,
+            identity=worker.identity,
+        )
+        if worker_id not in self._known:
+            self._known[worker_id] = route
+            self.caches.joined(worker_id, route, worker.identity)
+        self.control.set_worker(now_ns, route, worker_id, view)
+        self._dispatch(now_ns)
+
+    def lost(self, now_ns: int, worker_id: WorkerId, *, died: bool) -> int:
+        """A worker is gone, with all that ran there, or (not `died`) out of sight; returns how many requests that were."""
+        route, num_lost = self._known.pop(worker_id, None), 0
+        if route is None:
+            return 0
+        self.control.set_worker(now_ns, route, worker_id, None)
+        self.caches.left(worker_id)
+        for request in self.requests():
+            if attempt := request.attempt_at(worker_id):
+                num_lost += 1
+                kind = StreamBroken if ticket_of(request).first_ns >= 0 else WorkerUnavailable
+                self._failed(now_ns, request, attempt, kind("the worker is gone", died=died))
+        self._dispatch(now_ns)
+        return num_lost
+
+    def cached(self, now_ns: int, worker_id: WorkerId, news: KVNews) -> None:
+        """Words of a worker about its KV cache. What is found missing is asked for."""
+        self._ask_kv(now_ns, worker_id, self.caches.heard(worker_id, news))
+
+    def cached_again(
+        self, now_ns: int, worker_id: WorkerId, asked: Asked, batches: Sequence[Numbered]
+    ) -> None:
+        """What a worker could say again of what was asked for."""
+        self._ask_kv(now_ns, worker_id, self.caches.heard_again(worker_id, asked, batches))
+
+    def kv_reconnected(self, now_ns: int, worker_id: WorkerId) -> None:
+        """A worker's publisher is heard again after a while."""
+        self._ask_kv(now_ns, worker_id, self.caches.reconnected(worker_id))
+
+    def _ask_kv(self, now_ns: int, worker_id: WorkerId, asked: Asked | None) -> None:
+        if asked is not None:
+            self._network.ask_kv(now_ns, self.number, worker_id, asked)
+
+    def has_streams(self, route: str, worker_id: WorkerId) -> bool:
+        """Whether anything of this gateway was started on the worker and has not ended."""
+        lane = self.control.lane(route)
+        room = lane.rooms.get(worker_id) if lane is not None and not self.is_gone else None
+        return room is not None and bool(room.begun)
+
+    # --- for the driver: see `driver.Workers`, `driver.Clients` and `driver.Records` ----------------
+
+    def start(self, now_ns: int, request: Request, start: Start) -> None:
+        """See `driver.Workers`."""
+        ticket, facts = ticket_of(request), request.facts
+        asked, tenant = ticket.request, facts.tenant
+        answer = asked.answer or (1 << 60) + ticket.number
+        submission = Submission(
+            id=start.id,
+            gateway=self.number,
+            attempt=start.attempt,
+            prompt=asked.prompt,
+            answer=answer,
+            output_tokens=asked.output_tokens,
+            max_tokens=facts.max_tokens,
+            num_resumed=ticket.num_told,
+            salt=tenant.cache_salt,
+            adapter=asked.adapter,
+            public_tokens=asked.public_tokens,
+            priority=start.priority,
+            fairness_key=tenant.fairness_key or tenant.id,
+            fairness_weight=tenant.weight,
+            poison=asked.poison or ticket.number in self._facts.poison,
+        )
+        self._network.submit(now_ns, start.worker_id, submission)
+
+    def abort(self, now_ns: int, worker_id: WorkerId, request_id: RequestId, attempt: int) -> None:
+        """See `driver.Workers`."""
+        self._network.abort(now_ns, self.number, worker_id, request_id)
+
+    def stop(self, now_ns: int, request: Request, reason: FinishReason) -> None:
+        """See `driver.Clients`: the answer ends with what its worker reports."""
+
+    def fail(self, now_ns: int, request: Request, error: PenstockError) -> None:
+        """See `driver.Clients`: the client learns it at the end."""
+
+    def fall_back(self, now_ns: int, request: Request, action: FallBack) -> None:
+        """See `driver.Clients`."""
+        facts = self._request_facts(ticket_of(request).request, action.route, action.why)
+        self._driver.move(now_ns, facts, action.why)
+
+    def settled(self, now_ns: int, request: Request, error: PenstockError | None) -> None:
+        """See `driver.Clients`."""
+        self._witness.ended(self._record(now_ns, ticket_of(request), request, _told_ns(error)))
+
+    def opened(self, request: Request) -> None:
+        """See `driver.Records`: nothing is lost here but what `leave` tells."""
+
+    def progressed(self, request: Request) -> None:
+        """See `driver.Records`."""
+
+    def closed(self, request: Request, machine_micros: int) -> None:
+        """See `driver.Records`."""
+        self.clock.time_ns = request.ended_ns
+        self._witness.billed(request.record(self.clock.wall_ns()))
+
+    def predicted(self, request: Request, error: float) -> None:
+        """See `driver.Records`."""
+
+    def refused(self, route: str, reason: str) -> None:
+        """See `driver.Records`."""
+
+    def diverted(self, route: str, why: str) -> None:
+        """See `driver.Records`."""
+
+    def evicted(self, route: str, reason: str) -> None:
+        """See `driver.Records`."""
+
+    def tried_again(self, request: Request) -> None:
+        """See `driver.Records`."""
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _lose(self, now_ns: int, request: Request) -> None:
+        """What the journal knows of a request when its gateway is gone."""
+        facts, ticket = request.facts, ticket_of(request)
+        prompt_tokens = facts.prompt_tokens if ticket.first_ns >= 0 else 0
+        self.clock.time_ns = now_ns
+        self._witness.billed(
+            UsageRecord(
+                request_id=facts.id,
+                ended_ns=self.clock.wall_ns(),
+                tenant=facts.tenant.id,
+                requested_model=facts.requested_model,
+                served_model=facts.route,
+                outcome=Outcome.FAILED,
+                error="GatewayLost",
+                prompt_tokens=prompt_tokens,
+                completion_tokens=request.completion_tokens,
+                recovered=True,
+            )
+        )
+        self._witness.ended(
+            RequestRecord(
+                id=ticket.request.id,
+                tenant=facts.tenant.id,
+                model=facts.route,
+                band=facts.tenant.band,
+                outcome=Outcome.FAILED,
+                reason="GatewayLost",
+                at_ns=ticket.request.at_ns,
+                first_ns=ticket.first_ns,
+                end_ns=now_ns + self._facts.link_ns,
+                prompt_tokens=prompt_tokens,
+                completion_tokens=request.completion_tokens,
+                attempts=request.attempts,
+                migrations=request.migrations,
+                worker=request.worker,
+                queue_ns=request.queue_ns,
+            )
+        )
+
+    def _count_hedge(self, route: str, outcome: HedgeOutcome) -> None:
+        del route
+        self.num_hedges[outcome] += 1
+
+    def _began(self, now_ns: int, request: Request, message: Began) -> None:
+        self._driver.first_output(now_ns, request, message.attempt, cached_tokens=message.cached_tokens)
+        ticket = ticket_of(request)
+        ticket.first_ns, ticket.num_told = now_ns + self._facts.link_ns, 1
+        ticket.usage = Usage(
+            prompt_tokens=request.facts.prompt_tokens,
+            cached_tokens=message.cached_tokens,
+            prefill_ns=message.prefill_ns,
+        )
+
+    def _sliced(self, now_ns: int, request: Request, message: Sliced) -> None:
+        ticket_of(request).num_told = message.num_tokens
+        self._driver.output(now_ns, request, message.num_tokens)
+
+    def _finished(self, now_ns: int, request: Request, message: Finished) -> None:
+        outcome, error, ticket = Outcome.FINISHED, None, ticket_of(request)
+        if message.reason == FinishReason.ABORT:
+            outcome = Outcome.CANCELLED
+        elif message.reason == FinishReason.ERROR:
+            outcome, error = Outcome.FAILED, EngineFault(message.error)
+        if ticket.first_ns < 0 and message.usage.completion_tokens:
+            ticket.first_ns = now_ns + self._facts.link_ns  # One token: its first message is its last.
+        request.usages.ended(0, message.usage)
+        self._driver.ended(now_ns, request, outcome, finish_reason=message.reason, error=error)
+
+    def _failed(self, now_ns: int, request: Request, attempt: int, error: PenstockError) -> None:
+        """An attempt failed. Every worker of a simulation can continue an answer."""
+        ticket = ticket_of(request)
+        if request.hedge is None and request.has_begun:
+            used = msgspec.structs.replace(ticket.usage, completion_tokens=ticket.num_told)
+            request.usages.ended(0, used)
+        self._driver.attempt_failed(now_ns, request, attempt, error)
+
+    def _dispatch(self, now_ns: int) -> None:
+        self.clock.time_ns = now_ns
+        self._driver.dispatch(now_ns)
+        due_ns = self.control.next_ns(now_ns)
+        if due_ns is not None and (self._timer_ns is None or due_ns < self._timer_ns):
+            self._timer_ns = due_ns
+            self._timeline.at(due_ns, self.actor, Rank.TIMER, self._on_timer, due_ns)
+
+    def _on_timer(self, now_ns: int, _: int) -> None:
+        if self._timer_ns == now_ns and not self.is_gone:
+            self._timer_ns = None
+            self._dispatch(now_ns)
+
+    def _record(self, now_ns: int, ticket: Ticket, request: Request, told_ns: int) -> RequestRecord:
+        assert request.outcome is not None, "what has ended has an outcome"
+        asked = ticket.request
+        return RequestRecord(
+            id=asked.id,
+            tenant=asked.tenant,
+            model=request.facts.route,
+            band=request.facts.tenant.band,
+            outcome=request.outcome,
+            reason=request.reason or request.error,
+            at_ns=asked.at_ns,
+            first_ns=ticket.first_ns,
+            end_ns=now_ns + self._facts.link_ns,
+            retry_after_ns=told_ns,
+            prompt_tokens=request.prompt_tokens,
+            cached_tokens=request.cached_tokens,
+            completion_tokens=request.completion_tokens,
+            attempts=request.attempts,
+            migrations=request.migrations,
+            worker=request.worker,
+            queue_ns=request.queue_ns,
+        )
+
+    def _refused(self, now_ns: int, facts: RequestFacts, refused: Refused) -> None:
+        self._witness.ended(
+            RequestRecord(
+                id=facts.id,
+                tenant=facts.tenant.id,
+                model=facts.route,
+                band=facts.tenant.band,
+                outcome=Outcome.REJECTED,
+                reason=refused.reason,
+                retry_after_ns=_told_ns(refused.error),
+                at_ns=now_ns - self._facts.link_ns,
+                end_ns=now_ns + self._facts.link_ns,
+            )
+        )
+
+    def _request_facts(self, request: SimRequest, route: str, diverted: str) -> RequestFacts:
+        num_tokens, tenant = request.prompt_tokens, self._facts.tenant(request.tenant, request.band)
+        return RequestFacts(
+            id=RequestId(request.id),
+            tenant=tenant,
+            route=route,
+            requested_model=request.model,
+            diverted=diverted,
+            prompt_tokens=num_tokens,
+            max_tokens=request.max_tokens or request.output_tokens,
+            num_bytes=_TOKEN_BYTES * num_tokens,
+            first_token_ns=request.first_token_ns,
+            context_tokens=num_tokens + (request.max_tokens or request.output_tokens),
+            adapter=request.adapter,
+            session=f"{tenant.id}\0{request.session}" if request.session else "",
+            keys=self.caches.keys(route, request, tenant.cache_salt),
+            prompts=(LazyTokens(request.prompt, num_tokens),),
+        )
+
+    def _model_facts(self, name: str) -> ModelFacts | None:
+        spec = self._facts.models.get(name)
+        return None if spec is None else ModelFacts(max_model_len=spec.max_model_len, kinds=(spec.kind,))
+
+
+def _told_ns(error: PenstockError | None) -> int:
+    """When a refused client is to come again; 0: it was not told."""
+    return round((getattr(error, "retry_after_s", None) or 0) * NS_PER_S)
