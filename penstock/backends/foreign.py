@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from penstock.backends.dialect import Dialect
+from penstock.backends.heartbeat import HeartbeatTerms
 from penstock.backends.http_backend import HttpBackend
 from penstock.backends.http_client import HttpAddress, HttpClient
 from penstock.backends.openai import OpenAIDialect
@@ -17,7 +18,6 @@ from penstock.backends.trtllm import TrtllmDialect
 from penstock.backends.vllm import VllmDialect
 from penstock.clock import Clock
 from penstock.config.backends import BackendsConfig
-from penstock.config.health import HeartbeatConfig
 from penstock.errors import ConfigError
 from penstock.telemetry.backend_metrics import BackendMeters
 from penstock.text.tokenizer import Tokenizer
@@ -66,7 +66,7 @@ class Tools:
     """Counters of an engine."""
     draw: Callable[[], float]
     """Numbers from 0 to 1."""
-    heartbeat: HeartbeatConfig = HeartbeatConfig()  # noqa: RUF009 - it is frozen.
+    heartbeat: HeartbeatTerms = HeartbeatTerms()  # noqa: RUF009 - it is frozen.
     """For workers of our own that somebody else started."""
 
 

@@ -97,7 +97,6 @@ def make_decisions(
         config.routing.placement, metrics=metrics, log=log, seed=fresh_seed(), locality=lambda _: locality
     )
     health = FleetHealth(config.health, stream(fresh_seed(), "breakers").random)
-    hedge = config.health.hedge
     parts = Parts(
         admission=gate,
         limits=limits.limiter,
@@ -107,8 +106,8 @@ def make_decisions(
         placement=placements.of,
         slice_tokens=config.budgets.slice_tokens,
         health=health,
-        hedges=Hedges(hedge, metrics.hedged) if hedge.enabled else None,
-        poison=Quarantine(config.health.quarantine),
+        hedges=Hedges(config.health, metrics.hedged) if config.health.hedge_share else None,
+        poison=Quarantine(config.health),
         pace=lambda: Pace(config.admission, config.routing.placement),
         migrations_max=config.health.migrations_max,
     )
@@ -126,7 +125,7 @@ def make_decisions(
         slice_tokens=min(config.rate_limits.slice_tokens, config.budgets.slice_tokens),
         is_shared=config.server.processes > 1,
         shed_kv_above=config.queue.shed_kv_above,
-        hedges=hedge.enabled,
+        hedges=config.health.hedge_share > 0,
     )
     return Decisions(
         dispatcher=dispatcher,

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from penstock import rng
+from penstock.config.branch import extended
 from penstock.config.tree import Config
 from penstock.kv.events import KVEventBatch, Numbered
 from penstock.kv.hashing import BlockHasher
@@ -12,6 +13,7 @@ from penstock.kv.residency import Residency
 from penstock.kv.vllm_events import events_of_own
 from penstock.policy.decision_log import DecisionLog
 from penstock.policy.parts import LeastLoaded, Placement
+from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.route import Router
 from penstock.sim.kv_words import KVNews
 from penstock.sim.prompts import BlockNames
@@ -77,7 +79,8 @@ class Caches:
     def __init__(self, config: Config, *, hash_key: bytes, seed: int, gateway: int) -> None:
         """`hash_key` is that of the launcher of its workers."""
         self._chains = Chains()
-        self._config, self._seed, self._gateway = config.routing.placement, seed, gateway
+        self._config = extended(config.routing.placement, PlacementTerms)
+        self._seed, self._gateway = seed, gateway
         self.is_on = self._config.policy != "least_loaded"
         self.locality = KVLocality(config.kv_index, hash_key)
         self._asked: dict[WorkerId, Asked] = {}

@@ -84,8 +84,7 @@ class SimGateway:
         self.caches = Caches(config, hash_key=facts.hash_key, seed=facts.seed, gateway=number)
         self.num_hedges: dict[HedgeOutcome, int] = dict.fromkeys(HedgeOutcome, 0)
         """By what came of them."""
-        hedge = config.health.hedge
-        self.hedges = Hedges(hedge, self._count_hedge) if hedge.enabled else None
+        self.hedges = Hedges(config.health, self._count_hedge) if config.health.hedge_share else None
         self.health = FleetHealth(config.health, rng.stream(facts.seed, f"breakers/{number}/{life}").random)
         parts = Parts(
             admission=self.gate,
@@ -97,7 +96,7 @@ class SimGateway:
             slice_tokens=config.budgets.slice_tokens,
             health=self.health,
             hedges=self.hedges,
-            poison=Quarantine(config.health.quarantine),
+            poison=Quarantine(config.health),
             pace=lambda: Pace(config.admission, config.routing.placement),
             migrations_max=config.health.migrations_max,
         )
