@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from penstock.backends.foreign import Tools
-from penstock.backends.heartbeat import HeartbeatTerms
+from penstock.backends.engine.heartbeat import HeartbeatTerms
+from penstock.backends.http.external import Tools
 from penstock.clock import Clock
 from penstock.config.launch import share_of
 from penstock.config.presets import served_name
