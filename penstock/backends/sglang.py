@@ -13,7 +13,7 @@ from penstock.backends.base import GenerateRequest
 from penstock.backends.dialect import NOTHING, Piece, ReportedUsage, SaidError, Submission
 from penstock.backends.openai import EngineDialect
 from penstock.backends.worker_errors import ErrorEvent
-from penstock.kv.prompt_keys import namespace_of
+from penstock.kv.index.prompt_keys import namespace_of
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import FinishReason, TokenLogprob
 

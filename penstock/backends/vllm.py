@@ -18,7 +18,7 @@ from penstock.backends.openai import (
     token_id_of,
     top_of,
 )
-from penstock.kv.prompt_keys import namespace_of
+from penstock.kv.index.prompt_keys import namespace_of
 from penstock.types import COMMON_CAPABILITIES, Capability, TokenLogprob
 
 _encode = msgspec.json.Encoder().encode

@@ -14,9 +14,9 @@ from penstock.fleet.kv_feed import KVFeed
 from penstock.fleet.registry import Registry
 from penstock.fleet.worker import Worker
 from penstock.kv.events import KVEventBatch
-from penstock.kv.locality import KVLocality, LocalityStatistics
-from penstock.kv.residency import Residency, StreamState
-from penstock.kv.vllm_events import events_of_own
+from penstock.kv.index.locality import KVLocality, LocalityStatistics
+from penstock.kv.index.residency import Residency, StreamState
+from penstock.kv.index.vllm_events import events_of_own
 from penstock.policy.worker_state import WorkerState
 from penstock.telemetry.log import Log
 from penstock.types import WorkerId

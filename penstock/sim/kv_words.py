@@ -9,7 +9,7 @@
 from collections import deque
 from collections.abc import Sequence
 
-from penstock.kv.block_pool import BlockPool
+from penstock.kv.cache.block_pool import BlockPool
 from penstock.kv.events import AllBlocksCleared, KVEvent, Numbered, encode_batch, stored_event
 
 KVNews = tuple[KVEvent, ...] | Numbered

@@ -18,9 +18,9 @@ from penstock.clock import SystemClock
 from penstock.config.kv_index import KVIndexConfig
 from penstock.config.tree import LogConfig
 from penstock.fleet.kv_feed import KVFeed
-from penstock.kv.locality import KVLocality
-from penstock.kv.prompt_keys import PromptKeys
-from penstock.kv.residency import StreamState
+from penstock.kv.index.locality import KVLocality
+from penstock.kv.index.prompt_keys import PromptKeys
+from penstock.kv.index.residency import StreamState
 from penstock.rng import fresh_seed
 from penstock.telemetry.log import Log
 from penstock.text.tokenizer import Tokenizer

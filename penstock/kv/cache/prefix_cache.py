@@ -7,9 +7,9 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from penstock.kv.block_pool import BlockPool
+from penstock.kv.cache.block_pool import BlockPool
+from penstock.kv.cache.host_tier import HostTier
 from penstock.kv.hashing import PUBLIC, BlockHash, BlockHasher
-from penstock.kv.host_tier import HostTier
 from penstock.types import BLOCK_TOKENS
 
 

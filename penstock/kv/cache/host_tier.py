@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.errors import NamespaceBreach
-from penstock.kv.block_pool import BlockPool
+from penstock.kv.cache.block_pool import BlockPool
 from penstock.kv.events import DEVICE, HOST
 from penstock.kv.hashing import PUBLIC, BlockHash
 

@@ -19,10 +19,10 @@ from enum import Enum, StrEnum
 from types import MappingProxyType
 
 from penstock.config.kv_index import KVIndexConfig
-from penstock.kv.block_names import BlockNames, Named
-from penstock.kv.prefix_index import PrefixIndex
-from penstock.kv.prompt_keys import PromptKeys
-from penstock.kv.vllm_events import Cleared, Event, KVEventError, Removed, Stored, decode_events
+from penstock.kv.index.block_names import BlockNames, Named
+from penstock.kv.index.prefix_index import PrefixIndex
+from penstock.kv.index.prompt_keys import PromptKeys
+from penstock.kv.index.vllm_events import Cleared, Event, KVEventError, Removed, Stored, decode_events
 from penstock.types import BLOCK_TOKENS
 
 AUDIT_WEIGHT = 0.05

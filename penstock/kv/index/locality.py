@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from itertools import islice
 
 from penstock.config.kv_index import KVIndexConfig
-from penstock.kv.block_names import BlockNames, ForeignNames, OwnNames
 from penstock.kv.hashing import BlockHasher
-from penstock.kv.prefix_index import NOTHING_HELD, Held, Match, PrefixIndex
-from penstock.kv.prompt_keys import PromptKeyMaker, PromptKeys
-from penstock.kv.residency import Residency
+from penstock.kv.index.block_names import BlockNames, ForeignNames, OwnNames
+from penstock.kv.index.prefix_index import NOTHING_HELD, Held, Match, PrefixIndex
+from penstock.kv.index.prompt_keys import PromptKeyMaker, PromptKeys
+from penstock.kv.index.residency import Residency
 from penstock.types import WorkerId
 
 _LOOKS = 4

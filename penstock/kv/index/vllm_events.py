@@ -18,8 +18,8 @@ import msgspec
 from penstock.errors import WorkerError
 from penstock.kv.events import DEVICE, HOST, AllBlocksCleared, BlockStored, KVEventBatch
 from penstock.kv.hashing import token_bytes
-from penstock.kv.prefix_index import Tier
-from penstock.kv.prompt_keys import KEY_BYTES, own_keys
+from penstock.kv.index.prefix_index import Tier
+from penstock.kv.index.prompt_keys import KEY_BYTES, own_keys
 
 _ID_MASK = (1 << 8 * KEY_BYTES) - 1
 _STORED_FIELDS = (

@@ -15,10 +15,9 @@ from array import array
 from collections.abc import Iterable
 
 from penstock.errors import NamespaceBreach
-from penstock.kv.block_pool import NEVER, BlockPool, Epoch, PoolStatistics
-from penstock.kv.hashing import PUBLIC, BlockHasher
-from penstock.kv.host_tier import Copied, Copies, HostLimits, HostTier
-from penstock.kv.prefix_cache import (
+from penstock.kv.cache.block_pool import NEVER, BlockPool, Epoch, PoolStatistics
+from penstock.kv.cache.host_tier import Copied, Copies, HostLimits, HostTier
+from penstock.kv.cache.prefix_cache import (
     ABSENT,
     BlockTable,
     HashedPrefixCache,
@@ -26,6 +25,7 @@ from penstock.kv.prefix_cache import (
     PrefixCache,
     PrefixMatch,
 )
+from penstock.kv.hashing import PUBLIC, BlockHasher
 from penstock.types import BLOCK_TOKENS
 
 

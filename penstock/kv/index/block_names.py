@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from penstock.kv.hashing import TOKEN_BYTES, BlockHasher
-from penstock.kv.prefix_index import Tier
-from penstock.kv.prompt_keys import CanonicalHasher, PromptKeys
-from penstock.kv.vllm_events import KVEventError, Removed, Stored
+from penstock.kv.index.prefix_index import Tier
+from penstock.kv.index.prompt_keys import CanonicalHasher, PromptKeys
+from penstock.kv.index.vllm_events import KVEventError, Removed, Stored
 from penstock.types import BLOCK_TOKENS
 
 Named = list[tuple[Tier, Sequence[int]]]
