@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from penstock.engine.models.config import HfConfig, experts
-from penstock.engine.models.mistral import mistral_spec
-from penstock.engine.models.names import CheckpointNames
-from penstock.engine.models.spec import DecoderSpec
+from penstock.models.config import HfConfig, experts
+from penstock.models.families.mistral import mistral_spec
+from penstock.models.names import CheckpointNames
+from penstock.models.spec import DecoderSpec
 
 MIXTRAL_NAMES = CheckpointNames(
     router="block_sparse_moe.gate",

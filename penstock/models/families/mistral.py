@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from penstock.engine.models.config import HfConfig
-from penstock.engine.models.llama import llama_spec
-from penstock.engine.models.spec import AttentionSpec, DecoderSpec
-from penstock.engine.models.windows import every_layer
+from penstock.models.config import HfConfig
+from penstock.models.families.llama import llama_spec
+from penstock.models.spec import AttentionSpec, DecoderSpec
+from penstock.models.windows import every_layer
 
 
 def mistral_spec(config: HfConfig) -> DecoderSpec:

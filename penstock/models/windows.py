@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from penstock.engine.models.config import CONFIG_FILE, HfConfig, positive
 from penstock.errors import CheckpointError
+from penstock.models.config import CONFIG_FILE, HfConfig, positive
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
 _MAX_WINDOW_LAYERS = 28

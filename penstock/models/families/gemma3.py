@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import msgspec
 
-from penstock.engine.models.config import HfConfig, RopeParameters
-from penstock.engine.models.gemma2 import gemma_spec
-from penstock.engine.models.rope import rope
-from penstock.engine.models.spec import DecoderSpec
+from penstock.models.config import HfConfig, RopeParameters
+from penstock.models.families.gemma2 import gemma_spec
+from penstock.models.rope import rope
+from penstock.models.spec import DecoderSpec
 
 _PATTERN = 6
 _THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0

@@ -2,9 +2,9 @@
 
 import math
 
-from penstock.engine.models.config import CONFIG_FILE, HfConfig, RopeParameters, heads, positive
-from penstock.engine.models.spec import RopeSpec
 from penstock.errors import CheckpointError
+from penstock.models.config import CONFIG_FILE, HfConfig, RopeParameters, heads, positive
+from penstock.models.spec import RopeSpec
 
 _KINDS = ("default", "dynamic", "linear", "llama3", "yarn", "longrope")
 

@@ -24,7 +24,7 @@ from penstock.engine.layers.linear import Linear
 from penstock.engine.layers.mlp import DenseMlp, Mlp, MoeMlp, MoeScratch
 from penstock.engine.layers.rotary import RotaryTable, RotaryWeights
 from penstock.engine.layers.softcap import soft_cap_
-from penstock.engine.models.spec import DecoderSpec
+from penstock.models.spec import DecoderSpec
 
 
 class WeightSource(Protocol):

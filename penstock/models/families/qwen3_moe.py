@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from penstock.engine.models.config import CONFIG_FILE, HfConfig, experts, positive
-from penstock.engine.models.qwen3 import qwen3_spec
-from penstock.engine.models.spec import AttentionSpec, DecoderSpec
-from penstock.engine.models.windows import every_layer
 from penstock.errors import CheckpointError
+from penstock.models.config import CONFIG_FILE, HfConfig, experts, positive
+from penstock.models.families.qwen3 import qwen3_spec
+from penstock.models.spec import AttentionSpec, DecoderSpec
+from penstock.models.windows import every_layer
 
 
 def qwen3_moe_spec(config: HfConfig) -> DecoderSpec:

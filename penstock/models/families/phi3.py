@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import msgspec
 
-from penstock.engine.models.config import CONFIG_FILE, HfConfig, RopeParameters
-from penstock.engine.models.llama import llama_spec
-from penstock.engine.models.names import CheckpointNames
-from penstock.engine.models.rope import partial_rope
-from penstock.engine.models.spec import AttentionSpec, DecoderSpec
-from penstock.engine.models.windows import every_layer
 from penstock.errors import CheckpointError
+from penstock.models.config import CONFIG_FILE, HfConfig, RopeParameters
+from penstock.models.families.llama import llama_spec
+from penstock.models.names import CheckpointNames
+from penstock.models.rope import partial_rope
+from penstock.models.spec import AttentionSpec, DecoderSpec
+from penstock.models.windows import every_layer
 
 PHI3_NAMES = CheckpointNames(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj")
 

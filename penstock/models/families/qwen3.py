@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import msgspec
 
-from penstock.engine.models.config import HfConfig
-from penstock.engine.models.llama import llama_spec
-from penstock.engine.models.spec import AttentionSpec, DecoderSpec
-from penstock.engine.models.windows import qwen_windows
+from penstock.models.config import HfConfig
+from penstock.models.families.llama import llama_spec
+from penstock.models.spec import AttentionSpec, DecoderSpec
+from penstock.models.windows import qwen_windows
 
 
 def qwen3_spec(config: HfConfig) -> DecoderSpec:

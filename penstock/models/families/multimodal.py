@@ -2,13 +2,13 @@
 
 import msgspec
 
-from penstock.engine.models.config import CONFIG_FILE, HfConfig
-from penstock.engine.models.gemma2 import GEMMA_NAMES
-from penstock.engine.models.gemma3 import gemma3_spec
-from penstock.engine.models.mistral import mistral_spec
-from penstock.engine.models.names import CheckpointNames
-from penstock.engine.models.spec import DecoderSpec
 from penstock.errors import CheckpointError
+from penstock.models.config import CONFIG_FILE, HfConfig
+from penstock.models.families.gemma2 import GEMMA_NAMES
+from penstock.models.families.gemma3 import gemma3_spec
+from penstock.models.families.mistral import mistral_spec
+from penstock.models.names import CheckpointNames
+from penstock.models.spec import DecoderSpec
 
 _PREFIX, _BESIDE = "language_model.", ("vision_tower.", "multi_modal_projector.")
 GEMMA3_TEXT_NAMES = GEMMA_NAMES.within(_PREFIX, beside=_BESIDE)

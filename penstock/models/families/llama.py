@@ -1,8 +1,8 @@
 """Llama 2 and 3.x (Touvron et al. 2023, arXiv 2307.09288; Dubey et al. 2024, arXiv 2407.21783)."""
 
-from penstock.engine.models.config import HfConfig, heads, positive
-from penstock.engine.models.rope import rope
-from penstock.engine.models.spec import DecoderSpec
+from penstock.models.config import HfConfig, heads, positive
+from penstock.models.rope import rope
+from penstock.models.spec import DecoderSpec
 
 
 def llama_spec(config: HfConfig) -> DecoderSpec:

@@ -1,31 +1,31 @@
 """The families that can be served, by the architecture name in `config.json`.
 
-To add one: write `models/<family>.py` with a function from `HfConfig` to `DecoderSpec`, and name it here.
+To add one: write `models/families/<family>.py` with a function from `HfConfig` to `DecoderSpec`, and name it here.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.engine.models.config import CONFIG_FILE, HfConfig, read_config
-from penstock.engine.models.gemma2 import GEMMA_ACTIVATION, GEMMA_NAMES, gemma2_spec
-from penstock.engine.models.gemma3 import gemma3_spec
-from penstock.engine.models.llama import llama_spec
-from penstock.engine.models.mistral import mistral_spec
-from penstock.engine.models.mixtral import MIXTRAL_NAMES, mixtral_spec
-from penstock.engine.models.multimodal import (
+from penstock.errors import CheckpointError
+from penstock.models.config import CONFIG_FILE, HfConfig, read_config
+from penstock.models.families.gemma2 import GEMMA_ACTIVATION, GEMMA_NAMES, gemma2_spec
+from penstock.models.families.gemma3 import gemma3_spec
+from penstock.models.families.llama import llama_spec
+from penstock.models.families.mistral import mistral_spec
+from penstock.models.families.mixtral import MIXTRAL_NAMES, mixtral_spec
+from penstock.models.families.multimodal import (
     GEMMA3_TEXT_NAMES,
     MISTRAL3_TEXT_NAMES,
     gemma3_text_spec,
     mistral3_text_spec,
 )
-from penstock.engine.models.names import CheckpointNames
-from penstock.engine.models.phi3 import PHI3_NAMES, phi3_spec
-from penstock.engine.models.qwen2 import qwen2_spec
-from penstock.engine.models.qwen3 import qwen3_spec
-from penstock.engine.models.qwen3_moe import qwen3_moe_spec
-from penstock.engine.models.spec import DecoderSpec
-from penstock.errors import CheckpointError
+from penstock.models.families.phi3 import PHI3_NAMES, phi3_spec
+from penstock.models.families.qwen2 import qwen2_spec
+from penstock.models.families.qwen3 import qwen3_spec
+from penstock.models.families.qwen3_moe import qwen3_moe_spec
+from penstock.models.names import CheckpointNames
+from penstock.models.spec import DecoderSpec
 
 
 @dataclass(slots=True, frozen=True)

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import msgspec
 
-from penstock.engine.models.config import CONFIG_FILE, HfConfig, positive
-from penstock.engine.models.llama import llama_spec
-from penstock.engine.models.names import CheckpointNames
-from penstock.engine.models.spec import AttentionSpec, DecoderSpec
-from penstock.engine.models.windows import FULL, WINDOWED, by_kind
 from penstock.errors import CheckpointError
+from penstock.models.config import CONFIG_FILE, HfConfig, positive
+from penstock.models.families.llama import llama_spec
+from penstock.models.names import CheckpointNames
+from penstock.models.spec import AttentionSpec, DecoderSpec
+from penstock.models.windows import FULL, WINDOWED, by_kind
 
 GEMMA_NAMES = CheckpointNames(post_attention_norm="pre_feedforward_layernorm")
 GEMMA_ACTIVATION = "gelu_pytorch_tanh"

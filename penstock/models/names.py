@@ -5,7 +5,7 @@ Pure data about names; `engine/loader.py` reads the files.
 
 from dataclasses import dataclass, field, replace
 
-from penstock.engine.models.spec import DecoderSpec
+from penstock.models.spec import DecoderSpec
 
 
 @dataclass(slots=True, frozen=True)
