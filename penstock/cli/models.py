@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock import rng
-from penstock.backends.foreign import Tools
+from penstock.backends.http.external import Tools
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.checkpoints import check_loads
 from penstock.config.presets import resolve, served_name

@@ -1,13 +1,13 @@
 """Keeps the locality equal to the registry: each worker's part of the KV index comes, listens and goes with the worker.
 
-our workers whose blocks' key is known    their own connection tells their events (backends/own_kv.py)
+our workers whose blocks' key is known    their own connection tells their events (backends/engine/kv.py)
 others, with an address of KV events      a feed of their own (kv_feed.py)
 all others                                predictions and audits only
 """
 
 import asyncio
 
-from penstock.backends.own import OwnBackend
+from penstock.backends.engine.backend import OwnBackend
 from penstock.config.kv_index import KVIndexConfig
 from penstock.errors import ConfigError
 from penstock.fleet.kv_feed import KVFeed

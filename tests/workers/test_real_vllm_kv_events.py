@@ -12,8 +12,8 @@ from engine_stand_ins import until
 from test_foreign_conformance import tools
 
 from penstock.backends.base import GenerateRequest
-from penstock.backends.foreign import ForeignWorker, make_backend
-from penstock.backends.http_backend import HttpBackend
+from penstock.backends.http.backend import HttpBackend
+from penstock.backends.http.external import ForeignWorker, make_backend
 from penstock.clock import SystemClock
 from penstock.config.kv_index import KVIndexConfig
 from penstock.config.tree import LogConfig

@@ -11,7 +11,7 @@ believed is dropped, and what comes after it is believed again. Block ids are tu
 Where the request was sent, its blocks are *predicted*. Every answer says how much of its prompt was cached (`audit`): that confirms
 predictions or ends them, tells how large a silent worker's cache is, and how far this worker's index can be trusted.
 
-Pure: told by backends/own_kv.py, whose order is certain (`hear`), or by fleet/kv_feed.py (`live`, `again`, `end_of_replay`).
+Pure: told by backends/engine/kv.py, whose order is certain (`hear`), or by fleet/kv_feed.py (`live`, `again`, `end_of_replay`).
 """
 
 from collections.abc import Mapping, Sequence

@@ -93,7 +93,7 @@ def decode_events(payload: bytes) -> list[Event]:
 
 
 def events_of_own(batch: KVEventBatch) -> list[Event]:
-    """Our engine's events, which came decoded (backends/own_kv.py)."""
+    """Our engine's events, which came decoded (backends/engine/kv.py)."""
     found: list[Event] = []
     for event in batch.events:
         if isinstance(event, BlockStored):

@@ -12,10 +12,10 @@ from msgspec.structs import replace
 
 from penstock.backends.base import BackendStatus, GenerateRequest, Note, Phase, Sink, nothing
 from penstock.backends.draining import end_streams
-from penstock.backends.own_auth import Handshake, Refused, WorkerKey
-from penstock.backends.own_kv import KVEventListener, KVSubscription
-from penstock.backends.own_link import WorkerLink
-from penstock.backends.own_stream import OwnStream
+from penstock.backends.engine.auth import Handshake, Refused, WorkerKey
+from penstock.backends.engine.kv import KVEventListener, KVSubscription
+from penstock.backends.engine.link import WorkerLink
+from penstock.backends.engine.stream import OwnStream
 from penstock.clock import Clock, sleep
 from penstock.config.health import HeartbeatConfig
 from penstock.errors import WorkerUnavailable

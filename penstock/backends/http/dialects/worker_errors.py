@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from penstock.backends.dialect import SaidError
+from penstock.backends.http.dialects.base import SaidError
 from penstock.errors import (
     ContextTooLong,
     InvalidRequest,

@@ -8,8 +8,8 @@ for whether EOS ends an answer was decided by the gateway.
 import msgspec
 
 from penstock.backends.base import GenerateRequest
-from penstock.backends.dialect import Piece, ReportedUsage, Submission
-from penstock.backends.openai import (
+from penstock.backends.http.dialects.base import Piece, ReportedUsage, Submission
+from penstock.backends.http.dialects.openai import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionReader,

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from penstock.backends.base import GenerateRequest, TextLogprob, ToolCallPiece
-from penstock.backends.dialect import (
+from penstock.backends.http.dialects.base import (
     NOTHING,
     Piece,
     ReportedUsage,
@@ -23,7 +23,7 @@ from penstock.backends.dialect import (
     WorkerFacts,
     refuse,
 )
-from penstock.backends.worker_errors import ErrorEvent
+from penstock.backends.http.dialects.worker_errors import ErrorEvent
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import ALL_CAPABILITIES, COMMON_CAPABILITIES, Capability, FinishReason
 

@@ -22,12 +22,12 @@ from penstock.backends.base import (
     Sink,
     nothing,
 )
-from penstock.backends.dialect import Dialect, WorkerFacts
 from penstock.backends.draining import end_streams
-from penstock.backends.engine_metrics import LOAD_NAMES, EngineLoad, load_of, parse_metrics
-from penstock.backends.http_client import HttpClient, NoConnection
-from penstock.backends.http_fetch import ProbeFailed, fetch
-from penstock.backends.http_stream import Anomaly, HttpStream
+from penstock.backends.http.client import HttpClient, NoConnection
+from penstock.backends.http.dialects.base import Dialect, WorkerFacts
+from penstock.backends.http.engine_metrics import LOAD_NAMES, EngineLoad, load_of, parse_metrics
+from penstock.backends.http.fetch import ProbeFailed, fetch
+from penstock.backends.http.stream import Anomaly, HttpStream
 from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.config.backends import BackendsConfig
 from penstock.errors import ClientError, Overloaded, StreamBroken, WorkerUnavailable

@@ -1,7 +1,7 @@
 """What differs from engine to engine: how a request is written down, and what an event of the answer says.
 
-A dialect translates and decides nothing; streams (http_stream.py), errors (worker_errors.py), health and load
-(http_backend.py) are the same for all.
+A dialect translates and decides nothing; streams (backends/http/stream.py), errors (worker_errors.py), health and load
+(backends/http/backend.py) are the same for all.
 """
 
 from typing import Protocol

@@ -9,9 +9,16 @@ from typing import Any
 import msgspec
 
 from penstock.backends.base import GenerateRequest
-from penstock.backends.dialect import NOTHING, Piece, ReportedUsage, Submission, WorkerFacts, refuse
-from penstock.backends.openai import finish_of
-from penstock.backends.worker_errors import ErrorEvent
+from penstock.backends.http.dialects.base import (
+    NOTHING,
+    Piece,
+    ReportedUsage,
+    Submission,
+    WorkerFacts,
+    refuse,
+)
+from penstock.backends.http.dialects.openai import finish_of
+from penstock.backends.http.dialects.worker_errors import ErrorEvent
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import Capability, TokenLogprob
 

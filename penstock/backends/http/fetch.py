@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Mapping
 
-from penstock.backends.http_client import Exchange, HttpClient, NoConnection
-from penstock.backends.http_handler import HttpFailure
+from penstock.backends.http.client import Exchange, HttpClient, NoConnection
+from penstock.backends.http.handler import HttpFailure
 
 
 class ProbeFailed(Exception):

@@ -6,15 +6,15 @@ A new engine is a dialect (dialect.py), its names for its load (engine_metrics.p
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from penstock.backends.dialect import Dialect
-from penstock.backends.http_backend import HttpBackend
-from penstock.backends.http_client import HttpAddress, HttpClient
-from penstock.backends.openai import OpenAIDialect
-from penstock.backends.sglang import SglangDialect
-from penstock.backends.tgi import TgiDialect
-from penstock.backends.triton import TritonDialect
-from penstock.backends.trtllm import TrtllmDialect
-from penstock.backends.vllm import VllmDialect
+from penstock.backends.http.backend import HttpBackend
+from penstock.backends.http.client import HttpAddress, HttpClient
+from penstock.backends.http.dialects.base import Dialect
+from penstock.backends.http.dialects.openai import OpenAIDialect
+from penstock.backends.http.dialects.sglang import SglangDialect
+from penstock.backends.http.dialects.tgi import TgiDialect
+from penstock.backends.http.dialects.triton import TritonDialect
+from penstock.backends.http.dialects.trtllm import TrtllmDialect
+from penstock.backends.http.dialects.vllm import VllmDialect
 from penstock.clock import Clock
 from penstock.config.backends import BackendsConfig
 from penstock.config.health import HeartbeatConfig

@@ -7,8 +7,8 @@ salt for plain completions: its KV cache is shared by all tenants (docs/backends
 import msgspec
 
 from penstock.backends.base import GenerateRequest
-from penstock.backends.dialect import Submission, refuse
-from penstock.backends.openai import CompletionReader, EngineDialect
+from penstock.backends.http.dialects.base import Submission, refuse
+from penstock.backends.http.dialects.openai import CompletionReader, EngineDialect
 from penstock.types import COMMON_CAPABILITIES, Capability
 
 _encode = msgspec.json.Encoder().encode

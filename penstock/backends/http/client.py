@@ -19,8 +19,8 @@ from typing import Any, cast
 
 import httptools
 
-from penstock.backends.http_address import HttpAddress, reason_of, tls_context
-from penstock.backends.http_handler import NOBODY, HttpFailure, HttpHandler, Trouble
+from penstock.backends.http.address import HttpAddress, reason_of, tls_context
+from penstock.backends.http.handler import NOBODY, HttpFailure, HttpHandler, Trouble
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.backends import HttpConfig
 from penstock.errors import ConfigError

@@ -1,4 +1,4 @@
-"""What whoever started an HTTP exchange (http_client.py) hears of it."""
+"""What whoever started an HTTP exchange (backends/http/client.py) hears of it."""
 
 import enum
 from collections.abc import Mapping

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from penstock.backends.base import GenerateRequest
-from penstock.backends.dialect import NOTHING, Piece, ReportedUsage, SaidError, Submission
-from penstock.backends.openai import EngineDialect
-from penstock.backends.worker_errors import ErrorEvent
+from penstock.backends.http.dialects.base import NOTHING, Piece, ReportedUsage, SaidError, Submission
+from penstock.backends.http.dialects.openai import EngineDialect
+from penstock.backends.http.dialects.worker_errors import ErrorEvent
 from penstock.kv.index.prompt_keys import namespace_of
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import FinishReason, TokenLogprob
