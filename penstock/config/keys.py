@@ -30,8 +30,8 @@ def checked(value: object, root: type[msgspec.Struct]) -> object:
     """`value` with empty sections filled in, if all of its keys are known to `root` and its numbers sane.
 
     Raises:
-        ConfigError: keys that are no longer settings, with what became of each; an unknown key, with the nearest known one;
-            NaN, infinity or an absurd number.
+        ConfigError: keys that are no longer settings, with what became of each; an unknown key, with the
+            nearest known one; NaN, infinity or an absurd number.
     """
     kind = _type_of(root)
     checker = _Checker(kind)
@@ -74,7 +74,7 @@ class _Checker:
     def __init__(self, root: inspect.Type) -> None:
         self._root = root
         self.retired: list[str] = []
-        """A sentence for each key that is no longer a setting: all of them at once, since an old file has several."""
+        """A line for each key that is no longer a setting: all of them at once, since an old file has several."""
 
     def value(self, value: object, kind: inspect.Type, path: str) -> object:
         kind = _bare(kind)

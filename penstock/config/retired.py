@@ -1,4 +1,4 @@
-"""Keys that the configuration had once, and what became of each: an old file is refused with a sentence, not with a guess."""
+"""Keys that the configuration no longer has, and what became of each: an old file is refused with a sentence."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -8,12 +8,12 @@ from penstock.config.retired_engine import RETIRED_ENGINE
 from penstock.config.retired_policies import RETIRED_POLICIES
 
 RETIRED: Mapping[str, str] = {**RETIRED_ENGINE, **RETIRED_POLICIES}
-"""Dotted path -> sentence. `[]` stands for an entry of a list; `section.*` for every key of a section that has no sentence of its own,
-and for the section itself."""
+"""Dotted path -> sentence, which names settings in backticks. `[]` stands for an entry of a list; `section.*` for a section
+that is gone: for the section itself, and for its keys without a sentence of their own."""
 
 
 def retired(path: str, value: object, known: Mapping[str, str] = RETIRED) -> Iterator[str]:
-    """A sentence for the key at `path`, or for each key below it, that is no longer a setting; nothing for other unknown keys."""
+    """One line for the key at `path`, or for each key below it, that is no longer a setting; none for a key that never was."""
     if sentence := _sentence(path, known):
         yield f"`{path}` is no longer a setting: {sentence}"
         return
