@@ -1,4 +1,4 @@
-"""Keys that the configuration no longer has, and what became of each: an old file is refused with a sentence."""
+"""Keys that the configuration no longer has, and what became of each."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -8,12 +8,12 @@ from penstock.config.retired_engine import RETIRED_ENGINE
 from penstock.config.retired_policies import RETIRED_POLICIES
 
 RETIRED: Mapping[str, str] = {**RETIRED_ENGINE, **RETIRED_POLICIES}
-"""Dotted path -> sentence, which names settings in backticks. `[]` stands for an entry of a list; `section.*` for a section
-that is gone: for the section itself, and for its keys without a sentence of their own."""
+"""Dotted path -> sentence, which names settings in backticks. `[]` stands for an entry of a list, `section.*` for
+a section that is gone: for the section itself, and for its keys without a sentence of their own."""
 
 
 def retired(path: str, value: object, known: Mapping[str, str] = RETIRED) -> Iterator[str]:
-    """One line for the key at `path`, or for each key below it, that is no longer a setting; none for a key that never was."""
+    """One line for the key at `path`, or for each key below it, that was a setting once."""
     if sentence := _sentence(path, known):
         yield f"`{path}` is no longer a setting: {sentence}"
         return

@@ -27,7 +27,7 @@ KNOWN = {
          ["`old.name` is no longer a setting: moved to `log.level`",
           "`old.other` is no longer a setting: the feature was removed"]),
         ("old", None, ["`old` is no longer a section: the feature was removed"]),
-        ("server.deep", {"any": {"x": 1}}, 
+        ("server.deep", {"any": {"x": 1}},
          ["`server.deep.any` is no longer a setting: every bound there is fixed"]),
         ("server.prot", 1, []),
         ("older", {"name": 1}, []),
@@ -62,6 +62,7 @@ def test_no_key_is_both_a_setting_and_retired() -> None:
 
 
 def test_a_sentence_that_names_a_setting_names_one_that_exists() -> None:
+    settings = set(_paths(inspect.type_info(Config), ""))
     for path, sentence in RETIRED.items():
         assert sentence, path
         assert not sentence.endswith("."), path
