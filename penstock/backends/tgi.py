@@ -11,7 +11,8 @@ import msgspec
 from penstock.backends.base import GenerateRequest
 from penstock.backends.dialect import NOTHING, Piece, ReportedUsage, Submission, WorkerFacts, refuse
 from penstock.backends.openai import finish_of
-from penstock.backends.worker_errors import ErrorEvent
+from penstock.backends.worker_errors import said_by
+from penstock.protocol.openai import ErrorEvent
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import Capability, TokenLogprob
 
@@ -29,7 +30,7 @@ class _Details(msgspec.Struct):
     input_length: int | None = None
 
 
-class _Event(ErrorEvent):
+class _Event(ErrorEvent, frozen=True, kw_only=True):
     token: _Token | None = None
     top_tokens: list[_Token] = []  # noqa: RUF012 - msgspec copies it.
     details: _Details | None = None
@@ -55,7 +56,7 @@ class TgiReader:
     def read(self, event: bytes) -> Piece:
         """See `AnswerReader`."""
         found = _decode(event)
-        if (said := found.said()) is not None:
+        if (said := said_by(found)) is not None:
             return Piece(error=said)
         if found.token is None:
             raise msgspec.DecodeError("the event has no token")
