@@ -127,7 +127,7 @@ def build_runner(
     if config.kernels != "torch":
         with suppress(KernelsUnavailable):  # Then `load_runner` refuses, or computes with torch.
             # Before loading: packing takes them too.
-            NativeKernels().set_threads(threads, pin=config.pin_threads)
+            NativeKernels().set_threads(threads)
     runner = load_runner(Path(model_path), config, on_progress)
     if runner.kernels != "torch":
         # The native kernels bring their own threads; torch's would only compete with them for the cores.
