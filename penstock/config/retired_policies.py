@@ -27,4 +27,19 @@ RETIRED_POLICIES: dict[str, str] = {
     "health.hedge.after_ms": "now `health.hedge_after_ms`",
     "health.hedge.share": "now `health.hedge_share`",
     "health.hedge.*": _HEDGE,
+    **{
+        f"limits.{key}": "a constant now (penstock/protocol/openai_validate.py)"
+        for key in (
+            "stop_max", "stop_chars_max", "stop_token_ids_max", "messages_max", "tools_max", "top_logprobs_max", "logit_bias_max",
+            "json_values_max", "json_depth_max", "prompts_max",
+        )
+    },
+    "limits.session_bytes_max": "a constant now: 256",
+    "limits.tokenize_inline_bytes": "a constant now (penstock/gateway/tokenize_pool.py)",
+    "limits.tokenize_waiting_max": "a constant now (penstock/gateway/tokenize_pool.py)",
+    "rate_limits.burst_s": "now `limits.burst_s`",
+    "rate_limits.*": "a constant now (penstock/policy/rate_limit.py and output_length.py)",
+    "budgets.slice_tokens": "a constant now: 256 tokens",
+    "budgets.tenants_max": "a constant now: 100,000 tenants",
+    "budgets.refresh_s": "a constant now: every ten seconds",
 }  # fmt: skip

@@ -1,13 +1,13 @@
 import pytest
 
 from penstock.config.checks import check
+from penstock.config.flow import LimitsConfig
 from penstock.config.hosts import is_loopback
 from penstock.config.tree import (
     AuthConfig,
     Config,
     EngineConfig,
     KVEventsConfig,
-    LimitsConfig,
     ModelConfig,
     ServerConfig,
     SharedConfig,

@@ -70,13 +70,13 @@ class SimGateway:
         self.clock.time_ns = timeline.now_ns()
         self.prices = PriceList(config.prices)
         self._keeper: LeaseKeeper | None = None
-        self.limiter = Limiter(config.rate_limits)
+        self.limiter = Limiter(config.limits)
         if store is not None:
             leases = Leases(config.shared)
             self._keeper = LeaseKeeper(
                 leases, store, timeline, actor=actor, name=f"{number}-{life}", link_ns=facts.link_ns
             )
-            self.limiter = Limiter(config.rate_limits, leases.make_bucket)
+            self.limiter = Limiter(config.limits, leases.make_bucket)
             self._keeper.start(timeline.now_ns())
         self.budgets = Budgets(config.budgets, wall_offset_ns=self.clock.wall_ns() - self.clock.now_ns())
         thrift = Thrift(self.budgets, self.prices)
@@ -91,9 +91,8 @@ class SimGateway:
             limits=self.limiter,
             budgets=self.budgets,
             prices=self.prices,
-            lengths=OutputLengths(config.rate_limits),
+            lengths=OutputLengths(config.limits),
             placement=facts.placement or self.caches.placement,
-            slice_tokens=config.budgets.slice_tokens,
             health=self.health,
             hedges=self.hedges,
             poison=Quarantine(config.health),
