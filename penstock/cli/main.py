@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from penstock import __version__
-from penstock.cli.usage import Help, Parser
+from penstock.cli.flags import Help, Parser
 from penstock.errors import ConfigError, PenstockError
 
 EXIT_FAILED = 1
