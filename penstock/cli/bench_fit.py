@@ -10,7 +10,7 @@ from penstock.clock import SystemClock
 from penstock.config.presets import resolve
 from penstock.config.tree import EngineConfig
 from penstock.errors import ConfigError
-from penstock.sim.steps_file import fit, write_steps
+from penstock.planning.steps_file import fit, write_steps
 
 _TERMS = ("a step", "a token", "a row", "a KV token read", "a pair in a chunk's attention")
 

@@ -12,11 +12,11 @@ from penstock.cli.output import check_place, screen_beside, write_to
 from penstock.cli.tables import Column, Fitted, row
 from penstock.cli.usage import Commands, Help, number
 from penstock.errors import ConfigError
-from penstock.sim.accelerators import ACCELERATORS, Accelerator, accelerator
-from penstock.sim.model_shapes import BYTES_PER_WEIGHT, MODELS, ModelShape, model_shape
-from penstock.sim.plan import Demand, Option, Terms, cheapest, options
-from penstock.sim.plan_check import check_plan
-from penstock.sim.sizing import Sizing, sizing_example
+from penstock.planning.accelerators import ACCELERATORS, Accelerator, accelerator
+from penstock.planning.model_shapes import BYTES_PER_WEIGHT, MODELS, ModelShape, model_shape
+from penstock.planning.plan import Demand, Option, Terms, cheapest, options
+from penstock.planning.sizing import Sizing, sizing_example
+from penstock.sim.scenarios.plan_check import check_plan
 
 SCHEMA = "penstock.plan/1"
 SHOWN = 6

@@ -24,14 +24,14 @@ from penstock.cli.usage import Commands, Help, number
 from penstock.clock import NS_PER_S
 from penstock.config.load import load_config
 from penstock.errors import ConfigError
-from penstock.sim.compare import Difference, compare
-from penstock.sim.html import compare_page, report_page
-from penstock.sim.scenario import Finding, Scenario, Verdict, find, run_scenario
-from penstock.sim.scenarios import SCENARIOS
-from penstock.sim.setup import Knobs, Played, Setup, with_settings
-from penstock.sim.steps_file import read_law
-from penstock.sim.traces import Trace, write_trace
-from penstock.sim.workload import merged
+from penstock.planning.steps_file import read_law
+from penstock.sim.report.compare import Difference, compare
+from penstock.sim.report.html import compare_page, report_page
+from penstock.sim.scenarios.catalogue import SCENARIOS
+from penstock.sim.scenarios.scenario import Finding, Scenario, Verdict, find, run_scenario
+from penstock.sim.scenarios.setup import Knobs, Played, Setup, with_settings
+from penstock.sim.traffic.traces import Trace, write_trace
+from penstock.sim.traffic.workload import merged
 
 SCHEMA = "penstock.simulate/1"
 SEEDS_MAX = 100_000

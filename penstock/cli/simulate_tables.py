@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
-from penstock.sim.compare import Difference
-from penstock.sim.figures import Figures, Spread
-from penstock.sim.scenario import Finding, Scenario, Verdict
+from penstock.sim.report.compare import Difference
+from penstock.sim.report.figures import Figures, Spread
+from penstock.sim.scenarios.scenario import Finding, Scenario, Verdict
 
 TENANTS_SHOWN = 10
 
