@@ -14,12 +14,12 @@ import msgspec
 
 from penstock import __version__, rng
 from penstock.backends.base import BackendStatus
-from penstock.cli.attached import wait_for_attached
-from penstock.cli.fleet_log import FleetLog
-from penstock.cli.launching import make_launcher, shared_cores
-from penstock.cli.models import Part, make_part, make_tools
-from penstock.cli.processes import GatewayProcesses
-from penstock.cli.progress import LoadingDisplay
+from penstock.cli.wiring.attached import wait_for_attached
+from penstock.cli.wiring.fleet_log import FleetLog
+from penstock.cli.wiring.launching import make_launcher, shared_cores
+from penstock.cli.wiring.models import Part, make_part, make_tools
+from penstock.cli.wiring.processes import GatewayProcesses
+from penstock.cli.wiring.progress import LoadingDisplay
 from penstock.clock import Clock
 from penstock.config.launch import promised, with_quota
 from penstock.config.reload import with_members

@@ -45,7 +45,7 @@ from penstock.protocol.worker import FrameDecoder, ProtocolError
 from penstock.telemetry.log import Log
 from penstock.telemetry.merge import lasting, merged
 
-COMMAND = (sys.executable, "-m", "penstock.cli.gateway_process")
+COMMAND = (sys.executable, "-m", "penstock.cli.wiring.gateway_process")
 RESTARTS_MAX = 10
 """Restarts of one gateway process within ten minutes that come quickly; later ones wait `BACKOFF_MAX_S`."""
 START_TIMEOUT_S = 60.0

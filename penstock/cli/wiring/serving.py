@@ -19,13 +19,14 @@ from pathlib import Path
 import msgspec
 
 from penstock import collector, rng
-from penstock.cli import banner, console
-from penstock.cli.keyfile import forget_key, save_key
-from penstock.cli.progress import loading_display
-from penstock.cli.reachable import reachable
-from penstock.cli.signals import StopSignals, on_signal
-from penstock.cli.state import with_secret
-from penstock.cli.wire import Stack
+from penstock.cli import console
+from penstock.cli.wiring import banner
+from penstock.cli.wiring.keyfile import forget_key, save_key
+from penstock.cli.wiring.progress import loading_display
+from penstock.cli.wiring.reachable import reachable
+from penstock.cli.wiring.signals import StopSignals, on_signal
+from penstock.cli.wiring.state import with_secret
+from penstock.cli.wiring.wire import Stack
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.hosts import is_loopback
 from penstock.config.tenancy_checks import names_callers
@@ -40,7 +41,7 @@ SPARE_FILES = 512
 
 
 class Serving:
-    """One `penstock serve`: `run` it once. cli/early.py comes before."""
+    """One `penstock serve`: `run` it once. cli/wiring/early.py comes before."""
 
     def __init__(
         self,

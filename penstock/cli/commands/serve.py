@@ -3,8 +3,8 @@
 import argparse
 import sys
 
-from penstock.cli.settings import effective_config, log_levels, printable_config
-from penstock.cli.usage import Commands, Help, number, size
+from penstock.cli.flags import Commands, Help, number, size
+from penstock.cli.wiring.settings import effective_config, log_levels, printable_config
 from penstock.clock import SystemClock
 from penstock.config.checkpoints import check_local_models
 from penstock.config.tree import MODEL_LEN_MIN
@@ -118,6 +118,6 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(printable_config(config))
         return 0
     check_local_models(config.models)
-    from penstock.cli.early import serve_until_stopped  # --help and `chat` do not pay for the gateway.
+    from penstock.cli.wiring.early import serve_until_stopped  # --help and `chat` do not pay for the gateway.
 
     return serve_until_stopped(config, clock, started_ns, lambda: effective_config(args))

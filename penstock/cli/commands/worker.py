@@ -12,9 +12,9 @@ from penstock.backends.base import BackendStatus, Phase
 from penstock.backends.engine.auth import WorkerKey
 from penstock.backends.engine.backend import OwnBackend
 from penstock.cli import console
-from penstock.cli.progress import loading_display
-from penstock.cli.signals import on_signal
-from penstock.cli.usage import Commands, Help, number, size
+from penstock.cli.flags import Commands, Help, number, size
+from penstock.cli.wiring.progress import loading_display
+from penstock.cli.wiring.signals import on_signal
 from penstock.clock import Clock, SystemClock
 from penstock.config.checkpoints import check_loads
 from penstock.config.hosts import is_loopback

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.bench.environment import cpu_info, cpu_name, installed_version
-from penstock.cli.torch_facts import TorchFacts
+from penstock.cli.commands.torch_facts import TorchFacts
 from penstock.config.presets import DEMO_MODELS, REPOSITORY, resolve
 from penstock.config.tree import ServerConfig
 from penstock.errors import OperatorError
@@ -176,7 +176,7 @@ def check_torch() -> tuple[Check, ...]:
 
 def probe_torch() -> TorchFacts | str:
     """Run the torch probe in a process of its own; the string says how it failed."""
-    command = [sys.executable, "-m", "penstock.cli.probe"]
+    command = [sys.executable, "-m", "penstock.cli.commands.probe"]
     try:
         done = subprocess.run(command, capture_output=True, timeout=PROBE_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -7,9 +7,10 @@ import msgspec
 from rich.table import Table
 
 from penstock import __version__
-from penstock.cli import checks, console
-from penstock.cli.checks import Check, State
-from penstock.cli.usage import Commands, Help, default_port, number
+from penstock.cli import console
+from penstock.cli.commands import checks
+from penstock.cli.commands.checks import Check, State
+from penstock.cli.flags import Commands, Help, default_port, number
 
 EPILOG = """\
 exit code:

@@ -11,8 +11,8 @@ import msgspec
 from rich.table import Table
 
 from penstock.cli import console
-from penstock.cli.state import default_keys_file
-from penstock.cli.usage import Commands, Help, duration
+from penstock.cli.flags import Commands, Help, duration
+from penstock.cli.wiring.state import default_keys_file
 from penstock.clock import NS_PER_S, SystemClock
 from penstock.config.load import load_config
 from penstock.config.tree import Config

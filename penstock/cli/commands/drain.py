@@ -5,8 +5,8 @@ import asyncio
 import sys
 
 from penstock.cli import console
-from penstock.cli.fleet_client import FleetClient, add_admin_flags, connect_admin
-from penstock.cli.usage import Commands, Help, duration
+from penstock.cli.commands.fleet_client import FleetClient, add_admin_flags, connect_admin
+from penstock.cli.flags import Commands, Help, duration
 from penstock.clock import sleep
 
 LOOK_S = 0.5

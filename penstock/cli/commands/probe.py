@@ -9,7 +9,7 @@ import sys
 import msgspec
 import torch
 
-from penstock.cli.torch_facts import TorchFacts
+from penstock.cli.commands.torch_facts import TorchFacts
 from penstock.clock import SystemClock
 
 SIZE = 512

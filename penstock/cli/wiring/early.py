@@ -27,7 +27,7 @@ async def _serve(config: Config, clock: Clock, started_ns: int, reread: Callable
     spares = Spares()
     try:
         await spares.begin(early_threads(config))
-        from penstock.cli.serving import Serving  # Takes as long as a worker's imports.
+        from penstock.cli.wiring.serving import Serving  # Takes as long as a worker's imports.
 
         return await Serving(config, clock, started_ns, reread, spares).run()
     finally:

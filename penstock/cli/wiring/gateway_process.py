@@ -1,6 +1,6 @@
-"""One of several gateway processes of a server (`server.processes`): `python -m penstock.cli.gateway_process`.
+"""One of several gateway processes of a server (`server.processes`): `python -m penstock.cli.wiring.gateway_process`.
 
-Started by cli/processes.py, which tells it everything on standard input. The end of that pipe means that the parent is
+Started by cli/wiring/processes.py, which tells it everything on standard input. The end of that pipe means that the parent is
 gone, and this process with it; SIGTERM drains it.
 """
 
@@ -16,9 +16,9 @@ import uvloop
 
 from penstock import __version__, collector, rng
 from penstock.backends.http.external import Tools
-from penstock.cli.attached import wait_for_attached
-from penstock.cli.fleet_log import FleetLog
-from penstock.cli.models import Part, make_part, make_tools
+from penstock.cli.wiring.attached import wait_for_attached
+from penstock.cli.wiring.fleet_log import FleetLog
+from penstock.cli.wiring.models import Part, make_part, make_tools
 from penstock.clock import SystemClock
 from penstock.config.fleet import WorkerConfig
 from penstock.config.reload import with_members

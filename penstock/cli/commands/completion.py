@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from typing import cast
 
-from penstock.cli.usage import Commands, Help
+from penstock.cli.flags import Commands, Help
 from penstock.errors import ConfigError
 
 SHELLS = ("bash", "zsh", "fish")

@@ -10,8 +10,7 @@ import msgspec
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from penstock.cli import console
-from penstock.cli.output import check_place, screen_beside, write_to
-from penstock.cli.simulate_tables import (
+from penstock.cli.commands.simulate_tables import (
     compare_table,
     figures_table,
     findings_table,
@@ -20,7 +19,8 @@ from penstock.cli.simulate_tables import (
     seeds_table,
     tenants_table,
 )
-from penstock.cli.usage import Commands, Help, number
+from penstock.cli.flags import Commands, Help, number
+from penstock.cli.output import check_place, screen_beside, write_to
 from penstock.clock import NS_PER_S
 from penstock.config.load import load_config
 from penstock.errors import ConfigError

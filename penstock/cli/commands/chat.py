@@ -14,8 +14,8 @@ import msgspec
 
 from penstock.bench.client import CannotConnect, Client
 from penstock.cli import console
-from penstock.cli.remote import Unusable, add_remote_flags, connect, no_server, pick_model, refused
-from penstock.cli.usage import Commands, Help, number
+from penstock.cli.commands.remote import Unusable, add_remote_flags, connect, no_server, pick_model, refused
+from penstock.cli.flags import Commands, Help, number
 from penstock.clock import NS_PER_S, Clock, SystemClock
 from penstock.errors import ConfigError, PenstockError
 from penstock.protocol.openai import ChatEvent, UsageBody, decode_chat_event, error_text

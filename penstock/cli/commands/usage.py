@@ -7,8 +7,9 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from penstock.cli import console, usage_formats
-from penstock.cli.usage import Commands, Help
+from penstock.cli import console
+from penstock.cli.commands import usage_formats
+from penstock.cli.flags import Commands, Help
 from penstock.clock import NS_PER_S, SystemClock
 from penstock.config.load import load_config
 from penstock.config.tree import Config

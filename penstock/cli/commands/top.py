@@ -9,9 +9,9 @@ from rich.live import Live
 
 from penstock.bench.client import EndpointError
 from penstock.cli import console
-from penstock.cli.fleet_client import FleetClient, add_admin_flags, connect_admin
-from penstock.cli.fleet_view import FleetView, tables, view_of
-from penstock.cli.usage import Commands, Help, number
+from penstock.cli.commands.fleet_client import FleetClient, add_admin_flags, connect_admin
+from penstock.cli.commands.fleet_view import FleetView, tables, view_of
+from penstock.cli.flags import Commands, Help, number
 from penstock.clock import NS_PER_S, Clock, SystemClock, sleep
 from penstock.protocol.fleet import FleetReport
 
