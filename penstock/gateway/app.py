@@ -81,7 +81,6 @@ class Gateway:
         """
         assert names_callers(config.auth), "whoever wires the gateway makes a key"
         self._config, self._clock, self._ids, self._metrics, self._log = config, clock, ids, metrics, log
-        self._limits = limits
         self.tenancy = Tenancy(config, clock=clock, log=log)
         """Who may call; parts that can take a new configuration subscribe to its `on_reload`."""
         locality = KVLocality(config.kv_index, hash_key or fresh_key())
@@ -116,7 +115,7 @@ class Gateway:
             log=log,
             falls_back=any(route.fallback for route in config.routing.models),
         )
-        self._siblings = siblings
+        self._limits, self._siblings = limits, siblings
         self._inspect = Inspect(
             self._services, metrics, version=__version__, members=members, siblings=siblings
         )
@@ -124,8 +123,7 @@ class Gateway:
         admin = Admin(self._services, metrics, registry, members, siblings)
         self._routes = Routes(Generate(self._services), self._inspect, admin)
         self._server = HttpServer(self, config.server, clock=clock, listeners=listeners, limits=limits)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._log_is_due = False
+        self._log_is_due, self._tasks = False, set[asyncio.Task[None]]()
         self._pulse: asyncio.Task[None] | None = None
 
     @property
