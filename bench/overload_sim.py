@@ -25,12 +25,12 @@ from penstock.config.flow import QueueConfig
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config, EngineConfig
 from penstock.policy.answers import Start
-from penstock.policy.band import cost
 from penstock.policy.control import FlowControl
 from penstock.policy.flow import Arrival
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.policy.room import WorkerView
 from penstock.policy.tenant import Tenant
+from penstock.schedule.fair_share import cost
 from penstock.sim.messages import Submission, Told
 from penstock.sim.request import RequestRecord, Segment, SimRequest
 from penstock.sim.scenarios_goodput import drained_s, goodput_of, mixed

@@ -18,7 +18,7 @@ ALLOWED = {
     "config": "types errors",
     "kv": "types errors config",
     "schedule": "kv clock types errors config",
-    "policy": "kv clock types errors config",
+    "policy": "schedule kv clock types errors config",
     "protocol": "types errors config",
     "text": "types errors config",
     "telemetry": "policy clock types errors config",

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from penstock.clock import NS_PER_S
-from penstock.policy.band import PROMPT_COST, cost
+from penstock.schedule.fair_share import PROMPT_COST, cost
 from penstock.sim.arrivals import Poisson
 from penstock.sim.figures import Objective
 from penstock.sim.request import RequestRecord
