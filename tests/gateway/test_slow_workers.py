@@ -9,7 +9,7 @@ import pytest
 from engine_stand_ins import OpenAIStandIn, until
 from test_foreign_conformance import tools
 
-from penstock.backends.foreign import ForeignWorker, make_backend
+from penstock.backends.http.external import ForeignWorker, make_backend
 from penstock.config.backends import BackendsConfig, HttpConfig
 
 CHAT = "/v1/chat/completions"
@@ -65,8 +65,8 @@ def provided(kit, request):
             await self.backend.close()
             await stand_ins[0].kill()
 
-    relay = {"buffer_bytes_max": BOUND, **getattr(request, "param", {})}
-    running = Provided(kit.replace(kit.make_config(), relay=relay))
+    given = {"buffer_bytes_max": BOUND, "slow_client": "pause", **getattr(request, "param", {})}
+    running = Provided(kit.make_config(slow_client=given.pop("slow_client")), **given)
     yield types.SimpleNamespace(running=running, provider=stand_ins[0])
     running.stop()
 

@@ -1,0 +1,50 @@
+"""What one worker says of its KV cache on the way to the gateways, and how what is lost there comes again.
+
+| `WorldSpec.kv_kept` | as between | a gap |
+|---|---|---|
+| 0 | a gateway and our own workers: one connection, in order (backends/engine/kv.py, engine/kv_feed.py) | ends with all that can be hit now, when the connection is there again |
+| n | a gateway and a publisher over lossy messages (fleet/kv_feed.py, engine/kv_publisher.py) | is seen at the next batch; the gateway asks for what is missing, and hears it, or, if it is no longer among the last n, believes nothing of before |
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from penstock.kv.cache.block_pool import BlockPool
+from penstock.kv.events import AllBlocksCleared, KVEvent, Numbered, encode_batch, stored_event
+
+KVNews = tuple[KVEvent, ...] | Numbered
+"""Events of a connection that keeps them in order, or one numbered batch of a publisher's."""
+
+
+class KVWords:
+    """Of one worker."""
+
+    __slots__ = ("_history", "_next", "_pool", "is_lost")
+
+    def __init__(self, pool: BlockPool, *, kept: int) -> None:
+        """`kept`: see the module."""
+        self._pool = pool
+        self._history: deque[Numbered] | None = deque(maxlen=kept) if kept else None
+        self._next = 0
+        self.is_lost = False
+        """Nothing of it arrives."""
+
+    def said(self, events: tuple[KVEvent, ...]) -> KVNews | None:
+        """How it goes out; None if it is lost."""
+        if self._history is None:
+            return None if self.is_lost else events
+        batch = Numbered(self._next, encode_batch(events, wall_ns=0))
+        self._history.append(batch)
+        self._next += 1
+        return None if self.is_lost else batch
+
+    def anew(self) -> KVNews | None:
+        """What a gateway hears first on a new connection; None of a publisher, which says nothing by itself."""
+        if self._history is not None:
+            return None
+        names = self._pool.names()
+        return (AllBlocksCleared(), stored_event(names)) if names else (AllBlocksCleared(),)
+
+    def again(self, first: int) -> Sequence[Numbered]:
+        """Every batch from this number on that is still kept."""
+        return [batch for batch in self._history or () if batch.sequence >= first]
