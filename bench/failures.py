@@ -29,7 +29,7 @@ import openai
 import uvloop
 
 from penstock.backends.base import Delta, Finish, GenerateRequest
-from penstock.backends.own import OwnBackend
+from penstock.backends.engine.backend import OwnBackend
 from penstock.cli.wire import Stack
 from penstock.clock import NS_PER_S, SystemClock
 from penstock.config.flow import QueueConfig

@@ -17,15 +17,15 @@ from pathlib import Path
 import msgspec
 
 from penstock.backends.base import Delta, Finish, GenerateRequest
-from penstock.backends.dialect import Dialect
-from penstock.backends.http_address import HttpAddress
-from penstock.backends.http_client import HttpClient, _Connection
-from penstock.backends.http_stream import HttpStream
-from penstock.backends.openai import OpenAIDialect
-from penstock.backends.sglang import SglangDialect
-from penstock.backends.tgi import TgiDialect
-from penstock.backends.triton import TritonDialect
-from penstock.backends.vllm import VllmDialect
+from penstock.backends.http.address import HttpAddress
+from penstock.backends.http.client import HttpClient, _Connection
+from penstock.backends.http.dialects.base import Dialect
+from penstock.backends.http.dialects.openai import OpenAIDialect
+from penstock.backends.http.dialects.sglang import SglangDialect
+from penstock.backends.http.dialects.tgi import TgiDialect
+from penstock.backends.http.dialects.triton import TritonDialect
+from penstock.backends.http.dialects.vllm import VllmDialect
+from penstock.backends.http.stream import HttpStream
 from penstock.clock import SystemClock
 from penstock.config.backends import HttpConfig
 from penstock.protocol.openai import ChatRequest

@@ -19,14 +19,14 @@ import torch
 
 from penstock.config.tree import EngineConfig
 from penstock.engine.attention.base import AttentionBatch
+from penstock.engine.decoder import Decoder, DecoderLimits
 from penstock.engine.kernels import TorchKernels
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.loader import random_weights
-from penstock.engine.models.decoder import Decoder, DecoderLimits
-from penstock.engine.models.spec import AttentionSpec, DecoderSpec, MoeSpec, RopeSpec
 from penstock.engine.native import Kernels
 from penstock.engine.native.decoder import NativeAttention, NativeDecoder
 from penstock.engine.wiring import choose_computing
+from penstock.models.spec import AttentionSpec, DecoderSpec, MoeSpec, RopeSpec
 from penstock.types import BLOCK_TOKENS
 
 

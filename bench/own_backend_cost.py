@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import cast
 
 from penstock.backends.base import Delta, Finish, GenerateRequest
-from penstock.backends.own import OwnBackend
-from penstock.backends.own_link import WorkerLink
+from penstock.backends.engine.backend import OwnBackend
+from penstock.backends.engine.link import WorkerLink
 from penstock.clock import SystemClock
 from penstock.protocol.worker import (
     ModelInfo,

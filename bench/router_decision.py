@@ -19,10 +19,10 @@ from penstock.config.flow import QueueConfig
 from penstock.config.kv_index import KVIndexConfig
 from penstock.config.placement import PlacementConfig
 from penstock.kv.hashing import BlockHasher
-from penstock.kv.locality import KVLocality
-from penstock.kv.prefix_index import Tier
-from penstock.kv.prompt_keys import PromptKeyMaker, PromptKeys
-from penstock.kv.vllm_events import Stored
+from penstock.kv.index.locality import KVLocality
+from penstock.kv.index.prefix_index import Tier
+from penstock.kv.index.prompt_keys import PromptKeyMaker, PromptKeys
+from penstock.kv.index.vllm_events import Stored
 from penstock.policy.band import Work
 from penstock.policy.decision_log import DecisionLog
 from penstock.policy.parts import LeastLoaded, Placement

@@ -21,8 +21,8 @@ from penstock.config.placement import PlacementConfig
 from penstock.config.routing import RoutingConfig
 from penstock.config.tree import Config, EngineConfig
 from penstock.kv.hashing import BlockHasher
-from penstock.kv.locality import KVLocality
-from penstock.kv.prompt_keys import PromptKeys, own_keys
+from penstock.kv.index.locality import KVLocality
+from penstock.kv.index.prompt_keys import PromptKeys, own_keys
 from penstock.policy.band import Work
 from penstock.policy.parts import LeastLoaded, Placement
 from penstock.policy.room import Room, Rooms

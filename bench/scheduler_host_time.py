@@ -16,8 +16,8 @@ from provenance import add_json_option, write_result
 
 from penstock import rng
 from penstock.clock import NS_PER_MS, SystemClock
+from penstock.kv.cache.manager import KVManager, blocks_for
 from penstock.kv.hashing import BlockHasher, token_array
-from penstock.kv.manager import KVManager, blocks_for
 from penstock.schedule.limits import Limits
 from penstock.schedule.plan import Sampled, StepPlan, StepResult
 from penstock.schedule.queue import FCFSQueue

@@ -17,7 +17,7 @@ from penstock.engine.gpu.platform import CpuPlatform, Platform
 from penstock.engine.gpu.runner import DeviceRunner
 from penstock.engine.gpu.torch_ops import TorchOps
 from penstock.engine.loader import random_weights
-from penstock.engine.models.spec import DecoderSpec, RopeSpec
+from penstock.models.spec import DecoderSpec, RopeSpec
 
 CLOCK = SystemClock()
 NOMINAL = {"H200": (4.8e12, 989e12), "H100": (3.35e12, 989e12)}

@@ -14,7 +14,7 @@ from penstock.engine.gpu.flashinfer_ops import flashinfer_ops
 from penstock.engine.gpu.ops import AttentionLayer, Ops
 from penstock.engine.gpu.step import Drawn
 from penstock.engine.gpu.torch_ops import TorchOps
-from penstock.engine.models.spec import DecoderSpec
+from penstock.models.spec import DecoderSpec
 
 LIMIT = 1e-2
 """Relative error of a bf16 result: one rounding is 2**-9."""

@@ -12,7 +12,7 @@ from ceilings import copy_rate, gemm_rate
 from common import CLOCK, Bench, Report, build, shape
 
 from penstock.engine.gpu.runner import DeviceRunner
-from penstock.engine.models.spec import DecoderSpec
+from penstock.models.spec import DecoderSpec
 from penstock.schedule.plan import NewRow, RowWork, StepPlan
 from penstock.types import BLOCK_TOKENS, RequestId, SamplingParams
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from common import CLOCK, Bench, Report, shape
 
-from penstock.engine.models.spec import DecoderSpec
+from penstock.models.spec import DecoderSpec
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "models" / "penstock-demo-mini"

@@ -12,7 +12,7 @@ from penstock.engine.gpu.step import DeviceStep, Int32Array, RowState, StepBuffe
 from penstock.engine.gpu.worklist import WorkList, WorkListLimits
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.rotary import RotaryTable
-from penstock.engine.models.spec import DecoderSpec
+from penstock.models.spec import DecoderSpec
 from penstock.types import BLOCK_TOKENS
 
 Rows = list[tuple[int, int]]

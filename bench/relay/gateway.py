@@ -31,7 +31,7 @@ from typing import Any
 import uvloop
 
 from penstock import __version__, collector, rng
-from penstock.backends.own import OwnBackend
+from penstock.backends.engine.backend import OwnBackend
 from penstock.cli.models import make_part
 from penstock.clock import SystemClock
 from penstock.config.ledger import AcceleratorPrice, LedgerConfig, ModelPrice, PricesConfig

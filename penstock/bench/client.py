@@ -2,7 +2,7 @@
 
 The load generator shares the machine with the server it measures, so this is an `asyncio.Protocol` over
 a C parser: body bytes are pushed to a sink as they arrive, with no task switch and no copy per chunk.
-It is not the gateway's own client (backends/http_client.py): a measuring instrument should neither share
+It is not the gateway's own client (backends/http/client.py): a measuring instrument should neither share
 the faults of what it measures nor pay for the gateway's bounds on every chunk.
 It knows HTTP and nothing of what the bytes mean. Connections are kept alive and reused; a cancelled or
 timed-out request closes its connection, which is how a server learns that nobody listens any more.
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import httptools  # pyright: ignore[reportMissingTypeStubs] # The package ships none.
 
-from penstock.backends.http_address import reason_of
+from penstock.backends.http.address import reason_of
 from penstock.errors import ConfigError, PenstockError
 
 _DIGITS_MAX = 9

@@ -15,7 +15,7 @@ import msgspec
 import uvloop
 
 from penstock import __version__, collector, rng
-from penstock.backends.foreign import Tools
+from penstock.backends.http.external import Tools
 from penstock.cli.attached import wait_for_attached
 from penstock.cli.fleet_log import FleetLog
 from penstock.cli.models import Part, make_part, make_tools

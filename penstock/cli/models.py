@@ -4,16 +4,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock import rng
-from penstock.backends.foreign import Tools
+from penstock.backends.http.external import Tools
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.checkpoints import check_loads
 from penstock.config.presets import resolve, served_name
 from penstock.config.tree import Config, ModelConfig
-from penstock.engine.models.config import read_config
 from penstock.errors import CheckpointError
 from penstock.fleet.registry import Registry
 from penstock.gateway.models import ServedModel
 from penstock.gateway.public import PublicPrefixes
+from penstock.models.config import read_config
 from penstock.telemetry.metrics import Metrics
 from penstock.text.chat import ChatTemplate
 from penstock.text.tokenizer import Tokenizer

@@ -9,8 +9,8 @@ import uvloop
 
 from penstock import rng
 from penstock.backends.base import BackendStatus, Phase
-from penstock.backends.own import OwnBackend
-from penstock.backends.own_auth import WorkerKey
+from penstock.backends.engine.auth import WorkerKey
+from penstock.backends.engine.backend import OwnBackend
 from penstock.cli import console
 from penstock.cli.progress import loading_display
 from penstock.cli.signals import on_signal

@@ -77,9 +77,6 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     graphs; for heads of 64, 128 or 256 in bfloat16. On the CPU only "auto"."""
     threads: Annotated[int, Meta(ge=0)] = 0
     """CPU threads for the model; 0 takes every core the process may use."""
-    pin_threads: bool = False
-    """Tie each of the native kernels' threads to a core of its own. For machines where nothing else runs on those cores;
-    beside a gateway it takes the scheduler's choice away and gains nothing (docs/engine.md)."""
     max_model_len: Annotated[int, Meta(ge=0)] = 0
     """Tokens of prompt and answer together, at least 2; 0 takes the model's own limit."""
     kv_memory_bytes: Annotated[int, Meta(ge=0)] = 0

@@ -15,9 +15,9 @@ from penstock.clock import NS_PER_S, Clock
 from penstock.config.tree import EngineConfig
 from penstock.engine.steps import Prepares, wire_steps
 from penstock.errors import Draining, InvalidRequest, PenstockError
+from penstock.kv.cache.host_tier import HostLimits
+from penstock.kv.cache.manager import KVManager
 from penstock.kv.hashing import PUBLIC, BlockHasher, token_array
-from penstock.kv.host_tier import HostLimits
-from penstock.kv.manager import KVManager
 from penstock.protocol.worker import Finish, ModelInfo, Output, Stats, Submit
 from penstock.protocol.worker_checks import INT64_MAX, sampling_problem, weight_of
 from penstock.schedule.limits import Limits

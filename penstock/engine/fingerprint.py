@@ -24,9 +24,9 @@ import torch
 from penstock import __version__
 from penstock.config.tree import EngineConfig
 from penstock.engine.loader import checkpoint_files
-from penstock.engine.models.config import CONFIG_FILE
 from penstock.errors import CheckpointError
 from penstock.kv.identity import Computation
+from penstock.models.config import CONFIG_FILE
 from penstock.text.files import decode_json, read_bytes
 
 SAMPLES_MAX = 1024

@@ -1,7 +1,7 @@
 """The host tier's memory, and what copies between it and the KV cache while steps go on.
 
 A slot is one block with all its layers, as in `KVCache`: one contiguous piece, so a copy is one `copy_` per run of
-neighbours. Which block goes where is decided in `kv/host_tier.py`.
+neighbours. Which block goes where is decided in `kv/cache/host_tier.py`.
 
 Both sides that copy have the same face: `start` queues a plan's copies, `collect` tells which ended. On the CPU
 a thread copies (`copy_` releases the interpreter's lock), but for a plan that has nothing to do but to wait for its
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.kv_cache import KVCache
-from penstock.kv.host_tier import BlockCopy, Copied
+from penstock.kv.cache.host_tier import BlockCopy, Copied
 from penstock.schedule.plan import StepPlan
 
 END_S = 1.0
@@ -91,7 +91,7 @@ class _Copier:
         """Queue a plan's copies. Loads that the plan waits for are not queued: they are done when this returns.
 
         A store that the thread is at may run beside them: it has other slots, and if its block is one that is loaded
-        into, then that has another content by now, and what was stored of it is dropped (see `kv/host_tier.py`).
+        into, then that has another content by now, and what was stored of it is dropped (see `kv/cache/host_tier.py`).
         """
         loads, stores = _Unit(plan.copies_in, out=False), _Unit(plan.copies_out, out=True)
         if loads.copies and not plan.work:

@@ -16,7 +16,7 @@ from penstock.engine.layers.activation import GeluTanhMul, SiluMul
 from penstock.engine.layers.linear import Linear, Pads, torch_linear, torch_linears
 from penstock.engine.layers.norm import RMSNorm
 from penstock.engine.layers.rotary import RotaryWeights
-from penstock.engine.models.spec import DecoderSpec
+from penstock.models.spec import DecoderSpec
 
 
 class Norm(Protocol):

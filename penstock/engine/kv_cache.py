@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from penstock.engine.arrays import as_tensor
-from penstock.engine.models.spec import DecoderSpec
+from penstock.models.spec import DecoderSpec
 from penstock.types import BLOCK_TOKENS
 
 HUGE_PAGE_BYTES = 2 * 1024 * 1024

@@ -10,6 +10,7 @@ first batch, so every subscriber can know all that can be hit.
 from penstock.clock import Clock
 from penstock.config.tree import KVEventsConfig
 from penstock.engine.kv_publisher import KVPublisher
+from penstock.kv.cache.manager import KVManager
 from penstock.kv.events import (
     DEVICE,
     HOST,
@@ -21,7 +22,6 @@ from penstock.kv.events import (
     encode_batch,
     stored_event,
 )
-from penstock.kv.manager import KVManager
 from penstock.protocol.worker import KVEvents
 from penstock.rng import fresh_seed
 

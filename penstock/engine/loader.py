@@ -18,10 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock.engine.models.config import CONFIG_FILE
-from penstock.engine.models.names import CheckpointNames, Part, Weight, decoder_weights
-from penstock.engine.models.spec import DecoderSpec
 from penstock.errors import CheckpointError
+from penstock.models.config import CONFIG_FILE
+from penstock.models.names import CheckpointNames, Part, Weight, decoder_weights
+from penstock.models.spec import DecoderSpec
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

@@ -6,8 +6,8 @@ from pathlib import Path
 import psutil
 
 from penstock.config.tree import EngineConfig
-from penstock.engine.models.spec import DecoderSpec
 from penstock.errors import ConfigError
+from penstock.models.spec import DecoderSpec
 from penstock.types import BLOCK_TOKENS
 
 CPU_KV_BYTES_MAX = 4 * 1024**3

@@ -15,6 +15,7 @@ import torch
 from penstock.clock import Clock
 from penstock.config.tree import EngineConfig
 from penstock.engine.arrays import as_tensor
+from penstock.engine.decoder import DecoderLimits
 from penstock.engine.fingerprint import identify, name_of
 from penstock.engine.gpu.load import cuda_target, load_on_device
 from penstock.engine.gpu.runner import DeviceRunner
@@ -23,8 +24,6 @@ from penstock.engine.inputs import RowTables
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.loader import load_weights, random_weights
 from penstock.engine.memory import free_memory_bytes, plan_host_blocks, plan_kv
-from penstock.engine.models.decoder import DecoderLimits
-from penstock.engine.models.registry import read_spec
 from penstock.engine.native.library import Kernels as NativeKernels
 from penstock.engine.native.library import KernelsUnavailable
 from penstock.engine.native.sampler import NativeSampler
@@ -32,6 +31,7 @@ from penstock.engine.sampler import Sampler, SampleRows, TokenSampler, results
 from penstock.engine.scoring import score_chunks
 from penstock.engine.wiring import StepModel, choose_computing, wire_model
 from penstock.engine.worst_case import blocks_of, largest_step, scoring_step
+from penstock.models.registry import read_spec
 from penstock.protocol.worker import ModelInfo
 from penstock.schedule.limits import Limits
 from penstock.schedule.plan import SCORED_TOKENS_MAX, StepPlan, StepResult
@@ -127,7 +127,7 @@ def build_runner(
     if config.kernels != "torch":
         with suppress(KernelsUnavailable):  # Then `load_runner` refuses, or computes with torch.
             # Before loading: packing takes them too.
-            NativeKernels().set_threads(threads, pin=config.pin_threads)
+            NativeKernels().set_threads(threads)
     runner = load_runner(Path(model_path), config, on_progress)
     if runner.kernels != "torch":
         # The native kernels bring their own threads; torch's would only compete with them for the cores.

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from penstock.config.tree import EngineConfig
 from penstock.engine.attention.base import AttentionBatch
+from penstock.engine.decoder import Decoder, DecoderLimits, WeightSource
 from penstock.engine.fingerprint import torch_kernels
 from penstock.engine.kernels import TorchKernels
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.models.decoder import Decoder, DecoderLimits, WeightSource
-from penstock.engine.models.spec import DecoderSpec
 from penstock.engine.native.decoder import NativeAttention, NativeDecoder, Precision, unsupported
 from penstock.engine.native.library import Kernels as NativeKernels
 from penstock.engine.native.library import KernelsUnavailable
 from penstock.errors import ConfigError
+from penstock.models.spec import DecoderSpec
 
 _log = logging.getLogger(__name__)
 

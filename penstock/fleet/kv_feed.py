@@ -5,7 +5,7 @@
             <- ["", topic?, sequence, payload]*      and every `check_s`: the last messages may be the lost ones
             <- ["", "", -1, ""]                      the end
 
-Moves bytes; what they mean, what is missing and from where to ask is `kv/residency.py`'s to say. Runs on the event loop, which is given
+Moves bytes; what they mean, what is missing and from where to ask is `kv/index/residency.py`'s to say. Runs on the event loop, which is given
 back after every few messages; what waits in the sockets is bounded, and what does not fit there is a gap like any other.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 from penstock.clock import sleep
 from penstock.config.kv_index import KVIndexConfig
 from penstock.errors import ConfigError
-from penstock.kv.residency import Residency, StreamState
+from penstock.kv.index.residency import Residency, StreamState
 from penstock.telemetry.log import Log
 
 SEQUENCE_BYTES = 8

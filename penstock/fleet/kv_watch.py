@@ -1,22 +1,22 @@
 """Keeps the locality equal to the registry: each worker's part of the KV index comes, listens and goes with the worker.
 
-our workers whose blocks' key is known    their own connection tells their events (backends/own_kv.py)
+our workers whose blocks' key is known    their own connection tells their events (backends/engine/kv.py)
 others, with an address of KV events      a feed of their own (kv_feed.py)
 all others                                predictions and audits only
 """
 
 import asyncio
 
-from penstock.backends.own import OwnBackend
+from penstock.backends.engine.backend import OwnBackend
 from penstock.config.kv_index import KVIndexConfig
 from penstock.errors import ConfigError
 from penstock.fleet.kv_feed import KVFeed
 from penstock.fleet.registry import Registry
 from penstock.fleet.worker import Worker
 from penstock.kv.events import KVEventBatch
-from penstock.kv.locality import KVLocality, LocalityStatistics
-from penstock.kv.residency import Residency, StreamState
-from penstock.kv.vllm_events import events_of_own
+from penstock.kv.index.locality import KVLocality, LocalityStatistics
+from penstock.kv.index.residency import Residency, StreamState
+from penstock.kv.index.vllm_events import events_of_own
 from penstock.policy.worker_state import WorkerState
 from penstock.telemetry.log import Log
 from penstock.types import WorkerId

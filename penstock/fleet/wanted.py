@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.backends.base import Backend
-from penstock.backends.foreign import ForeignWorker, Tools, make_backend
-from penstock.backends.own import OwnBackend
-from penstock.backends.own_auth import WorkerKey
+from penstock.backends.engine.auth import WorkerKey
+from penstock.backends.engine.backend import OwnBackend
+from penstock.backends.http.external import ForeignWorker, Tools, make_backend
 from penstock.clock import Clock
 from penstock.config.fleet import WorkerConfig
 from penstock.config.health import HeartbeatConfig

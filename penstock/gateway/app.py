@@ -40,7 +40,7 @@ from penstock.gateway.stretched import StretchedPromises
 from penstock.gateway.tally import outcome_of
 from penstock.gateway.tenancy import Tenancy
 from penstock.gateway.tokenize_pool import TokenizePool
-from penstock.kv.locality import KVLocality
+from penstock.kv.index.locality import KVLocality
 from penstock.rng import IdSource, fresh_key
 from penstock.telemetry.log import Access as AccessLine
 from penstock.telemetry.log import Log

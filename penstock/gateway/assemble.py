@@ -13,7 +13,7 @@ from penstock.gateway.placements import Placements
 from penstock.gateway.reply import StreamSlots
 from penstock.gateway.shared.limits import SharedLimits
 from penstock.gateway.shared.spending import Spending
-from penstock.kv.locality import KVLocality
+from penstock.kv.index.locality import KVLocality
 from penstock.policy.budget import Budgets
 from penstock.policy.control import FlowControl
 from penstock.policy.decision_log import DecisionLog

@@ -35,7 +35,7 @@ from penstock.gateway.served_headers import Served
 from penstock.gateway.services import Services
 from penstock.gateway.tally import Tally
 from penstock.gateway.usage_chunks import CountingSink, UsageWriter
-from penstock.kv.prompt_keys import PromptKeys
+from penstock.kv.index.prompt_keys import PromptKeys
 from penstock.policy.admit_facts import DowngradeReason
 from penstock.policy.tenant import Tenant
 from penstock.protocol.needs import (

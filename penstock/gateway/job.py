@@ -11,7 +11,7 @@ from penstock.gateway.hints import Hints
 from penstock.gateway.models import ServedModel
 from penstock.gateway.prepare import choice_seed, sampling
 from penstock.gateway.served_headers import Served
-from penstock.kv.prompt_keys import PromptKeys
+from penstock.kv.index.prompt_keys import PromptKeys
 from penstock.policy.flow import Arrival
 from penstock.policy.tenant import Tenant
 from penstock.protocol.needs import NO_CONSTRAINT, Constraint

@@ -9,7 +9,7 @@ from penstock.gateway.cold_start import ColdStarts
 from penstock.gateway.dispatch import Dispatcher
 from penstock.gateway.models import ModelTable
 from penstock.gateway.tokenize_pool import TokenizePool
-from penstock.kv.locality import KVLocality
+from penstock.kv.index.locality import KVLocality
 from penstock.policy.budget import Budgets
 from penstock.policy.complexity import Choice
 from penstock.policy.decision_log import DecisionLog

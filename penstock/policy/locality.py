@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from penstock.clock import NS_PER_S
-from penstock.kv.prefix_index import NOTHING_HELD, Held
+from penstock.kv.index.prefix_index import NOTHING_HELD, Held
 from penstock.types import WorkerId
 
 

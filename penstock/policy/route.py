@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 from penstock.clock import NS_PER_S
 from penstock.config.placement import PlacementConfig
-from penstock.kv.prefix_index import NOTHING_HELD, Held
+from penstock.kv.index.prefix_index import NOTHING_HELD, Held
 from penstock.policy.band import Work
 from penstock.policy.decision_log import DecisionLog
 from penstock.policy.locality import NOTHING_LOCATED, LastWorkers, Locality, Located, NoLocality

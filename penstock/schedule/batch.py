@@ -2,8 +2,8 @@
 
 from bisect import bisect_left, insort
 
-from penstock.kv.manager import KVManager
-from penstock.kv.prefix_cache import PrefixMatch
+from penstock.kv.cache.manager import KVManager
+from penstock.kv.cache.prefix_cache import PrefixMatch
 from penstock.schedule.request import Request, Status
 from penstock.schedule.rows import RowTable
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from penstock.kv.block_pool import Epoch
+from penstock.kv.cache.block_pool import Epoch
 from penstock.schedule.plan import StepPlan
 from penstock.schedule.request import Request
 from penstock.schedule.step_time import StepLoad, chunk_pairs

@@ -8,7 +8,7 @@ order, and nothing is named meanwhile (`Batch.release`); tests/sim/test_leap.py 
 from array import array
 from collections.abc import Callable, Sequence
 
-from penstock.kv.manager import KVManager
+from penstock.kv.cache.manager import KVManager
 from penstock.schedule.batch import Batch
 from penstock.schedule.planner import Planner
 from penstock.schedule.prefill_budget import PrefillBudget

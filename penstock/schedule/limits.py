@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from penstock.config.tree import EngineConfig
 from penstock.errors import ContextTooLong, InvalidRequest
-from penstock.kv.manager import blocks_for
+from penstock.kv.cache.manager import blocks_for
 from penstock.schedule.plan import SCORED_TOKENS_MAX
 from penstock.schedule.request import Request
 from penstock.types import BLOCK_TOKENS

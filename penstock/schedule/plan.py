@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from penstock.kv.host_tier import BlockCopy, Copied
+from penstock.kv.cache.host_tier import BlockCopy, Copied
 from penstock.types import FinishReason, RequestId, SamplingParams, TokenLogprob, Usage
 
 SCORED_TOKENS_MAX = 64

@@ -1,8 +1,8 @@
 """Chooses a step's work: who is computed, how many tokens of whom, and who must give way."""
 
 from penstock.clock import Clock
-from penstock.kv.manager import blocks_for
-from penstock.kv.prefix_cache import PrefixMatch
+from penstock.kv.cache.manager import blocks_for
+from penstock.kv.cache.prefix_cache import PrefixMatch
 from penstock.schedule.batch import Batch
 from penstock.schedule.limits import Limits
 from penstock.schedule.prefill_budget import PrefillBudget

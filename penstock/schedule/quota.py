@@ -8,8 +8,8 @@ parking place, so that the queue moves on for the others.
 from heapq import heappop, heappush
 
 from penstock.errors import KVQuotaExceeded
-from penstock.kv.block_pool import BlockPool
-from penstock.kv.manager import blocks_for
+from penstock.kv.cache.block_pool import BlockPool
+from penstock.kv.cache.manager import blocks_for
 from penstock.schedule.queue import Order
 from penstock.schedule.request import Request
 from penstock.types import BLOCK_TOKENS

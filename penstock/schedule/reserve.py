@@ -6,7 +6,7 @@ are *expected* to generate is kept free: rho rises with every step in which some
 decays otherwise (after SGLang's adaptive new-token ratio).
 """
 
-from penstock.kv.manager import blocks_for
+from penstock.kv.cache.manager import blocks_for
 from penstock.schedule.request import Request
 from penstock.types import BLOCK_TOKENS
 

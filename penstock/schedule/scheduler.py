@@ -31,7 +31,7 @@ from collections.abc import Sequence
 
 from penstock.clock import Clock
 from penstock.errors import InvalidRequest
-from penstock.kv.manager import KVManager
+from penstock.kv.cache.manager import KVManager
 from penstock.schedule.batch import Batch
 from penstock.schedule.flight import FLIGHTS_MAX, Flight
 from penstock.schedule.leap import Draw, Leap

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from penstock.kv.host_tier import HostStatistics
+from penstock.kv.cache.host_tier import HostStatistics
 
 
 @dataclass(slots=True)

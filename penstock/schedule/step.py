@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from penstock.kv.block_pool import Epoch
-from penstock.kv.host_tier import NO_COPIES, Copies
+from penstock.kv.cache.block_pool import Epoch
+from penstock.kv.cache.host_tier import NO_COPIES, Copies
 from penstock.schedule.flight import Flight
 from penstock.schedule.plan import NewRow, RowWork, StepPlan
 from penstock.schedule.prefill_budget import PromptShare

@@ -22,7 +22,7 @@ every request ends, whatever the other rules say.
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
-from penstock.kv.block_pool import BlockPool
+from penstock.kv.cache.block_pool import BlockPool
 from penstock.schedule.request import Request
 from penstock.types import BLOCK_TOKENS
 

@@ -6,10 +6,10 @@ from penstock import rng
 from penstock.config.tree import Config
 from penstock.kv.events import KVEventBatch, Numbered
 from penstock.kv.hashing import BlockHasher
-from penstock.kv.locality import KVLocality
-from penstock.kv.prompt_keys import PromptKeyMaker, PromptKeys, own_keys
-from penstock.kv.residency import Residency
-from penstock.kv.vllm_events import events_of_own
+from penstock.kv.index.locality import KVLocality
+from penstock.kv.index.prompt_keys import PromptKeyMaker, PromptKeys, own_keys
+from penstock.kv.index.residency import Residency
+from penstock.kv.index.vllm_events import events_of_own
 from penstock.policy.decision_log import DecisionLog
 from penstock.policy.parts import LeastLoaded, Placement
 from penstock.policy.route import Router

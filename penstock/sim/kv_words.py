@@ -2,14 +2,14 @@
 
 | `WorldSpec.kv_kept` | as between | a gap |
 |---|---|---|
-| 0 | a gateway and our own workers: one connection, in order (backends/own_kv.py, engine/kv_feed.py) | ends with all that can be hit now, when the connection is there again |
+| 0 | a gateway and our own workers: one connection, in order (backends/engine/kv.py, engine/kv_feed.py) | ends with all that can be hit now, when the connection is there again |
 | n | a gateway and a publisher over lossy messages (fleet/kv_feed.py, engine/kv_publisher.py) | is seen at the next batch; the gateway asks for what is missing, and hears it, or, if it is no longer among the last n, believes nothing of before |
 """
 
 from collections import deque
 from collections.abc import Sequence
 
-from penstock.kv.block_pool import BlockPool
+from penstock.kv.cache.block_pool import BlockPool
 from penstock.kv.events import AllBlocksCleared, KVEvent, Numbered, encode_batch, stored_event
 
 KVNews = tuple[KVEvent, ...] | Numbered

@@ -15,7 +15,7 @@ from struct import iter_unpack
 from typing import overload
 
 from penstock.kv.hashing import PUBLIC, BlockHash, BlockHasher
-from penstock.kv.prompt_keys import KEY_BYTES
+from penstock.kv.index.prompt_keys import KEY_BYTES
 from penstock.sim.request import Segment
 from penstock.sim.streams import mix
 from penstock.types import BLOCK_TOKENS

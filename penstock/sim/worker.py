@@ -15,10 +15,10 @@ from typing import Protocol
 
 from penstock.config.tree import EngineConfig
 from penstock.errors import PenstockError, WorkerUnavailable
+from penstock.kv.cache.manager import KVManager
 from penstock.kv.events import KVEvent, KVEventLog
 from penstock.kv.hashing import BlockHash, BlockHasher
 from penstock.kv.identity import Computation
-from penstock.kv.manager import KVManager
 from penstock.schedule.limits import Limits
 from penstock.schedule.order import waiting_queue
 from penstock.schedule.plan import RequestOutput, Sampled, StepPlan, StepResult

@@ -22,9 +22,9 @@ from engine_stand_ins import (
 )
 from test_foreign_conformance import tools
 
-from penstock.backends.engine_metrics import LOAD_NAMES
-from penstock.backends.foreign import ForeignWorker, make_backend
-from penstock.backends.http_stream import Anomaly
+from penstock.backends.http.engine_metrics import LOAD_NAMES
+from penstock.backends.http.external import ForeignWorker, make_backend
+from penstock.backends.http.stream import Anomaly
 from penstock.config.checks import check
 from penstock.config.fleet import WorkerConfig
 from penstock.config.load import parse_config

@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.backends.engine_metrics import LINES_MAX, LOAD_NAMES, EngineLoad, Sample, load_of, parse_metrics
+from penstock.backends.http.engine_metrics import (
+    LINES_MAX,
+    LOAD_NAMES,
+    EngineLoad,
+    Sample,
+    load_of,
+    parse_metrics,
+)
 
 # As vLLM 0.32, SGLang 0.5, TGI 3, TensorRT-LLM 1.2 and Triton 2.51 write them, cut to what matters.
 VLLM = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.

@@ -20,7 +20,7 @@ from engine_stand_ins import (
 from test_foreign_conformance import opened, tools
 
 from penstock.backends.base import Finish
-from penstock.backends.http_backend import HttpBackend
+from penstock.backends.http.backend import HttpBackend
 from penstock.config.backends import BackendsConfig, HttpConfig
 from penstock.errors import (
     ContextTooLong,

@@ -21,8 +21,8 @@ from engine_stand_ins import (
 )
 
 from penstock.backends.base import Backend
-from penstock.backends.foreign import ForeignWorker, Tools, make_backend
-from penstock.backends.http_backend import HttpBackend
+from penstock.backends.http.backend import HttpBackend
+from penstock.backends.http.external import ForeignWorker, Tools, make_backend
 from penstock.clock import SystemClock
 from penstock.config.backends import BackendsConfig
 from penstock.errors import InvalidRequest

@@ -14,8 +14,8 @@ from test_engine_metrics import ADAPTERS, TRITON, VLLM
 from test_foreign_conformance import opened, tools
 
 from penstock.backends.base import Adapters, GenerateRequest, Phase, ToolCallPiece
-from penstock.backends.foreign import ForeignWorker, make_backend
-from penstock.backends.http_backend import HttpBackend
+from penstock.backends.http.backend import HttpBackend
+from penstock.backends.http.external import ForeignWorker, make_backend
 from penstock.config.backends import BackendsConfig
 from penstock.errors import ConfigError, WorkerUnavailable
 from penstock.telemetry.metrics import Metrics

@@ -14,10 +14,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from engine_stand_ins import StandIn, VllmStandIn, serving, until
 
-from penstock.backends.http_address import HttpAddress
-from penstock.backends.http_client import HttpClient, NoConnection
-from penstock.backends.http_fetch import ProbeFailed, fetch
-from penstock.backends.http_handler import HttpFailure, Trouble
+from penstock.backends.http.address import HttpAddress
+from penstock.backends.http.client import HttpClient, NoConnection
+from penstock.backends.http.fetch import ProbeFailed, fetch
+from penstock.backends.http.handler import HttpFailure, Trouble
 from penstock.clock import SystemClock
 from penstock.config.backends import HttpConfig
 from penstock.errors import ConfigError

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from scripted_runner import scripted_text
 from scripted_worker import Bench, bench
 
-from penstock.backends.own import OwnBackend
+from penstock.backends.engine.backend import OwnBackend
 from penstock.clock import SystemClock
 from penstock.config.health import HeartbeatConfig
 from penstock.errors import StreamBroken

@@ -12,9 +12,9 @@ from fleets import fleet_of
 from msgspec.structs import replace
 
 from penstock.backends.base import Phase
-from penstock.backends.own import OwnBackend
-from penstock.backends.own_link import WorkerLink
-from penstock.backends.own_stream import OwnStream
+from penstock.backends.engine.backend import OwnBackend
+from penstock.backends.engine.link import WorkerLink
+from penstock.backends.engine.stream import OwnStream
 from penstock.clock import ManualClock
 from penstock.config.health import HeartbeatConfig
 from penstock.errors import (

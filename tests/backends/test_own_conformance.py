@@ -18,7 +18,7 @@ from byte_tokenizer import byte_tokenizer
 from conformance import TIMEOUT_S, BackendConformance
 from scripted_worker import DOUBLES, RUNNER
 
-from penstock.backends.own import OwnBackend
+from penstock.backends.engine.backend import OwnBackend
 from penstock.clock import SystemClock
 from penstock.config.launch import WorkerLaunch
 from penstock.config.tree import EngineConfig

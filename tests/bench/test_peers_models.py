@@ -9,7 +9,7 @@ from peers.shapes import SHAPES, make_model
 from peers.vocabulary import SPECIAL, make_vocabulary, save_tokenizer
 
 from penstock.bench.prompts import WORDS
-from penstock.engine.models.registry import read_spec
+from penstock.models.registry import read_spec
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("28m", 28_058_112), ("494m", 494_032_768)])

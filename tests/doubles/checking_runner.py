@@ -9,8 +9,8 @@ wrong tokens, a block that was reused too early.
 from collections import deque
 from dataclasses import dataclass, field
 
-from penstock.kv.host_tier import BlockCopy, Copied
-from penstock.kv.manager import blocks_for
+from penstock.kv.cache.host_tier import BlockCopy, Copied
+from penstock.kv.cache.manager import blocks_for
 from penstock.schedule.plan import NewRow, RowWork, Sampled, Scored, StepPlan, StepResult
 from penstock.types import BLOCK_TOKENS, RequestId, SamplingParams, TokenLogprob
 

@@ -10,8 +10,8 @@ from penstock.engine.gpu.step import DeviceStep, RowState, StepBuffer, StepInput
 from penstock.engine.gpu.worklist import WorkList, WorkListLimits
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.rotary import RotaryTable, RotaryWeights
-from penstock.engine.models.spec import DecoderSpec, RopeSpec
 from penstock.engine.sampler import SampleRows
+from penstock.models.spec import DecoderSpec, RopeSpec
 
 CPU = torch.device("cpu")
 MAX_LEN = 1200

@@ -3,9 +3,9 @@
 from array import array
 from collections.abc import Iterable, Sequence
 
+from penstock.kv.cache.manager import KVManager
 from penstock.kv.events import DEVICE, HOST, AllBlocksCleared, BlockStored, KVEvent, KVEventLog
 from penstock.kv.hashing import PUBLIC, BlockHash
-from penstock.kv.manager import KVManager
 
 
 class EventIndex:

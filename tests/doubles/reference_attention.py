@@ -7,7 +7,7 @@ from penstock.engine.arrays import as_tensor
 from penstock.engine.attention.base import AttentionBatch
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.rotary import RotaryWeights
-from penstock.engine.models.spec import AttentionSpec
+from penstock.models.spec import AttentionSpec
 from penstock.types import BLOCK_TOKENS
 
 

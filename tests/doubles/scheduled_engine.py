@@ -7,9 +7,9 @@ from checking_runner import CheckingRunner, expected_scores, expected_tokens
 from event_index import EventIndex
 
 from penstock.clock import ManualClock
+from penstock.kv.cache.host_tier import HostLimits
+from penstock.kv.cache.manager import KVManager
 from penstock.kv.hashing import BlockHasher, token_array
-from penstock.kv.host_tier import HostLimits
-from penstock.kv.manager import KVManager
 from penstock.schedule.limits import Limits
 from penstock.schedule.plan import RequestOutput, StepPlan
 from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget

@@ -7,7 +7,7 @@ from pathlib import Path
 from byte_tokenizer import byte_tokenizer
 from step_gate import ENVIRONMENT
 
-from penstock.backends.own import OwnBackend
+from penstock.backends.engine.backend import OwnBackend
 from penstock.clock import SystemClock
 from penstock.config.health import HeartbeatConfig
 from penstock.config.tree import EngineConfig

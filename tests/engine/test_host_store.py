@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from penstock.engine.host_store import NoHostStore, ThreadHostStore, copy_runs
-from penstock.kv.host_tier import BlockCopy, Copied
+from penstock.kv.cache.host_tier import BlockCopy, Copied
 from penstock.schedule.plan import StepPlan
 
 OUT = (BlockCopy(3, 0), BlockCopy(4, 1), BlockCopy(0, 5), BlockCopy(7, 2))

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, PHI3, save, tiny_model
 
 from penstock.engine.loader import load_weights, random_weights
-from penstock.engine.models.names import decoder_weights
-from penstock.engine.models.registry import read_spec
 from penstock.errors import CheckpointError
+from penstock.models.names import decoder_weights
+from penstock.models.registry import read_spec
 from penstock.schedule.plan import NewRow, RowWork, StepPlan
 from penstock.types import RequestId, SamplingParams
 

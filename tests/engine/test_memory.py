@@ -2,8 +2,8 @@ import pytest
 
 from penstock.config.tree import EngineConfig
 from penstock.engine.memory import CPU_KV_BYTES_MAX, GPU_SHARE, KVBudget, free_memory_bytes, plan_kv
-from penstock.engine.models.spec import DecoderSpec, RopeSpec
 from penstock.errors import ConfigError
+from penstock.models.spec import DecoderSpec, RopeSpec
 
 SPEC = DecoderSpec(
     architecture="", vocab_size=100, hidden_size=64, intermediate_size=64, num_layers=4, num_heads=4, num_kv_heads=2,

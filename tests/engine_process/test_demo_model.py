@@ -8,7 +8,7 @@ from pathlib import Path
 from conformance import Recorder
 
 from penstock.backends.base import GenerateRequest
-from penstock.backends.own import OwnBackend
+from penstock.backends.engine.backend import OwnBackend
 from penstock.clock import SystemClock
 from penstock.config.tree import EngineConfig
 from penstock.fleet.launchers.base import WorkerSpec

@@ -14,7 +14,8 @@ from penstock.config.tree import KVEventsConfig
 from penstock.engine.kv_feed import KVEventFeed
 from penstock.engine.kv_publisher import KVPublisher, open_publisher
 from penstock.errors import ConfigError
-from penstock.kv.block_pool import BlockPool
+from penstock.kv.cache.block_pool import BlockPool
+from penstock.kv.cache.manager import KVManager
 from penstock.kv.events import (
     HOST,
     AllBlocksCleared,
@@ -25,7 +26,6 @@ from penstock.kv.events import (
     stored_event,
 )
 from penstock.kv.hashing import BlockHash, token_array
-from penstock.kv.manager import KVManager
 from penstock.protocol.worker import KVEvents, Ready, StepOutput, SubscribeKVEvents
 
 TIMEOUT_MS = 20_000

@@ -9,8 +9,8 @@ from conformance import Recorder, Requests
 from raw_worker import RawWorker, raw_worker, submit
 
 from penstock.backends.base import Phase
-from penstock.backends.own import OwnBackend
-from penstock.backends.own_auth import WorkerKey
+from penstock.backends.engine.auth import WorkerKey
+from penstock.backends.engine.backend import OwnBackend
 from penstock.clock import SystemClock
 from penstock.protocol.worker import Challenge, Proof, Ready, Welcome
 from penstock.protocol.worker_auth import gateway_mac, worker_mac

@@ -17,7 +17,7 @@ from raw_worker import wait_gone
 from scripted_runner import DIE, scripted_text
 
 from penstock.backends.base import GenerateRequest
-from penstock.backends.own import OwnBackend
+from penstock.backends.engine.backend import OwnBackend
 from penstock.clock import SystemClock
 from penstock.config.tree import EngineConfig
 from penstock.errors import CheckpointError, StreamBroken, WorkerUnavailable

@@ -18,11 +18,11 @@ from penstock.engine.kv_feed import KVEventFeed
 from penstock.engine.kv_publisher import KVPublisher
 from penstock.errors import ConfigError
 from penstock.fleet.kv_feed import END_OF_REPLAY, KVFeed
+from penstock.kv.cache.manager import KVManager
 from penstock.kv.events import Numbered
 from penstock.kv.hashing import BlockHasher
-from penstock.kv.locality import KVLocality
-from penstock.kv.manager import KVManager
-from penstock.kv.residency import Residency, StreamState
+from penstock.kv.index.locality import KVLocality
+from penstock.kv.index.residency import Residency, StreamState
 from penstock.telemetry.log import Log
 from penstock.types import WorkerId
 

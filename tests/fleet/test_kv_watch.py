@@ -19,8 +19,8 @@ from penstock.engine.kv_publisher import KVPublisher
 from penstock.fleet.kv_watch import KVWatch
 from penstock.fleet.registry import Registry
 from penstock.kv.events import Numbered
-from penstock.kv.locality import KVLocality
-from penstock.kv.residency import UNTOLD_MAX
+from penstock.kv.index.locality import KVLocality
+from penstock.kv.index.residency import UNTOLD_MAX
 from penstock.telemetry.log import Log
 from penstock.types import RequestId, SamplingParams, WorkerId
 

@@ -9,7 +9,7 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from scripted_worker import DOUBLES, RUNNER
 
-from penstock.backends.own import OwnBackend
+from penstock.backends.engine.backend import OwnBackend
 from penstock.cli.early import early_threads
 from penstock.clock import SystemClock
 from penstock.config.fleet import FleetConfig

@@ -11,13 +11,13 @@ from engine_stand_ins import OpenAIStandIn, until
 from fake_backend import FakeBackend
 from test_foreign_conformance import tools as backend_tools
 
-from penstock.backends.foreign import ForeignWorker, make_backend
-from penstock.backends.openai import OpenAIDialect
-from penstock.backends.sglang import SglangDialect
-from penstock.backends.tgi import TgiDialect
-from penstock.backends.triton import TritonDialect
-from penstock.backends.trtllm import TrtllmDialect
-from penstock.backends.vllm import VllmDialect
+from penstock.backends.http.dialects.openai import OpenAIDialect
+from penstock.backends.http.dialects.sglang import SglangDialect
+from penstock.backends.http.dialects.tgi import TgiDialect
+from penstock.backends.http.dialects.triton import TritonDialect
+from penstock.backends.http.dialects.trtllm import TrtllmDialect
+from penstock.backends.http.dialects.vllm import VllmDialect
+from penstock.backends.http.external import ForeignWorker, make_backend
 from penstock.config.backends import BackendsConfig
 from penstock.protocol.parameters import CHAT, COMPLETION
 from penstock.types import COMMON_CAPABILITIES, Capability

@@ -11,7 +11,7 @@ from engine_stand_ins import EOS, OpenAIStandIn, VllmStandIn, until
 from fake_backend import FakeBackend
 from test_foreign_conformance import tools as backend_tools
 
-from penstock.backends.foreign import ForeignWorker, make_backend
+from penstock.backends.http.external import ForeignWorker, make_backend
 from penstock.config.backends import BackendsConfig
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo=", "detail": "low"}}

@@ -8,7 +8,7 @@ import pytest
 from engine_stand_ins import OpenAIStandIn, text_of, until
 from test_foreign_conformance import tools
 
-from penstock.backends.foreign import ForeignWorker, make_backend
+from penstock.backends.http.external import ForeignWorker, make_backend
 from penstock.config.backends import BackendsConfig
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}

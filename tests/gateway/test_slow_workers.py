@@ -9,7 +9,7 @@ import pytest
 from engine_stand_ins import OpenAIStandIn, until
 from test_foreign_conformance import tools
 
-from penstock.backends.foreign import ForeignWorker, make_backend
+from penstock.backends.http.external import ForeignWorker, make_backend
 from penstock.config.backends import BackendsConfig, HttpConfig
 
 CHAT = "/v1/chat/completions"

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.errors import NamespaceBreach
-from penstock.kv.block_pool import BlockPool, Epoch
+from penstock.kv.cache.block_pool import BlockPool, Epoch
 from penstock.kv.hashing import BlockHash
 
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.kv.cache.manager import KVManager
 from penstock.kv.events import (
     HOST,
     NO_KV_EVENTS,
@@ -20,7 +21,6 @@ from penstock.kv.events import (
     stored_event,
 )
 from penstock.kv.hashing import PUBLIC, BlockHash, BlockHasher, token_array
-from penstock.kv.manager import KVManager
 
 HASHER = BlockHasher(key=bytes(32), identity="m float32")
 A, B = BlockHash(b"a" * 32), BlockHash(b"b" * 32)

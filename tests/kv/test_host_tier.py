@@ -4,11 +4,11 @@ import sys
 import pytest
 
 from penstock.errors import NamespaceBreach
+from penstock.kv.cache.host_tier import TRANSITIONS, BlockCopy, Copied, Copies, HostLimits, Slot
+from penstock.kv.cache.manager import KVManager
+from penstock.kv.cache.prefix_cache import ABSENT, BlockTable
 from penstock.kv.events import AllBlocksCleared, BlockRemoved, KVEventLog, stored_event
 from penstock.kv.hashing import BlockHasher, token_array
-from penstock.kv.host_tier import TRANSITIONS, BlockCopy, Copied, Copies, HostLimits, Slot
-from penstock.kv.manager import KVManager
-from penstock.kv.prefix_cache import ABSENT, BlockTable
 
 HASHER = BlockHasher(key=bytes(32), identity="m float32")
 IDLE_NS = 1000
@@ -295,8 +295,8 @@ def test_a_load_into_a_foreign_block_is_a_bug() -> None:
 WALLS = """
 from penstock.errors import NamespaceBreach
 from penstock.kv.hashing import PUBLIC, BlockHasher, token_array
-from penstock.kv.host_tier import Copied, HostLimits
-from penstock.kv.manager import KVManager
+from penstock.kv.cache.host_tier import Copied, HostLimits
+from penstock.kv.cache.manager import KVManager
 
 assert False, "never reached: this runs without asserts"
 hasher, tokens = BlockHasher(key=bytes(32), identity="m float32"), token_array(range(17))

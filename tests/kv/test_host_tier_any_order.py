@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from penstock import rng
+from penstock.kv.cache.host_tier import BlockCopy, Copied, HostLimits
+from penstock.kv.cache.manager import KVManager
+from penstock.kv.cache.prefix_cache import BlockTable
 from penstock.kv.hashing import BlockHasher, token_array
-from penstock.kv.host_tier import BlockCopy, Copied, HostLimits
-from penstock.kv.manager import KVManager
-from penstock.kv.prefix_cache import BlockTable
 
 HASHER = BlockHasher(key=bytes(32), identity="m float32")
 GARBAGE = object()

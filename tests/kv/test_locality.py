@@ -3,12 +3,12 @@
 from kv_talker import KVTalker
 
 from penstock.config.kv_index import KVIndexConfig
-from penstock.kv.block_names import OwnNames
-from penstock.kv.locality import KVLocality
-from penstock.kv.prefix_index import Held, Tier
-from penstock.kv.prompt_keys import PromptKeys
-from penstock.kv.residency import Residency
-from penstock.kv.vllm_events import Stored
+from penstock.kv.index.block_names import OwnNames
+from penstock.kv.index.locality import KVLocality
+from penstock.kv.index.prefix_index import Held, Tier
+from penstock.kv.index.prompt_keys import PromptKeys
+from penstock.kv.index.residency import Residency
+from penstock.kv.index.vllm_events import Stored
 from penstock.types import WorkerId
 
 A, B, C = (WorkerId(name) for name in "abc")

@@ -5,10 +5,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.kv.block_pool import Epoch
+from penstock.kv.cache.block_pool import Epoch
+from penstock.kv.cache.manager import KVManager, blocks_for
+from penstock.kv.cache.prefix_cache import BlockTable
 from penstock.kv.hashing import BlockHasher, token_array
-from penstock.kv.manager import KVManager, blocks_for
-from penstock.kv.prefix_cache import BlockTable
 
 HASHER = BlockHasher(key=bytes(32), identity="m float32")
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.kv.prefix_index import NO_MATCH, NOTHING_HELD, Held, PrefixIndex, Tier
+from penstock.kv.index.prefix_index import NO_MATCH, NOTHING_HELD, Held, PrefixIndex, Tier
 
 WORKERS = range(5)
 NEVER_NS = 1 << 62

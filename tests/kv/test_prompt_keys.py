@@ -5,10 +5,10 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.kv.cache.host_tier import HostLimits
+from penstock.kv.cache.manager import KVManager
 from penstock.kv.hashing import BlockHasher, token_bytes
-from penstock.kv.host_tier import HostLimits
-from penstock.kv.manager import KVManager
-from penstock.kv.prompt_keys import CanonicalHasher, PromptKeyMaker, namespace_of, own_keys
+from penstock.kv.index.prompt_keys import CanonicalHasher, PromptKeyMaker, namespace_of, own_keys
 
 KEY = b"0123456789abcdef"
 OWN = BlockHasher(key=KEY, identity="m float32")

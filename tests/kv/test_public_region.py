@@ -2,9 +2,9 @@
 
 import pytest
 
+from penstock.kv.cache.manager import KVManager
 from penstock.kv.events import BlockStored, KVEventLog
 from penstock.kv.hashing import PUBLIC, BlockHasher, token_array
-from penstock.kv.manager import KVManager
 
 HASHER = BlockHasher(key=bytes(32), identity="m float32")
 TOKENS = token_array(range(81))

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from kv_talker import KVTalker
 
 from penstock.config.kv_index import KVIndexConfig
-from penstock.kv.block_names import ForeignNames, OwnNames
 from penstock.kv.hashing import BlockHasher
-from penstock.kv.prefix_index import Held, PrefixIndex, Tier
-from penstock.kv.prompt_keys import PromptKeyMaker, PromptKeys, namespace_of
-from penstock.kv.residency import TABLE, UNREADABLE_MAX, Residency, StreamInput, StreamState
-from penstock.kv.vllm_events import Cleared, Stored
+from penstock.kv.index.block_names import ForeignNames, OwnNames
+from penstock.kv.index.prefix_index import Held, PrefixIndex, Tier
+from penstock.kv.index.prompt_keys import PromptKeyMaker, PromptKeys, namespace_of
+from penstock.kv.index.residency import TABLE, UNREADABLE_MAX, Residency, StreamInput, StreamState
+from penstock.kv.index.vllm_events import Cleared, Stored
 
 KEY = b"0123456789abcdef"
 MAKER = PromptKeyMaker(key=KEY, model="m")

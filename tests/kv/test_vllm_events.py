@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from penstock.errors import WorkerError
 from penstock.kv.events import AllBlocksCleared, BlockRemoved, KVEventBatch, encode_batch, stored_event
 from penstock.kv.hashing import token_bytes
-from penstock.kv.prefix_index import Tier
-from penstock.kv.vllm_events import (
+from penstock.kv.index.prefix_index import Tier
+from penstock.kv.index.vllm_events import (
     Cleared,
     KVEventError,
     Removed,

@@ -4,13 +4,13 @@ import torch
 import torch.nn.functional as F
 
 from penstock.engine.attention.base import AttentionBatch
+from penstock.engine.decoder import DecoderLimits
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.frequencies import inverse_frequencies
-from penstock.engine.models.decoder import DecoderLimits
-from penstock.engine.models.names import CheckpointNames, decoder_weights
-from penstock.engine.models.spec import AttentionSpec, DecoderSpec, MoeSpec, RopeSpec
 from penstock.engine.native.decoder import NativeAttention, NativeDecoder, unsupported
 from penstock.engine.native.library import STEP_PARTS, Type
+from penstock.models.names import CheckpointNames, decoder_weights
+from penstock.models.spec import AttentionSpec, DecoderSpec, MoeSpec, RopeSpec
 
 LIMITS = DecoderLimits(step_tokens=256, max_samples=16, max_model_len=256)
 

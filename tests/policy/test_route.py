@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.flow import QueueConfig
 from penstock.config.placement import PlacementConfig
-from penstock.kv.prefix_index import NOTHING_HELD, Held
+from penstock.kv.index.prefix_index import NOTHING_HELD, Held
 from penstock.policy.band import Work
 from penstock.policy.decision_log import PER_REQUEST_MAX, DecisionLog, explain
 from penstock.policy.parts import Hold

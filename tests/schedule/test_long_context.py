@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from penstock.clock import ManualClock
+from penstock.kv.cache.manager import KVManager
 from penstock.kv.hashing import BlockHasher, token_array
-from penstock.kv.manager import KVManager
 from penstock.schedule.limits import Limits
 from penstock.schedule.plan import Sampled, StepPlan, StepResult
 from penstock.schedule.queue import FCFSQueue

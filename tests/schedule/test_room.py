@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from scheduled_engine import ScheduledEngine
 
 from penstock.errors import KVQuotaExceeded
-from penstock.kv.block_pool import BlockPool
+from penstock.kv.cache.block_pool import BlockPool
+from penstock.kv.cache.prefix_cache import BlockTable
 from penstock.kv.hashing import BlockHash, token_array
-from penstock.kv.prefix_cache import BlockTable
 from penstock.schedule.class_queue import ClassQueue
 from penstock.schedule.queue import FCFSQueue, by_class
 from penstock.schedule.request import Request

@@ -1,6 +1,6 @@
 import pytest
 
-from penstock.kv.block_pool import Epoch
+from penstock.kv.cache.block_pool import Epoch
 from penstock.kv.hashing import token_array
 from penstock.schedule.plan import NewRow, RowWork
 from penstock.schedule.request import Request

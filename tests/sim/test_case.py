@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from penstock.kv.block_pool import BlockPool
+from penstock.kv.cache.block_pool import BlockPool
 from penstock.policy.control import FlowControl
 from penstock.sim.case import Case, draw_case, failure, run_case, shrink
 from penstock.sim.faults import Fault, FaultKind, draw_faults

@@ -4,7 +4,7 @@ import pytest
 from sim_load import poisson
 
 from penstock.clock import NS_PER_S
-from penstock.kv.residency import StreamState
+from penstock.kv.index.residency import StreamState
 from penstock.sim.chaos import Chaos
 from penstock.sim.checks import Checks
 from penstock.sim.faults import Fault, FaultKind

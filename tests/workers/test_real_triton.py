@@ -11,8 +11,8 @@ from test_foreign_conformance import TestTriton as TritonConformance
 from test_foreign_conformance import tools
 
 from penstock.backends.base import Backend
-from penstock.backends.foreign import ForeignWorker, make_backend
-from penstock.backends.http_backend import HttpBackend
+from penstock.backends.http.backend import HttpBackend
+from penstock.backends.http.external import ForeignWorker, make_backend
 from penstock.errors import WorkerUnavailable
 
 pytestmark = [pytest.mark.workers, pytest.mark.timeout(600)]

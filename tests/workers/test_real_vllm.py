@@ -12,9 +12,9 @@ from engine_stand_ins import until
 from test_foreign_conformance import tools
 
 from penstock.backends.base import Backend, GenerateRequest
-from penstock.backends.foreign import ForeignWorker, make_backend
-from penstock.backends.http_backend import HttpBackend
-from penstock.backends.own import OwnBackend
+from penstock.backends.engine.backend import OwnBackend
+from penstock.backends.http.backend import HttpBackend
+from penstock.backends.http.external import ForeignWorker, make_backend
 from penstock.clock import SystemClock
 from penstock.config.tree import EngineConfig
 from penstock.errors import ContextTooLong

@@ -12,15 +12,15 @@ from engine_stand_ins import until
 from test_foreign_conformance import tools
 
 from penstock.backends.base import GenerateRequest
-from penstock.backends.foreign import ForeignWorker, make_backend
-from penstock.backends.http_backend import HttpBackend
+from penstock.backends.http.backend import HttpBackend
+from penstock.backends.http.external import ForeignWorker, make_backend
 from penstock.clock import SystemClock
 from penstock.config.kv_index import KVIndexConfig
 from penstock.config.tree import LogConfig
 from penstock.fleet.kv_feed import KVFeed
-from penstock.kv.locality import KVLocality
-from penstock.kv.prompt_keys import PromptKeys
-from penstock.kv.residency import StreamState
+from penstock.kv.index.locality import KVLocality
+from penstock.kv.index.prompt_keys import PromptKeys
+from penstock.kv.index.residency import StreamState
 from penstock.rng import fresh_seed
 from penstock.telemetry.log import Log
 from penstock.text.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ from engine_stand_ins import until
 from test_foreign_conformance import tools
 
 from penstock.backends.base import GenerateRequest
-from penstock.backends.foreign import ForeignWorker, make_backend
+from penstock.backends.http.external import ForeignWorker, make_backend
 from penstock.config.tree import LimitsConfig
 from penstock.protocol.needs import constraint_of, rare_needs
 from penstock.protocol.openai_validate import parse_chat

@@ -31,7 +31,7 @@ from penstock.engine.attention.slots import slot_indices
 from penstock.engine.attention.tiles import TILE_TOKENS, TileShape
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.rotary import QKRotary, RotaryWeights
-from penstock.engine.models.spec import AttentionSpec
+from penstock.models.spec import AttentionSpec
 from penstock.types import BLOCK_TOKENS
 
 SCRATCH_BYTES_MAX = 32 * 1024 * 1024

@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.row_tiles import RowTiles, agreeing_rows, cancelling
 from penstock.engine.layers.softcap import soft_cap_
-from penstock.engine.models.spec import AttentionSpec
+from penstock.models.spec import AttentionSpec
 from penstock.types import BLOCK_TOKENS
 
 TILE_TOKENS = 128

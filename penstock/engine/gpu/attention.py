@@ -10,7 +10,7 @@ from penstock.engine.gpu.step import DeviceStep, RowState, StepBuffer, StepInput
 from penstock.engine.gpu.worklist import WorkList
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.rotary import RotaryWeights
-from penstock.engine.models.spec import AttentionSpec
+from penstock.models.spec import AttentionSpec
 from penstock.types import BLOCK_TOKENS
 
 

@@ -24,8 +24,8 @@ from penstock.engine.arrays import as_tensor
 from penstock.engine.gpu.ops import AttentionLayer, HeadRotation, Ops, Partials
 from penstock.engine.gpu.step import DeviceStep, Drawn, Int32Array, RowState
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.models.spec import DecoderSpec
 from penstock.errors import ConfigError
+from penstock.models.spec import DecoderSpec
 from penstock.types import BLOCK_TOKENS
 
 WORKSPACE_BYTES = 128 << 20

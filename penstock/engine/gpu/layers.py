@@ -12,7 +12,7 @@ from penstock.engine.kernels import Activation
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.linear import Linear
 from penstock.engine.layers.rotary import RotaryWeights
-from penstock.engine.models.spec import DecoderSpec
+from penstock.models.spec import DecoderSpec
 
 
 class DeviceLinear:

@@ -10,6 +10,7 @@ import torch
 
 from penstock.clock import Clock
 from penstock.config.tree import EngineConfig
+from penstock.engine.decoder import Decoder, DecoderLimits, WeightSource
 from penstock.engine.fingerprint import identify, name_of, torch_kernels
 from penstock.engine.gpu.flashinfer_ops import flashinfer_ops
 from penstock.engine.gpu.graphs import GraphLimits
@@ -24,11 +25,10 @@ from penstock.engine.host_store import host_store
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.loader import load_weights, random_weights
 from penstock.engine.memory import KVBudget, free_memory_bytes, plan_host_blocks, plan_kv
-from penstock.engine.models.decoder import Decoder, DecoderLimits, WeightSource
-from penstock.engine.models.registry import read_spec
-from penstock.engine.models.spec import DecoderSpec
 from penstock.engine.worst_case import blocks_of, largest_step
 from penstock.errors import ConfigError
+from penstock.models.registry import read_spec
+from penstock.models.spec import DecoderSpec
 from penstock.protocol.worker import ModelInfo
 from penstock.schedule.plan import SCORED_TOKENS_MAX
 from penstock.types import BLOCK_TOKENS

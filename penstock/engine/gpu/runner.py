@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.clock import NS_PER_MS, Clock
+from penstock.engine.decoder import Decoder
 from penstock.engine.gpu.attention import DeviceAttention
 from penstock.engine.gpu.graphs import GraphCache, GraphLimits, StepKind
 from penstock.engine.gpu.ops import Ops
@@ -25,7 +26,6 @@ from penstock.engine.gpu.step import DeviceStep, Drawn, RowState, StepBuffer, St
 from penstock.engine.gpu.worklist import WorkList
 from penstock.engine.host_store import HostStore
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.models.decoder import Decoder
 from penstock.engine.worst_case import largest_step
 from penstock.protocol.worker import ModelInfo
 from penstock.schedule.plan import NewRow, RowWork, StepPlan, StepResult

@@ -14,7 +14,7 @@ from penstock.engine.gpu.ops import AttentionLayer, HeadRotation, Partials
 from penstock.engine.gpu.step import NUM_SAMPLES, NUM_TOKENS, DeviceStep, Drawn, Int32Array, RowState
 from penstock.engine.gpu.torch_sampler import draw
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.models.spec import DecoderSpec
+from penstock.models.spec import DecoderSpec
 from penstock.types import BLOCK_TOKENS
 
 _TILE_TOKENS = 128

@@ -33,8 +33,8 @@ from penstock.engine.gpu.worklist import (
     SPLITS_MAX,
 )
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.models.spec import DecoderSpec
 from penstock.engine.sampler import GREEDY_BELOW
+from penstock.models.spec import DecoderSpec
 from penstock.types import BLOCK_TOKENS
 
 _PROGRAMS_PER_PROCESSOR = 2

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from penstock.engine.models.spec import RopeSpec
+from penstock.models.spec import RopeSpec
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int, max_len: int = 0) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.engine.layers.frequencies import rotary_angles
 from penstock.engine.layers.norm import RMSNorm
-from penstock.engine.models.spec import RopeSpec
+from penstock.models.spec import RopeSpec
 
 
 class RotaryTable:

@@ -1,4 +1,4 @@
-"""The decoder of `models/decoder.py` with a whole step as one native call, and the attention that goes with it.
+"""The decoder of `engine/decoder.py` with a whole step as one native call, and the attention that goes with it.
 
 The torch decoder makes some twelve calls per layer; at batch 1 a small model spends most of a token's time
 between them. Here a step is one call that releases the interpreter's lock. `NativeDecoder.forward` and
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from penstock.engine.arrays import Int64Array
 from penstock.engine.attention.base import AttentionBatch, Int32Array
+from penstock.engine.decoder import DecoderLimits, WeightSource
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.frequencies import rotary_angles
-from penstock.engine.models.decoder import DecoderLimits, WeightSource
-from penstock.engine.models.spec import ActivationKind, DecoderSpec, RopeSpec
 from penstock.engine.native.library import Decoder, Epilogue, Kernels, Layer, Mlp, Step, Type, Weight
 from penstock.engine.native.ops import HEAD_DIM_MAX, LayerCache
 from penstock.engine.native.weights import PackedWeight, exact, int4, int8, pack
+from penstock.models.spec import ActivationKind, DecoderSpec, RopeSpec
 
 Precision = Literal["native", "int8", "int4"]
 """`native` keeps the checkpoint's type; `int8` rounds weights once and inputs as they come (W8A8); `int4` rounds

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.backends.base import BackendStatus
-from penstock.backends.own import OwnBackend
+from penstock.backends.engine.backend import OwnBackend
 from penstock.config.launch import REAL_RUNNER
 from penstock.config.tree import EngineConfig
 from penstock.protocol.address import Address

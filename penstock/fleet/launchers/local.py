@@ -7,7 +7,7 @@ and the end of its standard input tells it too.
 
 import tempfile
 
-from penstock.backends.own import OwnBackend
+from penstock.backends.engine.backend import OwnBackend
 from penstock.clock import Clock
 from penstock.config.launch import WorkerLaunch
 from penstock.errors import WorkerUnavailable

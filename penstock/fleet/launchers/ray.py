@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.backends.own import OwnBackend
+from penstock.backends.engine.backend import OwnBackend
 from penstock.clock import Clock
 from penstock.config.launch import WorkerLaunch
 from penstock.config.ray import RayConfig

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from penstock.backends.own import OwnBackend
+from penstock.backends.engine.backend import OwnBackend
 from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.errors import CheckpointError, ConfigError, OperatorError, PenstockError, WorkerUnavailable
 from penstock.fleet.launchers.base import ProgressCallback, WorkerSpec

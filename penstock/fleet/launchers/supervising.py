@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from penstock.backends.own import OwnBackend
+from penstock.backends.engine.backend import OwnBackend
 from penstock.clock import Clock
 from penstock.fleet.launchers.base import WorkerSpec
 from penstock.fleet.launchers.log_file import WorkerLogs

@@ -16,9 +16,9 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 
-from penstock.backends.http_address import HttpAddress
-from penstock.backends.http_client import HttpClient, NoConnection
-from penstock.backends.http_fetch import ProbeFailed, fetch
+from penstock.backends.http.address import HttpAddress
+from penstock.backends.http.client import HttpClient, NoConnection
+from penstock.backends.http.fetch import ProbeFailed, fetch
 from penstock.clock import Clock, sleep
 from penstock.config.backends import HttpConfig
 from penstock.config.discover import KubernetesConfig

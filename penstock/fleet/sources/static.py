@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from penstock.backends.foreign import Tools
+from penstock.backends.http.external import Tools
 from penstock.clock import Clock
 from penstock.config.health import HeartbeatConfig
 from penstock.config.launch import share_of

@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Callable, Mapping
 
-from penstock.backends.http_client import Exchange
-from penstock.backends.http_handler import HttpFailure
+from penstock.backends.http.client import Exchange
+from penstock.backends.http.handler import HttpFailure
 
 LINE_BYTES_MAX = 8 * 1024 * 1024
 

@@ -13,7 +13,7 @@ from penstock.engine.attention.cpu import CpuAttention
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.rotary import RotaryTable, RotaryWeights
 from penstock.engine.layers.row_tiles import RowTiles
-from penstock.engine.models.spec import AttentionSpec, DecoderSpec, RopeSpec
+from penstock.models.spec import AttentionSpec, DecoderSpec, RopeSpec
 
 NUM_BLOCKS = 200
 MAX_TOKENS = 512

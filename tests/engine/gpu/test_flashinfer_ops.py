@@ -20,8 +20,8 @@ from penstock.engine.gpu.load import cuda_target
 from penstock.engine.gpu.ops import AttentionLayer, Partials
 from penstock.engine.gpu.runner import FLIGHTS
 from penstock.engine.gpu.torch_ops import TorchOps
-from penstock.engine.models.spec import DecoderSpec
 from penstock.errors import ConfigError
+from penstock.models.spec import DecoderSpec
 
 # Of flashinfer-python 0.7.2; `plan` of the decode wrapper takes these by keyword (its signature says **kwargs).
 DECODE_PLAN_OPTIONS = {

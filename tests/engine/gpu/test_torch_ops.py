@@ -8,15 +8,15 @@ import torch
 from device_steps import CPU, Row, device_step, limits, sampling_state
 
 from penstock.engine.attention.base import AttentionBatch
+from penstock.engine.decoder import Decoder, DecoderLimits
 from penstock.engine.gpu.layers import DeviceKernels
 from penstock.engine.gpu.step import Drawn
 from penstock.engine.gpu.torch_ops import TorchOps
 from penstock.engine.kernels import Kernels, TorchKernels
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.loader import load_weights
-from penstock.engine.models.decoder import Decoder, DecoderLimits
-from penstock.engine.models.registry import read_spec
 from penstock.engine.sampler import Sampler
+from penstock.models.registry import read_spec
 
 FAMILIES = ["qwen3", "mistral", "gemma2", "gemma3", "mixtral", "llama"]
 

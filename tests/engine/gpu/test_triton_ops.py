@@ -14,8 +14,8 @@ from penstock.engine.gpu.step import DeviceStep, Drawn, RowState
 from penstock.engine.gpu.torch_ops import TorchOps
 from penstock.engine.gpu.triton_ops import TritonOps
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.models.spec import AttentionSpec, RopeSpec
 from penstock.engine.sampler import Sampler
+from penstock.models.spec import AttentionSpec, RopeSpec
 
 # numpy tells of infinities that are meant: exp of a large number in a sigmoid, the logarithm of a min-p that is off.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|divide by zero|invalid value):RuntimeWarning")

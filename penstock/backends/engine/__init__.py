@@ -1,0 +1,1 @@
+"""How does a gateway talk to Penstock's own engine? Frames over one socket per worker."""

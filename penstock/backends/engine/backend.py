@@ -1,0 +1,352 @@
+"""Our own engine as a backend: many streams over one connection to its worker process.
+
+Owns the connection (made again whenever it is lost) and which stream gets which output. It neither starts
+nor restarts the process: a launcher does (fleet/launchers), and says through `report` what the socket
+cannot tell.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from penstock.backends.base import BackendStatus, GenerateRequest, Note, Phase, Sink, nothing
+from penstock.backends.draining import end_streams
+from penstock.backends.engine.auth import Handshake, Refused, WorkerKey
+from penstock.backends.engine.kv import KVEventListener, KVSubscription
+from penstock.backends.engine.link import WorkerLink
+from penstock.backends.engine.stream import OwnStream
+from penstock.clock import Clock, sleep
+from penstock.config.health import HeartbeatConfig
+from penstock.errors import WorkerUnavailable
+from penstock.kv.hashing import token_bytes
+from penstock.protocol.address import Address
+from penstock.protocol.worker import (
+    PROTOCOL_VERSION,
+    WARMING_UP,
+    Abort,
+    Challenge,
+    Drain,
+    Failed,
+    FromWorker,
+    KVEvents,
+    Loading,
+    Ready,
+    Stats,
+    StepOutput,
+    Submit,
+    Welcome,
+)
+from penstock.text.tokenizer import Tokenizer
+from penstock.types import RequestId
+
+RECONNECT_MIN_S = 0.01
+RECONNECT_MAX_S = 0.5
+RECONNECT_GROWTH = 1.2
+"""A worker that loads is found a sixth of its time late at most, where doubling would be as long as it took."""
+CLOSE_TIMEOUT_S = 1.0
+"""How long a worker may take to read the last frames."""
+NOTES_MAX = 20
+"""Lines kept in `BackendStatus.notes`; older ones go first."""
+
+
+class OwnBackend:
+    """One engine worker. `connect_to` an address, and it stays connected until drained or closed."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        clock: Clock,
+        heartbeat: HeartbeatConfig = HeartbeatConfig(),  # noqa: B008 - it is frozen.
+        *,
+        key: WorkerKey | None = None,
+    ) -> None:
+        """`key`: the worker must have it, and wants to see that we have."""
+        self.failure: Failed | None = None
+        """Why the worker says that it cannot serve, until it is heard of again."""
+        self.on_change: Callable[[], None] = nothing
+        """See `Backend.on_change`."""
+        self.on_phase: Callable[[], None] = nothing
+        """The same, but not for newer `stats`. For the launcher."""
+        self.progress = 0
+        """The last step heard of: while `num_streams` or the stats say that there is work, it must grow."""
+        self._tokenizer, self._clock, self._heartbeat = tokenizer, clock, heartbeat
+        self._status = BackendStatus()
+        self._key, self._handshake = key, Handshake(key)
+        self._refusal = ""
+        self._leaving: set[RequestId] = set()
+        """Streams that ended here; the worker has been told, and has not said its last word."""
+        self._num_again = 0
+        self._link: WorkerLink | None = None
+        self._streams: dict[RequestId, OwnStream] = {}
+        self._gathered: list[OwnStream] = []
+        """Streams with output of several steps to hand on."""
+        self._kv: KVSubscription | None = None
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._connecting: asyncio.Task[None] | None = None
+        self._says_trouble = False
+        self._delay_s = RECONNECT_MIN_S
+
+    @property
+    def status(self) -> BackendStatus:
+        """The latest known state; never blocks."""
+        return self._status
+
+    @property
+    def num_streams(self) -> int:
+        """Streams that have not had their finish."""
+        return len(self._streams)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the worker ought to be making steps, as far as is known here."""
+        stats = self._status.stats
+        return bool(self._streams) or (stats is not None and stats.running + stats.waiting > 0)
+
+    @property
+    def draining(self) -> bool:
+        """Nothing new is taken, and the worker's exit will be no accident."""
+        return self._draining
+
+    def connect_to(self, address: Address, *, says_trouble: bool = False) -> None:
+        """Connect, now or as soon as somebody listens there, and again after every loss. `says_trouble`: that nobody listens is
+        told as the stage, for nobody else knows more.
+        """
+        assert self._connecting is None, "already connected"
+        self._says_trouble = says_trouble
+        self._connecting = asyncio.create_task(self._stay_connected(address), name=f"connect {address}")
+
+    async def move_to(self, address: Address) -> None:
+        """The worker listens somewhere else from now on: its old connection is of no use, whatever it says."""
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.wait([self._connecting])
+            self._connecting = None
+        if self._link is not None:
+            self._link.abort()
+            await asyncio.wait([self._link.lost], timeout=CLOSE_TIMEOUT_S)
+        if not self._draining:
+            self.connect_to(address)
+
+    def hear_kv_events(self, listener: KVEventListener) -> None:
+        """Tell `listener` from now on what can be hit in the worker's KV cache. Call it once."""
+        assert self._kv is None, "there is a listener already"
+        self._kv = KVSubscription(listener)
+        if self._link is not None and self._handshake.is_over:
+            self._link.send(self._kv.request())
+
+    def generate(self, request: GenerateRequest, sink: Sink) -> OwnStream:
+        """See `Backend.generate`.
+
+        Raises:
+            WorkerUnavailable: not connected, not ready, draining, the worker stopped reading, or an adapter is asked for, which
+                our engine has none of.
+        """
+        if self._link is None or not self._status.ready or self._draining:
+            raise WorkerUnavailable(f"the worker is not ready: {self._status.stage}")
+        if self._link.clogged:
+            raise WorkerUnavailable("the worker does not read what it is sent")
+        if request.adapter:
+            raise WorkerUnavailable(f"the worker does not serve the adapter '{request.adapter[:64]}'")
+        assert request.request_id not in self._streams, f"{request.request_id} is already running"
+        if request.request_id in self._leaving:
+            # Another attempt of what was aborted here a moment ago. Its name must be another one there, or what the worker
+            # still says of the last attempt would be taken for this one's.
+            self._num_again += 1
+            again = RequestId(f"{request.request_id}+{self._num_again}")
+            request = replace(request, request_id=again)
+        self._link.send(
+            Submit(
+                request_id=request.request_id,
+                prompt=token_bytes(request.prompt_token_ids),
+                resumed=token_bytes(request.resumed) if request.resumed else b"",
+                sampling=request.sampling,
+                cache_salt=request.cache_salt,
+                public_tokens=request.public_tokens,
+                priority=request.priority,
+                fairness_key=request.fairness_key,
+                fairness_weight=request.fairness_weight,
+            )
+        )
+        stream = OwnStream(request, sink, self._tokenizer, self._clock, self._leave)
+        self._streams[request.request_id] = stream
+        return stream
+
+    async def drain(self, timeout_s: float) -> None:
+        """See `Backend.drain`. The worker stays: other gateways may use it, and who launched it ends it."""
+        self._draining = True
+        self._change(Phase.DRAINING, "draining")
+        await end_streams(self._streams, self._idle, timeout_s)
+        await self.close()
+
+    def end_worker(self) -> bool:
+        """Tell the worker to exit once it has finished what it runs, for whomever; False if it cannot be told. For the launcher."""
+        if self._link is None:
+            return False
+        self._link.send(Drain())
+        return True
+
+    async def close(self) -> None:
+        """Let go of the worker at once: whatever still runs is broken off."""
+        self._draining = True
+        link = self._link
+        if link is not None:
+            link.close("this gateway closed the connection")
+            await asyncio.wait([link.lost], timeout=CLOSE_TIMEOUT_S)
+            link.abort()
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.wait([self._connecting])
+            self._connecting = None
+        self._change(Phase.DOWN, "closed")
+
+    def report(
+        self, *, stage: str, note: str | None = None, restarts: int | None = None, is_down: bool = False
+    ) -> None:
+        """For the launcher: what happened to the process, and whether that was its end."""
+        if note is not None:
+            self._status.notes[:] = [*self._status.notes, Note(note, self._clock.wall_ns())][-NOTES_MAX:]
+        if restarts is not None:
+            self._status.restarts = restarts
+        self._change(Phase.DOWN if is_down else self._status.phase, stage)
+
+    # --- the link ------------------------------------------------------------------------------------
+
+    def on_link_up(self, link: WorkerLink) -> None:
+        """Connected: the worker will say at once how far it is, or what it wants to see first."""
+        self._link, self._handshake = link, Handshake(self._key)
+        if self._handshake.is_over:
+            self._welcomed(link)
+
+    def on_message(self, message: FromWorker, *, behind: bool = False) -> None:
+        """One message from the worker; outputs first, for they are nearly all there is.
+
+        `behind`: several came at once, so this gateway is slower than the worker now. Then what they give one stream goes on
+        together, in `on_caught_up`: a step costs less to relay the further behind we are.
+        """
+        if not self._handshake.is_over:
+            self._shake_hands(message)
+        elif isinstance(message, StepOutput):
+            self.progress = message.step or self.progress
+            streams = self._streams
+            for output in message.outputs:
+                # A stream that ended here (abort, stop string) may still get a late output.
+                if (stream := streams.get(output.request_id)) is not None:
+                    if behind:
+                        if stream.gather(output):
+                            self._gathered.append(stream)
+                    else:
+                        stream.push(output)
+                elif output.finish is not None:
+                    self._leaving.discard(output.request_id)
+        elif isinstance(message, Stats):
+            self._status.stats = message
+            self.progress = message.step
+            self.on_change()
+        elif isinstance(message, KVEvents):
+            if self._kv is not None:
+                self._kv.push(message)
+        elif isinstance(message, Challenge | Welcome):
+            self._shake_hands(message)
+        else:
+            self._on_state(message)
+
+    def on_caught_up(self) -> None:
+        """All that came at once was handed on."""
+        if self._gathered:
+            gathered, self._gathered = self._gathered, []
+            for stream in gathered:
+                stream.let_go()
+
+    def on_link_doubted(self, *, doubted: bool) -> None:
+        """It gets nothing new while it does not answer; its streams wait for it, until the link is given up."""
+        if doubted:
+            self._change(Phase.SUSPECT, "it does not answer")
+        else:
+            self._change(Phase.READY, "ready")
+
+    def _shake_hands(self, message: FromWorker) -> None:
+        link = self._link
+        assert link is not None, "it speaks, so it is connected"
+        try:
+            proof = self._handshake.take(message)
+        except Refused as error:
+            self._refusal = str(error)
+            link.close(self._refusal)
+            return
+        if proof is not None:
+            link.send(proof)
+        elif self._handshake.is_over:
+            self._welcomed(link)
+
+    def _welcomed(self, link: WorkerLink) -> None:
+        self._refusal = ""
+        if self._kv is not None:
+            link.send(self._kv.request())
+
+    def on_link_lost(self, why: str) -> None:
+        """Every stream breaks off; the connecting task tries again."""
+        died = self._link is not None and not self._link.was_cut
+        self._link = None
+        self._leaving.clear()
+        if self._handshake.is_unanswered:
+            self._refusal = "it did not take the key that api_key_env names"
+        if self.failure is not None:
+            why = f"the worker failed with {self.failure.kind}: {self.failure.error}"
+        self._status.stats = None
+        self.progress = 0
+        if self._refusal:
+            self._change(Phase.REFUSED, self._refusal)
+        else:
+            self._change(Phase.LOST, "disconnected")
+        for stream in list(self._streams.values()):
+            stream.break_off(why, died=died)
+
+    def _on_state(self, state: Loading | Ready | Failed) -> None:
+        self.failure = None
+        if isinstance(state, Loading):
+            self._status.done, self._status.total = state.done, state.total
+            self._change(Phase.WARMING if state.stage == WARMING_UP else Phase.LOADING, state.stage)
+        elif isinstance(state, Failed):
+            self.failure = state
+            self._change(Phase.LOST, f"failed: {state.error}")
+        elif state.version != PROTOCOL_VERSION:
+            stage = f"the worker speaks protocol {state.version}, this gateway {PROTOCOL_VERSION}"
+            self._change(Phase.REFUSED, stage)
+        else:
+            self._status.info = state.info
+            self._delay_s = RECONNECT_MIN_S
+            if self._link is not None:
+                self._link.expect_answers()
+            self._change(Phase.READY, "ready")
+
+    def _change(self, phase: Phase, stage: str) -> None:
+        if self._draining and phase is not Phase.DOWN:
+            phase = Phase.DRAINING  # Whatever it says of itself: it is given nothing more.
+        self._status.phase, self._status.stage = phase, stage
+        self.on_phase()
+        self.on_change()
+
+    def _leave(self, request_id: RequestId, tell_worker: bool) -> None:
+        """A stream ended."""
+        del self._streams[request_id]
+        if tell_worker and self._link is not None:
+            self._link.send(Abort((request_id,)))
+            self._leaving.add(request_id)
+        if not self._streams:
+            self._idle.set()
+
+    async def _stay_connected(self, address: Address) -> None:
+        while True:
+            try:
+                link = await WorkerLink.connect(address, self, self._heartbeat)
+            except OSError as error:  # Nobody listens (yet).
+                why = f"cannot connect to {address}: {error.strerror or error}"
+                if self._says_trouble and why != self._status.stage:
+                    self._status.stage = why
+                    self.on_change()
+            else:
+                await link.lost
+            await sleep(self._delay_s)
+            self._delay_s = min(self._delay_s * RECONNECT_GROWTH, RECONNECT_MAX_S)

@@ -1,0 +1,203 @@
+"""The wire between a gateway and one engine worker: messages in both directions, no streams, no policy.
+
+What is sent in one tick of the event loop leaves in one write. Whoever owns the link is told of every
+message and of the end; after the end a link is spent, and a new one is made. A worker that says nothing any more is
+asked for a sign of life, then doubted, then given up: whatever it may say later, nobody listens on that connection.
+"""
+
+import asyncio
+from typing import Protocol, cast
+
+from penstock.backends.engine.heartbeat import Beat, Heartbeat
+from penstock.config.health import HeartbeatConfig
+from penstock.protocol.address import Address, UnixAddress
+from penstock.protocol.worker import (
+    MAX_FRAME_BYTES,
+    FrameDecoder,
+    FromWorker,
+    Ping,
+    Pong,
+    ProtocolError,
+    ToWorker,
+    decode_from_worker,
+    encode,
+)
+
+CONNECT_TIMEOUT_S = 2.0
+GREETING_BEATS = 20
+"""Silent beats after which a connection without a first word is cut. A worker that is stopped still has its kernel accept connections. It may also just be starting, on a busy machine."""
+
+
+class LinkOwner(Protocol):
+    """Who hears what the worker says."""
+
+    def on_link_up(self, link: "WorkerLink") -> None:
+        """The connection is open. Called once, before anything else."""
+        ...
+
+    def on_message(self, message: FromWorker, *, behind: bool = False) -> None:
+        """One message, in order. `behind`: others came with it, and `on_caught_up` is called after the last of them.
+
+        Raises:
+            ProtocolError: it makes no sense here; the link is closed.
+        """
+        ...
+
+    def on_caught_up(self) -> None:
+        """All that came at once was handed over."""
+        ...
+
+    def on_link_doubted(self, *, doubted: bool) -> None:
+        """The worker has not answered for a while, or is heard again."""
+        ...
+
+    def on_link_lost(self, why: str) -> None:
+        """The link is gone, for either side's reasons. Called once."""
+        ...
+
+
+class WorkerLink(asyncio.Protocol):
+    """One connection to a worker. Made by `connect`."""
+
+    def __init__(self, owner: LinkOwner, heartbeat: HeartbeatConfig) -> None:
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the connection is gone."""
+        self._owner = owner
+        self._decoder = FrameDecoder()
+        self._unsent: list[bytes] = []
+        self._transport: asyncio.Transport | None = None
+        self.was_cut = False
+        """It was this side that ended it."""
+        self._why = "the worker closed the connection"
+        self._config = heartbeat
+        self._heartbeat: Heartbeat | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._heard = False
+        self._greeting_beats = 0
+
+    @classmethod
+    async def connect(cls, address: Address, owner: LinkOwner, heartbeat: HeartbeatConfig) -> "WorkerLink":
+        """A link to the worker that listens there.
+
+        Raises:
+            OSError: nobody does, or nobody answers (TimeoutError).
+        """
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            if isinstance(address, UnixAddress):
+                _, link = await loop.create_unix_connection(lambda: cls(owner, heartbeat), address.path)
+            else:
+                _, link = await loop.create_connection(
+                    lambda: cls(owner, heartbeat), address.host, address.port
+                )
+        return link
+
+    def expect_answers(self) -> None:
+        """The worker serves: from now on it answers when it is asked, and silence counts. While it loads it may not."""
+        limits = self._config
+        if self._heartbeat is None:
+            self._heartbeat = Heartbeat(doubt_after=limits.suspect_after, give_up_after=limits.lost_after)
+
+    @property
+    def clogged(self) -> bool:
+        """The worker does not read: nothing more should be sent for now."""
+        return self._transport is None or self._transport.get_write_buffer_size() > MAX_FRAME_BYTES
+
+    def send(self, message: ToWorker) -> None:
+        """Send at the end of this tick. After the end of the link it is dropped.
+
+        Raises:
+            ProtocolError: the message is too large to be framed; nothing was sent.
+        """
+        if self._transport is None:
+            return
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self.flush)
+        self._unsent.append(encode(message))
+
+    def flush(self) -> None:
+        """Send now what waits for the end of the tick."""
+        if self._transport is not None and self._unsent:
+            self._transport.write(b"".join(self._unsent))
+        self._unsent.clear()
+
+    def close(self, why: str) -> None:
+        """Send what is unsent, then close. The owner is told `why`, soon."""
+        self._why, self.was_cut = why, True
+        self.flush()
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Close without waiting for a worker that does not read."""
+        self.was_cut = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    # --- called by the event loop --------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The connection is open."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are not subclasses of it.
+        self._beat_later()
+        self._owner.on_link_up(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes from the worker. A worker that breaks the protocol is disconnected."""
+        if self._transport is None or self._transport.is_closing():
+            return  # Given up: what it says now, after a pause perhaps, belongs to an epoch that is over.
+        self._heard = True
+        try:
+            bodies = list(self._decoder.feed(data))
+            behind = len(bodies) > 1
+            for body in bodies:
+                message = decode_from_worker(body)
+                if not isinstance(message, Pong):
+                    self._owner.on_message(message, behind=behind)
+        except ProtocolError as error:
+            self.close(f"the worker broke the protocol: {error}")
+        self._owner.on_caught_up()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is gone."""
+        self._transport = None
+        self._unsent.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+        if exc is not None:
+            self._why = f"the connection to the worker broke: {exc}"
+        self._owner.on_link_lost(self._why)
+        if not self.lost.done():  # Cancelled with the task that awaited it, perhaps.
+            self.lost.set_result(None)
+
+    # --- signs of life -------------------------------------------------------------------------------
+
+    def _beat_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._config.interval_s, self._beat)
+
+    def _beat(self) -> None:
+        heard, self._heard = self._heard, False
+        self._beat_later()
+        if self._heartbeat is None:
+            self._await_greeting(heard=heard)
+            return
+        verdict = self._heartbeat.beat(heard=heard)
+        if verdict is Beat.NOTHING:
+            return
+        if verdict is Beat.GIVE_UP:
+            self._give_up(self._heartbeat.silent)
+            return
+        if verdict is not Beat.TRUST:
+            self.send(Ping())
+        if verdict is not Beat.ASK:
+            self._owner.on_link_doubted(doubted=verdict is Beat.DOUBT)
+
+    def _await_greeting(self, *, heard: bool) -> None:
+        """Every worker says at once how far it is. One that never does is stopped, or nobody at all."""
+        self._greeting_beats = -1 if heard or self._greeting_beats < 0 else self._greeting_beats + 1
+        if self._greeting_beats >= GREETING_BEATS:
+            self._give_up(self._greeting_beats)
+
+    def _give_up(self, beats: int) -> None:
+        self._why = f"the worker has given no sign of life for {beats * self._config.interval_s:.3g} s"
+        self.abort()

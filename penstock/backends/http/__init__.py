@@ -1,0 +1,1 @@
+"""How does a gateway talk to an engine or a provider that is not ours? Streams over HTTP."""

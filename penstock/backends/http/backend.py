@@ -1,0 +1,378 @@
+"""A worker that is not ours, over HTTP: its streams, whether it is there, what it serves and how loaded it is.
+
+    open ─> probing: GET health ─> GET facts (once, and again after every loss) ─> GET metrics ─> ready
+                ^──────────────────────── every probe_s ────────────────────────────┘
+    a connection refused or broken in mid-answer: not ready at once, and probed at once
+
+Which API it speaks is a `Dialect`'s business. A worker that serves another model than it should is not ready.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from penstock.backends.base import (
+    Adapters,
+    BackendStatus,
+    Finish,
+    GenerateRequest,
+    Note,
+    Phase,
+    Sink,
+    nothing,
+)
+from penstock.backends.draining import end_streams
+from penstock.backends.http.client import HttpClient, NoConnection
+from penstock.backends.http.dialects.base import Dialect, WorkerFacts
+from penstock.backends.http.engine_metrics import LOAD_NAMES, EngineLoad, load_of, parse_metrics
+from penstock.backends.http.fetch import ProbeFailed, fetch
+from penstock.backends.http.stream import Anomaly, HttpStream
+from penstock.clock import NS_PER_S, Clock, sleep
+from penstock.config.backends import BackendsConfig
+from penstock.errors import ClientError, Overloaded, StreamBroken, WorkerUnavailable
+from penstock.protocol.worker import ModelInfo, Stats
+from penstock.telemetry.backend_metrics import BackendMeters
+from penstock.text.piece_tokens import PieceTokens
+from penstock.text.tokenizer import Tokenizer
+from penstock.types import BLOCK_TOKENS, FinishReason, RequestId
+
+NOTES_MAX = 20
+"""Lines kept in `BackendStatus.notes`; older ones go first."""
+FACTS_BYTES_MAX = 1024 * 1024
+FACTS_EVERY = 10
+"""Probes after which a worker with adapters is asked again which ones it has."""
+_NO_LIST = frozenset({404, 405, 429, 501})
+"""A provider that answers so is there, and has no list of models for us."""
+
+
+class WrongWorker(ProbeFailed):
+    """It answers, and is not what the configuration says."""
+
+
+class HttpBackend:
+    """One worker at an address. `open` it; it is probed until it is drained or closed."""
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        client: HttpClient,
+        tokenizer: Tokenizer,
+        clock: Clock,
+        config: BackendsConfig,
+        *,
+        engine: str,
+        model: str,
+        meters: BackendMeters,
+        draw: Callable[[], float],
+        metrics: tuple[HttpClient, str] | None = None,
+        max_model_len: int = 0,
+        max_running: int = 0,
+        probe_min_s: float = 0.0,
+        lacks: frozenset[str] = frozenset(),
+    ) -> None:
+        """`model` is its name over there. `draw` gives numbers from 0 to 1, for probes that should not come together.
+        `metrics` is where its metrics are. `max_model_len` 0: as it says itself. `lacks`: capabilities that its engine has and it has not.
+        """
+        self.on_change: Callable[[], None] = nothing
+        """See `Backend.on_change`."""
+        self._dialect, self._client, self._tokenizer, self._clock = dialect, client, tokenizer, clock
+        self._config, self._engine, self._model = config, engine, model
+        self._meters, self._draw, self._metrics = meters, draw, metrics
+        self._max_model_len, self._max_running = max_model_len, max_running
+        self._probe_s = max(config.probe_s, probe_min_s)
+        capabilities = frozenset[str](dialect.capabilities) - lacks
+        self._status = BackendStatus(stage="not asked yet", static_capabilities=capabilities)
+        self._pieces = PieceTokens(tokenizer)
+        self._streams: dict[RequestId, HttpStream] = {}
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._probe_now = asyncio.Event()
+        self._probing: asyncio.Task[None] | None = None
+        self._load_ns = 0
+        self._complaints: set[str] = set()
+        self._num_probes = 0
+        self._adapters: frozenset[str] = frozenset()
+        self._used: tuple[str, ...] = ()
+
+    @property
+    def status(self) -> BackendStatus:
+        """The latest known state; never blocks."""
+        return self._status
+
+    @property
+    def num_streams(self) -> int:
+        """Streams that have not had their finish."""
+        return len(self._streams)
+
+    @property
+    def draining(self) -> bool:
+        """Nothing new is taken."""
+        return self._draining
+
+    def open(self) -> None:
+        """Begin to probe it. Call it once, on the event loop."""
+        assert self._probing is None, "it is open"
+        self._probing = asyncio.create_task(self._keep_probing(), name=f"probe {self._client.address}")
+
+    def generate(self, request: GenerateRequest, sink: Sink) -> HttpStream:
+        """See `Backend.generate`.
+
+        Raises:
+            WorkerUnavailable: it is not ready, draining, all connections that are allowed are in use, or it is to go on
+                with what another worker began, which no foreign engine can do exactly.
+        """
+        if request.resumed:
+            raise WorkerUnavailable("this kind of worker cannot go on with what another one began")
+        if not self._status.ready or self._draining:
+            raise WorkerUnavailable(f"the worker is not ready: {self._status.stage}")
+        if request.adapter and request.adapter not in self._status.adapters.served:
+            raise WorkerUnavailable(f"the worker does not serve the adapter '{request.adapter[:64]}'")
+        assert request.request_id not in self._streams, f"{request.request_id} is already running"
+        http = self._config.http
+        stream = HttpStream(
+            request,
+            sink,
+            self._dialect.reader(request),
+            tokenizer=self._tokenizer,
+            pieces=self._pieces,
+            clock=self._clock,
+            owner=self,
+            model=request.adapter or self._dialect.expects_model,
+            trusts_prompt=self._dialect.sends_chats and request.is_chat,
+            event_bytes_max=http.event_bytes_max,
+            error_bytes_max=http.error_bytes_max,
+        )
+        try:
+            submission = self._dialect.submission(request)
+        except ClientError as error:
+            self._streams[request.request_id] = stream
+            asyncio.get_running_loop().call_soon(stream.fail, error)  # Not before this has returned.
+            return stream
+        try:
+            stream.sent(self._client.start("POST", submission.path, stream, body=submission.body))
+        except NoConnection as error:
+            raise WorkerUnavailable(str(error)) from None
+        self._streams[request.request_id] = stream
+        return stream
+
+    async def drain(self, timeout_s: float) -> None:
+        """See `Backend.drain`. The worker stays: it is not ours."""
+        self._draining = True
+        self._change(Phase.DRAINING, "draining")
+        await end_streams(self._streams, self._idle, timeout_s)
+        await self.close()
+
+    async def close(self) -> None:
+        """Let go of the worker at once: whatever still runs is broken off."""
+        self._draining = True
+        if self._probing is not None:
+            self._probing.cancel()
+            await asyncio.wait([self._probing])
+            self._probing = None
+        for stream in list(self._streams.values()):
+            stream.fail(_broken("this gateway closed the connection", stream))
+        self._client.close()
+        if self._metrics is not None:
+            self._metrics[0].close()
+        self._change(Phase.DOWN, "closed")
+
+    # --- from its streams ------------------------------------------------------------------------------
+
+    def leave(self, stream: HttpStream, finish: Finish) -> None:
+        """See `Owner`."""
+        del self._streams[stream.request_id]
+        self._meters.ended(_outcome(finish))
+        if not self._streams:
+            self._idle.set()
+
+    def noted(self, anomaly: Anomaly, detail: str) -> None:
+        """See `Owner`."""
+        self._meters.odd(anomaly.value)
+        self._complain(anomaly.value, detail)
+        if anomaly is Anomaly.OTHER_MODEL:
+            self._down(Phase.REFUSED, detail)
+            self._probe_now.set()
+
+    def lost(self, why: str, *, unreachable: bool) -> None:
+        """See `Owner`. While other streams live, one that breaks is only a reason to look."""
+        self._probe_now.set()
+        if unreachable or len(self._streams) <= 1:
+            self._down(Phase.LOST, why)
+
+    # --- probes ----------------------------------------------------------------------------------------
+
+    async def _keep_probing(self) -> None:
+        while True:
+            self._probe_now.clear()
+            try:
+                async with asyncio.timeout(self._config.probe_timeout_s):
+                    await self._probe()
+            except WrongWorker as error:
+                self._down(Phase.REFUSED, str(error))
+            except ProbeFailed as error:
+                self._down(Phase.LOST, str(error))
+            except TimeoutError:
+                self._down(Phase.LOST, f"no answer to a probe within {self._config.probe_timeout_s:g} s")
+            except Exception as error:  # noqa: BLE001 - a worker whose words meet a bug here must not stay unwatched.
+                self._down(Phase.LOST, f"a bug met its answer to a probe: {error!r}")
+            await self._pause(self._probe_s * (0.9 + 0.2 * self._draw()))
+
+    async def _pause(self, seconds: float) -> None:
+        """Until the next probe is due, or wanted now; never less than a moment."""
+        await sleep(min(seconds, self._config.probe_s / 20))
+        try:
+            async with asyncio.timeout(seconds):
+                await self._probe_now.wait()
+        except TimeoutError:
+            pass
+
+    async def _probe(self) -> None:
+        path = self._dialect.health_path
+        if path:
+            self._expect_ok(await fetch(self._client, path, FACTS_BYTES_MAX), path)
+        self._num_probes += 1
+        knows = self._status.info is not None and self._status.ready and bool(path)
+        if not knows or ((self._adapters or self._used) and self._num_probes % FACTS_EVERY == 0):
+            await self._ask_facts()  # Adapters come and go while it runs.
+        await self._read_load()
+        if not self._status.ready and not self._draining:
+            self._change(Phase.READY, "ready")
+
+    async def _ask_facts(self) -> None:
+        path, dialect = self._dialect.facts_path, self._dialect
+        answer = await fetch(self._client, path, FACTS_BYTES_MAX)
+        facts = WorkerFacts()
+        if dialect.needs_facts or answer[0] not in _NO_LIST:
+            self._expect_ok(answer, path)
+            try:
+                facts = dialect.facts(answer[1])
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                if dialect.needs_facts:
+                    raise WrongWorker(f"what it says of itself at {path} cannot be read: {error}") from error
+        if dialect.listed_model and dialect.listed_model not in facts.models:
+            known = ", ".join(f"'{name[:64]}'" for name in facts.models[:8]) or "nothing"
+            raise WrongWorker(f"it serves {known}, and not '{dialect.listed_model}'")
+        self._learn(facts)
+
+    def _expect_ok(self, answer: tuple[int, bytes], path: str) -> None:
+        if answer[0] in (401, 403):
+            raise WrongWorker(f"it does not accept the key that it is given ({path} answers {answer[0]})")
+        if answer[0] != 200:
+            raise ProbeFailed(f"{path} answers {answer[0]}")
+
+    def _learn(self, facts: WorkerFacts) -> None:
+        length = self._max_model_len or facts.max_model_len
+        if not length:
+            raise WrongWorker("it does not say how long its context is: set max_model_len of the worker")
+        self._adapters = facts.adapters if self._dialect.has_adapters else frozenset()
+        self._tell_adapters()
+        known = self._status.info
+        info = ModelInfo(
+            model=self._model,
+            architecture=self._engine,
+            dtype="",
+            num_parameters=0,
+            vocab_size=self._tokenizer.vocab_size,
+            max_model_len=length,
+            num_blocks=known.num_blocks if known is not None else 0,
+            block_tokens=BLOCK_TOKENS,
+            max_running=self._max_running,
+        )
+        if info != known:
+            self._status.info = info
+
+    async def _read_load(self) -> None:
+        """What its metrics say. Without them it is as loaded as this gateway has loaded it."""
+        now_ns, names = self._clock.now_ns(), LOAD_NAMES.get(self._engine)
+        if self._status.stats is not None and now_ns - self._load_ns > self._config.stale_s * NS_PER_S:
+            self._status.stats = None
+            self.on_change()
+        if names is None or self._metrics is None:
+            return
+        client, path = self._metrics
+        try:
+            status, body = await fetch(client, path, self._config.metrics_bytes_max)
+            if status != 200:
+                raise ProbeFailed(f"{path} answers {status}")
+            timed = names.adapters[0] if names.adapters is not None else ""
+            load = load_of(parse_metrics(body, names.all(), timed=timed), names, model=self._model)
+        except (ProbeFailed, ValueError) as error:
+            self._meters.scrape_failed()
+            self._complain("metrics", f"its metrics cannot be read: {error}")
+            return
+        for name in load.missing:
+            self._meters.missing(name)
+            self._complain(name, f"its metrics lack {name}")
+        self._load_ns = self._clock.now_ns()
+        self._used = load.adapters or ()
+        self._tell_adapters()
+        self._status.stats = self._stats(load)
+        self.on_change()
+
+    def _tell_adapters(self) -> None:
+        now = Adapters(self._adapters, self._adapters.intersection(self._used))
+        if now != self._status.adapters:
+            self._status.adapters = now
+
+    def _stats(self, load: EngineLoad) -> Stats | None:
+        """The load as the rest of the gateway knows it; None if what counts most is not told."""
+        running = load.running
+        if running is None and LOAD_NAMES[self._engine].running is None:
+            running = len(self._streams)
+        if running is None or load.waiting is None:
+            return None
+        info = self._status.info
+        blocks = (load.kv_tokens or 0) // BLOCK_TOKENS
+        if info is not None and blocks != info.num_blocks:
+            self._status.info = msgspec.structs.replace(info, num_blocks=blocks)
+        total = blocks if load.kv_usage is not None else 0  # A total without a usage would read as empty.
+        return Stats(
+            step=0,
+            running=running,
+            waiting=load.waiting,
+            blocks_total=total,
+            blocks_used=round(total * (load.kv_usage or 0.0)),
+            blocks_cached=0,
+        )
+
+    # --- inside ----------------------------------------------------------------------------------------
+
+    def _down(self, phase: Phase, why: str) -> None:
+        """It takes nothing. One that never answered is starting still."""
+        self._status.stats = None
+        if phase is Phase.LOST and self._status.info is None:
+            phase = Phase.STARTING
+        if not self._draining and (phase, why) != (self._status.phase, self._status.stage):
+            self._change(phase, why)
+
+    def _complain(self, about: str, what: str) -> None:
+        """Once for each thing: notes are for people."""
+        if about not in self._complaints:
+            self._complaints.add(about)
+            note = Note(what, self._clock.wall_ns(), lasts=True)
+            self._status.notes[:] = [*self._status.notes, note][-NOTES_MAX:]
+
+    def _change(self, phase: Phase, stage: str) -> None:
+        self._status.phase, self._status.stage = phase, stage
+        self.on_change()
+
+
+def _broken(why: str, stream: HttpStream) -> WorkerUnavailable | StreamBroken:
+    return StreamBroken(why) if stream.has_output else WorkerUnavailable(why)
+
+
+def _outcome(finish: Finish) -> str:
+    if finish.reason is FinishReason.ABORT:
+        return "aborted"
+    match finish.error:
+        case None:
+            return "ok"
+        case ClientError():
+            return "refused"
+        case Overloaded():
+            return "overloaded"
+        case StreamBroken():
+            return "broken"
+        case _:
+            return "unavailable"

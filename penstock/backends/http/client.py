@@ -1,0 +1,448 @@
+"""HTTP/1.1 to one worker: requests over kept-alive connections, answers pushed to a handler as their bytes arrive.
+
+    start ─> idle connection, or a new one (TCP, TLS) ─> request written ─> on_response ─> on_body* ─> on_end
+                                                                      └──────── any trouble ────────> on_failure
+
+Knows nothing of models. `start` neither blocks nor awaits, and no task runs per exchange once it is connected, so a
+relayed token costs no task switch (docs/design/002). What is bounded: connections, idle ones, the size of heads and
+bodies, and every wait: to connect, for the answer's head, between two signs of progress, and in all. Progress is what
+the handler says it is (`Exchange.touch`), so that a peer cannot hold a stream open with bytes that mean nothing.
+
+Whoever has too much of an answer may `hold` it: its connection is not read, TCP's window fills and the peer waits. That time is no
+silence of the peer's.
+"""
+
+import asyncio
+import ssl
+from collections.abc import Mapping
+from typing import Any, cast
+
+import httptools
+
+from penstock.backends.http.address import HttpAddress, reason_of, tls_context
+from penstock.backends.http.handler import NOBODY, HttpFailure, HttpHandler, Trouble
+from penstock.clock import NS_PER_S, Clock
+from penstock.config.backends import HttpConfig
+from penstock.errors import ConfigError
+
+HEAD_BYTES_MAX = 64 * 1024
+"""Of an answer."""
+_STALE_NS = NS_PER_S
+"""A connection that ends within this time of a request, unheard, was closed by its peer while it was idle."""
+_END_TIMEOUT_NS = 2 * NS_PER_S
+"""How long the end of an answer that nobody waits for may take before its connection is closed."""
+
+
+class NoConnection(Exception):
+    """Every connection that the configuration allows is in use."""
+
+
+class Exchange:
+    """One request and its answer, in the hands of whoever started it."""
+
+    __slots__ = (
+        "_client", "_connecting", "_connection", "_deadline_ns", "_ends_ns", "_fresh", "_held_since_ns", "_over", "_sent_ns", "_timer", "_what",
+        "handler", "held_ns", "num_bytes", "request",
+    )  # fmt: skip
+
+    def __init__(self, client: "HttpClient", request: bytes, handler: HttpHandler) -> None:
+        self.request, self.handler = request, handler
+        self.num_bytes = 0
+        """Of the answer, so far."""
+        self.held_ns = 0
+        """How long it was held, in all."""
+        self._held_since_ns = 0
+        self._client = client
+        self._connection: _Connection | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._sent_ns = 0
+        self._fresh = False
+        self._over = False
+        self._what = ""
+        self._timer: asyncio.TimerHandle | None = None
+        now_ns = client.clock.now_ns()
+        self._deadline_ns = now_ns
+        self._ends_ns = now_ns + int(client.config.request_timeout_s * NS_PER_S)
+
+    def touch(self) -> None:
+        """There was progress: the wait for the next begins now."""
+        self._deadline_ns = self._client.clock.now_ns() + self._client.idle_ns
+
+    def hold(self) -> None:
+        """Read no more of the answer until `go_on`; what came with what was read last is still told. Idempotent.
+
+        The wait for progress stands still meanwhile. The time for the whole answer does not: nobody holds a worker for ever.
+        """
+        if self._over or self._held_since_ns or self._connection is None:
+            return
+        self._held_since_ns = self._client.clock.now_ns()
+        self._connection.read(on=False)
+        self._arm()
+
+    def go_on(self) -> None:
+        """Read again, if it was held."""
+        if not self._held_since_ns:
+            return
+        held_ns = self._client.clock.now_ns() - self._held_since_ns
+        self._held_since_ns = 0
+        self.held_ns += held_ns
+        self._deadline_ns += held_ns
+        if self._connection is not None:
+            self._connection.read(on=True)
+        if not self._over:
+            self._arm()
+
+    def abort(self) -> None:
+        """Close the connection, so that the peer sees that nobody wants the answer. Idempotent; the handler hears nothing."""
+        if not self._over:
+            self._end()
+            if self._connecting is not None:
+                self._connecting.cancel()
+            if self._connection is not None:
+                self._connection.close()
+
+    def let_go(self) -> None:
+        """The handler has all that it wants; what is left of the answer is read so that the connection can be used again."""
+        if not self._over:
+            self.handler = NOBODY
+            self.go_on()
+            self._deadline_ns = self._client.clock.now_ns() + _END_TIMEOUT_NS
+            self._arm()
+
+    # --- from the client and the connection ----------------------------------------------------------
+
+    def wait(self, what: str, timeout_s: float) -> None:
+        """From now on it waits for `what`."""
+        self._what = what
+        self._deadline_ns = self._client.clock.now_ns() + int(timeout_s * NS_PER_S)
+        self._arm()
+
+    def connecting(self, task: "asyncio.Task[None]") -> None:
+        """A connection is being made for it."""
+        self._fresh, self._connecting = True, task
+
+    def not_connected(self, why: str) -> None:
+        """There is no connection for it."""
+        self._connecting = None
+        self.fail(HttpFailure(Trouble.CONNECT, why))
+
+    def run_on(self, connection: "_Connection") -> None:
+        """Write the request."""
+        if self._over:
+            self._client.put_back(connection)
+            return
+        self._connecting, self._connection = None, connection
+        self._sent_ns = self._client.clock.now_ns()
+        self.wait("the answer's head", self._client.config.first_byte_timeout_s)
+        connection.run(self)
+
+    def on_head(self, status: int, headers: Mapping[bytes, bytes]) -> None:
+        """The answer begins."""
+        self.wait("output", self._client.config.idle_timeout_s)
+        self.handler.on_response(status, headers)
+
+    def on_data(self, data: bytes) -> None:
+        """Some of its body."""
+        self.num_bytes += len(data)
+        if self.num_bytes > self._client.config.response_bytes_max:
+            most = self._client.config.response_bytes_max
+            self.fail(HttpFailure(Trouble.TOO_LARGE, f"the answer is over {most} bytes"))
+        else:
+            self.handler.on_body(data)
+
+    def complete(self) -> None:
+        """The answer has ended."""
+        if not self._over:
+            self._end()
+            self.handler.on_end()
+
+    def fail(self, failure: HttpFailure) -> None:
+        """It cannot be completed."""
+        if not self._over:
+            handler = self.handler
+            self.abort()
+            handler.on_failure(failure)
+
+    def lost(self, failure: HttpFailure, *, was_heard: bool) -> None:
+        """Its connection ended. One that was idle may have been closed just as it was taken: then a new one is made, once.
+
+        RFC 9110, section 9.2.2: a request may be sent again when it is known that it had no effect; generating text for
+        nobody has none.
+        """
+        is_late = self._client.clock.now_ns() - self._sent_ns > _STALE_NS
+        if was_heard or is_late or self._fresh or self._over:
+            self.fail(failure)
+        else:
+            self._connection = None
+            self._client.connect(self)
+
+    def _end(self) -> None:
+        self._over = True
+        self.go_on()  # Another answer may come over this connection.
+        self._client.ended(self)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _arm(self) -> None:
+        """Progress moves the deadline and leaves the timer alone: it looks again when it fires."""
+        if self._timer is not None:
+            self._timer.cancel()
+        now_ns = self._client.clock.now_ns()
+        until_ns = self._ends_ns if self._held_since_ns else min(self._deadline_ns, self._ends_ns)
+        delay_s = max(0, until_ns - now_ns) / NS_PER_S
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        now_ns = self._client.clock.now_ns()
+        if now_ns >= self._ends_ns:
+            trouble = Trouble.HELD if self._held_since_ns else Trouble.TIMEOUT
+            self.fail(HttpFailure(trouble, f"no end within {self._client.config.request_timeout_s:g} s"))
+        elif now_ns >= self._deadline_ns and not self._held_since_ns:
+            trouble = Trouble.CONNECT if self._connecting is not None else Trouble.TIMEOUT
+            self.fail(HttpFailure(trouble, f"timed out waiting for {self._what}"))
+        else:
+            self._arm()
+
+
+class HttpClient:
+    """Exchanges with one address. Lives on one event loop."""
+
+    def __init__(
+        self,
+        address: HttpAddress,
+        config: HttpConfig,
+        clock: Clock,
+        *,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """`headers` go with every request.
+
+        Raises:
+            ConfigError: a header cannot be sent, or the CA file cannot be read.
+        """
+        self.address, self.config, self.clock = address, config, clock
+        self.idle_ns = int(config.idle_timeout_s * NS_PER_S)
+        self._ssl = tls_context(config) if address.scheme == "https" else None
+        self._idle: list[_Connection] = []
+        self._exchanges: set[Exchange] = set()
+        lines = {
+            "host": address.authority,
+            "user-agent": "penstock",
+            "accept-encoding": "identity",
+            **(headers or {}),
+        }
+        for name, value in lines.items():
+            if not value.isascii() or not value.isprintable():
+                raise ConfigError(
+                    f"the header '{name}' for {address} holds characters that a header cannot carry"
+                )
+        self._headers = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+
+    @property
+    def num_exchanges(self) -> int:
+        """Exchanges that are not over."""
+        return len(self._exchanges)
+
+    @property
+    def num_idle(self) -> int:
+        """Connections that wait for work."""
+        return len(self._idle)
+
+    def start(self, method: str, path: str, handler: HttpHandler, *, body: bytes = b"") -> Exchange:
+        """Send a request to `path`, which begins after the address's base.
+
+        Raises:
+            NoConnection: `connections_max` exchanges are under way.
+        """
+        if len(self._exchanges) >= self.config.connections_max:
+            raise NoConnection(f"all {self.config.connections_max} connections to {self.address} are in use")
+        kind = "content-type: application/json\r\n" if body else ""
+        head = f"{method} {self.address.base}{path} HTTP/1.1\r\n{self._headers}{kind}content-length: {len(body)}\r\n\r\n"
+        exchange = Exchange(self, head.encode("ascii") + body, handler)
+        self._exchanges.add(exchange)
+        connection = self._take_idle()
+        if connection is not None:
+            exchange.run_on(connection)
+        else:
+            self.connect(exchange)
+        return exchange
+
+    def close(self) -> None:
+        """Abort what runs and close every connection."""
+        for exchange in list(self._exchanges):
+            exchange.abort()
+        while self._idle:
+            self._idle.pop().close()
+
+    # --- from exchanges and connections --------------------------------------------------------------
+
+    def connect(self, exchange: Exchange) -> None:
+        """Make a connection for it."""
+        exchange.wait("a connection", self.config.connect_timeout_s)
+        exchange.connecting(asyncio.create_task(self._connect(exchange), name=f"connect {self.address}"))
+
+    def ended(self, exchange: Exchange) -> None:
+        """It is over."""
+        self._exchanges.discard(exchange)
+
+    def put_back(self, connection: "_Connection") -> None:
+        """A connection may be used again."""
+        if len(self._idle) < self.config.idle_connections_max and not connection.closed:
+            connection.idle_since_ns = self.clock.now_ns()
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+    def forget(self, connection: "_Connection") -> None:
+        """A connection that may have been idle has ended."""
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def _take_idle(self) -> "_Connection | None":
+        """The one that was used last, unless it has been idle for so long that the peer is about to close it."""
+        oldest_ns = self.clock.now_ns() - int(self.config.keepalive_s * NS_PER_S)
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.closed and connection.idle_since_ns >= oldest_ns:
+                return connection
+            connection.close()
+        return None
+
+    async def _connect(self, exchange: Exchange) -> None:
+        loop, at = asyncio.get_running_loop(), self.address
+        try:
+            _, connection = await loop.create_connection(
+                lambda: _Connection(self), at.host, at.port, ssl=self._ssl
+            )
+        except (OSError, ssl.SSLError) as error:
+            exchange.not_connected(f"cannot connect to {at.authority}: {reason_of(error)}")
+            return
+        exchange.run_on(connection)
+
+
+class _Connection(asyncio.Protocol):
+    """One connection: at most one exchange at a time."""
+
+    def __init__(self, client: HttpClient) -> None:
+        self.idle_since_ns = 0
+        self._client = client
+        self._parser = cast(Any, httptools).HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._exchange: Exchange | None = None
+        self._heard = False
+        self._status = 0
+        self._headers: dict[bytes, bytes] = {}
+        self._head_bytes = 0
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more can be sent."""
+        return self._transport is None or self._transport.is_closing()
+
+    def run(self, exchange: Exchange) -> None:
+        """Send a request, and bring its answer."""
+        assert self._exchange is None, "one exchange at a time"
+        if self._transport is None or self._transport.is_closing():
+            exchange.lost(HttpFailure(Trouble.BROKEN, "the worker closed the connection"), was_heard=False)
+            return
+        self._exchange, self._heard, self._status = exchange, False, 0
+        self._transport.write(exchange.request)
+
+    def read(self, *, on: bool) -> None:
+        """Go on reading, or stop: what the peer sends then stays with the kernels, and in the end with the peer."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        if on:
+            self._transport.resume_reading()
+        else:
+            self._transport.pause_reading()
+
+    def close(self) -> None:
+        """Drop it at once."""
+        self._exchange = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    # asyncio calls these.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._exchange is None:
+            self.close()  # Nothing was asked: whatever this is, it must not become the next answer.
+            return
+        self._heard = True
+        try:
+            self._parser.feed_data(data)
+        except cast(Any, httptools).HttpParserUpgrade:
+            self._fail(Trouble.MALFORMED, "the worker wants another protocol")
+        except cast(Any, httptools).HttpParserError as error:
+            self._fail(Trouble.MALFORMED, f"the answer is not HTTP/1.1: {error}")
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._client.forget(self)
+        exchange, self._exchange, self._transport = self._exchange, None, None
+        if exchange is None:
+            return
+        if (
+            exc is None
+            and self._status >= 200
+            and not {b"content-length", b"transfer-encoding"} & self._headers.keys()
+        ):
+            exchange.complete()  # No length was given: the end of the connection is the end of the body.
+            return
+        why = f"the connection broke: {exc}" if exc else "the worker closed the connection"
+        exchange.lost(HttpFailure(Trouble.BROKEN, why), was_heard=self._heard)
+
+    # httptools calls these.
+
+    def on_message_begin(self) -> None:
+        self._status, self._head_bytes = 0, 0
+        self._headers = {}
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > HEAD_BYTES_MAX:
+            self._fail(Trouble.TOO_LARGE, f"the answer's head is over {HEAD_BYTES_MAX} bytes")
+            return
+        name = name.lower()
+        known = self._headers.get(name)
+        self._headers[name] = value if known is None else known + b", " + value
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200 or self._exchange is None:
+            return  # 1xx: the real answer follows.
+        self._status = status
+        if self._headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            self._fail(Trouble.MALFORMED, "the answer is compressed, which was not asked for")
+            return
+        self._exchange.on_head(status, self._headers)
+
+    def on_body(self, data: bytes) -> None:
+        if self._exchange is not None:
+            self._exchange.on_data(data)
+
+    def on_message_complete(self) -> None:
+        if self._status < 200:
+            return
+        exchange, self._exchange = self._exchange, None
+        if exchange is None:
+            return
+        if self._parser.should_keep_alive():
+            self._client.put_back(self)
+        else:
+            self.close()
+        exchange.complete()
+
+    def _fail(self, trouble: Trouble, message: str) -> None:
+        exchange = self._exchange
+        self.close()
+        if exchange is not None:
+            exchange.fail(HttpFailure(trouble, message))

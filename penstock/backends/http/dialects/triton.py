@@ -1,0 +1,127 @@
+"""Triton Inference Server's generate extension over HTTP (its docs/protocol/extension_generate.md).
+
+    POST /v2/models/{model}/generate_stream   {"id", "text_input", "parameters": {...}}
+    data: {"model_name", "model_version", "text_output"}     each a further piece of the answer
+
+What a model takes beside `text_input` is the model's own business: `parameters` go to its inputs of that name, or to its
+request parameters. The names sent here are those of its TensorRT-LLM and vLLM backends. Answers are text alone, and
+neither say why they ended nor count, unless the model has outputs `finish_reason`, `num_output_tokens` and
+`num_input_tokens`, as the vLLM backend can. Otherwise the end of the stream is the end of the answer.
+"""
+
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from penstock.backends.base import GenerateRequest
+from penstock.backends.http.dialects.base import Piece, ReportedUsage, Submission, WorkerFacts, refuse
+from penstock.backends.http.dialects.openai import finish_of
+from penstock.backends.http.dialects.worker_errors import said_by
+from penstock.protocol.openai import ErrorEvent
+from penstock.text.tokenizer import Tokenizer
+from penstock.types import COMMON_CAPABILITIES, Capability, FinishReason
+
+_encode = msgspec.json.Encoder().encode
+
+
+class _Event(ErrorEvent, frozen=True, kw_only=True):
+    model_name: str | None = None
+    text_output: str | None = None
+    finish_reason: str | None = None
+    num_output_tokens: int | None = None
+    num_input_tokens: int | None = None
+
+
+class _Metadata(msgspec.Struct):
+    name: str
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+_decode_metadata = msgspec.json.Decoder(_Metadata).decode
+
+
+class TritonReader:
+    """Reads pieces of text until the stream ends."""
+
+    __slots__ = ("_finish", "_num_tokens")
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+        self._finish: FinishReason | None = None
+
+    def read(self, event: bytes) -> Piece:
+        """See `AnswerReader`."""
+        found = _decode(event)
+        if (said := said_by(found)) is not None:
+            return Piece(error=said)
+        if found.text_output is None:
+            raise msgspec.DecodeError("the event has no text_output")
+        self._finish = finish_of(found.finish_reason) or self._finish
+        usage = None
+        if found.num_output_tokens is not None:
+            self._num_tokens += found.num_output_tokens
+            usage = ReportedUsage(prompt_tokens=found.num_input_tokens, completion_tokens=self._num_tokens)
+        return Piece(text=found.text_output, usage=usage, model=found.model_name or "")
+
+    def end(self) -> Piece:
+        """See `AnswerReader`."""
+        return Piece(finish=self._finish, ends=True, done=True)
+
+
+class TritonDialect:
+    """Triton."""
+
+    engine = "triton"
+    needs_facts = True
+    sends_chats = False
+    has_adapters = False
+    capabilities = COMMON_CAPABILITIES - {
+        Capability.LOGPROBS,
+        Capability.ECHO_LOGPROBS,
+        Capability.LOGIT_BIAS,
+    }
+
+    def __init__(self, model: str, tokenizer: Tokenizer) -> None:
+        self.expects_model = self.listed_model = model
+        self.facts_path = f"/v2/models/{quote(model, safe='')}"
+        self.health_path = f"{self.facts_path}/ready"
+        self._tokenizer = tokenizer
+
+    def facts(self, body: bytes) -> WorkerFacts:
+        """See `Dialect`."""
+        return WorkerFacts(models=(_decode_metadata(body).name,))
+
+    def submission(self, request: GenerateRequest) -> Submission:
+        """See `Dialect`."""
+        sampling = request.sampling
+        refuse(
+            self.engine,
+            echo=sampling.prompt_logprobs is not None,
+            logprobs=sampling.logprobs is not None,
+            logit_bias=bool(sampling.logit_bias),
+        )
+        parameters: dict[str, Any] = {
+            "stream": True,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+        }
+        if sampling.temperature > 0:
+            parameters["seed"] = sampling.seed
+        usual = {
+            "top_p": (sampling.top_p, 1.0),
+            "top_k": (sampling.top_k, 0),
+            "min_p": (sampling.min_p, 0.0),
+            "repetition_penalty": (sampling.repetition_penalty, 1.0),
+            "presence_penalty": (sampling.presence_penalty, 0.0),
+            "frequency_penalty": (sampling.frequency_penalty, 0.0),
+            "min_tokens": (sampling.min_tokens, 0),
+        }
+        parameters |= {name: value for name, (value, nothing) in usual.items() if value != nothing}
+        text = self._tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+        fields = {"id": request.request_id, "text_input": text, "parameters": parameters}
+        return Submission(f"{self.facts_path}/generate_stream", _encode(fields))
+
+    def reader(self, request: GenerateRequest) -> TritonReader:
+        """See `Dialect`."""
+        return TritonReader()

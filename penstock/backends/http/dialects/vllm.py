@@ -1,0 +1,115 @@
+"""vLLM's OpenAI server, by what it has beyond OpenAI's API (its entrypoints/openai, versions 0.10 to 0.32).
+
+Prompts go and answers come as token ids (`return_token_ids`), so neither side tokenizes the other's text. Tokens that
+log-probabilities name are ids too (`return_tokens_as_token_ids`). Stop tokens are given one by one with `ignore_eos`,
+for whether EOS ends an answer was decided by the gateway.
+"""
+
+import msgspec
+
+from penstock.backends.base import GenerateRequest
+from penstock.backends.http.dialects.base import Piece, ReportedUsage, Submission
+from penstock.backends.http.dialects.openai import (
+    CompletionReader,
+    EngineDialect,
+    finish_of,
+    token_id_of,
+    top_of,
+)
+from penstock.kv.index.prompt_keys import namespace_of
+from penstock.protocol.openai import CompletionEventChoice, CompletionLogprobs
+from penstock.types import COMMON_CAPABILITIES, Capability, TokenLogprob
+
+_encode = msgspec.json.Encoder().encode
+
+
+class VllmReader(CompletionReader):
+    """Reads token ids, and log-probabilities by id; with an echo, the prompt's own first."""
+
+    __slots__ = ("_answer_most", "_echoes", "_num_prompt", "_prompt_most")
+
+    def __init__(self, request: GenerateRequest) -> None:
+        super().__init__(request)
+        self._answer_most, self._prompt_most = request.sampling.logprobs, request.sampling.prompt_logprobs
+        self._num_prompt = len(request.prompt_token_ids)
+        self._echoes = self._prompt_most is not None
+
+    def piece(self, choice: CompletionEventChoice, usage: ReportedUsage | None, model: str) -> Piece:
+        """What a choice says."""
+        ids = tuple(choice.token_ids or ())
+        prompt: tuple[TokenLogprob, ...] = ()
+        answer: tuple[TokenLogprob, ...] = ()
+        if choice.logprobs is not None and choice.logprobs.tokens:
+            num_prompt = self._num_prompt if self._echoes else 0
+            self._echoes = False
+            # The first token of a prompt has nothing before it, and no log-probability.
+            prompt = _logprobs(choice.logprobs, 1, num_prompt, self._prompt_most or 0)
+            if self._answer_most is not None:
+                answer = _logprobs(
+                    choice.logprobs, num_prompt, len(choice.logprobs.tokens), self._answer_most
+                )
+            ids = ids or tuple(each.token_id for each in answer)
+            if answer and len(answer) != len(ids):
+                raise msgspec.DecodeError(f"{len(answer)} log-probabilities of {len(ids)} tokens")
+        return Piece(
+            token_ids=ids,
+            text="" if ids or choice.token_ids is not None else choice.text or "",
+            logprobs=answer,
+            prompt_logprobs=prompt,
+            finish=finish_of(choice.finish_reason),
+            stop=choice.stop_reason,
+            usage=usage,
+            model=model,
+        )
+
+
+class VllmDialect(EngineDialect):
+    """vLLM. `has_priorities`: it was started with `--scheduling-policy priority`; without it refuses them."""
+
+    engine = "vllm"
+    has_adapters = True
+    capabilities = COMMON_CAPABILITIES | {
+        Capability.JSON_OBJECT, Capability.JSON_SCHEMA, Capability.STRUCTURED_OUTPUTS, Capability.FORCED_TOOLS,
+        Capability.BAD_WORDS, Capability.ALLOWED_TOKEN_IDS,
+    }  # fmt: skip
+
+    def submission(self, request: GenerateRequest) -> Submission:
+        """See `Dialect`."""
+        sampling = request.sampling
+        fields = self.token_fields(request) | {
+            "request_id": request.request_id,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
+        if sampling.prompt_logprobs is not None:
+            # Streams have no `prompt_logprobs`, but an echo has them in its first event.
+            fields |= {"echo": True, "logprobs": max(sampling.prompt_logprobs, sampling.logprobs or 0)}
+        constraint = request.constraint
+        if constraint.structured:
+            fields["structured_outputs"] = constraint.structured
+        fields |= constraint.fields
+        if request.adapter:
+            fields["model"] = request.adapter
+        if request.cache_salt:
+            fields["cache_salt"] = namespace_of(request.cache_salt)
+        if self._has_priorities and request.priority:
+            fields["priority"] = request.priority
+        return Submission("/v1/completions", _encode(fields))
+
+    def reader(self, request: GenerateRequest) -> VllmReader:
+        """See `Dialect`."""
+        return VllmReader(request)
+
+
+def _logprobs(found: CompletionLogprobs, start: int, end: int, most: int) -> tuple[TokenLogprob, ...]:
+    tops = found.top_logprobs or [None] * len(found.tokens)
+    if not len(found.tokens) == len(found.token_logprobs) == len(tops) >= end:
+        raise msgspec.DecodeError("the lists of log-probabilities do not fit each other")
+    made: list[TokenLogprob] = []
+    for i in range(start, end):
+        value = found.token_logprobs[i]
+        if value is None:
+            raise msgspec.DecodeError("a token has no log-probability")
+        top = tuple((token_id_of(name), logprob) for name, logprob in top_of(tops[i], most))
+        made.append(TokenLogprob(token_id_of(found.tokens[i]), value, top))
+    return tuple(made)

@@ -1,0 +1,147 @@
+"""Makes the backend of a worker that is not ours: which dialect, which addresses, which key.
+
+A new engine is a dialect (dialect.py), its names for its load (engine_metrics.py) and an entry here.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from penstock.backends.http.backend import HttpBackend
+from penstock.backends.http.client import HttpAddress, HttpClient
+from penstock.backends.http.dialects.base import Dialect
+from penstock.backends.http.dialects.openai import OpenAIDialect
+from penstock.backends.http.dialects.sglang import SglangDialect
+from penstock.backends.http.dialects.tgi import TgiDialect
+from penstock.backends.http.dialects.triton import TritonDialect
+from penstock.backends.http.dialects.trtllm import TrtllmDialect
+from penstock.backends.http.dialects.vllm import VllmDialect
+from penstock.clock import Clock
+from penstock.config.backends import BackendsConfig
+from penstock.config.health import HeartbeatConfig
+from penstock.errors import ConfigError
+from penstock.telemetry.backend_metrics import BackendMeters
+from penstock.text.tokenizer import Tokenizer
+
+PROVIDER_PROBE_S = 30.0
+"""A provider counts how often it is asked."""
+PROVIDER_CONTEXT = 128 * 1024
+"""What a provider's context is taken to be if nobody says; it refuses what is too long itself."""
+_METRICS = {
+    "vllm": "/metrics",
+    "sglang": "/metrics",
+    "tgi": "/metrics",
+    "trtllm": "/prometheus/metrics",
+    "triton": "/metrics",
+}
+_TRITON_METRICS_PORT = 8002
+_MUST_SAY_CONTEXT = frozenset({"trtllm", "triton"})
+"""Engines that do not tell how long their context is."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ForeignWorker:
+    """A worker's entry in the configuration, with the key that it names."""
+
+    engine: str
+    url: str
+    model: str
+    """Its name over there."""
+    api_key: str = ""
+    metrics_url: str = ""
+    """Where its metrics are; empty: where this engine has them."""
+    max_model_len: int = 0
+    max_running: int = 0
+    has_priorities: bool = False
+    lacks: frozenset[str] = frozenset()
+    """Capabilities that its engine could have and it has not."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Tools:
+    """What every backend of one process is given."""
+
+    config: BackendsConfig
+    clock: Clock
+    meters: Callable[[str], BackendMeters]
+    """Counters of an engine."""
+    draw: Callable[[], float]
+    """Numbers from 0 to 1."""
+    heartbeat: HeartbeatConfig = HeartbeatConfig()  # noqa: RUF009 - it is frozen.
+    """For workers of our own that somebody else started."""
+
+
+def make_backend(worker: ForeignWorker, tokenizer: Tokenizer, tools: Tools) -> HttpBackend:
+    """A backend for a worker; `open` it on the event loop. `tokenizer` is that of the model here.
+
+    Raises:
+        ConfigError: the address, the key or the engine cannot be used.
+    """
+    config, clock = tools.config, tools.clock
+    if worker.engine in _MUST_SAY_CONTEXT and not worker.max_model_len:
+        raise ConfigError(
+            f"{worker.url}: engine {worker.engine} does not tell its context: set max_model_len"
+        )
+    headers = {"authorization": f"Bearer {worker.api_key}"} if worker.api_key else {}
+    address = _address(worker)
+    client = HttpClient(address, config.http, clock, headers=headers)
+    is_provider = worker.engine == "openai"
+    return HttpBackend(
+        _dialect(worker, tokenizer),
+        client,
+        tokenizer,
+        clock,
+        config,
+        engine=worker.engine,
+        model=worker.model,
+        meters=tools.meters(worker.engine),
+        draw=tools.draw,
+        metrics=_metrics(worker, address, client, tools),
+        max_model_len=worker.max_model_len or (PROVIDER_CONTEXT if is_provider else 0),
+        max_running=worker.max_running,
+        probe_min_s=PROVIDER_PROBE_S if is_provider else 0.0,
+        lacks=worker.lacks,
+    )
+
+
+def _address(worker: ForeignWorker) -> HttpAddress:
+    """Operators write addresses with and without OpenAI's `/v1`: only a provider's is part of its address."""
+    found = HttpAddress.parse(worker.url)
+    if worker.engine == "openai":
+        return found if found.base else replace(found, base="/v1")
+    return replace(found, base=found.base.removesuffix("/v1"))
+
+
+def _dialect(worker: ForeignWorker, tokenizer: Tokenizer) -> Dialect:
+    model, has_priorities = worker.model, worker.has_priorities
+    makers: Mapping[str, Callable[[], Dialect]] = {
+        "openai": lambda: OpenAIDialect(
+            model, tokenizer, max_model_len=worker.max_model_len or PROVIDER_CONTEXT
+        ),
+        "vllm": lambda: VllmDialect(model, has_priorities=has_priorities),
+        "sglang": lambda: SglangDialect(model, tokenizer, has_priorities=has_priorities),
+        "trtllm": lambda: TrtllmDialect(model, has_priorities=has_priorities),
+        "tgi": lambda: TgiDialect(tokenizer),
+        "triton": lambda: TritonDialect(model, tokenizer),
+    }
+    if worker.engine not in makers:
+        raise ConfigError(
+            f"{worker.url}: unknown engine {worker.engine!r}; expected one of {', '.join(makers)}"
+        )
+    return makers[worker.engine]()
+
+
+def _metrics(
+    worker: ForeignWorker, address: HttpAddress, client: HttpClient, tools: Tools
+) -> tuple[HttpClient, str] | None:
+    """Where an engine's metrics are: at its own address, except where they have a port of their own."""
+    if worker.metrics_url:
+        at = HttpAddress.parse(worker.metrics_url)
+        return HttpClient(replace(at, base=""), tools.config.http, tools.clock), at.base or "/metrics"
+    path = _METRICS.get(worker.engine)
+    if path is None:
+        return None
+    if worker.engine == "triton":
+        return HttpClient(
+            replace(address, port=_TRITON_METRICS_PORT, base=""), tools.config.http, tools.clock
+        ), path
+    return client, path

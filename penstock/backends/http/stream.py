@@ -1,0 +1,444 @@
+"""One answer of a worker that is not ours: events in, text and tokens out, exactly one end.
+
+    head ─> events* ─> finish (why it ended) ─> usage ─> end
+      │        │           └─ the connection breaks here: the answer is whole all the same
+      │        ├─ stop string, stop token or length reached here: ended here, the connection is closed
+      │        ├─ error event, corrupt event, silence, broken connection: StreamBroken, or WorkerUnavailable before output
+      │        └─ abort (the client left): the connection is closed, which ends it on every engine
+      └─ a status: worker_errors.py
+
+Whose count is believed, in this order: token ids that the worker sends; its log-probabilities, one for each token; its
+`usage`, for workers that send text alone (what came is counted with our tokenizer until then). Text is made from ids
+where there are ids, so that it does not depend on how a worker holds back parts of characters; stop strings, stop
+tokens and the answer's length are watched here for every engine.
+"""
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from penstock.backends.base import Delta, Finish, GenerateRequest, Sink, TextLogprob
+from penstock.backends.http.client import Exchange
+from penstock.backends.http.dialects.base import AnswerReader, Piece, ReportedUsage, SaidError
+from penstock.backends.http.dialects.worker_errors import error_of, said_in
+from penstock.backends.http.handler import HttpFailure, Trouble
+from penstock.backends.shown import shown_logprob
+from penstock.clock import Clock
+from penstock.errors import Overloaded, PenstockError, StreamBroken, WorkerUnavailable
+from penstock.protocol.sse import EventReader, EventTooLong
+from penstock.text.detokenizer import IncrementalDetokenizer, detokenizer
+from penstock.text.piece_tokens import PieceTokens
+from penstock.text.stop import StopChecker
+from penstock.text.tokenizer import Tokenizer
+from penstock.types import FinishReason, RequestId, TokenLogprob, Usage
+
+USAGE_WAIT_S = 2.0
+"""After the finish: how long its usage may take."""
+_OVERRUN_FACTOR = 4
+_OVERRUN_SLACK = 64
+"""Text without token ids is counted by our tokenizer, which may see more tokens in it than the worker's."""
+_PROMPT_FACTOR = 8
+_BAD_EVENT = (msgspec.DecodeError, UnicodeDecodeError)
+
+
+class Anomaly(enum.StrEnum):
+    """What was odd about an answer that could be used all the same, or why it could not."""
+
+    NO_END = "no_end"  # Ended without the last event.
+    NO_FINISH = "no_finish"  # Ended without saying why.
+    NO_USAGE = "no_usage"
+    USAGE_MISMATCH = "usage_mismatch"  # Its count of tokens is not ours.
+    OTHER_MODEL = "other_model"
+    OVERRUN = "overrun"  # More tokens than were asked for.
+    CORRUPT = "corrupt"  # An event that cannot be read, or is too large.
+    NO_STREAM = "no_stream"  # 200, and something that is no stream of events.
+
+
+class Owner(Protocol):
+    """The backend that a stream belongs to."""
+
+    def leave(self, stream: "HttpStream", finish: Finish) -> None:
+        """A stream is over; called once, before its sink hears of it."""
+        ...
+
+    def noted(self, anomaly: Anomaly, detail: str) -> None:
+        """Something was odd."""
+        ...
+
+    def lost(self, why: str, *, unreachable: bool) -> None:
+        """The worker cannot be reached, or else closed a stream's connection in the middle of its answer."""
+        ...
+
+
+class HttpStream:
+    """The `Generation` of one request, and the handler of its exchange."""
+
+    __slots__ = (
+        "_body", "_clock", "_count", "_detokenizer", "_done", "_error_bytes", "_events", "_exchange",
+        "_finish", "_first_ns", "_has_ids", "_has_output", "_headers", "_model", "_num_logprobs", "_owner", "_pieces", "_reader",
+        "_reported", "_request", "_sink", "_started_ns", "_status", "_stop", "_stop_ids", "_stopped_by", "_tokenizer",
+        "_trusts_prompt",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        sink: Sink,
+        reader: AnswerReader,
+        *,
+        tokenizer: Tokenizer,
+        pieces: PieceTokens,
+        clock: Clock,
+        owner: Owner,
+        model: str,
+        trusts_prompt: bool,
+        event_bytes_max: int,
+        error_bytes_max: int,
+    ) -> None:
+        """`model` is the name that the answer must bear; empty: any. `trusts_prompt`: only the worker knows how many tokens
+        the prompt has.
+        """
+        self._request, self._sink, self._reader, self._owner = request, sink, reader, owner
+        self._tokenizer, self._clock, self._model = tokenizer, clock, model
+        self._pieces, self._trusts_prompt = pieces, trusts_prompt
+        self._error_bytes = error_bytes_max
+        self._events = EventReader(event_bytes_max)
+        self._stop = StopChecker(request.stop, include_stop=request.include_stop) if request.stop else None
+        self._stop_ids = frozenset(request.sampling.stop_token_ids)
+        self._detokenizer: IncrementalDetokenizer | None = None
+        self._exchange: Exchange | None = None
+        self._status = 0
+        self._headers: Mapping[bytes, bytes] = {}
+        self._body: bytearray | None = None
+        """Of an answer that is no stream."""
+        self._started_ns, self._first_ns = clock.now_ns(), 0
+        self._count = self._num_logprobs = 0
+        self._has_ids = self._has_output = self._done = False
+        self._finish: FinishReason | None = None
+        self._stopped_by: str | int | None = None
+        self._reported: ReportedUsage | None = None
+
+    @property
+    def request_id(self) -> RequestId:
+        """Of the request."""
+        return self._request.request_id
+
+    @property
+    def has_output(self) -> bool:
+        """Whether the sink was given any."""
+        return self._has_output
+
+    def sent(self, exchange: Exchange) -> None:
+        """The request is on its way."""
+        self._exchange = exchange
+
+    @property
+    def usage(self) -> Usage | None:
+        """See `Generation.usage`: most engines tell at the end only."""
+        return self._usage() if self._reported is not None else None
+
+    def abort(self) -> None:
+        """See `Generation.abort`."""
+        if not self._done:
+            self._end(Finish(reason=FinishReason.ABORT, usage=self._usage()), close=True)
+
+    def hold(self) -> bool:
+        """See `Generation.hold`: TCP's window fills, and the worker waits."""
+        if not self._done and self._exchange is not None:
+            self._exchange.hold()
+        return True
+
+    def go_on(self) -> None:
+        """See `Generation.go_on`."""
+        if self._exchange is not None:
+            self._exchange.go_on()
+
+    def fail(self, error: PenstockError) -> None:
+        """End with an error."""
+        if not self._done:
+            self._end(Finish(reason=FinishReason.ERROR, usage=self._usage(), error=error), close=True)
+
+    # --- from the exchange -----------------------------------------------------------------------------
+
+    def on_response(self, status: int, headers: Mapping[bytes, bytes]) -> None:
+        """See `HttpHandler`."""
+        self._status, self._headers = status, dict(headers)
+        kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if status != 200 or kind != b"text/event-stream":
+            self._body = bytearray()
+
+    def on_body(self, data: bytes) -> None:
+        """See `HttpHandler`."""
+        if self._body is not None:
+            self._body += data[: self._error_bytes - len(self._body)]
+            if len(self._body) >= self._error_bytes:
+                self._answered()
+            return
+        try:
+            events = self._events.feed(data)
+        except EventTooLong as error:
+            self._corrupt(str(error))
+            return
+        for event in events:
+            if self._done:
+                return
+            self._on_event(event)
+
+    def on_end(self) -> None:
+        """See `HttpHandler`."""
+        if self._done:
+            return
+        if self._body is not None:
+            self._answered()
+            return
+        self._take(self._reader.end())
+        if not self._done:
+            if self._finish is not None:
+                self._owner.noted(Anomaly.NO_END, "an answer ended without its last event")
+            self._break("it ended an answer without saying why")
+
+    def on_failure(self, failure: HttpFailure) -> None:
+        """See `HttpHandler`."""
+        if self._done:
+            return
+        if failure.trouble is Trouble.HELD:
+            self.fail(Overloaded(f"The answer was read too slowly: {failure.message}."))
+            return
+        if failure.trouble in (Trouble.CONNECT, Trouble.BROKEN):
+            self._owner.lost(failure.message, unreachable=failure.trouble is Trouble.CONNECT)
+        if not self._done:
+            self._break(failure.message)
+
+    # --- events ----------------------------------------------------------------------------------------
+
+    def _on_event(self, event: bytes) -> None:
+        if event == b"[DONE]":
+            if self._finish is not None:
+                self._conclude()
+            return  # Without a finish, the end of the answer is judged.
+        try:
+            piece = self._reader.read(event)
+        except _BAD_EVENT as error:
+            self._corrupt(f"an event cannot be read: {error}")
+            return
+        if self._exchange is not None and self._finish is None:
+            self._exchange.touch()
+        self._take(piece)
+
+    def _take(self, piece: Piece) -> None:
+        """One event's meaning, in the order in which it matters."""
+        if piece.error is not None:
+            self._said(piece.error)
+            return
+        if piece.model and self._model and piece.model != self._model:
+            self._owner.noted(Anomaly.OTHER_MODEL, f"it serves '{piece.model[:64]}' as '{self._model}'")
+            self._break("the worker serves another model than it should")
+            return
+        if piece.usage is not None:
+            self._reported = piece.usage
+        if self._finish is None:
+            if piece.prompt_logprobs:
+                self._sink.on_delta(Delta("", (), (), self._shown(piece.prompt_logprobs)))
+            if self._done:
+                return  # The sink left.
+            if piece.token_ids:
+                self._take_ids(piece)
+            elif piece.text or piece.tool_calls or piece.text_logprobs:
+                self._take_text(piece)
+            if piece.finish is not None and not self._done and self._finish is None:
+                self._finished(piece.finish, piece.stop)
+            elif piece.ends and not self._done:
+                is_full = self._count >= self._request.sampling.max_tokens
+                self._finished(FinishReason.LENGTH if is_full else FinishReason.STOP, None)
+        if self._finish is not None and not self._done and (piece.done or self._reported is not None):
+            self._conclude()
+
+    def _take_ids(self, piece: Piece) -> None:
+        ids, ended = self._up_to_the_end(piece.token_ids)
+        self._has_ids = True
+        logprobs = self._shown(piece.logprobs[: len(ids)]) or piece.text_logprobs[: len(ids)]
+        if self._detokenizer is None:
+            self._detokenizer = detokenizer(
+                self._tokenizer, skip_special_tokens=self._request.skip_special_tokens
+            )
+        if ids:
+            self._deliver(self._detokenizer.push(ids), ids, logprobs)
+        if ended is not None and not self._done:
+            self._finished(ended, None)
+            if piece.finish is None and not self._done:
+                self._conclude(close=True)  # It would go on.
+
+    def _up_to_the_end(self, ids: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
+        """The tokens that belong to the answer, and its end if these tokens are it."""
+        sampling = self._request.sampling
+        if self._stop_ids and not self._stop_ids.isdisjoint(ids):
+            for i, token_id in enumerate(ids):
+                if token_id in self._stop_ids and self._count + i >= sampling.min_tokens:
+                    if token_id not in self._tokenizer.eos_ids:
+                        self._stopped_by = token_id  # The ordinary end of an answer is nobody's stop token.
+                    return ids[:i], FinishReason.STOP
+        room = sampling.max_tokens - self._count
+        if len(ids) > room:
+            self._owner.noted(
+                Anomaly.OVERRUN, f"more tokens than the {sampling.max_tokens} that were asked for"
+            )
+            return ids[:room], FinishReason.LENGTH
+        return ids, None
+
+    def _take_text(self, piece: Piece) -> None:
+        """Text without ids: our tokenizer says about how much it is."""
+        text = piece.text
+        counted = text + "".join(call.name + call.arguments for call in piece.tool_calls)
+        ids = self._pieces.of(counted) if counted else ()
+        self._num_logprobs += len(piece.text_logprobs)
+        self._deliver(text, ids, piece.text_logprobs, piece)
+        most = self._request.sampling.max_tokens * _OVERRUN_FACTOR + _OVERRUN_SLACK
+        if self._count > most and not self._done:
+            self._owner.noted(Anomaly.OVERRUN, f"text of more than {most} tokens")
+            self._finished(FinishReason.LENGTH, None)
+            if not self._done:
+                self._conclude(close=True)
+
+    def _deliver(
+        self, text: str, ids: tuple[int, ...], logprobs: tuple[TextLogprob, ...], piece: Piece | None = None
+    ) -> None:
+        """Pass output on, up to a stop string."""
+        self._count += len(ids)
+        if not self._first_ns:
+            self._first_ns = self._clock.now_ns()
+        self._has_output = True
+        calls = () if piece is None else piece.tool_calls
+        matched = None
+        if self._stop is not None:
+            text, matched = self._stop.push(text)
+        self._sink.on_delta(Delta(text, ids, logprobs, (), calls))
+        if matched is not None and not self._done:
+            self._finish, self._stopped_by = FinishReason.STOP, matched
+            self._conclude(close=True)
+
+    def _finished(self, reason: FinishReason, stop: str | int | None) -> None:
+        """Why it ended is known: let go of what was held back; its usage may still come."""
+        text = "" if self._detokenizer is None else self._detokenizer.finish()
+        matched = None
+        if self._stop is not None:
+            text, matched = self._stop.push(text)
+            text += self._stop.finish() if matched is None else ""
+        self._finish = reason
+        if matched is not None:
+            self._finish, self._stopped_by = FinishReason.STOP, matched
+        elif reason is FinishReason.STOP and self._stopped_by is None and stop not in self._tokenizer.eos_ids:
+            self._stopped_by = stop
+        if text:
+            self._has_output = True
+            self._sink.on_delta(Delta(text, ()))
+        if not self._done and self._exchange is not None:
+            self._exchange.wait("the usage", USAGE_WAIT_S)
+
+    # --- ends ------------------------------------------------------------------------------------------
+
+    def _conclude(self, *, close: bool = False) -> None:
+        """A good end."""
+        assert self._finish is not None
+        if not close:
+            self._compare()
+        finish = Finish(reason=self._finish, usage=self._usage(), stop=self._stopped_by)
+        self._end(finish, close=close)
+
+    def _break(self, why: str) -> None:
+        """No more will come: a good end if all had come already, else an error."""
+        if self._finish is None and self._has_ids and self._count >= self._request.sampling.max_tokens:
+            self._owner.noted(Anomaly.NO_FINISH, "an answer of full length ended without saying why")
+            self._finished(FinishReason.LENGTH, None)
+            if self._done:
+                return
+        if self._finish is not None:
+            self._conclude()
+            return
+        why = f"the worker broke off: {why}"
+        self.fail(StreamBroken(why) if self._has_output else WorkerUnavailable(why))
+
+    def _said(self, said: SaidError) -> None:
+        if self._finish is not None:
+            self._conclude()  # The answer is whole; what follows it does not matter.
+            return
+        self.fail(error_of(said, headers=self._headers, has_output=self._has_output))
+
+    def _corrupt(self, why: str) -> None:
+        self._owner.noted(Anomaly.CORRUPT, why)
+        self._break(why)
+
+    def _answered(self) -> None:
+        """It answered with a status, or with something that is no stream."""
+        body = bytes(self._body or b"")
+        said = said_in(body)
+        if self._status == 200 and not (said.message or said.kind):
+            kind = self._headers.get(b"content-type", b"").decode("latin-1")[:64] or "nothing"
+            self._owner.noted(Anomaly.NO_STREAM, f"answered with {kind} instead of a stream of events")
+            self.fail(WorkerUnavailable(f"the worker answered with {kind} instead of a stream of events"))
+            return
+        status = said.status if self._status == 200 else self._status
+        said = msgspec.structs.replace(said, status=status)
+        self.fail(error_of(said, headers=self._headers, has_output=False))
+
+    def _end(self, finish: Finish, *, close: bool) -> None:
+        self._done = True
+        if self._exchange is not None:
+            if close:
+                self._exchange.abort()
+            else:
+                self._exchange.let_go()
+        self._owner.leave(self, finish)
+        self._sink.on_finish(finish)
+
+    def _compare(self) -> None:
+        """Note where the worker's counts are not ours. A token that only ended the answer may be in its count."""
+        reported = self._reported
+        if reported is None or reported.completion_tokens is None:
+            self._owner.noted(Anomaly.NO_USAGE, "an answer came without its usage")
+            return
+        prompt, exact = len(self._request.prompt_token_ids), self._exact_count()
+        wrong = reported.prompt_tokens is not None and self._has_ids and reported.prompt_tokens != prompt
+        if exact is not None:
+            spare = 1 if self._finish is not FinishReason.LENGTH else 0
+            wrong = wrong or not exact <= reported.completion_tokens <= exact + spare
+        if wrong:
+            self._owner.noted(
+                Anomaly.USAGE_MISMATCH,
+                f"its usage is {reported.prompt_tokens} + {reported.completion_tokens} tokens, "
+                f"counted here were {prompt} + {self._count if exact is None else exact}",
+            )
+
+    def _exact_count(self) -> int | None:
+        """Answer tokens as they came one by one, if they did."""
+        if self._has_ids:
+            return self._count
+        return self._num_logprobs or None
+
+    def _usage(self) -> Usage:
+        now_ns = self._clock.now_ns()
+        first_ns = self._first_ns or now_ns
+        held_ns = 0 if self._exchange is None else self._exchange.held_ns
+        reported = self._reported or ReportedUsage()
+        prompt, completion = len(self._request.prompt_token_ids), self._exact_count()
+        if self._trusts_prompt and reported.prompt_tokens is not None:
+            # Ours is an estimate; but nobody's tokenizer is that much finer.
+            prompt = min(max(0, reported.prompt_tokens), _PROMPT_FACTOR * (prompt + _OVERRUN_SLACK))
+        if completion is None:
+            completion = self._count
+            if not self._has_ids and reported.completion_tokens is not None:
+                # It alone knows; but it may not invent more than it could have sent.
+                completion = min(max(0, reported.completion_tokens), self._request.sampling.max_tokens)
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            cached_tokens=min(max(0, reported.cached_tokens or 0), prompt),
+            prefill_ns=first_ns - self._started_ns,
+            decode_ns=max(0, now_ns - first_ns - held_ns),
+        )
+
+    def _shown(self, found: Sequence[TokenLogprob]) -> tuple[TextLogprob, ...]:
+        if not found:
+            return ()
+        return tuple(shown_logprob(each, self._tokenizer) for each in found)

@@ -1,0 +1,207 @@
+"""Which request holds which KV blocks: block tables on top of the pool.
+
+The life of a request's blocks:
+
+    open -> match_prefix -> adopt -> (extend -> [step computes] -> publish_computed)* -> release
+                              |          ^
+                              +- awaits -+  parts of the prefix are in host memory: `finish_copies` says when they are here
+
+`release` may come at any point. After a preemption the same table goes through `match_prefix` again and
+finds its own full blocks, if nobody needed the room. Tables grow token by token; this module knows
+nothing of steps, budgets or tensors.
+"""
+
+from array import array
+from collections.abc import Iterable
+
+from penstock.errors import NamespaceBreach
+from penstock.kv.cache.block_pool import NEVER, BlockPool, Epoch, PoolStatistics
+from penstock.kv.cache.host_tier import Copied, Copies, HostLimits, HostTier
+from penstock.kv.cache.prefix_cache import (
+    ABSENT,
+    BlockTable,
+    HashedPrefixCache,
+    NoPrefixCache,
+    PrefixCache,
+    PrefixMatch,
+)
+from penstock.kv.hashing import PUBLIC, BlockHasher
+from penstock.types import BLOCK_TOKENS
+
+
+def blocks_for(num_tokens: int) -> int:
+    """Blocks that hold `num_tokens` tokens."""
+    return -(-num_tokens // BLOCK_TOKENS)
+
+
+class KVManager:
+    """Hands out one pool's blocks to block tables. Give it a `PrefixCache`, or `NoPrefixCache`."""
+
+    __slots__ = ("_cache", "_clears", "_waiting", "host", "pool")
+
+    def __init__(self, pool: BlockPool, host: HostTier, cache: PrefixCache) -> None:
+        self.pool, self.host, self._cache = pool, host, cache
+        self._waiting: dict[int, list[BlockTable]] = {}  # By host slot: who awaits its content.
+        self._clears = 0  # How often the cache was cleared.
+
+    @classmethod
+    def with_prefix_cache(
+        cls, num_blocks: int, hasher: BlockHasher, host: HostLimits | None = None
+    ) -> "KVManager":
+        """A manager over a new pool that finds equal prefixes again, with a host tier if `host` gives it slots."""
+        pool = BlockPool(num_blocks)
+        tier = HostTier(pool, host or HostLimits())
+        return cls(pool, tier, HashedPrefixCache(pool, hasher, tier))
+
+    @classmethod
+    def without_prefix_cache(cls, num_blocks: int) -> "KVManager":
+        """A manager over a new pool that computes everything anew."""
+        pool = BlockPool(num_blocks)
+        return cls(pool, HostTier(pool, HostLimits()), NoPrefixCache())
+
+    def open(self, salt: bytes, *, adapter: str = "", public_tokens: int = 0) -> BlockTable:
+        """An empty table in the namespace `salt`, which is where its hits may come from.
+
+        Whole blocks of the first `public_tokens` tokens are in the public region instead, which all tenants share.
+
+        Raises:
+            NamespaceBreach: `salt` is the public region's own name.
+        """
+        if salt == PUBLIC:
+            raise NamespaceBreach("the public region's name is no tenant's salt")
+        num_public = public_tokens // BLOCK_TOKENS
+        root = self._cache.root(salt, adapter, public=num_public > 0)
+        return BlockTable(owner=salt, root=root, num_public=num_public, clears=self._clears)
+
+    def match_prefix(
+        self, table: BlockTable, tokens: "array[int]", num_tokens_max: int | None = None
+    ) -> PrefixMatch:
+        """The longest prefix of `tokens` that is known on the device or in host memory: a look, nothing is held yet.
+
+        Covers at most `len(tokens) - 1` tokens, and `num_tokens_max` if that is less. Valid until the next call that
+        changes anything here.
+        """
+        end = len(tokens) - 1
+        return self._cache.match(table, tokens, end if num_tokens_max is None else min(end, num_tokens_max))
+
+    def num_available_after(self, match: PrefixMatch) -> int:
+        """Blocks that could still be allocated once the blocks that `match` has on the device are held.
+
+        Those that `adopt` allocates for what must be loaded are not subtracted.
+        """
+        present = (block for block in match.blocks if block != ABSENT)
+        return self.pool.num_available - self.pool.num_idle(present)
+
+    def adopt(self, table: BlockTable, match: PrefixMatch) -> None:
+        """Start an empty table with what `match_prefix` found, and ask for the part that must be loaded.
+
+        There must be room for that part. `table.awaits` says what is still on its way: until it is empty, the
+        table's blocks must not be read.
+        """
+        assert not table.blocks, "hits come first in a table"
+        self.pool.acquire(block for block in match.blocks if block != ABSENT)
+        num_public = match.blocks[: table.num_public].count(ABSENT)
+        new = self.pool.allocate(len(match.loads), owner=table.owner, num_public=num_public)
+        assert new is not None, "there is no room for what must be loaded"
+        fresh = iter(new)
+        table.blocks.extend(next(fresh) if block == ABSENT else block for block in match.blocks)
+        table.num_published = len(match.blocks)
+        for slot, block in zip(match.loads, new, strict=True):
+            self.host.load(slot, block)
+        for slot in (*match.loads, *match.awaits):
+            table.awaits.add(slot)
+            self._waiting.setdefault(slot, []).append(table)
+
+    def extend(self, table: BlockTable, num_tokens: int) -> tuple[int, ...] | None:
+        """Make room for `num_tokens` tokens in all; returns the blocks that were added (often none).
+
+        None, and nothing changes, if the pool has not enough blocks.
+        """
+        missing = blocks_for(num_tokens) - len(table.blocks)
+        if missing <= 0:
+            return ()
+        num_public = table.num_public_from(len(table.blocks))
+        new = self.pool.allocate(missing, owner=table.owner, num_public=num_public)
+        if new is not None:
+            table.blocks.extend(new)
+        return new
+
+    def publish_computed(self, table: BlockTable, tokens: "array[int]", num_computed: int) -> None:
+        """Let others hit the blocks that are full now that `num_computed` of `tokens` are stored.
+
+        Nothing of a table that held blocks when the cache was cleared: what was computed before may be of no use since.
+        """
+        if num_computed // BLOCK_TOKENS > table.num_published and table.clears == self._clears:
+            self._cache.publish(table, tokens, num_computed)
+
+    def release(
+        self, table: BlockTable, *, last_used: Epoch = NEVER, bad: bool = False, preempted: bool = False
+    ) -> None:
+        """Give every block of the table back; full ones stay cached unless their content is `bad`.
+
+        None of them is reused before the epoch that used them last is over. What stays is stored in host memory
+        when it has been idle for a while, or at once if the request was `preempted`: others are about to take its
+        blocks.
+        """
+        self._stop_waiting(table)
+        if bad:
+            self.host.forget(table.hashes[: table.num_published])
+            self.pool.forget(table.blocks)
+        self.pool.hold(table.blocks, last_used)
+        self.pool.free(table.blocks)
+        self.host.offer(table.blocks, urgent=preempted)
+        table.blocks.clear()
+        table.num_published, table.clears = 0, self._clears
+
+    def take_copies(self) -> Copies:
+        """The copies between device and host to start now; each is answered by one entry of `finish_copies`."""
+        return self.host.take_copies()
+
+    def finish_copies(self, copied: Iterable[Copied]) -> None:
+        """Take in copies that ended. Tables that waited for one that failed are `broken`."""
+        for copy in copied:
+            self.host.finish(copy)
+            for table in self._waiting.pop(copy.slot, ()):
+                table.awaits.remove(copy.slot)
+                table.broken |= not copy.ok
+
+    def clear_cache(self) -> int:
+        """Forget every cached prefix, here and in host memory; see `BlockPool.clear_cache`."""
+        self._clears += 1
+        self.host.clear()
+        return self.pool.clear_cache()
+
+    def statistics(self) -> PoolStatistics:
+        """The pool's gauges and counters."""
+        return self.pool.statistics()
+
+    def check_invariants(self, tables: "list[BlockTable]") -> None:
+        """Assert that `tables` (all that are open) hold exactly what the pool thinks is held."""
+        self.pool.check_invariants()
+        self.host.check_invariants()
+        held = [0] * self.pool.num_blocks
+        for table in tables:
+            assert len(set(table.blocks)) == len(table.blocks), "a block is twice in one table"
+            assert table.num_published <= len(table.blocks), "published more than it holds"
+            for index, block in enumerate(table.blocks):
+                held[block] += 1
+                assert self.pool.owner(block) == table.owner_of(index), (
+                    f"block {block} is another namespace's"
+                )
+        for block in self.host.loading_blocks():
+            held[block] += 1
+        waiting = {(slot, id(table)) for slot, tables in self._waiting.items() for table in tables}
+        assert waiting == {(slot, id(table)) for table in tables for slot in table.awaits}, "a wait is lost"
+        for block, count in enumerate(held):
+            assert self.pool.num_references(block) == count, f"block {block}: references do not add up"
+
+    def _stop_waiting(self, table: BlockTable) -> None:
+        """Loads that only this table awaits need not begin any more."""
+        for slot in sorted(table.awaits):
+            waiting = self._waiting[slot]
+            waiting.remove(table)
+            if not waiting:
+                del self._waiting[slot]
+                self.host.cancel(slot)
+        table.awaits.clear()
+        table.broken = False

@@ -1,0 +1,259 @@
+"""From a worker's own block ids to the keys of the prefix index.
+
+OwnNames      our engine's hashes are keys already
+ForeignNames  everybody else's ids mean nothing here: the key is made from the parent's key and the block's tokens, and
+              the id is kept to understand "removed" and "parent"
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Protocol
+
+from penstock.kv.hashing import TOKEN_BYTES, BlockHasher
+from penstock.kv.index.prefix_index import Tier
+from penstock.kv.index.prompt_keys import CanonicalHasher, PromptKeys
+from penstock.kv.index.vllm_events import KVEventError, Removed, Stored
+from penstock.types import BLOCK_TOKENS
+
+Named = list[tuple[Tier, Sequence[int]]]
+"""Keys, by where their blocks are."""
+
+
+class BlockNames(Protocol):
+    """One worker's ids."""
+
+    num_orphans: int
+    """Events whose parent was not known when they came."""
+    num_skipped: int
+    """Events whose blocks could not be named for another reason."""
+    refused: str
+    """Why none of this worker's blocks can be named; empty: they can."""
+    unit: int
+    """Of our blocks in one of this worker's: it reuses so many together or none of them."""
+
+    def keys_of(self, prompt: PromptKeys) -> Sequence[int]:
+        """What this worker's blocks of a prompt are called in the index."""
+        ...
+
+    def stored(self, event: Stored) -> Named:
+        """The keys of these blocks, and of those that had waited for them.
+
+        Raises:
+            KVEventError: the worker tells of more blocks than it may.
+        """
+        ...
+
+    def removed(self, event: Removed) -> Named:
+        """The keys of these blocks, as far as they are known."""
+        ...
+
+    def clear(self) -> None:
+        """Forget every id."""
+        ...
+
+
+class OwnNames:
+    """Of a worker that runs our engine and names its blocks with a key that we have too."""
+
+    __slots__ = ("hasher", "key", "num_orphans", "num_skipped", "refused", "unit")
+
+    def __init__(self, key: bytes) -> None:
+        self.key = key
+        self.hasher: BlockHasher | None = None
+        """Of what it computes (identity.py); None until it has announced that."""
+        self.num_orphans = self.num_skipped = 0
+        self.refused = ""
+        self.unit = 1
+
+    def keys_of(self, prompt: PromptKeys) -> Sequence[int]:
+        """See `BlockNames`."""
+        return () if self.hasher is None else prompt.own(self.hasher)
+
+    def stored(self, event: Stored) -> Named:
+        """See `BlockNames`."""
+        return [(event.tier, event.ids)] if event.tier is not None else []
+
+    def removed(self, event: Removed) -> Named:
+        """See `BlockNames`."""
+        return [(event.tier, event.ids)] if event.tier is not None else []
+
+    def clear(self) -> None:
+        """Nothing is kept."""
+
+
+_Keys = int | tuple[int, ...]
+"""Of one of the worker's blocks, which may be several of ours."""
+_NO_GROUP = -1
+
+
+class ForeignNames:
+    """Of any other worker. Its blocks must be a whole number of ours."""
+
+    __slots__ = (
+        "_blocks_max", "_group", "_hasher", "_known", "_num_parked", "_parked", "_parked_max", "num_orphans",
+        "num_skipped", "refused", "unit",
+    )  # fmt: skip
+
+    def __init__(self, hasher: CanonicalHasher, *, blocks_max: int, parked_max: int) -> None:
+        self._hasher, self._blocks_max, self._parked_max = hasher, blocks_max, parked_max
+        self._known: tuple[dict[int, _Keys], dict[int, _Keys]] = ({}, {})  # By tier, then by id.
+        self._group: int | None = _NO_GROUP
+        self._parked: OrderedDict[int, list[Stored]] = OrderedDict()  # By the parent that they wait for.
+        self._num_parked = 0
+        self.num_orphans = self.num_skipped = 0
+        self.refused = ""
+        self.unit = 1  # Until it has told of a block.
+
+    @property
+    def num_parked(self) -> int:
+        """Events that wait for their parent."""
+        return self._num_parked
+
+    def keys_of(self, prompt: PromptKeys) -> Sequence[int]:
+        """See `BlockNames`."""
+        return prompt.canonical
+
+    def stored(self, event: Stored) -> Named:
+        """See `BlockNames`."""
+        found: Named = []
+        ready = [event]
+        while ready:
+            each = ready.pop()
+            keys = self._take(each)
+            if keys and each.tier is not None:
+                found.append((each.tier, keys))
+                for block_id in each.ids if self._parked else ():
+                    ready += self._unpark(block_id)
+        return found
+
+    def removed(self, event: Removed) -> Named:
+        """See `BlockNames`."""
+        if event.tier is None or event.group not in (None, self._group):
+            return []
+        known, keys = self._known[event.tier], list[int]()
+        for block_id in event.ids:
+            if (gone := known.pop(block_id, None)) is not None:
+                keys += (gone,) if isinstance(gone, int) else gone
+        return [(event.tier, keys)]
+
+    def clear(self) -> None:
+        """See `BlockNames`. The group of layers that counts stays."""
+        for known in self._known:
+            known.clear()
+        self._parked.clear()
+        self._num_parked = 0
+
+    def _take(self, event: Stored) -> Sequence[int]:
+        """Name one event's blocks; empty if that cannot be done (now)."""
+        if event.tier is None or not self._is_indexed(event.group):
+            return ()
+        if not event.tokens:
+            return self._copied(event, event.tier)
+        if not self._is_whole(event):
+            return ()
+        if event.parent is None:
+            parent = self._hasher.root(namespace=_namespace(event), adapter=event.adapter)
+        elif (keys := self._find(event.parent)) is not None:
+            parent = keys if isinstance(keys, int) else keys[-1]
+        else:
+            self._park(event, event.parent)
+            return ()
+        made = self._name(event, parent)
+        self._keep(event, event.tier, made)
+        return made
+
+    def _is_indexed(self, group: int | None) -> bool:
+        """Where layers have caches of their own, one group stands for all: the first whose blocks make whole prefixes."""
+        if self._group == _NO_GROUP:
+            self._group = group
+        return group is None or group == self._group
+
+    def _is_whole(self, event: Stored) -> bool:
+        tokens = event.block_tokens
+        if not tokens or tokens % BLOCK_TOKENS:
+            self.num_skipped += 1
+            if not any(self._known):
+                self.refused = f"its KV blocks have {tokens} tokens, which is no multiple of {BLOCK_TOKENS}"
+            return False
+        lengths = {len(event.ids)} if event.extra is None else {len(event.ids), len(event.extra)}
+        if lengths == {len(event.tokens) // (tokens * TOKEN_BYTES)}:
+            return True
+        self.num_skipped += 1  # Some of the blocks are left out: nobody says which.
+        return False
+
+    def _copied(self, event: Stored, tier: Tier) -> Sequence[int]:
+        """Blocks that were told of before can be had from another tier too: nothing but their ids is told."""
+        found = {block_id: keys for block_id in event.ids if (keys := self._find(block_id)) is not None}
+        self.num_skipped += len(found) < len(event.ids)
+        self._known[tier].update(found)
+        return [key for keys in found.values() for key in ((keys,) if isinstance(keys, int) else keys)]
+
+    def _name(self, event: Stored, parent: int) -> list[int]:
+        marks = _marks(event)
+        if not marks:
+            return self._hasher.extend(parent, event.tokens)
+        keys, size = list[int](), event.block_tokens * TOKEN_BYTES
+        for i in range(len(event.ids)):
+            if i in marks:
+                parent = self._hasher.mark(parent, marks[i])
+            keys += self._hasher.extend(parent, event.tokens[i * size : (i + 1) * size])
+            parent = keys[-1]
+        return keys
+
+    def _keep(self, event: Stored, tier: Tier, keys: list[int]) -> None:
+        known = self._known[tier]
+        self.unit = each = event.block_tokens // BLOCK_TOKENS
+        if each == 1:
+            known.update(zip(event.ids, keys, strict=True))
+        else:
+            for i, block_id in enumerate(event.ids):
+                known[block_id] = tuple(keys[i * each : (i + 1) * each])
+        if len(known) > self._blocks_max:
+            raise KVEventError(f"the worker tells of more than {self._blocks_max} blocks")
+
+    def _find(self, block_id: int) -> _Keys | None:
+        device, host = self._known
+        keys = device.get(block_id)
+        return host.get(block_id) if keys is None else keys
+
+    # --- parking ---------------------------------------------------------------------------------------
+
+    def _park(self, event: Stored, parent: int) -> None:
+        """Where a block belongs is not guessed: it waits until the one before it is known."""
+        self.num_orphans += 1
+        self._parked.setdefault(parent, []).append(event)
+        self._num_parked += 1
+        while self._num_parked > self._parked_max:
+            self._num_parked -= len(self._parked.popitem(last=False)[1])
+
+    def _unpark(self, block_id: int) -> list[Stored]:
+        events = self._parked.pop(block_id, [])
+        self._num_parked -= len(events)
+        return events
+
+
+def _namespace(event: Stored) -> str:
+    """The salt that the first block of a prompt says it depends on."""
+    first = _rest(event, 0)
+    return next((each for each in first if isinstance(each, str)), "")
+
+
+def _marks(event: Stored) -> dict[int, bytes]:
+    """By block, what else its content depends on (images, embeddings): whoever cannot tell the same gets other keys."""
+    if event.extra is None:
+        return {}
+    marks: dict[int, bytes] = {}
+    for i, extra in enumerate(event.extra):
+        if extra:
+            rest = _rest(event, i)
+            if i == 0 and event.parent is None and (salt := _namespace(event)):
+                rest.remove(salt)
+            if rest:
+                marks[i] = repr(rest).encode()
+    return marks
+
+
+def _rest(event: Stored, block: int) -> list[object]:
+    """Without the adapter, which comes first and is told elsewhere too."""
+    rest = list((event.extra[block] if event.extra is not None else None) or ())
+    return rest[1:] if event.adapter and rest and rest[0] == event.adapter else rest

@@ -1,0 +1,25 @@
+"""Mixtral (Jiang et al. 2024, arXiv 2401.04088): Mistral with a mixture of experts in every layer."""
+
+from dataclasses import replace
+
+from penstock.models.config import HfConfig, experts
+from penstock.models.families.mistral import mistral_spec
+from penstock.models.names import CheckpointNames
+from penstock.models.spec import DecoderSpec
+
+MIXTRAL_NAMES = CheckpointNames(
+    router="block_sparse_moe.gate",
+    expert_gate="block_sparse_moe.experts.{e}.w1",
+    expert_up="block_sparse_moe.experts.{e}.w3",
+    expert_down="block_sparse_moe.experts.{e}.w2",
+)
+
+
+def mixtral_spec(config: HfConfig) -> DecoderSpec:
+    """The decoder that a `MixtralForCausalLM` config describes.
+
+    Raises:
+        CheckpointError: a field is missing, or its value is not supported.
+    """
+    moe = experts(config, normalise=True)
+    return replace(mistral_spec(config), architecture="MixtralForCausalLM", moe=moe)

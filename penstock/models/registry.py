@@ -1,0 +1,82 @@
+"""The families that can be served, by the architecture name in `config.json`.
+
+To add one: write `models/families/<family>.py` with a function from `HfConfig` to `DecoderSpec`, and name it here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import CheckpointError
+from penstock.models.config import CONFIG_FILE, HfConfig, read_config
+from penstock.models.families.gemma2 import GEMMA_ACTIVATION, GEMMA_NAMES, gemma2_spec
+from penstock.models.families.gemma3 import gemma3_spec
+from penstock.models.families.llama import llama_spec
+from penstock.models.families.mistral import mistral_spec
+from penstock.models.families.mixtral import MIXTRAL_NAMES, mixtral_spec
+from penstock.models.families.multimodal import (
+    GEMMA3_TEXT_NAMES,
+    MISTRAL3_TEXT_NAMES,
+    gemma3_text_spec,
+    mistral3_text_spec,
+)
+from penstock.models.families.phi3 import PHI3_NAMES, phi3_spec
+from penstock.models.families.qwen2 import qwen2_spec
+from penstock.models.families.qwen3 import qwen3_spec
+from penstock.models.families.qwen3_moe import qwen3_moe_spec
+from penstock.models.names import CheckpointNames
+from penstock.models.spec import DecoderSpec
+
+
+@dataclass(slots=True, frozen=True)
+class Family:
+    """How to read one family's configuration, and what its tensors are called."""
+
+    spec: Callable[[HfConfig], DecoderSpec]
+    names: CheckpointNames = CheckpointNames()  # noqa: RUF009  (frozen)
+    activation: str = "silu"
+    """What `hidden_act` must say."""
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(llama_spec),
+    "Gemma2ForCausalLM": Family(gemma2_spec, GEMMA_NAMES, GEMMA_ACTIVATION),
+    "Gemma3ForCausalLM": Family(gemma3_spec, GEMMA_NAMES, GEMMA_ACTIVATION),
+    "Gemma3ForConditionalGeneration": Family(gemma3_text_spec, GEMMA3_TEXT_NAMES, GEMMA_ACTIVATION),
+    "MistralForCausalLM": Family(mistral_spec),
+    "Mistral3ForConditionalGeneration": Family(mistral3_text_spec, MISTRAL3_TEXT_NAMES),
+    "MixtralForCausalLM": Family(mixtral_spec, MIXTRAL_NAMES),
+    "Phi3ForCausalLM": Family(phi3_spec, PHI3_NAMES),
+    "Qwen2ForCausalLM": Family(qwen2_spec),
+    "Qwen3ForCausalLM": Family(qwen3_spec),
+    "Qwen3MoeForCausalLM": Family(qwen3_moe_spec),
+}
+
+
+def read_spec(directory: Path) -> tuple[DecoderSpec, CheckpointNames]:
+    """The decoder in a model directory, and the names of its tensors.
+
+    Raises:
+        CheckpointError: no config, an unknown architecture, or a setting that is not supported.
+    """
+    config = read_config(directory)
+    path = directory / CONFIG_FILE
+    if config.quantization_config is not None:
+        method = config.quantization_config.get("quant_method", "unnamed")
+        raise CheckpointError(
+            f"{path}: quantization_config ({method}) is not supported; expected plain weights"
+        )
+    architectures = config.architectures or []
+    family = next((FAMILIES[name] for name in architectures if name in FAMILIES), None)
+    if family is None:
+        given = ", ".join(architectures) or "none"
+        raise CheckpointError(
+            f"{path}: architecture {given} is not supported; expected one of {', '.join(FAMILIES)}"
+        )
+    text = config.text_config or config
+    activation = text.hidden_activation or text.hidden_act or family.activation
+    if activation != family.activation:
+        raise CheckpointError(
+            f"{path}: hidden_act {activation!r} is not supported; expected {family.activation!r}"
+        )
+    return family.spec(config), family.names
