@@ -13,6 +13,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import CodeType, ModuleType
 
+import pytest
 from hypothesis import Phase, settings
 from mutations import mutated
 
@@ -60,6 +61,13 @@ if wanted := os.environ.get("PENSTOCK_MUTANT"):
     module, key = json.loads(wanted)
     assert module not in sys.modules, f"{module} was imported before it could be changed"
     sys.meta_path.insert(0, MutantFinder(module, key))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A mutant that no test imported was not tested."""
+    if wanted and module not in sys.modules:
+        session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
 
 def pytest_configure() -> None:

@@ -41,6 +41,8 @@ PATIENCE = 4.0
 """A mutant may take so many times as long as the unchanged module, and the pause beside that."""
 PAUSE_S = 30.0
 UNCHANGED_MAX_S = 600.0
+USAGE_ERROR = 4
+"""pytest's exit status; mutant_import.py gives it too."""
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,8 @@ def run(each: Candidate, rounds: tuple[list[str], ...], unchanged_s: dict[str, f
     for files in filter(None, rounds):
         status, output = pytest(files, limit_s(files, unchanged_s), each)
         met += files
+        if status == USAGE_ERROR:
+            sys.exit(f"the tests did not import the mutant {each.name}\n{output}")
         if status != 0:
             failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
             row.outcome = "timeout" if status is None else "killed"
