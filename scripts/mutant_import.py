@@ -64,9 +64,9 @@ if wanted := os.environ.get("PENSTOCK_MUTANT"):
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """A mutant that no test imported was not tested."""
-    if wanted and module not in sys.modules:
+    if wanted and exitstatus == pytest.ExitCode.OK and module not in sys.modules:
         session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
 
