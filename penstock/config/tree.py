@@ -187,19 +187,16 @@ class ServerConfig(Branch, frozen=True, kw_only=True):
     """Pages of these origins may call the API (/v1) from a browser: "https://chat.example.com", or "*" for all; none: no page of
     another origin. Keys are asked for all the same."""
     processes: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Gateway processes that share the address, for more cores than one; bounds below and in `limits` count for each."""
-    connections_max: Positive = 20_000
-    header_bytes_max: Positive = 32 * 1024
-    headers_max: Positive = 100
-    """Header fields of one request; clients send about ten."""
+    """Gateway processes that share the address, for more cores than one; bounds here and in `limits` count for each."""
     body_bytes_max: Positive = 8 * 1024 * 1024
-    header_timeout_s: Seconds = 15.0
-    """From the first byte of a request to the end of its headers."""
-    body_timeout_s: Seconds = 60.0
-    keepalive_timeout_s: Seconds = 75.0
-    """An idle connection is closed after this long."""
     drain_timeout_s: Seconds = 30.0
     """After SIGTERM or Ctrl-C running streams have this long to end."""
+    slow_client: Literal["pause", "abort"] = "pause"
+    """"pause": while a client does not keep up its text is held back, and leaves in one piece when it has caught up.
+    "abort": nothing is held back, so that the buffer (1 MiB) fills fifty times sooner and the request is aborted."""
+    flush_ms: Annotated[float, Meta(ge=0, le=1000)] = 0.0
+    """Text of one stream within this time leaves as one event, after the first, which leaves at once. 0: every token is an
+    event of its own."""
 
 
 class LimitsConfig(Branch, frozen=True, kw_only=True):
@@ -230,24 +227,6 @@ class LimitsConfig(Branch, frozen=True, kw_only=True):
     """Long bodies that wait for a tokenizing thread; one more is refused as overloaded."""
 
 
-class RelayConfig(Branch, frozen=True, kw_only=True):
-    """How tokens travel to clients."""
-
-    buffer_bytes_max: Positive = 1024 * 1024
-    """Unsent bytes held for a slow client; over it a worker that is reached over HTTP has to wait ("pause"), and of one of ours
-    the request is aborted."""
-    slow_client: Literal["pause", "abort"] = "pause"
-    """"pause": while a client does not keep up its text is held back, and leaves in one piece when it has caught up.
-    "abort": nothing is held back, so that the buffer fills fifty times sooner."""
-    write_timeout_s: Seconds = 30.0
-    """A client that takes none of the bytes that wait for it for this long is cut off; 0 never."""
-    flush_ms: Annotated[float, Meta(ge=0, le=1000)] = 0.0
-    """Text of one stream within this time leaves as one event, after the first, which leaves at once. 0: every token is an
-    event of its own."""
-    heartbeat_s: Seconds = 15.0
-    """A stream that has sent nothing for this long sends an SSE comment; 0 never."""
-
-
 class LogConfig(Branch, frozen=True, kw_only=True):
     """What goes to standard error."""
 
@@ -266,7 +245,6 @@ class Config(Branch, frozen=True, kw_only=True):
     tiers: Annotated[tuple[TierConfig, ...], Meta(max_length=64)] = DEFAULT_TIERS
     auth: AuthConfig = AuthConfig()
     limits: LimitsConfig = LimitsConfig()
-    relay: RelayConfig = RelayConfig()
     admission: AdmissionConfig = AdmissionConfig()
     routing: RoutingConfig = RoutingConfig()
     kv_index: KVIndexConfig = KVIndexConfig()

@@ -40,6 +40,7 @@ from penstock.gateway.stretched import StretchedPromises
 from penstock.gateway.tally import outcome_of
 from penstock.gateway.tenancy import Tenancy
 from penstock.gateway.tokenize_pool import TokenizePool
+from penstock.gateway.wire_limits import WIRE_LIMITS, WireLimits
 from penstock.kv.index.locality import KVLocality
 from penstock.rng import IdSource, fresh_key
 from penstock.telemetry.log import Access as AccessLine
@@ -68,6 +69,7 @@ class Gateway:
         listeners: Sequence[socket.socket] = (),
         siblings: Siblings | None = None,
         hash_key: bytes = b"",
+        limits: WireLimits = WIRE_LIMITS,
     ) -> None:
         """Make it; `config.auth` must say who may call, or that everybody may.
 
@@ -113,16 +115,15 @@ class Gateway:
             log=log,
             falls_back=any(route.fallback for route in config.routing.models),
         )
-        self._siblings = siblings
+        self._limits, self._siblings = limits, siblings
         self._inspect = Inspect(
             self._services, metrics, version=__version__, members=members, siblings=siblings
         )
         self.tenancy.on_reload.extend((self._reloaded, self._decisions.reload))
         admin = Admin(self._services, metrics, registry, members, siblings)
         self._routes = Routes(Generate(self._services), self._inspect, admin)
-        self._server = HttpServer(self, config.server, relay=config.relay, clock=clock, listeners=listeners)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._log_is_due = False
+        self._server = HttpServer(self, config.server, clock=clock, listeners=listeners, limits=limits)
+        self._log_is_due, self._tasks = False, set[asyncio.Task[None]]()
         self._pulse: asyncio.Task[None] | None = None
 
     @property
@@ -264,7 +265,7 @@ class Gateway:
 
     async def _beat(self) -> None:
         """Heartbeats and the event loop's lag; the only thing here that runs on a timer."""
-        heartbeat_s = self._config.relay.heartbeat_s
+        heartbeat_s = self._limits.heartbeat_s
         period_s = tick_s(heartbeat_s)
         ticks = max(1, round(heartbeat_s / period_s))
         told_ns = 0

@@ -65,8 +65,8 @@ def provided(kit, request):
             await self.backend.close()
             await stand_ins[0].kill()
 
-    relay = {"buffer_bytes_max": BOUND, **getattr(request, "param", {})}
-    running = Provided(kit.replace(kit.make_config(), relay=relay))
+    given = {"buffer_bytes_max": BOUND, "slow_client": "pause", **getattr(request, "param", {})}
+    running = Provided(kit.make_config(slow_client=given.pop("slow_client")), **given)
     yield types.SimpleNamespace(running=running, provider=stand_ins[0])
     running.stop()
 
