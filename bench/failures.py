@@ -30,7 +30,7 @@ import uvloop
 
 from penstock.backends.base import Delta, Finish, GenerateRequest
 from penstock.backends.engine.backend import OwnBackend
-from penstock.cli.wire import Stack
+from penstock.cli.wiring.wire import Stack
 from penstock.clock import NS_PER_S, SystemClock
 from penstock.config.flow import QueueConfig
 from penstock.config.health import HealthConfig

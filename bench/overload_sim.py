@@ -24,6 +24,7 @@ from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.flow import QueueConfig
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config, EngineConfig
+from penstock.planning.step_time import LinearStepTime
 from penstock.policy.answers import Start
 from penstock.policy.band import cost
 from penstock.policy.control import FlowControl
@@ -31,14 +32,13 @@ from penstock.policy.flow import Arrival
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.policy.room import WorkerView
 from penstock.policy.tenant import Tenant
-from penstock.sim.messages import Submission, Told
-from penstock.sim.request import RequestRecord, Segment, SimRequest
-from penstock.sim.scenarios_goodput import drained_s, goodput_of, mixed
-from penstock.sim.setup import Knobs, play
-from penstock.sim.spec import PoolSpec, WorldSpec
-from penstock.sim.step_time import LinearStepTime
-from penstock.sim.worker import SimWorker, WorkerSpec
-from penstock.sim.world import World
+from penstock.sim.scenarios.goodput import drained_s, goodput_of, mixed
+from penstock.sim.scenarios.setup import Knobs, play
+from penstock.sim.traffic.request import RequestRecord, Segment, SimRequest
+from penstock.sim.world.messages import Submission, Told
+from penstock.sim.world.spec import PoolSpec, WorldSpec
+from penstock.sim.world.worker import SimWorker, WorkerSpec
+from penstock.sim.world.world import World
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
 STEP_NS = 20 * NS_PER_MS
@@ -145,7 +145,7 @@ def spike(
 
 def overload(seed: int, *, loads: tuple[float, ...] = (1, 2, 5, 20), retries: int = 3) -> dict[str, float]:
     """Goodput with default settings, at multiples of the knee: requests and output tokens per second that were answered as promised
-    (sim/scenarios_goodput.py), and how long after the load something still waited.
+    (sim/scenarios/goodput.py), and how long after the load something still waited.
     """
     found: dict[str, float] = {}
     for times in loads:

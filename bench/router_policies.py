@@ -26,14 +26,14 @@ from penstock.kv.index.prompt_keys import PromptKeys, own_keys
 from penstock.policy.band import Work
 from penstock.policy.parts import LeastLoaded, Placement
 from penstock.policy.room import Room, Rooms
-from penstock.sim.arrivals import Poisson
-from penstock.sim.prompts import BlockNames
-from penstock.sim.request import Segment, SimRequest
-from penstock.sim.spec import PoolSpec, WorldSpec
-from penstock.sim.traces import Trace
-from penstock.sim.worker import WorkerSpec
-from penstock.sim.workload import Callers, Conversations, Lengths, even, merged
-from penstock.sim.world import World
+from penstock.sim.traffic.arrivals import Poisson
+from penstock.sim.traffic.prompts import BlockNames
+from penstock.sim.traffic.request import Segment, SimRequest
+from penstock.sim.traffic.traces import Trace
+from penstock.sim.traffic.workload import Callers, Conversations, Lengths, even, merged
+from penstock.sim.world.spec import PoolSpec, WorldSpec
+from penstock.sim.world.worker import WorkerSpec
+from penstock.sim.world.world import World
 from penstock.types import WorkerId
 
 WORKERS = 4

@@ -33,16 +33,16 @@ from penstock.bench.measure import Stopwatch, Tally
 from penstock.clock import NS_PER_MS, NS_PER_S, SystemClock, sleep
 from penstock.config.launch import WorkerLaunch
 from penstock.config.tree import EngineConfig
-from penstock.sim.accelerators import accelerator
-from penstock.sim.arrivals import Poisson
-from penstock.sim.model_shapes import model_shape
-from penstock.sim.request import Segment, SimRequest
-from penstock.sim.roofline import Placed
-from penstock.sim.scenario import pool
-from penstock.sim.setup import Knobs, Setup, play
-from penstock.sim.spec import WorldSpec
-from penstock.sim.traces import Trace
-from penstock.sim.workload import Callers, Conversations, Lengths, Source, even, merged
+from penstock.planning.accelerators import accelerator
+from penstock.planning.model_shapes import model_shape
+from penstock.planning.roofline import Placed
+from penstock.sim.scenarios.scenario import pool
+from penstock.sim.scenarios.setup import Knobs, Setup, play
+from penstock.sim.traffic.arrivals import Poisson
+from penstock.sim.traffic.request import Segment, SimRequest
+from penstock.sim.traffic.traces import Trace
+from penstock.sim.traffic.workload import Callers, Conversations, Lengths, Source, even, merged
+from penstock.sim.world.spec import WorldSpec
 
 HERE = Path(__file__).parent
 MODEL, DEVICE, MAX_RUNNING, STEP_TOKENS = "7b", "a10g", 32, 512

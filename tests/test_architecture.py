@@ -26,11 +26,12 @@ ALLOWED = {
     "engine": "text telemetry schedule kv models protocol clock rng types errors config",
     "backends": "engine text telemetry protocol kv clock types errors config",
     "gateway": "fleet backends text telemetry policy protocol kv clock rng types errors config",
-    "sim": "policy schedule kv protocol telemetry clock collector rng types errors config",
+    "planning": "policy schedule models clock types errors config",
+    "sim": "planning policy schedule kv protocol telemetry clock collector rng types errors config",
     "fleet": "backends text telemetry policy protocol kv clock rng types errors config",
 }  # cli and bench may import anything.
 EDGE = {"cli", "bench", "__init__", "__main__"}
-PURE = {"kv", "models", "policy", "schedule", "protocol"}
+PURE = {"kv", "models", "planning", "policy", "schedule", "protocol"}
 OUTSIDE = {
     "asyncio", "datetime", "httpx", "os", "random", "requests", "secrets", "socket",
     "subprocess", "threading", "time", "torch", "uuid", "uvloop",

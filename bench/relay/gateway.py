@@ -32,7 +32,7 @@ import uvloop
 
 from penstock import __version__, collector, rng
 from penstock.backends.engine.backend import OwnBackend
-from penstock.cli.models import make_part
+from penstock.cli.wiring.models import make_part
 from penstock.clock import SystemClock
 from penstock.config.ledger import AcceleratorPrice, LedgerConfig, ModelPrice, PricesConfig
 from penstock.config.routing import AdmissionConfig

@@ -13,10 +13,10 @@ from penstock.clock import Clock
 from penstock.config.tree import EngineConfig
 from penstock.engine.core import EngineCore, Runner, build_core
 from penstock.engine.runner import build_runner
+from penstock.planning.steps_file import Step, StepsFile
 from penstock.protocol.worker import ModelInfo, Submit
 from penstock.schedule.plan import StepPlan, StepResult
 from penstock.schedule.step_time import StepLoad
-from penstock.sim.steps_file import Step, StepsFile
 from penstock.types import RequestId, SamplingParams
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)

@@ -4,10 +4,10 @@ import sys
 
 import pytest
 
-from penstock.cli import checks
-from penstock.cli.checks import Check, State
+from penstock.cli.commands import checks
+from penstock.cli.commands.checks import Check, State
+from penstock.cli.commands.torch_facts import TorchFacts
 from penstock.cli.main import main
-from penstock.cli.torch_facts import TorchFacts
 from penstock.engine.native import Kernels, KernelsUnavailable
 
 FACTS = TorchFacts(version="2.13.0", threads=2, bfloat16_speedup=7.0, gpus=(), cuda_build="")

@@ -15,7 +15,7 @@ from kube_api import KubeApi, make_slice
 from launcher_conformance import DOUBLES, Place
 from scripted_runner import scripted_text
 
-from penstock.cli.models import make_tools
+from penstock.cli.wiring.models import make_tools
 from penstock.clock import SystemClock
 from penstock.config.discover import DiscoverConfig, KubernetesConfig
 from penstock.config.tree import Config, LogConfig, ModelConfig

@@ -12,12 +12,12 @@ from penstock.policy.rate_limit import Limiter
 from penstock.policy.room import Room
 from penstock.policy.tenant import Tenant
 from penstock.schedule.class_queue import ClassQueue
-from penstock.sim import case
-from penstock.sim.case import Case, Shape, failure, run_case
-from penstock.sim.prompts import BlockNames
-from penstock.sim.request import Segment, SimRequest
-from penstock.sim.worker import SimWorker
-from penstock.sim.world import World
+from penstock.sim.checks import case
+from penstock.sim.checks.case import Case, Shape, failure, run_case
+from penstock.sim.traffic.prompts import BlockNames
+from penstock.sim.traffic.request import Segment, SimRequest
+from penstock.sim.world.worker import SimWorker
+from penstock.sim.world.world import World
 
 BANDS = ("priority", "default", "bulk")
 

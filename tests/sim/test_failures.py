@@ -13,12 +13,12 @@ from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config
 from penstock.policy.breaker import BreakerState
 from penstock.policy.record import Outcome
-from penstock.sim.chaos import Chaos
-from penstock.sim.checks import Checks
-from penstock.sim.faults import Fault, FaultKind
-from penstock.sim.gateway import SimGateway
-from penstock.sim.worker import WorkerSpec
-from penstock.sim.world import PoolSpec, World, WorldSpec
+from penstock.sim.checks.checks import Checks
+from penstock.sim.world.chaos import Chaos
+from penstock.sim.world.faults import Fault, FaultKind
+from penstock.sim.world.gateway import SimGateway
+from penstock.sim.world.worker import WorkerSpec
+from penstock.sim.world.world import PoolSpec, World, WorldSpec
 
 SLICED = Config(
     rate_limits=RateLimitsConfig(slice_tokens=16),

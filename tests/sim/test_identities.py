@@ -7,16 +7,16 @@ import pytest
 from penstock.clock import NS_PER_S
 from penstock.config.tree import Config, EngineConfig
 from penstock.errors import ConfigError
-from penstock.sim.chaos import Chaos
-from penstock.sim.checks import Checks
-from penstock.sim.described import described
-from penstock.sim.faults import Fault, FaultKind
-from penstock.sim.request import Segment, SimRequest
-from penstock.sim.scenarios import SCENARIOS
-from penstock.sim.setup import Knobs, with_settings
-from penstock.sim.spec import PoolSpec, WorldSpec
-from penstock.sim.worker import WorkerSpec
-from penstock.sim.world import World
+from penstock.sim.checks.checks import Checks
+from penstock.sim.scenarios.catalogue import SCENARIOS
+from penstock.sim.scenarios.described import described
+from penstock.sim.scenarios.setup import Knobs, with_settings
+from penstock.sim.traffic.request import Segment, SimRequest
+from penstock.sim.world.chaos import Chaos
+from penstock.sim.world.faults import Fault, FaultKind
+from penstock.sim.world.spec import PoolSpec, WorldSpec
+from penstock.sim.world.worker import WorkerSpec
+from penstock.sim.world.world import World
 
 NEW, OLD = WorkerSpec(checkpoint="7b v2"), WorkerSpec(checkpoint="7b v1")
 TWO = WorldSpec(pools=(PoolSpec(worker=OLD, count=2), PoolSpec(worker=NEW, count=1)))

@@ -9,8 +9,8 @@ from penstock.clock import NS_PER_S
 from penstock.config.flow import RateLimitsConfig
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config, EngineConfig
-from penstock.sim.worker import WorkerSpec
-from penstock.sim.world import PoolSpec, World, WorldSpec
+from penstock.sim.world.worker import WorkerSpec
+from penstock.sim.world.world import PoolSpec, World, WorldSpec
 
 TIGHT = WorkerSpec(
     engine=EngineConfig(step_tokens=256, max_running=6, max_waiting=64), num_blocks=90, max_model_len=1200

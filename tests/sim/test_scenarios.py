@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.sim.html import compare_page, report_page
-from penstock.sim.scenario import find, run_scenario
-from penstock.sim.scenarios import SCENARIOS
-from penstock.sim.setup import Knobs, play, with_settings
+from penstock.sim.report.html import compare_page, report_page
+from penstock.sim.scenarios.catalogue import SCENARIOS
+from penstock.sim.scenarios.scenario import find, run_scenario
+from penstock.sim.scenarios.setup import Knobs, play, with_settings
 
 SMALL = {"seconds": "4", "workers": "1", "load": "0.3"}
 

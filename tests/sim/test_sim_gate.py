@@ -3,8 +3,8 @@
 import pytest
 from sim_gate import GATED, MARGINS, QUICK, Baseline, judge, measure, read_baseline
 
-from penstock.sim.scenarios import SCENARIOS
-from penstock.sim.setup import Knobs, with_settings
+from penstock.sim.scenarios.catalogue import SCENARIOS
+from penstock.sim.scenarios.setup import Knobs, with_settings
 
 BAD = {
     "routing.placement.policy": "weighted",

@@ -8,10 +8,10 @@ from sim_load import poisson
 from penstock.clock import NS_PER_MS
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config, EngineConfig
+from penstock.planning.step_time import LinearStepTime
 from penstock.policy.record import Outcome
-from penstock.sim.step_time import LinearStepTime
-from penstock.sim.worker import WorkerSpec
-from penstock.sim.world import PoolSpec, World, WorldSpec
+from penstock.sim.world.worker import WorkerSpec
+from penstock.sim.world.world import PoolSpec, World, WorldSpec
 
 PATIENT = Config(admission=AdmissionConfig(ttft_target_ms=0, targets=()))
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from penstock import rng
 from penstock.clock import NS_PER_S
-from penstock.sim.arrivals import Arrivals, Diurnal, Gamma, Poisson, Spike, Stampede
-from penstock.sim.request import Segment, SimRequest
-from penstock.sim.workload import Callers, Chat, Conversations, Lengths, agents, even, merged
+from penstock.sim.traffic.arrivals import Arrivals, Diurnal, Gamma, Poisson, Spike, Stampede
+from penstock.sim.traffic.request import Segment, SimRequest
+from penstock.sim.traffic.workload import Callers, Chat, Conversations, Lengths, agents, even, merged
 
 SOURCES = [
     Chat(arrivals=Poisson(20), callers=Callers(tenants=even(3)), system_tokens=100),
