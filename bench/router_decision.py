@@ -16,8 +16,8 @@ from statistics import median, quantiles
 from time import process_time_ns
 
 from penstock.config.flow import QueueConfig
-from penstock.config.kv_index import KVIndexConfig
 from penstock.kv.hashing import BlockHasher
+from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.prefix_index import Tier
 from penstock.kv.index.prompt_keys import PromptKeyMaker, PromptKeys
@@ -96,7 +96,7 @@ def prompts_of(maker: PromptKeyMaker, count: int, seed: int) -> list[FixedKeys]:
 
 def rig(policy: str, num_workers: int, seed: int) -> Rig:
     """One router, or least-loaded."""
-    locality, rooms = KVLocality(KVIndexConfig(), KEY), Rooms(QueueConfig())
+    locality, rooms = KVLocality(KVIndexLimits(), KEY), Rooms(QueueConfig())
     prompts = prompts_of(locality.maker("m"), 2 * num_workers, seed)
     for i in range(num_workers):
         worker = WorkerId(f"w{i}")

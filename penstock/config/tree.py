@@ -15,7 +15,6 @@ from penstock.config.discover import DiscoverConfig
 from penstock.config.fleet import FleetConfig, Replicas, WorkerConfig
 from penstock.config.flow import LimitsConfig, QueueConfig, SharedConfig
 from penstock.config.health import HealthConfig
-from penstock.config.kv_index import KVIndexConfig
 from penstock.config.ledger import BudgetsConfig, LedgerConfig, PricesConfig
 from penstock.config.routing import AdmissionConfig, RoutingConfig
 from penstock.config.tenancy import DEFAULT_TIERS, AuthConfig, TenantConfig, TierConfig
@@ -219,7 +218,6 @@ class Config(Branch, frozen=True, kw_only=True):
     limits: LimitsConfig = LimitsConfig()
     admission: AdmissionConfig = AdmissionConfig()
     routing: RoutingConfig = RoutingConfig()
-    kv_index: KVIndexConfig = KVIndexConfig()
     queue: QueueConfig = QueueConfig()
     fleet: FleetConfig = FleetConfig()
     health: HealthConfig = HealthConfig()

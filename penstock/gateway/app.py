@@ -41,6 +41,7 @@ from penstock.gateway.tally import outcome_of
 from penstock.gateway.tenancy import Tenancy
 from penstock.gateway.tokenize_pool import TokenizePool
 from penstock.gateway.wire_limits import WIRE_LIMITS, WireLimits
+from penstock.kv.index.limits import KV_INDEX_LIMITS
 from penstock.kv.index.locality import KVLocality
 from penstock.rng import IdSource, fresh_key
 from penstock.telemetry.log import Access as AccessLine
@@ -83,8 +84,8 @@ class Gateway:
         self._config, self._clock, self._ids, self._metrics, self._log = config, clock, ids, metrics, log
         self.tenancy = Tenancy(config, clock=clock, log=log)
         """Who may call; parts that can take a new configuration subscribe to its `on_reload`."""
-        locality = KVLocality(config.kv_index, hash_key or fresh_key())
-        self._kv = KVWatch(registry, locality, config.kv_index, log)
+        locality = KVLocality(KV_INDEX_LIMITS, hash_key or fresh_key())
+        self._kv = KVWatch(registry, locality, KV_INDEX_LIMITS, log)
         slots = StreamSlots(config.limits.concurrent_max)
         self._decisions = make_decisions(
             config,

@@ -16,8 +16,8 @@ from penstock.backends.http.dialects.tgi import TgiDialect
 from penstock.backends.http.dialects.triton import TritonDialect
 from penstock.backends.http.dialects.trtllm import TrtllmDialect
 from penstock.backends.http.dialects.vllm import VllmDialect
+from penstock.backends.http.limits import HttpBackendLimits
 from penstock.clock import Clock
-from penstock.config.backends import BackendsConfig
 from penstock.errors import ConfigError
 from penstock.telemetry.backend_metrics import BackendMeters
 from penstock.text.tokenizer import Tokenizer
@@ -60,7 +60,7 @@ class ForeignWorker:
 class Tools:
     """What every backend of one process is given."""
 
-    config: BackendsConfig
+    config: HttpBackendLimits
     clock: Clock
     meters: Callable[[str], BackendMeters]
     """Counters of an engine."""

@@ -7,6 +7,7 @@ from penstock.config.branch import extended
 from penstock.config.tree import Config
 from penstock.kv.events import KVEventBatch, Numbered
 from penstock.kv.hashing import BlockHasher
+from penstock.kv.index.limits import KV_INDEX_LIMITS
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.prompt_keys import PromptKeyMaker, PromptKeys, own_keys
 from penstock.kv.index.residency import Residency
@@ -82,7 +83,7 @@ class Caches:
         self._config = extended(config.routing.placement, PlacementTerms)
         self._seed, self._gateway = seed, gateway
         self.is_on = self._config.policy != "least_loaded"
-        self.locality = KVLocality(config.kv_index, hash_key)
+        self.locality = KVLocality(KV_INDEX_LIMITS, hash_key)
         self._asked: dict[WorkerId, Asked] = {}
         self.decisions = DecisionLog(kept_max=self._config.decisions_kept)
 
