@@ -107,7 +107,7 @@ class Server:
             "log": {"access": False, "level": "warning"},
             "models": [{"path": model, "name": "m", "engine": {"threads": 1}}],
             "prices": PRICE,
-            "ledger": {"directory": str(self.ledger), "deliver_ms": 50},
+            "ledger": {"directory": str(self.ledger)},
         }
         self._config.write_bytes(msgspec.json.encode(config))  # JSON is YAML.
         self.process = self._start()

@@ -154,9 +154,7 @@ def test_what_one_process_spent_the_other_does_not_have(kit, start, tenant, tmp_
     prices = PricesConfig(models=(ModelPrice(model="*", output=1000.0),))
     config, key = tenant(budget_per_day=0.3)
     config = kit.replace(config, budgets={"refresh_s": 0.02}, server={"processes": 2})
-    config = msgspec.structs.replace(
-        config, prices=prices, ledger=LedgerConfig(directory=str(tmp_path), deliver_ms=5)
-    )
+    config = msgspec.structs.replace(config, prices=prices, ledger=LedgerConfig(directory=str(tmp_path)))
     one, other = start(config), start(config)
     with kit.openai_client(one, key) as client:
         for _ in range(3):
