@@ -104,7 +104,7 @@ class Gateway:
             models=ModelTable(models, config.routing),
             ids=ids,
             clock=clock,
-            tokenize=TokenizePool(config.limits),
+            tokenize=TokenizePool(),
             dispatcher=self._dispatcher,
             gate=self._decisions.gate,
             limiter=self._decisions.limits.limiter,

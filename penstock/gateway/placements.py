@@ -3,11 +3,13 @@
 from collections.abc import Callable
 
 from penstock import rng
+from penstock.config.branch import extended
 from penstock.config.placement import PlacementConfig
 from penstock.policy.decision_log import DecisionLog
 from penstock.policy.locality import Locality
 from penstock.policy.parts import LeastLoaded, Placement
 from penstock.policy.pick import Decision
+from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.route import Router
 from penstock.policy.score import score_policy
 from penstock.telemetry.log import Log
@@ -27,7 +29,8 @@ class Placements:
         locality: Callable[[str], Locality | None] = lambda _: None,
     ) -> None:
         """`seed` fixes every chance there is; `locality` tells where a model's prompts are cached, if anybody knows."""
-        self._config, self._metrics, self._log, self._seed = config, metrics, log, seed
+        config = self._config = extended(config, PlacementTerms)
+        self._metrics, self._log, self._seed = metrics, log, seed
         self._locality = locality
         self.decisions = DecisionLog(
             kept_max=config.decisions_kept,

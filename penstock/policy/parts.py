@@ -17,6 +17,7 @@ from penstock.policy.flow import Arrival
 from penstock.policy.hedge import Hedges
 from penstock.policy.pace import Pace
 from penstock.policy.quarantine import OnBoard, Trial
+from penstock.policy.rate_limit import SLICE_TOKENS
 from penstock.policy.room import Room, Rooms
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId, Usage, WorkerId
@@ -440,7 +441,7 @@ class Parts:
     """Makes what learns of one model's workers how fast they are."""
     hedges: Hedges | None = None
     """None: no request is started beside another attempt of itself."""
-    slice_tokens: int = 256
+    slice_tokens: int = SLICE_TOKENS
     """Answer tokens between two looks at the budget."""
     migrations_max: int = 3
     """Workers that one stream may lose and still go on."""

@@ -60,7 +60,6 @@ def make_tools(config: Config, metrics: Metrics, clock: Clock) -> Tools:
         clock=clock,
         meters=metrics.backend,
         draw=rng.stream(rng.fresh_seed(), "probes").random,
-        heartbeat=config.health.heartbeat,
     )
 
 
