@@ -42,7 +42,7 @@ from penstock.config.ledger import ModelPrice, PricesConfig
 from penstock.config.tenancy import TierConfig
 from penstock.gateway.api_keys import issue
 from penstock.gateway.key_file import edit_keys
-from penstock.policy.price import PriceList
+from penstock.policy.limits.price import PriceList
 from penstock.protocol.openai import UsageBody, decode_chat_event
 from penstock.protocol.sse import EventReader
 from penstock.telemetry import ledger_files

@@ -26,11 +26,11 @@ from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config, EngineConfig
 from penstock.planning.step_time import LinearStepTime
 from penstock.policy.answers import Start
-from penstock.policy.band import cost
-from penstock.policy.control import FlowControl
 from penstock.policy.flow import Arrival
+from penstock.policy.lifecycle.control import FlowControl
+from penstock.policy.queueing.band import cost
+from penstock.policy.queueing.room import WorkerView
 from penstock.policy.record import Outcome, UsageRecord
-from penstock.policy.room import WorkerView
 from penstock.policy.tenant import Tenant
 from penstock.sim.scenarios.goodput import drained_s, goodput_of, mixed
 from penstock.sim.scenarios.setup import Knobs, play

@@ -18,7 +18,7 @@ from penstock.gateway.inspect import answer, model_numbers
 from penstock.gateway.models import ServedModel
 from penstock.gateway.services import Services
 from penstock.gateway.siblings import Siblings
-from penstock.policy.decision_log import explain, explain_choice
+from penstock.policy.placement.decision_log import explain, explain_choice
 from penstock.protocol.fleet import DrainOrder, FleetReport, ModelReport, WorkerReport
 from penstock.protocol.siblings import ModelNumbers
 from penstock.telemetry.metrics import Metrics

@@ -14,18 +14,18 @@ from penstock.gateway.reply import StreamSlots
 from penstock.gateway.shared.limits import SharedLimits
 from penstock.gateway.shared.spending import Spending
 from penstock.kv.index.locality import KVLocality
-from penstock.policy.budget import Budgets
-from penstock.policy.control import FlowControl
-from penstock.policy.decision_log import DecisionLog
-from penstock.policy.gate import Gate, ModelFacts
-from penstock.policy.health import FleetHealth
-from penstock.policy.hedge import Hedges
-from penstock.policy.output_length import OutputLengths
-from penstock.policy.pace import Pace
+from penstock.policy.admission.gate import Gate, ModelFacts
+from penstock.policy.admission.thrift import Thrift
+from penstock.policy.estimates.output_length import OutputLengths
+from penstock.policy.extras.hedge import Hedges
+from penstock.policy.extras.quarantine import Quarantine
+from penstock.policy.lifecycle.control import FlowControl
+from penstock.policy.limits.budget import Budgets
+from penstock.policy.limits.price import PriceList
 from penstock.policy.parts import Parts
-from penstock.policy.price import PriceList
-from penstock.policy.quarantine import Quarantine
-from penstock.policy.thrift import Thrift
+from penstock.policy.placement.decision_log import DecisionLog
+from penstock.policy.queueing.pace import Pace
+from penstock.policy.resilience.health import FleetHealth
 from penstock.rng import fresh_seed, stream
 from penstock.telemetry.ledger import Ledger
 from penstock.telemetry.log import Log

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 from penstock.config.routing import RoutingConfig
 from penstock.errors import NotFound
-from penstock.policy.complexity import Choice, ComplexityRouter, Features
+from penstock.policy.extras.complexity import Choice, ComplexityRouter, Features
+from penstock.policy.limits.tenant_limits import check_model, may_use_model
 from penstock.policy.tenant import Tenant
-from penstock.policy.tenant_limits import check_model, may_use_model
 from penstock.protocol.openai import ChatRequest, CompletionRequest, GenerationRequest, Message, ModelCard
 
 _CHARS_PER_TOKEN = 3

@@ -26,12 +26,12 @@ from penstock.gateway.reply import Reply, StreamSlots
 from penstock.gateway.worker_feed import WorkerFeed
 from penstock.policy.admit_facts import DowngradeReason
 from penstock.policy.answers import Diverted, Evict, FallBack, Refused, Settled, Start
-from penstock.policy.control import FlowControl
 from penstock.policy.flow import Arrival, Flow, State
-from penstock.policy.health import FleetHealth
-from penstock.policy.price import PriceList
-from penstock.policy.rate_limit import Limiter
+from penstock.policy.lifecycle.control import FlowControl
+from penstock.policy.limits.price import PriceList
+from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.record import Outcome, UsageRecord
+from penstock.policy.resilience.health import FleetHealth
 from penstock.telemetry.catalog import Outcome as Answer
 from penstock.telemetry.ledger import Ledger
 from penstock.telemetry.ledger_segment import Progress

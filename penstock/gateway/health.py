@@ -16,7 +16,7 @@ import msgspec
 
 from penstock.fleet.route_workers import RouteWorkers
 from penstock.fleet.worker import Worker
-from penstock.policy.worker_state import WorkerState
+from penstock.policy.resilience.worker_state import WorkerState
 
 REASONS_MAX = 8
 """Workers that are named per model."""

@@ -18,8 +18,8 @@ from penstock.gateway.models import ServedModel
 from penstock.gateway.prepare import check_token_ids, render
 from penstock.gateway.services import Services
 from penstock.gateway.siblings import Siblings
+from penstock.policy.limits.tenant_limits import check_model, may_use_model
 from penstock.policy.tenant import Tenant
-from penstock.policy.tenant_limits import check_model, may_use_model
 from penstock.protocol.openai import DetokenizeAnswer, ModelList, TokenizeAnswer, TokenizeRequest
 from penstock.protocol.openai_validate import parse_detokenize, parse_tokenize
 from penstock.protocol.siblings import ModelNumbers, Snapshot, Sum
@@ -63,7 +63,7 @@ class ModelState(ModelWord, frozen=True, kw_only=True):
     stats: Stats | None = None
     """Sums over its workers."""
     workers: dict[str, int]
-    """How many are in which state (policy/worker_state.py); each by itself is at /admin/workers."""
+    """How many are in which state (policy/resilience/worker_state.py); each by itself is at /admin/workers."""
 
 
 class WorkerLine(msgspec.Struct, frozen=True, kw_only=True):

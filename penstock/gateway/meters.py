@@ -1,4 +1,4 @@
-"""What the workers' time costs, and whose it was: drives `policy/accelerator_cost.py` with what the gateway sees.
+"""What the workers' time costs, and whose it was: drives `policy/limits/accelerator_cost.py` with what the gateway sees.
 
 Our own workers tell what each request took. Of others the gateway sees tokens, not steps: a prompt counts as work when its first
 output comes, and each slice of an answer as the tokens computed, each of which read the context before it.
@@ -8,9 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.clock import NS_PER_S
-from penstock.policy.accelerator_cost import HOUR_NS, AcceleratorCost, ToldCost, share_micros, work_weight
 from penstock.policy.flow import Flow
-from penstock.policy.price import PriceList
+from penstock.policy.limits.accelerator_cost import (
+    HOUR_NS,
+    AcceleratorCost,
+    ToldCost,
+    share_micros,
+    work_weight,
+)
+from penstock.policy.limits.price import PriceList
 from penstock.types import RequestId, WorkerId
 
 INTERVAL_NS = NS_PER_S

@@ -12,9 +12,9 @@ from penstock.errors import NotFound, WorkerUnavailable
 from penstock.fleet.route_workers import RouteWorkers
 from penstock.gateway.auto_model import AutoModels
 from penstock.gateway.public import NO_PUBLIC_PREFIXES, PublicPrefixes
-from penstock.policy.complexity import Choice
+from penstock.policy.extras.complexity import Choice
+from penstock.policy.limits.tenant_limits import check_adapter, check_model, may_use_adapter, may_use_model
 from penstock.policy.tenant import NOBODY, Tenant
-from penstock.policy.tenant_limits import check_adapter, check_model, may_use_adapter, may_use_model
 from penstock.protocol.openai import CallerLimits, GenerationRequest, ModelCard
 from penstock.protocol.worker import ModelInfo
 from penstock.rng import fresh_key

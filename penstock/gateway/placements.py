@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 from penstock import rng
 from penstock.config.placement import PlacementConfig
-from penstock.policy.decision_log import DecisionLog
-from penstock.policy.locality import Locality
 from penstock.policy.parts import LeastLoaded, Placement
-from penstock.policy.pick import Decision
-from penstock.policy.route import Router
-from penstock.policy.score import score_policy
+from penstock.policy.placement.decision_log import DecisionLog
+from penstock.policy.placement.locality import Locality
+from penstock.policy.placement.pick import Decision
+from penstock.policy.placement.route import Router
+from penstock.policy.placement.score import score_policy
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 

@@ -13,8 +13,8 @@ import msgspec
 from penstock.errors import ContextTooLong, InvalidRequest
 from penstock.gateway.models import ServedModel
 from penstock.gateway.tokenize_pool import TokenizePool
+from penstock.policy.limits.tenant_limits import check_tokens, output_room
 from penstock.policy.tenant import NOBODY, Tenant
-from penstock.policy.tenant_limits import check_tokens, output_room
 from penstock.protocol.needs import text_only
 from penstock.protocol.openai import ChatRequest, CompletionRequest, GenerationRequest, Message, ToolSpec
 from penstock.protocol.worker import ModelInfo

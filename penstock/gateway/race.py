@@ -1,6 +1,6 @@
 """Two attempts at one stream: both feed the same sink, and only the one that has output first is heard.
 
-Which of them, and when there are two, flow control decides (policy/race.py); this file only sees to it that nothing of the other one
+Which of them, and when there are two, flow control decides (policy/lifecycle/race.py); this file only sees to it that nothing of the other one
 reaches the client. An attempt that has won costs nothing more: its output goes straight to the sink.
 """
 

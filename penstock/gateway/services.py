@@ -10,11 +10,11 @@ from penstock.gateway.dispatch import Dispatcher
 from penstock.gateway.models import ModelTable
 from penstock.gateway.tokenize_pool import TokenizePool
 from penstock.kv.index.locality import KVLocality
-from penstock.policy.budget import Budgets
-from penstock.policy.complexity import Choice
-from penstock.policy.decision_log import DecisionLog
-from penstock.policy.gate import Gate
-from penstock.policy.rate_limit import Limiter
+from penstock.policy.admission.gate import Gate
+from penstock.policy.extras.complexity import Choice
+from penstock.policy.limits.budget import Budgets
+from penstock.policy.limits.rate_limit import Limiter
+from penstock.policy.placement.decision_log import DecisionLog
 from penstock.policy.tenant import Tenant
 from penstock.rng import IdSource
 from penstock.telemetry.log import Log

@@ -1,8 +1,8 @@
-"""Says in the log when a machine is too slow for what is promised, and what holds there instead (policy/promise.py)."""
+"""Says in the log when a machine is too slow for what is promised, and what holds there instead (policy/admission/promise.py)."""
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.routing import AdmissionConfig
-from penstock.policy.lane import Lane
+from penstock.policy.queueing.lane import Lane
 from penstock.telemetry.log import Log
 
 PROMPT_TOKENS = 256

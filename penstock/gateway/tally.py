@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock.errors import ClientError, Overloaded, WorkerUnavailable
-from penstock.policy.life import continued
+from penstock.policy.lifecycle.life import continued
 from penstock.protocol.openai import CachedTokens, UsageBody
 from penstock.telemetry.catalog import Endpoint, Outcome
 from penstock.telemetry.metrics import RequestRecord

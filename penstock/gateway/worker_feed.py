@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from penstock.fleet.registry import Registry
 from penstock.fleet.worker import Worker
 from penstock.gateway.meters import Meters
-from penstock.policy.control import FlowControl
-from penstock.policy.room import WorkerView
-from penstock.policy.worker_state import WorkerState
+from penstock.policy.lifecycle.control import FlowControl
+from penstock.policy.queueing.room import WorkerView
+from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.types import WorkerId
 

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.health import BreakerConfig
-from penstock.policy.breaker import Breaker, BreakerState
+from penstock.policy.resilience.breaker import Breaker, BreakerState
 
 S, MS = NS_PER_S, NS_PER_MS
 CONFIG = BreakerConfig(jitter=0.0)

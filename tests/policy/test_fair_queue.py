@@ -9,8 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from penstock.clock import NS_PER_S
 from penstock.config.flow import BandConfig, QueueConfig
-from penstock.policy.band import UNIT, Work, cost
-from penstock.policy.fair_queue import FairQueue, Full
+from penstock.policy.queueing.band import UNIT, Work, cost
+from penstock.policy.queueing.fair_queue import FairQueue, Full
 from penstock.types import RequestId, TenantId
 
 _numbers = count()

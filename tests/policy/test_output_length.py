@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config.flow import RateLimitsConfig
-from penstock.policy.output_length import OutputLengths
+from penstock.policy.estimates.output_length import OutputLengths
 from penstock.types import TenantId
 
 A, B = TenantId("a"), TenantId("b")

@@ -3,7 +3,7 @@ from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.health import QuarantineConfig
-from penstock.policy.quarantine import Quarantine, Trial
+from penstock.policy.extras.quarantine import Quarantine, Trial
 
 S = NS_PER_S
 BAD = 99

@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.placement import PlacementConfig, WeightedPolicy
-from penstock.policy.score import RequestFacts, WorkerFacts, score_policy
-from penstock.policy.speed import Ran, Speed, Speeds
+from penstock.policy.estimates.speed import Ran, Speed, Speeds
+from penstock.policy.placement.score import RequestFacts, WorkerFacts, score_policy
 from penstock.types import WorkerId
 
 SPEED = Speed(

@@ -1,11 +1,11 @@
-"""The rate limits of one gateway process, shared or not: what wires policy/rate_limit.py to a store."""
+"""The rate limits of one gateway process, shared or not: what wires policy/limits/rate_limit.py to a store."""
 
 from penstock.clock import Clock
 from penstock.config.flow import RateLimitsConfig, SharedConfig
 from penstock.gateway.shared.keeper import LeaseKeeper
 from penstock.gateway.shared.store import open_store
-from penstock.policy.lease import Leases
-from penstock.policy.rate_limit import Limiter
+from penstock.policy.limits.lease import Leases
+from penstock.policy.limits.rate_limit import Limiter
 from penstock.telemetry.log import Log
 
 

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from penstock.config.flow import SharedConfig
 from penstock.errors import ConfigError
-from penstock.policy.lease import LeaseAsk, LeaseReply
+from penstock.policy.limits.lease import LeaseAsk, LeaseReply
 
 
 class StoreError(Exception):
