@@ -8,9 +8,9 @@ from penstock.config.flow import BandConfig
 from penstock.config.routing import AdmissionConfig, AutoConfig, AutoModel, ModelRoute, RoutingConfig
 from penstock.config.tree import LimitsConfig
 from penstock.errors import Forbidden, InvalidRequest, NotFound
-from penstock.gateway.auto_model import AutoModels, features_of
-from penstock.gateway.hints import Hints, read_hints
-from penstock.gateway.served_headers import Served
+from penstock.gateway.api.hints import Hints, read_hints
+from penstock.gateway.http.served_headers import Served
+from penstock.gateway.models.auto_model import AutoModels, features_of
 from penstock.policy.tenant import NOBODY, Tenant
 from penstock.protocol.openai import ChatRequest, CompletionRequest, FunctionSpec, Message, ToolSpec
 from penstock.types import TenantId

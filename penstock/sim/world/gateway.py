@@ -3,7 +3,7 @@
     arrive, cancel ──> FlowControl ──> Start, Evict, Abort ──> Network ──> workers
     heard, reported <── Network <── workers
 
-The other driver of the same objects is gateway/dispatch.py, on an event loop and with bytes.
+The other driver of the same objects is gateway/dispatch/dispatcher.py, on an event loop and with bytes.
 """
 
 from collections.abc import Sequence
