@@ -59,18 +59,11 @@ class BudgetsConfig(Branch, frozen=True, kw_only=True):
     """How the budgets of tiers and tenants are held; the amounts stand there."""
 
     warn_at: Annotated[tuple[Annotated[float, Meta(gt=0, le=1)], ...], Meta(max_length=16)] = (0.5, 0.8, 1.0)
-    """Shares of a budget whose crossing is told in the log and counted."""
+    """Shares of a budget; crossing one of them is logged and counted."""
     downgrade_at: Annotated[float, Meta(gt=0, le=1)] = 0.8
     """From this share of a budget on, requests go to a cheaper fallback (`routing.models`) where tenant and request allow that."""
-    slice_tokens: Positive = 256
-    """Answer tokens that are paid for ahead; a running stream over its budget ends at the next such boundary."""
     hard: bool = True
     """Refuse and stop over the budget; false only warns."""
-    tenants_max: Positive = 100_000
-    """Tenants whose spending is kept in mind; further ones are looked up as if they had spent nothing."""
-    refresh_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
-    """How often a process takes over what others have spent: processes of `server.processes` from the ledger, machines with the
-    same `shared.store: redis` from there."""
 
 
 class LedgerConfig(Branch, frozen=True, kw_only=True):

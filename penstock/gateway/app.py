@@ -41,6 +41,7 @@ from penstock.gateway.models.served import ModelTable, ServedModel
 from penstock.gateway.models.tokenize_pool import TokenizePool
 from penstock.gateway.relay.reply import StreamSlots
 from penstock.gateway.shared.siblings import Siblings
+from penstock.kv.index.limits import KV_INDEX_LIMITS
 from penstock.kv.index.locality import KVLocality
 from penstock.rng import IdSource, fresh_key
 from penstock.telemetry.log import Access as AccessLine
@@ -83,8 +84,8 @@ class Gateway:
         self._config, self._clock, self._ids, self._metrics, self._log = config, clock, ids, metrics, log
         self.tenancy = Tenancy(config, clock=clock, log=log)
         """Who may call; parts that can take a new configuration subscribe to its `on_reload`."""
-        locality = KVLocality(config.kv_index, hash_key or fresh_key())
-        self._kv = KVWatch(registry, locality, config.kv_index, log)
+        locality = KVLocality(KV_INDEX_LIMITS, hash_key or fresh_key())
+        self._kv = KVWatch(registry, locality, KV_INDEX_LIMITS, log)
         slots = StreamSlots(config.limits.concurrent_max)
         self._decisions = make_decisions(
             config,
@@ -103,7 +104,7 @@ class Gateway:
             models=ModelTable(models, config.routing),
             ids=ids,
             clock=clock,
-            tokenize=TokenizePool(config.limits),
+            tokenize=TokenizePool(),
             dispatcher=self._dispatcher,
             gate=self._decisions.gate,
             limiter=self._decisions.limits.limiter,

@@ -17,7 +17,8 @@ from fake_backend import FakeBackend, Script, endless_words
 from fleets import fleet_of
 
 from penstock.clock import Clock, SystemClock
-from penstock.config.tree import AuthConfig, Config, LimitsConfig, LogConfig, ServerConfig
+from penstock.config.flow import LimitsConfig
+from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig
 from penstock.fleet.members import Members
 from penstock.gateway.app import Gateway
 from penstock.gateway.http.wire_limits import WireLimits

@@ -22,6 +22,7 @@ from penstock.policy.extras.quarantine import Quarantine
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.limits.budget import Budgets
 from penstock.policy.limits.price import PriceList
+from penstock.policy.limits.rate_limit import SLICE_TOKENS
 from penstock.policy.parts import Parts
 from penstock.policy.placement.decision_log import DecisionLog
 from penstock.policy.queueing.pace import Pace
@@ -88,7 +89,7 @@ def make_decisions(
         ConfigError: the store of shared limits cannot be used as configured.
     """
     prices = PriceList(config.prices)
-    limits = SharedLimits(config.rate_limits, config.shared, gateway=gateway, clock=clock, log=log)
+    limits = SharedLimits(config.limits, config.shared, gateway=gateway, clock=clock, log=log)
     budgets = Budgets(config.budgets, wall_offset_ns=clock.wall_ns() - clock.now_ns())
     ledger = Ledger(config.ledger, clock, log)
     facts = partial(_facts, models)
@@ -97,18 +98,16 @@ def make_decisions(
         config.routing.placement, metrics=metrics, log=log, seed=fresh_seed(), locality=lambda _: locality
     )
     health = FleetHealth(config.health, stream(fresh_seed(), "breakers").random)
-    hedge = config.health.hedge
     parts = Parts(
         admission=gate,
         limits=limits.limiter,
         budgets=budgets,
         prices=prices,
-        lengths=OutputLengths(config.rate_limits),
+        lengths=OutputLengths(config.limits),
         placement=placements.of,
-        slice_tokens=config.budgets.slice_tokens,
         health=health,
-        hedges=Hedges(hedge, metrics.hedged) if hedge.enabled else None,
-        poison=Quarantine(config.health.quarantine),
+        hedges=Hedges(config.health, metrics.hedged) if config.health.hedge_share else None,
+        poison=Quarantine(config.health),
         pace=lambda: Pace(config.admission, config.routing.placement),
         migrations_max=config.health.migrations_max,
     )
@@ -123,10 +122,10 @@ def make_decisions(
         metrics=metrics,
         clock=clock,
         log=log,
-        slice_tokens=min(config.rate_limits.slice_tokens, config.budgets.slice_tokens),
+        slice_tokens=SLICE_TOKENS,
         is_shared=config.server.processes > 1,
         shed_kv_above=config.queue.shed_kv_above,
-        hedges=hedge.enabled,
+        hedges=config.health.hedge_share > 0,
     )
     return Decisions(
         dispatcher=dispatcher,

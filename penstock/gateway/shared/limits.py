@@ -1,7 +1,7 @@
 """The rate limits of one gateway process, shared or not: what wires policy/limits/rate_limit.py to a store."""
 
 from penstock.clock import Clock
-from penstock.config.flow import RateLimitsConfig, SharedConfig
+from penstock.config.flow import LimitsConfig, SharedConfig
 from penstock.errors import ConfigError
 from penstock.gateway.shared.keeper import LeaseKeeper
 from penstock.gateway.shared.store import LeaseStore
@@ -14,7 +14,7 @@ class SharedLimits:
     """A `Limiter`, and the task that keeps it in leases where limits are shared."""
 
     def __init__(
-        self, limits: RateLimitsConfig, shared: SharedConfig, *, gateway: str, clock: Clock, log: Log
+        self, limits: LimitsConfig, shared: SharedConfig, *, gateway: str, clock: Clock, log: Log
     ) -> None:
         """`gateway` names this process for all time: a name that another one had would get its answers.
 

@@ -70,13 +70,13 @@ class SimGateway:
         self.clock.time_ns = timeline.now_ns()
         self.prices = PriceList(config.prices)
         self._keeper: LeaseKeeper | None = None
-        self.limiter = Limiter(config.rate_limits)
+        self.limiter = Limiter(config.limits)
         if store is not None:
             leases = Leases(config.shared)
             self._keeper = LeaseKeeper(
                 leases, store, timeline, actor=actor, name=f"{number}-{life}", link_ns=facts.link_ns
             )
-            self.limiter = Limiter(config.rate_limits, leases.make_bucket)
+            self.limiter = Limiter(config.limits, leases.make_bucket)
             self._keeper.start(timeline.now_ns())
         self.budgets = Budgets(config.budgets, wall_offset_ns=self.clock.wall_ns() - self.clock.now_ns())
         thrift = Thrift(self.budgets, self.prices)
@@ -84,20 +84,18 @@ class SimGateway:
         self.caches = Caches(config, hash_key=facts.hash_key, seed=facts.seed, gateway=number)
         self.num_hedges: dict[HedgeOutcome, int] = dict.fromkeys(HedgeOutcome, 0)
         """By what came of them."""
-        hedge = config.health.hedge
-        self.hedges = Hedges(hedge, self._count_hedge) if hedge.enabled else None
+        self.hedges = Hedges(config.health, self._count_hedge) if config.health.hedge_share else None
         self.health = FleetHealth(config.health, rng.stream(facts.seed, f"breakers/{number}/{life}").random)
         parts = Parts(
             admission=self.gate,
             limits=self.limiter,
             budgets=self.budgets,
             prices=self.prices,
-            lengths=OutputLengths(config.rate_limits),
+            lengths=OutputLengths(config.limits),
             placement=facts.placement or self.caches.placement,
-            slice_tokens=config.budgets.slice_tokens,
             health=self.health,
             hedges=self.hedges,
-            poison=Quarantine(config.health.quarantine),
+            poison=Quarantine(config.health),
             pace=lambda: Pace(config.admission, config.routing.placement),
             migrations_max=config.health.migrations_max,
         )
