@@ -20,7 +20,7 @@ import msgspec
 from penstock.clock import Clock
 from penstock.config.ledger import LedgerConfig
 from penstock.errors import LedgerError
-from penstock.policy.budget import Spent
+from penstock.policy.limits.budget import Spent
 from penstock.policy.record import UsageRecord
 from penstock.telemetry import ledger_files
 from penstock.telemetry.ledger_files import Claim

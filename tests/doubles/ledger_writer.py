@@ -18,7 +18,7 @@ from penstock import rng
 from penstock.clock import SystemClock, sleep
 from penstock.config.ledger import BudgetsConfig, LedgerConfig
 from penstock.config.tree import LogConfig
-from penstock.policy.budget import Budgets, Reservation
+from penstock.policy.limits.budget import Budgets, Reservation
 from penstock.policy.tenant import Tenant
 from penstock.telemetry.ledger import Ledger
 from penstock.telemetry.ledger_limits import LedgerLimits
