@@ -17,10 +17,10 @@ from provenance import write_result
 
 from penstock.clock import NS_PER_MS, NS_PER_US
 from penstock.config.flow import LimitsConfig, SharedConfig
-from penstock.policy.lease import Leases
-from penstock.policy.lease_table import LeaseTable
-from penstock.policy.output_length import OutputLengths
-from penstock.policy.rate_limit import Limiter, Reservation
+from penstock.policy.estimates.output_length import OutputLengths
+from penstock.policy.limits.lease import Leases
+from penstock.policy.limits.lease_table import LeaseTable
+from penstock.policy.limits.rate_limit import Limiter, Reservation
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId
 

@@ -26,10 +26,10 @@ from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config, EngineConfig
 from penstock.planning.step_time import LinearStepTime
 from penstock.policy.answers import Start
-from penstock.policy.control import FlowControl
 from penstock.policy.flow import Arrival
+from penstock.policy.lifecycle.control import FlowControl
+from penstock.policy.queueing.room import WorkerView
 from penstock.policy.record import Outcome, UsageRecord
-from penstock.policy.room import WorkerView
 from penstock.policy.tenant import Tenant
 from penstock.schedule.fair_share import cost
 from penstock.sim.scenarios.goodput import drained_s, goodput_of, mixed

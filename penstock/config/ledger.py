@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from penstock.config.branch import Branch, Positive, Seconds
+from penstock.config.branch import Branch, Positive
 
 Money = Annotated[float, Meta(ge=0, le=1_000_000_000)]
 """In units of `prices.currency`; kept as whole millionths."""
@@ -74,18 +74,6 @@ class LedgerConfig(Branch, frozen=True, kw_only=True):
     """Where it is kept; empty takes `ledger` in the state directory (PENSTOCK_STATE_DIR, ~/.local/state/penstock). A local disk."""
     fsync_ms: Annotated[int, Meta(ge=1, le=60_000)] = 100
     """What a power failure may cost at most; a process that is killed loses nothing."""
-    deliver_ms: Annotated[int, Meta(ge=1, le=60_000)] = 250
-    """How often the journal is brought to the database."""
-    deliver_records_max: Positive = 2_000
-    """Records in one transaction."""
-    segment_bytes: Annotated[int, Meta(ge=256 * 1024, le=1 << 30)] = 4 * 1024 * 1024
-    """Size of one journal file, which is set aside when it is made."""
-    segment_age_s: Seconds = 3600.0
-    """A journal file is not written to for longer than this; 0 for as long as it has room."""
-    journal_bytes_max: Positive = 256 * 1024 * 1024
-    """Journal files of one gateway process together: what the database may lag behind."""
-    buffer_bytes_max: Positive = 8 * 1024 * 1024
-    """Held in memory while the disk takes nothing; what is over it is lost, and counted."""
     when_full: Literal["refuse", "go_on"] = "refuse"
     """No room for the journal: refuse new requests as overloaded, or answer them without a record and count those."""
     keep_days: Annotated[int, Meta(ge=0)] = 400

@@ -2,10 +2,10 @@
 
 _PLACEMENT = "a constant of placement now (penstock/policy/placement_terms.py)"
 _HEARTBEAT = "a constant now: a silent worker is suspect after 1 s and lost after 2 s"
-_BREAKER = "constants of the breakers now (penstock/policy/breaker.py)"
-_RETRY = "constants of the retry budget now (penstock/policy/retry_budget.py)"
-_QUARANTINE = "a constant of the quarantine now (penstock/policy/quarantine.py)"
-_HEDGE = "a constant of hedging now (penstock/policy/hedge.py)"
+_BREAKER = "constants of the breakers now (penstock/policy/resilience/breaker.py)"
+_RETRY = "constants of the retry budget now (penstock/policy/resilience/retry_budget.py)"
+_QUARANTINE = "a constant of the quarantine now (penstock/policy/extras/quarantine.py)"
+_HEDGE = "a constant of hedging now (penstock/policy/extras/hedge.py)"
 
 RETIRED_POLICIES: dict[str, str] = {
     "routing.placement.ttft.*": _PLACEMENT,
@@ -35,10 +35,10 @@ RETIRED_POLICIES: dict[str, str] = {
         )
     },
     "limits.session_bytes_max": "a constant now: 256",
-    "limits.tokenize_inline_bytes": "a constant now (penstock/gateway/tokenize_pool.py)",
-    "limits.tokenize_waiting_max": "a constant now (penstock/gateway/tokenize_pool.py)",
+    "limits.tokenize_inline_bytes": "a constant now (penstock/gateway/models/tokenize_pool.py)",
+    "limits.tokenize_waiting_max": "a constant now (penstock/gateway/models/tokenize_pool.py)",
     "rate_limits.burst_s": "now `limits.burst_s`",
-    "rate_limits.*": "a constant now (penstock/policy/rate_limit.py and output_length.py)",
+    "rate_limits.*": "a constant now (penstock/policy/limits/rate_limit.py and output_length.py)",
     "budgets.slice_tokens": "a constant now: 256 tokens",
     "budgets.tenants_max": "a constant now: 100,000 tenants",
     "budgets.refresh_s": "a constant now: every ten seconds",

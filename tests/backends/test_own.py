@@ -26,7 +26,7 @@ from penstock.errors import (
     StreamBroken,
     WorkerUnavailable,
 )
-from penstock.policy.worker_state import WorkerState
+from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.address import UnixAddress
 from penstock.protocol.worker import (
     Abort,

@@ -20,9 +20,9 @@ from penstock.clock import SystemClock
 from penstock.config.flow import LimitsConfig, SharedConfig
 from penstock.config.tree import LogConfig
 from penstock.gateway.shared.keeper import LeaseKeeper
-from penstock.gateway.shared.store import open_store
-from penstock.policy.lease import Leases
-from penstock.policy.rate_limit import Limiter, Reservation
+from penstock.gateway.shared.limits import open_store
+from penstock.policy.limits.lease import Leases
+from penstock.policy.limits.rate_limit import Limiter, Reservation
 from penstock.policy.tenant import Tenant
 from penstock.telemetry.log import Log
 from penstock.types import TenantId

@@ -21,9 +21,9 @@ from penstock.config.flow import LimitsConfig
 from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig
 from penstock.fleet.members import Members
 from penstock.gateway.app import Gateway
-from penstock.gateway.models import ServedModel
-from penstock.gateway.public import PublicPrefixes
-from penstock.gateway.wire_limits import WireLimits
+from penstock.gateway.http.wire_limits import WireLimits
+from penstock.gateway.models.public import PublicPrefixes
+from penstock.gateway.models.served import ServedModel
 from penstock.rng import IdSource
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics

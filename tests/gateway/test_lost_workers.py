@@ -18,7 +18,7 @@ from penstock.clock import SystemClock
 from penstock.config.ledger import LedgerConfig
 from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig
 from penstock.gateway.app import Gateway
-from penstock.gateway.models import ServedModel
+from penstock.gateway.models.served import ServedModel
 from penstock.rng import IdSource
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics

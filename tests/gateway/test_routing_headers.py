@@ -7,9 +7,9 @@ import pytest
 from penstock.config.flow import BandConfig, LimitsConfig
 from penstock.config.routing import AdmissionConfig, AutoConfig, AutoModel, ModelRoute, RoutingConfig
 from penstock.errors import Forbidden, InvalidRequest, NotFound
-from penstock.gateway.auto_model import AutoModels, features_of
-from penstock.gateway.hints import Hints, read_hints
-from penstock.gateway.served_headers import Served
+from penstock.gateway.api.hints import Hints, read_hints
+from penstock.gateway.http.served_headers import Served
+from penstock.gateway.models.auto_model import AutoModels, features_of
 from penstock.policy.tenant import NOBODY, Tenant
 from penstock.protocol.openai import ChatRequest, CompletionRequest, FunctionSpec, Message, ToolSpec
 from penstock.types import TenantId
@@ -65,7 +65,7 @@ def test_a_session_is_named_by_the_user_if_by_no_header(headers, user, session) 
 
 
 def test_a_session_name_is_bounded(monkeypatch) -> None:
-    monkeypatch.setattr("penstock.gateway.hints.SESSION_BYTES_MAX", 4)
+    monkeypatch.setattr("penstock.gateway.api.hints.SESSION_BYTES_MAX", 4)
     assert read_hints({}, "someone") == Hints(session="some")
     with pytest.raises(InvalidRequest, match=r"x-penstock-session.*1 to 4 characters"):
         read_hints({b"x-penstock-session": b"five5"}, None)

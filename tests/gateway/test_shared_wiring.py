@@ -7,7 +7,7 @@ from penstock.config.flow import LimitsConfig, SharedConfig
 from penstock.config.tree import LogConfig
 from penstock.gateway.shared.limits import SharedLimits
 from penstock.gateway.shared.local_store import LeaseServer
-from penstock.policy.rate_limit import Refusal, Reservation
+from penstock.policy.limits.rate_limit import Refusal, Reservation
 from penstock.policy.tenant import Tenant
 from penstock.telemetry.log import Log
 from penstock.types import TenantId

@@ -9,13 +9,13 @@ from penstock.clock import NS_PER_S
 from penstock.config.flow import BandConfig, LimitsConfig, QueueConfig
 from penstock.errors import Draining, Evicted, Overloaded, StreamBroken, WorkerUnavailable
 from penstock.policy.answers import Abort, Diverted, Evict, Queued, Refused, Requeued, Settled, Start, Stop
-from penstock.policy.control import FlowControl
+from penstock.policy.estimates.output_length import OutputLengths
 from penstock.policy.flow import Arrival, State
-from penstock.policy.output_length import OutputLengths
+from penstock.policy.lifecycle.control import FlowControl
+from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.parts import AdmitAll, Parts, Pass
-from penstock.policy.rate_limit import Limiter
+from penstock.policy.queueing.room import WorkerView
 from penstock.policy.record import Outcome
-from penstock.policy.room import WorkerView
 from penstock.policy.tenant import Tenant
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 

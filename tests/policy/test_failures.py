@@ -4,14 +4,14 @@ from penstock.clock import NS_PER_S
 from penstock.config.flow import QueueConfig
 from penstock.errors import InvalidRequest, PenstockError, PoisonRequest, StreamBroken, WorkerUnavailable
 from penstock.policy.answers import Evict, Refused, Requeued, Settled, Start
-from penstock.policy.control import FlowControl
+from penstock.policy.extras.quarantine import Quarantine, QuarantineTerms, fingerprint
 from penstock.policy.flow import Arrival
-from penstock.policy.health import FleetHealth, HealthTerms
+from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.parts import Parts
-from penstock.policy.quarantine import Quarantine, QuarantineTerms, fingerprint
+from penstock.policy.queueing.room import WorkerView
 from penstock.policy.record import Outcome
-from penstock.policy.retry_budget import RetryTerms
-from penstock.policy.room import WorkerView
+from penstock.policy.resilience.health import FleetHealth, HealthTerms
+from penstock.policy.resilience.retry_budget import RetryTerms
 from penstock.types import RequestId, Usage, WorkerId
 
 S = NS_PER_S

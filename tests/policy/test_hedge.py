@@ -11,13 +11,13 @@ from penstock.config.flow import QueueConfig
 from penstock.config.health import HealthConfig
 from penstock.errors import StreamBroken, WorkerUnavailable
 from penstock.policy.answers import Abort, Evict, Requeued, Settled, Start
-from penstock.policy.control import FlowControl
+from penstock.policy.extras.hedge import HedgeOutcome, Hedges, HedgeTerms
 from penstock.policy.flow import Arrival, State
-from penstock.policy.health import FleetHealth
-from penstock.policy.hedge import HedgeOutcome, Hedges, HedgeTerms
+from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.parts import Parts
+from penstock.policy.queueing.room import WorkerView
 from penstock.policy.record import Outcome
-from penstock.policy.room import WorkerView
+from penstock.policy.resilience.health import FleetHealth
 from penstock.types import RequestId, Usage, WorkerId
 
 MS = NS_PER_MS

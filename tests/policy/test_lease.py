@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.flow import LimitsConfig, SharedConfig
-from penstock.policy.lease import LeaseAsk, Leases
-from penstock.policy.lease_table import LeaseTable
-from penstock.policy.rate_limit import Limiter, Refusal, Reservation
+from penstock.policy.limits.lease import LeaseAsk, Leases
+from penstock.policy.limits.lease_table import LeaseTable
+from penstock.policy.limits.rate_limit import Limiter, Refusal, Reservation
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId
 

@@ -6,9 +6,9 @@ import pages
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.flow import LimitsConfig
-from penstock.policy.lease import Leases
-from penstock.policy.output_length import OutputLengths
-from penstock.policy.rate_limit import Limiter, Refusal, Reservation
+from penstock.policy.estimates.output_length import OutputLengths
+from penstock.policy.limits.lease import Leases
+from penstock.policy.limits.rate_limit import Limiter, Refusal, Reservation
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId
 

@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.policy.quarantine import Quarantine, QuarantineTerms, Trial
+from penstock.policy.extras.quarantine import Quarantine, QuarantineTerms, Trial
 
 S = NS_PER_S
 BAD = 99

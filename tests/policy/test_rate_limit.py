@@ -11,8 +11,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.errors import InvalidRequest, Overloaded
-from penstock.policy.rate_headers import duration
-from penstock.policy.rate_limit import Limiter, RateTerms, Refusal, Reservation
+from penstock.policy.limits.rate_headers import duration
+from penstock.policy.limits.rate_limit import Limiter, RateTerms, Refusal, Reservation
 from penstock.policy.tenant import NOBODY, Tenant
 from penstock.types import TenantId
 

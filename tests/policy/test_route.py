@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.flow import QueueConfig
 from penstock.kv.index.prefix_index import NOTHING_HELD, Held
-from penstock.policy.band import Work
-from penstock.policy.decision_log import PER_REQUEST_MAX, DecisionLog, explain
 from penstock.policy.parts import Hold
-from penstock.policy.pick import REASONS, replay
+from penstock.policy.placement.decision_log import PER_REQUEST_MAX, DecisionLog, explain
+from penstock.policy.placement.pick import REASONS, replay
+from penstock.policy.placement.route import Router
+from penstock.policy.placement.score import score_policy
 from penstock.policy.placement_terms import PlacementTerms
-from penstock.policy.room import Room, Rooms, WorkerView
-from penstock.policy.route import Router
-from penstock.policy.score import score_policy
+from penstock.policy.queueing.band import Work
+from penstock.policy.queueing.room import Room, Rooms, WorkerView
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
 A, B, C, D = (WorkerId(name) for name in "abcd")

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from penstock.clock import NS_PER_MS, NS_PER_S
+from penstock.policy.estimates.speed import Ran, Speed, Speeds
+from penstock.policy.placement.score import RequestFacts, WorkerFacts, score_policy
 from penstock.policy.placement_terms import PlacementTerms, WeightedTerms
-from penstock.policy.score import RequestFacts, WorkerFacts, score_policy
-from penstock.policy.speed import Ran, Speed, Speeds
 from penstock.types import WorkerId
 
 SPEED = Speed(

@@ -10,9 +10,9 @@ from penstock.clock import NS_PER_S
 from penstock.config.health import HealthConfig
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config
-from penstock.policy.breaker import BreakerState
-from penstock.policy.rate_limit import RateTerms
+from penstock.policy.limits.rate_limit import RateTerms
 from penstock.policy.record import Outcome
+from penstock.policy.resilience.breaker import BreakerState
 from penstock.sim.checks.checks import Checks
 from penstock.sim.world.chaos import Chaos
 from penstock.sim.world.faults import Fault, FaultKind

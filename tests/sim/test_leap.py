@@ -8,7 +8,7 @@ from sim_load import poisson
 from penstock.clock import NS_PER_S
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config, EngineConfig
-from penstock.policy.rate_limit import RateTerms
+from penstock.policy.limits.rate_limit import RateTerms
 from penstock.sim.world.worker import WorkerSpec
 from penstock.sim.world.world import PoolSpec, World, WorldSpec
 

@@ -33,7 +33,7 @@ from penstock.fleet.sources.discovery import Discovery
 from penstock.fleet.sources.static import attached, launched
 from penstock.fleet.wanted import Wanted
 from penstock.gateway.app import Gateway
-from penstock.policy.worker_state import WorkerState
+from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.siblings import Order, WorkerAt
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics

@@ -13,7 +13,7 @@ from penstock.clock import Clock, sleep
 from penstock.config.tree import Config
 from penstock.errors import LedgerError
 from penstock.gateway.shared.store import StoreError
-from penstock.policy.budget import Budgets
+from penstock.policy.limits.budget import Budgets
 from penstock.rng import fresh_token
 from penstock.telemetry.ledger import Ledger
 from penstock.telemetry.log import Log

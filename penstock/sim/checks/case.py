@@ -10,9 +10,9 @@ from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.flow import QueueConfig, SharedConfig
 from penstock.config.tree import Config, EngineConfig
 from penstock.planning.step_time import LinearStepTime
-from penstock.policy.breaker import BreakerTerms
-from penstock.policy.health import HealthTerms
-from penstock.policy.rate_limit import RateTerms
+from penstock.policy.limits.rate_limit import RateTerms
+from penstock.policy.resilience.breaker import BreakerTerms
+from penstock.policy.resilience.health import HealthTerms
 from penstock.policy.tenant import Tenant
 from penstock.sim.checks.checks import Checks, Recovery, Violation
 from penstock.sim.traffic.request import Segment, SimRequest

@@ -16,12 +16,12 @@ from typing import NamedTuple
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.branch import extended
 from penstock.config.tree import Config
-from penstock.policy.band import Band, Work
 from penstock.policy.flow import State
-from penstock.policy.lane import Lane
-from penstock.policy.life import blocks_of
+from penstock.policy.lifecycle.life import blocks_of
 from penstock.policy.placement_terms import PlacementTerms
-from penstock.policy.room import Room, goes_on_at
+from penstock.policy.queueing.band import Band, Work
+from penstock.policy.queueing.lane import Lane
+from penstock.policy.queueing.room import Room, goes_on_at
 from penstock.sim.world.gateway import SimGateway
 from penstock.sim.world.messages import Submission
 from penstock.types import RequestId, WorkerId

@@ -94,7 +94,7 @@ class TenantFigures(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     good: int
     served: float
-    """In prompt tokens that must be computed, as the queue counts them (policy/band.py)."""
+    """In prompt tokens that must be computed, as the queue counts them (policy/queueing/band.py)."""
     wanted: float
     ttft_ms: Spread
 

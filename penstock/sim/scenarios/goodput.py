@@ -59,7 +59,7 @@ def drained_s(played: Played) -> float:
 
 
 def served(played: Played, of: Callable[[RequestRecord], str]) -> Mapping[str, float]:
-    """What classes of requests were served as promised, as the queue counts service (policy/band.py): per second."""
+    """What classes of requests were served as promised, as the queue counts service (policy/queueing/band.py): per second."""
     found: Counter[str] = Counter()
     for record in played.records:
         if played.good(record):

@@ -12,10 +12,10 @@ from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.prompt_keys import PromptKeyMaker, PromptKeys, own_keys
 from penstock.kv.index.residency import Residency
 from penstock.kv.index.vllm_events import events_of_own
-from penstock.policy.decision_log import DecisionLog
 from penstock.policy.parts import LeastLoaded, Placement
+from penstock.policy.placement.decision_log import DecisionLog
+from penstock.policy.placement.route import Router
 from penstock.policy.placement_terms import PlacementTerms
-from penstock.policy.route import Router
 from penstock.sim.traffic.prompts import BlockNames
 from penstock.sim.traffic.request import SimRequest
 from penstock.sim.world.kv_words import KVNews

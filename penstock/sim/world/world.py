@@ -15,7 +15,7 @@ from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.collector import calm
 from penstock.config.branch import extended
 from penstock.kv.events import KVEvent, Numbered
-from penstock.policy.rate_limit import SLICE_TOKENS, RateTerms
+from penstock.policy.limits.rate_limit import SLICE_TOKENS, RateTerms
 from penstock.policy.record import UsageRecord
 from penstock.sim.traffic.request import RequestRecord, SimRequest, unreachable
 from penstock.sim.traffic.streams import Streams
