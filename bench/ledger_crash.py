@@ -37,13 +37,13 @@ from provenance import write_result
 
 from penstock import rng
 from penstock.bench.client import CannotConnect, Client, ClientLimits, Endpoint, EndpointError
-from penstock.bench.wire import UsageReport, decode_chunk
 from penstock.clock import NS_PER_S, SystemClock, sleep
 from penstock.config.ledger import ModelPrice, PricesConfig
 from penstock.config.tenancy import TierConfig
 from penstock.gateway.identity.api_keys import issue
 from penstock.gateway.identity.key_file import edit_keys
 from penstock.policy.limits.price import PriceList
+from penstock.protocol.openai import UsageBody, decode_chat_event
 from penstock.protocol.sse import EventReader
 from penstock.telemetry import ledger_files
 from penstock.types import Usage
@@ -73,7 +73,7 @@ class Seen:
 
     status: int = 0
     started: bool = False
-    usage: UsageReport | None = None
+    usage: UsageBody | None = None
     done: bool = False
     error: bool = False
     reader: EventReader = field(default_factory=EventReader)
@@ -84,7 +84,7 @@ class Seen:
             if event == b"[DONE]":
                 self.done = True
                 continue
-            chunk = decode_chunk(event)
+            chunk = decode_chat_event(event)
             self.usage = chunk.usage or self.usage
             self.error = self.error or chunk.error is not None
 
@@ -107,7 +107,7 @@ class Server:
             "log": {"access": False, "level": "warning"},
             "models": [{"path": model, "name": "m", "engine": {"threads": 1}}],
             "prices": PRICE,
-            "ledger": {"directory": str(self.ledger), "deliver_ms": 50},
+            "ledger": {"directory": str(self.ledger)},
         }
         self._config.write_bytes(msgspec.json.encode(config))  # JSON is YAML.
         self.process = self._start()

@@ -19,8 +19,8 @@ import msgspec
 from penstock import rng
 from penstock.bench.client import Client, EndpointError, Response
 from penstock.bench.prompts import sentence
-from penstock.bench.wire import UsageReport, decode_chunk
 from penstock.clock import NS_PER_S, Clock, sleep
+from penstock.protocol.openai import UsageBody, decode_chat_event, error_text
 from penstock.protocol.sse import EventReader
 
 OBEYED_MAX = 3
@@ -99,7 +99,7 @@ class _Answer:
 
     def __init__(self, asked: Asked, clock: Clock) -> None:
         self._asked, self._clock, self._reader = asked, clock, EventReader()
-        self.usage: UsageReport | None = None
+        self.usage: UsageBody | None = None
         self.done = False
 
     def on_bytes(self, data: bytes) -> None:
@@ -109,9 +109,9 @@ class _Answer:
             if event == b"[DONE]":
                 self.done = True
                 continue
-            chunk = decode_chunk(event)
+            chunk = decode_chat_event(event)
             if chunk.error is not None:
-                asked.trouble = chunk.error if isinstance(chunk.error, str) else chunk.error.message
+                asked.trouble = error_text(chunk.error)
             self.usage = chunk.usage or self.usage
             if any(choice.is_output for choice in chunk.choices):
                 asked.first_ns = asked.first_ns or now_ns
@@ -220,7 +220,7 @@ class OpenLoad:
             asked.is_cut = True
             raise
         asked.status, asked.end_ns = response.status, self.clock.now_ns()
-        asked.tokens = answer.usage.completion_tokens if answer.usage is not None else 0
+        asked.tokens = (answer.usage.completion_tokens or 0) if answer.usage is not None else 0
         if response.status == 200 and not answer.done:
             asked.trouble = asked.trouble or "the stream ended early"
         return response

@@ -28,10 +28,10 @@ from penstock.planning.step_time import LinearStepTime
 from penstock.policy.answers import Start
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.control import FlowControl
-from penstock.policy.queueing.band import cost
 from penstock.policy.queueing.room import WorkerView
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.policy.tenant import Tenant
+from penstock.schedule.fair_share import cost
 from penstock.sim.scenarios.goodput import drained_s, goodput_of, mixed
 from penstock.sim.scenarios.setup import Knobs, play
 from penstock.sim.traffic.request import RequestRecord, Segment, SimRequest

@@ -16,11 +16,11 @@ from pathlib import Path
 from statistics import median
 
 from penstock.config.flow import QueueConfig
-from penstock.config.kv_index import KVIndexConfig
 from penstock.config.placement import PlacementConfig
 from penstock.config.routing import RoutingConfig
 from penstock.config.tree import Config, EngineConfig
 from penstock.kv.hashing import BlockHasher
+from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.prompt_keys import PromptKeys, own_keys
 from penstock.policy.parts import LeastLoaded, Placement
@@ -69,7 +69,7 @@ class Approximate(LeastLoaded):
 
     def __init__(self) -> None:
         # Such a router keeps a tree of what was sent, bounded by its size and not by time.
-        self._seen = KVLocality(KVIndexConfig(predicted_ttl_s=3600), KEY)
+        self._seen = KVLocality(KVIndexLimits(predicted_ttl_s=3600), KEY)
 
     def place(
         self,

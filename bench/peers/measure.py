@@ -15,8 +15,8 @@ from penstock.bench.prompts import Prompt, PromptPlan, made, sentence
 from penstock.bench.prompts import probe as probe_prompt
 from penstock.bench.report import level_report
 from penstock.bench.stats import percentile
-from penstock.bench.wire import decode_chunk
 from penstock.clock import NS_PER_MS, SystemClock, sleep
+from penstock.protocol.openai import decode_chat_event
 from penstock.protocol.sse import EventReader
 
 OUTPUT_TOKENS = 64
@@ -211,7 +211,7 @@ async def _until(reached: Callable[[], bool], streams: list["asyncio.Task[Respon
 
 def _decode(event: bytes) -> tuple:
     try:
-        return decode_chunk(event).choices
+        return decode_chat_event(event).choices
     except msgspec.DecodeError:
         return ()
 

@@ -1,1 +1,1 @@
-"""Workers of any kind behind one contract. An adapter translates; it decides nothing."""
+"""How work reaches a worker and its output comes back: `engine/` is our own protocol, `http/` everybody else's."""

@@ -15,10 +15,10 @@ from penstock import rng
 from penstock.bench.client import Client, EndpointError
 from penstock.bench.measure import NO_PROMISE, Stopwatch, Tally
 from penstock.bench.prompts import Prompt
-from penstock.bench.wire import UsageReport, decode_chunk, error_text
 from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.errors import PenstockError
 from penstock.policy.admission.promise import Promise
+from penstock.protocol.openai import UsageBody, decode_chat_event, refusal_text
 
 REFUSED_PAUSE_S = 0.1
 """What a closed-loop caller waits after a failure, so that instant refusals do not become a spin."""
@@ -160,7 +160,7 @@ class LoadRun:
             tally.in_flight -= 1
 
 
-async def probe(client: Client, shape: Shape, prompt: Prompt) -> UsageReport:
+async def probe(client: Client, shape: Shape, prompt: Prompt) -> UsageBody:
     """One small request outside the measurement; its usage calibrates the prompts.
 
     Raises:
@@ -169,11 +169,11 @@ async def probe(client: Client, shape: Shape, prompt: Prompt) -> UsageReport:
     """
     response = await client.post("/chat/completions", shape.body(prompt, stream=False))
     if response.status != 200:
-        raise ProbeFailed(f"HTTP {response.status}: {error_text(response.status, response.body)}")
+        raise ProbeFailed(f"HTTP {response.status}: {refusal_text(response.status, response.body)}")
     try:
-        usage = decode_chunk(response.body).usage
+        usage = decode_chat_event(response.body).usage
     except msgspec.DecodeError as error:
         raise ProbeFailed(f"the answer is not a chat completion: {error}") from error
-    if usage is None or usage.prompt_tokens < 1:
+    if usage is None or (usage.prompt_tokens or 0) < 1:
         raise ProbeFailed("the answer has no usage, so prompts cannot be sized; use --dataset")
     return usage

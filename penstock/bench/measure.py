@@ -17,9 +17,9 @@ import msgspec
 from penstock import rng
 from penstock.bench.client import Response
 from penstock.bench.stats import Samples
-from penstock.bench.wire import Chunk, UsageReport, decode_chunk, error_text
 from penstock.clock import Clock
 from penstock.policy.admission.promise import Promise
+from penstock.protocol.openai import ChatEvent, UsageBody, decode_chat_event, error_text, refusal_text
 from penstock.protocol.sse import EventReader
 
 ERROR_KINDS_MAX = 32
@@ -93,7 +93,7 @@ class Stopwatch:
         self._reader = EventReader()
         self._first_ns = self._last_ns = 0
         self._num_chunks = 0
-        self._usage: UsageReport | None = None
+        self._usage: UsageBody | None = None
         self._done = False
         self._trouble = ""
 
@@ -105,14 +105,13 @@ class Stopwatch:
                 if event == b"[DONE]":
                     self._done = True
                 else:
-                    self._take(decode_chunk(event), now_ns)
+                    self._take(decode_chat_event(event), now_ns)
         except (ValueError, msgspec.DecodeError) as error:
             self._trouble = f"unreadable stream: {error}"
 
-    def _take(self, chunk: Chunk, now_ns: int) -> None:
+    def _take(self, chunk: ChatEvent, now_ns: int) -> None:
         if chunk.error is not None:
-            error = chunk.error
-            self._trouble = f"error in the stream: {error if isinstance(error, str) else error.message}"
+            self._trouble = f"error in the stream: {error_text(chunk.error)}"
         if chunk.usage is not None:
             self._usage = chunk.usage
         for choice in chunk.choices:
@@ -134,7 +133,7 @@ class Stopwatch:
         tally, end_ns = self._tally, self._clock.now_ns()
         trouble = self._trouble or ("" if self._done else "the stream ended early")
         if response.status != 200:
-            trouble = f"HTTP {response.status}: {error_text(response.status, response.body)}"
+            trouble = f"HTTP {response.status}: {refusal_text(response.status, response.body)}"
         if trouble:
             tally.fail(trouble)
             return False
@@ -154,12 +153,13 @@ class Stopwatch:
         return True
 
     def _count_tokens(self) -> int:
-        tally = self._tally
-        if self._usage is None:
+        tally, usage = self._tally, self._usage
+        if usage is None:
             tally.tokens_from_usage = False
             tally.output_tokens += self._num_chunks
             return self._num_chunks
-        tally.prompt_tokens += self._usage.prompt_tokens
-        tally.cached_tokens += self._usage.cached_tokens
-        tally.output_tokens += self._usage.completion_tokens
-        return self._usage.completion_tokens
+        num_tokens = usage.completion_tokens or 0
+        tally.prompt_tokens += usage.prompt_tokens or 0
+        tally.cached_tokens += usage.cached_tokens or 0
+        tally.output_tokens += num_tokens
+        return num_tokens

@@ -15,6 +15,7 @@ import msgspec
 import yaml
 from msgspec import inspect
 
+from penstock.config.retired import retired
 from penstock.errors import ConfigError
 
 NUMBER_MAX = 2**53
@@ -29,10 +30,15 @@ def checked(value: object, root: type[msgspec.Struct]) -> object:
     """`value` with empty sections filled in, if all of its keys are known to `root` and its numbers sane.
 
     Raises:
-        ConfigError: an unknown key, with the nearest known one; NaN, infinity or an absurd number.
+        ConfigError: keys that are no longer settings, with what became of each; an unknown key, with the
+            nearest known one; NaN, infinity or an absurd number.
     """
     kind = _type_of(root)
-    return _Checker(kind).value(value, kind, "")
+    checker = _Checker(kind)
+    clean = checker.value(value, kind, "")
+    if checker.retired:
+        raise ConfigError("\n".join(checker.retired))
+    return clean
 
 
 def explained(message: str, value: object, root: type[msgspec.Struct]) -> str:
@@ -67,6 +73,8 @@ class _Checker:
 
     def __init__(self, root: inspect.Type) -> None:
         self._root = root
+        self.retired: list[str] = []
+        """A line for each key that is no longer a setting: all of them at once, since an old file has several."""
 
     def value(self, value: object, kind: inspect.Type, path: str) -> object:
         kind = _bare(kind)
@@ -86,6 +94,9 @@ class _Checker:
         clean: dict[str, object] = {}
         for key, value in section.items():
             if not isinstance(key, str) or key not in fields:
+                if sentences := list(retired(_join(path, str(key)), value)):
+                    self.retired += sentences
+                    continue
                 raise ConfigError(self._unknown(str(key), value, kind, path))
             clean[key] = self.value(value, fields[key], _join(path, key))
         return clean

@@ -33,6 +33,7 @@ from penstock.gateway.http.errors import error_response
 from penstock.gateway.http.exchange import Ending, Exchange, RequestHead, Response
 from penstock.gateway.http.server import HttpServer, tick_s
 from penstock.gateway.http.tally import outcome_of
+from penstock.gateway.http.wire_limits import WIRE_LIMITS, WireLimits
 from penstock.gateway.identity.auth import Caller
 from penstock.gateway.identity.entrance import Entrance
 from penstock.gateway.identity.tenancy import Tenancy
@@ -40,6 +41,7 @@ from penstock.gateway.models.served import ModelTable, ServedModel
 from penstock.gateway.models.tokenize_pool import TokenizePool
 from penstock.gateway.relay.reply import StreamSlots
 from penstock.gateway.shared.siblings import Siblings
+from penstock.kv.index.limits import KV_INDEX_LIMITS
 from penstock.kv.index.locality import KVLocality
 from penstock.rng import IdSource, fresh_key
 from penstock.telemetry.log import Access as AccessLine
@@ -68,6 +70,7 @@ class Gateway:
         listeners: Sequence[socket.socket] = (),
         siblings: Siblings | None = None,
         hash_key: bytes = b"",
+        limits: WireLimits = WIRE_LIMITS,
     ) -> None:
         """Make it; `config.auth` must say who may call, or that everybody may.
 
@@ -81,8 +84,8 @@ class Gateway:
         self._config, self._clock, self._ids, self._metrics, self._log = config, clock, ids, metrics, log
         self.tenancy = Tenancy(config, clock=clock, log=log)
         """Who may call; parts that can take a new configuration subscribe to its `on_reload`."""
-        locality = KVLocality(config.kv_index, hash_key or fresh_key())
-        self._kv = KVWatch(registry, locality, config.kv_index, log)
+        locality = KVLocality(KV_INDEX_LIMITS, hash_key or fresh_key())
+        self._kv = KVWatch(registry, locality, KV_INDEX_LIMITS, log)
         slots = StreamSlots(config.limits.concurrent_max)
         self._decisions = make_decisions(
             config,
@@ -101,7 +104,7 @@ class Gateway:
             models=ModelTable(models, config.routing),
             ids=ids,
             clock=clock,
-            tokenize=TokenizePool(config.limits),
+            tokenize=TokenizePool(),
             dispatcher=self._dispatcher,
             gate=self._decisions.gate,
             limiter=self._decisions.limits.limiter,
@@ -113,16 +116,15 @@ class Gateway:
             log=log,
             falls_back=any(route.fallback for route in config.routing.models),
         )
-        self._siblings = siblings
+        self._limits, self._siblings = limits, siblings
         self._inspect = Inspect(
             self._services, metrics, version=__version__, members=members, siblings=siblings
         )
         self.tenancy.on_reload.extend((self._reloaded, self._decisions.reload))
         admin = Admin(self._services, metrics, registry, members, siblings)
         self._routes = Routes(Generate(self._services), self._inspect, admin)
-        self._server = HttpServer(self, config.server, relay=config.relay, clock=clock, listeners=listeners)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._log_is_due = False
+        self._server = HttpServer(self, config.server, clock=clock, listeners=listeners, limits=limits)
+        self._log_is_due, self._tasks = False, set[asyncio.Task[None]]()
         self._pulse: asyncio.Task[None] | None = None
 
     @property
@@ -264,7 +266,7 @@ class Gateway:
 
     async def _beat(self) -> None:
         """Heartbeats and the event loop's lag; the only thing here that runs on a timer."""
-        heartbeat_s = self._config.relay.heartbeat_s
+        heartbeat_s = self._limits.heartbeat_s
         period_s = tick_s(heartbeat_s)
         ticks = max(1, round(heartbeat_s / period_s))
         told_ns = 0

@@ -1,1 +1,1 @@
-"""KV blocks: their hashes, the pool that counts them, and who holds which. Pure: no tensors here."""
+"""KV blocks: how they are named, and the events of their lives. `cache/` is one engine's, `index/` the router's view. Pure."""

@@ -15,6 +15,7 @@ from penstock.policy.answers import Diverted, Refused
 from penstock.policy.extras.hedge import Hedges
 from penstock.policy.extras.quarantine import OnBoard, Trial
 from penstock.policy.flow import RequestFacts
+from penstock.policy.limits.rate_limit import SLICE_TOKENS
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.pace import Pace
 from penstock.policy.queueing.room import Room, Rooms
@@ -423,7 +424,7 @@ class Parts:
     """Makes what learns of one model's workers how fast they are."""
     hedges: Hedges | None = None
     """None: no request is started beside another attempt of itself."""
-    slice_tokens: int = 256
+    slice_tokens: int = SLICE_TOKENS
     """Answer tokens between two looks at the budget."""
     migrations_max: int = 3
     """Workers that one stream may lose and still go on."""

@@ -21,7 +21,7 @@ class BackendMeters:
         self._requests.labels(self._engine, outcome).inc()
 
     def odd(self, kind: str) -> None:
-        """An answer was not as it should be (`backends.http_stream.Anomaly`)."""
+        """An answer was not as it should be (`backends.http.stream.Anomaly`)."""
         self._odd.labels(self._engine, kind).inc()
 
     def missing(self, metric: str) -> None:

@@ -15,10 +15,10 @@ import pytest
 from served import COMMAND, PATIENCE_S, Server
 
 from penstock.bench.client import Client, Endpoint, Response
-from penstock.bench.wire import decode_chunk
 from penstock.cli.main import main
 from penstock.cli.wiring.keyfile import load_key
 from penstock.config.presets import resolve
+from penstock.protocol.openai import decode_chat_event
 from penstock.protocol.sse import EventReader
 
 DEMO = "penstock-demo"
@@ -70,7 +70,7 @@ class Stream:
             if event == b"[DONE]":
                 self.ended = True
                 continue
-            chunk = decode_chunk(event)
+            chunk = decode_chat_event(event)
             self.error = str(chunk.error or self.error)
             for choice in chunk.choices:
                 self.text += choice.content

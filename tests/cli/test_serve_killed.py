@@ -17,7 +17,7 @@ from stand_in_thread import MODEL, Serve, stand_in_engine
 
 from penstock import rng
 from penstock.bench.client import CannotConnect, EndpointError
-from penstock.bench.wire import UsageReport, decode_chunk
+from penstock.protocol.openai import UsageBody, decode_chat_event
 from penstock.protocol.sse import EventReader
 
 pytestmark = pytest.mark.timeout(240)
@@ -34,7 +34,7 @@ class Seen:
 
     started: bool = False
     ended: bool = False
-    usage: UsageReport | None = None
+    usage: UsageBody | None = None
     reader: EventReader = field(default_factory=EventReader)
 
     def on_bytes(self, data: bytes) -> None:
@@ -43,7 +43,7 @@ class Seen:
                 self.ended = True
                 continue
             self.started = True
-            self.usage = decode_chunk(event).usage or self.usage
+            self.usage = decode_chat_event(event).usage or self.usage
 
 
 def body_of(name: str, max_tokens: int) -> bytes:
@@ -182,7 +182,7 @@ def test_every_request_that_began_has_one_record_and_the_budget_knows_of_it(tmp_
     )
     with stand_in_engine(step_s=0.002) as engine, contextlib.ExitStack() as stack:
         free_of_charge = {TENANT: "budget_per_month: 1000"}
-        sections = (prices, f"ledger: {{directory: {ledger}, deliver_ms: 20}}")
+        sections = (prices, f"ledger: {{directory: {ledger}}}")
         gateway = Serve(tmp_path / "gateway", engine, free_of_charge, *sections, port=port)
         stack.callback(gateway.kill)
         gateway.server.wait_ready()

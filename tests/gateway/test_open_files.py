@@ -13,7 +13,7 @@ import pytest
 from stand_in_thread import MODEL, Serve, stand_in_engine
 
 from penstock.bench.client import Endpoint
-from penstock.bench.wire import decode_chunk
+from penstock.protocol.openai import decode_chat_event
 from penstock.protocol.sse import EventReader
 
 pytestmark = pytest.mark.timeout(120)
@@ -32,8 +32,8 @@ class Stream:
         for event in self.reader.feed(data):
             self.began.set()
             self.ended = self.ended or event == b"[DONE]"
-            if event != b"[DONE]" and (usage := decode_chunk(event).usage) is not None:
-                self.tokens = usage.completion_tokens
+            if event != b"[DONE]" and (usage := decode_chat_event(event).usage) is not None:
+                self.tokens = usage.completion_tokens or 0
 
 
 def body_of(max_tokens: int) -> bytes:

@@ -27,9 +27,9 @@ from penstock.backends.http.client import HttpClient, NoConnection
 from penstock.backends.http.dialects.base import Dialect, WorkerFacts
 from penstock.backends.http.engine_metrics import LOAD_NAMES, EngineLoad, load_of, parse_metrics
 from penstock.backends.http.fetch import ProbeFailed, fetch
+from penstock.backends.http.limits import HttpBackendLimits
 from penstock.backends.http.stream import Anomaly, HttpStream
 from penstock.clock import NS_PER_S, Clock, sleep
-from penstock.config.backends import BackendsConfig
 from penstock.errors import ClientError, Overloaded, StreamBroken, WorkerUnavailable
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.telemetry.backend_metrics import BackendMeters
@@ -59,7 +59,7 @@ class HttpBackend:
         client: HttpClient,
         tokenizer: Tokenizer,
         clock: Clock,
-        config: BackendsConfig,
+        config: HttpBackendLimits,
         *,
         engine: str,
         model: str,

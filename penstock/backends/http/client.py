@@ -21,8 +21,8 @@ import httptools
 
 from penstock.backends.http.address import HttpAddress, reason_of, tls_context
 from penstock.backends.http.handler import NOBODY, HttpFailure, HttpHandler, Trouble
+from penstock.backends.http.limits import HttpLimits
 from penstock.clock import NS_PER_S, Clock
-from penstock.config.backends import HttpConfig
 from penstock.errors import ConfigError
 
 HEAD_BYTES_MAX = 64 * 1024
@@ -212,7 +212,7 @@ class HttpClient:
     def __init__(
         self,
         address: HttpAddress,
-        config: HttpConfig,
+        config: HttpLimits,
         clock: Clock,
         *,
         headers: Mapping[str, str] | None = None,

@@ -271,7 +271,7 @@ class _Bench:
             except ProbeFailed as error:
                 hint = "\n  (try --no-ignore-eos)" if shape.ignore_eos and "ignore_eos" in str(error) else ""
                 raise ProbeFailed(f"the server refuses a first small request: {error}{hint}") from error
-            counts.append(usage.prompt_tokens)
+            counts.append(usage.prompt_tokens or 0)
         if len(counts) < 2:
             return _Tokens(1.0, 0.0)
         per_word = max(0.1, (counts[1] - counts[0]) / (PROBE_WORDS[1] - PROBE_WORDS[0]))

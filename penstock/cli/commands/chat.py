@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from penstock.bench.client import CannotConnect, Client
-from penstock.bench.wire import Chunk, UsageReport, decode_chunk
 from penstock.cli import console
 from penstock.cli.commands.remote import Unusable, add_remote_flags, connect, no_server, pick_model, refused
 from penstock.cli.flags import Commands, Help, number
 from penstock.clock import NS_PER_S, Clock, SystemClock
 from penstock.errors import ConfigError, PenstockError
+from penstock.protocol.openai import ChatEvent, UsageBody, decode_chat_event, error_text
 from penstock.protocol.sse import EventReader
 
 STDIN_CHARS_MAX = 8 * 1024 * 1024
@@ -112,7 +112,7 @@ class Answer:
         self._num_chunks = 0
         self._filter = sys.stdout.isatty()
         self._pieces: list[str] = []
-        self._usage: UsageReport | None = None
+        self._usage: UsageBody | None = None
         self.trouble = ""
         self.ended = False
 
@@ -128,14 +128,14 @@ class Answer:
                 if event == b"[DONE]":
                     self.ended = True
                 else:
-                    self._take(decode_chunk(event))
+                    self._take(decode_chat_event(event))
         except (ValueError, msgspec.DecodeError) as error:
             self.trouble = f"unreadable stream: {error}"
         sys.stdout.flush()
 
-    def _take(self, chunk: Chunk) -> None:
+    def _take(self, chunk: ChatEvent) -> None:
         if chunk.error is not None:
-            self.trouble = chunk.error if isinstance(chunk.error, str) else chunk.error.message
+            self.trouble = error_text(chunk.error) or "unknown error"
         self._usage = chunk.usage or self._usage
         for choice in chunk.choices:
             self.ended = self.ended or choice.finish_reason is not None
@@ -151,7 +151,7 @@ class Answer:
         """Length and speed in one line."""
         if not self._num_chunks:
             return "no output"
-        tokens = self._usage.completion_tokens if self._usage else self._num_chunks
+        tokens = (self._usage.completion_tokens or 0) if self._usage else self._num_chunks
         first_s = (self._first_ns - self._sent_ns) / NS_PER_S
         words = f"{tokens} tokens, first after {first_s:.2f} s"
         if tokens > 1 and self._last_ns > self._first_ns:

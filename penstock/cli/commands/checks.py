@@ -17,8 +17,8 @@ import msgspec
 from penstock.bench.environment import cpu_info, cpu_name, installed_version
 from penstock.cli.commands.torch_facts import TorchFacts
 from penstock.config.presets import DEMO_MODELS, REPOSITORY, resolve
-from penstock.config.tree import ServerConfig
 from penstock.errors import OperatorError
+from penstock.gateway.http.wire_limits import WIRE_LIMITS
 
 PROBE_TIMEOUT_S = 120
 MEMORY_WARN_BYTES = 2 << 30
@@ -72,7 +72,7 @@ def run_all(port: int) -> tuple[Check, ...]:
         check_demo_models(),
         check_port(port),
         check_temp(),
-        check_open_files(ServerConfig().connections_max),
+        check_open_files(WIRE_LIMITS.connections_max),
     )
 
 
@@ -289,7 +289,7 @@ def check_open_files(connections_max: int) -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft > connections_max:
         return Check("open files", State.OK, f"limit {soft}")
-    detail = f"limit {soft} (hard {hard}) is below connections_max {connections_max}"
+    detail = f"limit {soft} (hard {hard}) is below the {connections_max} connections that are served"
     return Check(
         "open files", State.WARN, detail, f"ulimit -n {connections_max + 1000}, or serve fewer connections"
     )

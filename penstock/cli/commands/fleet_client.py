@@ -9,11 +9,11 @@ from urllib.parse import quote
 import msgspec
 
 from penstock.bench.client import CannotConnect, Client, ClientLimits, Endpoint
-from penstock.bench.wire import error_text
 from penstock.cli.commands.remote import Unusable, no_server
 from penstock.cli.flags import default_url
 from penstock.cli.wiring.keyfile import load_key
 from penstock.protocol.fleet import DrainOrder, FleetReport
+from penstock.protocol.openai import refusal_text
 
 LIMITS = ClientLimits(connect_timeout_s=5.0, request_timeout_s=10.0)
 _reports = msgspec.json.Decoder(FleetReport)
@@ -91,4 +91,4 @@ def _refused(status: int, body: bytes) -> str:
         hint = "\n  give an admin key with --key or PENSTOCK_ADMIN_KEY"
     elif status == 404 and b"unknown_path" in body:
         hint = "\n  it may be an older Penstock"
-    return f"the server refuses (HTTP {status}): {error_text(status, body)}{hint}"
+    return f"the server refuses (HTTP {status}): {refusal_text(status, body)}{hint}"

@@ -6,10 +6,10 @@ import os
 import msgspec
 
 from penstock.bench.client import CannotConnect, Client, ClientLimits, Endpoint
-from penstock.bench.wire import decode_models, error_text
 from penstock.cli.flags import default_url
 from penstock.cli.wiring.keyfile import load_key
 from penstock.errors import PenstockError
+from penstock.protocol.openai import decode_models, refusal_text
 
 
 class Unusable(PenstockError):
@@ -73,6 +73,6 @@ def no_server(error: CannotConnect) -> str:
 
 def refused(status: int, body: bytes) -> str:
     """What to tell somebody whom the server refuses."""
-    text = error_text(status, body)
+    text = refusal_text(status, body)
     hint = "\n  give the server's key with --key or PENSTOCK_API_KEY" if status == 401 else ""
     return f"the server refuses (HTTP {status}): {text}{hint}"

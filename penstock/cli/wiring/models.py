@@ -5,6 +5,7 @@ from pathlib import Path
 
 from penstock import rng
 from penstock.backends.http.external import Tools
+from penstock.backends.http.limits import HttpBackendLimits, HttpLimits
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.checkpoints import check_loads
 from penstock.config.presets import resolve, served_name
@@ -55,11 +56,10 @@ def make_part(model: ModelConfig, registry: Registry, clock: Clock) -> Part:
 def make_tools(config: Config, metrics: Metrics, clock: Clock) -> Tools:
     """What the backends of workers that are not ours share."""
     return Tools(
-        config=config.backends,
+        config=HttpBackendLimits(http=HttpLimits.of(config.backends)),
         clock=clock,
         meters=metrics.backend,
         draw=rng.stream(rng.fresh_seed(), "probes").random,
-        heartbeat=config.health.heartbeat,
     )
 
 

@@ -33,6 +33,7 @@ from penstock.config.tenancy_checks import names_callers
 from penstock.config.tree import Config
 from penstock.errors import PenstockError
 from penstock.fleet.launchers.spares import Spares
+from penstock.gateway.http.wire_limits import WIRE_LIMITS
 from penstock.telemetry.log import Log
 
 EXIT_ABORTED = 130
@@ -186,11 +187,13 @@ class Serving:
 
     def _check_open_files(self) -> None:
         """Raise the soft limit as far as allowed: every connection is an open file."""
-        wanted = self._config.server.connections_max + SPARE_FILES
+        wanted = WIRE_LIMITS.connections_max + SPARE_FILES
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft == resource.RLIM_INFINITY or soft >= wanted:
             return
         possible = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, possible), hard))
-        if possible < self._config.server.connections_max:
-            self._log.warning("fewer open files are allowed than connections_max needs", allowed=possible)
+        if possible < WIRE_LIMITS.connections_max:
+            self._log.warning(
+                "fewer open files are allowed than the connections that are served need", allowed=possible
+            )

@@ -141,11 +141,9 @@ class Stack:
         tokenizer = part.served.tokenizer
         engine = promised(with_quota(model.engine, self._config), self._config.admission)
         wanted = msgspec.structs.replace(model, engine=engine)
-        cores, heartbeat = shared_cores(self._config.fleet), self._config.health.heartbeat
+        cores = shared_cores(self._config.fleet)
         found: list[Wanted] = [
-            *launched(
-                wanted, part.path, self._launcher, tokenizer, self._clock, heartbeat=heartbeat, cores=cores
-            )
+            *launched(wanted, part.path, self._launcher, tokenizer, self._clock, cores=cores)
         ]
         if self._processes is None:
             found += attached(model, tokenizer, self._tools)

@@ -1,4 +1,4 @@
-"""The decoder of `models/decoder.py` with a whole step as one native call, and the attention that goes with it.
+"""The decoder of `engine/decoder.py` with a whole step as one native call, and the attention that goes with it.
 
 The torch decoder makes some twelve calls per layer; at batch 1 a small model spends most of a token's time
 between them. Here a step is one call that releases the interpreter's lock. `NativeDecoder.forward` and

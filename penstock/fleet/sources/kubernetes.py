@@ -19,8 +19,8 @@ import msgspec
 from penstock.backends.http.address import HttpAddress
 from penstock.backends.http.client import HttpClient, NoConnection
 from penstock.backends.http.fetch import ProbeFailed, fetch
+from penstock.backends.http.limits import HttpLimits
 from penstock.clock import Clock, sleep
-from penstock.config.backends import HttpConfig
 from penstock.config.discover import KubernetesConfig
 from penstock.errors import ConfigError
 from penstock.fleet.sources.endpoint_slices import EndpointSlices, Slice, SliceList, Status, WatchEvent
@@ -196,7 +196,7 @@ class KubernetesSource:
         """
         token = Path(self._config.token_file).read_text().strip() if self._config.token_file else ""
         headers = {"accept": "application/json", **({"authorization": f"Bearer {token}"} if token else {})}
-        http = HttpConfig(
+        http = HttpLimits(
             connect_timeout_s=self._found.config.timeout_s,
             first_byte_timeout_s=self._found.config.timeout_s,
             idle_timeout_s=IDLE_S,

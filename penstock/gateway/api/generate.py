@@ -36,6 +36,7 @@ from penstock.gateway.relay.reply import Context, Reply
 from penstock.gateway.relay.usage_chunks import CountingSink, UsageWriter
 from penstock.kv.index.prompt_keys import PromptKeys
 from penstock.policy.admit_facts import DowngradeReason
+from penstock.policy.limits.rate_limit import SLICE_TOKENS
 from penstock.policy.requests.request import Request
 from penstock.policy.tenant import Tenant
 from penstock.protocol.needs import (
@@ -100,12 +101,11 @@ class Generate:
 
     async def completions(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /v1/completions`."""
-        limits = self._services.config.limits
-        request = parse_completion(exchange.body, limits)
+        request = parse_completion(exchange.body, self._services.config.limits)
         body, needs = exchange.body, rare_needs(request)
         num_bytes = len(body)
         constraint = constraint_of(request) if needs else NO_CONSTRAINT
-        texts, special = prompts_of(request, limits), request.add_special_tokens is not False
+        texts, special = prompts_of(request), request.add_special_tokens is not False
 
         async def prepare(model: ServedModel, adapter: str) -> _Prepared:
             info, capabilities = model.info(), _checked(model, request, needs)
@@ -150,9 +150,7 @@ class Generate:
         """Submit the request to its model, and to whichever other one it is diverted to: each makes its own prompt."""
         services, tenant = self._services, caller.tenant
         services.check_draining()
-        hints = read_hints(
-            exchange.head.headers, _session_word(request), services.config.admission, services.config.limits
-        )
+        hints = read_hints(exchange.head.headers, _session_word(request))
         model, adapter, choice = services.models.resolve(request, tenant, needs)
         name = adapter or model.name
         served = Served(model=name, requested=request.model or name)
@@ -220,12 +218,10 @@ class Generate:
 
     def _streams(self, job: Job, sinks: Sequence[Sink]) -> list[tuple[GenerateRequest, Sink]]:
         """Every choice's request, and who hears its answer."""
-        piece_tokens, config = 1, self._services.config
+        piece_tokens = 1
         if not job.request.stream and job.num_choices == 1:
             # Limits and budgets are looked at between slices, so pieces end where those do.
-            piece_tokens = math.gcd(
-                PIECE_TOKENS, config.rate_limits.slice_tokens, config.budgets.slice_tokens
-            )
+            piece_tokens = math.gcd(PIECE_TOKENS, SLICE_TOKENS)
         return list(zip(requests_of(job, piece_tokens), sinks, strict=True))
 
     async def _retarget(

@@ -11,13 +11,14 @@ from typing import get_args
 import msgspec
 
 from penstock.clock import NS_PER_MS
-from penstock.config.routing import AdmissionConfig
-from penstock.config.tree import LimitsConfig
 from penstock.errors import InvalidRequest
 from penstock.policy.tenant import Degrade
 
 _DEGRADE: Mapping[bytes, Degrade] = {word.encode(): word for word in get_args(Degrade)}
 _DIGITS_MAX = 12
+SESSION_BYTES_MAX = 256
+"""Of `x-penstock-session`; of a longer `user`, that many characters name the session."""
+MAX_WAIT_MS_MAX = 600_000
 
 
 class Hints(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,9 +34,7 @@ class Hints(msgspec.Struct, frozen=True, kw_only=True):
 NO_HINTS = Hints()
 
 
-def read_hints(
-    headers: Mapping[bytes, bytes], user: object, admission: AdmissionConfig, limits: LimitsConfig
-) -> Hints:
+def read_hints(headers: Mapping[bytes, bytes], user: object) -> Hints:
     """Read the headers (names in lower case) beside the body's `user`, which may be anything.
 
     Raises:
@@ -43,13 +42,13 @@ def read_hints(
     """
     degrade, max_wait = headers.get(b"x-penstock-degrade"), headers.get(b"x-penstock-max-wait-ms")
     session = headers.get(b"x-penstock-session")
-    named = user[: limits.session_bytes_max] if isinstance(user, str) else ""
+    named = user[:SESSION_BYTES_MAX] if isinstance(user, str) else ""
     if degrade is None and max_wait is None and session is None and not named:
         return NO_HINTS
     return Hints(
         degrade=None if degrade is None else _degrade(degrade),
-        session=named if session is None else _session(session, limits.session_bytes_max),
-        max_wait_ns=0 if max_wait is None else _max_wait_ns(max_wait, admission.max_wait_ms_max),
+        session=named if session is None else _session(session, SESSION_BYTES_MAX),
+        max_wait_ns=0 if max_wait is None else _max_wait_ns(max_wait, MAX_WAIT_MS_MAX),
     )
 
 

@@ -148,7 +148,7 @@ class Inspect:
 
     async def tokenize(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /v1/tokenize`."""
-        request = parse_tokenize(exchange.body, self._services.config.limits)
+        request = parse_tokenize(exchange.body)
         model = self._model(request.model, caller)
         await self._services.cold.wait(model, exchange, caller.tenant.id)
         info = model.info()
@@ -159,7 +159,7 @@ class Inspect:
 
     async def detokenize(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /v1/detokenize`."""
-        request = parse_detokenize(exchange.body, self._services.config.limits)
+        request = parse_detokenize(exchange.body)
         model = self._model(request.model, caller)
         await self._services.cold.wait(model, exchange, caller.tenant.id)
         check_token_ids(request.tokens, model.info().vocab_size, "tokens")

@@ -80,7 +80,7 @@ def make_decisions(
     Raises:
         ConfigError: the store of shared limits cannot be used as configured.
     """
-    limits = SharedLimits(config.rate_limits, config.shared, gateway=gateway, clock=clock, log=log)
+    limits = SharedLimits(config.limits, config.shared, gateway=gateway, clock=clock, log=log)
     ledger = Ledger(config.ledger, clock, log)
     placements = Placements(
         config.routing.placement, metrics=metrics, log=log, seed=fresh_seed(), locality=lambda _: locality

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from penstock import rng
+from penstock.config.branch import extended
 from penstock.config.placement import PlacementConfig
 from penstock.policy.parts import LeastLoaded, Placement
 from penstock.policy.placement.decision_log import DecisionLog
@@ -10,6 +11,7 @@ from penstock.policy.placement.locality import Locality
 from penstock.policy.placement.pick import Decision
 from penstock.policy.placement.route import Router
 from penstock.policy.placement.score import score_policy
+from penstock.policy.placement_terms import PlacementTerms
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 
@@ -27,7 +29,8 @@ class Placements:
         locality: Callable[[str], Locality | None] = lambda _: None,
     ) -> None:
         """`seed` fixes every chance there is; `locality` tells where a model's prompts are cached, if anybody knows."""
-        self._config, self._metrics, self._log, self._seed = config, metrics, log, seed
+        config = self._config = extended(config, PlacementTerms)
+        self._metrics, self._log, self._seed = metrics, log, seed
         self._locality = locality
         self.decisions = DecisionLog(
             kept_max=config.decisions_kept,

@@ -27,6 +27,7 @@ from penstock.gateway.http.exchange import CONTINUE, Exchange, RequestHead, Resp
 from penstock.gateway.http.flush import RelayTerms
 from penstock.gateway.http.open_files import Room, room_of
 from penstock.gateway.http.peer import FIRST_LOOK_S, LAST_LOOK_S, PROBES_S, end_when_unacknowledged, is_gone
+from penstock.gateway.http.wire_limits import WireLimits
 
 LINGER_S = 2
 WRITE_HIGH_WATER_BYTES = 64 * 1024
@@ -83,6 +84,7 @@ class Surroundings:
 
     app: Application
     config: ServerConfig
+    limits: WireLimits
     terms: RelayTerms
     cors: Cors
     clock: Clock
@@ -133,9 +135,9 @@ class Connection(asyncio.Protocol):
             high=min(WRITE_HIGH_WATER_BYTES, server.terms.buffer_bytes_max)
         )
         server.connections.add(self)
-        self._wait(server.config.keepalive_timeout_s)
+        self._wait(server.limits.keepalive_timeout_s)
         room = Room.SERVE if found is None else room_of(found.fileno())
-        if room is not Room.SERVE or len(server.connections) > server.config.connections_max:
+        if room is not Room.SERVE or len(server.connections) > server.limits.connections_max:
             self._fail(_TOO_MANY, status=503)
             if room is Room.REFUSE_AT_ONCE:
                 transport.close()
@@ -216,7 +218,7 @@ class Connection(asyncio.Protocol):
         elif self._state is State.IDLE:
             self._reset()
             self._move(State.HEAD)
-            self._wait(self._server.config.header_timeout_s)
+            self._wait(self._server.limits.header_timeout_s)
 
     def on_url(self, url: bytes) -> None:
         """A piece of the request target."""
@@ -248,7 +250,7 @@ class Connection(asyncio.Protocol):
             self._upgrades = True  # `_after_upgrade` goes on.
             return
         self._move(State.BODY)
-        self._wait(self._server.config.body_timeout_s)
+        self._wait(self._server.limits.body_timeout_s)
         if b"expect" in self._headers:
             self._transport.write(CONTINUE)
 
@@ -293,7 +295,7 @@ class Connection(asyncio.Protocol):
             return
         if keep_alive and self._state is State.BUSY and not self._server.draining:
             self._move(State.IDLE)
-            self._wait(self._server.config.keepalive_timeout_s)
+            self._wait(self._server.limits.keepalive_timeout_s)
             return
         self._linger()
 
@@ -384,17 +386,17 @@ class Connection(asyncio.Protocol):
         if self._state is State.BODY:
             # The body proper is counted in `on_body`; this bounds chunk headers and trailers.
             self._raw_bytes += num_bytes
-            most = FRAMING_BYTES_PER_BYTE * len(self._body) + self._server.config.header_bytes_max
+            most = FRAMING_BYTES_PER_BYTE * len(self._body) + self._server.limits.header_bytes_max
             if self._raw_bytes - num_bytes > most:
                 self._fail(HttpFault(400, "The body is nearly all chunk extensions or trailers."))
                 return False
         return True
 
     def _head_over(self) -> bool:
-        config = self._server.config
-        if self._head_bytes <= config.header_bytes_max and len(self._headers) <= config.headers_max:
+        limits = self._server.limits
+        if self._head_bytes <= limits.header_bytes_max and len(self._headers) <= limits.headers_max:
             return False
-        bounds = f"{config.header_bytes_max} bytes and {config.headers_max} fields"
+        bounds = f"{limits.header_bytes_max} bytes and {limits.headers_max} fields"
         self._fail(HttpFault(431, f"The request's headers are over the bounds of {bounds}."))
         return True
 
@@ -482,7 +484,7 @@ class Connection(asyncio.Protocol):
 
     def _linger(self) -> None:
         self._move(State.LINGER)
-        self._wait(self._server.config.body_timeout_s if self.buffered_bytes() else LINGER_S)
+        self._wait(self._server.limits.body_timeout_s if self.buffered_bytes() else LINGER_S)
         if self._transport.can_write_eof() and not self._transport.is_closing():
             self._transport.write_eof()
         else:

@@ -1,8 +1,8 @@
 """When text that is ready goes to its client: at once, with more of its kind a moment later, or when it reads again.
 
-`relay.flush_ms` 0 writes every delta at once. Otherwise all of one stream's text of that time leaves as one event: one timer
+`server.flush_ms` 0 writes every delta at once. Otherwise all of one stream's text of that time leaves as one event: one timer
 for all streams, none per stream. A client that does not keep up (its transport buffers more than a mark) is treated by
-`relay.slow_client`:
+`server.slow_client`:
 
     pause   its text is held back as text, and leaves as one event when it has caught up. The text of a token is a
             fiftieth of its event, so a bound of 1 MiB holds nearly any answer. Over the bound a worker that is reached over
@@ -17,7 +17,8 @@ import asyncio
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.config.tree import RelayConfig
+from penstock.config.tree import ServerConfig
+from penstock.gateway.http.wire_limits import WireLimits
 
 MS_PER_S = 1000
 
@@ -51,7 +52,7 @@ class Flusher:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RelayTerms:
-    """What `relay` in the configuration means for one exchange; the same for all."""
+    """How text travels to one client; the same for all."""
 
     buffer_bytes_max: int
     pauses: bool
@@ -61,11 +62,11 @@ class RelayTerms:
     write_timeout_s: float
 
     @classmethod
-    def of(cls, config: RelayConfig) -> "RelayTerms":
-        """As configured."""
+    def of(cls, config: ServerConfig, limits: WireLimits) -> "RelayTerms":
+        """As configured, within the limits."""
         return cls(
-            buffer_bytes_max=config.buffer_bytes_max,
+            buffer_bytes_max=limits.buffer_bytes_max,
             pauses=config.slow_client == "pause",
             flusher=Flusher(config.flush_ms / MS_PER_S) if config.flush_ms else None,
-            write_timeout_s=config.write_timeout_s,
+            write_timeout_s=limits.write_timeout_s,
         )

@@ -8,11 +8,12 @@ import socket
 from collections.abc import Sequence
 
 from penstock.clock import Clock
-from penstock.config.tree import RelayConfig, ServerConfig
+from penstock.config.tree import ServerConfig
 from penstock.errors import ConfigError
 from penstock.gateway.http.connection import Application, Connection, Surroundings
 from penstock.gateway.http.cors import Cors
 from penstock.gateway.http.flush import RelayTerms
+from penstock.gateway.http.wire_limits import WIRE_LIMITS, WireLimits
 
 BACKLOG = 2048
 TICK_S_MAX = 1.0
@@ -26,9 +27,9 @@ class HttpServer:
         app: Application,
         config: ServerConfig,
         *,
-        relay: RelayConfig,
         clock: Clock,
         listeners: Sequence[socket.socket] = (),
+        limits: WireLimits = WIRE_LIMITS,
     ) -> None:
         """`listeners` are sockets that listen already, shared with other processes; without any it makes its own."""
         self._config = config
@@ -37,7 +38,8 @@ class HttpServer:
         self._surroundings = Surroundings(
             app=app,
             config=config,
-            terms=RelayTerms.of(relay),
+            limits=limits,
+            terms=RelayTerms.of(config, limits),
             cors=Cors(config.cors_origins),
             clock=clock,
             connections=self._connections,
@@ -46,7 +48,7 @@ class HttpServer:
         self._listeners: list[asyncio.Server] = []
         self._tick: asyncio.TimerHandle | None = None
         self._tick_s = tick_s(
-            config.header_timeout_s, config.body_timeout_s, config.keepalive_timeout_s, relay.write_timeout_s
+            limits.header_timeout_s, limits.body_timeout_s, limits.keepalive_timeout_s, limits.write_timeout_s
         )
 
     @property

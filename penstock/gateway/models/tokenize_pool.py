@@ -11,7 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from penstock.config.tree import LimitsConfig
 from penstock.errors import Overloaded
 from penstock.text.chat import ChatTemplate
 from penstock.text.metered import RanAway
@@ -20,15 +19,18 @@ NUM_THREADS = 2
 APART_WAITING_MAX = 256
 """Requests of one model that wait for its template's process."""
 
+INLINE_BYTES = 8 * 1024
+"""Bodies up to this size are tokenized on the event loop (about 2 ms); longer ones in a thread."""
+WAITING_MAX = 256
+"""Long bodies that wait for a tokenizing thread; one more is refused as overloaded."""
+
 T = TypeVar("T")
 
 
 class TokenizePool:
     """Runs work on prompts, in place or in a thread, by the size of the body that it comes from."""
 
-    def __init__(self, limits: LimitsConfig) -> None:
-        self._inline_bytes = limits.tokenize_inline_bytes
-        self._waiting_max = limits.tokenize_waiting_max
+    def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
         self.num_waiting = 0
         self._apart: dict[ChatTemplate, _Apart] = {}
@@ -39,9 +41,9 @@ class TokenizePool:
         Raises:
             Overloaded: too much is waiting already.
         """
-        if num_bytes <= self._inline_bytes:
+        if num_bytes <= INLINE_BYTES:
             return work()
-        if self.num_waiting >= self._waiting_max:
+        if self.num_waiting >= WAITING_MAX:
             raise Overloaded("Too many long prompts are waiting to be tokenized. Try again shortly.")
         self.num_waiting += 1
         try:

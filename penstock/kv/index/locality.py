@@ -15,9 +15,9 @@ from copy import copy
 from dataclasses import dataclass
 from itertools import islice
 
-from penstock.config.kv_index import KVIndexConfig
 from penstock.kv.hashing import BlockHasher
 from penstock.kv.index.block_names import BlockNames, ForeignNames, OwnNames
+from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.prefix_index import NOTHING_HELD, Held, Match, PrefixIndex
 from penstock.kv.index.prompt_keys import PromptKeyMaker, PromptKeys
 from penstock.kv.index.residency import Residency
@@ -125,7 +125,7 @@ class _Counters:
 class KVLocality:
     """See the module."""
 
-    def __init__(self, config: KVIndexConfig, key: bytes) -> None:
+    def __init__(self, config: KVIndexLimits, key: bytes) -> None:
         """`key` is the secret that our workers hash with unless they have one of their own, 16 bytes or more; canonical keys are
         made with one derived from it.
         """

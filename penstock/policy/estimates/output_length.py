@@ -10,7 +10,8 @@ The high percentile is chosen so that nine of ten answers need no renewal, while
 one: the window of all tenants' answers of that model; without that too, a default.
 """
 
-from penstock.config.flow import RateLimitsConfig
+from penstock.config.branch import extended
+from penstock.config.flow import LimitsConfig
 from penstock.policy.estimates.quantile_window import AMOUNT_MAX, Window
 from penstock.types import TenantId
 
@@ -20,13 +21,26 @@ _EVERYBODY = TenantId("\0everybody")
 """Key of the window over all tenants of a model; no tenant has such a name, since names are printable."""
 
 
+class LengthTerms(LimitsConfig, frozen=True, kw_only=True):
+    """What is reserved for an answer."""
+
+    output_quantile: float = 0.9
+    """This quantile of the tenant's last answers of that model, or `max_tokens` if less."""
+    output_window: int = 64
+    """Answers that the quantile is taken of."""
+    output_windows_max: int = 8192
+    """Pairs of tenant and model whose answers are remembered (about 0.7 KB each)."""
+    output_tokens_default: int = 256
+    """What is reserved while no answer of that model was seen."""
+
+
 class OutputLengths:
     """Recent answers' lengths by tenant and model. Bounded: the pair that was seen longest ago makes room."""
 
     __slots__ = ("_config", "_windows")
 
-    def __init__(self, config: RateLimitsConfig) -> None:
-        self._config = config
+    def __init__(self, config: LimitsConfig) -> None:
+        self._config = extended(config, LengthTerms)
         self._windows: dict[tuple[TenantId, str], Window] = {}
 
     def expect(self, tenant: TenantId, model: str, max_tokens: int) -> int:

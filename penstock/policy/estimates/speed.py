@@ -12,8 +12,8 @@ them not, and together with a backlog would count them twice. Until enough was s
 import msgspec
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.config.placement import PlacementConfig
 from penstock.policy.estimates.online_law import OnlineLaw
+from penstock.policy.placement_terms import PlacementTerms
 
 _PREFILL_UNITS = (1.0, 256.0, 2.0**18, 8.0, 8.0 * 256)
 _STEP_UNITS = (1.0, 8.0)
@@ -90,7 +90,7 @@ class _Kind:
 
     __slots__ = ("_learned_ns", "_num_ended", "_prefill", "_service_s", "_step", "speed")
 
-    def __init__(self, config: PlacementConfig) -> None:
+    def __init__(self, config: PlacementTerms) -> None:
         token_ns, step_ns = NS_PER_S / config.prefill_tokens_per_s, config.step_ms * NS_PER_MS
         self._prefill = OnlineLaw(_PREFILL_UNITS, memory=_MEMORY, prior=(0.0, token_ns, 0.0, 0.0, 0.0))
         self._step = OnlineLaw(_STEP_UNITS, memory=_MEMORY, prior=(step_ns, 0.0))
@@ -142,7 +142,7 @@ class Speeds:
 
     __slots__ = ("_config", "_kinds")
 
-    def __init__(self, config: PlacementConfig) -> None:
+    def __init__(self, config: PlacementTerms) -> None:
         self._config = config
         self._kinds: dict[str, _Kind] = {}
 

@@ -2,7 +2,7 @@
 
 After Dean and Barroso, "The Tail at Scale" (CACM 2013): wait for a high percentile of the usual time, then send a second request, and
 take whichever answers first. The delay alone bounds the extra load to some percent while nothing is wrong; the budget bounds it when
-something is: every start pays in `share` of a hedge, so hedges are never more than that share of the starts.
+something is: every start pays in `hedge_share` of a hedge, so hedges are never more than that share of the starts.
 
 Decides when, and counts; `FlowControl` knows whom it concerns and where there is room. Pure; bounded; time is handed in.
 """
@@ -12,7 +12,8 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 
 from penstock.clock import NS_PER_MS
-from penstock.config.hedge import HedgeConfig
+from penstock.config.branch import extended
+from penstock.config.health import HealthConfig
 from penstock.policy.estimates.quantile_window import AMOUNT_MAX, Window
 from penstock.types import RequestId
 
@@ -44,24 +45,40 @@ Tell = Callable[[str, HedgeOutcome], None]
 """Hears of every outcome, with the model's name."""
 
 
+class HedgeTerms(HealthConfig, frozen=True, kw_only=True):
+    """When a request is late enough for a second attempt, and how many of those there may be."""
+
+    quantile: float = 0.98
+    """Of the times from start to first output of the model's last `window` requests with prompts of about that length (within a
+    factor of two, what is cached left out). Well under 1 - `hedge_share` the budget would go to requests that are only a little
+    late."""
+    window: int = 512
+    samples_min: int = 50
+    """With fewer of them nothing is hedged."""
+    after_min_ms: int = 20
+    """Nothing that is quicker is hedged."""
+    saved_max: int = 10
+    """What times without any can save up."""
+
+
 class Hedges:
     """One for a gateway."""
 
     __slots__ = ("_config", "_due", "_level", "_payment", "_tell", "_windows", "num_starts", "num_taken")
 
-    def __init__(self, config: HedgeConfig, tell: Tell) -> None:
-        self._config, self._tell = config, tell
+    def __init__(self, config: HealthConfig, tell: Tell) -> None:
+        self._config, self._tell = extended(config, HedgeTerms), tell
         self._windows: dict[tuple[str, int], Window] = {}
         """By model and class of prompt: long prompts take long, and a second attempt would too."""
         self._due: list[tuple[int, RequestId]] = []
-        self._payment, self._level = round(config.share * _UNIT), 0
+        self._payment, self._level = round(config.hedge_share * _UNIT), 0
         self.num_starts = self.num_taken = 0
 
     def delay_ns(self, route: str, prompt_tokens: int) -> int | None:
         """After how long without output a request is hedged; None while nobody can tell what is usual for it."""
         config = self._config
-        if config.after_ms:
-            return config.after_ms * NS_PER_MS
+        if config.hedge_after_ms:
+            return config.hedge_after_ms * NS_PER_MS
         window = self._windows.get((route, prompt_tokens.bit_length()))
         if window is None or len(window) < config.samples_min:
             return None

@@ -4,7 +4,7 @@ When a worker's process dies, every request on it gets a strike, and most were o
 says more: each that had given nothing since it was started there starts alone, on a worker where no other suspect is starting, and so
 does each that is there at a second death; streams that were cut go on at once, together, but not beside those (policy/queueing/lane.py sees to
 that, until their next output). If exactly one suspect was starting when a worker died, that is the cause; if none was, and exactly
-one is there, that one is. With `deaths` strikes it is convicted: it is not started again, and its like is refused until `refuse_s`
+one is there, that one is. With `quarantine_crashes` strikes it is convicted: it is not started again, and its like is refused until `refuse_s`
 have passed. Nobody else is blamed for that death. So a prompt that ends whatever computes it takes two workers, in any crowd; one
 that ends them in the middle of its answer takes three. (Group testing, after Dorfman, "The Detection of Defective Members of Large
 Populations", 1943, with the first crowd as the pool.)
@@ -24,7 +24,8 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 import msgspec
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.config.health import QuarantineConfig
+from penstock.config.branch import extended
+from penstock.config.health import HealthConfig
 from penstock.errors import PoisonRequest
 from penstock.policy.flow import RequestFacts
 
@@ -64,13 +65,26 @@ class _Suspect(msgspec.Struct):
     is_convicted: bool = False
 
 
+class QuarantineTerms(HealthConfig, frozen=True, kw_only=True):
+    """What happens to a request whose worker's process dies, again and again."""
+
+    progress_tokens: int = 16
+    """A request that has given so many more tokens than at the last crash has shown that it was not the cause of that."""
+    together_ms: int = 10
+    """Crashes so close to each other may have one cause outside, such as a machine with several workers: they count once."""
+    refuse_s: float = 600.0
+    """For so long."""
+    suspects_max: int = 10_000
+    """Prompts that are remembered; the least recent is forgotten first."""
+
+
 class Quarantine:
     """One for a gateway."""
 
     __slots__ = ("_config", "_suspects", "num_convicted")
 
-    def __init__(self, config: QuarantineConfig) -> None:
-        self._config = config
+    def __init__(self, config: HealthConfig) -> None:
+        self._config = extended(config, QuarantineTerms)
         self._suspects: dict[Fingerprint, _Suspect] = {}  # Least recently struck first.
         self.num_convicted = 0
         """Convictions so far."""
@@ -167,7 +181,7 @@ class Quarantine:
         """Convict the likeliest cause if this was one death too many; whether it is convicted."""
         if suspect.is_convicted:
             return True
-        if self._is_same_cause(now_ns, suspect) or suspect.strikes + 1 < self._config.deaths:
+        if self._is_same_cause(now_ns, suspect) or suspect.strikes + 1 < self._config.quarantine_crashes:
             return False
         suspect.is_convicted = True
         self.num_convicted += 1

@@ -12,7 +12,7 @@ from penstock.policy.extras.quarantine import Quarantine
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.limits.budget import Budgets
 from penstock.policy.limits.price import PriceList
-from penstock.policy.limits.rate_limit import Limiter
+from penstock.policy.limits.rate_limit import SLICE_TOKENS, Limiter
 from penstock.policy.parts import Parts, Placement
 from penstock.policy.queueing.pace import Pace
 from penstock.policy.resilience.health import FleetHealth
@@ -56,19 +56,18 @@ def build_policies(
     budgets = Budgets(config.budgets, wall_offset_ns=wall_offset_ns)
     gate = Gate(config.admission, config.routing, config.queue, facts, Thrift(budgets, prices))
     health = FleetHealth(config.health, random)
-    hedges = Hedges(config.health.hedge, on_hedge) if config.health.hedge.enabled else None
+    hedges = Hedges(config.health, on_hedge) if config.health.hedge_share else None
     parts = Parts(
         admission=gate,
         limits=limiter,
         budgets=budgets,
         prices=prices,
-        lengths=OutputLengths(config.rate_limits),
+        lengths=OutputLengths(config.limits),
         placement=placement,
         health=health,
-        poison=Quarantine(config.health.quarantine),
+        poison=Quarantine(config.health),
         pace=lambda: Pace(config.admission, config.routing.placement),
         hedges=hedges,
-        slice_tokens=config.budgets.slice_tokens,
         migrations_max=config.health.migrations_max,
     )
     return PolicyStack(
@@ -79,6 +78,6 @@ def build_policies(
         prices=prices,
         health=health,
         hedges=hedges,
-        slice_tokens=min(config.rate_limits.slice_tokens, config.budgets.slice_tokens),
+        slice_tokens=SLICE_TOKENS,
         shed_kv_above=config.queue.shed_kv_above,
     )

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.clock import NS_PER_S
+from penstock.config.branch import extended
 from penstock.config.ledger import BudgetsConfig
 from penstock.errors import BudgetExhausted
 from penstock.policy.limits.calendar import DAY_NS, day_of, first_day, month_of
@@ -169,6 +170,13 @@ class Reservation:
         self._account.reserved -= self.reserved
 
 
+class BudgetTerms(BudgetsConfig, frozen=True, kw_only=True):
+    """The section, and what memory the budgets may take."""
+
+    tenants_max: int = 100_000
+    """Tenants whose spending is kept in mind; further ones are looked up as if they had spent nothing."""
+
+
 class Budgets:
     """The budgets of all tenants: the same shape as the limiter's."""
 
@@ -178,7 +186,7 @@ class Budgets:
 
     def __init__(self, config: BudgetsConfig, *, wall_offset_ns: int) -> None:
         """`wall_offset_ns` is the wall clock minus the monotonic one."""
-        self._config, self._wall_offset_ns = config, wall_offset_ns
+        self._config, self._wall_offset_ns = extended(config, BudgetTerms), wall_offset_ns
         self._accounts: dict[TenantId, _Account] = {}
         self._collect_at = _COLLECT_MIN
         self._events: deque[BudgetEvent] = deque(maxlen=EVENTS_MAX)
@@ -255,7 +263,7 @@ class Budgets:
 
     def change(self, config: BudgetsConfig) -> None:
         """Take new settings; what was spent stays spent."""
-        self._config = config
+        self._config = extended(config, BudgetTerms)
 
     def restore(self, now_ns: int, spent: Iterable[Spent]) -> None:
         """Take over what the ledger knows: at the start, and now and then what other gateways have spent.

@@ -20,7 +20,8 @@ from typing import Literal
 from zlib import crc32
 
 from penstock.clock import NS_PER_S
-from penstock.config.flow import RateLimitsConfig
+from penstock.config.branch import extended
+from penstock.config.flow import LimitsConfig
 from penstock.errors import ClientError, InvalidRequest, Overloaded
 from penstock.policy.limits.bucket import Bucket, Tokens, ceil_div
 from penstock.policy.limits.rate_headers import Headers, limit_headers
@@ -34,6 +35,9 @@ _SPREAD = 8
 """A refused client is told to stay away up to 1/8 longer than it must, by its request id."""
 _FIRST_HOLD_NS = NS_PER_S
 """How long a request is taken to run while none of the tenant's has ended."""
+SLICE_TOKENS = 256
+"""Answer tokens that are charged and paid for ahead while a stream runs: one that is over its
+budget ends at the next such boundary."""
 _COLLECT_MIN = 256
 """Tenants below which no idle ones are looked for."""
 
@@ -169,13 +173,24 @@ class Reservation:
         return self._use
 
 
+class RateTerms(LimitsConfig, frozen=True, kw_only=True):
+    """How the limits per tenant are counted."""
+
+    slice_tokens: int = SLICE_TOKENS
+    """An answer longer than what was reserved for it is charged in slices of this many tokens while it streams."""
+    retry_after_max_s: float = 600.0
+    """The line of refused requests that are told when to come back is at most this long."""
+    tenants_max: int = 65_536
+    """Tenants whose use is remembered; over it those that have nothing running and were seen longest ago are forgotten."""
+
+
 class Limiter:
     """The limits of all tenants. State exists only for those that used something lately."""
 
     __slots__ = ("_collect_at", "_make_bucket", "_tenants", "config", "outstanding", "settled")
 
-    def __init__(self, config: RateLimitsConfig, make_bucket: MakeBucket | None = None) -> None:
-        self.config = config
+    def __init__(self, config: LimitsConfig, make_bucket: MakeBucket | None = None) -> None:
+        self.config = extended(config, RateTerms)
         self._make_bucket = make_bucket or _own_bucket
         self._tenants: dict[TenantId, _Use] = {}
         self._collect_at = _COLLECT_MIN

@@ -14,8 +14,8 @@ from math import inf
 
 import msgspec
 
-from penstock.config.placement import PlacementConfig
 from penstock.policy.placement.score import RequestFacts, Score, ScorePolicy, WorkerFacts
+from penstock.policy.placement_terms import PlacementTerms
 from penstock.types import RequestId
 
 Draw = Callable[[int], int]
@@ -56,7 +56,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     request_id: RequestId
     route: str
     at_ns: int
-    config: PlacementConfig
+    config: PlacementTerms
     request: RequestFacts
     candidates: tuple[WorkerFacts, ...]
     draws: tuple[int, ...]
@@ -92,7 +92,7 @@ _AVOID, _RELEASED, _ONLY = Choice(0, "avoid"), Choice(0, "released"), Choice(0, 
 
 def choose(
     policy: ScorePolicy,
-    config: PlacementConfig,
+    config: PlacementTerms,
     request: RequestFacts,
     candidates: Sequence[WorkerFacts],
     scores: Sequence[Score | None],
@@ -164,7 +164,7 @@ def replay(policy: ScorePolicy, decision: Decision) -> Choice:
 
 
 def _worth_holding_s(
-    config: PlacementConfig,
+    config: PlacementTerms,
     candidates: Sequence[WorkerFacts],
     scores: Sequence[Score | None],
     wanted: int,

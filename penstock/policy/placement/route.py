@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from penstock.clock import NS_PER_S
+from penstock.config.branch import extended
 from penstock.config.placement import PlacementConfig
 from penstock.kv.index.prefix_index import NOTHING_HELD, Held
 from penstock.policy.estimates.speed import Ran, Speeds
@@ -25,6 +26,7 @@ from penstock.policy.placement.decision_log import DecisionLog
 from penstock.policy.placement.locality import NOTHING_LOCATED, LastWorkers, Locality, Located, NoLocality
 from penstock.policy.placement.pick import Choice, Decision, Draw, choose, choose_only, score_all
 from penstock.policy.placement.score import RequestFacts, WorkerFacts, score_policy
+from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.room import Room, Rooms, goes_on_at, uncached_tokens
 from penstock.types import BLOCK_TOKENS, RequestId, Usage, WorkerId
@@ -66,7 +68,8 @@ class Router:
         log: DecisionLog | None = None,
     ) -> None:
         """`draw` gives the chance; the same draws give the same decisions."""
-        self._route, self._config, self._draw = route, config, draw
+        config = self._config = extended(config, PlacementTerms)
+        self._route, self._draw = route, draw
         self.policy = score_policy(config)
         self._locality = NoLocality() if locality is None else locality
         self._log = DecisionLog(kept_max=0) if log is None else log

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import msgspec
 
-from penstock.config.placement import PlacementConfig
 from penstock.policy.estimates.speed import Speed
+from penstock.policy.placement_terms import PlacementTerms
 from penstock.types import BLOCK_TOKENS, WorkerId
 
 _FULL_MAX = 0.99
@@ -139,7 +139,7 @@ def _waits_s(request: RequestFacts, worker: WorkerFacts, backlog_s: float) -> tu
 
 
 def _times_s(
-    config: PlacementConfig, request: RequestFacts, worker: WorkerFacts
+    config: PlacementTerms, request: RequestFacts, worker: WorkerFacts
 ) -> tuple[float, float, float, float, float]:
     """Wait, reload, prefill and adapter load; and of the wait, that for room."""
     speed, running, host_tokens = worker.speed, worker.running, worker.host_tokens
@@ -160,7 +160,7 @@ class TtftScore:
     name = "ttft"
     terms = ("wait_s", "reload_s", "prefill_s", "adapter_s", "others_s", "tpot_s", "pressure_s")
 
-    def __init__(self, config: PlacementConfig) -> None:
+    def __init__(self, config: PlacementTerms) -> None:
         self._config = config
         self._target_s, self._weight = config.ttft.tpot_target_ms / 1000, config.ttft.tpot_weight
         self._others = config.ttft.others_weight
@@ -188,7 +188,7 @@ class WeightedScore:
     name = "weighted"
     terms = ("match", "delay", "pressure", "headroom")
 
-    def __init__(self, config: PlacementConfig) -> None:
+    def __init__(self, config: PlacementTerms) -> None:
         self._config, self._weights = config, config.weighted
 
     def score(self, request: RequestFacts, worker: WorkerFacts) -> Score:
@@ -215,6 +215,6 @@ class WeightedScore:
         return share
 
 
-def score_policy(config: PlacementConfig) -> ScorePolicy:
+def score_policy(config: PlacementTerms) -> ScorePolicy:
     """The one that is configured; `ttft` also where no score is asked for."""
     return WeightedScore(config) if config.policy == "weighted" else TtftScore(config)

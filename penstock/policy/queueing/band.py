@@ -1,11 +1,9 @@
 """One priority band of one model's queue: whose request is next, by what each tenant was served.
 
-The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), as in the engine's own queue
-(schedule/fair_queue.py), which is given the same key: 1 for a prompt token to compute, 0.1 for one that is cached, 2
-for a token to draw, over the tenant's weight. The whole estimate is charged when a request is started, since it could not
-be taken back from a worker; `charge` corrects it. A tenant that comes back is lifted to the smallest counter of those
-that wait, so idleness earns nothing. While two tenants both wait, what they are charged differs over any window
-by at most twice the largest single charge; corrections add at most what was misjudged of the work in flight.
+The virtual token counter of `schedule/fair_share.py`, which the engine's own queue uses too, with the same key. The whole
+estimate is charged when a request is started, since it could not be taken back from a worker; `charge` corrects it. While
+two tenants both wait, what they are charged differs over any window by at most twice the largest single charge;
+corrections add at most what was misjudged of the work in flight.
 """
 
 from collections import OrderedDict
@@ -16,12 +14,9 @@ import msgspec
 
 from penstock.clock import NS_PER_S
 from penstock.config.flow import BandConfig
+from penstock.schedule.fair_share import ServiceCounter, cost, share
 from penstock.types import RequestId, TenantId, WorkerId
 
-PROMPT_COST, CACHED_COST, OUTPUT_COST = 10, 1, 20
-"""Per token, in tenths of a computed prompt token."""
-UNIT = 1000
-"""Counters are integers, in so many parts of a tenth: nothing drifts."""
 _PACE = 16
 """The mean time between two starts follows the last so many."""
 _BATCH = 4
@@ -91,21 +86,16 @@ class Work(msgspec.Struct, eq=False, kw_only=True):
     """Of the prompt, what the placement expects in the cache of the worker that it chose."""
 
 
-def cost(prompt: int, cached: int, output: int) -> int:
-    """What serving so many tokens counts, in tenths of a computed prompt token."""
-    return PROMPT_COST * prompt + CACHED_COST * cached + OUTPUT_COST * output
-
-
-class Line:
+class Line(ServiceCounter):
     """One tenant's requests in the band, and its counter."""
 
-    __slots__ = ("entry", "heap", "num_bytes", "num_running", "num_waiting", "number", "served", "tenant")
+    __slots__ = ("entry", "heap", "num_bytes", "num_running", "num_waiting", "number", "tenant")
 
     def __init__(self, tenant: TenantId, number: int) -> None:
+        super().__init__()
         self.tenant = tenant
         self.number = number
         """Breaks ties between equal counters: who was seen first."""
-        self.served = 0
         self.heap: list[tuple[int, int, Work]] = []
         """By order; entries of requests that left stay until they surface or are too many."""
         self.num_waiting = self.num_bytes = 0
@@ -182,7 +172,7 @@ class Band:
             self.served_ns = now_ns
         if lift and not line.num_waiting:
             first = self._first()
-            line.served = max(line.served, self._last if first is None else first.served)
+            line.lift(self._last if first is None else first.served)
         before = line.head()
         line.add(work)
         self.num_active += not (line.num_waiting or line.num_running)
@@ -292,7 +282,8 @@ class Band:
         self._pace(now_ns)
         self.served_ns = now_ns
         work.running = True
-        self.charge(work, cost(work.prompt_tokens, work.cached_tokens, work.output_tokens))
+        estimate = cost(work.prompt_tokens, work.cached_tokens, work.output_tokens)
+        self.charge(work, estimate)
         if not line.num_waiting:
             self._last = line.served
 
@@ -307,7 +298,7 @@ class Band:
 
     def charge(self, work: Work, tenths: int) -> None:
         """Let the tenant's counter hold `tenths` for this request, in place of what it held."""
-        charge = round(tenths * UNIT / work.weight)
+        charge = share(tenths, work.weight)
         if charge == work.charged:
             return
         line = self._lines[work.tenant]
@@ -319,7 +310,7 @@ class Band:
     def served(self, tenant: TenantId) -> float:
         """The tenant's counter, in computed prompt tokens."""
         line = self._lines.get(tenant)
-        return 0.0 if line is None else line.served / (PROMPT_COST * UNIT)
+        return 0.0 if line is None else line.prompt_tokens
 
     def _enter(self, line: Line) -> None:
         """Put the line where it belongs now; its other entry, if it has one, is stale from here."""

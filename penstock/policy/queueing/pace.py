@@ -21,9 +21,11 @@ from collections import deque
 from dataclasses import dataclass
 
 from penstock.clock import NS_PER_S
+from penstock.config.branch import extended
 from penstock.config.placement import PlacementConfig
 from penstock.config.routing import AdmissionConfig
 from penstock.policy.estimates.speed import Ran, Speed, Speeds
+from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.room import Room, uncached_tokens
 from penstock.types import RequestId, WorkerId
@@ -63,7 +65,7 @@ class Pace:
     ) -> None:
         """Without an `admission` nothing is promised, and workers are given all that they have rows for."""
         self._backlog_s = BACKLOG_SHARE * admission.ttft_target_ms / 1000 if admission is not None else 0.0
-        self._speeds = Speeds(placement or PlacementConfig())
+        self._speeds = Speeds(extended(placement or PlacementConfig(), PlacementTerms))
         self._sent: dict[tuple[RequestId, WorkerId], _Sent] = {}
         self._unbegun: dict[tuple[RequestId, WorkerId], int] = {}
         """What was started and has no output -> when it was started, oldest first; not those in `_overdue`."""

@@ -13,9 +13,9 @@ Pure: time is handed in, and so is the draw for the jitter.
 
 import enum
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.config.health import BreakerConfig
 
 Draw = Callable[[], float]
 """Gives the next random number from 0 to 1."""
@@ -23,6 +23,33 @@ _MEMORY = 16
 """The usual time to first token is a mean over about so many."""
 _RECENT = 4
 """And that of now over so many."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class BreakerTerms:
+    """When one worker of one model is left alone for a while. What a client did never counts."""
+
+    window_s: float = 10.0
+    """Attempts of so long ago count."""
+    buckets: int = 10
+    """Parts of the window; the oldest is forgotten as a whole."""
+    attempts_min: int = 10
+    """With fewer attempts in the window nothing is judged."""
+    rate: float = 0.5
+    """This share of them failed, or was slow: it is left alone."""
+    slow_factor: float = 3.0
+    """A first token is slow that takes so many times what is usual for this worker, while its peers are fine."""
+    slow_min_ms: int = 200
+    """Nothing quicker than this is slow."""
+    open_s: float = 5.0
+    """How long it is left alone the first time; twice as long each time that it fails again soon."""
+    open_max_s: float = 60.0
+    jitter: float = 0.2
+    """Up to this share is added to that time, drawn each time."""
+    probes: int = 5
+    """Attempts that must go well before it is used like the others; a single one goes first."""
+    probe_s: float = 10.0
+    """A probe that takes longer does not keep others waiting for its verdict."""
 
 
 class BreakerState(enum.IntEnum):
@@ -103,7 +130,7 @@ class Breaker:
         "state",
     )
 
-    def __init__(self, config: BreakerConfig, draw: Draw) -> None:
+    def __init__(self, config: BreakerTerms, draw: Draw) -> None:
         self._config, self._draw = config, draw
         self._window = Window(window_ns=round(config.window_s * NS_PER_S), buckets=config.buckets)
         self.state = BreakerState.CLOSED

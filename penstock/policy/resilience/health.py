@@ -10,13 +10,23 @@ or there is nothing to gain from knowing that it is.
 
 from collections.abc import Iterator
 
+from penstock.config.branch import extended
 from penstock.config.health import HealthConfig
 from penstock.errors import PenstockError, WorkerError
-from penstock.policy.resilience.breaker import Breaker, BreakerState, Draw
-from penstock.policy.resilience.retry_budget import RetryBudget
+from penstock.policy.resilience.breaker import Breaker, BreakerState, BreakerTerms, Draw
+from penstock.policy.resilience.retry_budget import RetryBudget, RetryTerms
 from penstock.types import WorkerId
 
 _NONE: frozenset[WorkerId] = frozenset()
+
+
+class HealthTerms(HealthConfig, frozen=True, kw_only=True):
+    """The section, and what breakers and retries go by."""
+
+    breaker: BreakerTerms = BreakerTerms()
+    panic_above: float = 0.5
+    """When more than this share of a model's ready workers would be left alone, none is."""
+    retry: RetryTerms = RetryTerms()
 
 
 class _Route:
@@ -39,7 +49,8 @@ class FleetHealth:
     __slots__ = ("_config", "_draw", "_routes", "retries")
 
     def __init__(self, config: HealthConfig, draw: Draw) -> None:
-        self._config, self._draw = config, draw
+        config = self._config = extended(config, HealthTerms)
+        self._draw = draw
         self._routes: dict[str, _Route] = {}
         self.retries = RetryBudget(config.retry)
 

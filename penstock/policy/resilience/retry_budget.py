@@ -5,11 +5,26 @@ is nearly idle. Over any time the retries are at most `share` x successes + `flo
 retry budgets). Pure; integers, so that nothing drifts.
 """
 
+from dataclasses import dataclass
+
 from penstock.clock import NS_PER_S
-from penstock.config.health import RetryConfig
 
 _UNIT = NS_PER_S
 """Of the level, per token: a token a second is one unit a nanosecond."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RetryTerms:
+    """How many requests that failed before their first byte may be tried again, on another worker. `RETRIES_MAX` of
+    policy/queue_terms.py bounds the tries of each.
+    """
+
+    share: float = 0.1
+    """Of the requests that end well."""
+    floor_per_s: int = 3
+    """So many a second are granted in any case."""
+    saved_max: int = 100
+    """What good times can save up."""
 
 
 class RetryBudget:
@@ -17,7 +32,7 @@ class RetryBudget:
 
     __slots__ = ("_cap", "_floor", "_level", "_rate", "_seen_ns", "_share")
 
-    def __init__(self, config: RetryConfig) -> None:
+    def __init__(self, config: RetryTerms) -> None:
         self._rate = config.floor_per_s
         self._floor, self._cap = config.floor_per_s * _UNIT, max(config.saved_max, config.floor_per_s) * _UNIT
         self._share = round(config.share * _UNIT)

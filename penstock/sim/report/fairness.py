@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 
-from penstock.policy.queueing.band import PROMPT_COST, cost
+from penstock.schedule.fair_share import PROMPT_COST, cost
 from penstock.sim.traffic.request import RequestRecord
 
 GRID = 240

@@ -13,8 +13,8 @@ import msgspec
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.routing import TPOT_TARGET_MS, TTFT_TARGET_MS
-from penstock.policy.queueing.band import PROMPT_COST, cost
 from penstock.policy.record import Outcome
+from penstock.schedule.fair_share import PROMPT_COST, cost
 from penstock.sim.report.fairness import jain, largest_gap, served_by
 from penstock.sim.traffic.request import RequestRecord, SimRequest
 

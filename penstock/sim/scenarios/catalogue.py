@@ -4,18 +4,7 @@ All are small (a few thousand steps), so that each takes seconds; `--set workers
 this module registers them all.
 """
 
-from penstock.sim.scenarios import everyday as scenarios_everyday
-from penstock.sim.scenarios import faults as scenarios_faults
-from penstock.sim.scenarios import fleet as scenarios_fleet
-from penstock.sim.scenarios import hedge as scenarios_hedge
-from penstock.sim.scenarios import overload as scenarios_overload
+from penstock.sim.scenarios import everyday, faults, fleet, hedge, overload
 from penstock.sim.scenarios.parts import SCENARIOS
 
-__all__ = [
-    "SCENARIOS",
-    "scenarios_everyday",
-    "scenarios_faults",
-    "scenarios_fleet",
-    "scenarios_hedge",
-    "scenarios_overload",
-]
+__all__ = ["SCENARIOS", "everyday", "faults", "fleet", "hedge", "overload"]

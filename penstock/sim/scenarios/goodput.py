@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from penstock.clock import NS_PER_S
-from penstock.policy.queueing.band import PROMPT_COST, cost
+from penstock.schedule.fair_share import PROMPT_COST, cost
 from penstock.sim.report.figures import Objective
 from penstock.sim.scenarios.parts import ANSWER, WORKER_RPS
 from penstock.sim.scenarios.scenario import pool, setup

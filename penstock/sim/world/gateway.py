@@ -65,13 +65,13 @@ class SimGateway:
         self.clock = LocalClock(wall_offset_ns=timeline.wall_ns() - timeline.now_ns() + skew_ns)
         self.clock.time_ns = timeline.now_ns()
         self._keeper: LeaseKeeper | None = None
-        limiter = Limiter(config.rate_limits)
+        limiter = Limiter(config.limits)
         if store is not None:
             leases = Leases(config.shared)
             self._keeper = LeaseKeeper(
                 leases, store, timeline, actor=actor, name=f"{number}-{life}", link_ns=facts.link_ns
             )
-            limiter = Limiter(config.rate_limits, leases.make_bucket)
+            limiter = Limiter(config.limits, leases.make_bucket)
             self._keeper.start(timeline.now_ns())
         self.caches = Caches(config, hash_key=facts.hash_key, seed=facts.seed, gateway=number)
         self.num_hedges: dict[HedgeOutcome, int] = dict.fromkeys(HedgeOutcome, 0)

@@ -23,7 +23,20 @@ from penstock.backends.http.dialects.base import (
     WorkerFacts,
     refuse,
 )
-from penstock.backends.http.dialects.worker_errors import ErrorEvent
+from penstock.backends.http.dialects.worker_errors import said_by
+from penstock.protocol.openai import (
+    AnswerDelta,
+    AnswerToolCall,
+    CalledFunction,
+    CompletionEventChoice,
+    CompletionLogprobs,
+    ContentLogprob,
+    TopLogprob,
+    UsageBody,
+    decode_chat_event,
+    decode_completion_event,
+    decode_models,
+)
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import ALL_CAPABILITIES, COMMON_CAPABILITIES, Capability, FinishReason
 
@@ -45,108 +58,6 @@ _DONE_HERE = frozenset({"prompt", "n", "best_of", "echo", "stop", "include_stop_
 """Of a plain completion."""
 
 
-class _PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class UsageBody(msgspec.Struct):
-    """`usage`."""
-
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _PromptDetails | None = None
-
-    def reported(self) -> ReportedUsage:
-        """As a stream reads it."""
-        details = self.prompt_tokens_details
-        return ReportedUsage(
-            prompt_tokens=self.prompt_tokens,
-            completion_tokens=self.completion_tokens,
-            cached_tokens=details.cached_tokens if details is not None else None,
-        )
-
-
-class CompletionLogprobs(msgspec.Struct):
-    """`logprobs` of a plain completion."""
-
-    tokens: list[str] = []
-    token_logprobs: list[float | None] = []
-    top_logprobs: list[dict[str, float] | None] | None = None
-
-
-class _CalledFunction(msgspec.Struct):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class _ToolCall(msgspec.Struct):
-    index: int = 0
-    id: str | None = None
-    function: _CalledFunction | None = None
-
-
-class _Delta(msgspec.Struct):
-    content: str | None = None
-    tool_calls: list[_ToolCall] | None = None
-
-
-class _TopLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int] | None = None
-
-
-class _ContentLogprob(_TopLogprob):
-    top_logprobs: list[_TopLogprob] = []
-
-
-class _ChatLogprobs(msgspec.Struct):
-    content: list[_ContentLogprob] | None = None
-
-
-class CompletionChoice(msgspec.Struct):
-    """`choices[]` of a plain completion's event, with vLLM's and TensorRT-LLM's additions."""
-
-    text: str | None = None
-    token_ids: list[int] | None = None
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-
-
-class _ChatChoice(msgspec.Struct):
-    delta: _Delta | None = None
-    logprobs: _ChatLogprobs | None = None
-    finish_reason: str | None = None
-
-
-class CompletionEvent(ErrorEvent):
-    """One event of `/v1/completions`."""
-
-    model: str | None = None
-    choices: list[CompletionChoice] = []  # noqa: RUF012
-    usage: UsageBody | None = None
-
-
-class _ChatEvent(ErrorEvent):
-    model: str | None = None
-    choices: list[_ChatChoice] = []  # noqa: RUF012
-    usage: UsageBody | None = None
-
-
-class _ModelCard(msgspec.Struct):
-    id: str
-    max_model_len: int | None = None
-    parent: str | None = None
-
-
-class _ModelList(msgspec.Struct):
-    data: list[_ModelCard]
-
-
-_decode_completion = msgspec.json.Decoder(CompletionEvent).decode
-_decode_chat = msgspec.json.Decoder(_ChatEvent).decode
-_decode_models = msgspec.json.Decoder(_ModelList).decode
 _encode = msgspec.json.Encoder().encode
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 """A body's fields, each as the bytes that came."""
@@ -163,7 +74,7 @@ def models_of(body: bytes, model: str) -> WorkerFacts:
     Raises:
         msgspec.DecodeError: it is no list of models.
     """
-    cards = _decode_models(body).data
+    cards = decode_models(body).data
     lengths = [card.max_model_len for card in cards if card.id == model]
     return WorkerFacts(
         models=tuple(card.id for card in cards),
@@ -240,10 +151,10 @@ class CompletionReader:
 
     def read(self, event: bytes) -> Piece:
         """See `AnswerReader`."""
-        found = _decode_completion(event)
-        if (said := found.said()) is not None:
+        found = decode_completion_event(event)
+        if (said := said_by(found)) is not None:
             return Piece(error=said)
-        usage = found.usage.reported() if found.usage is not None else None
+        usage = _usage_of(found.usage)
         if not found.choices:
             return Piece(usage=usage, model=found.model or "")
         choice = found.choices[0]
@@ -251,7 +162,7 @@ class CompletionReader:
             return Piece(error=SaidError(message=f"it ended the answer with '{choice.finish_reason}'"))
         return self.piece(choice, usage, found.model or "")
 
-    def piece(self, choice: CompletionChoice, usage: ReportedUsage | None, model: str) -> Piece:
+    def piece(self, choice: CompletionEventChoice, usage: ReportedUsage | None, model: str) -> Piece:
         """What a choice says."""
         return Piece(
             token_ids=tuple(choice.token_ids or ()),
@@ -278,14 +189,14 @@ class ChatReader:
 
     def read(self, event: bytes) -> Piece:
         """See `AnswerReader`."""
-        found = _decode_chat(event)
-        if (said := found.said()) is not None:
+        found = decode_chat_event(event)
+        if (said := said_by(found)) is not None:
             return Piece(error=said)
-        usage = found.usage.reported() if found.usage is not None else None
+        usage = _usage_of(found.usage)
         if not found.choices:
             return Piece(usage=usage, model=found.model or "")
         choice = found.choices[0]
-        delta = choice.delta or _Delta()
+        delta = choice.delta or AnswerDelta()
         logprobs = choice.logprobs.content if choice.logprobs is not None else None
         return Piece(
             text=delta.content or "",
@@ -300,7 +211,7 @@ class ChatReader:
         """See `AnswerReader`."""
         return NOTHING
 
-    def _logprob(self, found: _ContentLogprob) -> TextLogprob:
+    def _logprob(self, found: ContentLogprob) -> TextLogprob:
         top = found.top_logprobs[: self._most]
         return TextLogprob(
             found.token,
@@ -423,14 +334,24 @@ def _gives(fields: Mapping[str, msgspec.Raw], name: str) -> bool:
     return name in fields and bytes(fields[name]) != b"null"
 
 
-def _call_piece(call: _ToolCall) -> ToolCallPiece:
-    function = call.function or _CalledFunction()
-    return ToolCallPiece(
-        index=call.index, id=call.id or "", name=function.name or "", arguments=function.arguments or ""
+def _usage_of(usage: UsageBody | None) -> ReportedUsage | None:
+    if usage is None:
+        return None
+    return ReportedUsage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
     )
 
 
-def _bytes_of(found: _TopLogprob) -> bytes:
+def _call_piece(call: AnswerToolCall) -> ToolCallPiece:
+    function = call.function or CalledFunction()
+    return ToolCallPiece(
+        index=call.index or 0, id=call.id or "", name=function.name or "", arguments=function.arguments or ""
+    )
+
+
+def _bytes_of(found: TopLogprob) -> bytes:
     values: Sequence[int] = found.bytes or ()
     if values and all(0 <= value <= 255 for value in values):
         return bytes(values)

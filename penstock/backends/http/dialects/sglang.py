@@ -12,8 +12,9 @@ import msgspec
 from penstock.backends.base import GenerateRequest
 from penstock.backends.http.dialects.base import NOTHING, Piece, ReportedUsage, SaidError, Submission
 from penstock.backends.http.dialects.openai import EngineDialect
-from penstock.backends.http.dialects.worker_errors import ErrorEvent
+from penstock.backends.http.dialects.worker_errors import said_by
 from penstock.kv.index.prompt_keys import namespace_of
+from penstock.protocol.openai import ErrorEvent
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import FinishReason, TokenLogprob
 
@@ -39,7 +40,7 @@ class _MetaInfo(msgspec.Struct):
     output_top_logprobs: list[list[_Logprob] | None] | None = None
 
 
-class _Event(ErrorEvent):
+class _Event(ErrorEvent, frozen=True, kw_only=True):
     text: str | None = None
     output_ids: list[int] | None = None
     meta_info: _MetaInfo | None = None
@@ -61,7 +62,7 @@ class SglangReader:
     def read(self, event: bytes) -> Piece:
         """See `AnswerReader`."""
         found = _decode(event)
-        if (said := found.said()) is not None:
+        if (said := said_by(found)) is not None:
             return Piece(error=said)
         if found.meta_info is None:
             raise msgspec.DecodeError("the event has no meta_info")

@@ -18,7 +18,8 @@ from penstock.backends.http.dialects.base import (
     refuse,
 )
 from penstock.backends.http.dialects.openai import finish_of
-from penstock.backends.http.dialects.worker_errors import ErrorEvent
+from penstock.backends.http.dialects.worker_errors import said_by
+from penstock.protocol.openai import ErrorEvent
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import Capability, TokenLogprob
 
@@ -36,7 +37,7 @@ class _Details(msgspec.Struct):
     input_length: int | None = None
 
 
-class _Event(ErrorEvent):
+class _Event(ErrorEvent, frozen=True, kw_only=True):
     token: _Token | None = None
     top_tokens: list[_Token] = []  # noqa: RUF012 - msgspec copies it.
     details: _Details | None = None
@@ -62,7 +63,7 @@ class TgiReader:
     def read(self, event: bytes) -> Piece:
         """See `AnswerReader`."""
         found = _decode(event)
-        if (said := found.said()) is not None:
+        if (said := said_by(found)) is not None:
             return Piece(error=said)
         if found.token is None:
             raise msgspec.DecodeError("the event has no token")

@@ -17,14 +17,15 @@ import msgspec
 from penstock.backends.base import GenerateRequest
 from penstock.backends.http.dialects.base import Piece, ReportedUsage, Submission, WorkerFacts, refuse
 from penstock.backends.http.dialects.openai import finish_of
-from penstock.backends.http.dialects.worker_errors import ErrorEvent
+from penstock.backends.http.dialects.worker_errors import said_by
+from penstock.protocol.openai import ErrorEvent
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import COMMON_CAPABILITIES, Capability, FinishReason
 
 _encode = msgspec.json.Encoder().encode
 
 
-class _Event(ErrorEvent):
+class _Event(ErrorEvent, frozen=True, kw_only=True):
     model_name: str | None = None
     text_output: str | None = None
     finish_reason: str | None = None
@@ -52,7 +53,7 @@ class TritonReader:
     def read(self, event: bytes) -> Piece:
         """See `AnswerReader`."""
         found = _decode(event)
-        if (said := found.said()) is not None:
+        if (said := said_by(found)) is not None:
             return Piece(error=said)
         if found.text_output is None:
             raise msgspec.DecodeError("the event has no text_output")

@@ -10,8 +10,6 @@ import msgspec
 from penstock.backends.base import GenerateRequest
 from penstock.backends.http.dialects.base import Piece, ReportedUsage, Submission
 from penstock.backends.http.dialects.openai import (
-    CompletionChoice,
-    CompletionLogprobs,
     CompletionReader,
     EngineDialect,
     finish_of,
@@ -19,6 +17,7 @@ from penstock.backends.http.dialects.openai import (
     top_of,
 )
 from penstock.kv.index.prompt_keys import namespace_of
+from penstock.protocol.openai import CompletionEventChoice, CompletionLogprobs
 from penstock.types import COMMON_CAPABILITIES, Capability, TokenLogprob
 
 _encode = msgspec.json.Encoder().encode
@@ -35,7 +34,7 @@ class VllmReader(CompletionReader):
         self._num_prompt = len(request.prompt_token_ids)
         self._echoes = self._prompt_most is not None
 
-    def piece(self, choice: CompletionChoice, usage: ReportedUsage | None, model: str) -> Piece:
+    def piece(self, choice: CompletionEventChoice, usage: ReportedUsage | None, model: str) -> Piece:
         """What a choice says."""
         ids = tuple(choice.token_ids or ())
         prompt: tuple[TokenLogprob, ...] = ()

@@ -26,6 +26,7 @@ from penstock.errors import (
     TooLarge,
     WorkerUnavailable,
 )
+from penstock.protocol.openai import ErrorBody, ErrorEvent, decode_error
 
 SHOWN_CHARS = 300
 """Shown of what a worker says."""
@@ -51,52 +52,27 @@ _TOO_LONG = (
 )
 
 
-class _ErrorBody(msgspec.Struct):
-    """OpenAI's error object, as loosely as it is found in the field."""
-
-    message: str | None = None
-    type: str | None = None
-    param: str | None = None
-    code: str | int | None = None
-
-
-class ErrorEvent(msgspec.Struct):
-    """All the shapes that errors come in: an object under `error`, a string there, or the object itself."""
-
-    error: _ErrorBody | str | None = None
-    error_type: str | None = None
-    message: str | None = None
-    detail: msgspec.Raw | None = None
-    object: str | None = None
-    code: str | int | None = None
-
-    def said(self) -> SaidError | None:
-        """The error in it, if there is one."""
-        if isinstance(self.error, _ErrorBody):
-            found = self.error
-            return SaidError(
-                message=found.message or "",
-                kind=found.type or "",
-                status=_status(found.code),
-                param=found.param,
-            )
-        if self.error is not None:
-            return SaidError(message=self.error, kind=self.error_type or "")
-        if self.object == "error":
-            return SaidError(message=self.message or "", status=_status(self.code))
-        return None
-
-
-_decode = msgspec.json.Decoder(ErrorEvent).decode
+def said_by(event: ErrorEvent) -> SaidError | None:
+    """The error in an event, if there is one."""
+    error = event.error
+    if isinstance(error, ErrorBody):
+        return SaidError(
+            message=error.message or "", kind=error.type or "", status=_status(error.code), param=error.param
+        )
+    if error is not None:
+        return SaidError(message=error, kind=event.error_type or "")
+    if event.object == "error":
+        return SaidError(message=event.message or "", status=_status(event.code))
+    return None
 
 
 def said_in(body: bytes) -> SaidError:
     """What an error answer's body says; of pages that are not JSON nothing is shown."""
     try:
-        found = _decode(body)
+        found = decode_error(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return SaidError(message="")
-    said = found.said()
+    said = said_by(found)
     if said is not None:
         return said
     detail = bytes(found.detail).decode(errors="replace") if found.detail is not None else ""

@@ -1,0 +1,30 @@
+"""Keys that the configuration no longer has, and what became of each."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import cast
+
+from penstock.config.retired_engine import RETIRED_ENGINE
+from penstock.config.retired_policies import RETIRED_POLICIES
+
+RETIRED: Mapping[str, str] = {**RETIRED_ENGINE, **RETIRED_POLICIES}
+"""Dotted path -> sentence, which names settings in backticks. `[]` stands for an entry of a list, `section.*` for
+a section that is gone: for the section itself, and for its keys without a sentence of their own."""
+
+
+def retired(path: str, value: object, known: Mapping[str, str] = RETIRED) -> Iterator[str]:
+    """One line for the key at `path`, or for each key below it, that was a setting once."""
+    if sentence := _sentence(path, known):
+        yield f"`{path}` is no longer a setting: {sentence}"
+        return
+    below = cast(dict[object, object], value) if isinstance(value, dict) else {}
+    found = [line for key, item in below.items() for line in retired(f"{path}.{key}", item, known)]
+    if not found and (sentence := _sentence(f"{path}.*", known)):
+        found = [f"`{path}` is no longer a section: {sentence}"]
+    yield from found
+
+
+def _sentence(path: str, known: Mapping[str, str]) -> str | None:
+    """What became of a key: its own sentence, else its section's."""
+    plain = re.sub(r"\[\d+\]", "[]", path)
+    return known.get(plain) or known.get(f"{plain.rpartition('.')[0]}.*")
