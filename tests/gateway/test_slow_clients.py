@@ -154,23 +154,20 @@ class Timer:
             holder.release()
 
 
-class Owner:
-    def began(self, reply):
+class Listener:
+    def on_first_output(self, reply):
         pass
 
-    def produced(self, reply):
+    def on_tokens(self, reply):
         pass
 
-    def broke(self, reply, error):
+    def on_attempt_failed(self, reply, error):
         return False
 
-    def won(self, reply, attempt):
+    def on_client_left(self, reply):
         pass
 
-    def lost(self, reply, attempt, error):
-        pass
-
-    def settled(self, reply):
+    def on_ended(self, reply):
         pass
 
 
@@ -205,7 +202,7 @@ def make_stream(*, pauses, flushes, num_choices, bound):
     head = StreamHead(id="a", created=0, model="m", fingerprint="f", include_usage=False)
     tally = Tally(model="m", endpoint=Endpoint.CHAT, num_choices=num_choices, started_ns=0)
     context = Context(
-        exchange=exchange, tally=tally, clock=Clock(), owner=Owner(), head=head, ids=IdSource(seed=1)
+        exchange=exchange, tally=tally, clock=Clock(), listener=Listener(), head=head, ids=IdSource(seed=1)
     )
     reply = StreamReply(context, ChatChunks.KIND)
     sinks = [TextSink(reply, ChatChunks(head, i), i, b"") for i in range(num_choices)]
