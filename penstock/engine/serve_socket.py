@@ -22,11 +22,9 @@ from penstock.clock import Clock
 from penstock.engine.mailbox import Aborted, ConnectionId, DrainAsked, KVEventsAsked, Mailbox, Submitted
 from penstock.protocol.address import Address, UnixAddress
 from penstock.protocol.worker import (
-    Abort,
+    AbortRequest,
     Challenge,
     Drain,
-    Failed,
-    Finish,
     FrameDecoder,
     FromWorker,
     KVEvents,
@@ -37,11 +35,13 @@ from penstock.protocol.worker import (
     Proof,
     ProtocolError,
     Ready,
+    RequestFinished,
     Stats,
     StepOutput,
     Submit,
     SubscribeKVEvents,
     Welcome,
+    WorkerFailed,
     decode_to_worker,
     encode,
 )
@@ -96,7 +96,7 @@ class WorkerServer:
         self.num_requests = 0
         self._unproven: dict[ConnectionId, _Connection] = {}
         self._shares_port = shares_port
-        self._state: Loading | Ready | Failed = Loading("starting")
+        self._state: Loading | Ready | WorkerFailed = Loading("starting")
         self._stats: Stats | None = None
         self._stats_timer: asyncio.TimerHandle | None = None
         self._connections: dict[ConnectionId, _Connection] = {}
@@ -115,7 +115,7 @@ class WorkerServer:
         self._thread.start()
         self._bound.result()
 
-    def announce(self, state: Loading | Ready | Failed) -> None:
+    def announce(self, state: Loading | Ready | WorkerFailed) -> None:
         """Tell every gateway, now and whenever one connects, how far the worker is."""
         self._loop.call_soon_threadsafe(self._announce, state)
 
@@ -123,13 +123,13 @@ class WorkerServer:
         """Send one step's outputs: one frame and one write for each connection."""
         self._loop.call_soon_threadsafe(self._publish, step, outputs, stats)
 
-    def publish_kv_events(self, news: KVEvents) -> None:
+    def publish_kv_events(self, events: KVEvents) -> None:
         """Send one batch to whoever subscribed."""
-        self._loop.call_soon_threadsafe(self._publish_kv_events, news)
+        self._loop.call_soon_threadsafe(self._publish_kv_events, events)
 
-    def start_kv_events(self, connection_id: ConnectionId, news: Sequence[KVEvents]) -> None:
+    def start_kv_events(self, connection_id: ConnectionId, events: Sequence[KVEvents]) -> None:
         """Send a new subscriber what it missed; from now on it gets what is published."""
-        self._loop.call_soon_threadsafe(self._start_kv_events, connection_id, news)
+        self._loop.call_soon_threadsafe(self._start_kv_events, connection_id, events)
 
     def close(self) -> None:
         """Send what is unsent, close every connection, stop listening and end the thread."""
@@ -175,7 +175,7 @@ class WorkerServer:
         self._next_id += 1
         return _Connection(self, self._next_id)
 
-    def _announce(self, state: Loading | Ready | Failed) -> None:
+    def _announce(self, state: Loading | Ready | WorkerFailed) -> None:
         self._state = state
         self._send_to_all(state)
 
@@ -187,16 +187,16 @@ class WorkerServer:
         if self._stats_timer is None:
             self._stats_timer = self._loop.call_later(STATS_INTERVAL_S, self._send_stats)
 
-    def _publish_kv_events(self, news: KVEvents) -> None:
+    def _publish_kv_events(self, events: KVEvents) -> None:
         if subscribers := [each for each in self._connections.values() if each.hears_kv_events]:
-            frame = encode(news)
+            frame = encode(events)
             for connection in subscribers:
                 connection.send(frame)
 
-    def _start_kv_events(self, connection_id: ConnectionId, news: Sequence[KVEvents]) -> None:
+    def _start_kv_events(self, connection_id: ConnectionId, events: Sequence[KVEvents]) -> None:
         if connection := self._connections.get(connection_id):
             connection.hears_kv_events = True
-            for each in news:
+            for each in events:
                 connection.send(encode(each))
 
     def _send_stats(self) -> None:
@@ -354,10 +354,10 @@ class _Connection(asyncio.Protocol):
         self.send(encode(Welcome(worker_mac(key, self._nonce, proof.nonce))))
         self._server.joined(self)
 
-    def _handle(self, message: Submit | Abort | Drain | Ping | SubscribeKVEvents) -> None:
+    def _handle(self, message: Submit | AbortRequest | Drain | Ping | SubscribeKVEvents) -> None:
         if isinstance(message, Submit):
             self._submit(message)
-        elif isinstance(message, Abort):
+        elif isinstance(message, AbortRequest):
             self._abort(message.request_ids)
         elif isinstance(message, Ping):
             self.send(_PONG)
@@ -387,8 +387,8 @@ class _Connection(asyncio.Protocol):
         self._asked_kv_events = True
         self._server.mailbox.post(KVEventsAsked(self.id, message.epoch, message.from_sequence))
 
-    def _refuse(self, request_id: RequestId, kind: str, words: str) -> None:
-        finish = Finish(reason=FinishReason.ERROR, usage=Usage(), error=words, error_kind=kind)
+    def _refuse(self, request_id: RequestId, kind: str, message: str) -> None:
+        finish = RequestFinished(reason=FinishReason.ERROR, usage=Usage(), error=message, error_kind=kind)
         self.send(encode(StepOutput(0, (Output(request_id, (), None, finish),))))
 
 

@@ -7,7 +7,7 @@
     worker-sigterm   waits for SIGTERM (a handler could be missed: a thread about to sleep does not run it)
 
 With no work the main thread sleeps in the mailbox. The process ends by draining (SIGTERM or `Drain`: exit
-code 0), by its own failure (traceback, `Failed`, exit code 1), because it cannot serve what it was told to
+code 0), by its own failure (traceback, `WorkerFailed`, exit code 1), because it cannot serve what it was told to
 (exit code 78), or with its parent. Ctrl-C is the parent's business.
 """
 
@@ -27,16 +27,16 @@ import msgspec
 
 from penstock.clock import NS_PER_MS, Clock, SystemClock
 from penstock.config.launch import WorkerLaunch
-from penstock.engine.core import EngineCore, Runner, build_core
-from penstock.engine.kv_feed import KVEventFeed
-from penstock.engine.kv_publisher import open_publisher
+from penstock.engine.core import EngineCore, StepRunner, build_core
+from penstock.engine.kv_event_publisher import KVEventPublisher
 from penstock.engine.mailbox import Aborted, DrainAsked, KVEventsAsked, Mailbox, Submitted
 from penstock.engine.malloc import settle_malloc
 from penstock.engine.serve_socket import ServerLimits, WorkerServer
 from penstock.engine.watchdog import StepWatch
+from penstock.engine.zmq_publisher import open_publisher
 from penstock.errors import EngineFault, OperatorError
 from penstock.protocol.address import parse_address
-from penstock.protocol.worker import WARMING_UP, Failed, Loading, Ready
+from penstock.protocol.worker import WARMING_UP, Loading, Ready, WorkerFailed
 
 EXIT_FAILED = 1
 EXIT_CANNOT_SERVE = 78  # EX_CONFIG of sysexits.h: starting again would fail the same way.
@@ -46,7 +46,7 @@ _PR_SET_PDEATHSIG = 1
 
 Progress = Callable[[str, int, int], None]
 """Told (stage, done, total) while a model loads."""
-RunnerFactory = Callable[..., Runner]
+RunnerFactory = Callable[..., StepRunner]
 """`factory(model_path, engine_config, clock, progress)`."""
 
 _log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def main() -> int:
     try:
         publisher = open_publisher(config.kv_events)  # First, for it may be refused.
         core = load(launch, server, clock)
-        feed = KVEventFeed(core.kv, config.kv_events, clock, publisher)
+        feed = KVEventPublisher(core.kv, config.kv_events, clock, publisher)
         ready.set()  # First: whoever hears that we are ready may tell us to drain.
         server.publish(0, {}, core.stats())
         server.announce(Ready(msgspec.structs.replace(core.info, model=launch.model_name)))
@@ -113,7 +113,7 @@ def load(launch: WorkerLaunch, server: WorkerServer, clock: Clock) -> EngineCore
 
 
 def run_steps(
-    core: EngineCore, mailbox: Mailbox, server: WorkerServer, feed: KVEventFeed, watch: StepWatch
+    core: EngineCore, mailbox: Mailbox, server: WorkerServer, feed: KVEventPublisher, watch: StepWatch
 ) -> None:
     """The step loop. Returns when it was asked to drain and nothing is left to do."""
     draining, step = False, 0
@@ -143,9 +143,9 @@ def run_steps(
         _tell_kv_events(server, feed)
 
 
-def _tell_kv_events(server: WorkerServer, feed: KVEventFeed) -> None:
-    if (news := feed.flush()) is not None:
-        server.publish_kv_events(news)
+def _tell_kv_events(server: WorkerServer, feed: KVEventPublisher) -> None:
+    if (events := feed.flush()) is not None:
+        server.publish_kv_events(events)
 
 
 def read_launch(stdin: int) -> WorkerLaunch:
@@ -179,7 +179,7 @@ def _deliver(mail: Submitted | Aborted | DrainAsked, core: EngineCore) -> None:
 def _fail(server: WorkerServer, error: Exception, exit_code: int) -> int:
     """Say why, to whoever is connected and on standard error, and give the exit code."""
     _log.error("%s: %s", type(error).__name__, error)
-    server.announce(Failed(str(error), type(error).__name__))
+    server.announce(WorkerFailed(str(error), type(error).__name__))
     server.close()
     return exit_code
 

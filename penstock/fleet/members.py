@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from penstock.errors import PenstockError
+from penstock.fleet.desired_worker import DesiredWorker
 from penstock.fleet.registry import Registry
-from penstock.fleet.wanted import Wanted
 from penstock.fleet.worker import Worker
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.telemetry.log import Log
@@ -19,7 +19,7 @@ from penstock.types import WorkerId
 
 
 @dataclass(slots=True, frozen=True)
-class Held:
+class DrainedWorker:
     """What a worker was that somebody has taken out of service."""
 
     route: str
@@ -34,16 +34,16 @@ class Members:
         self.drain_timeout_s = drain_timeout_s
         """A worker that is not wanted any more has so long to end its streams."""
         self._registry, self._log = registry, log
-        self._wanted: dict[str, dict[WorkerId, Wanted]] = {}
-        self._there: dict[WorkerId, Wanted] = {}
+        self._wanted: dict[str, dict[WorkerId, DesiredWorker]] = {}
+        self._there: dict[WorkerId, DesiredWorker] = {}
         """What the workers in the registry were made from."""
-        self._held: dict[WorkerId, Held] = {}
+        self._held: dict[WorkerId, DrainedWorker] = {}
         self._ordered: dict[WorkerId, float] = {}
         self._one_at_a_time = asyncio.Lock()
         self._again: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
-    async def apply(self, source: str, wanted: Iterable[Wanted]) -> None:
+    async def apply(self, source: str, wanted: Iterable[DesiredWorker]) -> None:
         """From now on `source` wants these workers and no others. What cannot be made is reported and left out; applying
         the same again tries it again, and likewise workers that are down for good.
         """
@@ -53,7 +53,7 @@ class Members:
         await self._reconcile()
 
     @property
-    def held(self) -> Mapping[WorkerId, "Held"]:
+    def held(self) -> Mapping[WorkerId, "DrainedWorker"]:
         """Workers that somebody has taken out of service, whether they still drain or are gone."""
         return self._held
 
@@ -66,7 +66,7 @@ class Members:
         worker = self._registry.get(worker_id)
         if worker is None:
             return worker_id in self._held
-        self._held[worker_id] = Held(worker.route, worker.engine, worker.address)
+        self._held[worker_id] = DrainedWorker(worker.route, worker.engine, worker.address)
         self._take_away(worker, timeout_s)
         return True
 
@@ -117,7 +117,7 @@ class Members:
                 if self._registry.get(worker_id) is None and not self._is_closed:
                     await self._join(each)
 
-    async def _join(self, wanted: Wanted) -> None:
+    async def _join(self, wanted: DesiredWorker) -> None:
         try:
             worker = await wanted.open(self._registry)
             self._registry.add(worker)

@@ -4,7 +4,7 @@ from penstock.clock import Clock
 from penstock.kv.cache.manager import blocks_for
 from penstock.kv.cache.prefix_cache import PrefixMatch
 from penstock.schedule.batch import Batch
-from penstock.schedule.limits import Limits
+from penstock.schedule.limits import BatchLimits
 from penstock.schedule.prefill_budget import PrefillBudget
 from penstock.schedule.queue import WaitingQueue
 from penstock.schedule.quota import KVQuota
@@ -26,7 +26,7 @@ class Planner:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: BatchLimits,
         prefill: PrefillBudget,
         clock: Clock,
         queue: WaitingQueue,
@@ -81,7 +81,7 @@ class Planner:
             self._preempt(self._batch.running[-1], now_ns)
 
     def num_decode_only(self) -> int:
-        """How many of the next steps, planned at rest, start nobody and let nobody back as long as nobody ends: see `Leap`."""
+        """How many of the next steps, planned at rest, start nobody and let nobody back as long as nobody ends: see `DecodeFastForward`."""
         if len(self._quota) or self._cap.is_lowered or self._manager.host.limits.num_slots:
             return 0
         head = self._queue.peek()
@@ -92,7 +92,7 @@ class Planner:
         # While rho decays, its level may fall, and the head may ask again.
         return _NO_BOUND if not self.reserve.rho and self._is_blocked(head) else 0
 
-    def leap(self, num_steps: int) -> None:
+    def fast_forward(self, num_steps: int) -> None:
         """What planning so many steps leaves behind, at most `num_decode_only`."""
         self._plans += num_steps
         self.wants_rest, self._at_rest = False, True

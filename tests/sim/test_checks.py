@@ -13,7 +13,7 @@ from penstock.policy.queueing.room import Room
 from penstock.policy.tenant import Tenant
 from penstock.schedule.class_queue import ClassQueue
 from penstock.sim.checks import case
-from penstock.sim.checks.case import Case, Shape, failure, run_case
+from penstock.sim.checks.case import Case, CaseShape, failure, run_case
 from penstock.sim.traffic.prompts import BlockNames
 from penstock.sim.traffic.request import Segment, SimRequest
 from penstock.sim.world.worker import SimWorker
@@ -38,7 +38,7 @@ def crowd(count: int = 36, *, gap_ms: int = 12, workers: int = 1, gateways: int 
         )
         for number in range(count)
     )
-    sizes = Shape(workers=workers, gateways=gateways, max_running=4, **shape)
+    sizes = CaseShape(workers=workers, gateways=gateways, max_running=4, **shape)
     return Case(seed=1, shape=sizes, requests=requests)
 
 
@@ -68,11 +68,11 @@ def test_what_is_public_is_everybodys() -> None:
 
 
 def test_a_stream_that_goes_to_another_gateway_is_found(monkeypatch) -> None:
-    told = World.told
+    on_messages = World.on_messages
     monkeypatch.setattr(
         World,
         "told",
-        lambda self, now_ns, worker, gateway, words: told(self, now_ns, worker, 1 - gateway, words),
+        lambda self, now_ns, worker, gateway, words: on_messages(self, now_ns, worker, 1 - gateway, words),
     )
     assert "which it did not ask for" in failure(crowd(8, gateways=2))
 

@@ -12,10 +12,10 @@ from msgspec.structs import replace
 
 from penstock.backends.base import BackendStatus, GenerateRequest, Note, Phase, Sink, nothing
 from penstock.backends.draining import end_streams
-from penstock.backends.engine.auth import Handshake, Refused, WorkerKey
+from penstock.backends.engine.auth import Handshake, LinkRefused, WorkerKey
 from penstock.backends.engine.kv import KVEventListener, KVSubscription
 from penstock.backends.engine.link import WorkerLink
-from penstock.backends.engine.stream import OwnStream
+from penstock.backends.engine.stream import EngineStream
 from penstock.backends.heartbeat import HeartbeatTerms
 from penstock.clock import Clock, sleep
 from penstock.errors import WorkerUnavailable
@@ -24,10 +24,9 @@ from penstock.protocol.address import Address
 from penstock.protocol.worker import (
     PROTOCOL_VERSION,
     WARMING_UP,
-    Abort,
+    AbortRequest,
     Challenge,
     Drain,
-    Failed,
     FromWorker,
     KVEvents,
     Loading,
@@ -36,6 +35,7 @@ from penstock.protocol.worker import (
     StepOutput,
     Submit,
     Welcome,
+    WorkerFailed,
 )
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import RequestId
@@ -50,7 +50,7 @@ NOTES_MAX = 20
 """Lines kept in `BackendStatus.notes`; older ones go first."""
 
 
-class OwnBackend:
+class EngineBackend:
     """One engine worker. `connect_to` an address, and it stays connected until drained or closed."""
 
     def __init__(
@@ -62,7 +62,7 @@ class OwnBackend:
         key: WorkerKey | None = None,
     ) -> None:
         """`key`: the worker must have it, and wants to see that we have."""
-        self.failure: Failed | None = None
+        self.failure: WorkerFailed | None = None
         """Why the worker says that it cannot serve, until it is heard of again."""
         self.on_change: Callable[[], None] = nothing
         """See `Backend.on_change`."""
@@ -78,8 +78,8 @@ class OwnBackend:
         """Streams that ended here; the worker has been told, and has not said its last word."""
         self._num_again = 0
         self._link: WorkerLink | None = None
-        self._streams: dict[RequestId, OwnStream] = {}
-        self._gathered: list[OwnStream] = []
+        self._streams: dict[RequestId, EngineStream] = {}
+        self._gathered: list[EngineStream] = []
         """Streams with output of several steps to hand on."""
         self._kv: KVSubscription | None = None
         self._draining = False
@@ -109,12 +109,12 @@ class OwnBackend:
         """Nothing new is taken, and the worker's exit will be no accident."""
         return self._draining
 
-    def connect_to(self, address: Address, *, says_trouble: bool = False) -> None:
-        """Connect, now or as soon as somebody listens there, and again after every loss. `says_trouble`: that nobody listens is
+    def connect_to(self, address: Address, *, reports_connect_errors: bool = False) -> None:
+        """Connect, now or as soon as somebody listens there, and again after every loss. `reports_connect_errors`: that nobody listens is
         told as the stage, for nobody else knows more.
         """
         assert self._connecting is None, "already connected"
-        self._says_trouble = says_trouble
+        self._says_trouble = reports_connect_errors
         self._connecting = asyncio.create_task(self._stay_connected(address), name=f"connect {address}")
 
     async def move_to(self, address: Address) -> None:
@@ -136,7 +136,7 @@ class OwnBackend:
         if self._link is not None and self._handshake.is_over:
             self._link.send(self._kv.request())
 
-    def generate(self, request: GenerateRequest, sink: Sink) -> OwnStream:
+    def generate(self, request: GenerateRequest, sink: Sink) -> EngineStream:
         """See `Backend.generate`.
 
         Raises:
@@ -169,7 +169,7 @@ class OwnBackend:
                 fairness_weight=request.fairness_weight,
             )
         )
-        stream = OwnStream(request, sink, self._tokenizer, self._clock, self._leave)
+        stream = EngineStream(request, sink, self._tokenizer, self._clock, self._leave)
         self._streams[request.request_id] = stream
         return stream
 
@@ -257,7 +257,7 @@ class OwnBackend:
         if self._gathered:
             gathered, self._gathered = self._gathered, []
             for stream in gathered:
-                stream.let_go()
+                stream.release_buffered()
 
     def on_link_doubted(self, *, doubted: bool) -> None:
         """It gets nothing new while it does not answer; its streams wait for it, until the link is given up."""
@@ -271,7 +271,7 @@ class OwnBackend:
         assert link is not None, "it speaks, so it is connected"
         try:
             proof = self._handshake.take(message)
-        except Refused as error:
+        except LinkRefused as error:
             self._refusal = str(error)
             link.close(self._refusal)
             return
@@ -303,12 +303,12 @@ class OwnBackend:
         for stream in list(self._streams.values()):
             stream.break_off(why, died=died)
 
-    def _on_state(self, state: Loading | Ready | Failed) -> None:
+    def _on_state(self, state: Loading | Ready | WorkerFailed) -> None:
         self.failure = None
         if isinstance(state, Loading):
             self._status.done, self._status.total = state.done, state.total
             self._change(Phase.WARMING if state.stage == WARMING_UP else Phase.LOADING, state.stage)
-        elif isinstance(state, Failed):
+        elif isinstance(state, WorkerFailed):
             self.failure = state
             self._change(Phase.LOST, f"failed: {state.error}")
         elif state.version != PROTOCOL_VERSION:
@@ -332,7 +332,7 @@ class OwnBackend:
         """A stream ended."""
         del self._streams[request_id]
         if tell_worker and self._link is not None:
-            self._link.send(Abort((request_id,)))
+            self._link.send(AbortRequest((request_id,)))
             self._leaving.add(request_id)
         if not self._streams:
             self._idle.set()

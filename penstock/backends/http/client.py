@@ -6,7 +6,7 @@
 Knows nothing of models. `start` neither blocks nor awaits, and no task runs per exchange once it is connected, so a
 relayed token costs no task switch (docs/design/002). What is bounded: connections, idle ones, the size of heads and
 bodies, and every wait: to connect, for the answer's head, between two signs of progress, and in all. Progress is what
-the handler says it is (`Exchange.touch`), so that a peer cannot hold a stream open with bytes that mean nothing.
+the handler says it is (`HttpExchange.touch`), so that a peer cannot hold a stream open with bytes that mean nothing.
 
 Whoever has too much of an answer may `hold` it: its connection is not read, TCP's window fills and the peer waits. That time is no
 silence of the peer's.
@@ -20,7 +20,7 @@ from typing import Any, cast
 import httptools
 
 from penstock.backends.http.address import HttpAddress, reason_of, tls_context
-from penstock.backends.http.handler import NOBODY, HttpFailure, HttpHandler, Trouble
+from penstock.backends.http.handler import IGNORING_HANDLER, FailureKind, HttpFailure, HttpHandler
 from penstock.backends.http.limits import HttpLimits
 from penstock.clock import NS_PER_S, Clock
 from penstock.errors import ConfigError
@@ -37,7 +37,7 @@ class NoConnection(Exception):
     """Every connection that the configuration allows is in use."""
 
 
-class Exchange:
+class HttpExchange:
     """One request and its answer, in the hands of whoever started it."""
 
     __slots__ = (
@@ -101,10 +101,10 @@ class Exchange:
             if self._connection is not None:
                 self._connection.close()
 
-    def let_go(self) -> None:
+    def discard_rest(self) -> None:
         """The handler has all that it wants; what is left of the answer is read so that the connection can be used again."""
         if not self._over:
-            self.handler = NOBODY
+            self.handler = IGNORING_HANDLER
             self.go_on()
             self._deadline_ns = self._client.clock.now_ns() + _END_TIMEOUT_NS
             self._arm()
@@ -124,7 +124,7 @@ class Exchange:
     def not_connected(self, why: str) -> None:
         """There is no connection for it."""
         self._connecting = None
-        self.fail(HttpFailure(Trouble.CONNECT, why))
+        self.fail(HttpFailure(FailureKind.CONNECT, why))
 
     def run_on(self, connection: "_Connection") -> None:
         """Write the request."""
@@ -146,7 +146,7 @@ class Exchange:
         self.num_bytes += len(data)
         if self.num_bytes > self._client.config.response_bytes_max:
             most = self._client.config.response_bytes_max
-            self.fail(HttpFailure(Trouble.TOO_LARGE, f"the answer is over {most} bytes"))
+            self.fail(HttpFailure(FailureKind.TOO_LARGE, f"the answer is over {most} bytes"))
         else:
             self.handler.on_body(data)
 
@@ -163,14 +163,14 @@ class Exchange:
             self.abort()
             handler.on_failure(failure)
 
-    def lost(self, failure: HttpFailure, *, was_heard: bool) -> None:
+    def lost(self, failure: HttpFailure, *, was_received: bool) -> None:
         """Its connection ended. One that was idle may have been closed just as it was taken: then a new one is made, once.
 
         RFC 9110, section 9.2.2: a request may be sent again when it is known that it had no effect; generating text for
         nobody has none.
         """
         is_late = self._client.clock.now_ns() - self._sent_ns > _STALE_NS
-        if was_heard or is_late or self._fresh or self._over:
+        if was_received or is_late or self._fresh or self._over:
             self.fail(failure)
         else:
             self._connection = None
@@ -197,11 +197,11 @@ class Exchange:
         self._timer = None
         now_ns = self._client.clock.now_ns()
         if now_ns >= self._ends_ns:
-            trouble = Trouble.HELD if self._held_since_ns else Trouble.TIMEOUT
-            self.fail(HttpFailure(trouble, f"no end within {self._client.config.request_timeout_s:g} s"))
+            kind = FailureKind.HELD if self._held_since_ns else FailureKind.TIMEOUT
+            self.fail(HttpFailure(kind, f"no end within {self._client.config.request_timeout_s:g} s"))
         elif now_ns >= self._deadline_ns and not self._held_since_ns:
-            trouble = Trouble.CONNECT if self._connecting is not None else Trouble.TIMEOUT
-            self.fail(HttpFailure(trouble, f"timed out waiting for {self._what}"))
+            kind = FailureKind.CONNECT if self._connecting is not None else FailureKind.TIMEOUT
+            self.fail(HttpFailure(kind, f"timed out waiting for {self._what}"))
         else:
             self._arm()
 
@@ -226,7 +226,7 @@ class HttpClient:
         self.idle_ns = int(config.idle_timeout_s * NS_PER_S)
         self._ssl = tls_context(config) if address.scheme == "https" else None
         self._idle: list[_Connection] = []
-        self._exchanges: set[Exchange] = set()
+        self._exchanges: set[HttpExchange] = set()
         lines = {
             "host": address.authority,
             "user-agent": "penstock",
@@ -250,7 +250,7 @@ class HttpClient:
         """Connections that wait for work."""
         return len(self._idle)
 
-    def start(self, method: str, path: str, handler: HttpHandler, *, body: bytes = b"") -> Exchange:
+    def start(self, method: str, path: str, handler: HttpHandler, *, body: bytes = b"") -> HttpExchange:
         """Send a request to `path`, which begins after the address's base.
 
         Raises:
@@ -260,7 +260,7 @@ class HttpClient:
             raise NoConnection(f"all {self.config.connections_max} connections to {self.address} are in use")
         kind = "content-type: application/json\r\n" if body else ""
         head = f"{method} {self.address.base}{path} HTTP/1.1\r\n{self._headers}{kind}content-length: {len(body)}\r\n\r\n"
-        exchange = Exchange(self, head.encode("ascii") + body, handler)
+        exchange = HttpExchange(self, head.encode("ascii") + body, handler)
         self._exchanges.add(exchange)
         connection = self._take_idle()
         if connection is not None:
@@ -278,12 +278,12 @@ class HttpClient:
 
     # --- from exchanges and connections --------------------------------------------------------------
 
-    def connect(self, exchange: Exchange) -> None:
+    def connect(self, exchange: HttpExchange) -> None:
         """Make a connection for it."""
         exchange.wait("a connection", self.config.connect_timeout_s)
         exchange.connecting(asyncio.create_task(self._connect(exchange), name=f"connect {self.address}"))
 
-    def ended(self, exchange: Exchange) -> None:
+    def ended(self, exchange: HttpExchange) -> None:
         """It is over."""
         self._exchanges.discard(exchange)
 
@@ -310,7 +310,7 @@ class HttpClient:
             connection.close()
         return None
 
-    async def _connect(self, exchange: Exchange) -> None:
+    async def _connect(self, exchange: HttpExchange) -> None:
         loop, at = asyncio.get_running_loop(), self.address
         try:
             _, connection = await loop.create_connection(
@@ -330,8 +330,8 @@ class _Connection(asyncio.Protocol):
         self._client = client
         self._parser = cast(Any, httptools).HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
-        self._exchange: Exchange | None = None
-        self._heard = False
+        self._exchange: HttpExchange | None = None
+        self._received = False
         self._status = 0
         self._headers: dict[bytes, bytes] = {}
         self._head_bytes = 0
@@ -341,13 +341,15 @@ class _Connection(asyncio.Protocol):
         """Whether nothing more can be sent."""
         return self._transport is None or self._transport.is_closing()
 
-    def run(self, exchange: Exchange) -> None:
+    def run(self, exchange: HttpExchange) -> None:
         """Send a request, and bring its answer."""
         assert self._exchange is None, "one exchange at a time"
         if self._transport is None or self._transport.is_closing():
-            exchange.lost(HttpFailure(Trouble.BROKEN, "the worker closed the connection"), was_heard=False)
+            exchange.lost(
+                HttpFailure(FailureKind.BROKEN, "the worker closed the connection"), was_received=False
+            )
             return
-        self._exchange, self._heard, self._status = exchange, False, 0
+        self._exchange, self._received, self._status = exchange, False, 0
         self._transport.write(exchange.request)
 
     def read(self, *, on: bool) -> None:
@@ -374,13 +376,13 @@ class _Connection(asyncio.Protocol):
         if self._exchange is None:
             self.close()  # Nothing was asked: whatever this is, it must not become the next answer.
             return
-        self._heard = True
+        self._received = True
         try:
             self._parser.feed_data(data)
         except cast(Any, httptools).HttpParserUpgrade:
-            self._fail(Trouble.MALFORMED, "the worker wants another protocol")
+            self._fail(FailureKind.MALFORMED, "the worker wants another protocol")
         except cast(Any, httptools).HttpParserError as error:
-            self._fail(Trouble.MALFORMED, f"the answer is not HTTP/1.1: {error}")
+            self._fail(FailureKind.MALFORMED, f"the answer is not HTTP/1.1: {error}")
 
     def eof_received(self) -> bool:
         return False
@@ -398,7 +400,7 @@ class _Connection(asyncio.Protocol):
             exchange.complete()  # No length was given: the end of the connection is the end of the body.
             return
         why = f"the connection broke: {exc}" if exc else "the worker closed the connection"
-        exchange.lost(HttpFailure(Trouble.BROKEN, why), was_heard=self._heard)
+        exchange.lost(HttpFailure(FailureKind.BROKEN, why), was_received=self._received)
 
     # httptools calls these.
 
@@ -409,7 +411,7 @@ class _Connection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_bytes += len(name) + len(value)
         if self._head_bytes > HEAD_BYTES_MAX:
-            self._fail(Trouble.TOO_LARGE, f"the answer's head is over {HEAD_BYTES_MAX} bytes")
+            self._fail(FailureKind.TOO_LARGE, f"the answer's head is over {HEAD_BYTES_MAX} bytes")
             return
         name = name.lower()
         known = self._headers.get(name)
@@ -421,7 +423,7 @@ class _Connection(asyncio.Protocol):
             return  # 1xx: the real answer follows.
         self._status = status
         if self._headers.get(b"content-encoding", b"identity").lower() != b"identity":
-            self._fail(Trouble.MALFORMED, "the answer is compressed, which was not asked for")
+            self._fail(FailureKind.MALFORMED, "the answer is compressed, which was not asked for")
             return
         self._exchange.on_head(status, self._headers)
 
@@ -441,8 +443,8 @@ class _Connection(asyncio.Protocol):
             self.close()
         exchange.complete()
 
-    def _fail(self, trouble: Trouble, message: str) -> None:
+    def _fail(self, kind: FailureKind, message: str) -> None:
         exchange = self._exchange
         self.close()
         if exchange is not None:
-            exchange.fail(HttpFailure(trouble, message))
+            exchange.fail(HttpFailure(kind, message))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock import rng
-from penstock.backends.http.external import Tools
+from penstock.backends.http.external import BackendDependencies
 from penstock.backends.http.limits import HttpBackendLimits, HttpLimits
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.checkpoints import check_loads
@@ -22,14 +22,14 @@ from penstock.types import ModelName
 
 
 @dataclass(slots=True, frozen=True)
-class Part:
+class ModelPart:
     """One model: what the gateway sees of it, and what its own workers load."""
 
     served: ServedModel
     path: str
 
 
-def make_part(model: ModelConfig, registry: Registry, clock: Clock) -> Part:
+def make_part(model: ModelConfig, registry: Registry, clock: Clock) -> ModelPart:
     """What it takes to serve one model: nothing runs yet.
 
     Raises:
@@ -50,12 +50,12 @@ def make_part(model: ModelConfig, registry: Registry, clock: Clock) -> Part:
         declared_len=_declared_len(model, directory),
         public_prefixes=PublicPrefixes.of(model.public_prefixes, tokenizer, template),
     )
-    return Part(served, str(directory))
+    return ModelPart(served, str(directory))
 
 
-def make_tools(config: Config, metrics: Metrics, clock: Clock) -> Tools:
+def make_dependencies(config: Config, metrics: Metrics, clock: Clock) -> BackendDependencies:
     """What the backends of workers that are not ours share."""
-    return Tools(
+    return BackendDependencies(
         config=HttpBackendLimits(http=HttpLimits.of(config.backends)),
         clock=clock,
         meters=metrics.backend,

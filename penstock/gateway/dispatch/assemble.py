@@ -16,7 +16,7 @@ from penstock.gateway.shared.spending import Spending
 from penstock.kv.index.locality import KVLocality
 from penstock.policy.admission.gate import Gate, ModelFacts
 from penstock.policy.lifecycle.stack import build_policies
-from penstock.policy.limits.budget import Budgets
+from penstock.policy.limits.budget import TenantBudgets
 from penstock.policy.limits.price import PriceList
 from penstock.policy.placement.decision_log import DecisionLog
 from penstock.rng import fresh_seed, stream
@@ -32,7 +32,7 @@ class Decisions:
 
     dispatcher: Dispatcher
     limits: SharedLimits
-    budgets: Budgets
+    budgets: TenantBudgets
     spending: Spending
     prices: PriceList
     ledger: Ledger

@@ -25,7 +25,7 @@ from penstock.policy.lifecycle.machine_costs import Meters
 from penstock.policy.lifecycle.stack import PolicyStack
 from penstock.policy.record import Outcome
 from penstock.policy.requests.request import Request
-from penstock.telemetry.catalog import Outcome as Answer
+from penstock.telemetry.catalog import OutcomeLabel as Answer
 from penstock.telemetry.ledger import Ledger
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics

@@ -23,7 +23,7 @@ from penstock.policy.lifecycle.driver import may_try_again
 from penstock.policy.requests.request import Request
 from penstock.protocol.stream import StreamHead
 from penstock.rng import IdSource
-from penstock.telemetry.catalog import Outcome
+from penstock.telemetry.catalog import OutcomeLabel
 from penstock.types import FinishReason, Usage
 
 
@@ -175,7 +175,7 @@ class Reply:
             racer = self._race.enter(sink, race)
             streams = [(request, racer.as_sink())]
         if not self.exchange.is_open:
-            self._over(Outcome.ABORT)  # The client left while its prompt was tokenized.
+            self._over(OutcomeLabel.ABORT)  # The client left while its prompt was tokenized.
         self._generations.clear()
         for request, sink in streams:
             if self._is_over or self._broken is not None:
@@ -336,12 +336,12 @@ class Reply:
 
     def _client_left(self) -> None:
         if not self._is_over:
-            self._over(Outcome.ABORT)
+            self._over(OutcomeLabel.ABORT)
             self.context.listener.on_client_left(self)
             self._abort_all()
             self._settle_if_idle()
 
-    def _over(self, outcome: Outcome) -> None:
+    def _over(self, outcome: OutcomeLabel) -> None:
         self._is_over = True
         self.tally.outcome = outcome
 

@@ -13,7 +13,7 @@ from penstock.clock import Clock, sleep
 from penstock.config.tree import Config
 from penstock.errors import LedgerError
 from penstock.gateway.shared.store import StoreError
-from penstock.policy.limits.budget import Budgets
+from penstock.policy.limits.budget import TenantBudgets
 from penstock.rng import fresh_token
 from penstock.telemetry.ledger import Ledger
 from penstock.telemetry.log import Log
@@ -27,7 +27,9 @@ _GATHER_S = 0.02
 class Spending:
     """The only one that tells `budgets` of others."""
 
-    def __init__(self, config: Config, budgets: Budgets, ledger: Ledger, *, clock: Clock, log: Log) -> None:
+    def __init__(
+        self, config: Config, budgets: TenantBudgets, ledger: Ledger, *, clock: Clock, log: Log
+    ) -> None:
         self._shared = config.shared
         self._has_siblings = config.server.processes > 1
         self._budgets, self._ledger = budgets, ledger
@@ -87,10 +89,10 @@ class Spending:
     async def _exchange(self) -> None:
         assert self._store is not None
         try:
-            here, most = self._budgets.spent_here(self._clock.now_ns()), self._shared.asks_max
-            for first in range(0, len(here), most):
+            here, batch_size = self._budgets.spent_here(self._clock.now_ns()), self._shared.asks_max
+            for first in range(0, len(here), batch_size):
                 async with asyncio.timeout(self._shared.timeout_s):
-                    elsewhere = await self._store.exchange(here[first : first + most])
+                    elsewhere = await self._store.exchange(here[first : first + batch_size])
                 self._budgets.heed(self._clock.now_ns(), elsewhere)
         except (StoreError, TimeoutError, OSError) as error:
             if not self._is_away:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from penstock.policy.flow import RequestFacts
-from penstock.policy.limits.budget import Budgets
+from penstock.policy.limits.budget import TenantBudgets
 from penstock.policy.limits.price import PriceList
 from penstock.types import Usage
 
@@ -16,7 +16,7 @@ class Thrift:
 
     __slots__ = ("_budgets", "_prices")
 
-    def __init__(self, budgets: Budgets, prices: PriceList) -> None:
+    def __init__(self, budgets: TenantBudgets, prices: PriceList) -> None:
         self._budgets, self._prices = budgets, prices
 
     def cheaper_for(self, now_ns: int, facts: RequestFacts) -> Callable[[str], bool] | None:
@@ -27,5 +27,5 @@ class Thrift:
         if not self._budgets.nears_end(now_ns, tenant):
             return None
         usage = Usage(prompt_tokens=facts.prompt_tokens, completion_tokens=facts.max_tokens * facts.choices)
-        most = self._prices.cost_micros(facts.route, usage)
-        return lambda model: self._prices.cost_micros(model, usage) < most
+        cost_max = self._prices.cost_micros(facts.route, usage)
+        return lambda model: self._prices.cost_micros(model, usage) < cost_max

@@ -11,7 +11,7 @@ from penstock.clock import NS_PER_S
 from penstock.policy.limits.accelerator_cost import (
     HOUR_NS,
     AcceleratorCost,
-    ToldCost,
+    ReportedCost,
     share_micros,
     work_weight,
 )
@@ -50,7 +50,7 @@ class Meters:
         self._prices, self._is_shared = prices, is_shared
         self._routes: dict[WorkerId, str] = {}
         self._accounts: dict[WorkerId, AcceleratorCost] = {}
-        self._told: dict[WorkerId, ToldCost] = {}
+        self._told: dict[WorkerId, ReportedCost] = {}
         """Of workers that count by themselves."""
         self._costs: dict[str, Costs] = {}
         """By model: what was charged, and what workers cost that are gone."""
@@ -69,7 +69,7 @@ class Meters:
         self._routes[worker] = route
         self._costs.setdefault(route, Costs())
         if tells:
-            self._told[worker] = ToldCost(now_ns, price)
+            self._told[worker] = ReportedCost(now_ns, price)
         else:
             self._accounts[worker] = AcceleratorCost(now_ns, price)
 

@@ -10,7 +10,7 @@ from penstock.policy.estimates.output_length import OutputLengths
 from penstock.policy.extras.hedge import Hedges, Tell
 from penstock.policy.extras.quarantine import Quarantine
 from penstock.policy.lifecycle.control import FlowControl
-from penstock.policy.limits.budget import Budgets
+from penstock.policy.limits.budget import TenantBudgets
 from penstock.policy.limits.price import PriceList
 from penstock.policy.limits.rate_limit import SLICE_TOKENS, Limiter
 from penstock.policy.parts import Parts, Placement
@@ -25,7 +25,7 @@ class PolicyStack:
     control: FlowControl
     gate: Gate
     limiter: Limiter
-    budgets: Budgets
+    budgets: TenantBudgets
     prices: PriceList
     health: FleetHealth
     hedges: Hedges | None
@@ -53,7 +53,7 @@ def build_policies(
     breakers' probes, in [0, 1); `on_hedge` is called with what came of each hedge.
     """
     prices = PriceList(config.prices)
-    budgets = Budgets(config.budgets, wall_offset_ns=wall_offset_ns)
+    budgets = TenantBudgets(config.budgets, wall_offset_ns=wall_offset_ns)
     gate = Gate(config.admission, config.routing, config.queue, facts, Thrift(budgets, prices))
     health = FleetHealth(config.health, random)
     hedges = Hedges(config.health, on_hedge) if config.health.hedge_share else None

@@ -85,7 +85,7 @@ TABLE: dict[tuple[BreakerState, BreakerEvent], BreakerState] = {
 """(state, event) -> next state. What is not here does not happen."""
 
 
-class Window:
+class AttemptWindow:
     """Attempts of the last while, in buckets of time that are reused in turn."""
 
     __slots__ = ("_bucket_ns", "_counts", "_epochs", "_num")
@@ -132,7 +132,7 @@ class Breaker:
 
     def __init__(self, config: BreakerTerms, draw: Draw) -> None:
         self._config, self._draw = config, draw
-        self._window = Window(window_ns=round(config.window_s * NS_PER_S), buckets=config.buckets)
+        self._window = AttemptWindow(window_ns=round(config.window_s * NS_PER_S), buckets=config.buckets)
         self.state = BreakerState.CLOSED
         self._since_ns = 0
         self._open_ns = 0
@@ -183,7 +183,7 @@ class Breaker:
 
     def failed(self, now_ns: int) -> None:
         """An attempt failed, before or after its first output, for the worker's reasons."""
-        self._count(now_ns, failed=True, slow=False, peers_fine=_nobody)
+        self._count(now_ns, failed=True, slow=False, peers_fine=_never)
 
     def forget(self) -> None:
         """An attempt ended that says nothing of the worker: its client left."""
@@ -247,6 +247,6 @@ class Breaker:
         assert self._passed + len(self._probes) <= max(self._allowed, 1) or self.state is BreakerState.CLOSED
 
 
-def _nobody() -> bool:
+def _never() -> bool:
     """Nobody's peers matter."""
     return False

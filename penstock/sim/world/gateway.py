@@ -31,9 +31,17 @@ from penstock.sim.traffic.request import RequestRecord, SimRequest
 from penstock.sim.world.caches import Asked, Caches
 from penstock.sim.world.events import LocalClock, Rank, Timeline
 from penstock.sim.world.facts import Facts, Network, Witness
-from penstock.sim.world.kv_words import KVNews
-from penstock.sim.world.messages import Began, Failed, Finished, Report, Sliced, Submission, Told
-from penstock.sim.world.store import LeaseKeeper, SharedStore
+from penstock.sim.world.kv_event_channel import KVNews
+from penstock.sim.world.messages import (
+    Began,
+    Failed,
+    Finished,
+    Sliced,
+    Submission,
+    WorkerLoadReport,
+    WorkerMessage,
+)
+from penstock.sim.world.store import SharedStore, SimLeaseKeeper
 from penstock.sim.world.ticket import Ticket, ticket_of
 from penstock.sim.world.worker import SimWorker
 from penstock.types import FinishReason, RequestId, Usage, WorkerId
@@ -64,11 +72,11 @@ class SimGateway:
         skew_ns = facts.skews_ns.get(number, 0)
         self.clock = LocalClock(wall_offset_ns=timeline.wall_ns() - timeline.now_ns() + skew_ns)
         self.clock.time_ns = timeline.now_ns()
-        self._keeper: LeaseKeeper | None = None
+        self._keeper: SimLeaseKeeper | None = None
         limiter = Limiter(config.limits)
         if store is not None:
             leases = Leases(config.shared)
-            self._keeper = LeaseKeeper(
+            self._keeper = SimLeaseKeeper(
                 leases, store, timeline, actor=actor, name=f"{number}-{life}", link_ns=facts.link_ns
             )
             limiter = Limiter(config.limits, leases.make_bucket)
@@ -137,9 +145,9 @@ class SimGateway:
 
     # --- workers ------------------------------------------------------------------------------------
 
-    def heard(self, now_ns: int, worker_id: WorkerId, told: Sequence[Told]) -> None:
+    def heard(self, now_ns: int, worker_id: WorkerId, messages: Sequence[WorkerMessage]) -> None:
         """A worker's messages about requests."""
-        for message in told:
+        for message in messages:
             request = self.control.request(message.id)
             if request is None or self.is_gone or not request.has_attempt(message.attempt):
                 continue  # Of an attempt that is over.
@@ -157,7 +165,13 @@ class SimGateway:
         self._dispatch(now_ns)
 
     def reported(
-        self, now_ns: int, route: str, worker: SimWorker, report: Report | None, *, ready: bool = True
+        self,
+        now_ns: int,
+        route: str,
+        worker: SimWorker,
+        report: WorkerLoadReport | None,
+        *,
+        ready: bool = True,
     ) -> None:
         """A worker is there and announces what it serves, has something to say of itself, or drains (not `ready`)."""
         worker_id, spec, is_shared = worker.id, worker.spec, self._facts.config.server.processes > 1

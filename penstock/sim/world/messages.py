@@ -66,10 +66,10 @@ class Failed(msgspec.Struct, frozen=True):
     error: PenstockError
 
 
-Told = Began | Sliced | Finished | Failed
+WorkerMessage = Began | Sliced | Finished | Failed
 
 
-class Report(msgspec.Struct, frozen=True, gc=False):
+class WorkerLoadReport(msgspec.Struct, frozen=True, gc=False):
     """What a worker says of itself: see `WorkerView`."""
 
     running: int

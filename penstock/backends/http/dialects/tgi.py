@@ -11,10 +11,10 @@ import msgspec
 from penstock.backends.base import GenerateRequest
 from penstock.backends.http.dialects.base import (
     NOTHING,
+    HttpSubmission,
     Piece,
     ReportedUsage,
-    Submission,
-    WorkerFacts,
+    ServerFacts,
     refuse,
 )
 from penstock.backends.http.dialects.openai import finish_of
@@ -55,10 +55,10 @@ _decode_info = msgspec.json.Decoder(_Info).decode
 class TgiReader:
     """Reads one answer's events: one token each."""
 
-    __slots__ = ("_most",)
+    __slots__ = ("_num_top",)
 
     def __init__(self, request: GenerateRequest) -> None:
-        self._most = request.sampling.logprobs
+        self._num_top = request.sampling.logprobs
 
     def read(self, event: bytes) -> Piece:
         """See `AnswerReader`."""
@@ -71,8 +71,8 @@ class TgiReader:
         return Piece(
             token_ids=(found.token.id,),
             logprobs=()
-            if self._most is None
-            else (self._logprob(found.token, found.top_tokens, self._most),),
+            if self._num_top is None
+            else (self._logprob(found.token, found.top_tokens, self._num_top),),
             finish=finish_of(details.finish_reason) if details is not None else None,
             usage=_usage(details) if details is not None else None,
             done=details is not None,
@@ -82,10 +82,10 @@ class TgiReader:
         """See `AnswerReader`."""
         return NOTHING
 
-    def _logprob(self, token: _Token, top: list[_Token], most: int) -> TokenLogprob:
+    def _logprob(self, token: _Token, top: list[_Token], num_top: int) -> TokenLogprob:
         ranked = sorted((-each.logprob, each.id) for each in top if each.logprob is not None)
         return TokenLogprob(
-            token.id, token.logprob or 0.0, tuple((token_id, -minus) for minus, token_id in ranked[:most])
+            token.id, token.logprob or 0.0, tuple((token_id, -minus) for minus, token_id in ranked[:num_top])
         )
 
 
@@ -108,12 +108,12 @@ class TgiDialect:
         self._opening = tokenizer.encode("", add_special_tokens=True)
         """What it puts before every text by itself."""
 
-    def facts(self, body: bytes) -> WorkerFacts:
+    def facts(self, body: bytes) -> ServerFacts:
         """See `Dialect`."""
         info = _decode_info(body)
-        return WorkerFacts(models=(info.model_id,), max_model_len=info.max_total_tokens)
+        return ServerFacts(models=(info.model_id,), max_model_len=info.max_total_tokens)
 
-    def submission(self, request: GenerateRequest) -> Submission:
+    def submission(self, request: GenerateRequest) -> HttpSubmission:
         """See `Dialect`."""
         sampling = request.sampling
         refuse(
@@ -141,7 +141,7 @@ class TgiDialect:
             parameters["frequency_penalty"] = sampling.frequency_penalty
         if sampling.logprobs:
             parameters["top_n_tokens"] = sampling.logprobs
-        return Submission(
+        return HttpSubmission(
             "/generate_stream", _encode({"inputs": self._text(request), "parameters": parameters})
         )
 
