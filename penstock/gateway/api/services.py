@@ -11,10 +11,9 @@ from penstock.gateway.models.served import ModelTable
 from penstock.gateway.models.tokenize_pool import TokenizePool
 from penstock.kv.index.locality import KVLocality
 from penstock.policy.admission.gate import Gate
-from penstock.policy.extras.complexity import Choice
 from penstock.policy.limits.budget import Budgets
 from penstock.policy.limits.rate_limit import Limiter
-from penstock.policy.placement.decision_log import DecisionLog
+from penstock.policy.placement.decision_log import DecisionLog, ModelChoice
 from penstock.policy.tenant import Tenant
 from penstock.rng import IdSource
 from penstock.telemetry.log import Log
@@ -55,7 +54,7 @@ class Services:
         if self.draining:
             raise Draining("The server is shutting down.")
 
-    def tell_choice(self, exchange_id: str, tenant: Tenant, choice: Choice) -> None:
+    def tell_choice(self, exchange_id: str, tenant: Tenant, choice: ModelChoice) -> None:
         """One line about how a model was chosen, where there are lines about requests: `exchange_id` is in the access line too."""
         if not self.log.tells_requests:
             return

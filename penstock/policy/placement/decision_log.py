@@ -2,17 +2,34 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from penstock.policy.extras.complexity import Choice
 from penstock.policy.placement.pick import Decision, score_all
 from penstock.policy.placement.score import score_policy
 from penstock.types import RequestId
 
 PER_REQUEST_MAX = 8
 """Decisions that are kept of one request (attempts, holds): the last so many."""
+
+
+@dataclass(slots=True, frozen=True)
+class ModelChoice:
+    """The model that was chosen for a request that named none, and why (extras/complexity.py)."""
+
+    model: str
+    complexity: float
+    parts: tuple[tuple[str, float], ...]
+    """What each mark added (or took off), those that did; largest first."""
+    passed_over: tuple[str, ...] = ()
+    """Models that would have come before, and may not answer: not allowed, without tools, not ready, or too small."""
+
+    def explain(self) -> str:
+        """For a log line or a header: `complexity=0.31 (code .20, tokens .05, simple -.05)`."""
+        parts = ", ".join(f"{name} {_short(value)}" for name, value in self.parts)
+        return f"complexity={self.complexity:.2f}" + (f" ({parts})" if parts else "")
 
 
 class DecisionLog:
@@ -30,7 +47,7 @@ class DecisionLog:
     ) -> None:
         """Keep the decisions of `kept_max` requests. `decided` hears of each one, `write` of one in `log_every`."""
         self._kept: OrderedDict[RequestId, list[Decision]] = OrderedDict()
-        self._chosen: OrderedDict[RequestId, Choice] = OrderedDict()
+        self._chosen: OrderedDict[RequestId, ModelChoice] = OrderedDict()
         self._kept_max, self._decided = kept_max, decided
         self._log_every = self._until_log = log_every if write is not None else 0
         self._write = write
@@ -56,14 +73,14 @@ class DecisionLog:
                 del mine[0]
             mine.append(decision)
 
-    def chose(self, request_id: RequestId, choice: Choice) -> None:
+    def chose(self, request_id: RequestId, choice: ModelChoice) -> None:
         """The model was chosen for a request that named none."""
         if self._kept_max:
             if len(self._chosen) >= self._kept_max:
                 self._chosen.popitem(last=False)
             self._chosen[request_id] = choice
 
-    def choice_of(self, request_id: RequestId) -> Choice | None:
+    def choice_of(self, request_id: RequestId) -> ModelChoice | None:
         """How its model was chosen; None if it named one, is not known, or was too long ago."""
         return self._chosen.get(request_id)
 
@@ -112,7 +129,7 @@ def explain(decision: Decision) -> dict[str, Any]:
     }
 
 
-def explain_choice(choice: Choice) -> dict[str, Any]:
+def explain_choice(choice: ModelChoice) -> dict[str, Any]:
     """How a model was chosen, as plain data: the complexity, what each mark added to it, and which models came before and could not answer."""
     return {
         "model": choice.model,
@@ -120,3 +137,7 @@ def explain_choice(choice: Choice) -> dict[str, Any]:
         "parts": {name: round(value, 6) for name, value in choice.parts},
         "passed_over": list(choice.passed_over),
     }
+
+
+def _short(value: float) -> str:
+    return f"{value:.2f}".replace("0.", ".", 1)
