@@ -26,12 +26,12 @@ from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config, EngineConfig
 from penstock.planning.step_time import LinearStepTime
 from penstock.policy.answers import Start
-from penstock.policy.band import cost
-from penstock.policy.control import FlowControl
 from penstock.policy.flow import Arrival
+from penstock.policy.lifecycle.control import FlowControl
+from penstock.policy.queueing.room import WorkerView
 from penstock.policy.record import Outcome, UsageRecord
-from penstock.policy.room import WorkerView
 from penstock.policy.tenant import Tenant
+from penstock.schedule.fair_share import cost
 from penstock.sim.scenarios.goodput import drained_s, goodput_of, mixed
 from penstock.sim.scenarios.setup import Knobs, play
 from penstock.sim.traffic.request import RequestRecord, Segment, SimRequest

@@ -23,9 +23,9 @@ from penstock.kv.hashing import BlockHasher
 from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.prompt_keys import PromptKeys, own_keys
-from penstock.policy.band import Work
 from penstock.policy.parts import LeastLoaded, Placement
-from penstock.policy.room import Room, Rooms
+from penstock.policy.queueing.band import Work
+from penstock.policy.queueing.room import Room, Rooms
 from penstock.sim.traffic.arrivals import Poisson
 from penstock.sim.traffic.prompts import BlockNames
 from penstock.sim.traffic.request import Segment, SimRequest

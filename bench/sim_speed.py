@@ -46,8 +46,8 @@ PARTS = {
     "sim/world/gateway": "simulated gateway", "sim/world/caches": "simulated gateway", "sim/traffic/prompts": "block names",
     "sim/traffic/streams": "block names", "sim/world/result": "records and digest", "sim/traffic/request": "records and digest",
     "kv/cache/block_pool": "blocks and prefix cache", "kv/cache/manager": "blocks and prefix cache",
-    "kv/cache/prefix_cache": "blocks and prefix cache", "kv/hashing": "blocks and prefix cache", "policy/route": "router",
-    "policy/score": "router", "policy/pick": "router", "policy/speed": "router", "policy/online_law": "laws of waiting and speed",
+    "kv/cache/prefix_cache": "blocks and prefix cache", "kv/hashing": "blocks and prefix cache", "policy/placement/route": "router",
+    "policy/placement/score": "router", "policy/placement/pick": "router", "policy/estimates/speed": "router", "policy/estimates/online_law": "laws of waiting and speed",
     "policy/wait_time": "laws of waiting and speed", "schedule/": "scheduler", "kv/": "KV index and its events",
     "policy/": "flow control, limits, ledger",
 }  # fmt: skip

@@ -18,7 +18,7 @@ from penstock import rng
 from penstock.bench.client import Response
 from penstock.bench.stats import Samples
 from penstock.clock import Clock
-from penstock.policy.promise import Promise
+from penstock.policy.admission.promise import Promise
 from penstock.protocol.openai import ChatEvent, UsageBody, decode_chat_event, error_text, refusal_text
 from penstock.protocol.sse import EventReader
 

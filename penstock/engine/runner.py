@@ -33,7 +33,7 @@ from penstock.engine.wiring import StepModel, choose_computing, wire_model
 from penstock.engine.worst_case import blocks_of, largest_step, scoring_step
 from penstock.models.registry import read_spec
 from penstock.protocol.worker import ModelInfo
-from penstock.schedule.limits import Limits
+from penstock.schedule.limits import Limits, resolve_max_running
 from penstock.schedule.plan import SCORED_TOKENS_MAX, StepPlan, StepResult
 from penstock.types import BLOCK_TOKENS
 
@@ -169,7 +169,7 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
         max_model_len=budget.max_model_len,
         num_blocks=budget.num_blocks,
         block_tokens=BLOCK_TOKENS,
-        max_running=min(config.max_running, config.step_tokens),
+        max_running=resolve_max_running(config.max_running, config.step_tokens),
         num_host_blocks=plan_host_blocks(config, spec, bytes_per_value=size, free_bytes=free),
     )
     limits = DecoderLimits(

@@ -13,7 +13,7 @@ from penstock.errors import PenstockError
 from penstock.fleet.registry import Registry
 from penstock.fleet.wanted import Wanted
 from penstock.fleet.worker import Worker
-from penstock.policy.worker_state import WorkerState
+from penstock.policy.resilience.worker_state import WorkerState
 from penstock.telemetry.log import Log
 from penstock.types import WorkerId
 

@@ -16,8 +16,8 @@ import msgspec
 
 from penstock.clock import NS_PER_S
 from penstock.errors import LedgerError
-from penstock.policy.budget import Spent
-from penstock.policy.calendar import DAY_NS, day_of, first_day, month_of
+from penstock.policy.limits.budget import Spent
+from penstock.policy.limits.calendar import DAY_NS, day_of, first_day, month_of
 from penstock.policy.record import SCHEMA_VERSION, UsageRecord
 from penstock.telemetry import ledger_files
 from penstock.telemetry.ledger_recovery import Begun, read_journal

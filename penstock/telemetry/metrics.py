@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.exposition import generate_latest
 
 from penstock.clock import NS_PER_S
-from penstock.policy.price import MICROS
-from penstock.policy.worker_state import WorkerState
+from penstock.policy.limits.price import MICROS
+from penstock.policy.resilience.worker_state import WorkerState
 from penstock.telemetry.backend_metrics import BackendMeters
 from penstock.telemetry.catalog import CATALOG, BlockState, Endpoint, Metric, Outcome
 

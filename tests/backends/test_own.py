@@ -13,10 +13,10 @@ from msgspec.structs import replace
 
 from penstock.backends.base import Phase
 from penstock.backends.engine.backend import OwnBackend
+from penstock.backends.engine.heartbeat import HeartbeatTerms
 from penstock.backends.engine.link import WorkerLink
 from penstock.backends.engine.stream import OwnStream
 from penstock.clock import ManualClock
-from penstock.config.health import HeartbeatConfig
 from penstock.errors import (
     ContextTooLong,
     Draining,
@@ -26,7 +26,7 @@ from penstock.errors import (
     StreamBroken,
     WorkerUnavailable,
 )
-from penstock.policy.worker_state import WorkerState
+from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.address import UnixAddress
 from penstock.protocol.worker import (
     Abort,
@@ -136,10 +136,10 @@ async def until(backend: OwnBackend, wanted: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def pair(
-    *greeting: FromWorker, clock: ManualClock | None = None, heartbeat: HeartbeatConfig | None = None
+    *greeting: FromWorker, clock: ManualClock | None = None, heartbeat: HeartbeatTerms | None = None
 ) -> AsyncIterator[tuple[Peer, OwnBackend]]:
     peer = Peer()
-    backend = OwnBackend(byte_tokenizer(), clock or ManualClock(), heartbeat or HeartbeatConfig())
+    backend = OwnBackend(byte_tokenizer(), clock or ManualClock(), heartbeat or HeartbeatTerms())
     peer.greeting = greeting or peer.greeting
     with tempfile.TemporaryDirectory() as directory:
         server = await asyncio.start_unix_server(peer.serve, f"{directory}/w.sock")
@@ -470,7 +470,7 @@ def _stats(*, running: int = 0, step: int = 0) -> Stats:
 
 def test_a_worker_that_does_not_answer_is_suspect_until_it_does_again() -> None:
     async def check() -> None:
-        async with pair(heartbeat=HeartbeatConfig(interval_s=0.02, lost_after=1000)) as (peer, backend):
+        async with pair(heartbeat=HeartbeatTerms(interval_s=0.02, lost_after=1000)) as (peer, backend):
             recorder = Recorder()
             backend.generate(Requests().make(), recorder)
             submit = await peer.hear_submit()
@@ -490,7 +490,7 @@ def test_a_worker_that_does_not_answer_is_suspect_until_it_does_again() -> None:
 
 def test_a_worker_that_loads_need_not_answer() -> None:
     async def check() -> None:
-        async with pair(Loading("weights"), heartbeat=HeartbeatConfig(interval_s=0.01)) as (peer, backend):
+        async with pair(Loading("weights"), heartbeat=HeartbeatTerms(interval_s=0.01)) as (peer, backend):
             peer.answers = False
             await until(backend, lambda: backend.status.stage == "weights")
             await asyncio.sleep(0.5)  # Twelve times as long as it takes to give up one that serves.
@@ -552,7 +552,7 @@ def test_nothing_of_an_older_epoch_touches_a_stream() -> None:
         registry = fleet_of(ManualClock(), {"m": backend})
         worker = registry.get(WorkerId("m-0"))
         assert worker is not None
-        before, paused = FakeTransport(), WorkerLink(backend, HeartbeatConfig())
+        before, paused = FakeTransport(), WorkerLink(backend, HeartbeatTerms())
         paused.connection_made(before)
         paused.data_received(encode(Ready(INFO)))
         request, lost, migrated = requests.make(), Recorder(), Recorder()
@@ -564,7 +564,7 @@ def test_nothing_of_an_older_epoch_touches_a_stream() -> None:
         paused.connection_lost(None)
         assert isinstance(lost.finish and lost.finish.error, StreamBroken)
         assert (worker.epoch, worker.state) == (2, WorkerState.STARTING)
-        fresh = WorkerLink(backend, HeartbeatConfig())
+        fresh = WorkerLink(backend, HeartbeatTerms())
         fresh.connection_made(FakeTransport())
         fresh.data_received(encode(Ready(INFO)))
         backend.generate(request, migrated)  # The same request, on the same worker, in another epoch.

@@ -11,9 +11,9 @@ from usage_records import T0_NS
 from penstock.cli.main import main
 from penstock.clock import NS_PER_S, ManualClock
 from penstock.config.ledger import BudgetsConfig, ModelPrice, PricesConfig
-from penstock.policy.accelerator_cost import AcceleratorCost
-from penstock.policy.budget import Budgets, Reservation
-from penstock.policy.price import PriceList
+from penstock.policy.limits.accelerator_cost import AcceleratorCost
+from penstock.policy.limits.budget import Budgets, Reservation
+from penstock.policy.limits.price import PriceList
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.policy.tenant import Tenant
 from penstock.telemetry import ledger_files

@@ -18,9 +18,10 @@ from penstock import rng
 from penstock.clock import SystemClock, sleep
 from penstock.config.ledger import BudgetsConfig, LedgerConfig
 from penstock.config.tree import LogConfig
-from penstock.policy.budget import Budgets, Reservation
+from penstock.policy.limits.budget import Budgets, Reservation
 from penstock.policy.tenant import Tenant
 from penstock.telemetry.ledger import Ledger
+from penstock.telemetry.ledger_limits import LedgerLimits
 from penstock.telemetry.log import Log
 from penstock.types import TenantId
 
@@ -87,14 +88,9 @@ class Writer:
 
 async def main(directory: str, witness: str, first: str, last: str, seed: str) -> None:
     clock = SystemClock()
-    config = LedgerConfig(
-        directory=directory,
-        segment_bytes=256 * 1024,
-        journal_bytes_max=4 * 1024 * 1024,
-        deliver_ms=3,
-        fsync_ms=20,
-    )
-    ledger = Ledger(config, clock, Log(LogConfig(level="error"), clock))
+    limits = LedgerLimits(segment_bytes=256 * 1024, journal_bytes_max=4 * 1024 * 1024, deliver_ms=3)
+    config = LedgerConfig(directory=directory, fsync_ms=20)
+    ledger = Ledger(config, clock, Log(LogConfig(level="error"), clock), limits=limits)
     await ledger.start()
     budgets = Budgets(BudgetsConfig(), wall_offset_ns=clock.wall_ns() - clock.now_ns())
     budgets.restore(clock.now_ns(), await ledger.spent())

@@ -10,7 +10,7 @@ from penstock.clock import ManualClock
 from penstock.kv.cache.host_tier import HostLimits
 from penstock.kv.cache.manager import KVManager
 from penstock.kv.hashing import BlockHasher, token_array
-from penstock.schedule.limits import Limits
+from penstock.schedule.limits import Limits, resolve_max_running
 from penstock.schedule.plan import RequestOutput, StepPlan
 from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
 from penstock.schedule.queue import FCFSQueue, WaitingQueue
@@ -59,7 +59,7 @@ class ScheduledEngine:
         self.clock = ManualClock(now_ns=7)
         limits = Limits(
             step_tokens,
-            min(max_running, step_tokens),
+            resolve_max_running(max_running, step_tokens),
             max_model_len,
             scored_tokens,
             preemptions_max,

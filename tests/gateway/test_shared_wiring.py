@@ -3,11 +3,11 @@ import io
 from pathlib import Path
 
 from penstock.clock import SystemClock
-from penstock.config.flow import RateLimitsConfig, SharedConfig
+from penstock.config.flow import LimitsConfig, SharedConfig
 from penstock.config.tree import LogConfig
 from penstock.gateway.shared.limits import SharedLimits
 from penstock.gateway.shared.local_store import LeaseServer
-from penstock.policy.rate_limit import Refusal, Reservation
+from penstock.policy.limits.rate_limit import Refusal, Reservation
 from penstock.policy.tenant import Tenant
 from penstock.telemetry.log import Log
 from penstock.types import TenantId
@@ -18,7 +18,7 @@ WHO = Tenant(id=TenantId("t"), tokens_per_minute=60)  # One a second: the test i
 
 def limits(shared: SharedConfig, name: str) -> SharedLimits:
     log = Log(LogConfig(), CLOCK, stream=io.StringIO())
-    return SharedLimits(RateLimitsConfig(), shared, gateway=name, clock=CLOCK, log=log)
+    return SharedLimits(LimitsConfig(), shared, gateway=name, clock=CLOCK, log=log)
 
 
 def test_alone_it_is_a_limiter_and_nothing_else() -> None:

@@ -16,9 +16,9 @@ jwt = pytest.importorskip("jwt", reason="PyJWT is not installed (penstock[jwt])"
 from identity_provider import AUDIENCE, IdentityProvider, Key, raw_token
 from tenant_keys import ask
 
-from penstock.gateway.jwks import parse_jwks
-from penstock.gateway.tiers import Tenants
-from penstock.gateway.tokens import Tokens
+from penstock.gateway.identity.jwks import parse_jwks
+from penstock.gateway.identity.tiers import Tenants
+from penstock.gateway.identity.tokens import Tokens
 
 ISSUER = "https://id.example"
 RSA, OTHER, CURVE, EDWARDS = Key("rsa"), Key("other"), Key("ec", "ES256"), Key("ed", "EdDSA")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.routing import AdmissionConfig, ModelRoute, TtftTarget
-from penstock.policy.admit import LET_IN_SHARE, QUEUE_SHARE, Admission, effective_degrade
+from penstock.policy.admission.admit import LET_IN_SHARE, QUEUE_SHARE, Admission, effective_degrade
 from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Divert, Shed
 from penstock.policy.tenant import NOBODY, Tenant
 from penstock.types import TenantId

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from penstock.clock import NS_PER_S
-from penstock.config.ledger import BudgetsConfig, ModelPrice, PricesConfig
+from penstock.config.ledger import ModelPrice, PricesConfig
 from penstock.errors import BudgetExhausted
-from penstock.policy.budget import BudgetRefusal, Budgets, Reservation, Spent
-from penstock.policy.calendar import DAY_NS, day_of
-from penstock.policy.price import PriceList
+from penstock.policy.limits.budget import BudgetRefusal, Budgets, BudgetTerms, Reservation, Spent
+from penstock.policy.limits.calendar import DAY_NS, day_of
+from penstock.policy.limits.price import PriceList
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId, Usage
 
@@ -23,7 +23,7 @@ def tenant(day: int = 0, month: int = 0, name: str = "acme") -> Tenant:
 
 
 def budgets(**changes: object) -> Budgets:
-    return Budgets(BudgetsConfig(**changes), wall_offset_ns=JUNE_30)
+    return Budgets(BudgetTerms(**changes), wall_offset_ns=JUNE_30)
 
 
 def reserved(answer: Reservation | BudgetRefusal) -> Reservation:

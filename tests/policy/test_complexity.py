@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config.routing import AutoConfig, AutoModel, AutoTier
-from penstock.policy.complexity import Choice, ComplexityRouter, Features
+from penstock.policy.extras.complexity import Choice, ComplexityRouter, Features
 
 MODELS = (
     AutoModel(model="small", up_to=0.15),

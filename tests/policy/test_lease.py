@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.config.flow import RateLimitsConfig, SharedConfig
-from penstock.policy.lease import LeaseAsk, Leases
-from penstock.policy.lease_table import LeaseTable
-from penstock.policy.rate_limit import Limiter, Refusal, Reservation
+from penstock.config.flow import LimitsConfig, SharedConfig
+from penstock.policy.limits.lease import LeaseAsk, Leases
+from penstock.policy.limits.lease_table import LeaseTable
+from penstock.policy.limits.rate_limit import Limiter, Refusal, Reservation
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId
 
@@ -22,7 +22,7 @@ class Gateway:
 
     def __init__(self, name: str, config: SharedConfig) -> None:
         self.name, self.leases = name, Leases(config)
-        self.limiter = Limiter(RateLimitsConfig(), self.leases.make_bucket)
+        self.limiter = Limiter(LimitsConfig(), self.leases.make_bucket)
         self.live: deque[Reservation] = deque()
         self.used = 0
 

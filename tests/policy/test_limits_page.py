@@ -5,10 +5,10 @@ import re
 import pages
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.config.flow import RateLimitsConfig
-from penstock.policy.lease import Leases
-from penstock.policy.output_length import OutputLengths
-from penstock.policy.rate_limit import Limiter, Refusal, Reservation
+from penstock.config.flow import LimitsConfig
+from penstock.policy.estimates.output_length import OutputLengths
+from penstock.policy.limits.lease import Leases
+from penstock.policy.limits.rate_limit import Limiter, Refusal, Reservation
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId
 
@@ -36,7 +36,7 @@ def left(limiter: Limiter, now_ns: int) -> int:
 def test_one_request_with_numbers() -> None:
     taken = [pages.number(row[2]) for row in pages.table("limits", "when")]
     remaining = [row[3] for row in pages.table("limits", "when")]
-    limiter, at_ns = Limiter(LIMITS.rate_limits), 10 * NS_PER_S
+    limiter, at_ns = Limiter(LIMITS.limits), 10 * NS_PER_S
     held = reserved(limiter, 0)
     assert (held.reserved, left(limiter, 0)) == (taken[0], pages.number(remaining[0]))
     held.renew(0, EXPECTED)
@@ -53,7 +53,7 @@ def test_one_request_with_numbers() -> None:
 
 
 def test_the_headers_of_the_first_request() -> None:
-    limiter = Limiter(LIMITS.rate_limits)
+    limiter = Limiter(LIMITS.limits)
     reserved(limiter, 0)
     told = dict(re.findall(r"(x-ratelimit-[a-z-]+): (\S+)", PAGE))
     assert len(told) == 6
@@ -61,7 +61,7 @@ def test_the_headers_of_the_first_request() -> None:
 
 
 def test_two_hundred_refused_clients_have_places_in_the_refill() -> None:
-    limiter, who = Limiter(RateLimitsConfig()), Tenant(id=TenantId("acme"), tokens_per_minute=60_000)
+    limiter, who = Limiter(LimitsConfig()), Tenant(id=TenantId("acme"), tokens_per_minute=60_000)
     all_of_it = limiter.reserve(0, who, 60_000, 0)
     assert isinstance(all_of_it, Reservation)
     waits = []
@@ -82,7 +82,7 @@ def test_a_reload_leaves_what_was_used_used() -> None:
     used, before, after, remaining = map(
         pages.number, re.findall(r"(\d+) of (\d+) used and a new limit of ([\d,]+) leaves (\d+)", PAGE)[0]
     )
-    limiter = Limiter(RateLimitsConfig())
+    limiter = Limiter(LimitsConfig())
     limiter.reserve(0, Tenant(id=TenantId("a"), tokens_per_minute=before), used, 0)
     changed = Tenant(id=TenantId("a"), tokens_per_minute=after)
     limiter.reserve(0, changed, 0, 0)
@@ -90,7 +90,7 @@ def test_a_reload_leaves_what_was_used_used() -> None:
 
 
 def test_what_can_never_pass_is_refused_and_an_expected_answer_is_cut() -> None:
-    limiter = Limiter(LIMITS.rate_limits)
+    limiter = Limiter(LIMITS.limits)
     refusal = limiter.reserve(0, ACME, TIER.tokens_per_minute + 1, 1)
     assert isinstance(refusal, Refusal)
     assert refusal.kind == "too_large"
@@ -98,7 +98,7 @@ def test_what_can_never_pass_is_refused_and_an_expected_answer_is_cut() -> None:
 
 
 def test_expected_output_of_a_tenant_without_a_past() -> None:
-    assert OutputLengths(RateLimitsConfig()).expect(TenantId("new"), "m", 4000) == 256
+    assert OutputLengths(LimitsConfig()).expect(TenantId("new"), "m", 4000) == 256
     assert "without any, 256" in PAGE
 
 

@@ -8,7 +8,7 @@ import pages
 
 from penstock.config.flow import QueueConfig
 from penstock.config.routing import AdmissionConfig
-from penstock.policy.admit import Admission
+from penstock.policy.admission.admit import Admission
 from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Divert, Shed
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId

@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.config.flow import RateLimitsConfig
 from penstock.errors import InvalidRequest, Overloaded
-from penstock.policy.rate_headers import duration
-from penstock.policy.rate_limit import Limiter, Refusal, Reservation
+from penstock.policy.limits.rate_headers import duration
+from penstock.policy.limits.rate_limit import Limiter, RateTerms, Refusal, Reservation
 from penstock.policy.tenant import NOBODY, Tenant
 from penstock.types import TenantId
 
-CONFIG = RateLimitsConfig()
+CONFIG = RateTerms()
 
 
 def tenant(name: str = "t", **limits: int) -> Tenant:
@@ -148,7 +147,7 @@ def test_a_limit_that_came_later_is_not_paid_back_what_it_never_took() -> None:
 
 
 def test_idle_tenants_are_forgotten_and_nothing_is_lost_by_it() -> None:
-    limiter = Limiter(RateLimitsConfig(tenants_max=1000))
+    limiter = Limiter(RateTerms(tenants_max=1000))
     busy = tenant("busy", tokens_per_minute=60)
     admitted(limiter.reserve(0, busy, 30, 20))
     for number in range(20_000):
@@ -208,7 +207,7 @@ def test_two_hundred_refused_clients_that_obey_are_admitted_at_the_first_retry(l
 
 
 def test_the_line_of_the_refused_is_bounded_and_passes_by_itself() -> None:
-    limiter, who = Limiter(RateLimitsConfig(retry_after_max_s=30)), tenant(requests_per_minute=60)
+    limiter, who = Limiter(RateTerms(retry_after_max_s=30)), tenant(requests_per_minute=60)
     for _ in range(60):
         admitted(limiter.reserve(0, who, 1, 1))
     waits = [refused(limiter.reserve(0, who, 1, 1)).retry_after_ns for _ in range(500)]
@@ -230,7 +229,7 @@ class LimiterMachine(RuleBasedStateMachine):
 
     @initialize(burst_s=st.sampled_from([1.0, 7.5, 60.0]), shift_ns=st.integers(0, 10**12))
     def start(self, burst_s: float, shift_ns: int) -> None:
-        self.limiter = Limiter(RateLimitsConfig(burst_s=burst_s))
+        self.limiter = Limiter(RateTerms(burst_s=burst_s))
         self.who = tenant(tokens_per_minute=RATE, requests_per_minute=REQUESTS, concurrent_max=CONCURRENT)
         self.start_ns = self.now_ns = shift_ns
         self.burst, self.request_burst = int(RATE * burst_s) // 60, max(1, int(REQUESTS * burst_s) // 60)

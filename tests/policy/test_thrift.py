@@ -5,16 +5,16 @@ import pytest
 from penstock.config.flow import QueueConfig
 from penstock.config.ledger import BudgetsConfig, ModelPrice, PricesConfig
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig
+from penstock.policy.admission.gate import Gate, ModelFacts
+from penstock.policy.admission.thrift import Thrift
 from penstock.policy.answers import Diverted, Queued, Refused
-from penstock.policy.budget import Budgets, Spent
-from penstock.policy.control import FlowControl
 from penstock.policy.flow import Arrival
-from penstock.policy.gate import Gate, ModelFacts
+from penstock.policy.lifecycle.control import FlowControl
+from penstock.policy.limits.budget import Budgets, Spent
+from penstock.policy.limits.price import PriceList
 from penstock.policy.parts import Parts
-from penstock.policy.price import PriceList
-from penstock.policy.room import WorkerView
+from penstock.policy.queueing.room import WorkerView
 from penstock.policy.tenant import Tenant
-from penstock.policy.thrift import Thrift
 from penstock.types import RequestId, TenantId, WorkerId
 
 MICROS = 1_000_000

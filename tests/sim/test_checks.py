@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from penstock.clock import NS_PER_MS
-from penstock.policy.fair_queue import FairQueue
-from penstock.policy.lane import Lane
-from penstock.policy.rate_limit import Limiter
-from penstock.policy.room import Room
+from penstock.policy.limits.rate_limit import Limiter
+from penstock.policy.queueing.fair_queue import FairQueue
+from penstock.policy.queueing.lane import Lane
+from penstock.policy.queueing.room import Room
 from penstock.policy.tenant import Tenant
 from penstock.schedule.class_queue import ClassQueue
 from penstock.sim.checks import case

@@ -6,9 +6,9 @@ import pytest
 from sim_load import poisson
 
 from penstock.clock import NS_PER_S
-from penstock.config.flow import RateLimitsConfig
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config, EngineConfig
+from penstock.policy.limits.rate_limit import RateTerms
 from penstock.sim.world.worker import WorkerSpec
 from penstock.sim.world.world import PoolSpec, World, WorldSpec
 
@@ -20,7 +20,7 @@ QUOTA = replace(
 )
 UNCACHED = replace(TIGHT, engine=EngineConfig(max_running=8, prefix_cache=False, scheduling="fcfs"))
 SLICED = Config(
-    rate_limits=RateLimitsConfig(slice_tokens=16),
+    limits=RateTerms(slice_tokens=16),
     admission=AdmissionConfig(ttft_target_ms=0, tpot_target_ms=0, targets=()),
 )
 """Nothing is promised, so that nothing is refused."""

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.policy.worker_state import WorkerState
+from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.worker import Stats
 from penstock.telemetry.catalog import CATALOG, Endpoint, Outcome
 from penstock.telemetry.metrics import CONTENT_TYPE, EngineStats, Metrics, RequestRecord

@@ -12,7 +12,7 @@ from test_foreign_conformance import tools
 
 from penstock.backends.base import GenerateRequest
 from penstock.backends.http.external import ForeignWorker, make_backend
-from penstock.config.tree import LimitsConfig
+from penstock.config.flow import LimitsConfig
 from penstock.protocol.needs import constraint_of, rare_needs
 from penstock.protocol.openai_validate import parse_chat
 from penstock.text.tokenizer import Tokenizer

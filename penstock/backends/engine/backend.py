@@ -13,11 +13,11 @@ from msgspec.structs import replace
 from penstock.backends.base import BackendStatus, GenerateRequest, Note, Phase, Sink, nothing
 from penstock.backends.draining import end_streams
 from penstock.backends.engine.auth import Handshake, Refused, WorkerKey
+from penstock.backends.engine.heartbeat import HeartbeatTerms
 from penstock.backends.engine.kv import KVEventListener, KVSubscription
 from penstock.backends.engine.link import WorkerLink
 from penstock.backends.engine.stream import OwnStream
 from penstock.clock import Clock, sleep
-from penstock.config.health import HeartbeatConfig
 from penstock.errors import WorkerUnavailable
 from penstock.kv.hashing import token_bytes
 from penstock.protocol.address import Address
@@ -57,7 +57,7 @@ class OwnBackend:
         self,
         tokenizer: Tokenizer,
         clock: Clock,
-        heartbeat: HeartbeatConfig = HeartbeatConfig(),  # noqa: B008 - it is frozen.
+        heartbeat: HeartbeatTerms = HeartbeatTerms(),  # noqa: B008 - it is frozen.
         *,
         key: WorkerKey | None = None,
     ) -> None:

@@ -38,7 +38,7 @@ from penstock.cli.output import check_place, screen_beside, write_to
 from penstock.clock import NS_PER_MS, SystemClock, sleep
 from penstock.config.routing import TPOT_TARGET_MS, TTFT_TARGET_MS
 from penstock.errors import ConfigError
-from penstock.policy.promise import Promise
+from penstock.policy.admission.promise import Promise
 
 PROBE_WORDS = (64, 256)
 REFRESH_S = 0.2

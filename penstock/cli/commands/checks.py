@@ -18,7 +18,7 @@ from penstock.bench.environment import cpu_info, cpu_name, installed_version
 from penstock.cli.commands.torch_facts import TorchFacts
 from penstock.config.presets import DEMO_MODELS, REPOSITORY, resolve
 from penstock.errors import OperatorError
-from penstock.gateway.wire_limits import WIRE_LIMITS
+from penstock.gateway.http.wire_limits import WIRE_LIMITS
 
 PROBE_TIMEOUT_S = 120
 MEMORY_WARN_BYTES = 2 << 30

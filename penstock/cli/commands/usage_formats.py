@@ -12,7 +12,7 @@ from penstock.cli.tables import Column, Fitted
 from penstock.cli.tables import Row as TableRow
 from penstock.cli.tables import row as table_row
 from penstock.errors import ConfigError
-from penstock.policy.price import MICROS
+from penstock.policy.limits.price import MICROS
 from penstock.telemetry.ledger_reader import Row, Totals
 
 COUNTS = ("requests", "failed", "prompt_tokens", "cached_tokens", "completion_tokens")

@@ -30,7 +30,7 @@ from penstock.fleet.sources.discovery import Discovery
 from penstock.fleet.sources.static import attached
 from penstock.fleet.wanted import Attached, Wanted
 from penstock.gateway.app import Gateway
-from penstock.gateway.siblings import Siblings
+from penstock.gateway.shared.siblings import Siblings
 from penstock.protocol.siblings import ChildLaunch, ChildNews
 from penstock.protocol.worker_auth import link_key_of
 from penstock.telemetry.log import Log

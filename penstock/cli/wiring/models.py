@@ -12,8 +12,8 @@ from penstock.config.presets import resolve, served_name
 from penstock.config.tree import Config, ModelConfig
 from penstock.errors import CheckpointError
 from penstock.fleet.registry import Registry
-from penstock.gateway.models import ServedModel
-from penstock.gateway.public import PublicPrefixes
+from penstock.gateway.models.public import PublicPrefixes
+from penstock.gateway.models.served import ServedModel
 from penstock.models.config import read_config
 from penstock.telemetry.metrics import Metrics
 from penstock.text.chat import ChatTemplate
@@ -60,7 +60,6 @@ def make_tools(config: Config, metrics: Metrics, clock: Clock) -> Tools:
         clock=clock,
         meters=metrics.backend,
         draw=rng.stream(rng.fresh_seed(), "probes").random,
-        heartbeat=config.health.heartbeat,
     )
 
 

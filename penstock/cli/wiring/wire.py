@@ -33,7 +33,7 @@ from penstock.fleet.sources.discovery import Discovery
 from penstock.fleet.sources.static import attached, launched
 from penstock.fleet.wanted import Wanted
 from penstock.gateway.app import Gateway
-from penstock.policy.worker_state import WorkerState
+from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.siblings import Order, WorkerAt
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
@@ -141,11 +141,9 @@ class Stack:
         tokenizer = part.served.tokenizer
         engine = promised(with_quota(model.engine, self._config), self._config.admission)
         wanted = msgspec.structs.replace(model, engine=engine)
-        cores, heartbeat = shared_cores(self._config.fleet), self._config.health.heartbeat
+        cores = shared_cores(self._config.fleet)
         found: list[Wanted] = [
-            *launched(
-                wanted, part.path, self._launcher, tokenizer, self._clock, heartbeat=heartbeat, cores=cores
-            )
+            *launched(wanted, part.path, self._launcher, tokenizer, self._clock, cores=cores)
         ]
         if self._processes is None:
             found += attached(model, tokenizer, self._tools)

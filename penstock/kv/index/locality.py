@@ -4,7 +4,7 @@
     placement  match(now, keys) -> Located: who has how much;   sent(now, worker, keys), answered(now, worker, keys, cached)
     fleet      add(worker, ...) -> Residency, which is told the worker's KV events;   remove(worker)
 
-Pure: gateway and simulator use this same object. It fulfils what a placement asks for (`policy/locality.py`), where workers go by
+Pure: gateway and simulator use this same object. It fulfils what a placement asks for (`policy/placement/locality.py`), where workers go by
 their ids; inside they are numbers.
 """
 

@@ -7,11 +7,12 @@ import msgspec
 
 from penstock import rng
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.config.flow import QueueConfig, RateLimitsConfig, SharedConfig
-from penstock.config.health import BreakerConfig, HealthConfig
-from penstock.config.hedge import HedgeConfig
+from penstock.config.flow import QueueConfig, SharedConfig
 from penstock.config.tree import Config, EngineConfig
 from penstock.planning.step_time import LinearStepTime
+from penstock.policy.limits.rate_limit import RateTerms
+from penstock.policy.resilience.breaker import BreakerTerms
+from penstock.policy.resilience.health import HealthTerms
 from penstock.policy.tenant import Tenant
 from penstock.sim.checks.checks import Checks, Recovery, Violation
 from penstock.sim.traffic.request import Segment, SimRequest
@@ -66,7 +67,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 def draw_case(seed: int) -> Case:
     """A small world, some seconds of mixed load, and faults in the first half of them: all from the seed."""
-    random = rng.stream(seed, "sim/checks/case")
+    random = rng.stream(seed, "sim/case")
     gateways = random.choice((1, 1, 2, 3))
     shape = Shape(
         workers=random.randint(1, 5),
@@ -218,11 +219,12 @@ def _spec(case: Case) -> WorldSpec:
     )
     config = Config(
         queue=QueueConfig(requests_max=shape.queue_max),
-        rate_limits=RateLimitsConfig(slice_tokens=32),
+        limits=RateTerms(slice_tokens=32),
         # Open for at most 3 s, so that all of it happens in a case: `_recovery` allows 5 s.
-        health=HealthConfig(
-            breaker=BreakerConfig(window_s=4, attempts_min=5, open_s=1, open_max_s=3),
-            hedge=HedgeConfig(enabled=shape.hedge_after_ms > 0, after_ms=shape.hedge_after_ms, share=0.1),
+        health=HealthTerms(
+            breaker=BreakerTerms(window_s=4, attempts_min=5, open_s=1, open_max_s=3),
+            hedge_share=0.1 if shape.hedge_after_ms else 0.0,
+            hedge_after_ms=shape.hedge_after_ms,
         ),
         shared=SharedConfig(store="redis", url="redis://store") if shape.is_shared else SharedConfig(),
     )

@@ -14,12 +14,14 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from penstock.clock import NS_PER_MS, NS_PER_S
+from penstock.config.branch import extended
 from penstock.config.tree import Config
-from penstock.policy.band import Band, Work
 from penstock.policy.flow import State
-from penstock.policy.lane import Lane
-from penstock.policy.life import blocks_of
-from penstock.policy.room import Room, goes_on_at
+from penstock.policy.lifecycle.life import blocks_of
+from penstock.policy.placement_terms import PlacementTerms
+from penstock.policy.queueing.band import Band, Work
+from penstock.policy.queueing.lane import Lane
+from penstock.policy.queueing.room import Room, goes_on_at
 from penstock.sim.world.gateway import SimGateway
 from penstock.sim.world.messages import Submission
 from penstock.types import RequestId, WorkerId
@@ -141,7 +143,7 @@ class OrderChecks:
         if lane is None or not lane.queue.num_waiting or (due_ns is not None and due_ns <= now_ns):
             return ""
         look = _Look(now_ns, lane, gateway.health.blocked(now_ns, route))
-        most_ns = int(self._config.routing.placement.hold_ms_max * NS_PER_MS) + 1
+        most_ns = int(extended(self._config.routing.placement, PlacementTerms).hold_ms_max * NS_PER_MS) + 1
         rooms = [room for room in lane.rooms if room.view.ready and not room.held]
         for band in lane.queue.bands:
             for work in self._looked_at(band):

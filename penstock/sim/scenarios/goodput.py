@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from penstock.clock import NS_PER_S
-from penstock.policy.band import PROMPT_COST, cost
+from penstock.schedule.fair_share import PROMPT_COST, cost
 from penstock.sim.report.figures import Objective
 from penstock.sim.scenarios.parts import ANSWER, WORKER_RPS
 from penstock.sim.scenarios.scenario import pool, setup
@@ -59,7 +59,7 @@ def drained_s(played: Played) -> float:
 
 
 def served(played: Played, of: Callable[[RequestRecord], str]) -> Mapping[str, float]:
-    """What classes of requests were served as promised, as the queue counts service (policy/band.py): per second."""
+    """What classes of requests were served as promised, as the queue counts service (policy/queueing/band.py): per second."""
     found: Counter[str] = Counter()
     for record in played.records:
         if played.good(record):

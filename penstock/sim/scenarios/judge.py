@@ -1,6 +1,6 @@
 """Which requests of a run were answered as promised: what goodput counts, by what the workers really take and not by what gateways learned.
 
-promise   by band and tier (policy/promise.py), never less than `idle_factor` times what an idle worker takes for the request:
+promise   by band and tier (policy/admission/promise.py), never less than `idle_factor` times what an idle worker takes for the request:
 its uncached prompt in steps of its own, and one row's step per further token
 """
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from penstock.config.routing import AdmissionConfig
 from penstock.planning.step_time import StepShape, StepTime
-from penstock.policy.promise import Promise, Promises
+from penstock.policy.admission.promise import Promise, Promises
 from penstock.policy.record import Outcome
 from penstock.policy.tenant import NOBODY, Tenant
 from penstock.sim.traffic.request import RequestRecord

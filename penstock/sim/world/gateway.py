@@ -3,7 +3,7 @@
     arrive, cancel ──> FlowControl ──> Start, Evict, Abort ──> Network ──> workers
     heard, reported <── Network <── workers
 
-The other driver of the same objects is gateway/dispatch.py, on an event loop and with bytes.
+The other driver of the same objects is gateway/dispatch/dispatcher.py, on an event loop and with bytes.
 """
 
 from collections.abc import Sequence
@@ -12,24 +12,24 @@ from penstock import rng
 from penstock.clock import NS_PER_S
 from penstock.errors import EngineFault, PenstockError, StreamBroken, WorkerUnavailable
 from penstock.kv.events import Numbered
+from penstock.policy.admission.gate import Gate, ModelFacts
+from penstock.policy.admission.thrift import Thrift
 from penstock.policy.answers import Abort, Diverted, Evict, FallBack, Refused, Settled, Start
-from penstock.policy.budget import Budgets
-from penstock.policy.control import FlowControl
+from penstock.policy.estimates.output_length import OutputLengths
+from penstock.policy.extras.hedge import HedgeOutcome, Hedges
+from penstock.policy.extras.quarantine import Quarantine
 from penstock.policy.flow import Arrival, Flow
-from penstock.policy.gate import Gate, ModelFacts
-from penstock.policy.health import FleetHealth
-from penstock.policy.hedge import HedgeOutcome, Hedges
-from penstock.policy.lease import Leases
-from penstock.policy.life import continued
-from penstock.policy.output_length import OutputLengths
-from penstock.policy.pace import Pace
+from penstock.policy.lifecycle.control import FlowControl
+from penstock.policy.lifecycle.life import continued
+from penstock.policy.limits.budget import Budgets
+from penstock.policy.limits.lease import Leases
+from penstock.policy.limits.price import PriceList
+from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.parts import Parts
-from penstock.policy.price import PriceList
-from penstock.policy.quarantine import Quarantine
-from penstock.policy.rate_limit import Limiter
+from penstock.policy.queueing.pace import Pace
+from penstock.policy.queueing.room import WorkerView
 from penstock.policy.record import Outcome, UsageRecord
-from penstock.policy.room import WorkerView
-from penstock.policy.thrift import Thrift
+from penstock.policy.resilience.health import FleetHealth
 from penstock.sim.traffic.prompts import LazyTokens
 from penstock.sim.traffic.request import RequestRecord, SimRequest
 from penstock.sim.world.caches import Asked, Caches
@@ -70,13 +70,13 @@ class SimGateway:
         self.clock.time_ns = timeline.now_ns()
         self.prices = PriceList(config.prices)
         self._keeper: LeaseKeeper | None = None
-        self.limiter = Limiter(config.rate_limits)
+        self.limiter = Limiter(config.limits)
         if store is not None:
             leases = Leases(config.shared)
             self._keeper = LeaseKeeper(
                 leases, store, timeline, actor=actor, name=f"{number}-{life}", link_ns=facts.link_ns
             )
-            self.limiter = Limiter(config.rate_limits, leases.make_bucket)
+            self.limiter = Limiter(config.limits, leases.make_bucket)
             self._keeper.start(timeline.now_ns())
         self.budgets = Budgets(config.budgets, wall_offset_ns=self.clock.wall_ns() - self.clock.now_ns())
         thrift = Thrift(self.budgets, self.prices)
@@ -84,20 +84,18 @@ class SimGateway:
         self.caches = Caches(config, hash_key=facts.hash_key, seed=facts.seed, gateway=number)
         self.num_hedges: dict[HedgeOutcome, int] = dict.fromkeys(HedgeOutcome, 0)
         """By what came of them."""
-        hedge = config.health.hedge
-        self.hedges = Hedges(hedge, self._count_hedge) if hedge.enabled else None
+        self.hedges = Hedges(config.health, self._count_hedge) if config.health.hedge_share else None
         self.health = FleetHealth(config.health, rng.stream(facts.seed, f"breakers/{number}/{life}").random)
         parts = Parts(
             admission=self.gate,
             limits=self.limiter,
             budgets=self.budgets,
             prices=self.prices,
-            lengths=OutputLengths(config.rate_limits),
+            lengths=OutputLengths(config.limits),
             placement=facts.placement or self.caches.placement,
-            slice_tokens=config.budgets.slice_tokens,
             health=self.health,
             hedges=self.hedges,
-            poison=Quarantine(config.health.quarantine),
+            poison=Quarantine(config.health),
             pace=lambda: Pace(config.admission, config.routing.placement),
             migrations_max=config.health.migrations_max,
         )

@@ -13,7 +13,9 @@ from msgspec import structs
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.collector import calm
+from penstock.config.branch import extended
 from penstock.kv.events import KVEvent, Numbered
+from penstock.policy.limits.rate_limit import SLICE_TOKENS, RateTerms
 from penstock.policy.record import UsageRecord
 from penstock.sim.traffic.request import RequestRecord, SimRequest, unreachable
 from penstock.sim.traffic.streams import Streams
@@ -84,7 +86,7 @@ class World:
         self.use_by_kind: dict[str, tuple[int, int]] = {}
         """Nanoseconds that workers of each kind were there, and were in steps; of those that are left, until now."""
         config = spec.config
-        self.slice_tokens = min(config.rate_limits.slice_tokens, config.budgets.slice_tokens)
+        self.slice_tokens = min(extended(config.limits, RateTerms).slice_tokens, SLICE_TOKENS)
         self.report_ns = spec.report_ns
         for pool in spec.pools:
             for _ in range(pool.count):
