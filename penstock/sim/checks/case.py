@@ -67,7 +67,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 def draw_case(seed: int) -> Case:
     """A small world, some seconds of mixed load, and faults in the first half of them: all from the seed."""
-    random = rng.stream(seed, "sim/checks/case")
+    random = rng.stream(seed, "sim/case")
     gateways = random.choice((1, 1, 2, 3))
     shape = Shape(
         workers=random.randint(1, 5),
