@@ -46,8 +46,9 @@ ROOMS = {
         "queueing": "estimates .",
         "placement": "queueing estimates .",
         "admission": "queueing limits estimates .",
-        "lifecycle": "admission placement queueing resilience limits estimates .",
-        "extras": "lifecycle placement queueing estimates .",
+        "requests": "queueing limits estimates .",
+        "extras": "requests placement queueing estimates .",
+        "lifecycle": "extras requests admission placement queueing resilience limits estimates .",
     },
     "backends": {
         ".": "",
@@ -81,8 +82,6 @@ LEFT = {
     "policy.parts -> queueing",
     "policy.parts -> extras",
     "policy.queueing.lane -> extras",
-    "policy.lifecycle.race -> extras",
-    "policy.lifecycle.deaths -> extras",
 }
 PURE = {"kv", "models", "planning", "policy", "schedule", "protocol"}
 OUTSIDE = {
