@@ -18,7 +18,7 @@ class Endpoint(enum.StrEnum):
     COMPLETIONS = "completions"
 
 
-class Outcome(enum.StrEnum):
+class OutcomeLabel(enum.StrEnum):
     """How a request ended, as operators count it. The first four are answers."""
 
     STOP = "stop"

@@ -22,7 +22,7 @@ from penstock.policy.extras.complexity_marks import (
     tools_mark,
     words_of,
 )
-from penstock.policy.placement.decision_log import ModelChoice
+from penstock.policy.placement.decision_log import ComplexityChoice
 
 _CHARS_PER_TOKEN = 4
 """Good enough for one mark: the model, and so its tokenizer, is not chosen yet."""
@@ -53,7 +53,7 @@ class ComplexityRouter:
         self._bounds = _bounds_of(config)
         self._least = {tier.tier: self._models.index(tier.model_min) for tier in config.tiers}
 
-    def choose(self, features: Features, may: Callable[[str], bool]) -> ModelChoice | None:
+    def choose(self, features: Features, may: Callable[[str], bool]) -> ComplexityChoice | None:
         """The model for a request, among those that `may` answer it; None if none may.
 
         `may` knows what the caller is allowed, and whether the model has the tools and the context. If the
@@ -67,7 +67,7 @@ class ComplexityRouter:
         for place, i in enumerate(order):
             if may(self._models[i]):
                 passed_over = tuple(self._models[other] for other in order[:place])
-                return ModelChoice(self._models[i], complexity, parts, passed_over)
+                return ComplexityChoice(self._models[i], complexity, parts, passed_over)
         return None
 
     def parts(self, features: Features) -> tuple[tuple[str, float], ...]:
