@@ -9,7 +9,7 @@
 Whichever comes first wins; everything after it is ignored. `push` runs once per stream and step: it is the
 relay's hot path, so all that is only needed at the ends stays out of it.
 
-Tokens may wait here for a moment: those of a read that brings several steps (`gather`, then `let_go`), and of an answer that nobody
+Tokens may wait here for a moment: those of a read that brings several steps (`gather`, then `release_buffered`), and of an answer that nobody
 reads before its end, in pieces. Whatever ends the stream tells them first.
 
 What the sink has heard is a function of the tokens alone, however they were cut into steps: so the detokenizer and the stop
@@ -111,7 +111,7 @@ class EngineStream:
         return self._usage if self._first_ns else None
 
     def gather(self, output: Output) -> bool:
-        """One step's output, of which more came with it. True: what it gave is held until `let_go` is called."""
+        """One step's output, of which more came with it. True: what it gave is held until `release_buffered` is called."""
         plain = (
             output.finish is None and output.usage is None and output.logprobs is None and output.token_ids
         )
