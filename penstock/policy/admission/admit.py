@@ -21,8 +21,8 @@ import msgspec
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.routing import AdmissionConfig, ModelRoute
-from penstock.policy.admission.comeback import ComebackTimes
 from penstock.policy.admission.promise import IDLE_FACTOR, Promises
+from penstock.policy.admission.retry_after import RetryAfterSchedule
 from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Decision, Divert, Shed
 from penstock.policy.limits.tenant_limits import may_use_model
 from penstock.policy.tenant import Degrade, Tenant
@@ -66,7 +66,9 @@ class AdmissionControl:
         """`routes` without loops: the configuration is checked for them."""
         self._promises = Promises(config)
         self._routes = {route.model: route for route in routes}
-        self._comebacks = ComebackTimes(wait_ns_max=round(RETRY_AFTER_MAX_S * NS_PER_S), kept=RETRIES_KEPT)
+        self._comebacks = RetryAfterSchedule(
+            wait_ns_max=round(RETRY_AFTER_MAX_S * NS_PER_S), kept=RETRIES_KEPT
+        )
 
     def decide(self, now_ns: int, facts: AdmitFacts) -> Decision:
         """Admit, divert or shed. O(1) where the request starts at once, else O(fallbacks)."""

@@ -23,6 +23,7 @@ from penstock.policy.extras.complexity_marks import (
     tools_mark,
     words_of,
 )
+from penstock.policy.placement.decision_log import ComplexityChoice
 
 _CHARS_PER_TOKEN = 4
 """Good enough for one mark: the model, and so its tokenizer, is not chosen yet."""
@@ -39,23 +40,6 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
     """Tools that it defines."""
     num_tool_results: int = 0
     tier: str = ""
-
-
-@dataclass(slots=True, frozen=True)
-class ComplexityChoice:
-    """The model and why."""
-
-    model: str
-    complexity: float
-    parts: tuple[tuple[str, float], ...]
-    """What each mark added (or took off), those that did; largest first."""
-    passed_over: tuple[str, ...] = ()
-    """Models that would have come before, and may not answer: not allowed, without tools, not ready, or too small."""
-
-    def explain(self) -> str:
-        """For a log line or a header: `complexity=0.31 (code .20, tokens .05, simple -.05)`."""
-        parts = ", ".join(f"{name} {_short(value)}" for name, value in self.parts)
-        return f"complexity={self.complexity:.2f}" + (f" ({parts})" if parts else "")
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -98,7 +82,7 @@ class ComplexityRouter:
 
     __slots__ = ("_bounds", "_least", "_models", "_terms")
 
-    def __init__(self, config: AutoConfig, terms: AutoTerms = AutoTerms()) -> None:
+    def __init__(self, config: AutoConfig, terms: AutoTerms = AutoTerms()) -> None:  # noqa: B008 - frozen.
         assert config.models, "without models there is no auto"
         self._terms = terms
         self._models = [model.model for model in config.models]
@@ -164,7 +148,3 @@ def _bounds_of(config: AutoConfig, cost_bias: float) -> list[float]:
         bias = cost_bias * math.log10(max(larger.cost / model.cost, 1.0))
         bounds.append(min(1.0, model.up_to + bias))
     return [*bounds, 1.0]
-
-
-def _short(value: float) -> str:
-    return f"{value:.2f}".replace("0.", ".", 1)

@@ -53,7 +53,7 @@ class QueueTerms(QueueConfig, frozen=True, kw_only=True):
     """Other starts of a request whose worker failed before any output."""
     worker_credit: int = 4
     """Streams that an engine of ours is given beyond its `max_running`, so that it never waits for us."""
-    foreign_concurrency: int = 64
+    external_concurrency: int = 64
     """Streams that a worker is given which does not tell how many it runs."""
     shed_kv_to: float = 0.9
     """Down to which share of a worker's KV blocks streams of lower bands end."""
