@@ -82,7 +82,7 @@ class ComplexityRouter:
 
     __slots__ = ("_bounds", "_least", "_models", "_terms")
 
-    def __init__(self, config: AutoConfig, terms: AutoTerms = AutoTerms()) -> None:  # noqa: B008 - frozen.
+    def __init__(self, config: AutoConfig, terms: AutoTerms = AutoTerms()) -> None:
         assert config.models, "without models there is no auto"
         self._terms = terms
         self._models = [model.model for model in config.models]
