@@ -26,6 +26,7 @@ from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.fair_queue import Full
 from penstock.policy.queueing.lane import Lane
 from penstock.policy.queueing.room import WorkerView
+from penstock.policy.queueing.terms import queue_terms
 from penstock.policy.record import Outcome
 from penstock.policy.requests.account import Accounts
 from penstock.policy.requests.endings import Action, Evict, Settled
@@ -46,7 +47,7 @@ class FlowControl:
     )  # fmt: skip
 
     def __init__(self, config: QueueConfig, parts: Parts | None = None) -> None:
-        self._config, self._parts = config, parts or Parts()
+        self._config, self._parts = queue_terms(config), parts or Parts()
         self._accounts = Accounts(self._parts)
         self._requests: dict[RequestId, Request] = {}
         self._fallbacks = Fallbacks(self._parts, self._accounts, self._requests, self._look)

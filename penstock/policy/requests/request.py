@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.config.flow import QueueConfig
 from penstock.policy.flow import TABLE, Event, RequestFacts, State, Step
 from penstock.policy.parts import Pass
 from penstock.policy.queueing.band import Work, cost
 from penstock.policy.queueing.kv_pressure import RunningStream, blocks_to_free, choose_victims
 from penstock.policy.queueing.lane import Lane
 from penstock.policy.queueing.room import Room
+from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.policy.requests.account import Holds
 from penstock.policy.requests.usage_sum import UsageSum
@@ -255,7 +255,7 @@ def blocks_held(request: Request) -> int:
     return -(-tokens // BLOCK_TOKENS)
 
 
-def victims(config: QueueConfig, lane: Lane, room: Room, requests: Sequence[Request]) -> Sequence[str]:
+def victims(config: QueueTerms, lane: Lane, room: Room, requests: Sequence[Request]) -> Sequence[str]:
     """Whom to end at a worker whose KV memory is nearly full, for the sake of a higher band there or in the queue."""
     view = room.view
     need = blocks_to_free(
