@@ -280,7 +280,7 @@ class HttpClient:
 
     def connect(self, exchange: HttpExchange) -> None:
         """Make a connection for it."""
-        exchange.wait("a connection", self.config.connect_timeout_s)
+        exchange.wait(f"a connection to {self.address.authority}", self.config.connect_timeout_s)
         exchange.connecting(asyncio.create_task(self._connect(exchange), name=f"connect {self.address}"))
 
     def ended(self, exchange: HttpExchange) -> None:
@@ -345,7 +345,7 @@ class _Connection(asyncio.Protocol):
         """Send a request, and bring its answer."""
         assert self._exchange is None, "one exchange at a time"
         if self._transport is None or self._transport.is_closing():
-            exchange.lost(HttpFailure(Trouble.BROKEN, "the worker closed the connection"), was_heard=False)
+            exchange.lost(HttpFailure(Trouble.BROKEN, "the server closed the connection"), was_heard=False)
             return
         self._exchange, self._heard, self._status = exchange, False, 0
         self._transport.write(exchange.request)
@@ -378,7 +378,7 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except cast(Any, httptools).HttpParserUpgrade:
-            self._fail(Trouble.MALFORMED, "the worker wants another protocol")
+            self._fail(Trouble.MALFORMED, "the server wants another protocol")
         except cast(Any, httptools).HttpParserError as error:
             self._fail(Trouble.MALFORMED, f"the answer is not HTTP/1.1: {error}")
 
@@ -397,7 +397,7 @@ class _Connection(asyncio.Protocol):
         ):
             exchange.complete()  # No length was given: the end of the connection is the end of the body.
             return
-        why = f"the connection broke: {exc}" if exc else "the worker closed the connection"
+        why = f"the connection broke: {exc}" if exc else "the server closed the connection"
         exchange.lost(HttpFailure(Trouble.BROKEN, why), was_heard=self._heard)
 
     # httptools calls these.
