@@ -22,7 +22,7 @@ ALLOWED = {
     "policy": "schedule kv clock types errors config",
     "protocol": "types errors config",
     "text": "types errors config",
-    "telemetry": "policy clock types errors config",
+    "telemetry": "policy protocol kv clock types errors config",
     "engine": "text telemetry schedule kv models protocol clock rng types errors config",
     "backends": "engine text telemetry protocol kv clock types errors config",
     "gateway": "fleet backends text telemetry policy protocol kv clock rng types errors config",
