@@ -10,7 +10,7 @@ from typing import Protocol
 from penstock.backends.base import Backend
 from penstock.backends.engine.auth import WorkerKey
 from penstock.backends.engine.backend import OwnBackend
-from penstock.backends.engine.heartbeat import HeartbeatTerms
+from penstock.backends.heartbeat import HeartbeatTerms
 from penstock.backends.http.external import ForeignWorker, Tools, make_backend
 from penstock.clock import Clock
 from penstock.config.fleet import WorkerConfig

@@ -13,9 +13,9 @@ from msgspec.structs import replace
 
 from penstock.backends.base import Phase
 from penstock.backends.engine.backend import OwnBackend
-from penstock.backends.engine.heartbeat import HeartbeatTerms
 from penstock.backends.engine.link import WorkerLink
 from penstock.backends.engine.stream import OwnStream
+from penstock.backends.heartbeat import HeartbeatTerms
 from penstock.clock import ManualClock
 from penstock.errors import (
     ContextTooLong,

@@ -8,7 +8,7 @@ from byte_tokenizer import byte_tokenizer
 from step_gate import ENVIRONMENT
 
 from penstock.backends.engine.backend import OwnBackend
-from penstock.backends.engine.heartbeat import HeartbeatTerms
+from penstock.backends.heartbeat import HeartbeatTerms
 from penstock.clock import SystemClock
 from penstock.config.tree import EngineConfig
 from penstock.fleet.launchers.base import WorkerSpec

@@ -13,10 +13,10 @@ from msgspec.structs import replace
 from penstock.backends.base import BackendStatus, GenerateRequest, Note, Phase, Sink, nothing
 from penstock.backends.draining import end_streams
 from penstock.backends.engine.auth import Handshake, LinkRefused, WorkerKey
-from penstock.backends.engine.heartbeat import HeartbeatTerms
 from penstock.backends.engine.kv import KVEventListener, KVSubscription
 from penstock.backends.engine.link import WorkerLink
 from penstock.backends.engine.stream import OwnStream
+from penstock.backends.heartbeat import HeartbeatTerms
 from penstock.clock import Clock, sleep
 from penstock.errors import WorkerUnavailable
 from penstock.kv.hashing import token_bytes

@@ -8,7 +8,7 @@ asked for a sign of life, then doubted, then given up: whatever it may say later
 import asyncio
 from typing import Protocol, cast
 
-from penstock.backends.engine.heartbeat import Beat, Heartbeat, HeartbeatTerms
+from penstock.backends.heartbeat import Beat, Heartbeat, HeartbeatTerms
 from penstock.protocol.address import Address, UnixAddress
 from penstock.protocol.worker import (
     MAX_FRAME_BYTES,

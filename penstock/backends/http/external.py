@@ -6,7 +6,7 @@ A new engine is a dialect (dialect.py), its names for its load (engine_metrics.p
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from penstock.backends.engine.heartbeat import HeartbeatTerms
+from penstock.backends.heartbeat import HeartbeatTerms
 from penstock.backends.http.backend import HttpBackend
 from penstock.backends.http.client import HttpAddress, HttpClient
 from penstock.backends.http.dialects.base import Dialect

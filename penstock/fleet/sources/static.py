@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from penstock.backends.engine.heartbeat import HeartbeatTerms
+from penstock.backends.heartbeat import HeartbeatTerms
 from penstock.backends.http.external import Tools
 from penstock.clock import Clock
 from penstock.config.launch import share_of

@@ -19,9 +19,11 @@ import jwt
 import msgspec
 
 from penstock.clock import NS_PER_S, Clock, sleep
+from penstock.config.branch import extended
 from penstock.config.tenancy import JwtConfig
 from penstock.config.tenancy_checks import url_problem
 from penstock.errors import IdentityUnavailable
+from penstock.gateway.identity.jwt_terms import JwtTerms
 from penstock.telemetry.log import Log
 
 WELL_KNOWN = "/.well-known/openid-configuration"
@@ -87,7 +89,8 @@ class ProviderKeys:
     """The provider's keys as they are known now. `run` must run for them to be."""
 
     def __init__(self, config: JwtConfig, *, clock: Clock, log: Log, fetch: Fetch | None = None) -> None:
-        self._config, self._clock, self._log = config, clock, log
+        self._config = extended(config, JwtTerms)
+        self._clock, self._log = clock, log
         self._fetch: Fetch = fetch or self._get
         self._keys: Mapping[str, SigningKey] = {}
         self._began_ns: int | None = None
