@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from penstock.backends.http.address import HttpAddress
 from penstock.backends.http.client import HttpClient
-from penstock.backends.http.handler import HttpFailure, Trouble
+from penstock.backends.http.handler import FailureKind, HttpFailure
 from penstock.backends.http.limits import HttpLimits
 from penstock.clock import SystemClock
 from penstock.errors import ConfigError, PenstockError
@@ -134,9 +134,9 @@ class _Answer:
             self.done.set_result(ApiResponse(self._status, bytes(self._body), self._retry_after_s))
 
     def on_failure(self, failure: HttpFailure) -> None:
-        if failure.trouble is Trouble.CONNECT:
+        if failure.kind is FailureKind.CONNECT:
             self._fail(CannotConnect(failure.message))
-        elif failure.trouble is Trouble.TIMEOUT:
+        elif failure.kind is FailureKind.TIMEOUT:
             self._fail(EndpointError(f"no complete answer within {self._limits.request_timeout_s:g} s"))
         else:
             self._fail(EndpointError(failure.message))
