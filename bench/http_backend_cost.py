@@ -25,9 +25,9 @@ from penstock.backends.http.dialects.sglang import SglangDialect
 from penstock.backends.http.dialects.tgi import TgiDialect
 from penstock.backends.http.dialects.triton import TritonDialect
 from penstock.backends.http.dialects.vllm import VllmDialect
+from penstock.backends.http.limits import HttpLimits
 from penstock.backends.http.stream import HttpStream
 from penstock.clock import SystemClock
-from penstock.config.backends import HttpConfig
 from penstock.protocol.openai import ChatRequest
 from penstock.text.piece_tokens import PieceTokens
 from penstock.text.tokenizer import Tokenizer
@@ -189,7 +189,7 @@ def spread(values: list[float]) -> str:
 
 
 async def measure(engine: str, dialect: Dialect, tokenizer: Tokenizer) -> None:
-    client = HttpClient(HttpAddress.parse("http://127.0.0.1:1"), HttpConfig(), SystemClock())
+    client = HttpClient(HttpAddress.parse("http://127.0.0.1:1"), HttpLimits(), SystemClock())
     ids = tokenizer.encode(TEXT)[:TOKENS]
     datas = [
         json.dumps(each).encode()

@@ -12,12 +12,12 @@ import msgspec
 
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.tree import EngineConfig
+from penstock.planning.accelerators import accelerator
+from penstock.planning.model_shapes import model_shape
+from penstock.planning.roofline import Placed, Roofline
+from penstock.planning.step_time import LinearStepTime, StepShape, StepTime
 from penstock.protocol.worker import ModelInfo
 from penstock.schedule.plan import RowWork, Sampled, StepPlan, StepResult
-from penstock.sim.accelerators import accelerator
-from penstock.sim.model_shapes import model_shape
-from penstock.sim.roofline import Placed, Roofline
-from penstock.sim.step_time import LinearStepTime, StepShape, StepTime
 from penstock.types import BLOCK_TOKENS
 
 VARIABLE = "PENSTOCK_MODELLED"

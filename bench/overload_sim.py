@@ -24,21 +24,21 @@ from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.flow import QueueConfig
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config, EngineConfig
+from penstock.planning.step_time import LinearStepTime
 from penstock.policy.answers import Start
-from penstock.policy.band import cost
-from penstock.policy.control import FlowControl
 from penstock.policy.flow import Arrival
+from penstock.policy.lifecycle.control import FlowControl
+from penstock.policy.queueing.room import WorkerView
 from penstock.policy.record import Outcome, UsageRecord
-from penstock.policy.room import WorkerView
 from penstock.policy.tenant import Tenant
-from penstock.sim.messages import Submission, Told
-from penstock.sim.request import RequestRecord, Segment, SimRequest
-from penstock.sim.scenarios_goodput import drained_s, goodput_of, mixed
-from penstock.sim.setup import Knobs, play
-from penstock.sim.spec import PoolSpec, WorldSpec
-from penstock.sim.step_time import LinearStepTime
-from penstock.sim.worker import SimWorker, WorkerSpec
-from penstock.sim.world import World
+from penstock.schedule.fair_share import cost
+from penstock.sim.scenarios.goodput import drained_s, goodput_of, mixed
+from penstock.sim.scenarios.setup import Knobs, play
+from penstock.sim.traffic.request import RequestRecord, Segment, SimRequest
+from penstock.sim.world.messages import Submission, Told
+from penstock.sim.world.spec import PoolSpec, WorldSpec
+from penstock.sim.world.worker import SimWorker, SimWorkerSpec
+from penstock.sim.world.world import World
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
 STEP_NS = 20 * NS_PER_MS
@@ -57,7 +57,7 @@ def world_of(
     tenants: list[Tenant] | None = None,
 ) -> World:
     """A gateway and its workers, of `slots` rows each."""
-    worker = WorkerSpec(
+    worker = SimWorkerSpec(
         step_time=LinearStepTime(fixed_ns=STEP_NS, row_ns=0, prefill_ns=PREFILL_NS, kv_ps=0),
         engine=EngineConfig(step_tokens=4096, max_running=slots, max_waiting=64),
         num_blocks=slots * 600,
@@ -145,7 +145,7 @@ def spike(
 
 def overload(seed: int, *, loads: tuple[float, ...] = (1, 2, 5, 20), retries: int = 3) -> dict[str, float]:
     """Goodput with default settings, at multiples of the knee: requests and output tokens per second that were answered as promised
-    (sim/scenarios_goodput.py), and how long after the load something still waited.
+    (sim/scenarios/goodput.py), and how long after the load something still waited.
     """
     found: dict[str, float] = {}
     for times in loads:

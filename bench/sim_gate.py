@@ -26,10 +26,10 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.clock import NS_PER_S, SystemClock
-from penstock.sim.compare import numbers
-from penstock.sim.scenario import run_scenario
-from penstock.sim.scenarios import SCENARIOS
-from penstock.sim.setup import Knobs
+from penstock.sim.report.compare import numbers
+from penstock.sim.scenarios.catalogue import SCENARIOS
+from penstock.sim.scenarios.scenario import run_scenario
+from penstock.sim.scenarios.setup import Knobs
 
 BASELINE = Path(__file__).parent / "data" / "sim-baseline.json"
 SEEDS = (1, 2, 3)

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock.clock import NS_PER_S
-from penstock.sim.figures import Spread
-from penstock.sim.html import run_plots
-from penstock.sim.plots import Axes, Series, bars, lines
-from penstock.sim.scenario import Verdict, run_scenario
-from penstock.sim.scenarios import SCENARIOS
-from penstock.sim.setup import Knobs, with_settings
+from penstock.sim.report.figures import Spread
+from penstock.sim.report.html import run_plots
+from penstock.sim.report.plots import Axes, Series, bars, lines
+from penstock.sim.scenarios.catalogue import SCENARIOS
+from penstock.sim.scenarios.scenario import Verdict, run_scenario
+from penstock.sim.scenarios.setup import Knobs, with_settings
 
 OUT = Path(__file__).parents[1] / "docs" / "plots"
 LOADS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0)

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.clock import NS_PER_S, SystemClock
-from penstock.sim.scenario import run_scenario
-from penstock.sim.scenarios import SCENARIOS
-from penstock.sim.setup import Knobs
+from penstock.sim.scenarios.catalogue import SCENARIOS
+from penstock.sim.scenarios.scenario import run_scenario
+from penstock.sim.scenarios.setup import Knobs
 
 
 def found(name: str, seed: int) -> dict[str, Any]:

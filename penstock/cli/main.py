@@ -12,27 +12,16 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from penstock import __version__
-from penstock.cli.usage import Help, Parser
+from penstock.cli.flags import Help, Parser
 from penstock.errors import ConfigError, PenstockError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-COMMANDS = {
-    "serve": "serve",
-    "worker": "worker",
-    "chat": "chat",
-    "top": "top",
-    "drain": "drain",
-    "bench": "bench",
-    "doctor": "doctor",
-    "keys": "keys",
-    "usage": "usage_report",
-    "simulate": "simulate",
-    "plan": "plan",
-    "completion": "completion",
-}
-"""The module of every subcommand, in the order of the help. Each adds its own parser."""
+COMMANDS = (
+    "serve", "worker", "chat", "top", "drain", "bench", "doctor", "keys", "usage", "simulate", "plan", "completion",
+)  # fmt: skip
+"""The subcommands in the order of the help. Each is a module of `commands/` that adds its own parser."""
 
 DESCRIPTION = """\
 Serve language models behind the OpenAI API, on a laptop or a fleet.
@@ -62,8 +51,8 @@ def build_parser(only: str = "") -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in [COMMANDS[only]] if only in COMMANDS else COMMANDS.values():
-        import_module(f"penstock.cli.{module}").add_parser(commands)
+    for module in [only] if only in COMMANDS else COMMANDS:
+        import_module(f"penstock.cli.commands.{module}").add_parser(commands)
     return parser
 
 

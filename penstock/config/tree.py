@@ -13,9 +13,8 @@ from penstock.config.backends import BackendsConfig
 from penstock.config.branch import Branch, Port, Positive, Seconds
 from penstock.config.discover import DiscoverConfig
 from penstock.config.fleet import FleetConfig, Replicas, WorkerConfig
-from penstock.config.flow import QueueConfig, RateLimitsConfig, SharedConfig
+from penstock.config.flow import LimitsConfig, QueueConfig, SharedConfig
 from penstock.config.health import HealthConfig
-from penstock.config.kv_index import KVIndexConfig
 from penstock.config.ledger import BudgetsConfig, LedgerConfig, PricesConfig
 from penstock.config.routing import AdmissionConfig, RoutingConfig
 from penstock.config.tenancy import DEFAULT_TIERS, AuthConfig, TenantConfig, TierConfig
@@ -187,65 +186,16 @@ class ServerConfig(Branch, frozen=True, kw_only=True):
     """Pages of these origins may call the API (/v1) from a browser: "https://chat.example.com", or "*" for all; none: no page of
     another origin. Keys are asked for all the same."""
     processes: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Gateway processes that share the address, for more cores than one; bounds below and in `limits` count for each."""
-    connections_max: Positive = 20_000
-    header_bytes_max: Positive = 32 * 1024
-    headers_max: Positive = 100
-    """Header fields of one request; clients send about ten."""
+    """Gateway processes that share the address, for more cores than one; bounds here and in `limits` count for each."""
     body_bytes_max: Positive = 8 * 1024 * 1024
-    header_timeout_s: Seconds = 15.0
-    """From the first byte of a request to the end of its headers."""
-    body_timeout_s: Seconds = 60.0
-    keepalive_timeout_s: Seconds = 75.0
-    """An idle connection is closed after this long."""
     drain_timeout_s: Seconds = 30.0
     """After SIGTERM or Ctrl-C running streams have this long to end."""
-
-
-class LimitsConfig(Branch, frozen=True, kw_only=True):
-    """Bounds on what one request may ask for."""
-
-    n_max: Positive = 8
-    stop_max: Positive = 4
-    stop_chars_max: Positive = 256
-    stop_token_ids_max: Positive = 64
-    messages_max: Positive = 2048
-    tools_max: Positive = 128
-    top_logprobs_max: Positive = 20
-    logit_bias_max: Positive = 1024
-    """Entries of one request's `logit_bias`."""
-    json_values_max: Positive = 100_000
-    """Strings, objects and arrays in one JSON body: looking through them takes time that others wait."""
-    json_depth_max: Annotated[int, Meta(ge=1, le=256)] = 64
-    """Nesting of free-form JSON (tools' schemas, arguments of the chat template); templates and encoders recurse over it."""
-    session_bytes_max: Positive = 256
-    """Of `x-penstock-session`; of a longer `user`, that many characters name the session."""
-    prompts_max: Positive = 64
-    """Prompts in one /v1/completions call."""
-    concurrent_max: Positive = 10_000
-    """Streams generated at once by this gateway; one more is refused as overloaded."""
-    tokenize_inline_bytes: Annotated[int, Meta(ge=0)] = 8 * 1024
-    """Bodies up to this size are tokenized on the event loop (about 2 ms); longer ones in a thread."""
-    tokenize_waiting_max: Positive = 256
-    """Long bodies that wait for a tokenizing thread; one more is refused as overloaded."""
-
-
-class RelayConfig(Branch, frozen=True, kw_only=True):
-    """How tokens travel to clients."""
-
-    buffer_bytes_max: Positive = 1024 * 1024
-    """Unsent bytes held for a slow client; over it a worker that is reached over HTTP has to wait ("pause"), and of one of ours
-    the request is aborted."""
     slow_client: Literal["pause", "abort"] = "pause"
     """"pause": while a client does not keep up its text is held back, and leaves in one piece when it has caught up.
-    "abort": nothing is held back, so that the buffer fills fifty times sooner."""
-    write_timeout_s: Seconds = 30.0
-    """A client that takes none of the bytes that wait for it for this long is cut off; 0 never."""
+    "abort": nothing is held back, so that the buffer (1 MiB) fills fifty times sooner and the request is aborted."""
     flush_ms: Annotated[float, Meta(ge=0, le=1000)] = 0.0
     """Text of one stream within this time leaves as one event, after the first, which leaves at once. 0: every token is an
     event of its own."""
-    heartbeat_s: Seconds = 15.0
-    """A stream that has sent nothing for this long sends an SSE comment; 0 never."""
 
 
 class LogConfig(Branch, frozen=True, kw_only=True):
@@ -266,14 +216,11 @@ class Config(Branch, frozen=True, kw_only=True):
     tiers: Annotated[tuple[TierConfig, ...], Meta(max_length=64)] = DEFAULT_TIERS
     auth: AuthConfig = AuthConfig()
     limits: LimitsConfig = LimitsConfig()
-    relay: RelayConfig = RelayConfig()
     admission: AdmissionConfig = AdmissionConfig()
     routing: RoutingConfig = RoutingConfig()
-    kv_index: KVIndexConfig = KVIndexConfig()
     queue: QueueConfig = QueueConfig()
     fleet: FleetConfig = FleetConfig()
     health: HealthConfig = HealthConfig()
-    rate_limits: RateLimitsConfig = RateLimitsConfig()
     shared: SharedConfig = SharedConfig()
     prices: PricesConfig = PricesConfig()
     budgets: BudgetsConfig = BudgetsConfig()

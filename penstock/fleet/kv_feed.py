@@ -13,8 +13,8 @@ import asyncio
 from typing import Any
 
 from penstock.clock import sleep
-from penstock.config.kv_index import KVIndexConfig
 from penstock.errors import ConfigError
+from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.residency import Residency, StreamState
 from penstock.telemetry.log import Log
 
@@ -33,7 +33,7 @@ class KVFeed:
     """Keeps one worker's residency up to date. `start` it once; `close` it when the worker is gone."""
 
     def __init__(
-        self, residency: Residency, *, events: str, replay: str, config: KVIndexConfig, log: Log, worker: str
+        self, residency: Residency, *, events: str, replay: str, config: KVIndexLimits, log: Log, worker: str
     ) -> None:
         """`events` and `replay` are ZeroMQ addresses; with an empty `replay` nobody can be asked for what was missed.
 

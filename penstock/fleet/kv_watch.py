@@ -8,16 +8,16 @@ all others                                predictions and audits only
 import asyncio
 
 from penstock.backends.engine.backend import OwnBackend
-from penstock.config.kv_index import KVIndexConfig
 from penstock.errors import ConfigError
 from penstock.fleet.kv_feed import KVFeed
 from penstock.fleet.registry import Registry
 from penstock.fleet.worker import Worker
 from penstock.kv.events import KVEventBatch
+from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality, LocalityStatistics
 from penstock.kv.index.residency import Residency, StreamState
 from penstock.kv.index.vllm_events import events_of_own
-from penstock.policy.worker_state import WorkerState
+from penstock.policy.resilience.worker_state import WorkerState
 from penstock.telemetry.log import Log
 from penstock.types import WorkerId
 
@@ -25,7 +25,7 @@ from penstock.types import WorkerId
 class KVWatch:
     """One for each gateway process. `start` it on the event loop; `close` it when nothing is dispatched any more."""
 
-    def __init__(self, registry: Registry, locality: KVLocality, config: KVIndexConfig, log: Log) -> None:
+    def __init__(self, registry: Registry, locality: KVLocality, config: KVIndexLimits, log: Log) -> None:
         self.locality = locality
         self._registry, self._config, self._log = registry, config, log
         self._feeds: dict[WorkerId, KVFeed] = {}

@@ -21,29 +21,30 @@ from penstock.errors import Draining, PenstockError
 from penstock.fleet.kv_watch import KVWatch
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry
-from penstock.gateway.admin import Admin
-from penstock.gateway.assemble import make_decisions
-from penstock.gateway.auth import Caller
-from penstock.gateway.cold_start import ColdStarts
-from penstock.gateway.entrance import Entrance
-from penstock.gateway.exchange import Ending, Exchange, RequestHead, Response
-from penstock.gateway.generate import Generate
-from penstock.gateway.http_errors import error_response
-from penstock.gateway.inspect import Inspect
-from penstock.gateway.models import ModelTable, ServedModel
-from penstock.gateway.reply import StreamSlots
-from penstock.gateway.routes import Handler, Route, Routes, is_poll
-from penstock.gateway.server import HttpServer, tick_s
-from penstock.gateway.services import Services
-from penstock.gateway.siblings import Siblings
-from penstock.gateway.stretched import StretchedPromises
-from penstock.gateway.tally import outcome_of
-from penstock.gateway.tenancy import Tenancy
-from penstock.gateway.tokenize_pool import TokenizePool
+from penstock.gateway.api.admin import Admin
+from penstock.gateway.api.generate import Generate
+from penstock.gateway.api.inspect import Inspect
+from penstock.gateway.api.routes import Handler, Route, Routes, is_poll
+from penstock.gateway.api.services import Services
+from penstock.gateway.dispatch.assemble import make_decisions
+from penstock.gateway.dispatch.cold_start import ColdStarts
+from penstock.gateway.dispatch.stretched import StretchedPromises
+from penstock.gateway.http.errors import error_response
+from penstock.gateway.http.exchange import Ending, Exchange, RequestHead, Response
+from penstock.gateway.http.server import HttpServer, tick_s
+from penstock.gateway.http.tally import outcome_of
+from penstock.gateway.http.wire_limits import WIRE_LIMITS, WireLimits
+from penstock.gateway.identity.auth import Caller
+from penstock.gateway.identity.entrance import Entrance
+from penstock.gateway.identity.tenancy import Tenancy
+from penstock.gateway.models.served import ModelTable, ServedModel
+from penstock.gateway.models.tokenize_pool import TokenizePool
+from penstock.gateway.relay.reply import StreamSlots
+from penstock.gateway.shared.siblings import Siblings
+from penstock.kv.index.limits import KV_INDEX_LIMITS
 from penstock.kv.index.locality import KVLocality
 from penstock.rng import IdSource, fresh_key
-from penstock.telemetry.log import Access as AccessLine
-from penstock.telemetry.log import Log
+from penstock.telemetry.log import AccessLine, Log
 from penstock.telemetry.metrics import Metrics
 from penstock.types import ModelName
 
@@ -68,6 +69,7 @@ class Gateway:
         listeners: Sequence[socket.socket] = (),
         siblings: Siblings | None = None,
         hash_key: bytes = b"",
+        limits: WireLimits = WIRE_LIMITS,
     ) -> None:
         """Make it; `config.auth` must say who may call, or that everybody may.
 
@@ -81,8 +83,8 @@ class Gateway:
         self._config, self._clock, self._ids, self._metrics, self._log = config, clock, ids, metrics, log
         self.tenancy = Tenancy(config, clock=clock, log=log)
         """Who may call; parts that can take a new configuration subscribe to its `on_reload`."""
-        locality = KVLocality(config.kv_index, hash_key or fresh_key())
-        self._kv = KVWatch(registry, locality, config.kv_index, log)
+        locality = KVLocality(KV_INDEX_LIMITS, hash_key or fresh_key())
+        self._kv = KVWatch(registry, locality, KV_INDEX_LIMITS, log)
         slots = StreamSlots(config.limits.concurrent_max)
         self._decisions = make_decisions(
             config,
@@ -101,7 +103,7 @@ class Gateway:
             models=ModelTable(models, config.routing),
             ids=ids,
             clock=clock,
-            tokenize=TokenizePool(config.limits),
+            tokenize=TokenizePool(),
             dispatcher=self._dispatcher,
             gate=self._decisions.gate,
             limiter=self._decisions.limits.limiter,
@@ -113,16 +115,15 @@ class Gateway:
             log=log,
             falls_back=any(route.fallback for route in config.routing.models),
         )
-        self._siblings = siblings
+        self._limits, self._siblings = limits, siblings
         self._inspect = Inspect(
             self._services, metrics, version=__version__, members=members, siblings=siblings
         )
         self.tenancy.on_reload.extend((self._reloaded, self._decisions.reload))
         admin = Admin(self._services, metrics, registry, members, siblings)
         self._routes = Routes(Generate(self._services), self._inspect, admin)
-        self._server = HttpServer(self, config.server, relay=config.relay, clock=clock, listeners=listeners)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._log_is_due = False
+        self._server = HttpServer(self, config.server, clock=clock, listeners=listeners, limits=limits)
+        self._log_is_due, self._tasks = False, set[asyncio.Task[None]]()
         self._pulse: asyncio.Task[None] | None = None
 
     @property
@@ -264,7 +265,7 @@ class Gateway:
 
     async def _beat(self) -> None:
         """Heartbeats and the event loop's lag; the only thing here that runs on a timer."""
-        heartbeat_s = self._config.relay.heartbeat_s
+        heartbeat_s = self._limits.heartbeat_s
         period_s = tick_s(heartbeat_s)
         ticks = max(1, round(heartbeat_s / period_s))
         told_ns = 0

@@ -1,6 +1,6 @@
 """Many steps in one call, where every step would be the same: all rows decode, and nobody comes or goes but in the last.
 
-For who drives the scheduler on virtual time (sim/worker.py): what a leap leaves behind is what so many calls of `schedule`
+For who drives the scheduler on virtual time (sim/world/worker.py): what a leap leaves behind is what so many calls of `schedule`
 and `apply` would have left, except for which free block went to whom. As many blocks are evicted as by those calls, in the same
 order, and nothing is named meanwhile (`Batch.release`); tests/sim/test_leap.py holds both ways side by side.
 """

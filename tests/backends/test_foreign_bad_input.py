@@ -21,7 +21,7 @@ from test_foreign_conformance import opened, tools
 
 from penstock.backends.base import Finish
 from penstock.backends.http.backend import HttpBackend
-from penstock.config.backends import BackendsConfig, HttpConfig
+from penstock.backends.http.limits import HttpBackendLimits, HttpLimits
 from penstock.errors import (
     ContextTooLong,
     InvalidRequest,
@@ -35,10 +35,10 @@ from penstock.telemetry.metrics import Metrics
 from penstock.types import FinishReason
 
 ENGINES = {"vllm": VllmStandIn, "sglang": SglangStandIn, "tgi": TgiStandIn, "triton": TritonStandIn}
-FAST = BackendsConfig(
+FAST = HttpBackendLimits(
     probe_s=0.05,
     probe_timeout_s=0.5,
-    http=HttpConfig(
+    http=HttpLimits(
         first_byte_timeout_s=0.2, idle_timeout_s=0.15, event_bytes_max=2048, error_bytes_max=4096
     ),
 )
@@ -73,7 +73,7 @@ class Bench:
 def bench(
     check: Callable[[Bench], Awaitable[None]],
     engine: str = "vllm",
-    config: BackendsConfig = FAST,
+    config: HttpBackendLimits = FAST,
     **more: object,
 ) -> None:
     async def run() -> None:

@@ -23,16 +23,16 @@ from engine_stand_ins import (
 from penstock.backends.base import Backend
 from penstock.backends.http.backend import HttpBackend
 from penstock.backends.http.external import ForeignWorker, Tools, make_backend
+from penstock.backends.http.limits import HttpBackendLimits
 from penstock.clock import SystemClock
-from penstock.config.backends import BackendsConfig
 from penstock.errors import InvalidRequest
 from penstock.telemetry.metrics import Metrics
 
 
-def tools(config: BackendsConfig | None = None, metrics: Metrics | None = None) -> Tools:
+def tools(config: HttpBackendLimits | None = None, metrics: Metrics | None = None) -> Tools:
     metrics = metrics or Metrics([], version="test")
     return Tools(
-        config=config or BackendsConfig(probe_s=0.05),
+        config=config or HttpBackendLimits(probe_s=0.05),
         clock=SystemClock(),
         meters=metrics.backend,
         draw=random.Random(1).random,

@@ -16,7 +16,7 @@ from test_foreign_conformance import opened, tools
 from penstock.backends.base import Adapters, GenerateRequest, Phase, ToolCallPiece
 from penstock.backends.http.backend import HttpBackend
 from penstock.backends.http.external import ForeignWorker, make_backend
-from penstock.config.backends import BackendsConfig
+from penstock.backends.http.limits import HttpBackendLimits
 from penstock.errors import ConfigError, WorkerUnavailable
 from penstock.telemetry.metrics import Metrics
 from penstock.types import FinishReason, RequestId, SamplingParams
@@ -27,7 +27,7 @@ def run(
     engine: str,
     check: Callable[[HttpBackend], Awaitable[None]],
     *,
-    config: BackendsConfig | None = None,
+    config: HttpBackendLimits | None = None,
     metrics: Metrics | None = None,
 ) -> None:
     async def inside() -> None:
@@ -56,7 +56,7 @@ def test_load_is_read_and_goes_stale() -> None:
         assert backend.status.ready
         assert any("metrics" in note.text for note in backend.status.notes)
 
-    run(server, "vllm", check, config=BackendsConfig(probe_s=0.05, stale_s=0.2))
+    run(server, "vllm", check, config=HttpBackendLimits(probe_s=0.05, stale_s=0.2))
 
 
 def test_a_missing_metric_is_reported_and_not_read_as_zero() -> None:
@@ -97,7 +97,7 @@ def test_adapters_are_those_that_it_lists_and_a_request_names_one_as_the_model()
         server.adapters = ("tone",)
         await until(lambda: backend.status.adapters == Adapters({"tone"}, {"tone"}))
 
-    run(server, "vllm", check, config=BackendsConfig(probe_s=0.02))
+    run(server, "vllm", check, config=HttpBackendLimits(probe_s=0.02))
 
 
 def test_what_triton_does_not_tell_is_counted_here() -> None:

@@ -18,8 +18,8 @@ from penstock.backends.http.address import HttpAddress
 from penstock.backends.http.client import HttpClient, NoConnection
 from penstock.backends.http.fetch import ProbeFailed, fetch
 from penstock.backends.http.handler import HttpFailure, Trouble
+from penstock.backends.http.limits import HttpLimits
 from penstock.clock import SystemClock
-from penstock.config.backends import HttpConfig
 from penstock.errors import ConfigError
 
 
@@ -55,7 +55,7 @@ def run(
 ) -> None:
     async def inside() -> None:
         async with serving(VllmStandIn(tls=tls)) as server:
-            client = HttpClient(HttpAddress.parse(server.url), HttpConfig(**config), SystemClock())
+            client = HttpClient(HttpAddress.parse(server.url), HttpLimits(**config), SystemClock())
             await check(server, client)
             client.close()
             assert client.num_exchanges == 0
@@ -258,7 +258,7 @@ def test_certificates_and_names_are_verified(
 
     async def inside() -> None:
         async with serving(VllmStandIn(tls=context)) as server:
-            config = HttpConfig(ca_file=str(ca_file) if trusts else "")
+            config = HttpLimits(ca_file=str(ca_file) if trusts else "")
             client = HttpClient(HttpAddress.parse(f"https://{host}:{server.port}"), config, SystemClock())
             listener = await get(client)
             assert (listener.status == 200) == works
@@ -276,7 +276,7 @@ def test_a_ca_file_that_is_none_is_refused(tmp_path: Path) -> None:
     for name in ("x.pem", "nonsuch.pem"):
         with pytest.raises(ConfigError, match="ca_file"):
             HttpClient(
-                HttpAddress.parse("https://h"), HttpConfig(ca_file=str(tmp_path / name)), SystemClock()
+                HttpAddress.parse("https://h"), HttpLimits(ca_file=str(tmp_path / name)), SystemClock()
             )
 
 

@@ -4,7 +4,7 @@ from penstock.bench.fit import OUTPUT_TOKENS, ROUNDS, measure_steps
 from penstock.clock import SystemClock
 from penstock.config.presets import resolve
 from penstock.config.tree import EngineConfig
-from penstock.sim.steps_file import fit
+from penstock.planning.steps_file import fit
 
 
 def test_every_step_is_measured_with_what_it_computed() -> None:

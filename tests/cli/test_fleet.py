@@ -14,8 +14,8 @@ import pytest
 from free_port import free_port
 from served import Server
 
+from penstock.cli.commands.worker import _key
 from penstock.cli.main import main
-from penstock.cli.worker import _key
 from penstock.config.checks import check
 from penstock.config.load import load_config
 from penstock.config.tree import Config

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.cli.flags import duration
 from penstock.cli.main import main
-from penstock.cli.usage import duration
-from penstock.gateway.key_file import read_keys
+from penstock.gateway.identity.key_file import read_keys
 
 KEY = re.compile(r"sk-[a-z2-7]{12}_[A-Za-z0-9_-]{43}")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.cli.processes import GatewayProcesses, Numbers
+from penstock.cli.wiring.processes import GatewayProcesses, Numbers
 from penstock.clock import SystemClock
 from penstock.config.flow import SharedConfig
 from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig

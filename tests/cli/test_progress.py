@@ -3,7 +3,7 @@ import io
 from rich.console import Console
 
 from penstock.backends.base import BackendStatus, Phase
-from penstock.cli.progress import loading_display
+from penstock.cli.wiring.progress import loading_display
 
 
 def loading(stage: str, done: int = 0, total: int = 0) -> BackendStatus:

@@ -15,8 +15,8 @@ import pytest
 from served import COMMAND, PATIENCE_S, Server
 
 from penstock.bench.client import Client, Endpoint, Response
-from penstock.cli.keyfile import load_key
 from penstock.cli.main import main
+from penstock.cli.wiring.keyfile import load_key
 from penstock.config.presets import resolve
 from penstock.protocol.openai import decode_chat_event
 from penstock.protocol.sse import EventReader

@@ -4,7 +4,7 @@ import os
 import stat
 from pathlib import Path
 
-from penstock.cli.state import with_secret
+from penstock.cli.wiring.state import with_secret
 from penstock.config.state import state_directory
 from penstock.config.tenancy import AuthConfig
 from penstock.config.tree import Config

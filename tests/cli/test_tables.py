@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 from usage_records import T0_NS, closed
 
-from penstock.cli.fleet_view import tables, view_of
+from penstock.cli.commands.fleet_view import tables, view_of
 from penstock.cli.main import main
 from penstock.cli.tables import Column, Fitted, row
 from penstock.clock import ManualClock
-from penstock.policy.calendar import DAY_NS
+from penstock.policy.limits.calendar import DAY_NS
 from penstock.protocol.fleet import FleetReport, ModelReport, WorkerReport
 from penstock.telemetry import ledger_files
 from penstock.telemetry.ledger_sqlite import SqliteSink

@@ -2,7 +2,7 @@ import argparse
 
 import pytest
 
-from penstock.cli.usage import default_port, default_url, size
+from penstock.cli.flags import default_port, default_url, size
 from penstock.errors import ConfigError
 
 

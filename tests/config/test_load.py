@@ -31,7 +31,7 @@ models:
   - path: penstock-demo
     engine: {max_running: 8, dtype: float32}
   - {path: Qwen/Qwen3-0.6B, name: qwen}
-server: {port: 9000, keepalive_timeout_s: 5}
+server: {port: 9000, drain_timeout_s: 5}
 auth:
   keys: [abc, def]
 """
@@ -41,7 +41,7 @@ auth:
         ModelConfig(path="penstock-demo", engine=EngineConfig(max_running=8, dtype="float32")),
         ModelConfig(path="Qwen/Qwen3-0.6B", name="qwen"),
     )
-    assert config.server == ServerConfig(port=9000, keepalive_timeout_s=5.0)
+    assert config.server == ServerConfig(port=9000, drain_timeout_s=5.0)
     assert config.auth.keys == ("abc", "def")
 
 
@@ -78,7 +78,7 @@ def test_unknown_keys_name_the_nearest_known_one(text: str, message: str) -> Non
         ("server: [1]", "server: expected a mapping, got a list"),
         ("log: {level: loud}", "log.level: expected one of debug, error, info, warning, got 'loud'"),
         ("log: {access: 1}", "log.access: expected true or false, got 1"),
-        ("relay: {heartbeat_s: -1}", "relay.heartbeat_s: expected a number >= 0.0, got -1"),
+        ("server: {flush_ms: -1}", "server.flush_ms: expected a number >= 0.0, got -1"),
         ("models: penstock-demo", "models: expected a list, got 'penstock-demo'"),
         ("models: [penstock-demo]", "models[0]: expected a mapping, got 'penstock-demo'"),
         ("models: [{name: x}]", "models[0].path: missing"),
@@ -88,9 +88,9 @@ def test_unknown_keys_name_the_nearest_known_one(text: str, message: str) -> Non
          "models[0].engine.max_running: expected an integer >= 1, got 0"),
         ("just text", "config: expected a mapping, got 'just text'"),
         ("[1, 2]", "config: expected a mapping, got a list"),
-        ("relay: {heartbeat_s: .nan}", "relay.heartbeat_s: .nan is not a usable number"),
-        ("relay: {heartbeat_s: .inf}", "relay.heartbeat_s: .inf is not a usable number"),
-        ("relay: {heartbeat_s: 1.0e+300}", "relay.heartbeat_s: 1.0e+300 is not a usable number"),
+        ("server: {flush_ms: .nan}", "server.flush_ms: .nan is not a usable number"),
+        ("server: {flush_ms: .inf}", "server.flush_ms: .inf is not a usable number"),
+        ("server: {flush_ms: 1.0e+300}", "server.flush_ms: 1.0e+300 is not a usable number"),
         ("limits: {n_max: 99999999999999999999}", "limits.n_max: 99999999999999999999 is not a usable number"),
     ],
 )  # fmt: skip

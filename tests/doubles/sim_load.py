@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from penstock import rng
 from penstock.clock import NS_PER_S
-from penstock.sim.request import Segment, SimRequest
-from penstock.sim.world import PoolSpec, World, WorldSpec
+from penstock.sim.traffic.request import Segment, SimRequest
+from penstock.sim.world.world import PoolSpec, World, WorldSpec
 
 
 def poisson(

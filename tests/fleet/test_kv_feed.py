@@ -12,7 +12,6 @@ import zmq
 from kv_talker import KVTalker
 
 from penstock.clock import SystemClock
-from penstock.config.kv_index import KVIndexConfig
 from penstock.config.tree import KVEventsConfig, LogConfig
 from penstock.engine.kv_feed import KVEventFeed
 from penstock.engine.kv_publisher import KVPublisher
@@ -21,6 +20,7 @@ from penstock.fleet.kv_feed import END_OF_REPLAY, KVFeed
 from penstock.kv.cache.manager import KVManager
 from penstock.kv.events import Numbered
 from penstock.kv.hashing import BlockHasher
+from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.residency import Residency, StreamState
 from penstock.telemetry.log import Log
@@ -41,7 +41,7 @@ class Heard:
     def __init__(self, directory: Path, *, replay: bool = True, **settings: object) -> None:
         self.events, self.again = f"ipc://{directory}/pub", f"ipc://{directory}/replay"
         defaults: dict[str, object] = {"entries_max": 10_000, "check_s": 0.2, "replay_timeout_s": 0.5}
-        config = KVIndexConfig(**(defaults | settings))  # type: ignore[arg-type]
+        config = KVIndexLimits(**(defaults | settings))  # type: ignore[arg-type]
         self.locality = KVLocality(config, KEY)
         self.residency = self.locality.add(WORKER, model="m", is_own=False)
         self.lines = io.StringIO()
@@ -277,7 +277,7 @@ def test_replies_of_older_publishers_have_no_topic(tmp_path: Path) -> None:
 
 def test_an_address_that_is_none_is_refused_by_its_key(tmp_path: Path) -> None:
     async def test() -> None:
-        locality = KVLocality(KVIndexConfig(), KEY)
+        locality = KVLocality(KVIndexLimits(), KEY)
         residency = locality.add(WORKER, model="m", is_own=False)
         log = Log(LogConfig(), SystemClock(), stream=io.StringIO())
         for events, replay, key in (
@@ -286,7 +286,7 @@ def test_an_address_that_is_none_is_refused_by_its_key(tmp_path: Path) -> None:
         ):
             with pytest.raises(ConfigError, match=f"vllm-0: {key}: nowhere: Invalid argument"):
                 KVFeed(
-                    residency, events=events, replay=replay, config=KVIndexConfig(), log=log, worker=WORKER
+                    residency, events=events, replay=replay, config=KVIndexLimits(), log=log, worker=WORKER
                 )
 
     run(test)

@@ -13,12 +13,12 @@ from scripted_worker import Bench, bench
 
 from penstock.backends.base import GenerateRequest
 from penstock.clock import SystemClock
-from penstock.config.kv_index import KVIndexConfig
 from penstock.config.tree import KVEventsConfig, LogConfig
 from penstock.engine.kv_publisher import KVPublisher
 from penstock.fleet.kv_watch import KVWatch
 from penstock.fleet.registry import Registry
 from penstock.kv.events import Numbered
+from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.residency import UNTOLD_MAX
 from penstock.telemetry.log import Log
@@ -38,7 +38,7 @@ class Made:
         self.lines = io.StringIO()
         log = Log(LogConfig(), CLOCK, stream=self.lines)
         self.registry = Registry(CLOCK, log, workers_max=8)
-        config = KVIndexConfig(entries_max=10_000, check_s=0.2)
+        config = KVIndexLimits(entries_max=10_000, check_s=0.2)
         self.locality = KVLocality(config, KEY)
         self.watch = KVWatch(self.registry, self.locality, config, log)
         self.watch.start()

@@ -10,7 +10,7 @@ from byte_tokenizer import byte_tokenizer
 from scripted_worker import DOUBLES, RUNNER
 
 from penstock.backends.engine.backend import OwnBackend
-from penstock.cli.early import early_threads
+from penstock.cli.wiring.early import early_threads
 from penstock.clock import SystemClock
 from penstock.config.fleet import FleetConfig
 from penstock.config.tree import Config, EngineConfig, ModelConfig

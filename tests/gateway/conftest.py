@@ -17,11 +17,13 @@ from fake_backend import FakeBackend, Script, endless_words
 from fleets import fleet_of
 
 from penstock.clock import Clock, SystemClock
-from penstock.config.tree import AuthConfig, Config, LimitsConfig, LogConfig, RelayConfig, ServerConfig
+from penstock.config.flow import LimitsConfig
+from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig
 from penstock.fleet.members import Members
 from penstock.gateway.app import Gateway
-from penstock.gateway.models import ServedModel
-from penstock.gateway.public import PublicPrefixes
+from penstock.gateway.http.wire_limits import WireLimits
+from penstock.gateway.models.public import PublicPrefixes
+from penstock.gateway.models.served import ServedModel
 from penstock.rng import IdSource
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
@@ -71,10 +73,11 @@ class RunningGateway:
         max_running: int = 1024,
         small: bool = False,
         clock: Clock | None = None,
+        **limits: float,
     ) -> None:
-        """`small`: there is a second model, "small", with a worker of its own."""
+        """`limits` are fields of `WireLimits`. `small`: there is a second model, "small", with a worker of its own."""
         self.clock = clock or SystemClock()
-        self.config = config
+        self.config, self._limits = config, WireLimits(**limits)
         self.log_text = io.StringIO()
         self.requests = []
         self._script, self._step_s, self._public = script, step_s, public
@@ -118,6 +121,7 @@ class RunningGateway:
             clock=self.clock,
             ids=IdSource(seed=1),
             log=log,
+            limits=self._limits,
         )
         self.host, self.port = await self.gateway.start()
         self._ready.set()
@@ -177,13 +181,12 @@ def make_config(**server: object) -> Config:
         server=ServerConfig(port=0, **{"drain_timeout_s": 0.5, "trust_local": True, **server}),
         auth=AuthConfig(keys=(KEY, OTHER_KEY)),
         limits=LimitsConfig(concurrent_max=16),
-        relay=RelayConfig(),
         log=LogConfig(),
     )
 
 
 def replace(config: Config, **branches: object) -> Config:
-    """The config with some branches' fields changed: `replace(config, relay={"heartbeat_s": 1})`."""
+    """The config with some branches' fields changed: `replace(config, server={"flush_ms": 1})`."""
     for name, fields in branches.items():
         config = msgspec.structs.replace(
             config, **{name: msgspec.structs.replace(getattr(config, name), **fields)}

@@ -18,7 +18,7 @@ from penstock.backends.http.dialects.triton import TritonDialect
 from penstock.backends.http.dialects.trtllm import TrtllmDialect
 from penstock.backends.http.dialects.vllm import VllmDialect
 from penstock.backends.http.external import ForeignWorker, make_backend
-from penstock.config.backends import BackendsConfig
+from penstock.backends.http.limits import HttpBackendLimits
 from penstock.protocol.parameters import CHAT, COMPLETION
 from penstock.types import COMMON_CAPABILITIES, Capability
 
@@ -71,7 +71,7 @@ def served(kit: types.SimpleNamespace) -> Iterator[types.SimpleNamespace]:
             self.provider = OpenAIStandIn()
             await self.provider.start()
             worker = ForeignWorker(engine="openai", url=self.provider.url, model="served")
-            provided = make_backend(worker, self.tokenizer, backend_tools(BackendsConfig(probe_s=0.05)))
+            provided = make_backend(worker, self.tokenizer, backend_tools(HttpBackendLimits(probe_s=0.05)))
             provided.open()
             await until(lambda: provided.status.ready)
             return {"tiny": FakeBackend(self.clock, script=self._recorded), "provided": provided}

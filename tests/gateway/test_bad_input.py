@@ -148,7 +148,7 @@ def test_a_request_that_ends_in_its_middle(gateway, kit, data):
 
 def test_a_body_in_drops_times_out_as_a_whole(start, kit):
     """Every byte is progress; the deadline does not move."""
-    running = start(kit.make_config(body_timeout_s=0.2))
+    running = start(kit.make_config(), body_timeout_s=0.2)
     raw = kit.Raw(running)
     raw.send(post(b"Content-Length: 1000", body=b""))
     raw.socket.settimeout(0.01)

@@ -12,7 +12,7 @@ from fake_backend import FakeBackend
 from test_foreign_conformance import tools as backend_tools
 
 from penstock.backends.http.external import ForeignWorker, make_backend
-from penstock.config.backends import BackendsConfig
+from penstock.backends.http.limits import HttpBackendLimits
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo=", "detail": "low"}}
 SCHEMA = {
@@ -65,7 +65,7 @@ def served(kit: types.SimpleNamespace) -> Iterator[types.SimpleNamespace]:
             self.provider, self.vllm, self.says = OpenAIStandIn(), SayingVllm(), None
             for stand_in in (self.provider, self.vllm):
                 await stand_in.start()
-            made = backend_tools(BackendsConfig(probe_s=0.05))
+            made = backend_tools(HttpBackendLimits(probe_s=0.05))
             workers = [
                 ForeignWorker(engine="openai", url=self.provider.url, model="served"),
                 ForeignWorker(engine="vllm", url=self.vllm.url, model="served"),

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from penstock.config.tree import RelayConfig, ServerConfig
+from penstock.config.tree import ServerConfig
 from penstock.errors import ConfigError
-from penstock.gateway.server import HttpServer
+from penstock.gateway.http.server import HttpServer
 
 END = b"\r\n\r\n"
 
@@ -132,7 +132,7 @@ def test_headers_over_the_bound(gateway, kit, data):
 
 
 def test_the_bound_of_header_fields_is_configured(start, kit):
-    running = start(kit.make_config(headers_max=5))
+    running = start(kit.make_config(), headers_max=5)
     for num_fields, status in ((4, 200), (5, 431)):
         raw = kit.Raw(running)
         fields = b"".join(b"X%d: a\r\n" % i for i in range(num_fields))
@@ -183,7 +183,7 @@ def test_bodies_over_the_bound(start, kit):
     [(b"GET / HTTP/1.1\r\nHo", b"headers"), (b"POST /v1/tokenize HTTP/1.1\r\nHost: x\r\n", b"headers")],
 )
 def test_slow_headers_time_out(start, kit, data, what):
-    running = start(kit.make_config(header_timeout_s=0.1))
+    running = start(kit.make_config(), header_timeout_s=0.1)
     raw = kit.Raw(running)
     status, _, body = head_and_body(raw.send(data).read_all())
     raw.close()
@@ -192,7 +192,7 @@ def test_slow_headers_time_out(start, kit, data, what):
 
 
 def test_a_slow_body_times_out(start, kit):
-    running = start(kit.make_config(body_timeout_s=0.1))
+    running = start(kit.make_config(), body_timeout_s=0.1)
     raw = kit.Raw(running)
     whole = kit.post("/v1/tokenize", {"prompt": "abc"})
     assert head_and_body(raw.send(whole[:-3]).read_all())[0] == 408
@@ -200,7 +200,7 @@ def test_a_slow_body_times_out(start, kit):
 
 
 def test_idle_connections_are_closed(start, kit):
-    running = start(kit.make_config(keepalive_timeout_s=0.1))
+    running = start(kit.make_config(), keepalive_timeout_s=0.1)
     raw = kit.Raw(running)
     raw.send(kit.get("/health"))
     assert raw.read_until(b'"ok"}')
@@ -241,7 +241,7 @@ def test_an_upgrade_is_ignored(raw, kit):
 
 
 def test_too_many_connections(start, kit):
-    running = start(kit.make_config(connections_max=2))
+    running = start(kit.make_config(), connections_max=2)
     first, second = kit.Raw(running), kit.Raw(running)
     assert b"200" in first.send(kit.get("/health")).read_until(b'"ok"}')
     assert b"200" in second.send(kit.get("/health")).read_until(b'"ok"}')
@@ -260,6 +260,6 @@ def test_too_many_connections(start, kit):
 
 def test_a_port_in_use_is_said_plainly(gateway):
     taken = ServerConfig(port=gateway.port)
-    server = HttpServer(gateway.gateway, taken, relay=RelayConfig(), clock=gateway.clock)
+    server = HttpServer(gateway.gateway, taken, clock=gateway.clock)
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {gateway.port}"):
         asyncio.run(server.start())

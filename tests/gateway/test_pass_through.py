@@ -9,7 +9,7 @@ from engine_stand_ins import OpenAIStandIn, text_of, until
 from test_foreign_conformance import tools
 
 from penstock.backends.http.external import ForeignWorker, make_backend
-from penstock.config.backends import BackendsConfig
+from penstock.backends.http.limits import HttpBackendLimits
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 CALLS = [{"name": "look", "arguments": '{"at": "the sky"}'}, {"name": "look", "arguments": "{}"}]
@@ -25,7 +25,7 @@ def provided(kit: types.SimpleNamespace) -> Iterator[types.SimpleNamespace]:
             self.provider = OpenAIStandIn()
             await self.provider.start()
             worker = ForeignWorker(engine="openai", url=self.provider.url, model="served")
-            backend = make_backend(worker, self.tokenizer, tools(BackendsConfig(probe_s=0.05)))
+            backend = make_backend(worker, self.tokenizer, tools(HttpBackendLimits(probe_s=0.05)))
             backend.open()
             await until(lambda: backend.status.ready)
             return {"tiny": backend}

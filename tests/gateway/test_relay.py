@@ -96,8 +96,7 @@ def test_a_client_that_leaves_aborts_all_its_streams(start, kit, stream, leave):
 
 
 def test_a_client_that_reads_too_slowly_is_cut_off(start, kit):
-    config = kit.replace(kit.make_config(), relay={"buffer_bytes_max": 100_000})
-    running = start(config)
+    running = start(buffer_bytes_max=100_000)
     raw = kit.Raw(running)
     raw.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     raw.send(kit.post(CHAT, kit.chat(stream=True, n=8, max_tokens=32_000)))
@@ -140,8 +139,7 @@ def test_the_client_library_raises_on_trouble_in_the_middle(start, kit):
 
 
 def test_a_silent_stream_shows_that_it_lives(start, kit):
-    config = kit.replace(kit.make_config(), relay={"heartbeat_s": 0.02})
-    running = start(config, step_s=30)
+    running = start(step_s=30, heartbeat_s=0.02)
     raw = kit.Raw(running)
     raw.send(kit.post(CHAT, kit.chat(stream=True)))
     got = raw.read_until(b": still here\n\n")
@@ -152,8 +150,7 @@ def test_a_silent_stream_shows_that_it_lives(start, kit):
 
 
 def test_heartbeats_can_be_off(start, kit):
-    config = kit.replace(kit.make_config(), relay={"heartbeat_s": 0})
-    running = start(config)
+    running = start(heartbeat_s=0)
     raw = kit.Raw(running)
     raw.send(kit.post(CHAT, kit.chat(stream=True, max_tokens=1)))
     assert b"still here" not in raw.read_until(b"[DONE]")

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from penstock.backends.base import Delta, Finish
 from penstock.errors import EngineFault
-from penstock.gateway.exchange import Ending, Exchange, RequestHead
-from penstock.gateway.flush import RelayTerms
-from penstock.gateway.relay import StreamReply, TextSink
-from penstock.gateway.reply import Context
-from penstock.gateway.tally import Tally
+from penstock.gateway.http.exchange import Ending, Exchange, RequestHead
+from penstock.gateway.http.flush import RelayTerms
+from penstock.gateway.http.tally import Tally
+from penstock.gateway.relay.relay import StreamReply, TextSink
+from penstock.gateway.relay.reply import Context
 from penstock.protocol.stream import ChatChunks, StreamHead
 from penstock.rng import IdSource
 from penstock.telemetry.catalog import Endpoint
@@ -51,7 +51,7 @@ def deaf(running, kit):
 
 
 def test_a_slow_client_gets_all_of_its_text_in_fewer_events(start, kit):
-    running = start(kit.replace(kit.make_config(), relay={"buffer_bytes_max": 200_000}))
+    running = start(kit.make_config(), buffer_bytes_max=200_000)
     raw = deaf(running, kit)
     running.wait_until(lambda: running.backend.num_streams == 0)  # The engine was not held up.
     raw.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
@@ -63,9 +63,7 @@ def test_a_slow_client_gets_all_of_its_text_in_fewer_events(start, kit):
 
 
 def test_it_is_cut_off_where_nothing_is_held_back(start, kit):
-    running = start(
-        kit.replace(kit.make_config(), relay={"buffer_bytes_max": 200_000, "slow_client": "abort"})
-    )
+    running = start(kit.make_config(slow_client="abort"), buffer_bytes_max=200_000)
     raw = deaf(running, kit)
     running.wait_until(lambda: b"penstock_slow_client_aborts_total 1.0" in running.metrics.render())
     assert running.backend.num_streams == 0
@@ -74,8 +72,9 @@ def test_it_is_cut_off_where_nothing_is_held_back(start, kit):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_takes_nothing_is_cut_off_in_time(start, kit, stream):
-    config = kit.replace(kit.make_config(), relay={"buffer_bytes_max": 10**9, "write_timeout_s": 0.2})
-    running = start(config, script=lambda request: iter(["x" * 4000] * 3000))
+    running = start(
+        script=lambda request: iter(["x" * 4000] * 3000), buffer_bytes_max=10**9, write_timeout_s=0.2
+    )
     raw = kit.Raw(running)
     raw.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     raw.send(kit.post(CHAT, kit.chat(stream=stream, max_tokens=3000)))
@@ -86,7 +85,7 @@ def test_a_client_that_takes_nothing_is_cut_off_in_time(start, kit, stream):
 
 
 def test_text_of_one_moment_is_one_event_after_the_first(start, kit):
-    running = start(kit.replace(kit.make_config(), relay={"flush_ms": 1000}), step_s=0.001)
+    running = start(kit.make_config(flush_ms=1000), step_s=0.001)
     raw = kit.Raw(running)
     raw.send(kit.post(CHAT, kit.chat(stream=True, seed=1, max_tokens=50, n=2), "Connection: close"))
     answer = raw.read_all()
@@ -102,7 +101,7 @@ def test_text_of_one_moment_is_one_event_after_the_first(start, kit):
 
 
 def test_what_was_held_back_goes_out_before_an_error(start, kit):
-    running = start(kit.replace(kit.make_config(), relay={"flush_ms": 1000}), step_s=30)
+    running = start(kit.make_config(flush_ms=1000), step_s=30)
     raw = kit.Raw(running)
     raw.send(kit.post(CHAT, kit.chat(stream=True)))
     running.wait_until(lambda: running.requests)

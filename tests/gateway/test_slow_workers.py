@@ -10,7 +10,7 @@ from engine_stand_ins import OpenAIStandIn, until
 from test_foreign_conformance import tools
 
 from penstock.backends.http.external import ForeignWorker, make_backend
-from penstock.config.backends import BackendsConfig, HttpConfig
+from penstock.backends.http.limits import HttpBackendLimits, HttpLimits
 
 CHAT = "/v1/chat/completions"
 NUM_EVENTS = 3000
@@ -54,8 +54,8 @@ def provided(kit, request):
             stand_ins.append(provider)
             await provider.start()
             worker = ForeignWorker(engine="openai", url=provider.url, model="served", max_model_len=32768)
-            http = HttpConfig(idle_timeout_s=SILENT_MAX_S)
-            config = BackendsConfig(probe_s=0.05, http=http)
+            http = HttpLimits(idle_timeout_s=SILENT_MAX_S)
+            config = HttpBackendLimits(probe_s=0.05, http=http)
             backend = make_backend(worker, self.tokenizer, tools(config))
             backend.open()
             await until(lambda: backend.status.ready)
@@ -65,8 +65,8 @@ def provided(kit, request):
             await self.backend.close()
             await stand_ins[0].kill()
 
-    relay = {"buffer_bytes_max": BOUND, **getattr(request, "param", {})}
-    running = Provided(kit.replace(kit.make_config(), relay=relay))
+    given = {"buffer_bytes_max": BOUND, "slow_client": "pause", **getattr(request, "param", {})}
+    running = Provided(kit.make_config(slow_client=given.pop("slow_client")), **given)
     yield types.SimpleNamespace(running=running, provider=stand_ins[0])
     running.stop()
 

@@ -2,8 +2,8 @@
 
 from kv_talker import KVTalker
 
-from penstock.config.kv_index import KVIndexConfig
 from penstock.kv.index.block_names import OwnNames
+from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.prefix_index import Held, Tier
 from penstock.kv.index.prompt_keys import PromptKeys
@@ -17,7 +17,7 @@ NS_PER_S = 1_000_000_000
 
 
 def make(**settings: object) -> KVLocality:
-    return KVLocality(KVIndexConfig(**({"entries_max": 10_000} | settings)), b"0123456789abcdef")  # type: ignore[arg-type]
+    return KVLocality(KVIndexLimits(**({"entries_max": 10_000} | settings)), b"0123456789abcdef")  # type: ignore[arg-type]
 
 
 def add_own(

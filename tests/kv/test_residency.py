@@ -6,9 +6,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kv_talker import KVTalker
 
-from penstock.config.kv_index import KVIndexConfig
 from penstock.kv.hashing import BlockHasher
 from penstock.kv.index.block_names import ForeignNames, OwnNames
+from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.prefix_index import Held, PrefixIndex, Tier
 from penstock.kv.index.prompt_keys import PromptKeyMaker, PromptKeys, namespace_of
 from penstock.kv.index.residency import TABLE, UNREADABLE_MAX, Residency, StreamInput, StreamState
@@ -21,7 +21,7 @@ NS_PER_S = 1_000_000_000
 
 
 def make(*, own: bool = False, **settings: object) -> Residency:
-    config = KVIndexConfig(**({"entries_max": 100_000} | settings))  # type: ignore[arg-type]
+    config = KVIndexLimits(**({"entries_max": 100_000} | settings))  # type: ignore[arg-type]
     index = PrefixIndex(entries_max=config.entries_max, predicted_max=config.predicted_max)
     foreign = ForeignNames(
         MAKER.canonical, blocks_max=config.blocks_per_worker_max, parked_max=config.parked_max

@@ -5,12 +5,12 @@ import pytest
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.routing import TTFT_TARGET_MS
 from penstock.config.tree import EngineConfig
+from penstock.planning.step_time import LinearStepTime
 from penstock.policy.record import Outcome
-from penstock.sim.request import RequestRecord, Segment, SimRequest
-from penstock.sim.spec import PoolSpec, WorldSpec
-from penstock.sim.step_time import LinearStepTime
-from penstock.sim.worker import WorkerSpec
-from penstock.sim.world import World
+from penstock.sim.traffic.request import RequestRecord, Segment, SimRequest
+from penstock.sim.world.spec import PoolSpec, WorldSpec
+from penstock.sim.world.worker import WorkerSpec
+from penstock.sim.world.world import World
 
 PROMPT, ANSWER, EACH, STEP_TOKENS = 512, 128, 3, 2048
 FIXED_NS = 1_400_000

@@ -3,7 +3,7 @@
 import functools
 
 from penstock.policy.record import Outcome
-from penstock.sim.scenarios_goodput import (
+from penstock.sim.scenarios.goodput import (
     DRAINED_S,
     LONG,
     TIMES,
@@ -12,7 +12,7 @@ from penstock.sim.scenarios_goodput import (
     goodput_of,
     mixed,
 )
-from penstock.sim.setup import Knobs, Played, play
+from penstock.sim.scenarios.setup import Knobs, Played, play
 
 SEEDS = (1, 2)
 

@@ -7,18 +7,18 @@ import pytest
 from penstock.clock import NS_PER_S
 from penstock.config.tree import Config, EngineConfig
 from penstock.errors import ConfigError
-from penstock.sim.chaos import Chaos
-from penstock.sim.checks import Checks
-from penstock.sim.described import described
-from penstock.sim.faults import Fault, FaultKind
-from penstock.sim.request import Segment, SimRequest
-from penstock.sim.scenarios import SCENARIOS
-from penstock.sim.setup import Knobs, with_settings
-from penstock.sim.spec import PoolSpec, WorldSpec
-from penstock.sim.worker import WorkerSpec
-from penstock.sim.world import World
+from penstock.sim.checks.checks import Checks
+from penstock.sim.scenarios.catalogue import SCENARIOS
+from penstock.sim.scenarios.described import described
+from penstock.sim.scenarios.setup import Knobs, with_settings
+from penstock.sim.traffic.request import Segment, SimRequest
+from penstock.sim.world.chaos import Chaos
+from penstock.sim.world.faults import Fault, FaultKind
+from penstock.sim.world.spec import PoolSpec, WorldSpec
+from penstock.sim.world.worker import SimWorkerSpec
+from penstock.sim.world.world import World
 
-NEW, OLD = WorkerSpec(checkpoint="7b v2"), WorkerSpec(checkpoint="7b v1")
+NEW, OLD = SimWorkerSpec(checkpoint="7b v2"), SimWorkerSpec(checkpoint="7b v1")
 TWO = WorldSpec(pools=(PoolSpec(worker=OLD, count=2), PoolSpec(worker=NEW, count=1)))
 """One model under one name, whose workers are of two identities."""
 PROMPT, NUM = 400, 40
@@ -83,6 +83,6 @@ def test_what_penstock_serve_would_refuse_is_refused() -> None:
         SCENARIOS["steady"].build(with_settings(Knobs(), {"routing.models": "[{model: nowhere}]"}))
     with pytest.raises(ConfigError, match=r"models\[0\]\.name"):
         described(Config(), [PoolSpec(model="two words")])
-    other = WorkerSpec(engine=EngineConfig(max_running=3))
+    other = SimWorkerSpec(engine=EngineConfig(max_running=3))
     with pytest.raises(ConfigError, match="a model has one"):
         described(Config(), [PoolSpec(region="east"), PoolSpec(region="west", worker=other)])

@@ -5,10 +5,10 @@ from sim_load import poisson
 
 from penstock.clock import NS_PER_S
 from penstock.kv.index.residency import StreamState
-from penstock.sim.chaos import Chaos
-from penstock.sim.checks import Checks
-from penstock.sim.faults import Fault, FaultKind
-from penstock.sim.world import PoolSpec, World, WorldSpec
+from penstock.sim.checks.checks import Checks
+from penstock.sim.world.chaos import Chaos
+from penstock.sim.world.faults import Fault, FaultKind
+from penstock.sim.world.world import PoolSpec, World, WorldSpec
 
 
 def run(kept: int, *faults: Fault) -> tuple[World, int, int]:

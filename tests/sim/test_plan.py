@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
-from penstock.sim.accelerators import ACCELERATORS, accelerator
-from penstock.sim.model_shapes import MODELS
-from penstock.sim.plan import Demand, Terms, cheapest, options
-from penstock.sim.plan_check import check_plan
-from penstock.sim.sizing import sizing_example
+from penstock.planning.accelerators import ACCELERATORS, accelerator
+from penstock.planning.model_shapes import MODELS
+from penstock.planning.plan import Demand, Terms, cheapest, options
+from penstock.planning.sizing import sizing_example
+from penstock.sim.scenarios.plan_check import check_plan
 
 DEVICES = [accelerator(name) for name in ("a100-80", "h100", "l40s")]
 

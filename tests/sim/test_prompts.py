@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.kv.hashing import BlockHasher, token_bytes
-from penstock.sim.prompts import EOS, BlockNames, content_tokens, prompt_tokens
-from penstock.sim.request import Segment
+from penstock.sim.traffic.prompts import EOS, BlockNames, content_tokens, prompt_tokens
+from penstock.sim.traffic.request import Segment
 from penstock.types import BLOCK_TOKENS
 
 segments = st.lists(

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import CheckpointError, ConfigError
-from penstock.sim.accelerators import ACCELERATORS, accelerator
-from penstock.sim.model_shapes import MODELS, model_shape
-from penstock.sim.roofline import Placed, Roofline
-from penstock.sim.step_time import StepShape
+from penstock.planning.accelerators import ACCELERATORS, accelerator
+from penstock.planning.model_shapes import MODELS, model_shape
+from penstock.planning.roofline import Placed, Roofline
+from penstock.planning.step_time import StepShape
 
 BILLIONS = {
     "7b": 7.24,

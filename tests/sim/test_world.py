@@ -10,7 +10,7 @@ from sim_load import poisson
 
 from penstock.clock import NS_PER_S
 from penstock.policy.record import Outcome
-from penstock.sim.world import PoolSpec, World, WorldSpec
+from penstock.sim.world.world import PoolSpec, World, WorldSpec
 
 SMALL = WorldSpec(pools=(PoolSpec(count=2),))
 

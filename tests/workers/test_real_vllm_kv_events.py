@@ -15,9 +15,9 @@ from penstock.backends.base import GenerateRequest
 from penstock.backends.http.backend import HttpBackend
 from penstock.backends.http.external import ForeignWorker, make_backend
 from penstock.clock import SystemClock
-from penstock.config.kv_index import KVIndexConfig
 from penstock.config.tree import LogConfig
 from penstock.fleet.kv_feed import KVFeed
+from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.prompt_keys import PromptKeys
 from penstock.kv.index.residency import StreamState
@@ -38,7 +38,7 @@ class Fleet:
     """One vLLM, its feed, and the locality."""
 
     def __init__(self, backend: HttpBackend, *, check_s: float = 0.5) -> None:
-        config = KVIndexConfig(check_s=check_s)
+        config = KVIndexLimits(check_s=check_s)
         self.backend = backend
         self.locality = KVLocality(config, b"0123456789abcdef")
         self.residency = self.locality.add(WORKER, model="served", is_own=False)

@@ -4,7 +4,7 @@ import ssl
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from penstock.config.backends import HttpConfig
+from penstock.backends.http.limits import HttpLimits
 from penstock.errors import ConfigError
 
 
@@ -53,7 +53,7 @@ class HttpAddress:
         return f"{self.scheme}://{self.authority}{self.base}"
 
 
-def tls_context(config: HttpConfig) -> ssl.SSLContext:
+def tls_context(config: HttpLimits) -> ssl.SSLContext:
     """Certificates and host names are verified, always; `ca_file` adds to whom the system trusts."""
     context = ssl.create_default_context()
     context.minimum_version = ssl.TLSVersion.TLSv1_2

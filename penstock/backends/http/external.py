@@ -6,6 +6,7 @@ A new engine is a dialect (dialect.py), its names for its load (engine_metrics.p
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from penstock.backends.heartbeat import HeartbeatTerms
 from penstock.backends.http.backend import HttpBackend
 from penstock.backends.http.client import HttpAddress, HttpClient
 from penstock.backends.http.dialects.base import Dialect
@@ -15,9 +16,8 @@ from penstock.backends.http.dialects.tgi import TgiDialect
 from penstock.backends.http.dialects.triton import TritonDialect
 from penstock.backends.http.dialects.trtllm import TrtllmDialect
 from penstock.backends.http.dialects.vllm import VllmDialect
+from penstock.backends.http.limits import HttpBackendLimits
 from penstock.clock import Clock
-from penstock.config.backends import BackendsConfig
-from penstock.config.health import HeartbeatConfig
 from penstock.errors import ConfigError
 from penstock.telemetry.backend_metrics import BackendMeters
 from penstock.text.tokenizer import Tokenizer
@@ -60,13 +60,13 @@ class ForeignWorker:
 class Tools:
     """What every backend of one process is given."""
 
-    config: BackendsConfig
+    config: HttpBackendLimits
     clock: Clock
     meters: Callable[[str], BackendMeters]
     """Counters of an engine."""
     draw: Callable[[], float]
     """Numbers from 0 to 1."""
-    heartbeat: HeartbeatConfig = HeartbeatConfig()  # noqa: RUF009 - it is frozen.
+    heartbeat: HeartbeatTerms = HeartbeatTerms()  # noqa: RUF009 - it is frozen.
     """For workers of our own that somebody else started."""
 
 

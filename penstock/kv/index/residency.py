@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from enum import Enum, StrEnum
 from types import MappingProxyType
 
-from penstock.config.kv_index import KVIndexConfig
 from penstock.kv.index.block_names import BlockNames, Named
+from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.prefix_index import PrefixIndex
 from penstock.kv.index.prompt_keys import PromptKeys
 from penstock.kv.index.vllm_events import Cleared, Event, KVEventError, Removed, Stored, decode_events
@@ -88,7 +88,7 @@ class Audit:
 class Residency:
     """One worker's part of the index."""
 
-    def __init__(self, index: PrefixIndex, worker: int, names: BlockNames, config: KVIndexConfig) -> None:
+    def __init__(self, index: PrefixIndex, worker: int, names: BlockNames, config: KVIndexLimits) -> None:
         """`worker` is its number in the index."""
         self.worker, self.names = worker, names
         self.state = StreamState.UNKNOWN

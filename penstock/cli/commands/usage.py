@@ -1,0 +1,170 @@
+"""`penstock usage`: what was used and what it cost, from the ledger."""
+
+import argparse
+import os
+import re
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from penstock.cli import console
+from penstock.cli.commands import usage_formats
+from penstock.cli.flags import Commands, Help
+from penstock.clock import NS_PER_S, SystemClock
+from penstock.config.load import load_config
+from penstock.config.tree import Config
+from penstock.errors import ConfigError, LedgerError
+from penstock.telemetry.ledger_files import ledger_directory
+from penstock.telemetry.ledger_reader import GROUPS, LedgerReader, LedgerRow, Query
+
+FORMATS = ("table", "csv", "json", "parquet")
+_UNITS_S = {"h": 3600, "d": 86_400, "w": 7 * 86_400}
+
+DESCRIPTION = """\
+Say what was used and what it cost: requests, tokens and money from the ledger, summed up.
+
+Reads the ledger's database and what the journals of running (or crashed) gateways hold beyond it;
+it may be used beside them at any time. All days are UTC."""
+
+EPILOG = f"""\
+groups for --by:
+  {", ".join(list(GROUPS)[:6])},
+  {", ".join(list(GROUPS)[6:])}
+
+times for --since and --until:
+  2026-11-21, 2026-11-21T08:00, 2026-11-21T08:00+02:00 (without a zone: UTC), or ago: 24h, 7d, 4w
+
+columns:
+  requests, and of these those that failed (or were cancelled, or dropped from the queue); prompt
+  tokens, and of these those from the prefix cache; generated tokens; cost by the price list; what
+  the machines cost meanwhile, where they have a price
+
+exit code: 0 also if there was no usage, 1 no ledger, 2 wrong usage
+
+examples:
+  penstock usage
+  penstock usage --by tenant --since 2026-11-01 --until 2026-12-01
+  penstock usage --by day,outcome --tenant acme --since 7d
+  penstock usage --by month,tenant,key --format csv > usage.csv
+  penstock usage --format parquet -o usage.parquet"""
+
+
+def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
+    """Add this command."""
+    parser = commands.add_parser(
+        "usage",
+        help="say what was used and what it cost",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=Help,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--by",
+        type=_groups,
+        default=("tenant", "model", "day"),
+        metavar="GROUPS",
+        help='sum up by these, with commas; "" for one total (default: tenant,model,day)',
+    )
+    parser.add_argument(
+        "--since", type=_time, metavar="TIME", help="ended then or later (default: all there is)"
+    )
+    parser.add_argument("--until", type=_time, metavar="TIME", help="ended before")
+    parser.add_argument("--tenant", metavar="NAME", help="this tenant's only")
+    parser.add_argument("--model", metavar="NAME", help="answers of this model only")
+    parser.add_argument(
+        "--format", choices=FORMATS, default="table", metavar="FORMAT", help="table, csv, json or parquet"
+    )
+    parser.add_argument("-o", dest="output", metavar="FILE", help="write there instead of to standard output")
+    parser.add_argument(
+        "-c",
+        dest="config",
+        metavar="FILE",
+        help="the server's configuration, which names the ledger's directory",
+    )
+    parser.add_argument(
+        "--directory",
+        metavar="DIR",
+        help="the ledger's directory (default: the configuration's, or the user's)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out `penstock usage`."""
+    config = load_config(Path(args.config)) if args.config else Config()
+    directory = Path(args.directory) if args.directory else ledger_directory(config.ledger, os.environ)
+    if args.format == "parquet" and not args.output and sys.stdout.isatty():
+        raise ConfigError("--format parquet is not for terminals: name a file with -o")
+    where = {name: value for name in ("tenant", "model") if (value := getattr(args, name)) is not None}
+    query = Query(by=args.by, since_ns=args.since, until_ns=args.until, where=where)
+    with LedgerReader(directory) as reader:
+        rows, running = reader.totals(query), reader.running
+    _write(args, rows, config.prices.currency if config.prices.models else "")
+    note = console.err()
+    if not rows:
+        note.print(f"no usage{_span(query)} in {directory}", style="dim", markup=False)
+    if running and args.format == "table":
+        note.print(
+            f"{running} requests are running now and count when they are over", style="dim", markup=False
+        )
+    return 0
+
+
+def _write(args: argparse.Namespace, rows: list[LedgerRow], currency: str) -> None:
+    if args.format == "table" and not args.output:
+        if rows:
+            console.out().print(usage_formats.as_table(rows, args.by, currency))
+        return
+    if args.format == "parquet":
+        data = usage_formats.as_parquet(rows, args.by)
+    elif args.format == "csv":
+        data = usage_formats.as_csv(rows, args.by).encode()
+    elif args.format == "json":
+        data = usage_formats.as_json(rows, args.by).encode()
+    else:
+        screen = console.out()
+        with screen.capture() as capture:
+            screen.print(usage_formats.as_table(rows, args.by, currency))
+        data = capture.get().encode()
+    if not args.output:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+        return
+    try:
+        Path(args.output).write_bytes(data)
+    except OSError as error:
+        raise LedgerError(f"{args.output}: cannot be written: {error.strerror}") from error
+
+
+def _span(query: Query) -> str:
+    since = "" if query.since_ns is None else f" since {_shown(query.since_ns)}"
+    until = "" if query.until_ns is None else f" until {_shown(query.until_ns)}"
+    names = "".join(f" of {name} {value!r}" for name, value in query.where.items())
+    return names + since + until
+
+
+def _shown(wall_ns: int) -> str:
+    return datetime.fromtimestamp(wall_ns // NS_PER_S, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _groups(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",")) if text else ()
+    for name in names:
+        if name not in GROUPS:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(GROUPS)}")
+    if len(set(names)) != len(names):
+        raise argparse.ArgumentTypeError(f"{text!r} names a group twice")
+    return names
+
+
+def _time(text: str) -> int:
+    """Nanoseconds since the epoch."""
+    if match := re.fullmatch(r"(\d{1,5})([hdw])", text):
+        return SystemClock().wall_ns() - int(match[1]) * _UNITS_S[match[2]] * NS_PER_S
+    try:
+        when = datetime.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 2026-11-21 or 7d") from None
+    when = when if when.tzinfo else when.replace(tzinfo=UTC)
+    return int(when.timestamp()) * NS_PER_S

@@ -1,0 +1,223 @@
+"""One of several gateway processes of a server (`server.processes`): `python -m penstock.cli.wiring.gateway_process`.
+
+Started by cli/wiring/processes.py, which tells it everything on standard input. The end of that pipe means that the parent is
+gone, and this process with it; SIGTERM drains it.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+import msgspec
+import uvloop
+
+from penstock import __version__, collector, rng
+from penstock.backends.base import Note
+from penstock.backends.engine.backend import OwnBackend
+from penstock.backends.http.external import Tools
+from penstock.cli.wiring.attached import wait_for_attached
+from penstock.cli.wiring.fleet_log import FleetLog
+from penstock.cli.wiring.models import ModelPart, make_part, make_tools
+from penstock.clock import SystemClock
+from penstock.config.fleet import WorkerConfig
+from penstock.config.reload import with_members
+from penstock.config.tree import Config, ModelConfig
+from penstock.errors import ConfigError
+from penstock.fleet.members import Members
+from penstock.fleet.registry import Registry
+from penstock.fleet.sources.discovery import Discovery
+from penstock.fleet.sources.static import attached
+from penstock.fleet.wanted import Attached, Wanted
+from penstock.gateway.app import Gateway
+from penstock.gateway.shared.siblings import Siblings
+from penstock.protocol.siblings import ChildLaunch, ChildNews, WorkerAt
+from penstock.protocol.worker_auth import link_key_of
+from penstock.telemetry.log import Log
+from penstock.telemetry.metrics import Metrics
+from penstock.types import WorkerId
+
+STDIN = 0
+LAUNCH_BYTES_MAX = 16 * 1024 * 1024
+EXIT_ORPHANED = 1
+
+
+def main() -> int:
+    """Serve until told to stop; the exit code."""
+    launch = _read_launch()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(launch))
+
+
+async def _serve(launch: ChildLaunch) -> int:
+    config = msgspec.json.decode(launch.config, type=Config)
+    clock = SystemClock()
+    log = Log(config.log, clock, stream=sys.stderr, secrets=config.auth.secrets)
+    log.adopt("asyncio")
+    registry = Registry(clock, log, workers_max=config.fleet.workers_max)
+    members = Members(registry, log, drain_timeout_s=config.fleet.drain_timeout_s)
+    parts = [make_part(model, registry, clock) for model in config.models]
+    metrics = Metrics([part.served.name for part in parts], version=__version__)
+    tools = make_tools(config, metrics, clock)
+    gateway = Gateway(
+        config,
+        {part.served.name: part.served for part in parts},
+        registry,
+        members,
+        metrics=metrics,
+        clock=clock,
+        ids=rng.IdSource(),
+        log=log,
+        listeners=[socket.socket(fileno=number) for number in launch.listeners],
+        siblings=Siblings(launch.parent),
+        hash_key=launch.hash_key,
+    )
+    stop = asyncio.Event()
+    discovery = Discovery(members, clock, log)
+    fleet = _Fleet(config, parts, launch, registry, members, discovery, tools)
+    parent = _Parent(gateway, fleet, stop, log)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    loop.add_reader(STDIN, parent.on_readable)
+    await fleet.apply()
+    await gateway.start()
+    collector.settle()
+    telling = asyncio.create_task(_tell_of_attached(config, registry, log)) if launch.index == 0 else None
+    await stop.wait()
+    if telling is not None:
+        telling.cancel()
+    if parent.is_gone:
+        return EXIT_ORPHANED
+    discovery.stop()
+    await gateway.stop()
+    await members.close(0.0)
+    return 0
+
+
+async def _tell_of_attached(config: Config, registry: Registry, log: Log) -> None:
+    """What happens to workers at addresses, which the parent does not see: one process says it for all."""
+    await wait_for_attached(registry, config.models, log, timeout_s=config.fleet.connect_timeout_s)
+    news = FleetLog(registry, log, only_attached=True)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        news.close()
+
+
+class _Fleet:
+    """The workers of this process: what the parent has launched, and what is at addresses."""
+
+    def __init__(
+        self,
+        config: Config,
+        parts: Sequence[ModelPart],
+        launch: ChildLaunch,
+        registry: Registry,
+        members: Members,
+        discovery: Discovery,
+        tools: Tools,
+    ) -> None:
+        self.models, self.launched, self.held = config.models, launch.workers, launch.held
+        self._parts, self._registry, self._members, self._discovery, self._tools = (
+            parts,
+            registry,
+            members,
+            discovery,
+            tools,
+        )
+        self._link_key = link_key_of(launch.hash_key)
+
+    async def apply(self) -> None:
+        """Let them be there, and no others.
+
+        Raises:
+            ConfigError: a source of workers lacks something.
+        """
+        await self._members.out_of_service({WorkerId(name): each for name, each in self.held.items()})
+        for model, part in zip(self.models, self._parts, strict=True):
+            await self._members.apply(f"models.{part.served.name}", self._wanted(model, part))
+        for worker in self.launched:
+            self._report(worker)
+        for model, part in zip(self.models, self._parts, strict=True):
+            await self._discovery.apply(model, part.served.tokenizer, self._tools)
+
+    def _report(self, told: WorkerAt) -> None:
+        """What the parent saw of the process: this one only sees that its connection is lost."""
+        worker = self._registry.get(WorkerId(told.id))
+        if worker is not None and isinstance(worker.backend, OwnBackend):
+            notes = [Note(note.text, note.at_ns) for note in told.notes]
+            worker.backend.report_from_parent(
+                stage=told.stage, notes=notes, restarts=told.restarts, is_down=told.is_down
+            )
+
+    def _wanted(self, model: ModelConfig, part: ModelPart) -> list[Wanted]:
+        name, tokenizer = part.served.name, part.served.tokenizer
+        found: list[Wanted] = [
+            Attached(
+                id=WorkerId(worker.id),
+                route=name,
+                config=WorkerConfig(url=worker.address, engine="penstock"),
+                tokenizer=tokenizer,
+                tools=self._tools,
+                shares_key=True,
+                link_key=b"" if worker.address.startswith("unix:") else self._link_key,
+            )
+            for worker in self.launched
+            if worker.route == name
+        ]
+        return [*found, *attached(model, tokenizer, self._tools)]
+
+
+class _Parent:
+    """Standard input after the launch: a line whenever the configuration or the launched workers change; its end is the parent's."""
+
+    def __init__(self, gateway: Gateway, fleet: _Fleet, stop: asyncio.Event, log: Log) -> None:
+        self.is_gone = False
+        self._gateway, self._fleet, self._stop, self._log = gateway, fleet, stop, log
+        self._rest = b""
+        self._news: set[asyncio.Task[None]] = set()
+        self._one_at_a_time = asyncio.Lock()
+
+    def on_readable(self) -> None:
+        data = os.read(STDIN, 1 << 16)
+        if not data or len(self._rest) > LAUNCH_BYTES_MAX:
+            asyncio.get_running_loop().remove_reader(STDIN)
+            self.is_gone = True
+            self._stop.set()
+            return
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            task = asyncio.create_task(self._take(msgspec.json.decode(line, type=ChildNews)))
+            self._news.add(task)
+            task.add_done_callback(self._news.discard)
+
+    async def _take(self, news: ChildNews) -> None:
+        async with self._one_at_a_time:
+            if news.config:
+                config = msgspec.json.decode(news.config, type=Config)
+                if await self._gateway.tenancy.reload(config):
+                    self._fleet.models = with_members(self._fleet.models, config.models)
+            if news.workers is not None:
+                self._fleet.launched = news.workers
+            if news.held is not None:
+                self._fleet.held = news.held
+            try:
+                await self._fleet.apply()
+            except ConfigError as error:
+                self._log.error("not all workers of the new configuration can be had", error=error)
+
+
+def _read_launch() -> ChildLaunch:
+    line = b""
+    while not line.endswith(b"\n"):
+        piece = os.read(STDIN, 1 << 16)
+        if not piece or len(line) > LAUNCH_BYTES_MAX:
+            sys.exit(EXIT_ORPHANED)
+        line += piece
+    return msgspec.json.decode(line, type=ChildLaunch)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""From the configuration to what a gateway needs of each model: tokenizer, template, and where its workers will be."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock import rng
+from penstock.backends.http.external import Tools
+from penstock.backends.http.limits import HttpBackendLimits, HttpLimits
+from penstock.clock import NS_PER_S, Clock
+from penstock.config.checkpoints import check_loads
+from penstock.config.presets import resolve, served_name
+from penstock.config.tree import Config, ModelConfig
+from penstock.errors import CheckpointError
+from penstock.fleet.registry import Registry
+from penstock.gateway.models.public import PublicPrefixes
+from penstock.gateway.models.served import ServedModel
+from penstock.models.config import read_config
+from penstock.telemetry.metrics import Metrics
+from penstock.text.chat import ChatTemplate
+from penstock.text.tokenizer import Tokenizer
+from penstock.types import ModelName
+
+
+@dataclass(slots=True, frozen=True)
+class ModelPart:
+    """One model: what the gateway sees of it, and what its own workers load."""
+
+    served: ServedModel
+    path: str
+
+
+def make_part(model: ModelConfig, registry: Registry, clock: Clock) -> ModelPart:
+    """What it takes to serve one model: nothing runs yet.
+
+    Raises:
+        ConfigError: there is no such model.
+        CheckpointError: its tokenizer or chat template cannot be read, or it is none that our engine loads.
+    """
+    directory, name = resolve(model.path), ModelName(served_name(model))
+    if model.replicas:
+        check_loads(directory, needs_weights=model.engine.load_format == "safetensors")
+    tokenizer = Tokenizer.load(directory)
+    template = ChatTemplate.load(directory, wall_ns=clock.wall_ns)
+    served = ServedModel(
+        name=name,
+        workers=registry.of(name),
+        tokenizer=tokenizer,
+        template=template,
+        created_s=_changed_s(directory),
+        declared_len=_declared_len(model, directory),
+        public_prefixes=PublicPrefixes.of(model.public_prefixes, tokenizer, template),
+    )
+    return ModelPart(served, str(directory))
+
+
+def make_tools(config: Config, metrics: Metrics, clock: Clock) -> Tools:
+    """What the backends of workers that are not ours share."""
+    return Tools(
+        config=HttpBackendLimits(http=HttpLimits.of(config.backends)),
+        clock=clock,
+        meters=metrics.backend,
+        draw=rng.stream(rng.fresh_seed(), "probes").random,
+    )
+
+
+def _declared_len(model: ModelConfig, directory: Path) -> int:
+    """The context that its workers will have, as far as is said before they are there: the smallest. 0: nothing is."""
+    lengths = [worker.max_model_len for worker in model.workers]
+    if model.replicas:
+        lengths.append(model.engine.max_model_len or _made_for(directory))
+    return min((length for length in lengths if length), default=0)
+
+
+def _made_for(directory: Path) -> int:
+    try:
+        config = read_config(directory)
+    except CheckpointError:  # Its worker will say so, and better.
+        return 0
+    inner = config.text_config
+    return config.max_position_embeddings or (inner.max_position_embeddings if inner else None) or 0
+
+
+def _changed_s(directory: Path) -> int:
+    """When the checkpoint was last changed: OpenAI's `created`."""
+    return (directory / "config.json").stat().st_mtime_ns // NS_PER_S

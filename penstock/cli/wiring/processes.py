@@ -1,0 +1,315 @@
+"""Several gateway processes on one port, supervised by the process that supervises the workers.
+
+             ┌─> gateway process 0 ─┐
+    clients ─┤        ...           ├─> each model's worker
+             └─> gateway process N ─┘
+       parent: the listening socket, the workers, restarts, the sum of all numbers
+
+All processes accept from one listening socket, made by the parent: whoever is idle takes the next connection, and what is
+queued when a process dies is taken by another. With a socket of its own for each (SO_REUSEPORT) the kernel deals connections
+out by a hash of their addresses, whoever is busy, and those in a dead process's queue are reset.
+"""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+import tempfile
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from penstock.clock import Clock, sleep
+from penstock.config.tree import Config
+from penstock.errors import ConfigError, OperatorError
+from penstock.fleet.launchers.supervision import BACKOFF_MAX_S, RestartBudget
+from penstock.gateway.http.server import BACKLOG
+from penstock.gateway.shared.local_store import LeaseServer
+from penstock.protocol.siblings import (
+    Ask,
+    ChildLaunch,
+    ChildNews,
+    Done,
+    ModelNumbers,
+    Order,
+    Snapshot,
+    Sum,
+    WorkerAt,
+    decode_to_parent,
+    frame,
+)
+from penstock.protocol.worker import FrameDecoder, ProtocolError
+from penstock.telemetry.log import Log
+from penstock.telemetry.merge import lasting, merged
+
+COMMAND = (sys.executable, "-m", "penstock.cli.wiring.gateway_process")
+RESTARTS_MAX = 10
+"""Restarts of one gateway process within ten minutes that come quickly; later ones wait `BACKOFF_MAX_S`."""
+START_TIMEOUT_S = 60.0
+SPARE_S = 5.0
+"""What a process may take beyond its drain timeout before it is killed."""
+READ_BYTES = 1 << 16
+HELD_MAX = 4096
+"""Workers that are remembered to be out of service by hand; of more the oldest come back."""
+
+
+class Numbers:
+    """The last snapshot of every process, and what those who have ended leave behind."""
+
+    def __init__(self) -> None:
+        self._last: dict[object, Snapshot] = {}
+        self._gone = b""
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    @property
+    def streams(self) -> int:
+        """Answers being generated in all processes."""
+        return sum(each.streams for each in self._last.values())
+
+    def told(self, who: object, snapshot: Snapshot) -> None:
+        """A process told its numbers."""
+        self._last[who] = snapshot
+
+    def ended(self, who: object) -> None:
+        """A process is gone. Its counters go on counting, or rates over the sum would jump."""
+        if (last := self._last.pop(who, None)) is not None:
+            self._gone = merged([self._gone, lasting(last.metrics)])
+
+    def sum(self) -> Sum:
+        """All of them together."""
+        last = self._last.values()
+        return Sum(
+            metrics=merged([*(each.metrics for each in last), self._gone]),
+            connections=sum(each.connections for each in last),
+            streams=self.streams,
+            processes=len(last),
+            models=self._models(),
+            gone=tuple(sorted(set[str].intersection(*(set(each.gone) for each in last)))) if last else (),
+        )
+
+    def _models(self) -> dict[str, ModelNumbers]:
+        found: dict[str, ModelNumbers] = {}
+        for snapshot in self._last.values():
+            for name, each in snapshot.models.items():
+                before = found.get(name, ModelNumbers(0, 0.0, 0))
+                found[name] = ModelNumbers(
+                    before.waiting + each.waiting,
+                    before.ttft_sum_s + each.ttft_sum_s,
+                    before.ttft_count + each.ttft_count,
+                )
+        return found
+
+
+class GatewayProcesses:
+    """`start` binds the address, `open` starts the processes, `stop` drains them, `kill` leaves nothing."""
+
+    def __init__(self, config: Config, clock: Clock, log: Log, *, hash_key: bytes) -> None:
+        """`hash_key` is what the launched workers name their KV blocks with."""
+        self._clock, self._log, self._hash_key = clock, log, hash_key
+        self._directory = tempfile.TemporaryDirectory(prefix="penstock-gateways-")  # Mode 0700.
+        self._path = f"{self._directory.name}/parent.sock"
+        self._config = self._sharing(config)
+        self._leases = LeaseServer(self._config.shared, Path(self._leases_path), clock)
+        self._listeners: list[socket.socket] = []
+        self._workers: tuple[WorkerAt, ...] = ()
+        self._held: dict[str, float] = {}
+        self.on_order: Callable[[Order], Awaitable[None]] = _nobody
+        """Called when somebody has told one of the processes to take a worker out of service, or to bring it back, before the
+        others hear of it."""
+        self._numbers = Numbers()
+        self._told = asyncio.Event()
+        self._server: asyncio.Server | None = None
+        self._running: dict[int, Process] = {}
+        self._supervisors: list[asyncio.Task[None]] = []
+        self._stopping = False
+
+    @property
+    def num_streams(self) -> int:
+        """Answers that are being generated now, as of a second ago."""
+        return self._numbers.streams
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the processes that run."""
+        return tuple(process.pid for process in self._running.values())
+
+    @property
+    def _leases_path(self) -> str:
+        return f"{self._directory.name}/leases.sock"
+
+    def _sharing(self, config: Config) -> Config:
+        """The configuration for the processes: they share their rate limits, through this one if not through Redis."""
+        if config.shared.store == "redis":
+            return config
+        shared = msgspec.structs.replace(
+            config.shared, store="parent", socket=self._leases_path, gateways=config.server.processes
+        )
+        return msgspec.structs.replace(config, shared=shared)
+
+    async def start(self) -> tuple[str, int]:
+        """Listen; connections wait until there is a process. Returns the address.
+
+        Raises:
+            ConfigError: the address cannot be listened on.
+        """
+        self._server = await asyncio.start_unix_server(self._hear, self._path)
+        if self._config.shared.store == "parent":
+            await self._leases.start()
+        host, port = self._config.server.host, self._config.server.port
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+            for family, _, _, _, address in dict.fromkeys(found):
+                port = self._listeners[0].getsockname()[1] if self._listeners else int(address[1])
+                self._listeners.append(
+                    socket.create_server((str(address[0]), port), family=family, backlog=BACKLOG)
+                )
+        except OSError as error:
+            message = f"server: cannot listen on {host} port {port}: {error.strerror or error}"
+            raise ConfigError(message) from error
+        bound = self._listeners[0].getsockname()
+        return str(bound[0]), int(bound[1])
+
+    async def open(self, workers: Sequence[WorkerAt]) -> None:
+        """Start every process in front of these workers; returns when all of them listen.
+
+        Raises:
+            OperatorError: one does not come up.
+        """
+        count = self._config.server.processes
+        self._workers = tuple(workers)
+        self._supervisors = [asyncio.create_task(self._supervise(index)) for index in range(count)]
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while len(self._numbers) < count:
+                    self._told.clear()
+                    await self._told.wait()
+        except TimeoutError:
+            raise OperatorError(f"the gateway processes did not start within {START_TIMEOUT_S:g} s") from None
+
+    async def reload(self, config: Config) -> bool:
+        """Hand a new configuration to every process, and to those that come; each says in the log what it makes of it."""
+        self._config = config = self._sharing(config)
+        self._tell(ChildNews(config=msgspec.json.encode(config)))
+        return True
+
+    def take_workers(self, workers: Sequence[WorkerAt]) -> None:
+        """The launched workers are others now, or somewhere else."""
+        if self._workers != (workers := tuple(workers)):
+            self._workers = workers
+            self._tell(ChildNews(workers=workers))
+
+    async def _order(self, order: Order) -> None:
+        """Let all processes know which workers are out of service, those that are yet to come too."""
+        self._held.pop(order.worker, None)
+        if order.timeout_s is not None:
+            self._held[order.worker] = order.timeout_s
+            if len(self._held) > HELD_MAX:
+                del self._held[next(iter(self._held))]
+        await self.on_order(order)
+        self._tell(ChildNews(held=self._held))
+
+    def _tell(self, news: ChildNews) -> None:
+        for process in self._running.values():
+            if process.stdin is not None:
+                process.stdin.write(msgspec.json.encode(news) + b"\n")
+
+    async def stop(self) -> None:
+        """Drain: every process ends its answers, up to `drain_timeout_s`."""
+        self._stopping = True
+        for listener in self._listeners:
+            listener.close()
+        processes = list(self._running.values())
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+        waits = [asyncio.ensure_future(process.wait()) for process in processes]
+        if waits:
+            await asyncio.wait(waits, timeout=self._config.server.drain_timeout_s + SPARE_S)
+        await self.kill()
+
+    async def kill(self) -> None:
+        """End everything now. Idempotent."""
+        self._stopping = True
+        for process in list(self._running.values()):
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        for task in self._supervisors:
+            task.cancel()
+        if self._supervisors:
+            await asyncio.wait(self._supervisors)
+        for listener in self._listeners:
+            listener.close()
+        if self._server is not None:
+            self._server.close()
+        await self._leases.close()
+        self._directory.cleanup()
+
+    async def _supervise(self, index: int) -> None:
+        """Run one process again and again until everything stops."""
+        budget = RestartBudget(RESTARTS_MAX, self._clock)
+        while not self._stopping:
+            process = await self._spawn(index)
+            self._running[index] = process
+            try:
+                code = await process.wait()
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+                del self._running[index]
+            if self._stopping:
+                return
+            delay_s = budget.take() or BACKOFF_MAX_S
+            self._log.error("a gateway process ended", index=index, code=code, restart_in_s=delay_s)
+            await sleep(delay_s)
+
+    async def _spawn(self, index: int) -> Process:
+        launch = ChildLaunch(
+            index=index,
+            config=msgspec.json.encode(self._config),
+            listeners=tuple(each.fileno() for each in self._listeners),
+            workers=self._workers,
+            parent=self._path,
+            hash_key=self._hash_key,
+            held=self._held,
+        )
+        # A session of its own, so that Ctrl-C in the terminal reaches only the parent, which drains.
+        process = await asyncio.create_subprocess_exec(
+            *COMMAND, stdin=PIPE, stdout=DEVNULL, pass_fds=launch.listeners, start_new_session=True
+        )
+        assert process.stdin is not None
+        # It stays open: its end tells the process that we are gone.
+        process.stdin.write(msgspec.json.encode(launch) + b"\n")
+        return process
+
+    async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One process's connection."""
+        decoder = FrameDecoder()
+        try:
+            while data := await reader.read(READ_BYTES):
+                for body in decoder.feed(data):
+                    message = decode_to_parent(body)
+                    if isinstance(message, Ask):
+                        writer.write(frame(self._numbers.sum()))
+                    elif isinstance(message, Order):
+                        await self._order(message)
+                        writer.write(frame(Done()))
+                    else:
+                        self._numbers.told(writer, message)
+                        self._told.set()
+        except (ConnectionError, ProtocolError, msgspec.DecodeError) as error:
+            self._log.warning("a gateway process cannot be heard any more", error=error)
+        finally:
+            self._numbers.ended(writer)
+            writer.close()
+
+
+async def _nobody(_: Order) -> None:
+    """Nobody launched anything."""

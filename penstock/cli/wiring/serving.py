@@ -1,0 +1,199 @@
+"""The life of a `penstock serve` process: listen, load, tell, serve, drain, stop.
+
+    start ─> loading ─> ready (banner) ─> first Ctrl-C: draining ─> stopped, exit 0
+                │                                     └─ second Ctrl-C: stop now, exit 130
+                └─ a model cannot be served: exit 1 or 2; Ctrl-C: stop, exit 0
+
+A model that goes down for good does not end the process: /ready answers 503, requests for it get an
+error that says why, and other models go on.
+"""
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from penstock import collector, rng
+from penstock.cli import console
+from penstock.cli.wiring import banner
+from penstock.cli.wiring.keyfile import forget_key, save_key
+from penstock.cli.wiring.progress import loading_display
+from penstock.cli.wiring.reachable import reachable
+from penstock.cli.wiring.signals import StopSignals, on_signal
+from penstock.cli.wiring.state import with_secret
+from penstock.cli.wiring.wire import Stack
+from penstock.clock import NS_PER_S, Clock
+from penstock.config.hosts import is_loopback
+from penstock.config.tenancy_checks import names_callers
+from penstock.config.tree import Config
+from penstock.errors import PenstockError
+from penstock.fleet.launchers.spares import Spares
+from penstock.gateway.http.wire_limits import WIRE_LIMITS
+from penstock.telemetry.log import Log
+
+EXIT_ABORTED = 130
+SPARE_FILES = 512
+"""File descriptors that are needed beside one per connection."""
+
+
+class Serving:
+    """One `penstock serve`: `run` it once. cli/wiring/early.py comes before."""
+
+    def __init__(
+        self,
+        config: Config,
+        clock: Clock,
+        started_ns: int,
+        reread: Callable[[], Config],
+        spares: Spares,
+    ) -> None:
+        """`reread` makes the configuration anew from where it came, for SIGHUP; `spares` are processes for workers.
+
+        Raises:
+            OperatorError: the configuration or a model cannot be served.
+        """
+        self._spares = spares
+        self._clock, self._started_ns, self._reread = clock, started_ns, reread
+        self._reloading: asyncio.Task[None] | None = None
+        self._reload_wanted = False
+        self._new_key = ""
+        self._port = 0
+        if not names_callers(config.auth):
+            # Settings made sure that this is a loopback address.
+            self._new_key = f"sk-{rng.fresh_token()}"
+        config = self._config = self._completed(config)
+        self._log = Log(
+            config.log,
+            clock,
+            stream=console.current_stderr(),
+            secrets=config.auth.secrets,
+        )
+        self._log.adopt("asyncio")
+        self._stack = Stack(config, clock, self._log, spares)
+
+    async def run(self) -> int:
+        """Serve until told to stop; the exit code.
+
+        Raises:
+            OperatorError: the configuration or a model cannot be served.
+            WorkerUnavailable: a worker does not come up.
+        """
+        self._check_open_files()
+        with StopSignals(self._say_draining) as signals, on_signal(signal.SIGHUP, self._begin_reload):
+            try:
+                host, port = await self._stack.start()
+                self._port = port
+                if self._new_key:
+                    save_key(port, self._new_key)
+                is_loaded = await self._loaded(signals)
+                await self._spares.close()
+                if is_loaded:
+                    collector.settle()
+                    self._show_banner(host, port)
+                    await signals.drain.wait()
+                    return await self._drained(signals)
+                return 0
+            finally:
+                if self._new_key:
+                    forget_key(self._port)
+                await self._stack.abort()  # After a drain there is nothing left to do.
+
+    async def _loaded(self, signals: StopSignals) -> bool:
+        """Wait for the models; False if asked to stop before they were ready."""
+        with loading_display(console.err()) as display:
+            loading = asyncio.create_task(self._stack.wait_ready(display))
+            stopping = asyncio.create_task(signals.drain.wait())
+            try:
+                await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
+                if loading.done():
+                    loading.result()
+                return not stopping.done()
+            finally:
+                loading.cancel()
+                stopping.cancel()
+
+    async def _drained(self, signals: StopSignals) -> int:
+        draining = asyncio.create_task(self._stack.drain())
+        aborting = asyncio.create_task(signals.abort.wait())
+        await asyncio.wait([draining, aborting], return_when=asyncio.FIRST_COMPLETED)
+        aborting.cancel()
+        if draining.done():
+            draining.result()
+            return 0
+        draining.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await draining
+        return EXIT_ABORTED
+
+    def _completed(self, config: Config) -> Config:
+        """The configuration with what is made on this machine where it says nothing: a key, the secret."""
+        if self._new_key and not names_callers(config.auth):
+            admin_keys = (*config.auth.admin_keys, self._new_key)  # Whoever starts a server runs it.
+            auth = msgspec.structs.replace(config.auth, keys=(self._new_key,), admin_keys=admin_keys)
+            config = msgspec.structs.replace(config, auth=auth)
+        return with_secret(config)
+
+    def _begin_reload(self) -> None:
+        self._reload_wanted = True
+        if self._reloading is None or self._reloading.done():
+            self._reloading = asyncio.create_task(self._reload(), name="reload")
+
+    async def _reload(self) -> None:
+        """SIGHUP: read the configuration again. Reading happens in a thread, so that streams go on."""
+        while (
+            self._reload_wanted
+        ):  # One more signal while reading means that there is something newer to read.
+            self._reload_wanted = False
+            self._log.info("reading the configuration again")
+            try:
+                config = await asyncio.to_thread(lambda: self._completed(self._reread()))
+            except PenstockError as error:
+                self._log.error("the new configuration was not taken; the old one stays", error=error)
+            else:
+                await self._stack.reload(config)
+
+    def _say_draining(self) -> None:
+        streams = self._stack.num_streams
+        what = f"draining {streams} stream{'s' if streams != 1 else ''}" if streams else "stopping"
+        console.err().print(f"\n{what} (Ctrl-C again to stop now)", markup=False)
+
+    def _show_banner(self, host: str, port: int) -> None:
+        shown = reachable(host)
+        authority = f"[{shown}]:{port}" if ":" in shown else f"{shown}:{port}"
+        facts = banner.Facts(
+            url=f"http://{authority}/v1",
+            models=self._stack.model_names,
+            key=self._new_key,
+            needs_key=not self._config.auth.disabled,
+            ready_s=self._seconds_since_command(),
+            open_to=None if is_loopback(host) else host,
+        )
+        banner.show(console.out(), facts)
+
+    def _seconds_since_command(self) -> float:
+        """Since the process began (Python's own start included), or since `run` where that is not known."""
+        try:
+            # The 20th field after the command's name is the start, in ticks since boot: proc(5).
+            ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+            uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+        except (OSError, ValueError, IndexError):
+            return (self._clock.now_ns() - self._started_ns) / NS_PER_S
+        return uptime_s - ticks / os.sysconf("SC_CLK_TCK")
+
+    def _check_open_files(self) -> None:
+        """Raise the soft limit as far as allowed: every connection is an open file."""
+        wanted = WIRE_LIMITS.connections_max + SPARE_FILES
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft == resource.RLIM_INFINITY or soft >= wanted:
+            return
+        possible = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, possible), hard))
+        if possible < WIRE_LIMITS.connections_max:
+            self._log.warning(
+                "fewer open files are allowed than the connections that are served need", allowed=possible
+            )

@@ -1,0 +1,285 @@
+"""From a configuration to running parts: the registry with its workers, and the gateway in front.
+
+    config ─> ServedModel (tokenizer, template) ─────────────────────> Gateway      listens first
+           ─> sources ─> Members ─> Registry <─ workers, ready ──────────┘          then the models load
+
+Chooses nothing at run time: which launcher and which sources there are, is decided here, once.
+"""
+
+import asyncio
+import errno
+from collections import deque
+
+import msgspec
+
+from penstock import __version__, rng
+from penstock.backends.base import BackendStatus, Phase
+from penstock.cli.wiring.attached import wait_for_attached
+from penstock.cli.wiring.fleet_log import FleetLog
+from penstock.cli.wiring.launching import make_launcher, shared_cores
+from penstock.cli.wiring.models import ModelPart, make_part, make_tools
+from penstock.cli.wiring.processes import GatewayProcesses
+from penstock.cli.wiring.progress import LoadingDisplay
+from penstock.clock import Clock
+from penstock.config.launch import promised, with_quota
+from penstock.config.reload import with_members
+from penstock.config.tree import Config, ModelConfig, ServerConfig
+from penstock.errors import ConfigError, OperatorError
+from penstock.fleet.launchers.base import LaunchedWorker
+from penstock.fleet.launchers.spares import Spares
+from penstock.fleet.members import Members
+from penstock.fleet.registry import Registry
+from penstock.fleet.sources.discovery import Discovery
+from penstock.fleet.sources.static import attached, launched
+from penstock.fleet.wanted import Wanted
+from penstock.fleet.worker import Worker
+from penstock.gateway.app import Gateway
+from penstock.policy.resilience.worker_state import WorkerState
+from penstock.protocol.siblings import LaunchNote, Order, WorkerAt
+from penstock.telemetry.log import Log
+from penstock.telemetry.metrics import Metrics
+from penstock.types import WorkerId
+
+KILL_TIMEOUT_S = 2.0
+HELD_LINES_MAX = 500
+
+
+class Stack:
+    """Everything that one `serve` process runs. `start` it, wait until it is ready, then `drain` or `abort`."""
+
+    def __init__(self, config: Config, clock: Clock, log: Log, spares: Spares) -> None:
+        """Read the tokenizers; nothing runs yet but `spares`, processes for workers.
+
+        Raises:
+            ConfigError: there is no such model.
+            CheckpointError: its tokenizer or chat template cannot be read.
+        """
+        self._config, self._clock, self._log = config, clock, log
+        self._models = config.models
+        self._has_place = False
+        self._registry = Registry(clock, log, workers_max=config.fleet.workers_max)
+        self._members = Members(self._registry, log, drain_timeout_s=config.fleet.drain_timeout_s)
+        self._parts = [make_part(model, self._registry, clock) for model in config.models]
+        self._words = _WorkerWords(log)
+        hash_key = rng.fresh_key()
+        self._launcher = make_launcher(config.fleet, clock, hash_key, self._words.say, spares.take)
+        self._discovery = Discovery(self._members, clock, log)
+        self._fleet_log: FleetLog | None = None
+        self._held_at: dict[WorkerId, WorkerAt] = {}
+        models = {part.served.name: part.served for part in self._parts}
+        metrics = Metrics(list(models), version=__version__)
+        self._tools = make_tools(config, metrics, clock)
+        self._processes = (
+            GatewayProcesses(config, clock, log, hash_key=hash_key) if config.server.processes > 1 else None
+        )
+        self._gateway = self._processes or Gateway(
+            config,
+            models,
+            self._registry,
+            self._members,
+            metrics=metrics,
+            clock=clock,
+            ids=rng.IdSource(),
+            log=log,
+            hash_key=hash_key,
+        )
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """What clients call the models, in the order of the configuration."""
+        return tuple(part.served.name for part in self._parts)
+
+    @property
+    def num_streams(self) -> int:
+        """Answers that are being generated now."""
+        if self._processes is not None:
+            return self._processes.num_streams
+        return sum(worker.backend.num_streams for worker in self._registry)
+
+    async def start(self) -> tuple[str, int]:
+        """Listen, then start the workers; returns the address. Models are still loading.
+
+        Raises:
+            ConfigError: the address cannot be listened on, or there is no place for workers.
+        """
+        try:
+            address = await self._gateway.start()
+        except ConfigError as error:
+            raise _friendlier(error, self._config.server) from error
+        await self._apply_models()
+        if self._processes is not None:
+            self._registry.listen(lambda _: self._tell_processes())
+            self._processes.on_order = self._take_order
+            await self._processes.open(self._launched_at())
+        return address
+
+    def _launched_at(self) -> list[WorkerAt]:
+        """The launched workers that gateway processes are to know; those that are out of service by hand are known as such."""
+        there = [
+            _at(worker)
+            for worker in self._registry
+            if worker.stop is not None and worker.state is not WorkerState.DRAINING
+        ]
+        return [*there, *(at for worker_id, at in self._held_at.items() if worker_id in self._members.held)]
+
+    async def _take_order(self, order: Order) -> None:
+        """One of the gateway processes was told to take a worker out of service, or to bring it back."""
+        worker_id = WorkerId(order.worker)
+        if order.timeout_s is None:
+            self._held_at.pop(worker_id, None)
+            self._tell_processes()
+            await self._members.release(worker_id)
+        elif (worker := self._registry.get(worker_id)) is not None:
+            self._held_at.setdefault(worker_id, _at(worker))
+            self._members.hold(worker_id, order.timeout_s)
+
+    def _tell_processes(self) -> None:
+        if self._processes is not None:
+            self._processes.take_workers(self._launched_at())
+
+    def _wanted(self, model: ModelConfig, part: ModelPart) -> list[Wanted]:
+        """The workers of one model. In front of several gateway processes this one only keeps what it launches."""
+        tokenizer = part.served.tokenizer
+        engine = promised(with_quota(model.engine, self._config), self._config.admission)
+        wanted = msgspec.structs.replace(model, engine=engine)
+        cores = shared_cores(self._config.fleet)
+        found: list[Wanted] = [
+            *launched(wanted, part.path, self._launcher, tokenizer, self._clock, cores=cores)
+        ]
+        if self._processes is None:
+            found += attached(model, tokenizer, self._tools)
+        return found
+
+    async def reload(self, config: Config) -> bool:
+        """Put a new configuration in force, as far as that can be done while running; False if it was refused."""
+        if isinstance(self._gateway, GatewayProcesses):
+            taken = await self._gateway.reload(config)
+        else:
+            taken = await self._gateway.tenancy.reload(config)
+        if taken:
+            self._models = with_members(self._models, config.models)
+            try:
+                await self._apply_models()
+            except ConfigError as error:
+                self._log.error("not all workers of the new configuration can be had", error=error)
+        return taken
+
+    async def _apply_models(self) -> None:
+        """Let the workers that the configuration wants be there, and no others.
+
+        Raises:
+            ConfigError: there is no place for workers, or a source of workers lacks something.
+        """
+        if not self._has_place and any(model.replicas for model in self._models):
+            await self._launcher.open()
+            self._has_place = True
+        for model, part in zip(self._models, self._parts, strict=True):
+            await self._members.apply(f"models.{part.served.name}", self._wanted(model, part))
+        if self._processes is None:
+            for model, part in zip(self._models, self._parts, strict=True):
+                await self._discovery.apply(model, part.served.tokenizer, self._tools)
+
+    async def wait_ready(self, display: LoadingDisplay) -> None:
+        """Return once every worker that is launched here can answer, and those at addresses had their time.
+
+        Raises:
+            OperatorError: a model cannot be served.
+            WorkerUnavailable: a worker does not come up.
+        """
+        tasks = [asyncio.create_task(self._wait_for(worker, display)) for worker in self._launcher.list()]
+        try:
+            if tasks:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+                for task in done:
+                    task.result()
+        except OperatorError:
+            self._words.forget()  # The error says the same, and better.
+            raise
+        finally:
+            self._words.release()
+            for task in tasks:
+                task.cancel()
+        await wait_for_attached(
+            self._registry, self._models, self._log, timeout_s=self._config.fleet.connect_timeout_s
+        )
+        self._fleet_log = FleetLog(self._registry, self._log)
+
+    async def _wait_for(self, worker: LaunchedWorker, display: LoadingDisplay) -> None:
+        name = worker.spec.model_name
+        if len(self._registry.of(name)) > 1:
+            name = worker.spec.worker_id
+
+        def show(status: BackendStatus) -> None:
+            if worker.backend.failure is None:  # Otherwise `wait_ready` is about to raise it.
+                display.update(name, status)
+
+        await worker.wait_ready(show)
+        show(worker.backend.status)
+
+    async def drain(self) -> None:
+        """Take nothing new, let answers end (up to `drain_timeout_s`), then stop everything."""
+        await self._gateway.stop()
+        await self._close(timeout_s=0.0)
+
+    async def abort(self) -> None:
+        """Stop everything now. A worker that does not listen dies with this process (see LocalLauncher)."""
+        try:
+            async with asyncio.timeout(KILL_TIMEOUT_S):
+                await self._close(timeout_s=0.0)
+        except TimeoutError:
+            self._log.warning("a worker did not stop in time; it ends with this process")
+
+    async def _close(self, *, timeout_s: float) -> None:
+        if self._fleet_log is not None:
+            self._fleet_log.close()
+        self._discovery.stop()
+        if self._processes is not None:
+            await self._processes.kill()
+        await self._members.close(timeout_s)
+        await self._launcher.close(timeout_s=timeout_s)
+
+
+class _WorkerWords:
+    """What workers print, held back while models load: a failure to load has a message of its own."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._held: deque[str] | None = deque(maxlen=HELD_LINES_MAX)
+
+    def say(self, line: str) -> None:
+        """One line of a worker's standard error."""
+        if self._held is None:
+            self._log.info(line)
+        else:
+            self._held.append(line)
+
+    def forget(self) -> None:
+        """Drop what is held back."""
+        if self._held is not None:
+            self._held.clear()
+
+    def release(self) -> None:
+        """Log what is held back, and hold back nothing more."""
+        held, self._held = self._held, None
+        for line in held or ():
+            self._log.info(line)
+
+
+def _at(worker: Worker) -> WorkerAt:
+    """What gateway processes are told of a launched worker."""
+    status = worker.backend.status
+    notes = tuple(LaunchNote(note.text, note.at_ns) for note in status.notes)
+    stage = "" if status.ready else status.stage
+    is_down = status.phase is Phase.DOWN
+    return WorkerAt(worker.id, worker.route, worker.address, status.restarts, notes, stage, is_down)
+
+
+def _friendlier(error: ConfigError, server: ServerConfig) -> ConfigError:
+    """Say what to do about an address that cannot be listened on."""
+    number = error.__cause__.errno if isinstance(error.__cause__, OSError) else None
+    if number == errno.EADDRINUSE:
+        what = f"port {server.port} on {server.host} is in use"
+        return ConfigError(f"{what}; stop what runs there, or take another one with --port or PENSTOCK_PORT")
+    if number == errno.EACCES:
+        return ConfigError(f"there is no permission to listen on port {server.port}; take one above 1023")
+    return error

@@ -1,0 +1,262 @@
+"""What must hold in every simulation, whatever fails in it: looked at while it runs, and when it is over.
+
+| check | when |
+|---|---|
+| a request ends exactly once, an accepted one has exactly one line in the ledger, a refused one none | every end |
+| counts: an answer is as long as the model made it, and never longer; nothing of the prompt or the cache is made up | every end |
+| queue bounds; tickets, flows and holds agree | every event of a gateway, O(1) |
+| what a worker found in its cache is the tenant's own text under the same adapter, or nobody's; it tells only who asked (isolation.py) | every word of a worker |
+| a higher band goes first, but for floors and starvation (order_checks.py); in an engine, but for age | every start |
+| nothing waits that a worker has room for; in-flight caps of workers and tenants (order_checks.py) | every `_LOOK_EVERY` events |
+| what an engine runs and has waiting (engine_checks.py) | every `every` events |
+| KV blocks: each in one state, references add up, every block is its namespace's; every stream has its own answer | every `every` events |
+| queue, rooms, scheduler and rows agree | every `every` events |
+| a drain cuts no stream | when a worker has left (world.py) |
+| nothing is left: no request, no stream, no held token, no used block | at the end |
+| tokens: what was billed was generated | at the end |
+| first tokens come as soon as before the faults, and no worker that is there is left alone any more | at the end, after a while |
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from penstock.clock import NS_PER_S
+from penstock.policy.flow import State
+from penstock.policy.record import Outcome, UsageRecord
+from penstock.sim.checks.engine_checks import inverted_in_engine, over_engine_cap
+from penstock.sim.checks.isolation import Isolation
+from penstock.sim.checks.order_checks import ObservedStart, OrderChecks
+from penstock.sim.traffic.request import RequestRecord, SimRequest
+from penstock.sim.world.gateway import SimGateway
+from penstock.sim.world.messages import Submission, Told
+from penstock.sim.world.result import SimResult
+from penstock.sim.world.worker import SimWorker
+from penstock.sim.world.world import World
+from penstock.types import WorkerId
+
+ANSWERED_MIN = 0.85
+"""Of some dozens of requests after the faults, beside the same without faults. Which of them clients give up by themselves, and which
+are shed in a small world under load, is chance (seed 269: 48 of 54)."""
+_BUDGET = "budget"
+_OWN_LIMITS = ("limits", "budget")
+"""Reasons of refusals that say nothing of how the system is."""
+_LOOK_EVERY = 16
+"""Events between two such looks: what waits for nothing does so until the next event of its gateway."""
+
+
+class Violation(AssertionError):
+    """A check does not hold."""
+
+
+@dataclass(slots=True, frozen=True)
+class Recovery:
+    """When latency must be back to what it was."""
+
+    calm_ns: int
+    """Before this nothing failed."""
+    over_ns: int
+    """From here on nothing fails any more, and there was time to recover."""
+    usual: Callable[[int], float]
+    """The share of the requests from a time on that are answered where nothing ever fails: asked if it is low where something did."""
+    times_max: float = 3.0
+    """How many times as long the median first token may take then."""
+    slack_ns: int = NS_PER_S // 2
+    """And so much more, since short times differ by chance."""
+    least: int = 20
+    """Requests that each side must have for a verdict."""
+
+
+class Checks:
+    """Watches one world. Put between the world and whoever keeps its records."""
+
+    def __init__(self, world: World, *, every: int = 256) -> None:
+        """`every` so many events the checks that cost O(n) are made."""
+        self._world, self._every = world, every
+        self._ended: dict[str, RequestRecord] = {}
+        self._billed: dict[str, UsageRecord] = {}
+        self._asked: dict[str, SimRequest] = {}
+        self._isolation, self._order = Isolation(), OrderChecks(world.spec.config)
+        self._starts: dict[tuple[int, str], list[ObservedStart]] = {}
+        """Of the event that happens now, by gateway and model."""
+        world.watcher = self
+
+    # --- Watcher ------------------------------------------------------------------------------------
+
+    def asked(self, request: SimRequest) -> None:
+        """A client asks."""
+        _hold(request.id not in self._asked, f"{request.id} is asked twice")
+        self._asked[request.id] = request
+
+    def ended(self, record: RequestRecord) -> None:
+        """A request has ended, or was refused."""
+        _hold(record.id not in self._ended, f"{record.id} ends twice")
+        _hold(record.id in self._asked, f"{record.id} was never asked")
+        self._ended[record.id] = record
+        is_billed = record.id in self._billed
+        _hold(
+            is_billed == (record.outcome is not Outcome.REJECTED),
+            f"{record.id}: {record.outcome}, and the ledger disagrees",
+        )
+        self._check_counts(self._asked[record.id], record)
+
+    def billed(self, record: UsageRecord) -> None:
+        """One line of the ledger."""
+        _hold(record.request_id not in self._billed, f"{record.request_id} is billed twice")
+        self._billed[record.request_id] = record
+
+    def submitted(self, worker_id: WorkerId, submission: Submission, model: str) -> None:
+        """A gateway sends a request to a worker."""
+        self._isolation.submitted(worker_id, submission, self._asked[submission.id])
+        starts = self._starts.setdefault((submission.gateway, model), [])
+        starts.append(ObservedStart(worker_id, submission))
+
+    def told(self, worker: SimWorker, gateway: int, told: Sequence[Told]) -> None:
+        """A worker says something of requests to a gateway."""
+        _none(self._isolation.told(worker.id, gateway, told))
+        _none(inverted_in_engine(worker, told))
+
+    def happened(self, num_events: int) -> None:
+        """An event is over."""
+        config = self._world.spec.config.queue
+        now_ns, starts, self._starts = self._world.timeline.now_ns(), self._starts, {}
+        for gateway in self._world.gateways:
+            if gateway.is_gone:
+                continue
+            _hold(len(gateway.control) == len(gateway.tickets), "tickets and flows differ in number")
+            for model in self._world.facts.models:
+                started = starts.get((gateway.number, model), ())
+                _none(self._order.started(now_ns, gateway, model, started))
+                if num_events % _LOOK_EVERY == 0:
+                    _none(self._order.waits_for_nothing(now_ns, gateway, model))
+                    _none(self._order.over_cap(gateway, model))
+                if (lane := gateway.control.lane(model)) is not None:
+                    _hold(
+                        lane.queue.num_waiting <= config.requests_max
+                        or _fresh(gateway) <= config.requests_max,
+                        f"{lane.queue.num_waiting} wait",
+                    )
+                    _hold(lane.queue.num_bytes <= config.bytes_max, f"{lane.queue.num_bytes} bytes wait")
+        if num_events % self._every == 0:
+            self.check_all()
+
+    def check_all(self) -> None:
+        """Everything that can be checked at any time. O(n)."""
+        for member in self._world.members.values():
+            if not member.worker.is_gone:
+                member.worker.check_invariants()
+                _none(over_engine_cap(member.worker))
+        for gateway in self._world.gateways:
+            if not gateway.is_gone:
+                for model in self._world.facts.models:
+                    if (lane := gateway.control.lane(model)) is not None:
+                        lane.check_invariants()
+
+    # --- the end ------------------------------------------------------------------------------------
+
+    def finish(self, result: SimResult, recovery: Recovery | None = None) -> None:
+        """The world has come to rest."""
+        self.check_all()
+        missing = [name for name in self._asked if name not in self._ended]
+        _hold(not missing, f"{len(missing)} requests never ended, {missing[:3]} first")
+        for gateway in self._world.gateways:
+            if not gateway.is_gone:
+                _hold(not len(gateway.control), "a gateway has requests left")
+                _hold(not gateway.limiter.outstanding, f"{gateway.limiter.outstanding} tokens are still held")
+        for member in self._world.members.values():
+            if not member.worker.is_gone:
+                used = member.worker.report(result.virtual_ns).blocks_used
+                _hold(
+                    not used and not member.worker.num_streams, f"{member.worker.id} has {used} blocks left"
+                )
+        counters = result.counters
+        lines = sum(record.completion_tokens for record in self._billed.values())
+        _hold(lines == counters.completion_tokens, "the ledger does not add up")
+        _hold(
+            lines <= counters.generated_tokens,
+            f"{lines} tokens are billed, {counters.generated_tokens} were generated",
+        )
+        if recovery is not None:
+            self._check_recovery(recovery)
+            if result.virtual_ns >= recovery.over_ns:
+                self._check_breakers(result.virtual_ns)
+
+    def _check_counts(self, request: SimRequest, record: RequestRecord) -> None:
+        name, most = record.id, min(request.output_tokens, request.max_tokens or request.output_tokens)
+        _hold(record.completion_tokens <= most, f"{name}: {record.completion_tokens} tokens of {most}")
+        _hold(
+            record.prompt_tokens in (0, request.prompt_tokens),
+            f"{name}: {record.prompt_tokens} prompt tokens",
+        )
+        _hold(record.cached_tokens <= max(0, request.prompt_tokens - 1), f"{name}: too much was cached")
+        if record.outcome is Outcome.REJECTED:
+            return
+        line = self._billed[name]
+        same = (line.completion_tokens, line.prompt_tokens, line.outcome, line.tenant)
+        mine = (record.completion_tokens, record.prompt_tokens, record.outcome, record.tenant)
+        _hold(same == mine, f"{name}: the ledger says {same}, the client saw {mine}")
+        if record.outcome is Outcome.FINISHED and line.finish_reason != _BUDGET:
+            _hold(
+                record.completion_tokens == most,
+                f"{name} finished with {record.completion_tokens} of {most} tokens",
+            )
+            _hold(record.prompt_tokens == request.prompt_tokens, f"{name}: its prompt does not count")
+        _hold(
+            record.first_ns < 0 or record.at_ns <= record.first_ns <= record.end_ns, f"{name}: time runs back"
+        )
+
+    def _check_recovery(self, recovery: Recovery) -> None:
+        """The median time to first token after the faults, beside that before them."""
+        before = sorted(
+            each.ttft_ns
+            for each in self._ended.values()
+            if each.first_ns >= 0 and each.at_ns < recovery.calm_ns
+        )
+        late = self._since(recovery.over_ns)
+        after = sorted(each.ttft_ns for each in late if each.first_ns >= 0)
+        if len(before) < recovery.least or len(late) < recovery.least:
+            return
+        answered = len(after) / len(late)
+        if answered < ANSWERED_MIN:
+            usual = recovery.usual(recovery.over_ns)
+            why = f"only {answered:.0%} are answered after the faults, {usual:.0%} without any"
+            _hold(answered >= ANSWERED_MIN * usual, why)
+        was_ns, is_ns = before[len(before) // 2], after[len(after) // 2]
+        bound_ns = was_ns * recovery.times_max + recovery.slack_ns
+        _hold(
+            is_ns <= bound_ns,
+            f"first tokens take {is_ns / 1e6:.0f} ms after the faults, {was_ns / 1e6:.0f} ms before",
+        )
+
+    def answered(self, since_ns: int) -> float:
+        """The share of the requests from then on that had a first token; 1 if there were none."""
+        late = self._since(since_ns)
+        return sum(each.first_ns >= 0 for each in late) / len(late) if late else 1.0
+
+    def _since(self, at_ns: int) -> list[RequestRecord]:
+        """Requests from then on, without those that only their tenants' own limits refused."""
+        return [
+            each for each in self._ended.values() if each.at_ns >= at_ns and each.reason not in _OWN_LIMITS
+        ]
+
+    def _check_breakers(self, now_ns: int) -> None:
+        """Whoever failed gets another chance: breakers that are still open are due to be probed."""
+        for gateway in self._world.gateways:
+            for model in () if gateway.is_gone else self._world.facts.models:
+                blocked = gateway.health.blocked(now_ns, model)
+                _hold(not blocked, f"{sorted(blocked)} are left alone long after the faults")
+
+
+def _fresh(gateway: SimGateway) -> int:
+    """Requests that wait for their first attempt: those that wait for another one come on top of a queue's bound."""
+    flows = (gateway.control.flow(request_id) for request_id in gateway.tickets)
+    return sum(flow is not None and flow.state is State.QUEUED and not flow.attempts for flow in flows)
+
+
+def _hold(holds: object, why: str) -> None:
+    if not holds:
+        raise Violation(why)
+
+
+def _none(why: str) -> None:
+    if why:
+        raise Violation(why)

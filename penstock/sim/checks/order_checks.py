@@ -1,0 +1,228 @@
+"""Who goes first, and whether anybody waits for nothing: what docs/overload.md promises, looked at from outside of the queue.
+
+- *Priority inversion*: no request starts before one of a higher band that could have had its place, but by the two rules that
+  bound what a higher band takes: a band under its floor, and one that has started nothing for its `starvation_s`.
+- *Work conservation*: nothing waits that a worker has room for, but while it waits by choice for a worker that has its prompt (no longer
+  than `hold_ms_max`), while its tenant is over its part of the last rows, or as a suspect of quarantine, which is tried apart from others.
+- *Caps*: no worker is given more streams than its rows and the credit, and no tenant runs more requests than it may.
+
+Whether a request fits a worker is worked out here once more, from the worker's words and from what was started there.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from penstock.clock import NS_PER_MS, NS_PER_S
+from penstock.config.branch import extended
+from penstock.config.tree import Config
+from penstock.policy.flow import State
+from penstock.policy.lifecycle.life import blocks_of
+from penstock.policy.placement_terms import PlacementTerms
+from penstock.policy.queueing.band import Band, Work
+from penstock.policy.queueing.lane import Lane
+from penstock.policy.queueing.room import Room, goes_on_at
+from penstock.sim.world.gateway import SimGateway
+from penstock.sim.world.messages import Submission
+from penstock.types import RequestId, WorkerId
+
+_LOOKED_MAX = 64
+"""Waiting requests of one band that are looked at, oldest first."""
+_ROWS_MIN = 8
+"""Fewer rows than this keep none free for others (docs/overload.md)."""
+_RUNS = (State.STARTED, State.RACING, State.STREAMING, State.STOPPING)
+
+
+class ObservedStart(NamedTuple):
+    """A request that a gateway has sent to a worker during one event."""
+
+    worker_id: WorkerId
+    submission: Submission
+
+
+class _Look(NamedTuple):
+    """One lane at one time."""
+
+    now_ns: int
+    lane: Lane
+    blocked: Collection[WorkerId]
+    """Workers that are left alone."""
+
+
+class _Seen:
+    """How a lane stood after the event before."""
+
+    __slots__ = ("aside", "served_ns")
+
+    def __init__(self) -> None:
+        self.served_ns: dict[int, int] = {}
+        """By level of the bands in which something waited: when they last started something."""
+        self.aside: dict[RequestId, Work] = {}
+
+
+class OrderChecks:
+    """Of one world's gateways. Each method returns what is wrong; empty: nothing."""
+
+    __slots__ = ("_config", "_seen")
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._seen: dict[tuple[int, int, str], _Seen] = {}
+
+    # --- after every event --------------------------------------------------------------------------
+
+    def started(self, now_ns: int, gateway: SimGateway, route: str, starts: Sequence[ObservedStart]) -> str:
+        """What a gateway has started in one event of one model, in order; call it also if that is nothing."""
+        lane = gateway.control.lane(route)
+        if lane is None:
+            return ""
+        key = gateway.number, gateway.life, route
+        seen = self._seen.get(key)
+        if seen is None:
+            seen = self._seen[key] = _Seen()
+        look = _Look(now_ns, lane, gateway.health.blocked(now_ns, route))
+        why = self._inversion(look, gateway, seen, starts) if starts else ""
+        seen.served_ns.clear()
+        seen.aside.clear()
+        if lane.queue.num_waiting:
+            for band in lane.queue.bands:
+                if band.waiting:
+                    seen.served_ns[band.level] = band.served_ns
+                    seen.aside.update((work.id, work) for work in band.aside)
+        return why
+
+    def _inversion(
+        self, look: _Look, gateway: SimGateway, seen: _Seen, starts: Sequence[ObservedStart]
+    ) -> str:
+        now_ns, bands = look.now_ns, look.lane.queue.bands
+        levels = [_level_of(bands, start) for start in starts]
+        running = [band.num_running - levels.count(band.level) for band in bands]
+        for index, (start, level) in enumerate(zip(starts, levels, strict=True)):
+            band = bands[level]
+            since_ns = seen.served_ns.pop(level, None)
+            is_starved = since_ns is not None and now_ns - since_ns >= band.starvation_ns
+            aside = seen.aside.get(start.submission.id)
+            is_overdue = aside is not None and self._is_overdue(now_ns, aside)
+            is_under = running[level] < band.floor
+            running[level] += 1
+            if is_starved or is_overdue:
+                continue
+            for higher in bands[:level]:
+                if is_under and running[higher.level] >= higher.floor:
+                    continue
+                passed = self._passed_over(look, gateway, higher, starts[index:])
+                if passed is not None:
+                    return (
+                        f"{start.submission.id} ({band.config.name}) starts on {start.worker_id} before {passed.id} "
+                        f"({higher.config.name}), which has waited {(now_ns - passed.queued_ns) / NS_PER_MS:.0f} ms and fits"
+                    )
+        return ""
+
+    def _passed_over(
+        self, look: _Look, gateway: SimGateway, band: Band, starts: Sequence[ObservedStart]
+    ) -> Work | None:
+        """Who of the band still waits, and could have been started in place of the first of the starts."""
+        room = look.lane.rooms.get(starts[0].worker_id)
+        if room is None or not band.waiting:
+            return None
+        here = [start for start in starts if start.worker_id == room.id]
+        flows = [gateway.control.flow(start.submission.id) for start in here]
+        blocks = sum(blocks_of(flow) for flow in flows if flow is not None)
+        for work in self._looked_at(band):
+            if self._could_start(look, work, room, given=len(here), blocks=blocks):
+                return work
+        return None
+
+    def _is_overdue(self, now_ns: int, work: Work) -> bool:
+        queue = self._config.queue
+        return work.skips >= queue.skips_max or now_ns - work.aside_ns >= queue.skip_s * NS_PER_S
+
+    # --- now and then -------------------------------------------------------------------------------
+
+    def waits_for_nothing(self, now_ns: int, gateway: SimGateway, route: str) -> str:
+        """Work conservation. Between two events; not while the gateway has something to do at this very time."""
+        lane, due_ns = gateway.control.lane(route), gateway.control.next_ns(now_ns)
+        if lane is None or not lane.queue.num_waiting or (due_ns is not None and due_ns <= now_ns):
+            return ""
+        look = _Look(now_ns, lane, gateway.health.blocked(now_ns, route))
+        most_ns = int(extended(self._config.routing.placement, PlacementTerms).hold_ms_max * NS_PER_MS) + 1
+        rooms = [room for room in lane.rooms if room.view.ready and not room.held]
+        for band in lane.queue.bands:
+            for work in self._looked_at(band):
+                if work.hold_ns > now_ns + most_ns:
+                    return f"{work.id} is held for {(work.hold_ns - now_ns) / NS_PER_MS:.0f} ms"
+                for room in rooms:
+                    if self._could_start(look, work, room):
+                        return f"{work.id} has waited {(now_ns - work.queued_ns) / NS_PER_MS:.0f} ms, and {room.id} has room for it"
+        return ""
+
+    def over_cap(self, gateway: SimGateway, route: str) -> str:
+        """In-flight caps: of workers, and of tenants. O(n)."""
+        lane = gateway.control.lane(route)
+        if lane is None:
+            return ""
+        credit, count = self._config.queue.worker_credit, dict[WorkerId, int]()
+        live: dict[str, int] = {}
+        for ticket in gateway.tickets.values():
+            flow, tenant = gateway.control.flow(ticket.arrival.id), ticket.arrival.tenant
+            live[tenant.id] = live.get(tenant.id, 0) + 1
+            if 0 < tenant.concurrent_max < live[tenant.id]:
+                return f"{tenant.id} has {live[tenant.id]} requests, and may have {tenant.concurrent_max}"
+            if flow is not None and flow.state in _RUNS and flow.arrival.route == route:
+                count[flow.worker] = count.get(flow.worker, 0) + 1
+                if (beside := gateway.control.races.second_worker(flow.id)) is not None:
+                    count[beside] = count.get(beside, 0) + 1
+        for room in lane.rooms:
+            streams, most = count.get(room.id, 0), room.view.max_running + credit
+            if streams != room.booked:
+                return f"{room.id} has {streams} streams of this gateway, {room.booked} are booked"
+            if room.view.ready and streams > most:
+                return f"{room.id} has {streams} streams of one gateway, and is to have {most}"
+        return ""
+
+    # --- inside -------------------------------------------------------------------------------------
+
+    def _looked_at(self, band: Band) -> list[Work]:
+        """Those that the queue must look at: aside, or next in their tenant's line; all of a line's while aside has a place."""
+        waiting = [work for work, _ in zip(band.waiting.values(), range(_LOOKED_MAX), strict=False)]
+        if len(band.aside) < self._config.queue.aside_max:
+            return waiting
+        heads = {line.head() for work in waiting if (line := band.line(work.tenant)) is not None}
+        return [work for work in waiting if work.aside or work in heads]
+
+    def _could_start(self, look: _Look, work: Work, room: Room, *, given: int = 0, blocks: int = 0) -> bool:
+        """Whether a request that waits could run there, were the last `given` starts with so many `blocks` not."""
+        view, booked = room.view, room.booked - given
+        if not view.ready or room.busy or room.held or 0 < view.max_model_len < work.context_tokens:
+            return False
+        if work.goes_on and not goes_on_at(work, view):
+            return False
+        avoided = room.id in look.blocked or room.id in look.lane.avoid.get(work.id, ())
+        # A suspect of quarantine waits for a worker where no other one is being tried.
+        if avoided or work.hold_ns > look.now_ns or look.lane.is_suspect(work):
+            return False
+        if booked or room.others:
+            if view.max_running + self._config.queue.worker_credit - booked - room.others < work.streams:
+                return False
+            free = view.kv_blocks_total - view.kv_blocks_used - (room.pending_blocks - blocks)
+            if view.kv_blocks_total and work.blocks > free:
+                return False
+        return not self._is_over_its_part(look.lane, work)
+
+    def _is_over_its_part(self, lane: Lane, work: Work) -> bool:
+        """Whether its tenant leaves the last rows to others (`queue.headroom`)."""
+        queue, rooms, band = self._config.queue, lane.rooms, lane.queue.band_of(work)
+        line = band.line(work.tenant)
+        if band.config.protected or line is None or not line.num_running:
+            return False
+        credit = rooms.num_ready * queue.worker_credit
+        rows = rooms.num_slots - credit
+        kept = credit + (math.ceil(queue.headroom * rows) if rows >= _ROWS_MIN else 0)
+        active = sum(each.num_active for each in lane.queue.bands)
+        if rooms.num_slots - rooms.num_running > kept or active < 2:
+            return False
+        return line.num_running + work.streams > 1.5 * rooms.num_slots / active * work.weight
+
+
+def _level_of(bands: Sequence[Band], start: ObservedStart) -> int:
+    return next(band.level for band in bands if band.config.order == start.submission.priority)

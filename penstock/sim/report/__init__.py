@@ -1,0 +1,1 @@
+"""What did a simulated run come to? Figures, comparisons and plots."""

@@ -1,0 +1,1 @@
+"""Which questions does a simulation answer? Setups with a criterion each."""

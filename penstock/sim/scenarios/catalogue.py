@@ -1,0 +1,10 @@
+"""The scenarios by name: every failure row and follow-up question of the requirement, and the everyday ones.
+
+All are small (a few thousand steps), so that each takes seconds; `--set workers=... --set load=...` makes them larger. Importing
+this module registers them all.
+"""
+
+from penstock.sim.scenarios import everyday, faults, fleet, hedge, overload
+from penstock.sim.scenarios.parts import SCENARIOS
+
+__all__ = ["SCENARIOS", "everyday", "faults", "fleet", "hedge", "overload"]

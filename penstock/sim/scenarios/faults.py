@@ -1,0 +1,194 @@
+"""Scenarios of failures: a worker crashes or slows down, a rollout goes bad, a region is lost, a request is poison."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from penstock.clock import NS_PER_S
+from penstock.policy.record import Outcome
+from penstock.sim.report.figures import Objective
+from penstock.sim.scenarios.parts import answered, chat, scenario
+from penstock.sim.scenarios.scenario import Finding, at_least, at_most, pool, setup
+from penstock.sim.scenarios.setup import Knobs, Played, Setup
+from penstock.sim.traffic.request import SimRequest
+from penstock.sim.traffic.workload import Callers, TrafficSource, even
+from penstock.sim.world.faults import Fault, FaultKind
+
+BEGINS, ENDS, RECOVERED = 15, 30, 40
+"""Seconds: when the fault begins and is over, and from when on everything must be well again."""
+
+
+def fault(kind: FaultKind, *, target: int = 0, amount: float = 1.0, until: int = ENDS) -> Fault:
+    """A failure at the usual time; with `until` 0 nothing ends it."""
+    return Fault(kind, BEGINS * NS_PER_S, until * NS_PER_S, target, amount)
+
+
+def late_share(played: Played) -> float:
+    """The good share of what came after everything should be well again."""
+    late = [record for record in played.records if record.at_ns > RECOVERED * NS_PER_S]
+    return sum(played.good(record) for record in late) / max(1, len(late))
+
+
+def failed_share(played: Played) -> float:
+    """Requests that ended with an error of ours."""
+    return sum(record.outcome is Outcome.FAILED for record in played.records) / max(1, len(played.records))
+
+
+def _check_crash(played: Played, _: Played | None) -> Sequence[Finding]:
+    return (
+        answered(played),
+        at_most("failed share", failed_share(played), 0),
+        at_least("streams that moved", sum(record.migrations > 0 for record in played.records), 1),
+        at_least("good share of requests that came 10 s after it was replaced", late_share(played), 0.95),
+    )
+
+
+@scenario(_check_crash)
+def worker_crash(knobs: Knobs) -> Setup:
+    """One of three workers crashes: what is lost, and is the rest served?
+
+    What had no token yet starts elsewhere, streams move and go on behind their last token; the queue holds what the two others cannot
+    take at once; a new worker comes.
+    """
+    source = chat(knobs, 0.55, 3, callers=Callers(tenants=even(8), patience_s=30.0))
+    faults = [fault(FaultKind.WORKER_CRASH)]
+    return setup(knobs, [pool(knobs, workers=3, cold_start_s=5)], [source], seconds=55, faults=faults)
+
+
+def _check_slow(played: Played, _: Played | None) -> Sequence[Finding]:
+    figures = played.figures
+    return (
+        answered(played),
+        at_most("failed requests", figures.outcomes.get(Outcome.FAILED.value, 0), 0),
+        at_least("SLO attainment, the slow time included", figures.attainment, 0.7),
+        at_least("good share of requests that came 10 s later", late_share(played), 0.95),
+    )
+
+
+@scenario(_check_slow)
+def slow_worker(knobs: Knobs) -> Setup:
+    """One of four workers (a provider's route) becomes five times slower: do others take over?
+
+    A slow worker keeps its rows longer, so it is given less: late binding gives work to whoever has room.
+    """
+    source = chat(knobs, 0.4, 4, callers=Callers(tenants=even(8), patience_s=30.0))
+    faults = [fault(FaultKind.WORKER_SLOW, amount=5.0)]
+    return setup(knobs, [pool(knobs, workers=4)], [source], seconds=55, faults=faults)
+
+
+def _check_gray(played: Played, _: Played | None) -> Sequence[Finding]:
+    return (
+        answered(played),
+        at_most("failed share", failed_share(played), 0.03),
+        at_least("good share of requests that came 10 s later", late_share(played), 0.95),
+    )
+
+
+@scenario(_check_gray)
+def gray_failure(knobs: Knobs) -> Setup:
+    """One of four workers says that all is well and fails every request at once: does it swallow the traffic?
+
+    Whoever fails fast always has room, so it would get nearly everything. Its breaker opens after ten attempts; those are tried again
+    elsewhere while the retry budget lasts; probes find when it is well again.
+    """
+    source = chat(knobs, 0.4, 4, callers=Callers(tenants=even(8), patience_s=30.0))
+    faults = [fault(FaultKind.GRAY)]
+    return setup(knobs, [pool(knobs, workers=4)], [source], seconds=55, faults=faults)
+
+
+def _check_rollout(played: Played, _: Played | None) -> Sequence[Finding]:
+    late = [record for record in played.records if record.at_ns > RECOVERED * NS_PER_S]
+    bad = {f"model-{number}" for number in range(0, played.setup.world.pools[0].count, 2)}
+    return (
+        answered(played),
+        at_most("failed share", failed_share(played), 0),
+        at_least("SLO attainment, the bad time included", played.figures.attainment, 0.9),
+        at_least("good share of requests that came 25 s after it began", late_share(played), 0.9),
+        at_most(
+            "share of those that the bad half got",
+            sum(record.worker in bad for record in late) / max(1, len(late)), 0.25,
+        ),
+    )  # fmt: skip
+
+
+@scenario(_check_rollout)
+def rollout_bad(knobs: Knobs) -> Setup:
+    """What is the model rollout pattern, and what if the new version is four times slower?
+
+    Half of the workers get it, and nothing takes it back. A slow worker keeps its rows longer and has more to do, so new requests
+    go to the other half, and the damage is bounded. (Verdicts that roll back come with the canary.)
+    """
+    source = chat(knobs, 0.4, 4, callers=Callers(tenants=even(8), patience_s=30.0))
+    faults = [fault(FaultKind.BAD_ROLLOUT, amount=4.0, until=0)]
+    return setup(knobs, [pool(knobs, workers=4)], [source], seconds=55, faults=faults)
+
+
+@dataclass(slots=True, frozen=True)
+class InRegion:
+    """A source whose clients are in one region."""
+
+    source: TrafficSource
+    region: str
+
+    @property
+    def name(self) -> str:
+        """See `TrafficSource`."""
+        return f"{self.source.name}@{self.region}"
+
+    def requests(self, seed: int, first: int, seconds: float) -> Iterator[SimRequest]:
+        """See `TrafficSource`."""
+        for request in self.source.requests(seed, first, seconds):
+            yield msgspec.structs.replace(request, region=self.region)
+
+
+def _check_region(played: Played, _: Played | None) -> Sequence[Finding]:
+    during = [r for r in played.records if BEGINS + 3 <= r.at_ns / NS_PER_S < ENDS]
+    done = sum(record.outcome is Outcome.FINISHED for record in during) / max(1, len(during))
+    return (
+        answered(played),
+        at_least("answered share of requests while the region was gone", done, 0.8),
+        at_least("good share of requests that came 10 s after it was back", late_share(played), 0.9),
+    )
+
+
+@scenario(_check_region)
+def region_failover(knobs: Knobs) -> Setup:
+    """What's the multi-region failover plan: one of two regions is lost for 15 seconds?
+
+    Every region can serve by itself and runs below half of its load, so the other takes everything; clients that lost their
+    answer ask again there, and go back when the region is back.
+    """
+    places = ("east", "west")
+    callers = Callers(tenants=even(8), patience_s=40.0)
+    sources = [
+        InRegion(chat(knobs, 0.4, 2, name=f"chat-{place}", callers=callers), place) for place in places
+    ]
+    pools = [replace(pool(knobs, workers=2, cold_start_s=2), region=place) for place in places]
+    faults = [fault(FaultKind.REGION_LOSS)]
+    return setup(
+        knobs, pools, sources, seconds=55, faults=faults, objective=Objective(ttft_ms=3000, tpot_ms=150)
+    )
+
+
+def _check_poison(played: Played, _: Played | None) -> Sequence[Finding]:
+    found = [record for record in played.records if record.reason == "quarantine"]
+    return (
+        answered(played),
+        at_least("requests that were found to be the cause", len(found), 1),
+        at_most("workers that it took", max((record.attempts for record in found), default=0), 2),
+        at_most("requests that ended with an error of ours", failed_share(played) * len(played.records), 0),
+        at_least("good share of requests that came later", late_share(played), 0.95),
+    )
+
+
+@scenario(_check_poison)
+def poison_request(knobs: Knobs) -> Setup:
+    """One request brings down every worker that computes it: does it take the fleet with it?
+
+    Whoever was starting when the first worker died starts again alone, so the second death has one cause, which is refused. Streams
+    that were beside it move and go on, and workers come back.
+    """
+    source = chat(knobs, 0.5, 4, callers=Callers(tenants=even(8), patience_s=30.0))
+    faults = [fault(FaultKind.POISON, target=100)]
+    return setup(knobs, [pool(knobs, workers=4, cold_start_s=5)], [source], seconds=55, faults=faults)

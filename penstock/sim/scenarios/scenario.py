@@ -1,0 +1,187 @@
+"""Scenarios: questions that a simulation answers, each with a setup and a criterion that is checked.
+
+A scenario is a function from `Knobs` to `Setup`; its docstring is the question. Its check says, of one run, what was found
+and whether that passes. Where the answer is a comparison (with the spike, without it) the scenario names the setup
+that runs beside it on the same seed.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from penstock.clock import NS_PER_S
+from penstock.config.routing import AdmissionConfig
+from penstock.config.tree import EngineConfig
+from penstock.errors import ConfigError
+from penstock.planning.accelerators import accelerator, unknown
+from penstock.planning.model_shapes import model_shape
+from penstock.planning.roofline import Placed, Roofline
+from penstock.sim.report.figures import Objective
+from penstock.sim.scenarios.described import described
+from penstock.sim.scenarios.setup import Knobs, Played, Scheduling, Setup, play, promised
+from penstock.sim.traffic.workload import TrafficSource
+from penstock.sim.world.faults import Fault
+from penstock.sim.world.spec import PoolSpec, WorldSpec
+from penstock.sim.world.worker import SimWorkerSpec
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that was looked at."""
+
+    words: str
+    value: float
+    bound: float
+    at_most: bool = True
+    """Whether the bound is an upper one."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the value keeps the bound."""
+        return self.value <= self.bound if self.at_most else self.value >= self.bound
+
+
+def at_most(words: str, value: float, bound: float) -> Finding:
+    """A finding with an upper bound."""
+    return Finding(words=words, value=value, bound=bound)
+
+
+def at_least(words: str, value: float, bound: float) -> Finding:
+    """A finding with a lower bound."""
+    return Finding(words=words, value=value, bound=bound, at_most=False)
+
+
+Build = Callable[[Knobs], Setup]
+Check = Callable[[Played, Played | None], Sequence[Finding]]
+"""Of the run, and of the one beside it."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Scenario:
+    """A named question."""
+
+    name: str
+    build: Build
+    check: Check
+    beside: Build | None = None
+    """What the run is held against, on the same seed."""
+
+    @property
+    def question(self) -> str:
+        """The docstring's first paragraph."""
+        return " ".join((self.build.__doc__ or "").split("\n\n")[0].split())
+
+    @property
+    def answer(self) -> str:
+        """The rest of it: how the system answers, in words."""
+        return " ".join(" ".join((self.build.__doc__ or "").split("\n\n")[1:]).split())
+
+
+@dataclass(slots=True, kw_only=True)
+class Verdict:
+    """A scenario on one seed."""
+
+    scenario: Scenario
+    played: Played
+    beside: Played | None
+    findings: Sequence[Finding]
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything that is checked passes."""
+        return all(finding.passed for finding in self.findings)
+
+
+def run_scenario(
+    scenario: Scenario, knobs: Knobs, seed: int, *, on_arrival: Callable[[int], None] | None = None
+) -> Verdict:
+    """Play it and check it."""
+    beside = play(scenario.beside(knobs), seed) if scenario.beside is not None else None
+    played = play(scenario.build(knobs), seed, on_arrival=on_arrival)
+    return Verdict(scenario=scenario, played=played, beside=beside, findings=scenario.check(played, beside))
+
+
+def find(name: str, known: Mapping[str, Scenario]) -> Scenario:
+    """The scenario of that name; `_` counts as `-`.
+
+    Raises:
+        ConfigError: there is none; the message has the nearest.
+    """
+    if (found := known.get(name.lower().replace("_", "-"))) is not None:
+        return found
+    raise ConfigError(f"scenario: {unknown(name, known)}; `penstock simulate --list` says what each answers")
+
+
+# --- what scenarios are built from ------------------------------------------------------------------
+
+
+def pool(
+    knobs: Knobs,
+    *,
+    workers: int,
+    name: str = "model",
+    shape: str = "7b",
+    device: str = "a10g",
+    region: str = "",
+    cold_start_s: float = 60.0,
+    scheduling: Scheduling = "fair",
+) -> PoolSpec:
+    """Workers of one model; knobs go before what the scenario says. The main pool is the one called "model"."""
+    main = name == "model"
+    placed = Placed(
+        model=model_shape((main and knobs.model) or shape),
+        device=accelerator(knobs.accelerator or device),
+        tp=(main and knobs.tp) or 1,
+        dtype=knobs.dtype or "bf16",
+    )
+    max_running = knobs.max_running or 32
+    spec = SimWorkerSpec(
+        step_time=knobs.step_time or Roofline(placed),
+        engine=EngineConfig(
+            step_tokens=max(knobs.step_tokens or 512, max_running),
+            max_running=max_running,
+            scheduling=knobs.scheduling or scheduling,
+        ),
+        checkpoint=placed.model.name,
+        dtype=placed.dtype,
+        num_blocks=placed.num_blocks,
+        max_model_len=min(placed.model.max_model_len, placed.num_blocks * 16),
+        kind=kind_of(placed),
+        cold_start_ns=round(cold_start_s * NS_PER_S),
+    )
+    return PoolSpec(model=name, worker=spec, count=(main and knobs.workers) or workers, region=region)
+
+
+def kind_of(placed: Placed) -> str:
+    """Names a replica for reports and prices: 70b@h100x4."""
+    return f"{placed.model.name}@{placed.device.name}x{placed.tp}"
+
+
+def setup(
+    knobs: Knobs, pools: Sequence[PoolSpec], sources: Sequence[TrafficSource], *, seconds: float,
+    faults: Sequence[Fault] = (),
+    objective: Objective | None = None, **world: object,
+) -> Setup:  # fmt: skip
+    """A setup with the knobs applied: `world` goes to `WorldSpec`."""
+    wanted = objective or Objective(ttft_ms=2000, tpot_ms=150)
+    wanted = msgspec.structs.replace(
+        wanted, ttft_ms=knobs.ttft_ms or wanted.ttft_ms, tpot_ms=knobs.tpot_ms or wanted.tpot_ms
+    )
+    config = knobs.config
+    # The objective is what is promised, unless other promises were set.
+    if config.admission == AdmissionConfig():
+        config = msgspec.structs.replace(config, admission=promised(wanted))
+    config, fleet = described(config, pools)
+    spec = replace(WorldSpec(config=config, pools=fleet), **world)
+    prices: dict[str, float] = {}
+    for each in pools:
+        device, _, tp = each.worker.kind.partition("@")[2].rpartition("x")
+        prices[each.worker.kind] = accelerator(device).price_per_hour * int(tp)
+    return Setup(
+        world=spec,
+        sources=tuple(sources),
+        faults=tuple(faults),
+        seconds=knobs.seconds or seconds,
+        objective=wanted,
+        prices=prices,
+    )

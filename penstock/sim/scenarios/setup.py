@@ -1,0 +1,180 @@
+"""What a simulation is made of but its seed, and playing it: a world, its traffic, what was promised, and prices."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, cast
+
+import msgspec
+import yaml
+
+from penstock.config.load import convert_config
+from penstock.config.routing import AdmissionConfig
+from penstock.config.tree import Config
+from penstock.errors import ConfigError
+from penstock.planning.step_time import StepTime
+from penstock.sim.report.figures import Figures, Objective, Run, WorkerUse, figures, wanted_of
+from penstock.sim.scenarios.judge import Judge
+from penstock.sim.traffic.request import RequestRecord, SimRequest
+from penstock.sim.traffic.workload import TrafficSource, merged
+from penstock.sim.world.chaos import Chaos
+from penstock.sim.world.faults import Fault
+from penstock.sim.world.result import SimResult
+from penstock.sim.world.spec import WorldSpec
+from penstock.sim.world.world import World
+
+Scheduling = Literal["fair", "priority", "fcfs"]
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Setup:
+    """All that a run depends on, beside its seed."""
+
+    world: WorldSpec
+    sources: tuple[TrafficSource, ...]
+    faults: tuple[Fault, ...] = ()
+    seconds: float
+    """Of arrivals; the run goes on until everything has ended."""
+    objective: Objective = field(default_factory=Objective)
+    prices: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Per hour of a worker, by `WorkerSpec.kind`."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Played:
+    """One run of a setup."""
+
+    seed: int
+    setup: Setup
+    result: SimResult
+    records: list[RequestRecord]
+    figures: Figures
+    judge: Judge
+
+    def good(self, record: RequestRecord) -> bool:
+        """Whether it was answered as promised."""
+        return self.judge.good(record)
+
+
+def play(setup: Setup, seed: int, *, on_arrival: Callable[[int], None] | None = None) -> Played:
+    """Run it. `on_arrival` is told the virtual time of every arrival, for a progress bar."""
+    wanted: dict[str, float] = {}
+
+    def arriving() -> Iterator[SimRequest]:
+        for request in merged(setup.sources, seed, setup.seconds):
+            wanted[request.tenant] = wanted.get(request.tenant, 0.0) + wanted_of(request)
+            if on_arrival is not None:
+                on_arrival(request.at_ns)
+            yield request
+
+    world = World(replace(setup.world, seed=seed), arriving())
+    if setup.faults:
+        Chaos(world, setup.faults)
+    result = world.run()
+    judge = Judge(promised(setup.objective), setup.world.pools, setup.world.tenants)
+    run = Run(
+        is_good=judge.good,
+        records=result.records,
+        workers=[
+            WorkerUse(
+                id=kind, model=kind, kind=kind, paid_ns=paid_ns, busy_ns=busy_ns,
+                price_per_hour=setup.prices.get(kind, 0.0),
+            )
+            for kind, (paid_ns, busy_ns) in sorted(world.use_by_kind.items())
+        ],
+        wanted=wanted,
+        weights={name: tenant.weight for name, tenant in setup.world.tenants.items()},
+    )  # fmt: skip
+    found = figures(run, setup.objective)
+    return Played(seed=seed, setup=setup, result=result, records=result.records, figures=found, judge=judge)
+
+
+def promised(objective: Objective) -> AdmissionConfig:
+    """The objective as a gateway promises it, with the other bands' own promises."""
+    return AdmissionConfig(ttft_target_ms=objective.ttft_ms, tpot_target_ms=objective.tpot_ms)
+
+
+class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `--set` may change of any scenario, beside the gateway's configuration. 0 or empty: the scenario's own."""
+
+    load: float = 1.0
+    """Times the scenario's rates."""
+    seconds: float = 0.0
+    workers: int = 0
+    """Of the scenario's main pool; rates stay."""
+    accelerator: str = ""
+    model: str = ""
+    """A shape by name, or a config.json."""
+    tp: int = 0
+    dtype: str = ""
+    max_running: int = 0
+    step_tokens: int = 0
+    scheduling: Scheduling | None = None
+    """Of the engines."""
+    ttft_ms: float = 0.0
+    """Of the objective."""
+    tpot_ms: float = 0.0
+    config: Config = Config()
+    """The gateway's configuration, as `penstock serve` reads it."""
+    step_time: StepTime | None = None
+    """Instead of the roofline: a law fitted to measured steps."""
+
+
+def with_settings(knobs: Knobs, settings: Mapping[str, str]) -> Knobs:
+    """Apply `key=value` pairs: a knob's name, or a dotted path into the configuration (`queue.headroom=0`).
+
+    Raises:
+        ConfigError: an unknown key (with the nearest known one), or a wrong value.
+    """
+    plain = {name: value for name, value in settings.items() if name in _KNOBS}
+    paths = {name: value for name, value in settings.items() if name not in _KNOBS}
+    changed: dict[str, object] = {}
+    for name, text in plain.items():
+        try:
+            changed[name] = msgspec.convert(text, _KNOBS[name], strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"--set {name}={text}: {error}") from error
+    if paths:
+        changed["config"] = _configured(knobs.config, paths)
+    return msgspec.structs.replace(knobs, **changed)
+
+
+_KNOBS: Mapping[str, type] = {
+    each.name: each.type for each in msgspec.structs.fields(Knobs) if each.name not in ("config", "step_time")
+}
+
+
+def _configured(config: Config, paths: Mapping[str, str]) -> Config:
+    touched = {path.split(".")[0] for path in paths}
+    tree: dict[str, object] = {
+        name: msgspec.to_builtins(getattr(config, name))
+        for name in config.__struct_fields__
+        if name in touched
+    }
+    for path, text in paths.items():
+        *sections, key = path.split(".")
+        if not sections and key not in tree:
+            known = ", ".join((*_KNOBS, "or a path such as queue.headroom"))
+            raise ConfigError(
+                f"--set {path}: is neither a knob nor a path into the configuration; knobs are {known}"
+            )
+        branch = tree
+        for section in sections:
+            inner = branch.get(section)
+            if not isinstance(inner, dict):
+                raise ConfigError(f"--set {path}: {section} is no section of the configuration")
+            branch = cast(dict[str, object], inner)
+        branch[key] = _value(text)
+    try:
+        changed = convert_config(tree)
+    except ConfigError as error:
+        raise ConfigError(f"--set: {error}") from None
+    # The other sections stay as they are: a caller may have put constants of its own into them.
+    return msgspec.structs.replace(config, **{name: getattr(changed, name) for name in tree})
+
+
+def _value(text: str) -> object:
+    """A scalar or list as YAML writes it."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set: {text!r} is no value: {error}") from error

@@ -1,0 +1,1 @@
+"""What do simulated clients send, and when?"""

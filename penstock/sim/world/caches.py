@@ -1,0 +1,144 @@
+"""What a simulated gateway knows of its workers' KV caches: the real index, fed by the real block pools' events."""
+
+from collections.abc import Sequence
+
+from penstock import rng
+from penstock.config.branch import extended
+from penstock.config.tree import Config
+from penstock.kv.events import KVEventBatch, Numbered
+from penstock.kv.hashing import BlockHasher
+from penstock.kv.index.limits import KV_INDEX_LIMITS
+from penstock.kv.index.locality import KVLocality
+from penstock.kv.index.prompt_keys import PromptKeyMaker, PromptKeys, own_keys
+from penstock.kv.index.residency import Residency
+from penstock.kv.index.vllm_events import events_of_own
+from penstock.policy.parts import LeastLoaded, Placement
+from penstock.policy.placement.decision_log import DecisionLog
+from penstock.policy.placement.route import Router
+from penstock.policy.placement_terms import PlacementTerms
+from penstock.sim.traffic.prompts import BlockNames
+from penstock.sim.traffic.request import SimRequest
+from penstock.sim.world.kv_words import KVNews
+from penstock.types import WorkerId
+
+_HASHERS_MAX = 256
+"""Whose names are kept: every worker that computes something else has one."""
+
+
+class Chains:
+    """What names the blocks of prompts, by hasher: one for each identity that workers have announced."""
+
+    __slots__ = ("_names",)
+
+    def __init__(self) -> None:
+        self._names: dict[BlockHasher, BlockNames] = {}
+
+    def of(self, hasher: BlockHasher) -> BlockNames:
+        """Of the workers that go by it."""
+        found = self._names.get(hasher)
+        if found is None:
+            if len(self._names) >= _HASHERS_MAX:
+                del self._names[next(iter(self._names))]
+            found = self._names[hasher] = BlockNames(hasher)
+        return found
+
+
+class SegmentKeys(PromptKeys):
+    """Keys of a prompt that is made of segments, named by them (prompts.py), not hashed token by token."""
+
+    __slots__ = ("_chains", "_public_tokens", "_segments")
+
+    def __init__(self, maker: PromptKeyMaker, chains: Chains, request: SimRequest, salt: bytes) -> None:
+        public = request.public_tokens
+        super().__init__(
+            maker, range(request.prompt_tokens), salt=salt, public_tokens=public, adapter=request.adapter
+        )
+        self._chains, self._segments, self._public_tokens = chains, request.prompt, public
+
+    def own(self, hasher: BlockHasher) -> Sequence[int]:
+        """See `PromptKeys`."""
+        if (found := self._own.get(hasher)) is None:
+            names = self._chains.of(hasher).chain(
+                self._segments, salt=self.owner, adapter=self.adapter, public_tokens=self._public_tokens
+            )
+            found = self._own[hasher] = own_keys(names)
+        return found
+
+
+class Asked:
+    """One request for what is missing of a worker's events; only the last one of a worker counts."""
+
+    __slots__ = ("first",)
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+
+class Caches:
+    """One gateway's. Off where placement asks for nothing of it."""
+
+    def __init__(self, config: Config, *, hash_key: bytes, seed: int, gateway: int) -> None:
+        """`hash_key` is that of the launcher of its workers."""
+        self._chains = Chains()
+        self._config = extended(config.routing.placement, PlacementTerms)
+        self._seed, self._gateway = seed, gateway
+        self.is_on = self._config.policy != "least_loaded"
+        self.locality = KVLocality(KV_INDEX_LIMITS, hash_key)
+        self._asked: dict[WorkerId, Asked] = {}
+        self.decisions = DecisionLog(kept_max=self._config.decisions_kept)
+
+    def placement(self, route: str) -> Placement:
+        """Of one model."""
+        if not self.is_on:
+            return LeastLoaded()
+        draw = rng.stream(self._seed, f"placement/{self._gateway}/{route}").randrange
+        return Router(route, self._config, draw, locality=self.locality, log=self.decisions)
+
+    def keys(self, route: str, request: SimRequest, salt: bytes) -> PromptKeys | None:
+        """Of a tenant's request; None where nobody asks for them."""
+        return SegmentKeys(self.locality.maker(route), self._chains, request, salt) if self.is_on else None
+
+    def joined(self, worker: WorkerId, route: str, identity: str) -> None:
+        """A worker is there, and has announced what it computes."""
+        if self.is_on:
+            self.locality.add(worker, model=route, is_own=True)
+            self.locality.identify(worker, identity)
+
+    def left(self, worker: WorkerId) -> None:
+        """A worker is gone."""
+        self._asked.pop(worker, None)
+        self.locality.remove(worker)
+
+    def heard(self, worker: WorkerId, news: KVNews) -> Asked | None:
+        """Words of a worker about its cache. Returns what to ask it for, if anything is missing that was not asked for."""
+        if (residency := self.locality.get(worker)) is None:
+            return None
+        if isinstance(news, Numbered):
+            residency.live(*news)
+        else:
+            residency.hear(events_of_own(KVEventBatch(ts=0.0, events=news)))
+        return self._ask(worker, residency)
+
+    def heard_again(self, worker: WorkerId, asked: Asked, batches: Sequence[Numbered]) -> Asked | None:
+        """What it could say again; the same."""
+        residency = self.locality.get(worker)
+        if residency is None or self._asked.get(worker) is not asked:
+            return None
+        del self._asked[worker]
+        for batch in batches:
+            residency.again(*batch)
+        residency.end_of_replay()
+        return self._ask(worker, residency)
+
+    def reconnected(self, worker: WorkerId) -> Asked | None:
+        """It was not heard for a while, and what was said last may be missing; the same."""
+        if (residency := self.locality.get(worker)) is None:
+            return None
+        residency.reconnected()
+        return self._ask(worker, residency)
+
+    def _ask(self, worker: WorkerId, residency: Residency) -> Asked | None:
+        if residency.wanted is None or worker in self._asked:
+            return None
+        asked = self._asked[worker] = Asked(residency.ask())
+        return asked

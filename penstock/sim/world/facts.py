@@ -1,0 +1,89 @@
+"""What a simulated gateway is told of its world, and what it asks of it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Protocol
+
+from penstock.config.tree import Config
+from penstock.policy.parts import Placement
+from penstock.policy.record import UsageRecord
+from penstock.policy.tenant import Tenant
+from penstock.sim.traffic.request import RequestRecord
+from penstock.sim.world.caches import Asked
+from penstock.sim.world.messages import Submission
+from penstock.sim.world.worker import SimWorkerSpec
+from penstock.types import RequestId, TenantId, WorkerId
+
+
+class Network(Protocol):
+    """What a gateway can reach."""
+
+    def submit(self, now_ns: int, worker_id: WorkerId, submission: Submission) -> None:
+        """Send a request to a worker."""
+        ...
+
+    def ask_kv(self, now_ns: int, gateway: int, worker_id: WorkerId, asked: Asked) -> None:
+        """Ask a worker to say again what it said of its cache."""
+        ...
+
+    def abort(self, now_ns: int, gateway: int, worker_id: WorkerId, request_id: RequestId) -> None:
+        """Tell a worker to end one."""
+        ...
+
+
+class Witness(Protocol):
+    """Whoever keeps what became of requests."""
+
+    def ended(self, record: RequestRecord) -> None:
+        """A request has ended, or was refused."""
+        ...
+
+    def billed(self, record: UsageRecord) -> None:
+        """One line of the ledger."""
+        ...
+
+
+class Facts:
+    """What is the same for all gateways of a world."""
+
+    __slots__ = (
+        "config",
+        "hash_key",
+        "link_ns",
+        "models",
+        "placement",
+        "poison",
+        "seed",
+        "skews_ns",
+        "tenants",
+    )
+
+    def __init__(
+        self, config: Config, models: Mapping[str, SimWorkerSpec], tenants: Mapping[str, Tenant], link_ns: int
+    ) -> None:
+        """`models` by name; `link_ns` is the way to a client."""
+        self.config, self.models, self.link_ns = config, models, link_ns
+        self.hash_key = b"the launcher's own"
+        """What workers name their KV blocks with. A launcher draws it by chance; here the same seed is to be the same run."""
+        self.poison: frozenset[int] = frozenset()
+        """Numbers of requests that bring down every worker that computes them."""
+        self.skews_ns: dict[int, int] = {}
+        """How far the dates of gateways are off, by their number."""
+        self.seed = 0
+        """What the chance in decisions is drawn from."""
+        self.placement: Callable[[str], Placement] | None = None
+        """In place of the configured one."""
+        self.tenants = dict(tenants)
+
+    def tenant(self, name: str, band: str) -> Tenant:
+        """A tenant, with its own band or the one that a request asks for."""
+        key = f"{name}\0{band}" if band else name
+        found = self.tenants.get(key)
+        if found is None:
+            found = self.tenants.get(name)
+            if found is None:
+                found = Tenant(id=TenantId(name), cache_salt=name.encode(), fairness_key=name)
+            if band:
+                found = replace(found, band=band)
+            self.tenants[key] = found
+        return found

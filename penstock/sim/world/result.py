@@ -1,0 +1,102 @@
+"""What a simulation comes to: counters, what became of every request, and one hash over all of it."""
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from penstock.policy.record import Outcome, UsageRecord
+from penstock.sim.traffic.request import RequestRecord
+
+
+@dataclass(slots=True)
+class RunCounters:
+    """Counted over the whole run."""
+
+    arrived: int = 0
+    finished: int = 0
+    failed: int = 0
+    rejected: int = 0
+    evicted: int = 0
+    cancelled: int = 0
+    ended: int = 0
+    """All of these together."""
+    records: int = 0
+    """Lines of the ledger."""
+    prompt_tokens: int = 0
+    """By the ledger; likewise below."""
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    cost_micros: int = 0
+    retries: int = 0
+    """Attempts beside the first ones."""
+    migrations: int = 0
+    """Of them, those that went on in the middle of an answer."""
+    steps: int = 0
+    """Of all workers."""
+    busy_ns: int = 0
+    """Time in steps, of all workers."""
+    ready_ns: int = 0
+    """Time that workers were there, ready or not."""
+    preemptions: int = 0
+    generated_tokens: int = 0
+    """By the workers, those of attempts that failed too."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SimResult:
+    """One run."""
+
+    seed: int
+    digest: str
+    """Over every record in the order of their ends, and the counters: equal runs have equal ones, on any machine."""
+    counters: RunCounters
+    records: list[RequestRecord] = field(default_factory=list[RequestRecord])
+    """In the order of their ends; empty if they were handed to somebody else."""
+    virtual_ns: int = 0
+    num_events: int = 0
+
+
+class RunTally:
+    """Counts and hashes what becomes of requests while they end."""
+
+    __slots__ = ("_hash", "counters")
+
+    def __init__(self) -> None:
+        self._hash = blake2b(digest_size=16)
+        self.counters = RunCounters()
+
+    def ended(self, record: RequestRecord) -> None:
+        """A request has ended, or was refused."""
+        counters = self.counters
+        counters.ended += 1
+        match record.outcome:
+            case Outcome.FINISHED:
+                counters.finished += 1
+            case Outcome.FAILED:
+                counters.failed += 1
+            case Outcome.REJECTED:
+                counters.rejected += 1
+            case Outcome.EVICTED:
+                counters.evicted += 1
+            case Outcome.CANCELLED:
+                counters.cancelled += 1
+        counters.retries += max(0, record.attempts - 1)
+        counters.migrations += record.migrations
+        self._hash.update(
+            f"{record.id}|{record.outcome.value}|{record.reason}|{record.first_ns}|{record.end_ns}|{record.prompt_tokens}|"
+            f"{record.cached_tokens}|{record.completion_tokens}|{record.worker}|{record.queue_ns}\n".encode()
+        )
+
+    def billed(self, record: UsageRecord) -> None:
+        """One line of the ledger."""
+        counters = self.counters
+        counters.records += 1
+        counters.prompt_tokens += record.prompt_tokens
+        counters.cached_tokens += record.cached_tokens
+        counters.completion_tokens += record.completion_tokens
+        counters.cost_micros += record.cost_micros
+
+    def digest(self) -> str:
+        """Over all that was told, and the counters as they are now."""
+        final = self._hash.copy()
+        final.update(repr(self.counters).encode())
+        return final.hexdigest()

@@ -1,0 +1,475 @@
+"""A simulated worker: the real scheduler, KV manager, block pool and prefix cache; only the time of a step is modelled.
+
+    submit, abort ──> Scheduler ──plan──> StepTime: so many ns later ──result──> Scheduler ──> told to the gateways
+
+What it tells of a request is what a gateway acts on: its first token, every full slice of its answer, and its end. A step
+that tells nothing is seen by nobody. So while all rows decode and nothing is due, the worker coasts: it knows when
+the next steps end, and does them in one leap when something is due or comes in (schedule/leap.py).
+"""
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from penstock.config.tree import EngineConfig
+from penstock.errors import PenstockError, WorkerUnavailable
+from penstock.kv.cache.manager import KVManager
+from penstock.kv.events import KVEvent, KVEventLog
+from penstock.kv.hashing import BlockHash, BlockHasher
+from penstock.kv.identity import Computation
+from penstock.planning.step_time import LinearStepTime, StepShape, StepTime
+from penstock.schedule.limits import BatchLimits
+from penstock.schedule.order import waiting_queue
+from penstock.schedule.plan import RequestOutput, Sampled, StepPlan, StepResult
+from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
+from penstock.schedule.request import Request
+from penstock.schedule.scheduler import Scheduler
+from penstock.sim.traffic.prompts import EOS, BlockNames, content_tokens, prompt_tokens
+from penstock.sim.traffic.request import Segment
+from penstock.sim.world.events import LocalClock, Rank, Timeline
+from penstock.sim.world.messages import Began, Failed, Finished, Sliced, Submission, Told, WorkerLoadReport
+from penstock.types import RequestId, SamplingParams, WorkerId
+
+_COAST_STEPS = 24
+"""Steps whose times are worked out at once: whatever comes in before them makes the rest useless."""
+_STOPS = (EOS,)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class SimWorkerSpec:
+    """One kind of worker."""
+
+    step_time: StepTime = field(default_factory=LinearStepTime)
+    engine: EngineConfig = field(default_factory=lambda: EngineConfig(step_tokens=2048, max_running=64))
+    checkpoint: str = ""
+    """What is in its model's directory, whatever the model is called."""
+    dtype: str = "bf16"
+    """Of its weights and its KV cache."""
+    num_blocks: int = 8192
+    """KV blocks of 16 tokens."""
+    max_model_len: int = 32_768
+    kind: str = ""
+    """Name of the accelerator, for reports and prices."""
+    cold_start_ns: int = 0
+    """From being asked for to being ready."""
+    leaps: bool = True
+    """False does every step by itself: slower, and the same."""
+
+    @property
+    def identity(self) -> str:
+        """Of what it computes, as a worker of ours makes it from its files and settings."""
+        return Computation(
+            checkpoint=self.checkpoint,
+            tokenizer=self.checkpoint,
+            dtype=self.dtype,
+            kv_dtype=self.dtype,
+            quantization=self.engine.quantization,
+            kernels=self.kind,
+        ).identity
+
+
+class Listener(Protocol):
+    """Whoever carries a worker's words to the gateways."""
+
+    slice_tokens: int
+    """Answer tokens between two words about a request."""
+    report_ns: int
+    """Time between two reports of a worker that has work."""
+
+    def told(self, now_ns: int, worker: "SimWorker", gateway: int, told: Sequence[Told]) -> None:
+        """What a worker says of its requests, to the gateway with this number."""
+        ...
+
+    def reported(self, now_ns: int, worker: "SimWorker", report: WorkerLoadReport) -> None:
+        """What it says of itself, to all."""
+        ...
+
+    def died(self, now_ns: int, worker: "SimWorker") -> None:
+        """A request brought it down."""
+        ...
+
+    def cached(self, now_ns: int, worker: "SimWorker", events: tuple[KVEvent, ...]) -> None:
+        """What has changed in its KV cache, to all."""
+        ...
+
+
+class _Stream:
+    """One request here."""
+
+    __slots__ = ("answer", "due", "first", "is_stuck", "num_answer", "request", "submission")
+
+    def __init__(self, submission: Submission, request: Request, *, is_stuck: bool) -> None:
+        self.submission, self.request, self.is_stuck = submission, request, is_stuck
+        self.first = self.due = submission.num_resumed + 1
+        """Its answer's length with the first token that is made here, and that at which it is told next."""
+        stops = submission.output_tokens < submission.max_tokens
+        self.num_answer = min(submission.output_tokens, submission.max_tokens)
+        self.answer = content_tokens(submission.answer, 0, self.num_answer)
+        if stops:
+            self.answer[-1] = EOS
+
+
+class SimWorker:
+    """One engine. Its owner sends it what arrives; it enters its own steps into the timeline."""
+
+    def __init__(
+        self,
+        worker_id: WorkerId,
+        actor: int,
+        spec: SimWorkerSpec,
+        timeline: Timeline,
+        listener: Listener,
+        *,
+        hash_key: bytes,
+        tells_kv: bool = False,
+    ) -> None:
+        """`hash_key` is its launcher's. With `tells_kv` it tells what its KV cache holds, whenever it tells of requests."""
+        self.id, self.actor, self.spec = worker_id, actor, spec
+        self.identity = spec.identity
+        """What it announces (`ModelInfo.identity`)."""
+        self._timeline, self._listener = timeline, listener
+        self.clock = LocalClock()
+        hasher = BlockHasher(key=hash_key, identity=self.identity)
+        self._names = BlockNames(hasher)
+        manager = KVManager.with_prefix_cache(spec.num_blocks, hasher)
+        if not spec.engine.prefix_cache:
+            manager = KVManager.without_prefix_cache(spec.num_blocks)
+        self.tells_kv = tells_kv
+        self._kv_events = KVEventLog("none") if tells_kv else None
+        if self._kv_events is not None:
+            manager.pool.events = self._kv_events
+        self.scheduler = Scheduler(
+            BatchLimits.of(spec.engine, spec.max_model_len),
+            manager,
+            self.clock,
+            waiting_queue(spec.engine),
+            PrefillBudget(LatencyTargets.of(spec.engine)),
+        )
+        self._streams: dict[RequestId, _Stream] = {}
+        self._rows: dict[int, _Stream] = {}
+        self._plan: StepPlan | None = None
+        self._times: list[int] = []  # When the steps it coasts over begin, and the last of them ends.
+        self._coast_max = self._coast_rows = self._coast_kv = 0
+        self._news: dict[int, list[Told]] = {}
+        self._inbox: list[tuple[int, Submission | RequestId]] = []
+        self._is_reporting = False
+        self._last_gauges = self._gauges()
+        self.is_gone = False
+        self.fails = False
+        """Every request that it is given."""
+        self.sticks_next = False
+        """Nothing will be heard of the next request."""
+        self._is_garbage = False
+        self._slowness = 1.0
+        self._stuck: dict[RequestId, tuple[int, Told]] = {}
+        self.steps = 0
+        self.busy_ns = 0
+
+    # --- what gateways do ---------------------------------------------------------------------------
+
+    def take(self, now_ns: int, message: Submission | RequestId) -> None:
+        """A request, or the id of one to end. As in our engine it is looked at between two steps."""
+        if self.is_gone:
+            return
+        self._inbox.append((now_ns, message))
+        if self._times:
+            self._stop_coasting(bisect_right(self._times, now_ns))
+        elif self._plan is None:
+            self._rest(now_ns)
+        if not self._is_reporting:
+            self._is_reporting = True
+            self._report_later(now_ns)
+
+    def leave(self, now_ns: int) -> None:
+        """Be no more: whatever runs here is lost, and nothing is told any more. What was made until now is on its way: a worker
+        sends each token when it has it, also where its gateway would have acted on whole slices only.
+        """
+        if self._times:
+            self._leap_to(max(0, bisect_left(self._times, now_ns) - 1))
+            self.steps += 1  # The one that is under way.
+            self.busy_ns += self._times[1] - self._times[0]
+        for stream in self._streams.values():
+            if not stream.is_stuck and stream.request.num_generated > stream.first:
+                self._is_due(stream)
+        self._flush(now_ns)
+        self.is_gone, self._plan, self._times = True, None, []
+
+    def change_pace(self, now_ns: int, slowness: float, *, garbage: bool = False) -> None:
+        """From the next step on steps take so many times as long; with `garbage` they compute what is not numbers."""
+        self._slowness, self._is_garbage = slowness, garbage
+        if self._times:
+            self._stop_coasting(bisect_left(self._times, now_ns))
+
+    @property
+    def num_streams(self) -> int:
+        """Requests that have come and not ended."""
+        return len(self._streams) + len(self._inbox) + len(self._stuck)
+
+    def requests(self) -> Iterator[Request]:
+        """What the scheduler has, oldest submission first."""
+        return (stream.request for stream in self._streams.values())
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between two events: the scheduler's own, and that every stream has the beginning of its answer."""
+        self.scheduler.check_invariants()
+        for stream in self._streams.values():
+            given = stream.request.tokens[stream.request.num_prompt :]
+            assert given == stream.answer[: len(given)], (
+                f"{stream.submission.id} has tokens of another answer"
+            )
+
+    def ids_of(self, gateway: int) -> list[RequestId]:
+        """Requests of one gateway that are here."""
+        ids = [each.submission.id for each in self._streams.values() if each.submission.gateway == gateway]
+        ids += [request_id for request_id, (owner, _) in self._stuck.items() if owner == gateway]
+        return ids + [
+            message.id
+            for _, message in self._inbox
+            if isinstance(message, Submission) and message.gateway == gateway
+        ]
+
+    def report(self, now_ns: int) -> WorkerLoadReport:
+        """Gauges, as they were when the last step ended."""
+        if self._times:
+            self._leap_to(bisect_right(self._times, now_ns) - 1)
+        return self._gauges() if self._plan is None else self._last_gauges
+
+    def _gauges(self) -> WorkerLoadReport:
+        now = self.scheduler.statistics()
+        return WorkerLoadReport(now.running, now.waiting, now.blocks_total, now.blocks_used, now.rows_max)
+
+    def _report_later(self, now_ns: int) -> None:
+        when_ns = now_ns + self._listener.report_ns
+        self._timeline.at(when_ns, self.actor, Rank.TIMER, self._on_report, None)
+
+    def _on_report(self, now_ns: int, _: None) -> None:
+        if self.is_gone:
+            return
+        self._listener.reported(now_ns, self, self.report(now_ns))
+        self._is_reporting = bool(self._streams)
+        if self._is_reporting:
+            self._report_later(now_ns)
+
+    # --- between steps ------------------------------------------------------------------------------
+
+    def _rest(self, now_ns: int) -> None:
+        """A step is over: tell what came of it, take in what came meanwhile, and go on."""
+        self.clock.time_ns = now_ns
+        if self._inbox:
+            inbox, self._inbox = self._inbox, []
+            for arrived_ns, message in inbox:
+                if isinstance(message, Submission):
+                    self._submit(arrived_ns, message)
+                else:
+                    self._abort(message)
+        if self._news:
+            self._flush(now_ns)
+        most = self._steps_to_due() if self.spec.leaps and not self._is_garbage else 0
+        if most and (most := self.scheduler.leap_max(most)):
+            running = self.scheduler.running
+            self._coast_max, self._coast_rows = most, len(running)
+            self._coast_kv = sum([request.num_planned for request in running])
+            self._times = [now_ns]
+            self._coast()
+        elif self._streams:
+            self._launch(now_ns)
+
+    def _abort(self, request_id: RequestId) -> None:
+        if (stream := self._streams.get(request_id)) is not None:
+            stream.is_stuck = False
+            output = self.scheduler.abort(request_id)
+            assert output is not None, "what has a stream has not ended"
+            self._end(stream, output)
+        elif (held := self._stuck.pop(request_id, None)) is not None:
+            self._say(*held)
+
+    def _submit(self, arrived_ns: int, submission: Submission) -> None:
+        if self.fails:
+            self._say(
+                submission.gateway, Failed(submission.id, submission.attempt, WorkerUnavailable("it fails"))
+            )
+            return
+        resumed = content_tokens(submission.answer, 0, submission.num_resumed)
+        request = Request(
+            request_id=submission.id,
+            tokens=prompt_tokens(submission.prompt) + resumed,
+            num_resumed=submission.num_resumed,
+            sampling=SamplingParams(max_tokens=submission.max_tokens, stop_token_ids=_STOPS),
+            salt=submission.salt,
+            public_tokens=submission.public_tokens,
+            priority=submission.priority,
+            fairness_key=submission.fairness_key,
+            fairness_weight=submission.fairness_weight,
+        )
+        try:
+            self.scheduler.submit(request, arrived_ns=arrived_ns)
+        except PenstockError as error:
+            self._say(submission.gateway, Failed(submission.id, submission.attempt, error))
+            return
+        if self.spec.engine.prefix_cache:
+            request.table.hashes += self._names_of(submission)
+        self._streams[submission.id] = _Stream(submission, request, is_stuck=self.sticks_next)
+        self.sticks_next = False
+
+    def _names_of(self, submission: Submission) -> list[BlockHash]:
+        """Of the prompt's and the answer's whole blocks, as the engine would hash them when they are full."""
+        num_answer = min(submission.output_tokens, submission.max_tokens)
+        return self._names.chain(
+            (*submission.prompt, Segment(submission.answer, num_answer)),
+            salt=submission.salt,
+            adapter=submission.adapter,
+            public_tokens=submission.public_tokens,
+        )
+
+    # --- one step -----------------------------------------------------------------------------------
+
+    def _launch(self, now_ns: int) -> None:
+        """Plan one step, which ends after its time."""
+        self._last_gauges = self._gauges()
+        plan = self.scheduler.schedule()
+        assert plan is not None, "what has come waits or runs"
+        self._plan = plan
+        for new in plan.new_rows:
+            self._rows[new.row] = self._streams[new.request_id]
+        step_ns = self._step_ns(StepShape.of(plan.work))
+        self.steps += 1
+        self.busy_ns += step_ns
+        self._timeline.at(now_ns + step_ns, self.actor, Rank.STEP, self._on_step, plan)
+
+    def _step_ns(self, shape: StepShape) -> int:
+        step_ns = self.spec.step_time.step_ns(shape)
+        return max(1, step_ns if self._slowness == 1.0 else int(step_ns * self._slowness))
+
+    def _on_step(self, now_ns: int, plan: StepPlan) -> None:
+        if plan is not self._plan:
+            return  # It was lost in a crash.
+        self._plan, self.clock.time_ns = None, now_ns
+        rows, error = self._rows, "the logits are not numbers" if self._is_garbage else None
+        if any(rows[new.row].submission.poison for new in plan.new_rows):
+            self._listener.died(now_ns, self)
+            return
+        sampled: list[Sampled] = []
+        for work in plan.work:
+            if work.samples:
+                stream = rows[work.row]
+                position = work.num_computed + work.num_tokens - stream.request.num_prompt
+                sampled.append(Sampled(work.row, stream.answer[position], error=error))
+        outcome = self.scheduler.apply(StepResult(plan.step, tuple(sampled)))
+        self._tell_of(outcome.outputs)
+        self._rest(now_ns)
+
+    # --- coasting -----------------------------------------------------------------------------------
+
+    def _steps_to_due(self) -> int:
+        """Steps after which something is due for one of the rows, if all of them decode; 0 if one does not yet."""
+        streams, least = self._streams, 1 << 30
+        for request in self.scheduler.running:
+            stream = streams[request.request_id]
+            due = stream.due
+            if due == stream.first:
+                return 0
+            left = (min(stream.num_answer, due)) - len(request.tokens)
+            left += request.num_prompt
+            least = min(least, left)
+        return least if streams else 0
+
+    def _coast(self) -> None:
+        """Work out when some more steps end."""
+        times, rows, kv_tokens = self._times, self._coast_rows, self._coast_kv
+        step_ns, time_ns, slowness = self.spec.step_time.step_ns, self._times[-1], self._slowness
+        for _ in range(min(_COAST_STEPS, self._coast_max + 1 - len(times))):
+            kv_tokens += rows
+            each_ns = step_ns(StepShape(rows, 0, 0, kv_tokens))
+            if slowness != 1.0:
+                each_ns = int(each_ns * slowness)
+            time_ns += max(1, each_ns)
+            times.append(time_ns)
+        self._coast_kv = kv_tokens
+        self._timeline.at(time_ns, self.actor, Rank.STEP, self._on_coasted, times)
+
+    def _on_coasted(self, now_ns: int, times: list[int]) -> None:
+        if times is not self._times:
+            return  # Something came in between.
+        if len(times) <= self._coast_max:
+            self._coast()
+            return
+        self._leap_to(len(times) - 1)
+        self._times = []
+        self._rest(now_ns)
+
+    def _stop_coasting(self, end: int) -> None:
+        """Let the step that ends at this one of the times be the last to coast over."""
+        times = self._times
+        self._coast_max = min(self._coast_max, end)
+        if end < len(times) - 1:
+            self._times = times[: end + 1]
+            self._timeline.at(times[end], self.actor, Rank.STEP, self._on_coasted, self._times)
+
+    def _leap_to(self, index: int) -> None:
+        """Do the steps until one of the times; the rest goes on."""
+        if not index:
+            return
+        times = self._times[: index + 1]
+        self.clock.time_ns = times[-1]
+        outcome = self.scheduler.leap(times, self._draw)
+        self.steps += index
+        self.busy_ns += times[-1] - times[0]
+        del self._times[:index]
+        self._coast_max -= index
+        if not self._coast_max:
+            self._tell_of(outcome.outputs)
+
+    def _draw(self, request: Request, count: int) -> "array[int]":
+        first = len(request.tokens) - request.num_prompt
+        return self._streams[request.request_id].answer[first : first + count]
+
+    # --- words --------------------------------------------------------------------------------------
+
+    def _tell_of(self, outputs: Sequence[RequestOutput]) -> None:
+        """What a step brought: first who ended, then whose first token or slice is here."""
+        streams = self._streams
+        for output in outputs:
+            if output.finish is not None:
+                self._end(streams[output.request_id], output)
+        for request in self.scheduler.running:
+            stream = streams[request.request_id]
+            if len(request.tokens) - request.num_prompt >= stream.due:
+                self._is_due(stream)
+
+    def _is_due(self, stream: _Stream) -> None:
+        request, submission = stream.request, stream.submission
+        num_tokens, each = request.num_generated, self._listener.slice_tokens
+        stream.due = (num_tokens // each + 1) * each
+        if stream.is_stuck:
+            return
+        if num_tokens == 1:
+            prefill_ns = request.usage(self.clock.now_ns()).prefill_ns
+            word = Began(submission.id, submission.attempt, request.num_cached, prefill_ns)
+            self._say(submission.gateway, word)
+        else:
+            self._say(submission.gateway, Sliced(submission.id, submission.attempt, num_tokens))
+
+    def _end(self, stream: _Stream, output: RequestOutput) -> None:
+        submission = stream.submission
+        del self._streams[submission.id]
+        assert output.finish is not None
+        assert output.usage is not None
+        reason, error = output.finish.value, output.error or ""
+        word = Finished(submission.id, submission.attempt, reason, output.usage, error)
+        if stream.is_stuck:
+            self._stuck[submission.id] = (submission.gateway, word)
+        else:
+            self._say(submission.gateway, word)
+
+    def _say(self, gateway: int, word: Told) -> None:
+        self._news.setdefault(gateway, []).append(word)
+
+    def _flush(self, now_ns: int) -> None:
+        news, self._news = self._news, {}
+        for gateway, told in news.items():
+            self._listener.told(now_ns, self, gateway, told)
+        # Between two words about requests nobody hears of blocks: a leap over steps changes nothing that is seen.
+        if self._kv_events is not None and (events := self._kv_events.take()):
+            self._listener.cached(now_ns, self, events)

@@ -1,0 +1,500 @@
+"""The whole simulated product: gateways, pools of workers, clients that come at their times, on one timeline.
+
+    requests ──> front door ──> SimGateway ──┐                 all of it is driven by one heap of events (events.py)
+                                  (FlowControl)│ link
+                                SimWorker <──┘
+                                  (Scheduler, KVManager)
+How many workers a pool has follows a schedule; whoever scales by load instead calls `scale`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from msgspec import structs
+
+from penstock.clock import NS_PER_MS, NS_PER_S
+from penstock.collector import calm
+from penstock.config.branch import extended
+from penstock.kv.events import KVEvent, Numbered
+from penstock.policy.limits.rate_limit import SLICE_TOKENS, RateTerms
+from penstock.policy.record import UsageRecord
+from penstock.sim.traffic.request import RequestRecord, SimRequest, unreachable
+from penstock.sim.traffic.streams import Streams
+from penstock.sim.world.caches import Asked
+from penstock.sim.world.comebacks import Comebacks
+from penstock.sim.world.events import Rank, Timeline
+from penstock.sim.world.facts import Facts
+from penstock.sim.world.gateway import SimGateway
+from penstock.sim.world.kv_words import KVNews, KVWords
+from penstock.sim.world.member import Member
+from penstock.sim.world.messages import Submission, Told, WorkerLoadReport
+from penstock.sim.world.result import RunTally, SimResult
+from penstock.sim.world.spec import PoolSpec, WorldSpec
+from penstock.sim.world.store import SharedStore
+from penstock.sim.world.watch import Watcher
+from penstock.sim.world.worker import SimWorker
+from penstock.types import RequestId, WorkerId
+
+WORLD = 0
+"""The world's own number as an actor; gateways and workers follow."""
+_DETECT_NS = 100 * NS_PER_MS
+"""Until a gateway sees that a worker is gone: its connection ends."""
+_LINGER_NS = 5 * NS_PER_S
+_RESTART_NS = 1000 * NS_PER_MS
+"""Until a worker that a request brought down is started anew, or a client that was cut off asks again elsewhere."""
+
+
+class World:
+    """One run: `run` it, once."""
+
+    def __init__(
+        self,
+        spec: WorldSpec,
+        requests: Iterable[SimRequest],
+        *,
+        on_record: Callable[[RequestRecord], None] | None = None,
+    ) -> None:
+        """`requests` in the order of their times; may be made while they are read. With `on_record` records are handed over
+        as they come, and not kept.
+        """
+        self.spec, self.timeline, self.streams = spec, Timeline(), Streams(spec.seed)
+        self.tally = RunTally()
+        self.watcher: Watcher | None = None
+        self._records: list[RequestRecord] = []
+        self._on_record = on_record or self._records.append
+        self._requests: Iterator[SimRequest] = iter(requests)
+        self._next: SimRequest | None = None
+        self._comebacks = Comebacks(self.ask_at)
+        models = {pool.model: pool.worker for pool in spec.pools}
+        self.facts = Facts(spec.config, models, spec.tenants, spec.link_ns)
+        self.facts.skews_ns = {
+            number: int(skew_s * NS_PER_S) for number, skew_s in enumerate(spec.clock_skews_s)
+        }
+        self.facts.seed, self.facts.placement = spec.seed, spec.placement
+        self.regions = tuple(dict.fromkeys(pool.region for pool in spec.pools))
+        shared = spec.config.shared
+        self.store = SharedStore(shared) if shared.store != "none" else None
+        self.gateways: list[SimGateway] = []
+        """Those that are gone too, until they are back."""
+        self._fronts: dict[str, list[int]] = {}
+        for region in self.regions:
+            first = len(self.gateways)
+            self._fronts[region] = list(range(first, first + spec.gateways))
+            self.gateways += [self._gateway(number) for number in self._fronts[region]]
+        self._cut: dict[int, list[SimRequest]] = {}
+        self.members: dict[WorkerId, Member] = {}
+        self._num_workers = 0
+        self.use_by_kind: dict[str, tuple[int, int]] = {}
+        """Nanoseconds that workers of each kind were there, and were in steps; of those that are left, until now."""
+        config = spec.config
+        self.slice_tokens = min(extended(config.limits, RateTerms).slice_tokens, SLICE_TOKENS)
+        self.report_ns = spec.report_ns
+        for pool in spec.pools:
+            for _ in range(pool.count):
+                self._ready(0, self._add(0, pool))
+            for when_ns, count in pool.schedule:
+                self.timeline.at(when_ns, WORLD, Rank.FAULT, self._on_scale, (pool, count))
+
+    @calm()
+    def run(self) -> SimResult:
+        """Let everything happen."""
+        self._take_next()
+        timeline, until_ns = self.timeline, self.spec.until_ns
+        if self.watcher is None and self.store is None and not until_ns:
+            timeline.run()
+        while (next_ns := timeline.next_ns) is not None and (not until_ns or next_ns <= until_ns):
+            if self.store is not None and not until_ns and self._is_over:
+                until_ns = next_ns + _LINGER_NS  # Those who keep leases never rest.
+            timeline.step()
+            if self.watcher is not None:
+                self.watcher.happened(timeline.num_events)
+        return self.result()
+
+    def result(self) -> SimResult:
+        """What it came to, until now."""
+        now_ns, counters = self.timeline.now_ns(), self.tally.counters
+        for member in self.members.values():
+            if not member.worker.is_gone:
+                self._count(now_ns, member)
+                member.since_ns = now_ns
+        return SimResult(
+            seed=self.spec.seed,
+            digest=self.tally.digest(),
+            counters=counters,
+            records=self._records,
+            virtual_ns=now_ns,
+            num_events=self.timeline.num_events,
+        )
+
+    # --- the fleet ----------------------------------------------------------------------------------
+
+    def scale(self, now_ns: int, pool: PoolSpec, count: int) -> None:
+        """Let the pool have so many workers: new ones after their cold start, the newest drain."""
+        members = [
+            each
+            for each in self.members.values()
+            if each.pool is pool and not each.draining and not each.worker.is_gone
+        ]
+        for _ in range(count - len(members)):
+            self._start(now_ns, pool, pool.worker.cold_start_ns)
+        for member in members[max(count, 0) :]:
+            self.drain(now_ns, member)
+
+    def crash(self, now_ns: int, member: Member) -> None:
+        """It is gone at once, with all that runs there."""
+        self._gone(now_ns, member, now_ns + _DETECT_NS)
+
+    def replace(self, now_ns: int, member: Member) -> None:
+        """Start another worker like this one."""
+        self._start(now_ns, member.pool, member.pool.worker.cold_start_ns)
+
+    def reset_link(self, now_ns: int, gateway: SimGateway, member: Member) -> None:
+        """The two lose sight of each other, and of what streams between them; soon they are connected again."""
+        if gateway.number not in self._fronts[member.pool.region] or gateway.is_gone:
+            return
+        actor = member.worker.actor
+        when_ns = self._arrives_ns(now_ns, member.sent_ns, member, gateway.number)
+        self.timeline.at(when_ns, actor, Rank.MESSAGE, self._on_hang_up, (member, gateway.number))
+        self.timeline.at(
+            now_ns + self.spec.link_ns, gateway.actor, Rank.MESSAGE, self._on_gone, (gateway, member, False)
+        )
+        self.timeline.at(now_ns + _DETECT_NS, WORLD, Rank.TIMER, self._on_connected, (gateway, member))
+
+    def hear_kv(self, now_ns: int, member: Member) -> None:
+        """What it says of its cache arrives again."""
+        member.kv.is_lost = False
+        for number in self._fronts[member.pool.region]:
+            gateway = self.gateways[number]
+            if (news := member.kv.anew()) is not None:
+                self._tell_cache(now_ns, gateway, member, news)
+            elif not gateway.is_gone:
+                gateway.kv_reconnected(now_ns, member.worker.id)
+
+    def lose_gateway(self, now_ns: int, gateway: SimGateway) -> None:
+        """It is gone at once; its clients ask again when it is back."""
+        if gateway.is_gone:
+            return
+        number = gateway.number
+        self._cut.setdefault(number, []).extend(gateway.leave(now_ns))
+        for member in self.members.values():
+            if number in self._fronts[member.pool.region]:
+                when_ns = self._arrives_ns(now_ns, member.sent_ns, member, number)
+                self.timeline.at(
+                    when_ns, member.worker.actor, Rank.MESSAGE, self._on_hang_up, (member, number)
+                )
+
+    def restore_gateway(self, now_ns: int, number: int) -> None:
+        """It starts anew, and those that were cut off ask again, all at once."""
+        if not self.gateways[number].is_gone:
+            return
+        gateway = self.gateways[number] = self._gateway(number, life=self.gateways[number].life + 1)
+        for member in self.members.values():
+            self._on_connected(now_ns, (gateway, member))
+        self._ask_again(now_ns, self._cut.pop(number, []))
+
+    def lose_region(self, now_ns: int, region: str) -> None:
+        """All of its gateways and workers are gone; clients that were cut off soon ask elsewhere."""
+        for number in self._fronts[region]:
+            self.lose_gateway(now_ns, self.gateways[number])
+            self.timeline.at(
+                now_ns + _RESTART_NS, WORLD, Rank.TIMER, self._ask_again, self._cut.pop(number, [])
+            )
+        for member in list(self.members.values()):
+            if member.pool.region == region:
+                self.crash(now_ns, member)
+
+    def restore_region(self, now_ns: int, region: str) -> None:
+        """Its gateways are back, and its workers start."""
+        for number in self._fronts[region]:
+            self.restore_gateway(now_ns, number)
+        for pool in self.spec.pools:
+            if pool.region == region:
+                self.scale(now_ns, pool, pool.count)
+
+    def drain(self, now_ns: int, member: Member) -> None:
+        """Give it nothing new; it leaves when what runs there has ended."""
+        member.draining = True
+        self._tell_state(now_ns, member, member.worker.report(now_ns))
+        # By then whatever was sent there before the gateways knew has come.
+        self.timeline.at(now_ns + 3 * self.spec.link_ns, WORLD, Rank.TIMER, self._leave_if_empty, member)
+
+    # --- Network ------------------------------------------------------------------------------------
+
+    def submit(self, now_ns: int, worker_id: WorkerId, submission: Submission) -> None:
+        """See `Network`."""
+        if self.watcher is not None and (member := self.members.get(worker_id)) is not None:
+            self.watcher.submitted(worker_id, submission, member.pool.model)
+        self._send(now_ns, submission.gateway, worker_id, submission)
+
+    def ask_kv(self, now_ns: int, gateway: int, worker_id: WorkerId, asked: Asked) -> None:
+        """See `Network`."""
+        if (member := self.members.get(worker_id)) is not None:
+            when_ns = self._arrives_ns(now_ns, member.sent_ns, member, gateway)
+            what = (self.gateways[gateway], member, asked)
+            self.timeline.at(when_ns, member.worker.actor, Rank.MESSAGE, self._on_kv_asked, what)
+
+    def abort(self, now_ns: int, gateway: int, worker_id: WorkerId, request_id: RequestId) -> None:
+        """See `Network`."""
+        self._send(now_ns, gateway, worker_id, request_id)
+
+    # --- Listener -----------------------------------------------------------------------------------
+
+    def told(self, now_ns: int, worker: SimWorker, gateway: int, told: Sequence[Told]) -> None:
+        """See `Listener`."""
+        if self.watcher is not None:
+            self.watcher.told(worker, gateway, told)
+        member = self.members[worker.id]
+        to, when_ns = self.gateways[gateway], self._arrives_ns(now_ns, member.told_ns, member, gateway)
+        self.timeline.at(when_ns, to.actor, Rank.MESSAGE, self._on_told, (to, worker.id, told))
+
+    def reported(self, now_ns: int, worker: SimWorker, report: WorkerLoadReport) -> None:
+        """See `Listener`."""
+        member = self.members[worker.id]
+        if not member.is_mute:
+            self._tell_state(now_ns, member, report)
+
+    def died(self, now_ns: int, worker: SimWorker) -> None:
+        """See `Listener`."""
+        member = self.members[worker.id]
+        self.crash(now_ns, member)
+        self._start(now_ns, member.pool, max(_RESTART_NS, member.pool.worker.cold_start_ns))
+
+    def cached(self, now_ns: int, worker: SimWorker, events: tuple[KVEvent, ...]) -> None:
+        """See `Listener`."""
+        member = self.members[worker.id]
+        if (news := member.kv.said(events)) is not None:
+            for number in self._fronts[member.pool.region]:
+                self._tell_cache(now_ns, self.gateways[number], member, news)
+
+    # --- Witness ------------------------------------------------------------------------------------
+
+    def ended(self, record: RequestRecord) -> None:
+        """See `Witness`."""
+        self.tally.ended(record)
+        if self.watcher is not None:
+            self.watcher.ended(record)
+        self._comebacks.ended(record)
+        self._on_record(record)
+
+    def billed(self, record: UsageRecord) -> None:
+        """See `Witness`."""
+        self.tally.billed(record)
+        if self.watcher is not None:
+            self.watcher.billed(record)
+
+    @property
+    def _is_over(self) -> bool:
+        counters = self.tally.counters
+        return self._next is None and counters.arrived == counters.ended
+
+    # --- inside: clients ----------------------------------------------------------------------------
+
+    def _take_next(self) -> None:
+        """Only the next request is in the heap: a workload of a million need not be in memory."""
+        request = self._next = next(self._requests, None)
+        if request is not None:
+            self.timeline.at(request.at_ns, WORLD, Rank.MESSAGE, self._on_request, request)
+
+    def _on_request(self, now_ns: int, what: SimRequest) -> None:
+        number = self.tally.counters.arrived
+        self.tally.counters.arrived = number + 1
+        self._ask(now_ns, what, number)
+        self._take_next()
+
+    def _ask(self, now_ns: int, request: SimRequest, number: int) -> None:
+        """Send it to a gateway of its region, or of any other if there is none; none at all refuses it."""
+        self._comebacks.asked(request)
+        if self.watcher is not None:
+            self.watcher.asked(request)
+        own = self._fronts[request.region or self.regions[0]]
+        fronts = [self.gateways[each] for each in own if not self.gateways[each].is_gone]
+        fronts = fronts or [gateway for gateway in self.gateways if not gateway.is_gone]
+        if not fronts:
+            self._unreachable(now_ns, request)
+            return
+        gateway, when_ns = fronts[number % len(fronts)], now_ns + self.spec.link_ns
+        self.timeline.at(when_ns, gateway.actor, Rank.MESSAGE, self._on_arrival, (gateway, request, number))
+
+    def _unreachable(self, now_ns: int, request: SimRequest) -> None:
+        self.ended(unreachable(request, now_ns))
+
+    def _ask_again(self, now_ns: int, requests: list[SimRequest]) -> None:
+        """Clients that were cut off: each comes as a new request."""
+        for request in requests:
+            leaves_ns = request.cancel_at_ns and now_ns + max(0, request.cancel_at_ns - request.at_ns)
+            again = structs.replace(request, id=f"{request.id}~", at_ns=now_ns, cancel_at_ns=leaves_ns)
+            self.ask_at(now_ns, again)
+
+    def ask_at(self, when_ns: int, request: SimRequest) -> None:
+        """Let a client send a request then, beside those of the workload: one that comes again, or that waited for an answer."""
+        number = self.tally.counters.arrived
+        self.tally.counters.arrived = number + 1
+        self.timeline.at(when_ns, WORLD, Rank.MESSAGE, self._on_again, (request, number))
+
+    def _on_again(self, now_ns: int, what: tuple[SimRequest, int]) -> None:
+        self._ask(now_ns, *what)
+
+    def _on_arrival(self, now_ns: int, what: tuple[SimGateway, SimRequest, int]) -> None:
+        gateway, request, number = what
+        if gateway.is_gone:
+            self._unreachable(now_ns, request)
+            return
+        if not gateway.arrive(now_ns, request, number):
+            return
+        timeline, request_id = self.timeline, RequestId(request.id)
+        if request.cancel_at_ns:
+            when_ns = max(now_ns, request.cancel_at_ns)
+            timeline.at(when_ns, gateway.actor, Rank.MESSAGE, self._on_cancel, (gateway, request_id, False))
+        if request.patience_ns:
+            when_ns = max(now_ns, request.at_ns + request.patience_ns)
+            timeline.at(when_ns, gateway.actor, Rank.MESSAGE, self._on_cancel, (gateway, request_id, True))
+
+    def _on_cancel(self, now_ns: int, what: tuple[SimGateway, RequestId, bool]) -> None:
+        gateway, request_id, unless_begun = what
+        if not gateway.is_gone:
+            gateway.cancel(now_ns, request_id, unless_begun=unless_begun)
+
+    # --- inside: links ------------------------------------------------------------------------------
+
+    def _arrives_ns(self, now_ns: int, last_ns: dict[int, int], member: Member, gateway: int) -> int:
+        """When a message between these two arrives, behind those before it."""
+        when_ns = max(now_ns + self.spec.link_ns + member.late_ns, last_ns.get(gateway, 0))
+        last_ns[gateway] = when_ns
+        return when_ns
+
+    def _send(self, now_ns: int, gateway: int, worker_id: WorkerId, message: Submission | RequestId) -> None:
+        if (member := self.members.get(worker_id)) is not None:
+            when_ns = self._arrives_ns(now_ns, member.sent_ns, member, gateway)
+            self.timeline.at(when_ns, member.worker.actor, Rank.MESSAGE, self._on_message, (member, message))
+
+    def _on_hang_up(self, now_ns: int, what: tuple[Member, int]) -> None:
+        """A gateway hangs up: what it had there ends."""
+        member, gateway = what
+        for request_id in member.worker.ids_of(gateway):
+            member.worker.take(now_ns, request_id)
+
+    def _on_connected(self, now_ns: int, what: tuple[SimGateway, Member]) -> None:
+        gateway, member = what
+        if gateway.number in self._fronts[member.pool.region] and not member.worker.is_gone:
+            ready = member.ready and not member.draining
+            told = (gateway, member, member.worker.report(now_ns), ready)
+            self.timeline.at(now_ns + self.spec.link_ns, gateway.actor, Rank.MESSAGE, self._on_state, told)
+            if (news := member.kv.anew()) is not None and member.worker.tells_kv:
+                self._tell_cache(now_ns, gateway, member, news)
+
+    def _on_message(self, now_ns: int, what: tuple[Member, Submission | RequestId]) -> None:
+        member, message = what
+        member.worker.take(now_ns, message)
+
+    def _tell_cache(self, now_ns: int, to: SimGateway, member: Member, news: KVNews) -> None:
+        when_ns = self._arrives_ns(now_ns, member.told_ns, member, to.number)
+        self.timeline.at(when_ns, to.actor, Rank.MESSAGE, self._on_cached, (to, member.worker.id, news))
+
+    def _on_cached(self, now_ns: int, what: tuple[SimGateway, WorkerId, KVNews]) -> None:
+        gateway, worker_id, news = what
+        if not gateway.is_gone:
+            gateway.cached(now_ns, worker_id, news)
+
+    def _on_kv_asked(self, now_ns: int, what: tuple[SimGateway, Member, Asked]) -> None:
+        gateway, member, asked = what
+        if not member.worker.is_gone:
+            told = (gateway, member.worker.id, asked, member.kv.again(asked.first))
+            when_ns = self._arrives_ns(now_ns, member.told_ns, member, gateway.number)
+            self.timeline.at(when_ns, gateway.actor, Rank.MESSAGE, self._on_kv_again, told)
+
+    def _on_kv_again(self, now_ns: int, what: tuple[SimGateway, WorkerId, Asked, Sequence[Numbered]]) -> None:
+        gateway, worker_id, asked, batches = what
+        if not gateway.is_gone:
+            gateway.cached_again(now_ns, worker_id, asked, batches)
+
+    def _on_told(self, now_ns: int, what: tuple[SimGateway, WorkerId, Sequence[Told]]) -> None:
+        gateway, worker_id, told = what
+        if not gateway.is_gone:
+            gateway.heard(now_ns, worker_id, told)
+
+    def _tell_state(self, now_ns: int, member: Member, report: WorkerLoadReport) -> None:
+        """Let the region's gateways know what the worker says of itself, and whether it takes requests."""
+        for number in self._fronts[member.pool.region]:
+            gateway = self.gateways[number]
+            what = (gateway, member, report, member.ready and not member.draining)
+            self.timeline.at(now_ns + self.spec.link_ns, gateway.actor, Rank.MESSAGE, self._on_state, what)
+
+    def _on_state(self, now_ns: int, what: tuple[SimGateway, Member, WorkerLoadReport, bool]) -> None:
+        gateway, member, report, ready = what
+        if not member.worker.is_gone and not gateway.is_gone:
+            gateway.reported(now_ns, member.pool.model, member.worker, report, ready=ready)
+
+    # --- inside: workers ----------------------------------------------------------------------------
+
+    def _add(self, now_ns: int, pool: PoolSpec) -> Member:
+        number = self._num_workers
+        self._num_workers += 1
+        worker_id = WorkerId(f"{pool.model}-{number}")
+        actor = 1 + len(self.gateways) + number
+        spec, key, timeline = self.spec.worker_of(pool), self.facts.hash_key, self.timeline
+        worker = SimWorker(worker_id, actor, spec, timeline, self, hash_key=key, tells_kv=self.spec.tells_kv)
+        kv = KVWords(worker.scheduler.kv.pool, kept=self.spec.kv_kept)
+        return self.members.setdefault(worker_id, Member(worker, pool, now_ns, kv))
+
+    def _ready(self, now_ns: int, member: Member) -> None:
+        member.ready = True
+        self._tell_state(now_ns, member, member.worker.report(now_ns))
+
+    def _on_ready(self, now_ns: int, member: Member) -> None:
+        if not member.draining and not member.worker.is_gone:
+            self._ready(now_ns, member)
+
+    def _on_scale(self, now_ns: int, what: tuple[PoolSpec, int]) -> None:
+        self.scale(now_ns, *what)
+
+    def _leave_if_empty(self, now_ns: int, member: Member) -> None:
+        """Whoever ends a drained worker sees that no gateway has anything there: it looks every so often."""
+        if member.worker.is_gone:
+            return
+        fronts = (self.gateways[number] for number in self._fronts[member.pool.region])
+        if any(front.has_streams(member.pool.model, member.worker.id) for front in fronts):
+            self.timeline.at(now_ns + _DETECT_NS, WORLD, Rank.TIMER, self._leave_if_empty, member)
+            return
+        member.left = True
+        self._gone(now_ns, member, now_ns + self.spec.link_ns)
+
+    def _gone(self, now_ns: int, member: Member, seen_ns: int) -> None:
+        if member.worker.is_gone:
+            return
+        member.worker.leave(now_ns)
+        self._count(now_ns, member)
+        for number in self._fronts[member.pool.region]:
+            gateway = self.gateways[number]
+            self.timeline.at(seen_ns, gateway.actor, Rank.MESSAGE, self._on_gone, (gateway, member, True))
+        self.timeline.at(seen_ns, WORLD, Rank.TIMER, self._on_forgotten, member)
+
+    def _on_gone(self, now_ns: int, what: tuple[SimGateway, Member, bool]) -> None:
+        gateway, member, died = what
+        if not gateway.is_gone:
+            num_lost = gateway.lost(now_ns, member.worker.id, died=died)
+            assert not num_lost or not member.left, f"the drain of {member.worker.id} cut {num_lost} streams"
+
+    def _on_forgotten(self, now_ns: int, member: Member) -> None:
+        del now_ns, self.members[member.worker.id]
+
+    def _start(self, now_ns: int, pool: PoolSpec, cold_ns: int) -> None:
+        """Another worker, ready after its cold start."""
+        member = self._add(now_ns, pool)
+        self.timeline.at(now_ns + cold_ns, WORLD, Rank.FAULT, self._on_ready, member)
+
+    def _gateway(self, number: int, *, life: int = 0) -> SimGateway:
+        return SimGateway(
+            number, 1 + number, self.facts, self.timeline, self, self, store=self.store, life=life
+        )
+
+    def _count(self, now_ns: int, member: Member) -> None:
+        """What a worker did, into the counters: when it leaves, or at the end."""
+        worker, counters = member.worker, self.tally.counters
+        statistics = worker.scheduler.statistics()
+        counters.steps += worker.steps
+        counters.busy_ns += worker.busy_ns
+        counters.ready_ns += now_ns - member.since_ns
+        counters.preemptions += statistics.preemptions
+        counters.generated_tokens += statistics.generated_tokens
+        kind = worker.spec.kind or member.pool.model
+        paid_ns, busy_ns = self.use_by_kind.get(kind, (0, 0))
+        self.use_by_kind[kind] = (paid_ns + now_ns - member.since_ns, busy_ns + worker.busy_ns)

@@ -1,0 +1,240 @@
+"""What a request needs of its worker, and the shape of the answer it asks for: from whole bodies, as clients send them."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.config.tree import LimitsConfig
+from penstock.errors import InvalidRequest, Unsupported
+from penstock.protocol.needs import (
+    NO_CONSTRAINT,
+    common_needs,
+    constraint_of,
+    forced_tool,
+    rare_needs,
+    text_only,
+    unsupported,
+)
+from penstock.protocol.openai_validate import parse_chat, parse_completion
+from penstock.protocol.parameters import Need
+from penstock.types import Capability
+
+LIMITS = LimitsConfig()
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,x"}}
+TEXT = {"type": "text", "text": "what is it?"}
+SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
+
+
+def chat(**fields):
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
+    return parse_chat(json.dumps(body).encode(), LIMITS)
+
+
+def completion(**fields):
+    return parse_completion(json.dumps({"model": "m", "prompt": "p", **fields}).encode(), LIMITS)
+
+
+def tool(name="f", **function):
+    return {"type": "function", "function": {"name": name, **function}}
+
+
+def named(name):
+    return {"type": "function", "function": {"name": name}}
+
+
+def needed(request) -> list[tuple[Capability, str]]:
+    return [(need.capability, need.param) for need in rare_needs(request)]
+
+
+def test_a_plain_request_needs_nothing() -> None:
+    for request in (chat(), chat(tools=[tool()]), chat(tools=[tool()], tool_choice="auto"), completion()):
+        assert needed(request) == []
+        assert common_needs(request) == []
+        assert constraint_of(request) is NO_CONSTRAINT
+
+
+RARE = [
+    (chat(response_format={"type": "json_object"}), Capability.JSON_OBJECT, "response_format"),
+    (
+        chat(response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}),
+        Capability.JSON_SCHEMA,
+        "response_format",
+    ),
+    (chat(guided_regex="a+"), Capability.STRUCTURED_OUTPUTS, "guided_regex"),
+    (completion(structured_outputs={"regex": "a"}), Capability.STRUCTURED_OUTPUTS, "structured_outputs"),
+    (chat(reasoning_effort="low"), Capability.PASS_THROUGH, "reasoning_effort"),
+    (chat(tools=[tool()], tool_choice="required"), Capability.FORCED_TOOLS, "tool_choice"),
+    (chat(tools=[tool()], tool_choice=named("f")), Capability.FORCED_TOOLS, "tool_choice"),
+    (chat(tools=[tool()], tool_choice={"type": "custom"}), Capability.PASS_THROUGH, "tool_choice"),
+    (chat(tools=[tool(strict=True)]), Capability.STRICT_TOOLS, "tools[0].function.strict"),
+    (chat(tools=[tool(), {"type": "web_search"}]), Capability.PASS_THROUGH, "tools[1].type"),
+    (
+        chat(messages=[{"role": "user", "content": [TEXT, IMAGE]}]),
+        Capability.IMAGES,
+        "messages[0].content[1]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("request_", "capability", "param"), RARE, ids=[str(each[2]) for each in RARE])
+def test_a_rare_need_is_found_by_its_parameter(request_, capability, param) -> None:
+    assert needed(request_) == [(capability, param)]
+
+
+def test_what_a_forced_call_needs_covers_strict_tools_and_none_asks_for_none() -> None:
+    assert needed(chat(tools=[tool(strict=True)], tool_choice="required")) == [
+        (Capability.FORCED_TOOLS, "tool_choice")
+    ]
+    assert needed(chat(tools=[tool(strict=True)], tool_choice="none")) == []
+
+
+def test_common_needs_are_log_probabilities_and_penalties() -> None:
+    found = common_needs(chat(logprobs=True, presence_penalty=1, min_p=0.1))
+    assert {need.capability for need in found} == {
+        Capability.LOGPROBS,
+        Capability.PRESENCE_PENALTY,
+        Capability.MIN_P,
+    }
+    echoed = common_needs(completion(logprobs=1, echo=True))
+    assert [need.capability for need in echoed] == [Capability.LOGPROBS, Capability.ECHO_LOGPROBS]
+    assert [need.param for need in common_needs(completion(logprobs=1))] == ["logprobs"]
+
+
+REFUSED = [
+    ({"response_format": {}}, "response_format.type", "Missing required parameter"),
+    ({"response_format": {"type": "yaml"}}, "response_format.type", "'yaml'. Supported values are"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "Missing"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}},
+        "response_format.json_schema.schema",
+        "expected an object",
+    ),
+    ({"tool_choice": "always", "tools": [tool()]}, "tool_choice", "'always'. Supported values are"),
+    ({"tool_choice": "required"}, "tool_choice", "'tools' must be given"),
+    ({"tool_choice": {"type": "function"}, "tools": [tool()]}, "tool_choice.function.name", "Missing"),
+    (
+        {"tool_choice": {"type": "function", "function": {"name": 5}}, "tools": [tool()]},
+        "tool_choice.function.name",
+        "Missing",
+    ),
+    ({"tool_choice": named("g"), "tools": [tool()]}, "tool_choice", "not among 'tools'"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "words"), REFUSED, ids=[each[2][:30] for each in REFUSED])
+def test_what_cannot_be_understood_is_refused_by_name(fields, param, words) -> None:
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        rare_needs(chat(**fields))
+    assert caught.value.param == param
+
+
+# --- the shape of the answer -----------------------------------------------------------------------
+
+
+SHAPES = [
+    (chat(response_format={"type": "text"}), {}),
+    (chat(response_format={"type": "json_object"}), {"json_object": True}),
+    (chat(response_format={"type": "json_schema", "json_schema": {"schema": SCHEMA}}), {"json": SCHEMA}),
+    (chat(response_format={"type": "json_schema", "json_schema": {"name": "n"}}), {"json": {}}),
+    (chat(guided_choice=["a", "b"]), {"choice": ["a", "b"]}),
+    (completion(guided_json=SCHEMA), {"json": SCHEMA}),
+    (completion(structured_outputs={"grammar": "g"}), {"grammar": "g"}),
+]
+
+
+@pytest.mark.parametrize(("request_", "structured"), SHAPES)
+def test_every_spelling_becomes_structured_outputs(request_, structured) -> None:
+    assert constraint_of(request_).structured == structured
+    assert constraint_of(request_).forced_tool is None
+
+
+def test_fields_of_an_engine_are_kept_beside_the_shape() -> None:
+    constraint = constraint_of(chat(bad_words=["x"], allowed_token_ids=[1], guided_regex="a"))
+    assert constraint.fields == {"bad_words": ["x"], "allowed_token_ids": [1]}
+    assert constraint.structured == {"regex": "a"}
+    assert constraint_of(chat(bad_words=["x"])).structured == {}
+
+
+def test_two_shapes_for_one_answer_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="'guided_regex' and 'response_format' cannot both") as caught:
+        constraint_of(chat(guided_regex="a", response_format={"type": "json_object"}))
+    assert caught.value.param == "response_format"
+
+
+def test_a_named_function_shapes_the_answer_as_its_arguments() -> None:
+    request = chat(tools=[tool("f"), tool("g", parameters=SCHEMA)], tool_choice=named("g"))
+    assert forced_tool(request) == "g"
+    assert constraint_of(request).structured == {"json": SCHEMA}
+    assert constraint_of(request).forced_tool == "g"
+    bare = chat(tools=[tool("f")], tool_choice=named("f"))
+    assert constraint_of(bare).structured == {"json": {"type": "object"}}
+
+
+def test_required_shapes_the_answer_as_an_array_of_calls() -> None:
+    tools = [tool("f", parameters={"type": "object", "$defs": {"a": {"type": "string"}}}), tool("g")]
+    request = chat(tools=tools, tool_choice="required", parallel_tool_calls=False)
+    schema = constraint_of(request).structured["json"]
+    assert forced_tool(request) == ""
+    assert (schema["type"], schema["minItems"], schema["maxItems"]) == ("array", 1, 1)
+    assert schema["$defs"] == {"a": {"type": "string"}}
+    names = [call["properties"]["name"]["enum"] for call in schema["items"]["anyOf"]]
+    assert names == [["f"], ["g"]]
+    one = constraint_of(chat(tools=[tool("g")], tool_choice="required")).structured["json"]
+    assert one["items"]["properties"]["name"] == {"enum": ["g"]}
+    assert "maxItems" not in one
+    assert "$defs" not in one
+
+
+def test_definitions_of_two_tools_are_joined_only_where_they_agree() -> None:
+    def asking(second):
+        tools = [tool("f", parameters={"$defs": {"a": 1}}), tool("g", parameters={"$defs": {"a": second}})]
+        return chat(tools=tools, tool_choice="required")
+
+    assert constraint_of(asking(1)).structured["json"]["$defs"] == {"a": 1}
+    with pytest.raises(InvalidRequest, match=r"define '\$defs/a' differently"):
+        constraint_of(asking(2))
+
+
+# --- messages and errors ---------------------------------------------------------------------------
+
+
+def test_only_text_is_left_for_an_estimate() -> None:
+    (mixed,) = chat(messages=[{"role": "user", "content": [TEXT, IMAGE]}]).messages
+    assert [part.type for part in text_only(mixed).content] == ["text"]
+    (image,) = chat(messages=[{"role": "user", "content": [IMAGE]}]).messages
+    assert text_only(image).content == ""
+    (plain,) = chat().messages
+    assert text_only(plain) is plain
+
+
+def test_the_error_names_the_first_need_that_the_ablest_worker_lacks() -> None:
+    needs = [Need(Capability.LOGPROBS, "logprobs", "'logprobs'"), Need(Capability.IMAGES, "x", "An image")]
+    error = unsupported(needs, frozenset({Capability.IMAGES}), "m")
+    assert isinstance(error, Unsupported)
+    assert error.param == "x"
+    assert "An image is not supported by the model 'm'" in str(error)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(["function", "f", "required", "x"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["type", "function", "name", "json_schema", "schema"]), inner)
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.fixed_dictionaries({}, optional={"response_format": JSON, "tool_choice": JSON}), st.booleans())
+def test_any_format_and_choice_give_needs_or_are_refused(fields, with_tools) -> None:
+    """What is let through has a constraint: nothing that a client writes is a bug here."""
+    if with_tools:
+        fields = {**fields, "tools": [tool("f")]}
+    try:
+        request = chat(**fields)
+        rare_needs(request)
+    except (InvalidRequest, Unsupported):
+        return
+    constraint_of(request)
