@@ -9,7 +9,7 @@ from penstock.planning.step_time import LinearStepTime
 from penstock.policy.record import Outcome
 from penstock.sim.traffic.request import RequestRecord, Segment, SimRequest
 from penstock.sim.world.spec import PoolSpec, WorldSpec
-from penstock.sim.world.worker import WorkerSpec
+from penstock.sim.world.worker import SimWorkerSpec
 from penstock.sim.world.world import World
 
 PROMPT, ANSWER, EACH, STEP_TOKENS = 512, 128, 3, 2048
@@ -28,7 +28,7 @@ class Callers:
             fixed_ns=FIXED_NS, row_ns=10_000, prefill_ns=max(1, round(token_ns)), kv_ps=20
         )
         engine = EngineConfig(step_tokens=STEP_TOKENS, max_running=256)
-        worker = WorkerSpec(step_time=step_time, engine=engine, num_blocks=65_536, kind="fast")
+        worker = SimWorkerSpec(step_time=step_time, engine=engine, num_blocks=65_536, kind="fast")
         self._left = dict.fromkeys((f"c{i}" for i in range(count)), EACH)
         self._num_asked, self.records = 0, list[RequestRecord]()
         start_ns = (warm_up + 2) * NS_PER_S
