@@ -39,13 +39,13 @@ import uvloop
 from open_load import MANNERS, Asked, Kind, OpenLoad, Sender
 from provenance import add_json_option, write_result
 
-from penstock.bench.client import Client, ClientLimits, Endpoint
+from penstock.bench.client import ApiAddress, Client, ClientLimits
 from penstock.bench.stats import percentile
 from penstock.clock import NS_PER_MS, NS_PER_S, SystemClock
 from penstock.config.routing import AdmissionConfig
 from penstock.gateway.identity import api_keys
 from penstock.gateway.identity.key_file import edit_keys
-from penstock.policy.admission.promise import Promise, Promises
+from penstock.policy.admission.promise import IDLE_FACTOR, Promise, Promises
 
 CLOCK = SystemClock()
 MODEL = "m"
@@ -133,7 +133,7 @@ class Stack:
 
     def clients(self) -> dict[str, Client]:
         """One for each tenant."""
-        endpoint = Endpoint("http", "127.0.0.1", self.port, "/v1")
+        endpoint = ApiAddress("http", "127.0.0.1", self.port, "/v1")
         limits = ClientLimits(request_timeout_s=120)
         return {name: Client(endpoint, key=key, limits=limits) for name, key in self._keys.items()}
 
@@ -159,9 +159,7 @@ class Judge:
     def promise(self, asked: Asked) -> Promise:
         """What the request was promised, on this machine."""
         configured = Promises(self.admission).of(tier="", band=asked.sender.band)
-        return configured.on(
-            self.admission.idle_factor, self.idle_ttft_ns[asked.kind.name], self.idle_tpot_ns
-        )
+        return configured.on(IDLE_FACTOR, self.idle_ttft_ns[asked.kind.name], self.idle_tpot_ns)
 
     def is_good(self, asked: Asked) -> bool:
         """Whether it was answered, and in time."""
