@@ -373,3 +373,31 @@ def test_no_gateway_process_outlives_its_parent(serve: Callable[..., Server]) ->
     pids = server.workers
     server.process.kill()
     server.until(lambda: all(gone(pid) for pid in pids), "a process was left behind")
+
+
+def test_all_gateway_processes_say_why_a_worker_died(serve: Callable[..., Server], tmp_path: Path) -> None:
+    file = tmp_path / "p.yaml"
+    file.write_text(f"models: [{{path: {DEMO}, engine: {{restarts_max: 1}}}}]")
+    server = serve(
+        *QUICK, "-c", str(file), "--processes", "2", "--api-key", KEY, PENSTOCK_SCRAPE_KEY=SCRAPE_KEY
+    )
+    server.wait_ready()
+
+    def kill_the_worker() -> None:
+        os.kill(next(pid for pid in server.workers if b"gateway_process" not in cmdline(pid)), signal.SIGKILL)
+
+    def all_say(path: str, words: bytes, key: str = "") -> Callable[[], bool]:
+        """Each of many new connections may be another process's."""
+        return lambda: all(words in get(server, path, key).body for _ in range(12))
+
+    kill_the_worker()
+    note = b"UTC: the worker was killed by SIGKILL"
+    server.until(all_say("/status.json", note, SCRAPE_KEY), "a process has no note of it")
+    server.until(lambda: get(server, "/ready").status == 200, "the worker never came back")
+    kill_the_worker()
+    server.until(all_say("/ready", b"SIGKILL, and 1 restarts were in vain"), "a process does not say why")
+    assert get(server, "/health").status == 503
+
+
+def cmdline(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
