@@ -13,8 +13,7 @@ from penstock.config.flow import QueueConfig
 from penstock.config.ledger import AcceleratorPrice, LedgerConfig, ModelPrice, PricesConfig
 from penstock.config.routing import ModelRoute, RoutingConfig
 from penstock.config.tenancy import TenantConfig
-from penstock.gateway.identity.api_keys import issue
-from penstock.gateway.identity.key_file import edit_keys
+from penstock.gateway.identity.api_keys import edit_keys, issue
 
 DAY_S = 24 * 3600
 
