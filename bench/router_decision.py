@@ -15,7 +15,6 @@ from random import Random
 from statistics import median, quantiles
 from time import process_time_ns
 
-from penstock.config.flow import QueueConfig
 from penstock.kv.hashing import BlockHasher
 from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality
@@ -28,6 +27,7 @@ from penstock.policy.placement.route import Router
 from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.room import Room, Rooms, WorkerView
+from penstock.policy.queueing.terms import QueueTerms
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
 KEY, IDENTITY = b"bench/router_decision", "bench"
@@ -96,17 +96,17 @@ def prompts_of(maker: PromptKeyMaker, count: int, seed: int) -> list[FixedKeys]:
 
 def rig(policy: str, num_workers: int, seed: int) -> Rig:
     """One router, or least-loaded."""
-    locality, rooms = KVLocality(KVIndexLimits(), KEY), Rooms(QueueConfig())
+    locality, rooms = KVLocality(KVIndexLimits(), KEY), Rooms(QueueTerms())
     prompts = prompts_of(locality.maker("m"), 2 * num_workers, seed)
     for i in range(num_workers):
         worker = WorkerId(f"w{i}")
         rooms.set(
             worker, WorkerView(max_running=64, kv_blocks_total=65_536, kv_blocks_used=20_000, running=0)
         )
-        residency = locality.add(worker, model="m", is_own=True)
+        cache_view = locality.add(worker, model="m", is_own=True)
         locality.identify(worker, IDENTITY)
         for keys in prompts[2 * i : 2 * i + 2]:
-            residency.hear([Stored(residency.names.keys_of(keys)[:STORED], None, b"", 16, Tier.DEVICE)])
+            cache_view.hear([Stored(cache_view.names.keys_of(keys)[:STORED], None, b"", 16, Tier.DEVICE)])
     if policy == "least_loaded":
         return Rig(LeastLoaded(), rooms, prompts, seed)
     log = DecisionLog(kept_max=1024)

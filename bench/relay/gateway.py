@@ -30,12 +30,12 @@ from typing import Any
 
 import uvloop
 
-from penstock import __version__, collector, rng
-from penstock.backends.engine.backend import OwnBackend
+from penstock import __version__, gc_tuning, rng
+from penstock.backends.engine.backend import EngineBackend
 from penstock.cli.wiring.models import make_part
 from penstock.clock import SystemClock
 from penstock.config.flow import LimitsConfig
-from penstock.config.ledger import AcceleratorPrice, LedgerConfig, ModelPrice, PricesConfig
+from penstock.config.ledger import LedgerConfig, ModelPrice, PricesConfig
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tenancy import TierConfig
 from penstock.config.tree import AuthConfig, Config, LogConfig, ModelConfig, ServerConfig
@@ -64,7 +64,7 @@ BUDGETS = {"budget_per_day": 1e8, "budget_per_month": 1e9}
 PRICES = PricesConfig(
     version="bench",
     models=(ModelPrice(model="*", input=0.5, cached_input=0.1, output=1.5),),
-    accelerators=(AcceleratorPrice(model="*", per_hour=2.0),),
+    accelerators={"*": 2.0},
 )
 
 
@@ -117,7 +117,7 @@ async def _main(path: str, config: Config, *, counted: bool) -> None:
     log = Log(config.log, clock, stream=sys.stderr, secrets=(KEY,))
     registry = Registry(clock, log, workers_max=1)
     part = make_part(config.models[0], registry, clock)
-    backend = OwnBackend(part.served.tokenizer, clock)
+    backend = EngineBackend(part.served.tokenizer, clock)
     backend.connect_to(UnixAddress(path))
     registry.add(registry.new(WorkerId("m-0"), part.served.name, backend))
     metrics: Any = Metrics([part.served.name], version=__version__) if counted else Uncounted()
@@ -133,7 +133,7 @@ async def _main(path: str, config: Config, *, counted: bool) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     await gateway.start()
-    collector.settle()
+    gc_tuning.freeze_gc()
     await stop.wait()
     await gateway.stop()
 

@@ -120,9 +120,9 @@ def _allowance_problems(allowed: Allowance, where: str) -> Iterator[str]:
                 yield f"{where}.{field}[{i}]: expected 1 to 256 characters without white space"
     context = allowed.context_tokens_max
     for field in ("input_tokens_max", "output_tokens_max"):
-        most: int | None = getattr(allowed, field)
-        if context and most and most > context:
-            yield f"{where}.{field}: {most} is above context_tokens_max ({context}), so it can never be used"
+        limit: int | None = getattr(allowed, field)
+        if context and limit and limit > context:
+            yield f"{where}.{field}: {limit} is above context_tokens_max ({context}), so it can never be used"
     day, month = allowed.budget_per_day, allowed.budget_per_month
     if day and month and day > month:
         yield f"{where}.budget_per_day: {day:g} is above budget_per_month ({month:g})"

@@ -79,8 +79,10 @@ def _key_of(jwk: dict[str, Any]) -> SigningKey | None:
         return None  # A provider that publishes its private key has other troubles; we do not trust it.
     if kind == "RSA" and made.key_size < RSA_BITS_MIN:
         return None
-    words = {name: str(jwk.get(name) or "") for name in ("kid", "crv", "alg")}
-    return SigningKey(kid=words["kid"], key=made, kind=str(kind), curve=words["crv"], algorithm=words["alg"])
+    fields = {name: str(jwk.get(name) or "") for name in ("kid", "crv", "alg")}
+    return SigningKey(
+        kid=fields["kid"], key=made, kind=str(kind), curve=fields["crv"], algorithm=fields["alg"]
+    )
 
 
 class ProviderKeys:

@@ -21,6 +21,7 @@ import msgspec
 from penstock.clock import NS_PER_S
 from penstock.config.flow import BandConfig, QueueConfig
 from penstock.policy.queueing.band import Band, Work
+from penstock.policy.queueing.terms import BandTerms, band_terms, queue_terms
 from penstock.types import TenantId
 
 
@@ -34,9 +35,9 @@ class Full(msgspec.Struct, frozen=True):
     limit: int
 
 
-def ordered_bands(bands: Sequence[BandConfig]) -> list[BandConfig]:
+def ordered_bands(bands: Sequence[BandConfig]) -> list[BandTerms]:
     """First to last; equal orders as they are written."""
-    return sorted(bands, key=lambda band: band.order)
+    return sorted(map(band_terms, bands), key=lambda band: band.order)
 
 
 def default_level(bands: Sequence[BandConfig]) -> int:
@@ -53,7 +54,7 @@ class FairQueue:
     )  # fmt: skip
 
     def __init__(self, config: QueueConfig) -> None:
-        self._config = config
+        config = self._config = queue_terms(config)
         ordered = ordered_bands(config.bands)
         self.bands = [Band(band, level) for level, band in enumerate(ordered)]
         self._levels = {band.name: level for level, band in enumerate(ordered)}
@@ -267,10 +268,10 @@ class FairQueue:
             return Full("band", "requests", config.requests_max)
         if band.num_bytes + work.num_bytes > config.bytes_max:
             return Full("band", "bytes", config.bytes_max)
-        if requests >= (most := max(1, int(share * config.requests_max))):
-            return Full("tenant", "requests", most)
-        if num_bytes + work.num_bytes > (most := max(work.num_bytes, int(share * config.bytes_max))):
-            return Full("tenant", "bytes", most)
+        if requests >= (limit := max(1, int(share * config.requests_max))):
+            return Full("tenant", "requests", limit)
+        if num_bytes + work.num_bytes > (limit := max(work.num_bytes, int(share * config.bytes_max))):
+            return Full("tenant", "bytes", limit)
         return None
 
     def _room(self, level: int, work: Work) -> Full | tuple[int, int] | None:
