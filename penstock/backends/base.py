@@ -267,7 +267,7 @@ async def end_streams(
 # Log-probabilities by token id, as clients see them: with the tokens' texts.
 
 
-def shown_logprob(logprob: TokenLogprob, tokenizer: Tokenizer) -> TextLogprob:
+def to_text_logprob(logprob: TokenLogprob, tokenizer: Tokenizer) -> TextLogprob:
     """A token's log-probability as clients see it."""
     return TextLogprob(
         token=tokenizer.token_text(logprob.token_id),
