@@ -40,8 +40,7 @@ from penstock.bench.client import ApiAddress, CannotConnect, Client, ClientLimit
 from penstock.clock import NS_PER_S, SystemClock, sleep
 from penstock.config.ledger import ModelPrice, PricesConfig
 from penstock.config.tenancy import TierConfig
-from penstock.gateway.identity.api_keys import issue
-from penstock.gateway.identity.key_file import edit_keys
+from penstock.gateway.identity.api_keys import edit_keys, issue
 from penstock.policy.limits.price import PriceList
 from penstock.protocol.openai import UsageBody, decode_chat_event
 from penstock.protocol.sse import EventReader

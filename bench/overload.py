@@ -44,7 +44,7 @@ from penstock.bench.stats import percentile
 from penstock.clock import NS_PER_MS, NS_PER_S, SystemClock
 from penstock.config.routing import AdmissionConfig
 from penstock.gateway.identity import api_keys
-from penstock.gateway.identity.key_file import edit_keys
+from penstock.gateway.identity.api_keys import edit_keys
 from penstock.policy.admission.promise import IDLE_FACTOR, Promise, Promises
 
 CLOCK = SystemClock()

@@ -41,8 +41,7 @@ from penstock.config.tenancy import TierConfig
 from penstock.config.tree import AuthConfig, Config, LogConfig, ModelConfig, ServerConfig
 from penstock.fleet.registry import Registry
 from penstock.gateway.app import Gateway
-from penstock.gateway.identity.api_keys import ApiKey, digest_of
-from penstock.gateway.identity.key_file import edit_keys
+from penstock.gateway.identity.api_keys import ApiKey, digest_of, edit_keys
 from penstock.protocol.address import UnixAddress
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics

@@ -5,8 +5,9 @@ per stream would cost a task switch per token, which is more than all the rest o
 (see docs/design/002). Everything here runs on one event loop; nothing blocks and nothing awaits.
 """
 
+import asyncio
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -15,7 +16,8 @@ import msgspec
 from penstock.errors import PenstockError
 from penstock.protocol.needs import NO_CONSTRAINT, Constraint
 from penstock.protocol.worker import ModelInfo, Stats
-from penstock.types import FinishReason, RequestId, SamplingParams, Usage
+from penstock.text.tokenizer import Tokenizer
+from penstock.types import FinishReason, RequestId, SamplingParams, TokenLogprob, Usage
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -244,3 +246,34 @@ class Backend(Protocol):
     async def drain(self, timeout_s: float) -> None:
         """Let running streams end, up to the timeout; abort the rest; release the worker."""
         ...
+
+
+# Letting a backend's streams end.
+
+
+async def end_streams(
+    streams: Mapping[RequestId, Generation], none_left: asyncio.Event, timeout_s: float
+) -> None:
+    """Wait until `streams` is empty, which `none_left` tells; after the timeout abort those that are still in it."""
+    if not streams:
+        return
+    none_left.clear()
+    try:
+        async with asyncio.timeout(timeout_s):
+            await none_left.wait()
+    except TimeoutError:
+        for stream in list(streams.values()):
+            stream.abort()
+
+
+# Log-probabilities by token id, as clients see them: with the tokens' texts.
+
+
+def to_text_logprob(logprob: TokenLogprob, tokenizer: Tokenizer) -> TextLogprob:
+    """A token's log-probability as clients see it."""
+    return TextLogprob(
+        token=tokenizer.token_text(logprob.token_id),
+        token_bytes=tokenizer.token_bytes(logprob.token_id),
+        logprob=logprob.logprob,
+        top=tuple((tokenizer.token_text(i), tokenizer.token_bytes(i), value) for i, value in logprob.top),
+    )

@@ -6,9 +6,12 @@ Colours only on a terminal, and none with NO_COLOR (rich sees to both).
 import io
 import os
 import sys
+from pathlib import Path
 from typing import TextIO, cast
 
 from rich.console import Console
+
+from penstock.errors import ConfigError
 
 PIPE_COLUMNS = 120
 """Width of tables when nobody's terminal says otherwise."""
@@ -59,3 +62,38 @@ class _CurrentStderr(io.TextIOBase):
 def current_stderr() -> TextIO:
     """A stream that follows `sys.stderr`."""
     return cast(TextIO, _CurrentStderr())
+
+
+# Where a command's result goes as a file: nowhere, a path, or `-`, which is standard output.
+
+
+def check_place(path: Path | None) -> None:
+    """Before the work begins: whether its result can be put there.
+
+    Raises:
+        ConfigError: there is no such directory.
+    """
+    if path is not None and str(path) != "-" and not path.parent.is_dir():
+        raise ConfigError(f"{path}: there is no directory {path.parent}")
+
+
+def screen_beside(path: Path | None) -> Console:
+    """For tables and words: standard error if standard output is for the file."""
+    return err() if str(path) == "-" else out()
+
+
+def write_to(path: Path | None, content: bytes) -> None:
+    """Write a result.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if path is None:
+        return
+    if str(path) == "-":
+        sys.stdout.write(content.decode())
+        return
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -9,11 +9,9 @@ from pathlib import Path
 
 from penstock.errors import CheckpointError
 from penstock.models.config import CONFIG_FILE, HfConfig, read_config
-from penstock.models.families.gemma2 import GEMMA_ACTIVATION, GEMMA_NAMES, gemma2_spec
-from penstock.models.families.gemma3 import gemma3_spec
+from penstock.models.families.gemma import GEMMA_ACTIVATION, GEMMA_NAMES, gemma2_spec, gemma3_spec
 from penstock.models.families.llama import llama_spec
-from penstock.models.families.mistral import mistral_spec
-from penstock.models.families.mixtral import MIXTRAL_NAMES, mixtral_spec
+from penstock.models.families.mistral import MIXTRAL_NAMES, mistral_spec, mixtral_spec
 from penstock.models.families.multimodal import (
     GEMMA3_TEXT_NAMES,
     MISTRAL3_TEXT_NAMES,
@@ -21,9 +19,7 @@ from penstock.models.families.multimodal import (
     mistral3_text_spec,
 )
 from penstock.models.families.phi3 import PHI3_NAMES, phi3_spec
-from penstock.models.families.qwen2 import qwen2_spec
-from penstock.models.families.qwen3 import qwen3_spec
-from penstock.models.families.qwen3_moe import qwen3_moe_spec
+from penstock.models.families.qwen import qwen2_spec, qwen3_moe_spec, qwen3_spec
 from penstock.models.names import CheckpointNames
 from penstock.models.spec import DecoderSpec
 

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.bench.stand_in import Script, StandIn
 from penstock.cli.main import main
-from penstock.cli.wiring.keyfile import save_key
+from penstock.cli.wiring.state import save_key
 
 Scripted = Callable[[Script], tuple[str, StandIn]]
 ANSWER = "The pipe brings water."

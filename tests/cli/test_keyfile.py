@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.wiring.keyfile import forget_key, load_key, save_key
+from penstock.cli.wiring.state import forget_key, load_key, save_key
 
 
 def test_a_key_is_found_by_port_until_it_is_forgotten() -> None:

@@ -16,7 +16,7 @@ from served import COMMAND, PATIENCE_S, Server
 
 from penstock.bench.client import ApiAddress, ApiResponse, Client
 from penstock.cli.main import main
-from penstock.cli.wiring.keyfile import load_key
+from penstock.cli.wiring.state import load_key
 from penstock.config.presets import resolve
 from penstock.protocol.openai import decode_chat_event
 from penstock.protocol.sse import EventReader

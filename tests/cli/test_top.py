@@ -16,7 +16,7 @@ from rich.console import Console
 
 from penstock.cli.commands.fleet_view import tables, view_of
 from penstock.cli.main import main
-from penstock.cli.wiring.keyfile import save_key
+from penstock.cli.wiring.state import save_key
 from penstock.protocol.fleet import FleetReport, ModelReport, WorkerReport
 
 KEY = "sk-admin"

@@ -18,9 +18,9 @@ from penstock.backends.base import (
     Phase,
     Sink,
     TextLogprob,
+    end_streams,
     nothing,
 )
-from penstock.backends.draining import end_streams
 from penstock.clock import Clock
 from penstock.errors import PenstockError, StreamBroken, WorkerUnavailable
 from penstock.protocol.worker import ModelInfo

@@ -6,8 +6,7 @@ import urllib.request
 from pathlib import Path
 
 from penstock.gateway.identity import api_keys
-from penstock.gateway.identity.api_keys import Issued
-from penstock.gateway.identity.key_file import edit_keys
+from penstock.gateway.identity.api_keys import Issued, edit_keys
 
 NOW_S = 1_700_000_000
 

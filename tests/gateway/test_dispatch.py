@@ -12,8 +12,7 @@ from penstock.clock import SystemClock
 from penstock.config.ledger import LedgerConfig, ModelPrice, PricesConfig
 from penstock.config.routing import ModelRoute, RoutingConfig
 from penstock.config.tenancy import TenantConfig
-from penstock.gateway.identity.api_keys import issue
-from penstock.gateway.identity.key_file import edit_keys
+from penstock.gateway.identity.api_keys import edit_keys, issue
 from penstock.policy.queueing.terms import QueueTerms
 
 DAY_S = 24 * 3600

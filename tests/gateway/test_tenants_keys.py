@@ -13,9 +13,8 @@ from tenant_keys import NOW_S, add, ask
 from penstock.config.tenancy import TenantConfig
 from penstock.errors import ConfigError, Unauthenticated
 from penstock.gateway.identity import api_keys
-from penstock.gateway.identity.api_keys import ApiKey, Issued
-from penstock.gateway.identity.key_file import edit_keys, read_keys, stamp
-from penstock.gateway.identity.stored_keys import StoredKeys
+from penstock.gateway.identity.api_keys import ApiKey, Issued, edit_keys, read_keys, stamp
+from penstock.gateway.identity.tenants import StoredKeys
 from penstock.gateway.identity.tiers import Tenants
 
 

@@ -9,8 +9,7 @@ import pytest
 from tenant_keys import add, ask
 
 from penstock.config.tenancy import TenantConfig, TierConfig
-from penstock.gateway.identity.api_keys import revoke
-from penstock.gateway.identity.key_file import edit_keys
+from penstock.gateway.identity.api_keys import edit_keys, revoke
 
 
 @pytest.fixture(autouse=True)

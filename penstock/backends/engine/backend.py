@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
-from penstock.backends.base import BackendStatus, GenerateRequest, Note, Phase, Sink, nothing
-from penstock.backends.draining import end_streams
+from penstock.backends.base import BackendStatus, GenerateRequest, Note, Phase, Sink, end_streams, nothing
 from penstock.backends.engine.auth import Handshake, LinkRefused, WorkerKey
 from penstock.backends.engine.kv import KVEventListener, KVSubscription
 from penstock.backends.engine.link import WorkerLink

@@ -21,8 +21,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from penstock.backends.base import Delta, Finish, GenerateRequest, Sink
-from penstock.backends.text_logprob import to_text_logprob
+from penstock.backends.base import Delta, Finish, GenerateRequest, Sink, to_text_logprob
 from penstock.clock import Clock
 from penstock.errors import (
     ContextTooLong,

@@ -20,9 +20,9 @@ from penstock.backends.base import (
     Note,
     Phase,
     Sink,
+    end_streams,
     nothing,
 )
-from penstock.backends.draining import end_streams
 from penstock.backends.http.client import HttpClient, NoConnection
 from penstock.backends.http.dialects.base import Dialect, ServerFacts
 from penstock.backends.http.engine_metrics import LOAD_NAMES, EngineLoad, load_of, parse_metrics

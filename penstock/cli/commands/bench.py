@@ -33,8 +33,8 @@ from penstock.bench.report import (
 from penstock.cli import console
 from penstock.cli.commands.bench_fit import fit_steps
 from penstock.cli.commands.remote import add_remote_flags, connect, no_server, pick_model
+from penstock.cli.console import check_place, screen_beside, write_to
 from penstock.cli.flags import Commands, Help, number
-from penstock.cli.output import check_place, screen_beside, write_to
 from penstock.clock import NS_PER_MS, SystemClock, sleep
 from penstock.config.routing import TPOT_TARGET_MS, TTFT_TARGET_MS
 from penstock.errors import ConfigError

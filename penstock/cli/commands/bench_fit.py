@@ -5,7 +5,7 @@ from pathlib import Path
 from rich.table import Table
 
 from penstock.cli import console
-from penstock.cli.output import check_place
+from penstock.cli.console import check_place
 from penstock.clock import SystemClock
 from penstock.config.presets import resolve
 from penstock.config.tree import EngineConfig

@@ -11,7 +11,7 @@ import msgspec
 from penstock.bench.client import ApiAddress, CannotConnect, Client, ClientLimits
 from penstock.cli.commands.remote import Unusable, no_server
 from penstock.cli.flags import default_url
-from penstock.cli.wiring.keyfile import load_key
+from penstock.cli.wiring.state import load_key
 from penstock.protocol.fleet import DrainOrder, FleetReport
 from penstock.protocol.openai import refusal_text
 

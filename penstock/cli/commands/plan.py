@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
+from penstock.cli.console import check_place, screen_beside, write_to
 from penstock.cli.flags import Commands, Help, number
-from penstock.cli.output import check_place, screen_beside, write_to
 from penstock.cli.tables import Column, Fitted, row
 from penstock.errors import ConfigError
 from penstock.planning.accelerators import ACCELERATORS, Accelerator, accelerator

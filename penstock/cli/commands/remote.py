@@ -7,7 +7,7 @@ import msgspec
 
 from penstock.bench.client import ApiAddress, CannotConnect, Client, ClientLimits
 from penstock.cli.flags import default_url
-from penstock.cli.wiring.keyfile import load_key
+from penstock.cli.wiring.state import load_key
 from penstock.errors import PenstockError
 from penstock.protocol.openai import decode_models, refusal_text
 

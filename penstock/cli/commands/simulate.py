@@ -19,8 +19,8 @@ from penstock.cli.commands.simulate_tables import (
     seeds_table,
     tenants_table,
 )
+from penstock.cli.console import check_place, screen_beside, write_to
 from penstock.cli.flags import Commands, Help, number
-from penstock.cli.output import check_place, screen_beside, write_to
 from penstock.clock import NS_PER_S
 from penstock.config.load import load_config
 from penstock.errors import ConfigError

@@ -21,11 +21,10 @@ import msgspec
 from penstock import gc_tuning, rng
 from penstock.cli import console
 from penstock.cli.wiring import banner
-from penstock.cli.wiring.keyfile import forget_key, save_key
+from penstock.cli.wiring.banner import reachable
 from penstock.cli.wiring.progress import loading_display
-from penstock.cli.wiring.reachable import reachable
 from penstock.cli.wiring.signals import StopSignals, on_signal
-from penstock.cli.wiring.state import with_secret
+from penstock.cli.wiring.state import forget_key, save_key, with_secret
 from penstock.cli.wiring.wire import Stack
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.hosts import is_loopback

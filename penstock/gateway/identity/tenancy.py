@@ -21,8 +21,8 @@ from penstock.config.tenancy_checks import names_callers
 from penstock.config.tree import Config
 from penstock.errors import ConfigError, Unauthenticated
 from penstock.gateway.http.exchange import RequestHead
+from penstock.gateway.identity.api_keys import Stamp, stamp
 from penstock.gateway.identity.auth import ANYBODY, Caller, credential
-from penstock.gateway.identity.key_file import Stamp, stamp
 from penstock.gateway.identity.tenants import TenantTable, read_tenants
 from penstock.rng import fresh_key
 from penstock.telemetry.log import Log

@@ -6,7 +6,10 @@ A table never changes: a reload makes a new one, and requests that run keep the 
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import hmac
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.clock import NS_PER_S, Clock
@@ -14,11 +17,10 @@ from penstock.config.tenancy_checks import KEY_TENANT
 from penstock.config.tree import Config
 from penstock.errors import ConfigError, Forbidden, Unauthenticated
 from penstock.gateway.http.exchange import RequestHead
-from penstock.gateway.identity.api_keys import ApiKey, tier_problem
+from penstock.gateway.identity.api_keys import ApiKey, digest_of, read_keys, tier_problem
 from penstock.gateway.identity.auth import ANYBODY, OPERATOR, SCRAPER, Caller, credential
-from penstock.gateway.identity.key_file import read_keys
-from penstock.gateway.identity.stored_keys import StoredKeys
 from penstock.gateway.identity.tiers import Tenants
+from penstock.policy.tenant import NOBODY
 from penstock.rng import fresh_key
 
 GONE_KEYS_MAX = 3
@@ -202,3 +204,72 @@ def _own_tenant(key: str, taken: set[str]) -> str:
     digest = hashlib.blake2b(key.encode(), digest_size=16, person=b"penstock-tenant").hexdigest()
     short = f"{KEY_TENANT}{digest[:PREFIX_CHARS]}"
     return short if short not in taken else f"{KEY_TENANT}{digest}"
+
+
+# The keys of a keys file, ready to be asked whose a key is: its prefix finds the record, its hash is compared.
+
+_KEY = re.compile(rb"sk-([a-z2-7]{12})_[A-Za-z0-9_-]{43}")
+_NOBODYS_HASH = bytes(32)
+
+
+@dataclass(slots=True, frozen=True)
+class _Entry:
+    digest: bytes
+    record: ApiKey
+    caller: Caller
+
+
+class StoredKeys:
+    """The keys of a file, ready to be asked. One lookup and one constant-time comparison, however many there are."""
+
+    def __init__(self, keys: Sequence[ApiKey], tenants: Tenants) -> None:
+        """The keys must go with the tenants (see `tier_problem`)."""
+        active = [key for key in keys if not key.revoked_s]
+        tiers = {key.tenant: key.tier for key in active}
+        made = {tenant: tenants.learn(tenant, tier) for tenant, tier in tiers.items()}
+        self._entries: Mapping[bytes, _Entry] = {
+            key.id.encode(): _Entry(
+                bytes.fromhex(key.hash),
+                key,
+                Caller(
+                    tenant=made.get(key.tenant, NOBODY),
+                    key_prefix=key.prefix,
+                    admin=key.admin,
+                    scrape=key.scrape,
+                ),
+            )
+            for key in keys
+        }
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def active(self, now_s: int) -> frozenset[bytes]:
+        """The ids of those that are accepted now."""
+        return frozenset(
+            name for name, entry in self._entries.items() if entry.record.state(now_s) == "active"
+        )
+
+    def lacks(self, before: frozenset[bytes]) -> int:
+        """How many of these ids have no record here. Revoked and expired keys have one."""
+        return len(before - self._entries.keys())
+
+    def find(self, key: bytes, now_s: int) -> Caller | None:
+        """The caller of this key, or None if it is none of these.
+
+        Raises:
+            Unauthenticated: it is one, but not now.
+        """
+        match = _KEY.fullmatch(key)
+        if match is None:
+            return None
+        entry = self._entries.get(match[1])
+        # An unknown prefix takes the same steps as a known one with a wrong secret.
+        known = hmac.compare_digest(digest_of(key), _NOBODYS_HASH if entry is None else entry.digest)
+        if entry is None or not known:
+            return None
+        state = entry.record.state(now_s)
+        if state != "active":
+            what = {"revoked": "was revoked", "expired": "has expired", "early": "is not valid yet"}[state]
+            raise Unauthenticated(f"This API key {what}.", code=f"{state}_api_key")
+        return entry.caller

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.config.flow import SharedConfig
-from penstock.gateway.shared.redis_client import connect
+from penstock.gateway.shared.redis_store import connect
 from penstock.gateway.shared.store import StoreError
 from penstock.policy.limits.budget import Spent
 from penstock.policy.limits.calendar import month_of

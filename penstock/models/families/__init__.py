@@ -1,1 +1,1 @@
-"""How does each family of models say in `config.json` what it is? One module per family."""
+"""How does each family of models say in `config.json` what it is? One module per line of models."""

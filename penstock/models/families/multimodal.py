@@ -4,8 +4,7 @@ import msgspec
 
 from penstock.errors import CheckpointError
 from penstock.models.config import CONFIG_FILE, HfConfig
-from penstock.models.families.gemma2 import GEMMA_NAMES
-from penstock.models.families.gemma3 import gemma3_spec
+from penstock.models.families.gemma import GEMMA_NAMES, gemma3_spec
 from penstock.models.families.mistral import mistral_spec
 from penstock.models.names import CheckpointNames
 from penstock.models.spec import DecoderSpec

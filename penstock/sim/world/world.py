@@ -19,8 +19,8 @@ from penstock.policy.limits.rate_limit import SLICE_TOKENS, RateTerms
 from penstock.policy.record import UsageRecord
 from penstock.sim.traffic.request import RequestRecord, SimRequest, unreachable
 from penstock.sim.traffic.streams import Streams
+from penstock.sim.traffic.workload import Comebacks
 from penstock.sim.world.caches import Asked
-from penstock.sim.world.comebacks import Comebacks
 from penstock.sim.world.events import Rank, Timeline
 from penstock.sim.world.facts import Facts
 from penstock.sim.world.gateway import SimGateway

@@ -1,13 +1,16 @@
-"""Gemma 2 (Gemma Team 2024, arXiv 2408.00118): norms around sublayers, soft caps, a window in every other layer."""
+"""Gemma 2 (Gemma Team 2024, arXiv 2408.00118): norms around sublayers, soft caps, a window in every other layer.
+Gemma 3, text only (Gemma Team 2025, arXiv 2503.19786): head norms, and windowed layers that turn at their own rate.
+"""
 
 from dataclasses import replace
 
 import msgspec
 
 from penstock.errors import CheckpointError
-from penstock.models.config import CONFIG_FILE, HfConfig, positive
+from penstock.models.config import CONFIG_FILE, HfConfig, RopeParameters, positive
 from penstock.models.families.llama import llama_spec
 from penstock.models.names import CheckpointNames
+from penstock.models.rope import rope
 from penstock.models.spec import AttentionSpec, DecoderSpec
 from penstock.models.windows import FULL, WINDOWED, by_kind
 
@@ -70,3 +73,34 @@ def _above_zero(config: HfConfig, field: str, default: float) -> float:
     if value is not None and value <= 0:
         raise CheckpointError(f"{CONFIG_FILE}: {field} is {value}, expected a number above zero")
     return value or default
+
+
+_PATTERN = 6
+_THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
+
+
+def gemma3_spec(config: HfConfig) -> DecoderSpec:
+    """The decoder that a `Gemma3ForCausalLM` config describes.
+
+    Raises:
+        CheckpointError: a field is missing, or its value is not supported.
+    """
+    by_kind = config.rope_parameters or RopeParameters()
+    full = _with_theta(
+        by_kind.full_attention or config.rope_scaling or RopeParameters(), config.rope_theta or _THETA
+    )
+    local = _with_theta(
+        by_kind.sliding_attention or RopeParameters(), config.rope_local_base_freq or _LOCAL_THETA
+    )
+    spec = gemma_spec(
+        msgspec.structs.replace(config, rope_parameters=full),
+        "Gemma3ForCausalLM",
+        pattern=config.sliding_window_pattern or _PATTERN,
+        softcaps=(0.0, 0.0),
+    )
+    local_rope = rope(msgspec.structs.replace(config, rope_parameters=local))
+    return replace(spec, qk_norm=True, local_rope=local_rope)
+
+
+def _with_theta(given: RopeParameters, default: float) -> RopeParameters:
+    return msgspec.structs.replace(given, rope_theta=given.rope_theta or default)
