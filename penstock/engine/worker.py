@@ -26,7 +26,6 @@ from collections.abc import Callable
 import msgspec
 
 from penstock.clock import NS_PER_MS, Clock, SystemClock
-from penstock.config.launch import WorkerLaunch
 from penstock.engine.core import EngineCore, Runner, build_core
 from penstock.engine.kv_feed import KVEventFeed
 from penstock.engine.kv_publisher import open_publisher
@@ -36,6 +35,7 @@ from penstock.engine.serve_socket import ServerLimits, WorkerServer
 from penstock.engine.watchdog import StepWatch
 from penstock.errors import EngineFault, OperatorError
 from penstock.protocol.address import parse_address
+from penstock.protocol.launch import WorkerLaunch
 from penstock.protocol.worker import WARMING_UP, Failed, Loading, Ready
 
 EXIT_FAILED = 1
