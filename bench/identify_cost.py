@@ -31,7 +31,7 @@ from penstock.gateway.identity.key_file import edit_keys
 from penstock.gateway.identity.tenancy import Tenancy
 from penstock.gateway.identity.tenants import read_tenants
 from penstock.gateway.identity.tiers import Tenants
-from penstock.gateway.identity.tokens import Tokens
+from penstock.gateway.identity.tokens import TokenVerifier
 from penstock.telemetry.log import Log
 
 CLOCK = SystemClock()
@@ -102,10 +102,10 @@ def token_cases() -> dict[str, tuple[Callable[[], object], int]]:
         "exp": CLOCK.wall_ns() // NS_PER_S + 3600,
     }
     for name, pair in pairs.items():
-        tokens = Tokens(config, keys, Tenants((), DEFAULT_TIERS, secret=b"bench"), clock=CLOCK)
+        tokens = TokenVerifier(config, keys, Tenants((), DEFAULT_TIERS, secret=b"bench"), clock=CLOCK)
         token = jwt.encode(claims, pair, name, headers={"kid": name}).encode()
 
-        def verify(tokens: Tokens = tokens, token: bytes = token) -> object:
+        def verify(tokens: TokenVerifier = tokens, token: bytes = token) -> object:
             tokens.forget()
             return tokens.find(token)
 

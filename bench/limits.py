@@ -20,7 +20,7 @@ from penstock.config.flow import LimitsConfig, SharedConfig
 from penstock.policy.estimates.output_length import OutputLengths
 from penstock.policy.limits.lease import Leases
 from penstock.policy.limits.lease_table import LeaseTable
-from penstock.policy.limits.rate_limit import Limiter, Reservation
+from penstock.policy.limits.rate_limit import Limiter, LimitReservation
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId
 
@@ -81,7 +81,7 @@ def life(kind: str, *, headers: bool, renewals: int = 0) -> Work:
                 kept_ns = now_ns
             tenant = TENANTS[i % 100]
             reservation = limiter.reserve(now_ns, tenant, 500, 200)
-            assert isinstance(reservation, Reservation)
+            assert isinstance(reservation, LimitReservation)
             for done in range(renewals):
                 reservation.renew(now_ns, 200 + 256 * done + 1)
             if headers:

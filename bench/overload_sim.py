@@ -38,7 +38,7 @@ from penstock.sim.scenarios.setup import Knobs, play
 from penstock.sim.traffic.request import RequestRecord, Segment, SimRequest
 from penstock.sim.world.messages import Submission, Told
 from penstock.sim.world.spec import PoolSpec, WorldSpec
-from penstock.sim.world.worker import SimWorker, WorkerSpec
+from penstock.sim.world.worker import SimWorker, SimWorkerSpec
 from penstock.sim.world.world import World
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
@@ -58,7 +58,7 @@ def world_of(
     tenants: list[Tenant] | None = None,
 ) -> World:
     """A gateway and its workers, of `slots` rows each."""
-    worker = WorkerSpec(
+    worker = SimWorkerSpec(
         step_time=LinearStepTime(fixed_ns=STEP_NS, row_ns=0, prefill_ns=PREFILL_NS, kv_ps=0),
         engine=EngineSettings(step_tokens=4096, max_running=slots, max_waiting=64),
         num_blocks=slots * 600,

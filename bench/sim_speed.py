@@ -32,7 +32,7 @@ from penstock.planning.step_time import LinearStepTime
 from penstock.sim.traffic.request import RequestRecord, Segment, SimRequest
 from penstock.sim.world.result import SimResult
 from penstock.sim.world.spec import PoolSpec, WorldSpec
-from penstock.sim.world.worker import WorkerSpec
+from penstock.sim.world.worker import SimWorkerSpec
 from penstock.sim.world.world import World
 
 ROWS = 64
@@ -113,7 +113,7 @@ def drop(_: RequestRecord) -> None:
 def simulate(load: Load, *, leaps: bool = True, num_blocks: int = 16_384) -> tuple[SimResult, float]:
     """The run, and its seconds of processor time."""
     engine = EngineSettings(step_tokens=2048, max_running=ROWS, itl_target_ms=50)
-    worker = WorkerSpec(step_time=STEP, engine=engine, num_blocks=num_blocks, leaps=leaps)
+    worker = SimWorkerSpec(step_time=STEP, engine=engine, num_blocks=num_blocks, leaps=leaps)
     spec = WorldSpec(pools=(PoolSpec(worker=worker, count=load.workers),))
     world = World(spec, load, on_record=drop)
     began_s = process_time()

@@ -28,7 +28,7 @@ NO_PROMISE = Promise()
 
 
 @dataclass(slots=True)
-class Tally:
+class LoadTally:
     """Everything that one load level counts. All times in nanoseconds."""
 
     seed: int
@@ -88,7 +88,7 @@ class Stopwatch:
         "_usage",
     )
 
-    def __init__(self, tally: Tally, clock: Clock, intended_ns: int) -> None:
+    def __init__(self, tally: LoadTally, clock: Clock, intended_ns: int) -> None:
         self._tally, self._clock, self._intended_ns = tally, clock, intended_ns
         self._reader = EventReader()
         self._first_ns = self._last_ns = 0

@@ -44,8 +44,7 @@ from penstock.gateway.shared.siblings import Siblings
 from penstock.kv.index.limits import KV_INDEX_LIMITS
 from penstock.kv.index.locality import KVLocality
 from penstock.rng import IdSource, fresh_key
-from penstock.telemetry.log import Access as AccessLine
-from penstock.telemetry.log import Log
+from penstock.telemetry.log import AccessLine, Log
 from penstock.telemetry.metrics import Metrics
 from penstock.types import ModelName
 

@@ -21,7 +21,7 @@ _KEYS_MAX = 4096
 """Counters that are kept. Over it the smallest idle ones are dropped: coming back would lift them anyway."""
 
 
-class FairQueue:
+class FairWaitingQueue:
     """Requests by key; among those of one key, by `order`."""
 
     __slots__ = ("_capacity", "_count", "_counters", "_heads", "_last", "_order", "_waiting", "_weights")

@@ -16,7 +16,7 @@ def resolve_max_running(max_running: int, step_tokens: int) -> int:
 
 
 @dataclass(slots=True, frozen=True)
-class Limits:
+class BatchLimits:
     """The bounds of a batch."""
 
     step_tokens: int
@@ -34,7 +34,7 @@ class Limits:
     """Share of the KV blocks that one tenant may hold."""
 
     @classmethod
-    def of(cls, config: EngineConfig, max_model_len: int) -> "Limits":
+    def of(cls, config: EngineConfig, max_model_len: int) -> "BatchLimits":
         """The bounds that a config asks for, with the model length that was settled on."""
         return cls(
             config.step_tokens,

@@ -22,7 +22,7 @@ from penstock.config.tree import LogConfig
 from penstock.gateway.shared.keeper import LeaseKeeper
 from penstock.gateway.shared.limits import open_store
 from penstock.policy.limits.lease import Leases
-from penstock.policy.limits.rate_limit import Limiter, Reservation
+from penstock.policy.limits.rate_limit import Limiter, LimitReservation
 from penstock.policy.tenant import Tenant
 from penstock.telemetry.log import Log
 from penstock.types import TenantId
@@ -49,7 +49,7 @@ class Spender:
         now_ns = self.clock.now_ns()
         for _ in range(20):
             outcome = self.limiter.reserve(now_ns, self.tenant, self.tokens // 2, self.tokens)
-            if not isinstance(outcome, Reservation):
+            if not isinstance(outcome, LimitReservation):
                 break
             outcome.settle(now_ns, self.tokens)
             self.used += self.tokens

@@ -32,7 +32,7 @@ from penstock.gateway.shared.redis_store import RedisStore
 from penstock.gateway.shared.store import StoreError
 from penstock.policy.limits.lease import LeaseAsk, Leases
 from penstock.policy.limits.lease_table import LeaseTable
-from penstock.policy.limits.rate_limit import Limiter, Refusal
+from penstock.policy.limits.rate_limit import Limiter, LimitRefusal
 from penstock.policy.tenant import Tenant
 from penstock.telemetry.log import Log
 from penstock.types import TenantId
@@ -263,7 +263,7 @@ def test_a_store_that_is_not_there_is_said_once_and_delays_nothing(tmp_path: Pat
             Limiter(LimitsConfig(), leases.make_bucket),
             Tenant(id=TenantId("t"), tokens_per_minute=600),
         )
-        assert isinstance(limiter.reserve(clock.now_ns(), who, 300, 300), Refusal)
+        assert isinstance(limiter.reserve(clock.now_ns(), who, 300, 300), LimitRefusal)
         server = LeaseServer(config, Path(config.socket), clock)
         await server.start()
         while leases.down_ns is not None:

@@ -8,7 +8,7 @@ from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.flow import LimitsConfig
 from penstock.policy.estimates.output_length import OutputLengths
 from penstock.policy.limits.lease import Leases
-from penstock.policy.limits.rate_limit import Limiter, Refusal, Reservation
+from penstock.policy.limits.rate_limit import Limiter, LimitRefusal, LimitReservation
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId
 
@@ -23,9 +23,9 @@ ACME = Tenant(
 PROMPT, EXPECTED = 1200, 300
 
 
-def reserved(limiter: Limiter, now_ns: int, prompt: int = PROMPT, output: int = EXPECTED) -> Reservation:
+def reserved(limiter: Limiter, now_ns: int, prompt: int = PROMPT, output: int = EXPECTED) -> LimitReservation:
     found = limiter.reserve(now_ns, ACME, prompt, output)
-    assert isinstance(found, Reservation)
+    assert isinstance(found, LimitReservation)
     return found
 
 
@@ -63,17 +63,17 @@ def test_the_headers_of_the_first_request() -> None:
 def test_two_hundred_refused_clients_have_places_in_the_refill() -> None:
     limiter, who = Limiter(LimitsConfig()), Tenant(id=TenantId("acme"), tokens_per_minute=60_000)
     all_of_it = limiter.reserve(0, who, 60_000, 0)
-    assert isinstance(all_of_it, Reservation)
+    assert isinstance(all_of_it, LimitReservation)
     waits = []
     for number in range(200):
         refusal = limiter.reserve(0, who, 300, 0, request_id=f"r{number}")
-        assert isinstance(refusal, Refusal)
+        assert isinstance(refusal, LimitRefusal)
         waits.append(refusal.retry_after_ns)
     for place, wait_ns in enumerate(waits, 1):
         exact_ns = place * 300 * NS_PER_MS
         assert exact_ns <= wait_ns <= exact_ns * 9 // 8 + 1
     for wait_ns in sorted(waits):
-        assert isinstance(limiter.reserve(wait_ns, who, 300, 0), Reservation), (
+        assert isinstance(limiter.reserve(wait_ns, who, 300, 0), LimitReservation), (
             "all are let in at their first retry"
         )
 
@@ -92,7 +92,7 @@ def test_a_reload_leaves_what_was_used_used() -> None:
 def test_what_can_never_pass_is_refused_and_an_expected_answer_is_cut() -> None:
     limiter = Limiter(LIMITS.limits)
     refusal = limiter.reserve(0, ACME, TIER.tokens_per_minute + 1, 1)
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, LimitRefusal)
     assert refusal.kind == "too_large"
     assert reserved(limiter, 0, 59_000, 5000).reserved == TIER.tokens_per_minute
 

@@ -10,7 +10,7 @@ from penstock.policy.admission.thrift import Thrift
 from penstock.policy.answers import Diverted, Queued, Refused
 from penstock.policy.flow import Arrival
 from penstock.policy.lifecycle.control import FlowControl
-from penstock.policy.limits.budget import Budgets, Spent
+from penstock.policy.limits.budget import Spent, TenantBudgets
 from penstock.policy.limits.price import PriceList
 from penstock.policy.parts import Parts
 from penstock.policy.queueing.room import WorkerView
@@ -37,7 +37,7 @@ class Rig:
     """Flow control with budgets, and one free worker for each model. `spent_micros`: of tenant acme, today."""
 
     def __init__(self, spent_micros: int = 0, *, month_micros: int | None = None, **config: object) -> None:
-        budgets, prices = Budgets(BudgetsConfig(**config), wall_offset_ns=0), PriceList(PRICES)
+        budgets, prices = TenantBudgets(BudgetsConfig(**config), wall_offset_ns=0), PriceList(PRICES)
         month = spent_micros if month_micros is None else month_micros
         budgets.restore(
             0, [Spent(tenant=TenantId("acme"), day=0, day_micros=spent_micros, month_micros=month)]

@@ -17,7 +17,7 @@ from penstock.sim.checks.checks import Checks
 from penstock.sim.world.chaos import Chaos
 from penstock.sim.world.faults import Fault, FaultKind
 from penstock.sim.world.gateway import SimGateway
-from penstock.sim.world.worker import WorkerSpec
+from penstock.sim.world.worker import SimWorkerSpec
 from penstock.sim.world.world import PoolSpec, World, WorldSpec
 
 SLICED = Config(
@@ -34,7 +34,7 @@ def fault(kind: FaultKind, from_s: float, to_s: float, *, target: int = 0, amoun
 def run(requests, faults, *, config=SLICED, workers=3, leaps=True):
     spec = WorldSpec(
         config=config,
-        pools=(PoolSpec(count=workers, worker=WorkerSpec(leaps=leaps, cold_start_ns=NS_PER_S)),),
+        pools=(PoolSpec(count=workers, worker=SimWorkerSpec(leaps=leaps, cold_start_ns=NS_PER_S)),),
     )
     world = World(spec, requests)
     Chaos(world, faults)

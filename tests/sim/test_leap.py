@@ -10,10 +10,10 @@ from penstock.config.engine_settings import EngineSettings
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config
 from penstock.policy.limits.rate_limit import RateTerms
-from penstock.sim.world.worker import WorkerSpec
+from penstock.sim.world.worker import SimWorkerSpec
 from penstock.sim.world.world import PoolSpec, World, WorldSpec
 
-TIGHT = WorkerSpec(
+TIGHT = SimWorkerSpec(
     engine=EngineSettings(step_tokens=256, max_running=6, max_waiting=64), num_blocks=90, max_model_len=1200
 )
 QUOTA = replace(
@@ -27,7 +27,7 @@ SLICED = Config(
 """Nothing is promised, so that nothing is refused."""
 
 
-def run(leaps: bool, worker: WorkerSpec, seed: int, per_s: float, **fields):
+def run(leaps: bool, worker: SimWorkerSpec, seed: int, per_s: float, **fields):
     spec = WorldSpec(
         config=SLICED,
         pools=(PoolSpec(count=2, worker=replace(worker, leaps=leaps)),),

@@ -11,7 +11,7 @@ from penstock.clock import SystemClock, sleep
 from penstock.config.ledger import BudgetsConfig, LedgerConfig
 from penstock.config.tree import LogConfig
 from penstock.errors import LedgerError
-from penstock.policy.limits.budget import BudgetRefusal, Budgets, Spent
+from penstock.policy.limits.budget import BudgetRefusal, Spent, TenantBudgets
 from penstock.policy.limits.calendar import DAY_NS
 from penstock.policy.record import UsageRecord
 from penstock.policy.tenant import Tenant
@@ -212,7 +212,7 @@ def test_what_was_spent_is_known_after_a_crash(tmp_path: Path) -> None:
     before, after = asyncio.run(run())
     assert before == after
     assert (before.tenant, before.day_micros, before.month_micros) == ("acme", 610, 610)
-    money = Budgets(BudgetsConfig(), wall_offset_ns=now_ns)
+    money = TenantBudgets(BudgetsConfig(), wall_offset_ns=now_ns)
     money.restore(0, [after])
     refusal = money.reserve(0, Tenant(id=TenantId("acme"), budget_month_micros=1000), 391)
     assert isinstance(refusal, BudgetRefusal)

@@ -22,14 +22,14 @@ from penstock.types import ModelName
 
 
 @dataclass(slots=True, frozen=True)
-class Part:
+class ModelPart:
     """One model: what the gateway sees of it, and what its own workers load."""
 
     served: ServedModel
     path: str
 
 
-def make_part(model: ModelConfig, registry: Registry, clock: Clock) -> Part:
+def make_part(model: ModelConfig, registry: Registry, clock: Clock) -> ModelPart:
     """What it takes to serve one model: nothing runs yet.
 
     Raises:
@@ -50,7 +50,7 @@ def make_part(model: ModelConfig, registry: Registry, clock: Clock) -> Part:
         declared_len=_declared_len(model, directory),
         public_prefixes=PublicPrefixes.of(model.public_prefixes, tokenizer, template),
     )
-    return Part(served, str(directory))
+    return ModelPart(served, str(directory))
 
 
 def make_tools(config: Config, metrics: Metrics, clock: Clock) -> Tools:

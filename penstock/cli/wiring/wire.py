@@ -17,7 +17,7 @@ from penstock.backends.base import BackendStatus
 from penstock.cli.wiring.attached import wait_for_attached
 from penstock.cli.wiring.fleet_log import FleetLog
 from penstock.cli.wiring.launching import make_launcher, shared_cores
-from penstock.cli.wiring.models import Part, make_part, make_tools
+from penstock.cli.wiring.models import ModelPart, make_part, make_tools
 from penstock.cli.wiring.processes import GatewayProcesses
 from penstock.cli.wiring.progress import LoadingDisplay
 from penstock.clock import Clock
@@ -136,7 +136,7 @@ class Stack:
         if self._processes is not None:
             self._processes.take_workers(self._launched_at())
 
-    def _wanted(self, model: ModelConfig, part: Part) -> list[Wanted]:
+    def _wanted(self, model: ModelConfig, part: ModelPart) -> list[Wanted]:
         """The workers of one model. In front of several gateway processes this one only keeps what it launches."""
         tokenizer = part.served.tokenizer
         engine = promised(with_quota(model.engine, self._config), self._config.admission)

@@ -22,7 +22,7 @@ REASONS_MAX = 8
 """Workers that are named per model."""
 
 
-class Verdict(enum.StrEnum):
+class HealthStatus(enum.StrEnum):
     """See the module."""
 
     OK = "ok"
@@ -30,31 +30,32 @@ class Verdict(enum.StrEnum):
     DOWN = "down"
 
 
-_ORDER = tuple(Verdict)  # From good to bad.
+_ORDER = tuple(HealthStatus)  # From good to bad.
 
 
 class ModelHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One model in `/health`."""
 
     name: str
-    status: Verdict
+    status: HealthStatus
     reasons: tuple[str, ...] = ()
     """One for each worker that is not as it should be, at most `REASONS_MAX`."""
 
 
-class Health(msgspec.Struct, frozen=True, kw_only=True):
+class HealthReport(msgspec.Struct, frozen=True, kw_only=True):
     """`GET /health`."""
 
-    status: Verdict
+    status: HealthStatus
     """The worst of the models'."""
     models: tuple[ModelHealth, ...]
 
 
-def gateway_health(routes: Iterable[RouteWorkers]) -> Health:
+def gateway_health(routes: Iterable[RouteWorkers]) -> HealthReport:
     """The health of every model, and the worst of them. O(workers)."""
     models = tuple(map(model_health, routes))
-    return Health(
-        status=max((model.status for model in models), key=_ORDER.index, default=Verdict.OK), models=models
+    return HealthReport(
+        status=max((model.status for model in models), key=_ORDER.index, default=HealthStatus.OK),
+        models=models,
     )
 
 
@@ -62,13 +63,13 @@ def model_health(workers: RouteWorkers) -> ModelHealth:
     """The health of one model."""
     wrong = [worker for worker in workers if worker.state not in _RIGHT]
     if not len(workers):
-        return ModelHealth(name=workers.name, status=Verdict.DEGRADED, reasons=("there is no worker",))
+        return ModelHealth(name=workers.name, status=HealthStatus.DEGRADED, reasons=("there is no worker",))
     if not wrong:
-        status = Verdict.OK
+        status = HealthStatus.OK
     elif not workers.is_ready and all(map(_is_lost, workers)):
-        status = Verdict.DOWN
+        status = HealthStatus.DOWN
     else:
-        status = Verdict.DEGRADED
+        status = HealthStatus.DEGRADED
     reasons = tuple(f"{worker.id} is {worker.state}: {worker.stage}" for worker in wrong)
     return ModelHealth(name=workers.name, status=status, reasons=reasons[:REASONS_MAX])
 

@@ -11,7 +11,7 @@ from penstock.clock import NS_PER_S
 from penstock.errors import Forbidden, InvalidRequest
 from penstock.fleet.members import Members
 from penstock.fleet.worker import Worker
-from penstock.gateway.api.health import Verdict, gateway_health
+from penstock.gateway.api.health import HealthStatus, gateway_health
 from penstock.gateway.api.services import Services
 from penstock.gateway.http.exchange import Exchange, Response
 from penstock.gateway.identity.auth import Caller
@@ -100,7 +100,7 @@ class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
     models: list[ModelWord]
 
 
-class Status(msgspec.Struct, frozen=True, kw_only=True):
+class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """`GET /status.json`: the landing page's live numbers."""
 
     version: str
@@ -171,7 +171,7 @@ class Inspect:
     async def health(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /health`: 200 while every model works or will again by itself, else 503; see gateway/api/health.py."""
         found = gateway_health(model.workers for model in self._services.models)
-        status = 503 if found.status is Verdict.DOWN else 200
+        status = 503 if found.status is HealthStatus.DOWN else 200
         exchange.respond(Response(status=status, body=msgspec.json.encode(found)))
 
     async def ready(self, exchange: Exchange, caller: Caller) -> None:
@@ -228,7 +228,7 @@ class Inspect:
         )
         if self._siblings is not None:
             numbers = await self._siblings.sum()
-        status = Status(
+        status = ServerStatus(
             version=self._version,
             uptime_s=round((services.clock.now_ns() - self._started_ns) / NS_PER_S, 1),
             connections=numbers.connections,

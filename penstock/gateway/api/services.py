@@ -11,8 +11,8 @@ from penstock.gateway.models.served import ModelTable
 from penstock.gateway.models.tokenize_pool import TokenizePool
 from penstock.kv.index.locality import KVLocality
 from penstock.policy.admission.gate import Gate
-from penstock.policy.extras.complexity import Choice
-from penstock.policy.limits.budget import Budgets
+from penstock.policy.extras.complexity import ComplexityChoice
+from penstock.policy.limits.budget import TenantBudgets
 from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.placement.decision_log import DecisionLog
 from penstock.policy.tenant import Tenant
@@ -33,7 +33,7 @@ class Services:
     dispatcher: Dispatcher
     gate: Gate
     limiter: Limiter
-    budgets: Budgets
+    budgets: TenantBudgets
     metrics: Metrics
     explained: DecisionLog
     """Which worker got which of the last requests, and why; and which model, of those that named none."""
@@ -55,7 +55,7 @@ class Services:
         if self.draining:
             raise Draining("The server is shutting down.")
 
-    def tell_choice(self, exchange_id: str, tenant: Tenant, choice: Choice) -> None:
+    def tell_choice(self, exchange_id: str, tenant: Tenant, choice: ComplexityChoice) -> None:
         """One line about how a model was chosen, where there are lines about requests: `exchange_id` is in the access line too."""
         if not self.log.tells_requests:
             return

@@ -20,7 +20,7 @@ from penstock.policy.estimates.output_length import OutputLengths
 from penstock.policy.extras.hedge import Hedges
 from penstock.policy.extras.quarantine import Quarantine
 from penstock.policy.lifecycle.control import FlowControl
-from penstock.policy.limits.budget import Budgets
+from penstock.policy.limits.budget import TenantBudgets
 from penstock.policy.limits.price import PriceList
 from penstock.policy.limits.rate_limit import SLICE_TOKENS
 from penstock.policy.parts import Parts
@@ -40,7 +40,7 @@ class Decisions:
 
     dispatcher: Dispatcher
     limits: SharedLimits
-    budgets: Budgets
+    budgets: TenantBudgets
     spending: Spending
     prices: PriceList
     ledger: Ledger
@@ -90,7 +90,7 @@ def make_decisions(
     """
     prices = PriceList(config.prices)
     limits = SharedLimits(config.limits, config.shared, gateway=gateway, clock=clock, log=log)
-    budgets = Budgets(config.budgets, wall_offset_ns=clock.wall_ns() - clock.now_ns())
+    budgets = TenantBudgets(config.budgets, wall_offset_ns=clock.wall_ns() - clock.now_ns())
     ledger = Ledger(config.ledger, clock, log)
     facts = partial(_facts, models)
     gate = Gate(config.admission, config.routing, config.queue, facts, Thrift(budgets, prices))

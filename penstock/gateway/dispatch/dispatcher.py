@@ -32,7 +32,7 @@ from penstock.policy.limits.price import PriceList
 from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.policy.resilience.health import FleetHealth
-from penstock.telemetry.catalog import Outcome as Answer
+from penstock.telemetry.catalog import OutcomeLabel as Answer
 from penstock.telemetry.ledger import Ledger
 from penstock.telemetry.ledger_segment import Progress
 from penstock.telemetry.log import Log

@@ -25,7 +25,7 @@ from penstock.gateway.http.cors import Cors
 from penstock.gateway.http.errors import HttpFault, error_response
 from penstock.gateway.http.exchange import CONTINUE, Exchange, RequestHead, Response
 from penstock.gateway.http.flush import RelayTerms
-from penstock.gateway.http.open_files import Room, room_of
+from penstock.gateway.http.open_files import ConnectionVerdict, room_of
 from penstock.gateway.http.peer import FIRST_LOOK_S, LAST_LOOK_S, PROBES_S, end_when_unacknowledged, is_gone
 from penstock.gateway.http.wire_limits import WireLimits
 
@@ -41,7 +41,9 @@ _TOO_MANY = Overloaded("Too many connections. Try again in a moment.", retry_aft
 _NO_PARSER = httptools.HttpRequestParser(object())
 
 
-class State(enum.IntEnum):  # Of int, for a plain Enum's hash is a call into Python, ten times per request.
+class ConnectionState(
+    enum.IntEnum
+):  # Of int, for a plain Enum's hash is a call into Python, ten times per request.
     """Where a connection is in the life of a request."""
 
     IDLE = enum.auto()
@@ -52,13 +54,13 @@ class State(enum.IntEnum):  # Of int, for a plain Enum's hash is a call into Pyt
     CLOSED = enum.auto()
 
 
-MOVES: dict[State, frozenset[State]] = {
-    State.IDLE: frozenset({State.HEAD, State.LINGER, State.CLOSED}),
-    State.HEAD: frozenset({State.BODY, State.LINGER, State.CLOSED}),
-    State.BODY: frozenset({State.BUSY, State.LINGER, State.CLOSED}),
-    State.BUSY: frozenset({State.IDLE, State.LINGER, State.CLOSED}),
-    State.LINGER: frozenset({State.CLOSED}),
-    State.CLOSED: frozenset(),
+MOVES: dict[ConnectionState, frozenset[ConnectionState]] = {
+    ConnectionState.IDLE: frozenset({ConnectionState.HEAD, ConnectionState.LINGER, ConnectionState.CLOSED}),
+    ConnectionState.HEAD: frozenset({ConnectionState.BODY, ConnectionState.LINGER, ConnectionState.CLOSED}),
+    ConnectionState.BODY: frozenset({ConnectionState.BUSY, ConnectionState.LINGER, ConnectionState.CLOSED}),
+    ConnectionState.BUSY: frozenset({ConnectionState.IDLE, ConnectionState.LINGER, ConnectionState.CLOSED}),
+    ConnectionState.LINGER: frozenset({ConnectionState.CLOSED}),
+    ConnectionState.CLOSED: frozenset(),
 }
 
 
@@ -104,7 +106,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, server: Surroundings) -> None:
         self._server = server
         self._parser = httptools.HttpRequestParser(self)
-        self._state = State.IDLE
+        self._state = ConnectionState.IDLE
         self._exchange: Exchange | None = None
         self._client = ""
         self._deadline_ns: int | None = None
@@ -136,21 +138,21 @@ class Connection(asyncio.Protocol):
         )
         server.connections.add(self)
         self._wait(server.limits.keepalive_timeout_s)
-        room = Room.SERVE if found is None else room_of(found.fileno())
-        if room is not Room.SERVE or len(server.connections) > server.limits.connections_max:
+        room = ConnectionVerdict.SERVE if found is None else room_of(found.fileno())
+        if room is not ConnectionVerdict.SERVE or len(server.connections) > server.limits.connections_max:
             self._fail(_TOO_MANY, status=503)
-            if room is Room.REFUSE_AT_ONCE:
+            if room is ConnectionVerdict.REFUSE_AT_ONCE:
                 transport.close()
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the client."""
-        if self._state is State.BUSY:
+        if self._state is ConnectionState.BUSY:
             if data.strip(b"\r\n"):  # Some clients end a body with a stray line break.
                 self._pipelined()
             return
         if not self._reads() or not self._within_bounds(len(data)):
             return
-        was_idle = self._state is State.IDLE
+        was_idle = self._state is ConnectionState.IDLE
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as stop:
@@ -163,7 +165,7 @@ class Connection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         """The client sends nothing more. It may wait for its answer, or it has left: what is sent to it now will tell."""
-        if self._state in (State.HEAD, State.BODY):
+        if self._state in (ConnectionState.HEAD, ConnectionState.BODY):
             self._fail(HttpFault(400, "The connection ended in the middle of a request."))
             return False
         if self._exchange is None:
@@ -191,7 +193,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone."""
         self._server.connections.discard(self)
-        self._move(State.CLOSED)
+        self._move(ConnectionState.CLOSED)
         self._parser = _NO_PARSER  # Its own one leads back here.
         if self._exchange is not None:
             exchange, self._exchange = self._exchange, None
@@ -213,28 +215,28 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         """The first byte of a request."""
-        if self._state is State.BUSY:
+        if self._state is ConnectionState.BUSY:
             self._pipelined()
-        elif self._state is State.IDLE:
+        elif self._state is ConnectionState.IDLE:
             self._reset()
-            self._move(State.HEAD)
+            self._move(ConnectionState.HEAD)
             self._wait(self._server.limits.header_timeout_s)
 
     def on_url(self, url: bytes) -> None:
         """A piece of the request target."""
-        if self._state is State.HEAD:
+        if self._state is ConnectionState.HEAD:
             self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header field; of repeated ones the values are joined (RFC 9110, section 5.3)."""
-        if self._state is not State.HEAD:
+        if self._state is not ConnectionState.HEAD:
             return
         key = name.lower()
         self._headers[key] = value if key not in self._headers else b"%b, %b" % (self._headers[key], value)
 
     def on_headers_complete(self) -> None:
         """The head is complete: refuse it now, or go on to the body."""
-        if self._state is not State.HEAD:
+        if self._state is not ConnectionState.HEAD:
             return
         size = len(self._url) + sum(len(k) + len(v) + 4 for k, v in self._headers.items())
         self._head_bytes = max(self._head_bytes, size)
@@ -249,14 +251,14 @@ class Connection(asyncio.Protocol):
         if self._parser.should_upgrade() and self._has_body():
             self._upgrades = True  # `_after_upgrade` goes on.
             return
-        self._move(State.BODY)
+        self._move(ConnectionState.BODY)
         self._wait(self._server.limits.body_timeout_s)
         if b"expect" in self._headers:
             self._transport.write(CONTINUE)
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
-        if self._state is not State.BODY:
+        if self._state is not ConnectionState.BODY:
             return
         if len(self._body) + len(body) > self._server.config.body_bytes_max:
             self._fail(self._too_large())
@@ -265,9 +267,9 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """The request is complete: hand it over."""
-        if self._state is not State.BODY:
+        if self._state is not ConnectionState.BODY:
             return
-        self._move(State.BUSY)
+        self._move(ConnectionState.BUSY)
         self._deadline_ns = None
         exchange = self._open_exchange()
         if not self._parser.should_keep_alive() or self._server.draining:
@@ -291,10 +293,10 @@ class Connection(asyncio.Protocol):
     def response_done(self, *, keep_alive: bool) -> None:
         """The answer is written: wait for the next request, or linger and close."""
         self._exchange = None
-        if self._state is State.CLOSED:
+        if self._state is ConnectionState.CLOSED:
             return
-        if keep_alive and self._state is State.BUSY and not self._server.draining:
-            self._move(State.IDLE)
+        if keep_alive and self._state is ConnectionState.BUSY and not self._server.draining:
+            self._move(ConnectionState.IDLE)
             self._wait(self._server.limits.keepalive_timeout_s)
             return
         self._linger()
@@ -314,9 +316,9 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
         elif self._deadline_ns is None or now_ns < self._deadline_ns:
             return
-        elif self._state is State.HEAD:
+        elif self._state is ConnectionState.HEAD:
             self._fail(HttpFault(408, "The request's headers did not arrive in time."))
-        elif self._state is State.BODY:
+        elif self._state is ConnectionState.BODY:
             self._fail(HttpFault(408, "The request's body did not arrive in time."))
         elif buffered and self._server.terms.write_timeout_s:
             self._wait(LINGER_S)  # A slow client that goes on reading gets all of its answer.
@@ -333,14 +335,14 @@ class Connection(asyncio.Protocol):
 
     def drain(self) -> None:
         """Close when what is in flight has been answered; at once if nothing is."""
-        if self._state is State.IDLE:
+        if self._state is ConnectionState.IDLE:
             self._transport.close()
         elif self._exchange is not None:
             self._exchange.close_after()
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _move(self, state: State) -> None:
+    def _move(self, state: ConnectionState) -> None:
         assert state in MOVES[self._state], (self._state, state)
         self._state = state
 
@@ -376,14 +378,14 @@ class Connection(asyncio.Protocol):
 
     def _reads(self) -> bool:
         """Whether bytes still matter: no answer has ended this connection."""
-        return self._state not in (State.LINGER, State.CLOSED)
+        return self._state not in (ConnectionState.LINGER, ConnectionState.CLOSED)
 
     def _within_bounds(self, num_bytes: int) -> bool:
         """Count bytes before the parser buffers them; False if they are too many and were refused."""
-        if self._state is State.HEAD:
+        if self._state is ConnectionState.HEAD:
             self._head_bytes += num_bytes
             return not self._head_over()
-        if self._state is State.BODY:
+        if self._state is ConnectionState.BODY:
             # The body proper is counted in `on_body`; this bounds chunk headers and trailers.
             self._raw_bytes += num_bytes
             most = FRAMING_BYTES_PER_BYTE * len(self._body) + self._server.limits.header_bytes_max
@@ -464,7 +466,7 @@ class Connection(asyncio.Protocol):
         self.data_received(b"\r\n".join([*lines, b"", b""]) + rest)
 
     def _malformed(self, error: Exception) -> None:
-        if self._state is State.BUSY:
+        if self._state is ConnectionState.BUSY:
             self._pipelined()
         else:
             self._fail(HttpFault(400, f"This is not HTTP/1.1 as this server understands it: {error}."))
@@ -483,7 +485,7 @@ class Connection(asyncio.Protocol):
         exchange.respond(response)
 
     def _linger(self) -> None:
-        self._move(State.LINGER)
+        self._move(ConnectionState.LINGER)
         self._wait(self._server.limits.body_timeout_s if self.buffered_bytes() else LINGER_S)
         if self._transport.can_write_eof() and not self._transport.is_closing():
             self._transport.write_eof()

@@ -13,7 +13,7 @@ RESERVE_SHARE = 8
 """One in this many of the allowed files is kept."""
 
 
-class Room(enum.Enum):
+class ConnectionVerdict(enum.Enum):
     """What may be done with a new connection."""
 
     SERVE = enum.auto()
@@ -23,13 +23,13 @@ class Room(enum.Enum):
     """Answer and close: the reserve itself is nearly used up."""
 
 
-def room_of(number: int) -> Room:
+def room_of(number: int) -> ConnectionVerdict:
     """For a file of this number."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed == resource.RLIM_INFINITY:
-        return Room.SERVE
+        return ConnectionVerdict.SERVE
     reserve = min(RESERVE_MAX, max(RESERVE_MIN, allowed // RESERVE_SHARE))
     left = allowed - number - 1
     if left >= reserve:
-        return Room.SERVE
-    return Room.REFUSE if left >= reserve // 2 else Room.REFUSE_AT_ONCE
+        return ConnectionVerdict.SERVE
+    return ConnectionVerdict.REFUSE if left >= reserve // 2 else ConnectionVerdict.REFUSE_AT_ONCE

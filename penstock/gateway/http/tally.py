@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from penstock.errors import ClientError, Overloaded, WorkerUnavailable
 from penstock.policy.lifecycle.life import continued
 from penstock.protocol.openai import CachedTokens, UsageBody
-from penstock.telemetry.catalog import Endpoint, Outcome
-from penstock.telemetry.metrics import RequestRecord
+from penstock.telemetry.catalog import Endpoint, OutcomeLabel
+from penstock.telemetry.metrics import RequestMeasurement
 from penstock.types import FinishReason, Usage
 
-_OUTCOMES: Mapping[FinishReason, Outcome] = {
-    FinishReason.STOP: Outcome.STOP,
-    FinishReason.LENGTH: Outcome.LENGTH,
-    FinishReason.TOOL_CALLS: Outcome.TOOL_CALLS,
-    FinishReason.BUDGET: Outcome.BUDGET,
+_OUTCOMES: Mapping[FinishReason, OutcomeLabel] = {
+    FinishReason.STOP: OutcomeLabel.STOP,
+    FinishReason.LENGTH: OutcomeLabel.LENGTH,
+    FinishReason.TOOL_CALLS: OutcomeLabel.TOOL_CALLS,
+    FinishReason.BUDGET: OutcomeLabel.BUDGET,
 }
 _NOTHING = Usage()
 
@@ -31,7 +31,7 @@ class Tally:
     first_ns: int | None = None
     """When the first output of any choice came."""
     ended_ns: int | None = None
-    outcome: Outcome | None = None
+    outcome: OutcomeLabel | None = None
     usages: dict[int, Usage] = field(default_factory=dict[int, Usage])
     """By index of the choice."""
     carried: dict[int, Usage] = field(default_factory=dict[int, Usage])
@@ -89,7 +89,7 @@ class Tally:
         """Arrival to first output, if there was one."""
         return None if self.first_ns is None else self.first_ns - self.started_ns
 
-    def record(self, now_ns: int) -> RequestRecord:
+    def record(self, now_ns: int) -> RequestMeasurement:
         """The request as it is counted; `now_ns` is its end."""
         usage = self.total()
         longest = max((u.completion_tokens for u in self.usages.values()), default=0)
@@ -97,9 +97,9 @@ class Tally:
         tpot_ns = None
         if self.first_ns is not None and longest > 1:
             tpot_ns = (ended_ns - self.first_ns) // (longest - 1)
-        return RequestRecord(
+        return RequestMeasurement(
             endpoint=self.endpoint,
-            outcome=self.outcome or Outcome.ERROR,
+            outcome=self.outcome or OutcomeLabel.ERROR,
             duration_ns=now_ns - self.started_ns,
             queue_ns=self.usages[0].queue_ns if 0 in self.usages else None,
             ttft_ns=self.ttft_ns(),
@@ -110,10 +110,10 @@ class Tally:
         )
 
 
-def outcome_of(error: Exception) -> Outcome:
+def outcome_of(error: Exception) -> OutcomeLabel:
     """How a request that failed with this error is counted."""
     if isinstance(error, ClientError):
-        return Outcome.REJECTED
+        return OutcomeLabel.REJECTED
     if isinstance(error, Overloaded | WorkerUnavailable):
-        return Outcome.SHED
-    return Outcome.ERROR
+        return OutcomeLabel.SHED
+    return OutcomeLabel.ERROR

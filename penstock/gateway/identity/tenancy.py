@@ -29,7 +29,7 @@ from penstock.telemetry.log import Log
 
 if TYPE_CHECKING:
     from penstock.gateway.identity.jwks import ProviderKeys
-    from penstock.gateway.identity.tokens import Tokens
+    from penstock.gateway.identity.tokens import TokenVerifier
 
 RELOADABLE = ("tenants", "tiers", "auth", "prices", "budgets")
 """Sections that a reload takes, and of `models` who their workers are. Changes of others are named in the log, and wait for a restart."""
@@ -53,7 +53,7 @@ class Tenancy:
         self._secret = fresh_key()  # Of this process, where the configuration has none.
         self._table = self._read(config)
         self._keys: ProviderKeys | None = None
-        self._tokens: Tokens | None = None
+        self._tokens: TokenVerifier | None = None
         self._fetching: asyncio.Task[None] | None = None
         self._following: asyncio.Task[None] | None = None
         self._one_at_a_time = asyncio.Lock()
@@ -199,14 +199,14 @@ class Tenancy:
             return
         _check_token_library(config)
         from penstock.gateway.identity.jwks import ProviderKeys  # PyJWT is an extra.
-        from penstock.gateway.identity.tokens import Tokens
+        from penstock.gateway.identity.tokens import TokenVerifier
 
         if self._keys is None or not same_provider:
             self._end_fetching()
             self._keys = ProviderKeys(jwt, clock=self._clock, log=self._log)
             if self._started:
                 self._fetching = _task(self._keys.run(), "follow the identity provider")
-        self._tokens = Tokens(jwt, self._keys, self._table.tenants, clock=self._clock)
+        self._tokens = TokenVerifier(jwt, self._keys, self._table.tenants, clock=self._clock)
         self._keys.on_change = self._tokens.forget
 
     def _end_fetching(self) -> None:

@@ -36,7 +36,7 @@ class _Known:
     """From then on it is not accepted any more, leeway included."""
 
 
-class Tokens:
+class TokenVerifier:
     """Who tokens belong to."""
 
     def __init__(self, config: JwtConfig, keys: ProviderKeys, tenants: Tenants, *, clock: Clock) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from penstock.config.routing import RoutingConfig
 from penstock.errors import NotFound
-from penstock.policy.extras.complexity import Choice, ComplexityRouter, Features
+from penstock.policy.extras.complexity import ComplexityChoice, ComplexityRouter, Features
 from penstock.policy.limits.tenant_limits import check_model, may_use_model
 from penstock.policy.tenant import Tenant
 from penstock.protocol.openai import ChatRequest, CompletionRequest, GenerationRequest, Message, ModelCard
@@ -37,7 +37,7 @@ class AutoModels:
         """Whether any of its models is on the tenant's allowlist."""
         return any(may_use_model(tenant, model) for model in self.models)
 
-    def choose(self, request: GenerationRequest, tenant: Tenant, max_length: MaxLength) -> Choice:
+    def choose(self, request: GenerationRequest, tenant: Tenant, max_length: MaxLength) -> ComplexityChoice:
         """The model for a request. One that is not ready, or too small, is taken only if no other may answer.
 
         Raises:

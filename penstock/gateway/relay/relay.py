@@ -21,7 +21,7 @@ from penstock.protocol.openai import AnswerToolCall, CalledFunction
 from penstock.protocol.sse import DONE, HEARTBEAT, event
 from penstock.protocol.stream import ChatChunks, CompletionChunks
 from penstock.rng import IdSource
-from penstock.text.tools import ToolCall, ToolEvent, ToolParser
+from penstock.text.tools import ParsedToolCall, ToolEvent, ToolParser
 from penstock.types import FinishReason
 
 _encode = msgspec.json.Encoder().encode
@@ -231,7 +231,7 @@ class ChatSink(TextSink):
 
     def _send_calls(self, events: "list[ToolEvent] | list[str]") -> None:
         for item in events:
-            if isinstance(item, ToolCall):
+            if isinstance(item, ParsedToolCall):
                 self._num_calls += 1
                 self._exchange.write(self._chunks.tool_call(streamed_call(item, self._ids)))
 
@@ -274,7 +274,7 @@ class CompletionLogprobsSink(TextSink):
         self._exchange.write(self._chunks.text_with_logprobs(text, shown))
 
 
-def streamed_call(call: ToolCall, ids: IdSource) -> AnswerToolCall:
+def streamed_call(call: ParsedToolCall, ids: IdSource) -> AnswerToolCall:
     """A whole call in one chunk: the parser gives calls only once they are valid."""
     return AnswerToolCall(
         index=call.index,
@@ -298,4 +298,4 @@ def passed_call(piece: ToolCallPiece) -> AnswerToolCall:
 def _prose(item: ToolEvent | str) -> str:
     if isinstance(item, str):
         return item
-    return "" if isinstance(item, ToolCall) else item.text
+    return "" if isinstance(item, ParsedToolCall) else item.text

@@ -20,7 +20,7 @@ from penstock.gateway.http.tally import Tally, outcome_of
 from penstock.gateway.relay.race import Race, Racer
 from penstock.protocol.stream import StreamHead
 from penstock.rng import IdSource
-from penstock.telemetry.catalog import Outcome
+from penstock.telemetry.catalog import OutcomeLabel
 from penstock.types import FinishReason, Usage
 
 
@@ -160,7 +160,7 @@ class Reply:
             racer = self._race.enter(sink, race)
             streams = [(request, racer.as_sink())]
         if not self.exchange.is_open:
-            self._over(Outcome.ABORT)  # The client left while its prompt was tokenized.
+            self._over(OutcomeLabel.ABORT)  # The client left while its prompt was tokenized.
         self._generations.clear()
         for request, sink in streams:
             if self._is_over or self._broken is not None:
@@ -319,11 +319,11 @@ class Reply:
 
     def _client_left(self) -> None:
         if not self._is_over:
-            self._over(Outcome.ABORT)
+            self._over(OutcomeLabel.ABORT)
             self._abort_all()
             self._settle_if_idle()
 
-    def _over(self, outcome: Outcome) -> None:
+    def _over(self, outcome: OutcomeLabel) -> None:
         self._is_over = True
         self.tally.outcome = outcome
 

@@ -13,7 +13,7 @@ from penstock.clock import Clock, sleep
 from penstock.config.tree import Config
 from penstock.errors import LedgerError
 from penstock.gateway.shared.store import StoreError
-from penstock.policy.limits.budget import Budgets
+from penstock.policy.limits.budget import TenantBudgets
 from penstock.rng import fresh_token
 from penstock.telemetry.ledger import Ledger
 from penstock.telemetry.log import Log
@@ -27,7 +27,9 @@ _GATHER_S = 0.02
 class Spending:
     """The only one that tells `budgets` of others."""
 
-    def __init__(self, config: Config, budgets: Budgets, ledger: Ledger, *, clock: Clock, log: Log) -> None:
+    def __init__(
+        self, config: Config, budgets: TenantBudgets, ledger: Ledger, *, clock: Clock, log: Log
+    ) -> None:
         self._shared = config.shared
         self._has_siblings = config.server.processes > 1
         self._budgets, self._ledger = budgets, ledger

@@ -50,7 +50,7 @@ class _Verdict(msgspec.Struct, frozen=True):
     """What its wait was held against; 0: nothing."""
 
 
-class Admission:
+class AdmissionControl:
     """Decides, and remembers when whoever was turned away is to come back."""
 
     __slots__ = ("_comebacks", "_config", "_promises", "_routes")

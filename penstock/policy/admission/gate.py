@@ -12,7 +12,7 @@ from penstock.clock import NS_PER_S
 from penstock.config.flow import QueueConfig
 from penstock.config.routing import AdmissionConfig, RoutingConfig
 from penstock.errors import Overloaded, PenstockError, WorkerUnavailable
-from penstock.policy.admission.admit import Admission, effective_degrade
+from penstock.policy.admission.admit import AdmissionControl, effective_degrade
 from penstock.policy.admission.thrift import Thrift
 from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Divert, Shed
 from penstock.policy.answers import Diverted, Refused
@@ -40,7 +40,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gate:
-    """`Admission` behind flow control's contract (`parts.Admission`)."""
+    """`AdmissionControl` behind flow control's contract (`parts.Admission`)."""
 
     __slots__ = (
         "_admission",
@@ -62,7 +62,7 @@ class Gate:
     ) -> None:
         """`facts` tells of a model; None if it is not served. `thrift`: tenants whose budget nears its end go to cheaper fallbacks."""
         self._thrift = thrift if any(route.fallback for route in routing.models) else None
-        self._admission = Admission(admission, routing.models)
+        self._admission = AdmissionControl(admission, routing.models)
         self._facts = facts
         self._waits_for_worker = queue.no_worker == "wait"
         bands = ordered_bands(queue.bands)

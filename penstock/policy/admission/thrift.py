@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from penstock.policy.flow import Arrival
-from penstock.policy.limits.budget import Budgets
+from penstock.policy.limits.budget import TenantBudgets
 from penstock.policy.limits.price import PriceList
 from penstock.types import Usage
 
@@ -16,7 +16,7 @@ class Thrift:
 
     __slots__ = ("_budgets", "_prices")
 
-    def __init__(self, budgets: Budgets, prices: PriceList) -> None:
+    def __init__(self, budgets: TenantBudgets, prices: PriceList) -> None:
         self._budgets, self._prices = budgets, prices
 
     def cheaper_for(self, now_ns: int, arrival: Arrival) -> Callable[[str], bool] | None:

@@ -12,7 +12,7 @@ one: the window of all tenants' answers of that model; without that too, a defau
 
 from penstock.config.branch import extended
 from penstock.config.flow import LimitsConfig
-from penstock.policy.estimates.quantile_window import AMOUNT_MAX, Window
+from penstock.policy.estimates.quantile_window import AMOUNT_MAX, QuantileWindow
 from penstock.types import TenantId
 
 _SAMPLES_MIN = 8
@@ -41,7 +41,7 @@ class OutputLengths:
 
     def __init__(self, config: LimitsConfig) -> None:
         self._config = extended(config, LengthTerms)
-        self._windows: dict[tuple[TenantId, str], Window] = {}
+        self._windows: dict[tuple[TenantId, str], QuantileWindow] = {}
 
     def expect(self, tenant: TenantId, model: str, max_tokens: int) -> int:
         """Tokens to reserve for one answer of at most `max_tokens`; at least 1."""
@@ -63,12 +63,12 @@ class OutputLengths:
         """Pairs that are remembered, those of all tenants together included."""
         return len(self._windows)
 
-    def _window(self, tenant: TenantId, model: str) -> Window:
+    def _window(self, tenant: TenantId, model: str) -> QuantileWindow:
         """The window of a pair, moved to the end of the line of those that make room."""
         key = (tenant, model)
         window = self._windows.pop(key, None)
         if window is None:
-            window = Window(self._config.output_window)
+            window = QuantileWindow(self._config.output_window)
             while len(self._windows) >= self._config.output_windows_max:
                 del self._windows[next(iter(self._windows))]
         self._windows[key] = window

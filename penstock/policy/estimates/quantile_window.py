@@ -7,7 +7,7 @@ AMOUNT_MAX = 2**32 - 1
 """The largest that a window can hold."""
 
 
-class Window:
+class QuantileWindow:
     """The last `size` amounts, and the same in order. An amount is added in O(log size) and a copy of at most the window."""
 
     __slots__ = ("_next", "_ring", "_size", "_sorted")

@@ -42,7 +42,7 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True, frozen=True)
-class Choice:
+class ComplexityChoice:
     """The model and why."""
 
     model: str
@@ -70,7 +70,7 @@ class ComplexityRouter:
         self._bounds = _bounds_of(config)
         self._least = {tier.tier: self._models.index(tier.model_min) for tier in config.tiers}
 
-    def choose(self, features: Features, may: Callable[[str], bool]) -> Choice | None:
+    def choose(self, features: Features, may: Callable[[str], bool]) -> ComplexityChoice | None:
         """The model for a request, among those that `may` answer it; None if none may.
 
         `may` knows what the caller is allowed, and whether the model has the tools and the context. If the
@@ -84,7 +84,7 @@ class ComplexityRouter:
         for place, i in enumerate(order):
             if may(self._models[i]):
                 passed_over = tuple(self._models[other] for other in order[:place])
-                return Choice(self._models[i], complexity, parts, passed_over)
+                return ComplexityChoice(self._models[i], complexity, parts, passed_over)
         return None
 
     def parts(self, features: Features) -> tuple[tuple[str, float], ...]:

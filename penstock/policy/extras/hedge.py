@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from penstock.clock import NS_PER_MS
 from penstock.config.branch import extended
 from penstock.config.health import HealthConfig
-from penstock.policy.estimates.quantile_window import AMOUNT_MAX, Window
+from penstock.policy.estimates.quantile_window import AMOUNT_MAX, QuantileWindow
 from penstock.types import RequestId
 
 _UNIT = 1_000_000
@@ -68,7 +68,7 @@ class Hedges:
 
     def __init__(self, config: HealthConfig, tell: Tell) -> None:
         self._config, self._tell = extended(config, HedgeTerms), tell
-        self._windows: dict[tuple[str, int], Window] = {}
+        self._windows: dict[tuple[str, int], QuantileWindow] = {}
         """By model and class of prompt: long prompts take long, and a second attempt would too."""
         self._due: list[tuple[int, RequestId]] = []
         self._payment, self._level = round(config.hedge_share * _UNIT), 0
@@ -98,7 +98,7 @@ class Hedges:
         key = (route, prompt_tokens.bit_length())
         window = self._windows.get(key)
         if window is None:  # As many as there are models, times the bits of a prompt's length.
-            window = self._windows[key] = Window(self._config.window)
+            window = self._windows[key] = QuantileWindow(self._config.window)
         window.add(min(ttft_ns // _NS_PER_US, AMOUNT_MAX))
 
     def due(self, now_ns: int) -> RequestId | None:

@@ -38,7 +38,7 @@ def work_weight(
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Accounts:
+class WorkerCostAccount:
     """Where one worker's bill went. All amounts in millionths of the currency times `HOUR_NS`."""
 
     bill: int
@@ -51,9 +51,9 @@ class Accounts:
     elsewhere: int = 0
     """Of requests of other gateways."""
 
-    def micros(self) -> "Accounts":
+    def micros(self) -> "WorkerCostAccount":
         """The same in millionths, rounded down."""
-        return Accounts(
+        return WorkerCostAccount(
             bill=self.bill // HOUR_NS,
             requests=self.requests // HOUR_NS,
             running=self.running // HOUR_NS,
@@ -141,11 +141,11 @@ class AcceleratorCost:
         self._platform += rest
         return micros
 
-    def accounts(self, now_ns: int) -> Accounts:
+    def accounts(self, now_ns: int) -> WorkerCostAccount:
         """Where the money went until now; the parts sum to the bill."""
         self._pass_time(now_ns)
         running = self._pot + sum(running.share for running in self._running.values())
-        return Accounts(
+        return WorkerCostAccount(
             bill=self._bill,
             requests=self._requests,
             running=running,
@@ -181,7 +181,7 @@ class ToldCost:
         self._has_work = True
         self._counted_ns = 0
         self.busy = self.idle = 0
-        """In price times nanoseconds, as in `Accounts`; neither ever falls."""
+        """In price times nanoseconds, as in `WorkerCostAccount`; neither ever falls."""
 
     def reprice(self, now_ns: int, micros_per_hour: int) -> None:
         """From now on it costs this much."""

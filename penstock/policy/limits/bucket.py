@@ -16,7 +16,7 @@ UNIT = 60 * NS_PER_S
 """One token (or request): a rate of one per minute refills exactly this in a minute's nanoseconds."""
 
 
-class Tokens(Protocol):
+class TokenSource(Protocol):
     """What a limit spends from: a bucket of this process alone, or one filled by leases (policy/limits/lease.py)."""
 
     @property
@@ -104,33 +104,33 @@ class Bucket:
         return self._level
 
     def has(self, now_ns: int, amount: int) -> bool:
-        """See `Tokens.has`."""
+        """See `TokenSource.has`."""
         return self.level(now_ns) >= amount * UNIT
 
     def take(self, now_ns: int, amount: int) -> None:
-        """See `Tokens.take`."""
+        """See `TokenSource.take`."""
         self._level = self.level(now_ns) - amount * UNIT
 
     def give(self, now_ns: int, amount: int) -> None:
-        """See `Tokens.give`."""
+        """See `TokenSource.give`."""
         self._level = min(self._cap, self.level(now_ns) + amount * UNIT)
 
     def wait_ns(self, now_ns: int, amount: int) -> int:
-        """See `Tokens.wait_ns`."""
+        """See `TokenSource.wait_ns`."""
         return max(0, ceil_div(amount * UNIT - self.level(now_ns), self._rate))
 
     def place_ns(self, now_ns: int, amount: int, ahead_max_ns: int) -> int:
-        """See `Tokens.place_ns`."""
+        """See `TokenSource.place_ns`."""
         length_ns = ceil_div(amount * UNIT, self._rate)
         return self._line.place_ns(now_ns, self.wait_ns(now_ns, amount), length_ns, ahead_max_ns)
 
     def standing(self, now_ns: int) -> tuple[int, int]:
-        """See `Tokens.standing`."""
+        """See `TokenSource.standing`."""
         level = self.level(now_ns)
         return (level // UNIT if level > 0 else 0), -((level - self._cap) // self._rate)
 
     def change(self, now_ns: int, rate: int, burst: int) -> None:
-        """See `Tokens.change`. A smaller burst can empty the bucket; it makes no debt that was not there."""
+        """See `TokenSource.change`. A smaller burst can empty the bucket; it makes no debt that was not there."""
         assert rate > 0, rate
         level, cap = self.level(now_ns), burst * UNIT
         self._level = max(level + cap - self._cap, min(level, 0))

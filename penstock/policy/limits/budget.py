@@ -129,12 +129,12 @@ class _Account:
         return self.day, self.month
 
 
-class Reservation:
+class BudgetReservation:
     """One accepted request's share of its tenant's budget. Ends by `settle` or by `undo`, exactly once."""
 
     __slots__ = ("_account", "_budgets", "ended", "reserved")
 
-    def __init__(self, budgets: "Budgets", account: _Account, micros: int) -> None:
+    def __init__(self, budgets: "TenantBudgets", account: _Account, micros: int) -> None:
         self._budgets, self._account = budgets, account
         self.reserved = micros
         """What it may cost until the next `renew`, in millionths."""
@@ -177,7 +177,7 @@ class BudgetTerms(BudgetsConfig, frozen=True, kw_only=True):
     """Tenants whose spending is kept in mind; further ones are looked up as if they had spent nothing."""
 
 
-class Budgets:
+class TenantBudgets:
     """The budgets of all tenants: the same shape as the limiter's."""
 
     __slots__ = (
@@ -195,7 +195,7 @@ class Budgets:
         self.on_new: Callable[[], None] | None = None
         """Called when a tenant with a budget is seen of which `heed` knows nothing yet."""
 
-    def reserve(self, now_ns: int, tenant: Tenant, micros: int) -> Reservation | BudgetRefusal:
+    def reserve(self, now_ns: int, tenant: Tenant, micros: int) -> BudgetReservation | BudgetRefusal:
         """Hold `micros` for a request: its prompt and the first slice of its answer.
 
         A tenant whose budgets changed has the new ones from this call on.
@@ -210,7 +210,7 @@ class Budgets:
             return self._refusal(now_ns, account, period, micros)
         account.live += 1
         account.reserved += micros
-        return Reservation(self, account, micros)
+        return BudgetReservation(self, account, micros)
 
     def nears_end(self, now_ns: int, tenant: Tenant) -> bool:
         """Whether it has spent, or reserved, `downgrade_at` of a budget."""

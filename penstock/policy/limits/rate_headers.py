@@ -6,13 +6,15 @@ is integers.
 
 from functools import lru_cache
 
-from penstock.policy.limits.bucket import Tokens
+from penstock.policy.limits.bucket import TokenSource
 from penstock.policy.tenant import Tenant
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
 
-def limit_headers(now_ns: int, tenant: Tenant, requests: Tokens | None, tokens: Tokens | None) -> Headers:
+def limit_headers(
+    now_ns: int, tenant: Tenant, requests: TokenSource | None, tokens: TokenSource | None
+) -> Headers:
     """The headers of both limits: the limit per minute, what is left, and when all of it is back."""
     made: Headers = ()
     if requests is not None:

@@ -23,13 +23,13 @@ from penstock.clock import NS_PER_S
 from penstock.config.branch import extended
 from penstock.config.flow import LimitsConfig
 from penstock.errors import ClientError, InvalidRequest, Overloaded
-from penstock.policy.limits.bucket import Bucket, Tokens, ceil_div
+from penstock.policy.limits.bucket import Bucket, TokenSource, ceil_div
 from penstock.policy.limits.rate_headers import Headers, limit_headers
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId
 
 Unit = Literal["requests", "tokens"]
-MakeBucket = Callable[[int, TenantId, Unit, int, int], Tokens]
+MakeBucket = Callable[[int, TenantId, Unit, int, int], TokenSource]
 """(now_ns, tenant, unit, rate per minute, burst) -> a new bucket."""
 _SPREAD = 8
 """A refused client is told to stay away up to 1/8 longer than it must, by its request id."""
@@ -43,7 +43,7 @@ _COLLECT_MIN = 256
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Refusal:
+class LimitRefusal:
     """Why a request may not start, and when it may."""
 
     kind: Literal["requests", "tokens", "concurrent", "too_large"]
@@ -88,15 +88,15 @@ class _Use:
 
     def __init__(self, tenant: Tenant) -> None:
         self.tenant = tenant
-        self.requests: Tokens | None = None
-        self.tokens: Tokens | None = None
+        self.requests: TokenSource | None = None
+        self.tokens: TokenSource | None = None
         self.live = 0
         self.hold_ns = 0
         self.line_ns = 0
         self.seen_ns = 0
 
 
-class Reservation:
+class LimitReservation:
     """One accepted request's share of its tenant's limits. Ends by `settle` or by `undo`, exactly once."""
 
     __slots__ = (
@@ -208,7 +208,7 @@ class Limiter:
         *,
         num_requests: int = 1,
         request_id: str = "",
-    ) -> Reservation | Refusal:
+    ) -> LimitReservation | LimitRefusal:
         """Take what a request needs from all limits of its tenant, or nothing.
 
         Args:
@@ -225,7 +225,7 @@ class Limiter:
             burst = tokens.burst
             needed = prompt_tokens + min(output_tokens, 1)
             if needed > burst:
-                return Refusal(kind="too_large", limit=burst, used=0, requested=needed, retry_after_ns=0)
+                return LimitRefusal(kind="too_large", limit=burst, used=0, requested=needed, retry_after_ns=0)
             output_tokens = min(output_tokens, burst - prompt_tokens)
         if requests is not None:
             num_requests = min(num_requests, requests.burst)
@@ -242,7 +242,7 @@ class Limiter:
             tokens.take(now_ns, needed)
         use.live += 1
         self.outstanding += needed
-        return Reservation(self, use, now_ns, prompt_tokens, output_tokens, num_requests)
+        return LimitReservation(self, use, now_ns, prompt_tokens, output_tokens, num_requests)
 
     def headers(self, now_ns: int, tenant: Tenant) -> Headers:
         """The `x-ratelimit-*` headers of the limits that the tenant has, as they stand now; empty if it has none."""
@@ -279,8 +279,8 @@ class Limiter:
         use.tenant = tenant
 
     def _changed(
-        self, now_ns: int, tenant: TenantId, bucket: Tokens | None, unit: Unit, rate: int
-    ) -> Tokens | None:
+        self, now_ns: int, tenant: TenantId, bucket: TokenSource | None, unit: Unit, rate: int
+    ) -> TokenSource | None:
         if not rate:
             return None
         burst = max(1, int(rate * self.config.burst_s) // 60)
@@ -289,10 +289,12 @@ class Limiter:
         bucket.change(now_ns, rate, burst)
         return bucket
 
-    def _refuse(self, now_ns: int, use: _Use, needed: int, num_requests: int, request_id: str) -> Refusal:
+    def _refuse(
+        self, now_ns: int, use: _Use, needed: int, num_requests: int, request_id: str
+    ) -> LimitRefusal:
         """Name the limit that holds longest; only that one's line grows."""
         tenant, ahead_max_ns = use.tenant, int(self.config.retry_after_max_s * NS_PER_S)
-        waits: list[tuple[int, Literal["requests", "tokens"], Tokens, int]] = []
+        waits: list[tuple[int, Literal["requests", "tokens"], TokenSource, int]] = []
         if use.tokens is not None:
             waits.append((use.tokens.wait_ns(now_ns, needed), "tokens", use.tokens, needed))
         if use.requests is not None:
@@ -303,11 +305,13 @@ class Limiter:
         if bucket is None or longest_ns == 0:
             wait_ns = _spread(self._concurrent_ns(now_ns, use, ahead_max_ns), request_id)
             limit = tenant.concurrent_max
-            return Refusal(kind="concurrent", limit=limit, used=use.live, requested=1, retry_after_ns=wait_ns)
+            return LimitRefusal(
+                kind="concurrent", limit=limit, used=use.live, requested=1, retry_after_ns=wait_ns
+            )
         wait_ns = _spread(bucket.place_ns(now_ns, amount, ahead_max_ns), request_id)
         limit = tenant.tokens_per_minute if unit == "tokens" else tenant.requests_per_minute
         used = bucket.burst - bucket.standing(now_ns)[0]
-        return Refusal(kind=unit, limit=limit, used=used, requested=amount, retry_after_ns=wait_ns)
+        return LimitRefusal(kind=unit, limit=limit, used=used, requested=amount, retry_after_ns=wait_ns)
 
     def _concurrent_ns(self, now_ns: int, use: _Use, ahead_max_ns: int) -> int:
         """A guess, since nobody knows when answers end: one place per ending, at the pace of the last ones."""
@@ -337,7 +341,7 @@ NO_LIMITS = Tenant(id=TenantId("\0none"))
 """What a new state is compared with, so that making and changing it are one path."""
 
 
-def _own_bucket(now_ns: int, tenant: TenantId, unit: Unit, rate: int, burst: int) -> Tokens:
+def _own_bucket(now_ns: int, tenant: TenantId, unit: Unit, rate: int, burst: int) -> TokenSource:
     """The bucket of a gateway that shares with nobody."""
     del tenant, unit
     return Bucket(now_ns, rate, burst)

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.policy.extras.complexity import Choice
+from penstock.policy.extras.complexity import ComplexityChoice
 from penstock.policy.placement.pick import Decision, score_all
 from penstock.policy.placement.score import score_policy
 from penstock.types import RequestId
@@ -30,7 +30,7 @@ class DecisionLog:
     ) -> None:
         """Keep the decisions of `kept_max` requests. `decided` hears of each one, `write` of one in `log_every`."""
         self._kept: OrderedDict[RequestId, list[Decision]] = OrderedDict()
-        self._chosen: OrderedDict[RequestId, Choice] = OrderedDict()
+        self._chosen: OrderedDict[RequestId, ComplexityChoice] = OrderedDict()
         self._kept_max, self._decided = kept_max, decided
         self._log_every = self._until_log = log_every if write is not None else 0
         self._write = write
@@ -56,14 +56,14 @@ class DecisionLog:
                 del mine[0]
             mine.append(decision)
 
-    def chose(self, request_id: RequestId, choice: Choice) -> None:
+    def chose(self, request_id: RequestId, choice: ComplexityChoice) -> None:
         """The model was chosen for a request that named none."""
         if self._kept_max:
             if len(self._chosen) >= self._kept_max:
                 self._chosen.popitem(last=False)
             self._chosen[request_id] = choice
 
-    def choice_of(self, request_id: RequestId) -> Choice | None:
+    def choice_of(self, request_id: RequestId) -> ComplexityChoice | None:
         """How its model was chosen; None if it named one, is not known, or was too long ago."""
         return self._chosen.get(request_id)
 
@@ -112,7 +112,7 @@ def explain(decision: Decision) -> dict[str, Any]:
     }
 
 
-def explain_choice(choice: Choice) -> dict[str, Any]:
+def explain_choice(choice: ComplexityChoice) -> dict[str, Any]:
     """How a model was chosen, as plain data: the complexity, what each mark added to it, and which models came before and could not answer."""
     return {
         "model": choice.model,

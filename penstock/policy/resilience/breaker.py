@@ -85,7 +85,7 @@ TABLE: dict[tuple[BreakerState, BreakerEvent], BreakerState] = {
 """(state, event) -> next state. What is not here does not happen."""
 
 
-class Window:
+class AttemptWindow:
     """Attempts of the last while, in buckets of time that are reused in turn."""
 
     __slots__ = ("_bucket_ns", "_counts", "_epochs", "_num")
@@ -132,7 +132,7 @@ class Breaker:
 
     def __init__(self, config: BreakerTerms, draw: Draw) -> None:
         self._config, self._draw = config, draw
-        self._window = Window(window_ns=round(config.window_s * NS_PER_S), buckets=config.buckets)
+        self._window = AttemptWindow(window_ns=round(config.window_s * NS_PER_S), buckets=config.buckets)
         self.state = BreakerState.CLOSED
         self._since_ns = 0
         self._open_ns = 0

@@ -21,7 +21,7 @@ from penstock.sim.world.chaos import Chaos, clock_skews_s
 from penstock.sim.world.faults import Fault, FaultKind, draw_faults
 from penstock.sim.world.result import SimResult
 from penstock.sim.world.spec import PoolSpec, WorldSpec
-from penstock.sim.world.worker import WorkerSpec
+from penstock.sim.world.worker import SimWorkerSpec
 from penstock.sim.world.world import World
 from penstock.types import TenantId
 
@@ -33,7 +33,7 @@ _MODEL = "model"
 _Item = TypeVar("_Item")
 
 
-class Shape(msgspec.Struct, frozen=True, kw_only=True):
+class CaseShape(msgspec.Struct, frozen=True, kw_only=True):
     """The size of a world."""
 
     workers: int = 3
@@ -61,16 +61,16 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """One run, all of it: JSON of it is a reproducer."""
 
     seed: int
-    shape: Shape = Shape()
+    shape: CaseShape = CaseShape()
     requests: tuple[SimRequest, ...]
     faults: tuple[Fault, ...] = ()
 
 
 def draw_case(seed: int) -> Case:
     """A small world, some seconds of mixed load, and faults in the first half of them: all from the seed."""
-    random = rng.stream(seed, "sim/checks/case")
+    random = rng.stream(seed, "sim/case")
     gateways = random.choice((1, 1, 2, 3))
-    shape = Shape(
+    shape = CaseShape(
         workers=random.randint(1, 5),
         gateways=gateways,
         regions=random.choice((1, 1, 1, 2)),
@@ -166,7 +166,7 @@ def _minimal(items: Sequence[_Item], fails: Callable[[Sequence[_Item]], bool]) -
     return items
 
 
-def _draw_requests(seed: int, shape: Shape, per_s: float) -> tuple[SimRequest, ...]:
+def _draw_requests(seed: int, shape: CaseShape, per_s: float) -> tuple[SimRequest, ...]:
     random, requests = rng.stream(seed, "sim/case/requests"), list[SimRequest]()
     room = shape.blocks * 16 // 3
     at_s = 0.0
@@ -211,7 +211,7 @@ def _draw_requests(seed: int, shape: Shape, per_s: float) -> tuple[SimRequest, .
 def _spec(case: Case) -> WorldSpec:
     shape = case.shape
     engine = EngineSettings(step_tokens=shape.step_tokens, max_running=shape.max_running, max_waiting=64)
-    worker = WorkerSpec(
+    worker = SimWorkerSpec(
         step_time=LinearStepTime(fixed_ns=5_000_000, row_ns=300_000, prefill_ns=100_000),
         engine=engine,
         num_blocks=shape.blocks,

@@ -33,7 +33,7 @@ _ROWS_MIN = 8
 _RUNS = (State.STARTED, State.RACING, State.STREAMING, State.STOPPING)
 
 
-class Start(NamedTuple):
+class ObservedStart(NamedTuple):
     """A request that a gateway has sent to a worker during one event."""
 
     worker_id: WorkerId
@@ -71,7 +71,7 @@ class OrderChecks:
 
     # --- after every event --------------------------------------------------------------------------
 
-    def started(self, now_ns: int, gateway: SimGateway, route: str, starts: Sequence[Start]) -> str:
+    def started(self, now_ns: int, gateway: SimGateway, route: str, starts: Sequence[ObservedStart]) -> str:
         """What a gateway has started in one event of one model, in order; call it also if that is nothing."""
         lane = gateway.control.lane(route)
         if lane is None:
@@ -91,7 +91,9 @@ class OrderChecks:
                     seen.aside.update((work.id, work) for work in band.aside)
         return why
 
-    def _inversion(self, look: _Look, gateway: SimGateway, seen: _Seen, starts: Sequence[Start]) -> str:
+    def _inversion(
+        self, look: _Look, gateway: SimGateway, seen: _Seen, starts: Sequence[ObservedStart]
+    ) -> str:
         now_ns, bands = look.now_ns, look.lane.queue.bands
         levels = [_level_of(bands, start) for start in starts]
         running = [band.num_running - levels.count(band.level) for band in bands]
@@ -117,7 +119,7 @@ class OrderChecks:
         return ""
 
     def _passed_over(
-        self, look: _Look, gateway: SimGateway, band: Band, starts: Sequence[Start]
+        self, look: _Look, gateway: SimGateway, band: Band, starts: Sequence[ObservedStart]
     ) -> Work | None:
         """Who of the band still waits, and could have been started in place of the first of the starts."""
         room = look.lane.rooms.get(starts[0].worker_id)
@@ -222,5 +224,5 @@ class OrderChecks:
         return line.num_running + work.streams > 1.5 * rooms.num_slots / active * work.weight
 
 
-def _level_of(bands: Sequence[Band], start: Start) -> int:
+def _level_of(bands: Sequence[Band], start: ObservedStart) -> int:
     return next(band.level for band in bands if band.config.order == start.submission.priority)

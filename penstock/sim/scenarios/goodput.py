@@ -11,7 +11,7 @@ from penstock.sim.scenarios.scenario import pool, setup
 from penstock.sim.scenarios.setup import Knobs, Played, Setup
 from penstock.sim.traffic.arrivals import Poisson
 from penstock.sim.traffic.request import RequestRecord
-from penstock.sim.traffic.workload import Callers, Chat, Lengths, Source, even
+from penstock.sim.traffic.workload import Callers, Chat, LengthDistribution, TrafficSource, even
 
 WORKERS = 3
 KNEE = 0.95
@@ -20,7 +20,7 @@ SECONDS = 30.0
 TIMES: Mapping[float, float] = {2: 0.95, 5: 0.90, 20: 0.85}
 """Times the knee, and the share of the peak that goodput must have there."""
 DRAINED_S = 10.0
-PROMPTS = Lengths(250, 1.0, maximum=8192)
+PROMPTS = LengthDistribution(250, 1.0, maximum=8192)
 LONG = 1024
 """Prompts from so many tokens on are long."""
 BANDS = (("priority", 0.25), ("", 0.6), ("bulk", 0.15))
@@ -30,7 +30,7 @@ BANDS = (("priority", 0.25), ("", 0.6), ("bulk", 0.15))
 def mixed(knobs: Knobs, *, bands: Sequence[tuple[str, float]] = BANDS, retries: int = 0) -> Setup:
     """Three bands of tenants of several sizes; with `retries` half of the clients come again when told, and half after a second."""
     rate = WORKER_RPS * WORKERS * KNEE * knobs.load
-    sources: list[Source] = []
+    sources: list[TrafficSource] = []
     for band, share in bands:
         name = band or "default"
         tenants = (*even(4, f"{name}-"), (f"{name}-big", 4.0))

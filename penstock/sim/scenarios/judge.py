@@ -13,7 +13,7 @@ from penstock.policy.record import Outcome
 from penstock.policy.tenant import NOBODY, Tenant
 from penstock.sim.traffic.request import RequestRecord
 from penstock.sim.world.spec import PoolSpec
-from penstock.sim.world.worker import WorkerSpec
+from penstock.sim.world.worker import SimWorkerSpec
 
 _CONTEXT = 512
 """Tokens of the row whose step is the idle worker's time per token."""
@@ -47,7 +47,7 @@ class Judge:
         return self.promise(record).is_kept(record.ttft_ns, record.tpot_ns)
 
 
-def idle_ttft_ns(worker: WorkerSpec, prompt_tokens: int, cached_tokens: int) -> int:
+def idle_ttft_ns(worker: SimWorkerSpec, prompt_tokens: int, cached_tokens: int) -> int:
     """What a worker without anything else takes for a prompt."""
     law: StepTime = worker.step_time
     total, done = 0, cached_tokens

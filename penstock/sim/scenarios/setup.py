@@ -15,7 +15,7 @@ from penstock.planning.step_time import StepTime
 from penstock.sim.report.figures import Figures, Objective, Run, WorkerUse, figures, wanted_of
 from penstock.sim.scenarios.judge import Judge
 from penstock.sim.traffic.request import RequestRecord, SimRequest
-from penstock.sim.traffic.workload import Source, merged
+from penstock.sim.traffic.workload import TrafficSource, merged
 from penstock.sim.world.chaos import Chaos
 from penstock.sim.world.faults import Fault
 from penstock.sim.world.result import SimResult
@@ -30,7 +30,7 @@ class Setup:
     """All that a run depends on, beside its seed."""
 
     world: WorldSpec
-    sources: tuple[Source, ...]
+    sources: tuple[TrafficSource, ...]
     faults: tuple[Fault, ...] = ()
     seconds: float
     """Of arrivals; the run goes on until everything has ended."""

@@ -21,7 +21,7 @@ from penstock.policy.extras.quarantine import Quarantine
 from penstock.policy.flow import Arrival, Flow
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.life import continued
-from penstock.policy.limits.budget import Budgets
+from penstock.policy.limits.budget import TenantBudgets
 from penstock.policy.limits.lease import Leases
 from penstock.policy.limits.price import PriceList
 from penstock.policy.limits.rate_limit import Limiter
@@ -36,8 +36,8 @@ from penstock.sim.world.caches import Asked, Caches
 from penstock.sim.world.events import LocalClock, Rank, Timeline
 from penstock.sim.world.facts import Facts, Network, Witness
 from penstock.sim.world.kv_words import KVNews
-from penstock.sim.world.messages import Began, Failed, Finished, Report, Sliced, Submission, Told
-from penstock.sim.world.store import LeaseKeeper, SharedStore
+from penstock.sim.world.messages import Began, Failed, Finished, Sliced, Submission, Told, WorkerLoadReport
+from penstock.sim.world.store import SharedStore, SimLeaseKeeper
 from penstock.sim.world.ticket import Ticket
 from penstock.sim.world.worker import SimWorker
 from penstock.types import FinishReason, RequestId, Usage, WorkerId
@@ -69,16 +69,18 @@ class SimGateway:
         self.clock = LocalClock(wall_offset_ns=timeline.wall_ns() - timeline.now_ns() + skew_ns)
         self.clock.time_ns = timeline.now_ns()
         self.prices = PriceList(config.prices)
-        self._keeper: LeaseKeeper | None = None
+        self._keeper: SimLeaseKeeper | None = None
         self.limiter = Limiter(config.limits)
         if store is not None:
             leases = Leases(config.shared)
-            self._keeper = LeaseKeeper(
+            self._keeper = SimLeaseKeeper(
                 leases, store, timeline, actor=actor, name=f"{number}-{life}", link_ns=facts.link_ns
             )
             self.limiter = Limiter(config.limits, leases.make_bucket)
             self._keeper.start(timeline.now_ns())
-        self.budgets = Budgets(config.budgets, wall_offset_ns=self.clock.wall_ns() - self.clock.now_ns())
+        self.budgets = TenantBudgets(
+            config.budgets, wall_offset_ns=self.clock.wall_ns() - self.clock.now_ns()
+        )
         thrift = Thrift(self.budgets, self.prices)
         self.gate = Gate(config.admission, config.routing, config.queue, self._model_facts, thrift)
         self.caches = Caches(config, hash_key=facts.hash_key, seed=facts.seed, gateway=number)
@@ -174,7 +176,13 @@ class SimGateway:
         self._dispatch(now_ns)
 
     def reported(
-        self, now_ns: int, route: str, worker: SimWorker, report: Report | None, *, ready: bool = True
+        self,
+        now_ns: int,
+        route: str,
+        worker: SimWorker,
+        report: WorkerLoadReport | None,
+        *,
+        ready: bool = True,
     ) -> None:
         """A worker is there and announces what it serves, has something to say of itself, or drains (not `ready`)."""
         worker_id, spec, is_shared = worker.id, worker.spec, self._facts.config.server.processes > 1

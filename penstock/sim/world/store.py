@@ -29,7 +29,7 @@ class SharedStore:
         self.table = LeaseTable(self._config, epoch=self._epoch)
 
 
-class LeaseKeeper:
+class SimLeaseKeeper:
     """Keeps the leases of one gateway filled."""
 
     __slots__ = (
