@@ -156,8 +156,8 @@ class KVEventLog:
         self, hashes: Sequence[BlockHash], first: int, end: int, tokens: "array[int]", *, owner: bytes
     ) -> None:
         """See `KVEventSink`."""
-        told = self._token_ids == "all" or (self._token_ids == "public" and owner == PUBLIC)
-        ids = tuple(tokens[first * BLOCK_TOKENS : end * BLOCK_TOKENS]) if told else ()
+        with_ids = self._token_ids == "all" or (self._token_ids == "public" and owner == PUBLIC)
+        ids = tuple(tokens[first * BLOCK_TOKENS : end * BLOCK_TOKENS]) if with_ids else ()
         self._close_removed()
         parent = hashes[first - 1] if first else None
         self._events.append(
