@@ -21,6 +21,7 @@ from time import process_time_ns
 from provenance import write_result
 
 from penstock.clock import NS_PER_MS, NS_PER_S
+from penstock.config.engine_settings import EngineSettings
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config
 from penstock.planning.step_time import LinearStepTime

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from statistics import median
 
+from penstock.config.engine_settings import EngineSettings
 from penstock.config.placement import PlacementConfig
 from penstock.config.routing import RoutingConfig
 from penstock.config.tree import Config
