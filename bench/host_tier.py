@@ -19,7 +19,7 @@ from provenance import add_json_option, write_result
 
 from penstock import rng
 from penstock.clock import NS_PER_MS, SystemClock
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.engine.core import EngineCore, build_core
 from penstock.engine.runner import build_runner
 from penstock.kv.hashing import token_array, token_bytes
@@ -51,7 +51,7 @@ def make_core(model: str, tokens_max: int, threads: int) -> EngineCore:
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": tokens_max + 64,
         "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "torch_dtype": "bfloat16", "hidden_act": "silu",
     }  # fmt: skip
-    config = EngineConfig(
+    config = EngineSettings(
         device="cpu", dtype="bfloat16", load_format="random", kv_memory_bytes=memory,
         host_kv_memory_bytes=memory, host_kv_idle_s=0.0, threads=threads,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from provenance import add_json_option, write_result
 
 from penstock import rng
 from penstock.clock import NS_PER_S
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.engine.core import EngineCore, build_core
 from penstock.engine.layers.linear import torch_linear
 from penstock.engine.runner import build_runner
@@ -64,7 +64,7 @@ def prefill_per_s(core: EngineCore, round_: int) -> float:
 
 def serve(path: Path, threads: int) -> None:
     """One tree's side: answers a line of JSON with another until there is no more."""
-    config = EngineConfig(
+    config = EngineSettings(
         device="cpu",
         kernels="torch",
         dtype="float32",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from penstock.clock import NS_PER_S, Clock
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.planning.accelerators import accelerator
 from penstock.planning.model_shapes import model_shape
 from penstock.planning.roofline import Placed, Roofline
@@ -93,7 +93,7 @@ class ModelledRunner:
 
 
 def build_runner(
-    model_path: str, config: EngineConfig, clock: Clock, progress: Callable[[str, int, int], None]
+    model_path: str, config: EngineSettings, clock: Clock, progress: Callable[[str, int, int], None]
 ) -> ModelledRunner:
     """See `RunnerFactory` of the worker."""
     del model_path

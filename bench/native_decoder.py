@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.engine.attention.base import AttentionBatch
 from penstock.engine.decoder import Decoder, DecoderLimits
 from penstock.engine.kernels import TorchKernels
@@ -68,7 +68,7 @@ class Side:
         per_row = -(-tokens // BLOCK_TOKENS)
         dtype = torch.bfloat16
         if kernels is None:
-            dtype = choose_computing(EngineConfig(kernels="torch"), model).dtype
+            dtype = choose_computing(EngineSettings(kernels="torch"), model).dtype
         cache = KVCache(model, per_row * rows, dtype, cpu)
         cache.tensor.normal_()
         weights = random_weights(model, dtype, 0, lambda done, total: None)
@@ -185,7 +185,7 @@ def main() -> None:
 
 def document(args: argparse.Namespace, kernels: NativeLibrary, found: list[Figure]) -> dict[str, object]:
     setting = {name: value for name, value in vars(args).items() if name != "json"}
-    torch_dtype = choose_computing(EngineConfig(kernels="torch"), MODELS["28M"]).dtype
+    torch_dtype = choose_computing(EngineSettings(kernels="torch"), MODELS["28M"]).dtype
     return {
         "bench": "native_decoder", "isa": kernels.isa, "torch_dtype": str(torch_dtype), "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0], **setting, "figures": [asdict(each) for each in found],

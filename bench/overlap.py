@@ -1,4 +1,4 @@
-"""What overlap is worth: tokens per second of the engine core with `engine.overlap` on and off, beside each other.
+"""What overlap is worth: tokens per second of the engine core with `EngineSettings.overlap` on and off, beside each other.
 
     python bench/overlap.py MODEL_DIR [--batch 1 8 32] [--tokens 96] [--rounds 5] [--kernels auto] [--json FILE]
 
@@ -15,7 +15,7 @@ from provenance import add_json_option, write_result
 
 from penstock import rng
 from penstock.clock import NS_PER_S, SystemClock
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.engine.core import EngineCore, build_core
 from penstock.engine.runner import build_runner
 from penstock.kv.hashing import token_array
@@ -28,7 +28,7 @@ PROMPT_TOKENS = 110
 
 def build(path: Path, overlap: str, kernels: str) -> EngineCore:
     """An engine with a runner of its own."""
-    config = EngineConfig(overlap=overlap, kernels=kernels, prefix_cache=False, kv_memory_bytes=256 << 20)
+    config = EngineSettings(overlap=overlap, kernels=kernels, prefix_cache=False, kv_memory_bytes=256 << 20)
     runner = build_runner(path, config, CLOCK, lambda _stage, _done, _total: None)
     runner.warm_up()
     return build_core(runner, config, b"bench" * 8, CLOCK)

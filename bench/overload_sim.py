@@ -21,8 +21,9 @@ from time import process_time_ns
 from provenance import write_result
 
 from penstock.clock import NS_PER_MS, NS_PER_S
+from penstock.config.engine_settings import EngineSettings
 from penstock.config.routing import AdmissionConfig
-from penstock.config.tree import Config, EngineConfig
+from penstock.config.tree import Config
 from penstock.planning.step_time import LinearStepTime
 from penstock.policy.answers import Start
 from penstock.policy.flow import RequestFacts
@@ -59,7 +60,7 @@ def world_of(
     """A gateway and its workers, of `slots` rows each."""
     worker = SimWorkerSpec(
         step_time=LinearStepTime(fixed_ns=STEP_NS, row_ns=0, prefill_ns=PREFILL_NS, kv_ps=0),
-        engine=EngineConfig(step_tokens=4096, max_running=slots, max_waiting=64),
+        engine=EngineSettings(step_tokens=4096, max_running=slots, max_waiting=64),
         num_blocks=slots * 600,
     )
     spec = WorldSpec(

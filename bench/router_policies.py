@@ -15,9 +15,10 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from statistics import median
 
+from penstock.config.engine_settings import EngineSettings
 from penstock.config.placement import PlacementConfig
 from penstock.config.routing import RoutingConfig
-from penstock.config.tree import Config, EngineConfig
+from penstock.config.tree import Config
 from penstock.kv.hashing import BlockHasher
 from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality
@@ -186,7 +187,7 @@ def main() -> None:
     parser.add_argument("--policies", nargs="*", default=POLICIES)
     args = parser.parse_args()
     worker = SimWorkerSpec(
-        engine=EngineConfig(step_tokens=2048, max_running=64), num_blocks=args.blocks, max_model_len=131_072
+        engine=EngineSettings(step_tokens=2048, max_running=64), num_blocks=args.blocks, max_model_len=131_072
     )
     found: dict[str, list[dict[str, float]]] = {policy: [] for policy in args.policies}
     ideals: list[float] = []

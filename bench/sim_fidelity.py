@@ -31,11 +31,11 @@ from penstock import rng
 from penstock.bench.client import ApiAddress, Client, ClientLimits
 from penstock.bench.measure import LoadTally, Stopwatch
 from penstock.clock import NS_PER_MS, NS_PER_S, SystemClock, sleep
-from penstock.config.launch import WorkerLaunch
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.planning.accelerators import accelerator
 from penstock.planning.model_shapes import model_shape
 from penstock.planning.roofline import Placed
+from penstock.protocol.launch import WorkerLaunch
 from penstock.sim.scenarios.scenario import pool
 from penstock.sim.scenarios.setup import Knobs, Setup, play
 from penstock.sim.traffic.arrivals import Poisson
@@ -157,7 +157,7 @@ def real_stack(place: Path) -> Iterator[str]:
     port, address = free_port(), f"unix:{place / 'worker.sock'}"
     launch = WorkerLaunch(
         model_path="modelled", model_name="m", address=address, hash_key=b"fidelity" * 4,
-        engine=EngineConfig(max_running=MAX_RUNNING, step_tokens=STEP_TOKENS, overlap="off"),
+        engine=EngineSettings(max_running=MAX_RUNNING, step_tokens=STEP_TOKENS, overlap="off"),
         runner="modelled_runner:build_runner",
     )  # fmt: skip
     environ = modelled().environment(str(HERE), str(HERE.parent))

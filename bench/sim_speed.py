@@ -27,7 +27,7 @@ from time import process_time
 
 from penstock import rng
 from penstock.clock import NS_PER_S
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.planning.step_time import LinearStepTime
 from penstock.sim.traffic.request import RequestRecord, Segment, SimRequest
 from penstock.sim.world.result import SimResult
@@ -112,7 +112,7 @@ def drop(_: RequestRecord) -> None:
 
 def simulate(load: Load, *, fast_forwards: bool = True, num_blocks: int = 16_384) -> tuple[SimResult, float]:
     """The run, and its seconds of processor time."""
-    engine = EngineConfig(step_tokens=2048, max_running=ROWS, itl_target_ms=50)
+    engine = EngineSettings(step_tokens=2048, max_running=ROWS, itl_target_ms=50)
     worker = SimWorkerSpec(step_time=STEP, engine=engine, num_blocks=num_blocks, fast_forwards=fast_forwards)
     spec = WorldSpec(pools=(PoolSpec(worker=worker, count=load.workers),))
     world = World(spec, load, on_record=drop)

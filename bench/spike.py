@@ -34,8 +34,8 @@ from penstock.bench.client import ApiAddress, Client, ClientLimits
 from penstock.bench.load import Level, LoadRun, RequestShape
 from penstock.bench.prompts import Prompt, PromptPlan, made
 from penstock.clock import SystemClock
-from penstock.config.launch import WorkerLaunch
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
+from penstock.protocol.launch import WorkerLaunch
 
 CLOCK = SystemClock()
 TENANTS = 10
@@ -80,7 +80,7 @@ class Stack:
     def start(self) -> None:
         """Start both and wait until the gateway is ready."""
         address = f"unix:{self._place}/worker.sock"
-        engine = EngineConfig(max_running=SLOTS, kv_memory_bytes=1)
+        engine = EngineSettings(max_running=SLOTS, kv_memory_bytes=1)
         launch = WorkerLaunch(
             model_path="modelled",
             model_name="m",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from penstock.clock import SystemClock
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.engine.gpu.load import Target, build_on_device, cuda_target
 from penstock.engine.gpu.ops import Ops
 from penstock.engine.gpu.platform import CpuPlatform, Platform
@@ -54,9 +54,9 @@ class Bench:
     def target(self, **settings: object) -> Target:
         """The engine's own choice on a GPU; the twins on the CPU."""
         if self.cpu:
-            config = EngineConfig(device="cpu", kernels="torch", **settings)
+            config = EngineSettings(device="cpu", kernels="torch", **settings)
             return Target(config, CpuPlatform(), TorchOps(), CLOCK)
-        target = cuda_target(EngineConfig(device="cuda", **settings), CLOCK)
+        target = cuda_target(EngineSettings(device="cuda", **settings), CLOCK)
         assert target is not None
         return target
 

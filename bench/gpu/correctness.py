@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from common import CLOCK, Bench, Report
 
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.engine.core import StepRunner, build_core
 from penstock.engine.gpu.load import load_on_device
 from penstock.engine.gpu.runner import DeviceRunner
@@ -105,12 +105,12 @@ def check_family(bench: Bench, model: Any, path: Path) -> dict[str, Any]:  # noq
     return found
 
 
-def settings(**changes: object) -> EngineConfig:
+def settings(**changes: object) -> EngineSettings:
     base: dict[str, object] = {
         "device": "cpu", "dtype": "float32", "kv_memory_bytes": 8 << 20, "max_running": 8, "step_tokens": 64,
         "max_model_len": 256,
     }  # fmt: skip
-    return EngineConfig(**(base | changes))
+    return EngineSettings(**(base | changes))
 
 
 def on_device(bench: Bench, path: Path, *, dtype: str) -> DeviceRunner:

@@ -4,7 +4,7 @@ from array import array
 
 from common import CLOCK, Bench, Report, build, shape
 
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.engine.core import EngineCore, build_core
 from penstock.protocol.worker import Submit
 from penstock.rng import stream
@@ -24,7 +24,7 @@ def run(bench: Bench, report: Report) -> None:
         settings["kv_memory_bytes"] = 4 << 20
     built = build(bench, shape("qwen3-0.6b", tiny=bench.tiny), **settings)
     report.put("start_up_s", built.seconds)
-    core = build_core(built.runner, EngineConfig(**settings), b"k" * 32, CLOCK)
+    core = build_core(built.runner, EngineSettings(**settings), b"k" * 32, CLOCK)
     random = stream(0, "throughput")
     vocab_size = built.runner.info.vocab_size
     asked = [(random.randint(shortest, longest), random.randint(shortest, longest)) for _ in range(count)]

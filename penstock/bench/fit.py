@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from penstock import rng
 from penstock.bench.environment import read_environment
 from penstock.clock import Clock
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.engine.core import EngineCore, StepRunner, build_core
 from penstock.engine.runner import build_runner
 from penstock.planning.steps_file import Step, StepsFile
@@ -51,7 +51,7 @@ class _Watching:
 
 
 def measure_steps(
-    model_path: str, engine: EngineConfig, clock: Clock, *, seed: int, progress: Progress
+    model_path: str, engine: EngineSettings, clock: Clock, *, seed: int, progress: Progress
 ) -> StepsFile:
     """Load the model, run batches, and hand out every step.
 

@@ -34,29 +34,12 @@ class KVEventsConfig(Branch, frozen=True, kw_only=True):
     """ZeroMQ ROUTER address from which missed batches are sent again; empty offers none."""
     topic: str = ""
     """First frame of every message; llm-d wants "kv@<pod>@<model>"."""
-    buffer_steps: Positive = 10_000
-    """Batches (one per step that changed something) kept for whoever missed some."""
-    hwm: Positive = 100_000
-    """Batches queued for one slow subscriber, and for the publishing thread; over it they are dropped."""
     token_ids: Literal["none", "public", "all"] = "public"
     """Whose token ids the events hold: nobody's, those of the public prefixes, or every tenant's."""
 
 
-class ClassTarget(Branch, frozen=True, kw_only=True):
-    """The inter-token time that one priority class is promised."""
-
-    priority: int
-    itl_ms: Annotated[float, Meta(ge=0)]
-    """Milliseconds; 0 is automatic, as in `itl_target_ms`."""
-
-
-class FairWeight(Branch, frozen=True, kw_only=True):
-    """How much one tenant's share is worth."""
-
-    key: str
-    """The fairness key, which is the tenant's id."""
-    weight: Annotated[float, Meta(gt=0)]
-    """2 is served twice as much as 1 while both have work waiting."""
+Latency = Annotated[float, Meta(ge=0)]
+"""Milliseconds."""
 
 
 class EngineConfig(Branch, frozen=True, kw_only=True):
@@ -83,69 +66,42 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     kv_memory_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Share of the free memory for the KV cache when `kv_memory_bytes` is 0. 0 takes the device's own: 0.3 of a CPU's (and
     4 GiB at most), 0.92 of a GPU's."""
-    host_kv_memory_bytes: Annotated[int, Meta(ge=0)] = 0
-    """Host memory for KV blocks of idle sessions and preempted requests; 0 takes `host_kv_memory_fraction`."""
-    host_kv_memory_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.1
-    """Share of the free memory for that when `host_kv_memory_bytes` is 0 (4 GiB at most); 0 switches the host tier off."""
-    host_kv_idle_s: Seconds = 30.0
-    """KV blocks that no request has used for this long are copied to host memory."""
-    host_kv_loads_max: Positive = 256
-    """KV blocks on their way back from host memory at once; more wait."""
-    host_kv_stores_max: Positive = 32
-    """KV blocks on their way to host memory at once: few, since nobody waits for them and they take bandwidth."""
+    host_kv_memory_bytes: Annotated[int, Meta(ge=0)] | None = None
+    """Host memory for KV blocks of idle sessions and preempted requests; null takes a tenth of the free memory, 4 GiB at most; 0
+    switches the host tier off."""
     graphs_max: Annotated[int, Meta(ge=0)] = 64
     """CUDA graphs kept at most; 0: every kernel of every step is launched by itself."""
-    graph_tokens_max: Positive = 2048
-    """Steps of more tokens than this are not captured into graphs, unless all their rows decode."""
-    graph_memory_bytes_max: Positive = 1024 * 1024 * 1024
-    """GPU memory set aside for graphs."""
     step_tokens: Positive = 512
     """Token budget of one step: decode rows first, the rest goes to chunks of prompts."""
-    overlap: Literal["auto", "on", "off"] = "auto"
-    """Plan and launch a step while the one before computes. "auto": on for a GPU, off on the CPU."""
     max_running: Positive = 64
     """Requests in one batch at most."""
-    max_waiting: Positive = 1024
-    """Requests queued in the engine at most; one more is refused as overloaded."""
     scheduling: Literal["fair", "priority", "fcfs"] = "fair"
     """Who starts next. "fair": by class, where waiting makes up for class, and in a class the tenant that was served least;
     the default, because with one tenant it is "priority" and with several none can crowd out the others. "priority": by
     class, and waiting makes up for class. "fcfs": strictly by class, then arrival: lower classes may starve."""
-    priority_ageing_s: Seconds = 10.0
-    """Waiting this long makes up for one priority class."""
-    starvation_s: Seconds = 60.0
-    """Who came this much later never starts first, whatever the classes."""
-    fair_weights: Annotated[tuple[FairWeight, ...], Meta(max_length=4096)] = ()
-    """Tenants whose share is not 1."""
+    fair_weights: dict[str, Annotated[float, Meta(gt=0)]] = {}  # noqa: RUF012 - msgspec copies it.
+    """Tenants whose share is not 1, by id: 2 is served twice as much as 1 while both have requests waiting."""
     kv_quota_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Share of the KV cache that one tenant's running requests may hold; 1 is no quota. A tenant over it starts nothing
     new and is preempted first; a request that alone is over it is refused. 0 is automatic: 0.5 where the configuration
     lets several tenants in (`tenants`, `auth.keys`, `auth.keys_file`, `auth.jwt`), else 1."""
-    preemptions_max: Annotated[int, Meta(ge=0)] = 3
-    """After so many preemptions a request gives way only when all others of its class are as often preempted."""
-    itl_target_ms: Annotated[float, Meta(ge=0)] = 0.0
-    """Prompts may not push the time between two tokens of running answers over this many milliseconds. 0 is
-    automatic: one waiting prompt is to stretch it by less than half, and the more wait the more they get
+    itl_target_ms: Latency | dict[int, Latency] = 0.0
+    """Prompts may not push the time between two tokens of running answers over this many milliseconds: of all answers, or
+    of those of priority classes ({0: 50, 1: 200}); the strictest class that is decoding counts. 0, and for a class that is not
+    named, is automatic: one waiting prompt is to stretch it by less than half, and the more wait the more they get
     (schedule/prefill_budget.py)."""
-    itl_targets: Annotated[tuple[ClassTarget, ...], Meta(max_length=64)] = ()
-    """Other targets for single priority classes; the strictest class that is decoding counts."""
     tpot_target_ms: Annotated[float, Meta(ge=0)] | None = None
     """Milliseconds per output token that running answers are promised in the mean: requests that would make steps longer wait, and
     prompts take what is left (schedule/row_bound.py). Never less than 2.5 times the step of a lone request, so that a slow machine
     still runs batches. 0 promises nothing; null is `admission.tpot_target_ms`, and 50 for a worker that stands alone. Classes with
-    a target of their own (`itl_target_ms`, `itl_targets`) are promised that."""
-    prefill_tokens_min: Positive = 4
-    """Prompt tokens that a step takes whatever the target says, so that no prompt starves."""
+    a target of their own (`itl_target_ms`) are promised that."""
     prefix_cache: bool = True
     """Keep the KV blocks of finished requests and reuse them for equal prefixes of the same tenant."""
     kv_events: KVEventsConfig = KVEventsConfig()
     load_format: Literal["safetensors", "random"] = "safetensors"
     """"random" makes weights up from the config's shapes, for benchmarks."""
-    seed: int = 0
-    """Seed of the random weights."""
-    connection_buffer_bytes_max: Positive = 64 * 1024 * 1024
-    """Unsent bytes that the worker holds for one gateway; over it the connection is dropped."""
     startup_timeout_s: Seconds = 600.0
+    """A worker that is not ready after this long is started again."""
     stall_timeout_s: Seconds = 120.0
     """A worker with queued work whose steps do not advance for this long is declared hung and restarted."""
     restarts_max: Annotated[int, Meta(ge=0)] = 5

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from penstock.clock import NS_PER_S, Clock
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.engine.steps import Prepares, wire_steps
 from penstock.errors import Draining, InvalidRequest, PenstockError
 from penstock.kv.cache.host_tier import HostLimits
@@ -32,6 +32,11 @@ _log = logging.getLogger(__name__)
 
 Outputs = dict[int, list[Output]]
 """What there is to tell each owner."""
+
+HOST_LOADS_MAX = 256
+"""KV blocks on their way back from host memory at once; more wait."""
+HOST_STORES_MAX = 32
+"""KV blocks on their way to host memory at once: few, since nothing waits for them and they take bandwidth."""
 
 
 class StepRunner(Protocol):
@@ -224,7 +229,7 @@ class EngineCore:
         self._outbox.setdefault(owner, []).append(Output(request_id, (), None, finish))
 
 
-def build_core(runner: StepRunner, config: EngineConfig, hash_key: bytes, clock: Clock) -> EngineCore:
+def build_core(runner: StepRunner, config: EngineSettings, hash_key: bytes, clock: Clock) -> EngineCore:
     """The engine around a loaded runner: its scheduler, its KV blocks and their secret names."""
     info = runner.info
     if config.prefix_cache:
@@ -238,12 +243,12 @@ def build_core(runner: StepRunner, config: EngineConfig, hash_key: bytes, clock:
     return EngineCore(scheduler, runner, clock, config.overlap)
 
 
-def _host_limits(info: ModelInfo, config: EngineConfig) -> HostLimits:
+def _host_limits(info: ModelInfo, config: EngineSettings) -> HostLimits:
     return HostLimits(
         num_slots=info.num_host_blocks,
         idle_ns=round(config.host_kv_idle_s * NS_PER_S),
-        loads_max=config.host_kv_loads_max,
-        stores_max=config.host_kv_stores_max,
+        loads_max=HOST_LOADS_MAX,
+        stores_max=HOST_STORES_MAX,
     )
 
 

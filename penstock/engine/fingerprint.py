@@ -47,6 +47,10 @@ class Fingerprint(NamedTuple):
     tokenizer: str
 
 
+RANDOM_SEED = 0
+"""Of the weights of `load_format: random`."""
+
+
 class _Entry(msgspec.Struct, gc=False):
     """One tensor in a header. The header's metadata is read as one without bytes."""
 
@@ -62,7 +66,7 @@ def identify(directory: Path, config: EngineConfig, *, dtype: str, kernels: str)
     Raises:
         CheckpointError: a file is missing, or cannot be read.
     """
-    random_seed = config.seed if config.load_format == "random" else None
+    random_seed = RANDOM_SEED if config.load_format == "random" else None
     files = fingerprint(directory, random_seed=random_seed)
     return Computation(
         checkpoint=files.checkpoint,

@@ -137,7 +137,7 @@ class _Copier:
 class ThreadHostStore:
     """Copies in a thread of its own, which sleeps while there is nothing to copy. Loads go before stores.
 
-    What is queued is bounded by whoever plans: `host_kv_loads_max` and `host_kv_stores_max` blocks.
+    What is queued is bounded by the scheduler (`HOST_LOADS_MAX` and `HOST_STORES_MAX` blocks).
     """
 
     def __init__(self, blocks: Tensor, slots: Tensor) -> None:

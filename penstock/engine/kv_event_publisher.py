@@ -9,7 +9,7 @@ first batch, so every subscriber can know all that can be hit.
 
 from penstock.clock import Clock
 from penstock.config.tree import KVEventsConfig
-from penstock.engine.zmq_publisher import ZmqPublisher
+from penstock.engine.zmq_publisher import BUFFER_STEPS, ZmqPublisher
 from penstock.kv.cache.manager import KVManager
 from penstock.kv.events import (
     DEVICE,
@@ -33,12 +33,18 @@ class KVEventPublisher:
     """The events of one manager's blocks. Call `flush` after everything that may have changed it."""
 
     def __init__(
-        self, kv: KVManager, config: KVEventsConfig, clock: Clock, publisher: ZmqPublisher | None = None
+        self,
+        kv: KVManager,
+        config: KVEventsConfig,
+        clock: Clock,
+        publisher: ZmqPublisher | None = None,
+        *,
+        buffer_steps: int = BUFFER_STEPS,
     ) -> None:
         self.epoch = fresh_seed() | 1
         """Names this numbering; never 0."""
         self._kv, self._clock = kv, clock
-        self._history = KVEventHistory(config.buffer_steps)
+        self._history = KVEventHistory(buffer_steps)
         self._log = KVEventLog(config.token_ids)
         self._listening = False
         self._publisher = publisher

@@ -17,6 +17,8 @@ GPU_KV_FRACTION = 0.92
 """Of what is left when weights, buffers and the largest step have had theirs: nothing else lives there."""
 HOST_KV_BYTES_MAX = 4 * 1024**3
 """The host tier takes no more than this unless `host_kv_memory_bytes` says so."""
+HOST_KV_FRACTION = 0.1
+"""Share of the free memory that the host tier takes, likewise."""
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -100,9 +102,9 @@ def plan_host_blocks(
     if not config.prefix_cache:
         return 0  # Nothing in it would ever be found.
     asked = config.host_kv_memory_bytes
-    if asked > free_bytes:
+    if asked is not None and asked > free_bytes:
         raise ConfigError(f"engine.host_kv_memory_bytes is {asked}, but only {free_bytes} bytes are free")
-    given = asked or min(int(free_bytes * config.host_kv_memory_fraction), HOST_KV_BYTES_MAX)
+    given = min(int(free_bytes * HOST_KV_FRACTION), HOST_KV_BYTES_MAX) if asked is None else asked
     return given // (BLOCK_TOKENS * spec.kv_bytes_per_token(bytes_per_value))
 
 

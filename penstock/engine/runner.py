@@ -16,7 +16,7 @@ from penstock.clock import Clock
 from penstock.config.tree import EngineConfig
 from penstock.engine.arrays import as_tensor
 from penstock.engine.decoder import DecoderLimits
-from penstock.engine.fingerprint import identify, name_of
+from penstock.engine.fingerprint import RANDOM_SEED, identify, name_of
 from penstock.engine.gpu.load import cuda_target, load_on_device
 from penstock.engine.gpu.runner import DeviceRunner
 from penstock.engine.host_store import HostStore, host_store
@@ -151,7 +151,7 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
         on_progress("loading weights", done, total)
 
     if config.load_format == "random":
-        weights = random_weights(spec, dtype, config.seed, on_bytes)
+        weights = random_weights(spec, dtype, RANDOM_SEED, on_bytes)
     else:
         weights = load_weights(model_path, spec, names, dtype, on_bytes)
     # Room for the weights is set aside: they are read when the decoder is built.

@@ -26,7 +26,6 @@ from collections.abc import Callable
 import msgspec
 
 from penstock.clock import NS_PER_MS, Clock, SystemClock
-from penstock.config.launch import WorkerLaunch
 from penstock.engine.core import EngineCore, StepRunner, build_core
 from penstock.engine.kv_event_publisher import KVEventPublisher
 from penstock.engine.mailbox import Aborted, DrainAsked, KVEventsAsked, Mailbox, Submitted
@@ -36,6 +35,7 @@ from penstock.engine.watchdog import StepWatch
 from penstock.engine.zmq_publisher import open_publisher
 from penstock.errors import EngineFault, OperatorError
 from penstock.protocol.address import parse_address
+from penstock.protocol.launch import WorkerLaunch
 from penstock.protocol.worker import WARMING_UP, Loading, Ready, WorkerFailed
 
 EXIT_FAILED = 1

@@ -2,7 +2,7 @@
 
     step thread --publish--> inproc queue --> worker-kv-events: PUB    [topic, sequence, payload]
                                                             ^   ROUTER <- [id, "", sequence]
-                                       the last `buffer_steps` |          -> [id, "", topic, sequence, payload]* in order,
+                                       the last BUFFER_STEPS   |          -> [id, "", topic, sequence, payload]* in order,
                                                                |             [id, "", "", -1, ""] at the end
 A sequence is 8 bytes, big-endian. PUB is lossy by design: a subscriber sees a gap in the numbers and asks the
 ROUTER for what it missed. The thread sleeps in the poll; the step thread never waits for it.
@@ -19,6 +19,10 @@ from penstock.kv.events import Numbered
 
 SEQUENCE_BYTES = 8
 END_OF_REPLAY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
+BUFFER_STEPS = 10_000
+"""Batches (one per step that changed something) kept for subscribers that missed some."""
+QUEUED_MAX = 100_000
+"""Batches queued for one slow subscriber, and for the publishing thread; over it they are dropped."""
 LINGER_MS = 1000
 """How long the last batches may take to leave when the worker exits."""
 _QUEUE = "inproc://kv-events"
@@ -34,7 +38,7 @@ class ZmqPublisher:
         ConfigError: pyzmq is not installed, or an address cannot be used; it names the key.
     """
 
-    def __init__(self, config: KVEventsConfig) -> None:
+    def __init__(self, config: KVEventsConfig, *, buffer_steps: int = BUFFER_STEPS) -> None:
         try:
             import zmq
         except ImportError as error:
@@ -44,7 +48,7 @@ class ZmqPublisher:
         self._zmq: Any = zmq
         self._context: Any = zmq.Context()
         self._topic = config.topic.encode()
-        self._kept: deque[Numbered] = deque(maxlen=config.buffer_steps)
+        self._kept: deque[Numbered] = deque(maxlen=buffer_steps)
         self._replay: Any = None
         try:
             self._open(config)
@@ -55,7 +59,7 @@ class ZmqPublisher:
         self._thread.start()
 
     def publish(self, batch: Numbered) -> None:
-        """Send one batch; never blocks. When `hwm` of them wait for the thread, it is dropped."""
+        """Send one batch; never blocks. When `QUEUED_MAX` of them wait for the thread, it is dropped."""
         try:
             frames = (batch.sequence.to_bytes(SEQUENCE_BYTES, "big"), batch.payload)
             self._queue_in.send_multipart(frames, self._zmq.DONTWAIT)
@@ -73,16 +77,16 @@ class ZmqPublisher:
 
     def _open(self, config: KVEventsConfig) -> None:
         zmq = self._zmq
-        self._queue_in = self._socket(zmq.PUSH, config.hwm)
-        self._queue_out = self._socket(zmq.PULL, config.hwm)
+        self._queue_in = self._socket(zmq.PUSH, QUEUED_MAX)
+        self._queue_out = self._socket(zmq.PULL, QUEUED_MAX)
         self._queue_out.bind(_QUEUE)
         self._queue_in.connect(_QUEUE)
-        self._publish = self._socket(zmq.PUB, config.hwm)
+        self._publish = self._socket(zmq.PUB, QUEUED_MAX)
         attach = self._publish.connect if config.connect else self._publish.bind
         self._attach(attach, config.endpoint, "endpoint")
         if config.replay_endpoint:
             # Room for one whole replay: a peer that asks again and again without reading gets gaps.
-            self._replay = self._socket(zmq.ROUTER, config.buffer_steps + 1)
+            self._replay = self._socket(zmq.ROUTER, (self._kept.maxlen or 0) + 1)
             self._attach(self._replay.bind, config.replay_endpoint, "replay_endpoint")
 
     def _socket(self, kind: int, hwm: int) -> Any:  # noqa: ANN401

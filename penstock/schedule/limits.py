@@ -40,7 +40,6 @@ class BatchLimits:
             config.step_tokens,
             resolve_max_running(config.max_running, config.step_tokens),
             max_model_len,
-            preemptions_max=config.preemptions_max,
             kv_quota_fraction=config.kv_quota_fraction or 1.0,
         )
 

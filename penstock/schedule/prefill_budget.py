@@ -25,8 +25,8 @@ The law of step times is fitted while running (`step_time.py`). Where it does no
 from dataclasses import dataclass
 from math import inf, sqrt
 
+from penstock.config.engine_settings import EngineSettings
 from penstock.config.routing import TPOT_TARGET_MS
-from penstock.config.tree import EngineConfig
 from penstock.schedule.overrun import Overrun
 from penstock.schedule.plan import StepPlan
 from penstock.schedule.step_time import StepLoad, StepTimeModel
@@ -71,11 +71,16 @@ class LatencyTargets:
     """The mean time per output token of classes without a target of their own; 0 promises nothing."""
 
     @classmethod
-    def of(cls, config: EngineConfig) -> "LatencyTargets":
+    def of(cls, config: EngineSettings) -> "LatencyTargets":
         """The targets of a config."""
+        asked, default_ns, by_priority = config.itl_target_ms, 0, ()
+        if isinstance(asked, dict):
+            by_priority = tuple((priority, round(ms * _NS_PER_MS)) for priority, ms in asked.items())
+        else:
+            default_ns = round(asked * _NS_PER_MS)
         return cls(
-            round(config.itl_target_ms * _NS_PER_MS),
-            tuple((each.priority, round(each.itl_ms * _NS_PER_MS)) for each in config.itl_targets),
+            default_ns,
+            by_priority,
             config.prefill_tokens_min,
             round((TPOT_TARGET_MS if config.tpot_target_ms is None else config.tpot_target_ms) * _NS_PER_MS),
         )

@@ -20,9 +20,9 @@ from scripted_worker import DOUBLES, RUNNER
 
 from penstock.backends.engine.backend import EngineBackend
 from penstock.clock import SystemClock
-from penstock.config.launch import WorkerLaunch
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.protocol.address import UnixAddress
+from penstock.protocol.launch import WorkerLaunch
 
 
 class Workers:
@@ -55,7 +55,7 @@ class Workers:
         )  # fmt: skip
         launch = WorkerLaunch(
             model_path="scripted", model_name="scripted", address=str(self.address), hash_key=b"secret" * 4,
-            engine=EngineConfig(), runner=RUNNER,
+            engine=EngineSettings(), runner=RUNNER,
         )  # fmt: skip
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(launch) + b"\n")

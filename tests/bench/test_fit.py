@@ -2,13 +2,13 @@
 
 from penstock.bench.fit import OUTPUT_TOKENS, ROUNDS, measure_steps
 from penstock.clock import SystemClock
+from penstock.config.engine_settings import EngineSettings
 from penstock.config.presets import resolve
-from penstock.config.tree import EngineConfig
 from penstock.planning.steps_file import fit
 
 
 def test_every_step_is_measured_with_what_it_computed() -> None:
-    engine = EngineConfig(max_running=2, threads=1, kv_memory_bytes=16 << 20)
+    engine = EngineSettings(max_running=2, threads=1, kv_memory_bytes=16 << 20)
     told: list[str] = []
     path = str(resolve("penstock-demo-mini"))
     measured = measure_steps(

@@ -55,8 +55,8 @@ auth:
         ("port: 1", "unknown key `port`; did you mean `server.port`?"),
         ("server: {max_runing: 1}",
          "unknown key `server.max_runing`; did you mean `models[].engine.max_running`?"),
-        ("models: [{path: x}, {path: y, engin: {seed: 1}}]",
-         "unknown key `models[1].engin.seed`; did you mean `models[1].engine.seed`?"),
+        ("models: [{path: x}, {path: y, engin: {threads: 1}}]",
+         "unknown key `models[1].engin.threads`; did you mean `models[1].engine.threads`?"),
         ("models: [{path: x, engine: {step_token: 1}}]",
          "unknown key `models[0].engine.step_token`; did you mean `models[0].engine.step_tokens`?"),
         ("log: {zzz: 1}", "unknown key `log.zzz`; known here: level, format, access"),
@@ -130,9 +130,9 @@ def test_bytes_that_are_no_text() -> None:
 
 def test_anchors_and_merges_work() -> None:
     config = parse_config(
-        "models:\n- {path: a, engine: &e {max_running: 4}}\n- {path: b, engine: {<<: *e, seed: 3}}\n"
+        "models:\n- {path: a, engine: &e {max_running: 4}}\n- {path: b, engine: {<<: *e, threads: 3}}\n"
     )
-    assert config.models[1].engine == EngineConfig(max_running=4, seed=3)
+    assert config.models[1].engine == EngineConfig(max_running=4, threads=3)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from engine_driver import Driver
 
 from penstock.clock import Clock, SystemClock
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.engine.core import build_core
 from penstock.engine.gpu.load import Target, load_on_device
 from penstock.engine.gpu.ops import Ops
@@ -31,7 +31,7 @@ def device_runner(
     ops: Ops | None = None,
     **config: object,
 ) -> DeviceRunner:
-    settings = EngineConfig(**(TINY | config))
+    settings = EngineSettings(**(TINY | config))
     target = Target(settings, platform or CpuPlatform(), ops or TorchOps(), clock or SystemClock())
     return load_on_device(path, target, lambda _stage, _done, _total: None)
 
@@ -43,6 +43,6 @@ class DeviceDriver(Driver):
 
     def __init__(self, path: Path, **config: object) -> None:
         self.runner = device_runner(path, **config)
-        settings = EngineConfig(**(TINY | config))
+        settings = EngineSettings(**(TINY | config))
         self.core = build_core(self.runner, settings, b"k" * 32, SystemClock())
         self._asked = 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.clock import SystemClock
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.engine.core import EngineCore, build_core
 from penstock.engine.runner import Runner, load_runner
 from penstock.protocol.worker import Submit
@@ -19,7 +19,7 @@ def tiny_runner(path: Path, **config: object) -> Runner:
         "kernels": "torch",
         "kv_memory_bytes": 8 * 1024 * 1024,
     } | config
-    return load_runner(path, EngineConfig(**settings), lambda _stage, _done, _total: None)
+    return load_runner(path, EngineSettings(**settings), lambda _stage, _done, _total: None)
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Driver:
     def __init__(self, path: Path, **config: object) -> None:
         self.runner = tiny_runner(path, **config)
         settings: dict[str, object] = {"dtype": "float32"} | config
-        self.core: EngineCore = build_core(self.runner, EngineConfig(**settings), b"k" * 32, SystemClock())
+        self.core: EngineCore = build_core(self.runner, EngineSettings(**settings), b"k" * 32, SystemClock())
         self._asked = 0
 
     def ask(

@@ -16,9 +16,9 @@ import msgspec
 from free_port import free_port
 from step_gate import ENVIRONMENT
 
-from penstock.config.launch import WorkerLaunch
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.protocol.address import Address, TcpAddress, UnixAddress
+from penstock.protocol.launch import WorkerLaunch
 from penstock.protocol.worker import (
     FrameDecoder,
     FromWorker,
@@ -178,7 +178,7 @@ def launch_line(
         address=str(address),
         hash_key=b"secret" * 4,
         key=key,
-        engine=EngineConfig(**engine),
+        engine=EngineSettings(**engine),
         runner=runner,
     )
     return msgspec.json.encode(launch) + b"\n"

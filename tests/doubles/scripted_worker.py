@@ -10,7 +10,7 @@ from step_gate import ENVIRONMENT
 from penstock.backends.engine.backend import EngineBackend
 from penstock.backends.heartbeat import HeartbeatTerms
 from penstock.clock import SystemClock
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.fleet.launchers.base import WorkerSpec
 from penstock.fleet.launchers.local import LocalLauncher
 from penstock.fleet.launchers.log_file import WorkerLogs
@@ -37,7 +37,7 @@ class Bench:
             worker_id=WorkerId(f"w{len(self.launcher.list())}"),
             model_path=model_path,
             model_name=ModelName("scripted"),
-            engine=EngineConfig(**engine),
+            engine=EngineSettings(**engine),
             runner=RUNNER,
         )
         backend = EngineBackend(byte_tokenizer(), SystemClock(), self.heartbeat)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.engine.fingerprint import SAMPLES_MAX, fingerprint, identify
 from penstock.errors import CheckpointError
 
@@ -120,7 +120,7 @@ def test_made_up_weights_are_those_of_their_seed(checkpoint: Path) -> None:
 
 def test_what_a_worker_computes_depends_on_how_it_is_configured(checkpoint: Path) -> None:
     def of(dtype: str = "bfloat16", kernels: str = "native avx2", **settings: object) -> str:
-        return identify(checkpoint, EngineConfig(**settings), dtype=dtype, kernels=kernels)  # type: ignore[arg-type]
+        return identify(checkpoint, EngineSettings(**settings), dtype=dtype, kernels=kernels)  # type: ignore[arg-type]
 
     assert of() == of(threads=3, max_running=7, prefix_cache=False), "how much at once is no part of it"
     others = [of(dtype="float32"), of(quantization="int8"), of(quantization="int4"), of(kernels="torch 2")]

@@ -140,7 +140,7 @@ def test_preemption_without_a_host_tier(case: Case, overlap: str, chunk: int, pr
     for order in (1, -1):  # Whoever came last gives way first: in one of the orders everybody does.
         driver = case.driver(
             kv_memory_bytes=9 * case.block_bytes,
-            host_kv_memory_fraction=0,
+            host_kv_memory_bytes=0,
             overlap=overlap,
             step_tokens=chunk,
             prefix_cache=prefix_cache,

@@ -49,8 +49,8 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("dense", {"kernels": "native"} | HOST_TIER, 10),
         # With torch's kernels 21 and 13 MB more were seen, and not explained.
         ("dense", {"kernels": "torch", "overlap": "on"} | HOST_TIER, 28),
-        ("moe", {"kernels": "torch", "host_kv_memory_fraction": 0}, 18),
-        ("moe", {"kernels": "native", "host_kv_memory_fraction": 0}, 12),
+        ("moe", {"kernels": "torch", "host_kv_memory_bytes": 0}, 18),
+        ("moe", {"kernels": "native", "host_kv_memory_bytes": 0}, 12),
     ],
     ids=["native, host tier", "torch, overlap and host tier", "experts, torch", "experts, native"],
 )

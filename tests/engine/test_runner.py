@@ -5,7 +5,7 @@ import torch
 from engine_driver import Driver, tiny_runner
 from tiny_models import save, tiny_model
 
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.engine.runner import load_runner
 from penstock.errors import ConfigError
 from penstock.schedule.plan import NewRow, RowWork, StepPlan
@@ -68,7 +68,7 @@ def test_nan_of_an_earlier_owner_does_not_come_back(qwen3: Path) -> None:
 
 def test_loading_tells_its_stages(qwen3: Path) -> None:
     stages: list[tuple[str, int, int]] = []
-    config = EngineConfig(dtype="float32", kernels="torch", kv_memory_bytes=1 << 20)
+    config = EngineSettings(dtype="float32", kernels="torch", kv_memory_bytes=1 << 20)
     load_runner(qwen3, config, lambda *stage: stages.append(stage))
     names = [name for name, _, _ in stages]
     assert names[0] == "reading the configuration"

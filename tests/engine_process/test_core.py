@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scripted_runner import EOS, NOT_A_NUMBER, VOCAB_SIZE, ScriptedRunner, scripted_token
 
 from penstock.clock import ManualClock
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.engine.core import EngineCore, build_core
 from penstock.kv.hashing import PUBLIC
 from penstock.protocol.worker import Output, Submit
@@ -23,7 +23,7 @@ PROMPT = (10, 11, 12)
 def core(
     clock: ManualClock | None = None, runner: ScriptedRunner | None = None, **config: object
 ) -> EngineCore:
-    return build_core(runner or ScriptedRunner(), EngineConfig(**config), b"k" * 32, clock or ManualClock())
+    return build_core(runner or ScriptedRunner(), EngineSettings(**config), b"k" * 32, clock or ManualClock())
 
 
 def submit(request_id: str, prompt: tuple[int, ...] = PROMPT, **sampling: object) -> Submit:

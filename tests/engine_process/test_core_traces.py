@@ -16,7 +16,7 @@ from event_index import EventIndex
 
 from penstock import rng
 from penstock.clock import ManualClock
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.engine.core import EngineCore, Outputs, build_core
 from penstock.kv.hashing import PUBLIC
 from penstock.protocol.worker import ModelInfo, RequestFinished, Submit
@@ -57,7 +57,7 @@ class Gateways:
         max_running = chance.randint(2, 7)
         self.num_blocks = chance.randint(10, 26)
         self.runner = Runner(num_blocks=self.num_blocks, max_running=max_running)
-        config = EngineConfig(
+        config = EngineSettings(
             step_tokens=chance.choice([8, 17, 64]),
             max_running=max_running,
             max_waiting=chance.randint(6, 30),

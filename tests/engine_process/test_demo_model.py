@@ -10,7 +10,7 @@ from conformance import Recorder
 from penstock.backends.base import GenerateRequest
 from penstock.backends.engine.backend import EngineBackend
 from penstock.clock import SystemClock
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.fleet.launchers.base import WorkerSpec
 from penstock.fleet.launchers.local import LocalLauncher
 from penstock.fleet.launchers.log_file import WorkerLogs
@@ -33,7 +33,7 @@ async def demo_worker() -> AsyncIterator[tuple[SupervisedWorker, Tokenizer, list
         worker_id=WorkerId("demo"),
         model_path=str(MODEL),
         model_name=ModelName("penstock-demo"),
-        engine=EngineConfig(threads=1, dtype="float32", kv_memory_bytes=64 * 1024 * 1024),
+        engine=EngineSettings(threads=1, dtype="float32", kv_memory_bytes=64 * 1024 * 1024),
     )
     try:
         yield await launcher.start(spec, EngineBackend(tokenizer, SystemClock())), tokenizer, lines

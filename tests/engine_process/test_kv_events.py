@@ -12,7 +12,7 @@ from raw_worker import Client, raw_worker, submit
 from penstock.clock import NS_PER_S, ManualClock
 from penstock.config.tree import KVEventsConfig
 from penstock.engine.kv_event_publisher import KVEventPublisher
-from penstock.engine.zmq_publisher import ZmqPublisher, open_publisher
+from penstock.engine.zmq_publisher import BUFFER_STEPS, ZmqPublisher, open_publisher
 from penstock.errors import ConfigError
 from penstock.kv.cache.block_pool import BlockPool
 from penstock.kv.cache.manager import KVManager
@@ -36,9 +36,9 @@ TOPIC = b"kv@here"
 # --- numbering and snapshots, without sockets --------------------------------------------------------
 
 
-def feed(**settings: object) -> tuple[BlockPool, KVEventPublisher]:
+def feed(**settings: int) -> tuple[BlockPool, KVEventPublisher]:
     kv = KVManager.without_prefix_cache(8)
-    return kv.pool, KVEventPublisher(kv, KVEventsConfig(**settings), ManualClock(wall_ns=5 * NS_PER_S))
+    return kv.pool, KVEventPublisher(kv, KVEventsConfig(), ManualClock(wall_ns=5 * NS_PER_S), **settings)
 
 
 def name(number: int) -> BlockHash:
@@ -187,8 +187,8 @@ def endpoints() -> Iterator[tuple[str, str]]:
 
 
 @contextmanager
-def publishing(**settings: object) -> Iterator[ZmqPublisher]:
-    publisher = ZmqPublisher(KVEventsConfig(topic=TOPIC.decode(), **settings))
+def publishing(*, buffer_steps: int = BUFFER_STEPS, **settings: object) -> Iterator[ZmqPublisher]:
+    publisher = ZmqPublisher(KVEventsConfig(topic=TOPIC.decode(), **settings), buffer_steps=buffer_steps)
     try:
         yield publisher
     finally:

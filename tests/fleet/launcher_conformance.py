@@ -19,7 +19,7 @@ from scripted_runner import DIE, scripted_text
 from penstock.backends.base import GenerateRequest
 from penstock.backends.engine.backend import EngineBackend
 from penstock.clock import SystemClock
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.errors import CheckpointError, StreamBroken, WorkerUnavailable
 from penstock.fleet.desired_worker import worker_key
 from penstock.fleet.launchers.base import LaunchedWorker, Launcher, WorkerSpec
@@ -44,7 +44,7 @@ class Place:
             worker_id=WorkerId(name),
             model_path=model_path,
             model_name=ModelName("scripted"),
-            engine=EngineConfig(**engine),
+            engine=EngineSettings(**engine),
             runner=RUNNER,
         )
         return await self.launcher.start(

@@ -9,9 +9,10 @@ from conformance import Recorder, Requests
 from fake_backend import FakeBackend
 
 from penstock.clock import SystemClock
+from penstock.config.engine_settings import EngineSettings
 from penstock.config.fleet import WorkerConfig
 from penstock.config.reload import with_members
-from penstock.config.tree import EngineConfig, LogConfig, ModelConfig
+from penstock.config.tree import LogConfig, ModelConfig
 from penstock.errors import ConfigError
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry
@@ -149,7 +150,7 @@ def test_a_reload_takes_who_the_workers_are_and_nothing_else() -> None:
 
 
 def test_replicas_share_the_cores_unless_told_otherwise() -> None:
-    assert share_of(EngineConfig(), 1, 8).threads == 0
-    assert share_of(EngineConfig(), 3, 8).threads == 2
-    assert share_of(EngineConfig(), 16, 8).threads == 1
-    assert share_of(EngineConfig(threads=5), 3, 8).threads == 5
+    assert share_of(EngineSettings(), 1, 8).threads == 0
+    assert share_of(EngineSettings(), 3, 8).threads == 2
+    assert share_of(EngineSettings(), 16, 8).threads == 1
+    assert share_of(EngineSettings(threads=5), 3, 8).threads == 5

@@ -12,6 +12,7 @@ from scripted_worker import DOUBLES, RUNNER
 from penstock.backends.engine.backend import EngineBackend
 from penstock.cli.wiring.early import early_threads
 from penstock.clock import SystemClock
+from penstock.config.engine_settings import EngineSettings
 from penstock.config.fleet import FleetConfig
 from penstock.config.tree import Config, EngineConfig, ModelConfig
 from penstock.fleet.launchers.base import WorkerSpec
@@ -37,7 +38,7 @@ class Place:
             worker_id=WorkerId(name),
             model_path="scripted",
             model_name=ModelName("scripted"),
-            engine=EngineConfig(threads=threads),
+            engine=EngineSettings(threads=threads),
             runner=RUNNER,
         )
         worker = await self.launcher.start(spec, EngineBackend(byte_tokenizer(), SystemClock()))

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from scripted_runner import ScriptedRunner
 
 from penstock.clock import NS_PER_S, ManualClock
+from penstock.config.engine_settings import EngineSettings
 from penstock.config.ledger import PricesConfig
-from penstock.config.tree import EngineConfig
 from penstock.engine.core import EngineCore, build_core
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.machine_costs import Meters
@@ -70,7 +70,7 @@ def test_the_processes_bills_are_one_bill(data: st.DataObject) -> None:
     clock = ManualClock()
     draw = stream(data.draw(st.integers(0, 99)), "steps")
     times_ns = iter(lambda: draw.randrange(1, 300 * MS), 0)
-    engine = build_core(SlowRunner(clock, times_ns), EngineConfig(), b"k" * 32, clock)
+    engine = build_core(SlowRunner(clock, times_ns), EngineSettings(), b"k" * 32, clock)
     processes = [Process(clock) for _ in range(3)]
 
     def step() -> None:
@@ -108,7 +108,7 @@ def test_the_processes_bills_are_one_bill(data: st.DataObject) -> None:
 
 def test_two_processes_with_a_request_each_in_the_same_second_pay_half_each() -> None:
     clock = ManualClock()
-    engine = build_core(SlowRunner(clock, iter([NS_PER_S])), EngineConfig(), b"k" * 32, clock)
+    engine = build_core(SlowRunner(clock, iter([NS_PER_S])), EngineSettings(), b"k" * 32, clock)
     processes = [Process(clock) for _ in range(2)]
     for owner in range(2):
         message = Submit(

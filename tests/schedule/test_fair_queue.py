@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduled_engine import ScheduledEngine
 
-from penstock.config.tree import EngineConfig, FairWeight
+from penstock.config.engine_settings import EngineSettings
 from penstock.errors import Overloaded
 from penstock.kv.hashing import token_array
 from penstock.schedule.class_queue import ClassQueue
@@ -257,9 +257,9 @@ def test_a_full_queue_counts_all_classes_and_forgets_empty_ones() -> None:
 
 
 def test_the_config_chooses_the_order() -> None:
-    assert type(waiting_queue(EngineConfig(scheduling="fcfs"))) is FCFSQueue
-    assert type(waiting_queue(EngineConfig(scheduling="priority"))) is AgeingQueue
-    queue = waiting_queue(EngineConfig(fair_weights=(FairWeight(key="gold", weight=4),)))
+    assert type(waiting_queue(EngineSettings(scheduling="fcfs"))) is FCFSQueue
+    assert type(waiting_queue(EngineSettings(scheduling="priority"))) is AgeingQueue
+    queue = waiting_queue(EngineSettings(fair_weights={"gold": 4}))
     assert isinstance(queue, ClassQueue)
     queue.charge(make(1, key="gold"), prompt=8)
     assert queue.served("gold") == 2

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduled_engine import ScheduledEngine
 
-from penstock.config.tree import ClassTarget, EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.rng import stream
 from penstock.schedule.plan import StepPlan
 from penstock.schedule.prefill_budget import (
@@ -43,11 +43,12 @@ def share(
 
 
 def test_targets_of_a_config() -> None:
-    config = EngineConfig(itl_target_ms=50, itl_targets=(ClassTarget(priority=-1, itl_ms=20.5),))
-    targets = LatencyTargets.of(config)
+    targets = LatencyTargets.of(EngineSettings(itl_target_ms={-1: 20.5}))
     assert targets.of_class(-1) == 20_500_000
+    assert targets.of_class(0) == 0
+    targets = LatencyTargets.of(EngineSettings(itl_target_ms=50))
     assert targets.of_class(0) == targets.of_class(3) == 50_000_000
-    assert LatencyTargets.of(EngineConfig()).of_class(0) == 0
+    assert LatencyTargets.of(EngineSettings()).of_class(0) == 0
 
 
 def test_without_a_limit_prompts_take_all_there_is() -> None:

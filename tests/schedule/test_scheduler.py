@@ -3,7 +3,7 @@
 import pytest
 from scheduled_engine import STEP_NS, ScheduledEngine
 
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.errors import ContextTooLong, InvalidRequest, Overloaded
 from penstock.kv.hashing import token_array
 from penstock.schedule.limits import BatchLimits
@@ -84,8 +84,8 @@ def test_priority_goes_before_arrival() -> None:
 
 
 def test_limits_from_a_config_keep_decode_rows_within_the_budget() -> None:
-    assert BatchLimits.of(EngineConfig(step_tokens=8, max_running=64), 100) == BatchLimits(8, 8, 100)
-    assert BatchLimits.of(EngineConfig(step_tokens=512, max_running=64), 100) == BatchLimits(512, 64, 100)
+    assert BatchLimits.of(EngineSettings(step_tokens=8, max_running=64), 100) == BatchLimits(8, 8, 100)
+    assert BatchLimits.of(EngineSettings(step_tokens=512, max_running=64), 100) == BatchLimits(512, 64, 100)
 
 
 # --- ends -----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from scheduled_engine import ScheduledEngine
 
 from penstock import rng
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.errors import ContextTooLong, KVQuotaExceeded
 from penstock.schedule.order import waiting_queue
 from penstock.schedule.plan import RequestOutput
@@ -98,7 +98,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         overlap=st.booleans(),
     )
     def start(self, scheduling: str, copy_steps: int, **limits) -> None:
-        config = EngineConfig(
+        config = EngineSettings(
             scheduling=scheduling, max_waiting=1000, priority_ageing_s=1e-6, starvation_s=4e-6
         )
         self.engine = ScheduledEngine(**limits, queue=waiting_queue(config), check_every=4)

@@ -6,19 +6,20 @@ import pytest
 from sim_load import poisson
 
 from penstock.clock import NS_PER_S
+from penstock.config.engine_settings import EngineSettings
 from penstock.config.routing import AdmissionConfig
-from penstock.config.tree import Config, EngineConfig
+from penstock.config.tree import Config
 from penstock.policy.limits.rate_limit import RateTerms
 from penstock.sim.world.worker import SimWorkerSpec
 from penstock.sim.world.world import PoolSpec, World, WorldSpec
 
 TIGHT = SimWorkerSpec(
-    engine=EngineConfig(step_tokens=256, max_running=6, max_waiting=64), num_blocks=90, max_model_len=1200
+    engine=EngineSettings(step_tokens=256, max_running=6, max_waiting=64), num_blocks=90, max_model_len=1200
 )
 QUOTA = replace(
-    TIGHT, engine=EngineConfig(step_tokens=128, max_running=8, kv_quota_fraction=0.6, itl_target_ms=30)
+    TIGHT, engine=EngineSettings(step_tokens=128, max_running=8, kv_quota_fraction=0.6, itl_target_ms=30)
 )
-UNCACHED = replace(TIGHT, engine=EngineConfig(max_running=8, prefix_cache=False, scheduling="fcfs"))
+UNCACHED = replace(TIGHT, engine=EngineSettings(max_running=8, prefix_cache=False, scheduling="fcfs"))
 SLICED = Config(
     limits=RateTerms(slice_tokens=16),
     admission=AdmissionConfig(ttft_target_ms=0, tpot_target_ms=0, targets=()),

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.clock import NS_PER_S
-from penstock.config.tree import Config, EngineConfig
+from penstock.config.engine_settings import EngineSettings
+from penstock.config.tree import Config
 from penstock.errors import ConfigError
 from penstock.sim.checks.checks import Checks
 from penstock.sim.scenarios.catalogue import SCENARIOS
@@ -73,7 +74,9 @@ def test_a_stream_moves_only_to_a_worker_that_computes_the_same() -> None:
 def test_a_scenario_is_what_an_operator_would_write() -> None:
     spec = SCENARIOS["downgrade"].build(Knobs()).world
     assert [(model.name, model.replicas) for model in spec.config.models] == [("model", 2), ("small", 2)]
-    assert [pool.worker.engine for pool in spec.pools] == [model.engine for model in spec.config.models]
+    assert [pool.worker.engine.configured for pool in spec.pools] == [
+        model.engine for model in spec.config.models
+    ]
     assert {model.path for model in spec.config.models} == {"/models/7b", "/models/0.5b"}, "names are labels"
     assert len({pool.worker.identity for pool in spec.pools}) == 2
 
@@ -83,6 +86,6 @@ def test_what_penstock_serve_would_refuse_is_refused() -> None:
         SCENARIOS["steady"].build(with_settings(Knobs(), {"routing.models": "[{model: nowhere}]"}))
     with pytest.raises(ConfigError, match=r"models\[0\]\.name"):
         described(Config(), [PoolSpec(model="two words")])
-    other = SimWorkerSpec(engine=EngineConfig(max_running=3))
+    other = SimWorkerSpec(engine=EngineSettings(max_running=3))
     with pytest.raises(ConfigError, match="a model has one"):
         described(Config(), [PoolSpec(region="east"), PoolSpec(region="west", worker=other)])

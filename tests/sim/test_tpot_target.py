@@ -6,8 +6,9 @@ import pytest
 from sim_load import poisson
 
 from penstock.clock import NS_PER_MS
+from penstock.config.engine_settings import EngineSettings
 from penstock.config.routing import AdmissionConfig
-from penstock.config.tree import Config, EngineConfig
+from penstock.config.tree import Config
 from penstock.planning.step_time import LinearStepTime
 from penstock.policy.record import Outcome
 from penstock.sim.world.worker import SimWorkerSpec
@@ -16,7 +17,7 @@ from penstock.sim.world.world import PoolSpec, World, WorldSpec
 PATIENT = Config(admission=AdmissionConfig(ttft_target_ms=0, targets=()))
 
 
-def tpot_ms(engine: EngineConfig) -> list[float]:
+def tpot_ms(engine: EngineSettings) -> list[float]:
     """TPOT of the answers, in order of size, with more streams than steps can carry in time; prompts hardly count."""
     worker = SimWorkerSpec(step_time=LinearStepTime(row_ns=1_000_000, prefill_ns=20_000), engine=engine)
     spec = WorldSpec(config=PATIENT, pools=(PoolSpec(count=1, worker=worker),))
@@ -30,10 +31,10 @@ def tpot_ms(engine: EngineConfig) -> list[float]:
 
 @pytest.mark.parametrize(
     ("engine", "target_ms"),
-    [(EngineConfig(itl_target_ms=35), 35), (EngineConfig(), 50)],
+    [(EngineSettings(itl_target_ms=35), 35), (EngineSettings(), 50)],
     ids=["set", "default"],
 )
-def test_decoding_rows_alone_keep_the_target(engine: EngineConfig, target_ms: float) -> None:
+def test_decoding_rows_alone_keep_the_target(engine: EngineSettings, target_ms: float) -> None:
     times = tpot_ms(engine)
     assert len(times) > 100
     assert quantiles(times, n=20)[-1] <= target_ms

@@ -16,7 +16,7 @@ from penstock.backends.engine.backend import EngineBackend
 from penstock.backends.http.backend import HttpBackend
 from penstock.backends.http.external import ExternalWorker, make_backend
 from penstock.clock import SystemClock
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.errors import ContextTooLong
 from penstock.fleet.launchers.base import WorkerSpec
 from penstock.fleet.launchers.local import LocalLauncher
@@ -182,7 +182,7 @@ async def greedy(
 @asynccontextmanager
 async def our_engine(model: Path) -> AsyncIterator[Backend]:
     launcher = LocalLauncher(SystemClock(), b"secret" * 4)
-    engine = EngineConfig(kv_memory_bytes=64 * 1024 * 1024, max_model_len=2048, threads=1)
+    engine = EngineSettings(kv_memory_bytes=64 * 1024 * 1024, max_model_len=2048, threads=1)
     spec = WorkerSpec(
         worker_id=WorkerId("ours-0"), model_path=str(model), model_name=ModelName("served"), engine=engine
     )

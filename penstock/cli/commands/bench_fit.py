@@ -7,8 +7,8 @@ from rich.table import Table
 from penstock.cli import console
 from penstock.cli.console import check_place
 from penstock.clock import SystemClock
+from penstock.config.engine_settings import EngineSettings
 from penstock.config.presets import resolve
-from penstock.config.tree import EngineConfig
 from penstock.errors import ConfigError
 from penstock.planning.steps_file import fit, write_steps
 
@@ -33,7 +33,9 @@ def fit_steps(model: str, json_path: Path | None, *, seed: int) -> int:
     def progress(stage: str, done: int, total: int) -> None:
         screen.print(f"{stage} ({done} of {total})" if total else stage, markup=False, soft_wrap=True)
 
-    measured = measure_steps(str(resolve(model)), EngineConfig(), SystemClock(), seed=seed, progress=progress)
+    measured = measure_steps(
+        str(resolve(model)), EngineSettings(), SystemClock(), seed=seed, progress=progress
+    )
     law, error = fit(measured.steps)
     write_steps(json_path, measured)
     table = Table("what", title=f"{len(measured.steps)} steps of {measured.name}", title_justify="left")

@@ -17,16 +17,17 @@ from penstock.cli.wiring.progress import loading_display
 from penstock.cli.wiring.signals import on_signal
 from penstock.clock import Clock, SystemClock
 from penstock.config.checkpoints import check_loads
+from penstock.config.engine_settings import EngineSettings
 from penstock.config.hosts import is_loopback
-from penstock.config.launch import WorkerLaunch
 from penstock.config.presets import resolve, served_name
-from penstock.config.tree import MODEL_LEN_MIN, EngineConfig, ModelConfig
+from penstock.config.tree import MODEL_LEN_MIN, ModelConfig
 from penstock.errors import ConfigError
 from penstock.fleet.launchers.base import WorkerSpec
 from penstock.fleet.launchers.log_file import stderr_line
 from penstock.fleet.launchers.process import WorkerProcess
 from penstock.fleet.launchers.supervised import SupervisedWorker
 from penstock.protocol.address import Address, TcpAddress, parse_address
+from penstock.protocol.launch import WorkerLaunch
 from penstock.protocol.worker_auth import KEY_BYTES_MIN, NONCE_BYTES, hash_key_of
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import ModelName, WorkerId
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     model = ModelConfig(path=args.model, name=args.name)
     directory, name = resolve(model.path), ModelName(served_name(model))
     check_loads(directory)
-    engine = EngineConfig(
+    engine = EngineSettings(
         dtype=args.dtype,
         quantization=args.quantization,
         threads=args.threads,

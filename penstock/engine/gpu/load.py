@@ -11,7 +11,7 @@ import torch
 from penstock.clock import Clock
 from penstock.config.tree import EngineConfig
 from penstock.engine.decoder import Decoder, DecoderLimits, WeightSource
-from penstock.engine.fingerprint import identify, name_of, torch_kernels
+from penstock.engine.fingerprint import RANDOM_SEED, identify, name_of, torch_kernels
 from penstock.engine.gpu.flashinfer_ops import flashinfer_ops
 from penstock.engine.gpu.graphs import GraphLimits
 from penstock.engine.gpu.layers import DeviceKernels
@@ -37,6 +37,11 @@ from penstock.types import BLOCK_TOKENS
 OnStage = Callable[[str, int, int], None]
 """Called with (stage in words, done, total)."""
 _cuda = cast(Any, torch.cuda)  # Its stubs leave most types open.
+
+GRAPH_TOKENS_MAX = 2048
+"""Steps of more tokens than this are not captured into graphs, unless all their rows decode."""
+GRAPH_MEMORY_BYTES_MAX = 1024 * 1024 * 1024
+"""GPU memory set aside for graphs."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -91,7 +96,7 @@ def load_on_device(model_path: Path, target: Target, on_progress: OnStage) -> De
         on_progress("loading weights", done, total)
 
     if config.load_format == "random":
-        weights = random_weights(spec, dtype, config.seed, on_bytes, device)
+        weights = random_weights(spec, dtype, RANDOM_SEED, on_bytes, device)
     else:
         weights = load_weights(model_path, spec, names, dtype, on_bytes, device)
     on_progress("preparing kernels", 0, 0)
@@ -145,7 +150,7 @@ class _Builder:
         target = self._target
         # First the steps, so that what they set up once and for all is not counted as free.
         taken = target.platform.peak_bytes(self._run_largest_step)
-        graphs = target.config.graph_memory_bytes_max if taken and target.config.graphs_max else 0
+        graphs = GRAPH_MEMORY_BYTES_MAX if taken and target.config.graphs_max else 0
         return plan_kv(
             target.config,
             self._spec,
@@ -175,10 +180,10 @@ class _Builder:
         )
         graphs = GraphLimits(
             max_running=self._max_running,
-            tokens_max=min(config.graph_tokens_max, config.step_tokens),
+            tokens_max=min(GRAPH_TOKENS_MAX, config.step_tokens),
             # A router of experts asks the device how many tokens each has: that cannot be captured.
             count_max=0 if spec.moe is not None or not target.ops.captures else config.graphs_max,
-            memory_bytes_max=config.graph_memory_bytes_max,
+            memory_bytes_max=GRAPH_MEMORY_BYTES_MAX,
         )
         parts = DeviceParts(
             info=info,

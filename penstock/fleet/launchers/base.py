@@ -10,9 +10,9 @@ from typing import Protocol
 
 from penstock.backends.base import BackendStatus
 from penstock.backends.engine.backend import EngineBackend
-from penstock.config.launch import REAL_RUNNER
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.protocol.address import Address
+from penstock.protocol.launch import REAL_RUNNER
 from penstock.types import ModelName, WorkerId
 
 ProgressCallback = Callable[[BackendStatus], None]
@@ -26,7 +26,7 @@ class WorkerSpec:
     model_path: str
     """A model directory on the worker's machine."""
     model_name: ModelName
-    engine: EngineConfig
+    engine: EngineSettings
     runner: str = REAL_RUNNER
 
 

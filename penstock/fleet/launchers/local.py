@@ -9,7 +9,6 @@ import tempfile
 
 from penstock.backends.engine.backend import EngineBackend
 from penstock.clock import Clock
-from penstock.config.launch import WorkerLaunch
 from penstock.errors import WorkerUnavailable
 from penstock.fleet.launchers.base import WorkerSpec
 from penstock.fleet.launchers.log_file import WorkerLogs
@@ -18,6 +17,7 @@ from penstock.fleet.launchers.process import TakeSpare, WorkerProcess, no_spare
 from penstock.fleet.launchers.supervised import SupervisedWorker
 from penstock.fleet.launchers.supervising import SupervisingLauncher
 from penstock.protocol.address import UnixAddress
+from penstock.protocol.launch import WorkerLaunch
 from penstock.protocol.worker_auth import link_key_of
 
 

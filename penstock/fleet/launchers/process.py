@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.config.launch import WorkerLaunch
 from penstock.fleet.launchers.ports import ReservedPort
 from penstock.protocol.address import Address, UnixAddress
+from penstock.protocol.launch import WorkerLaunch
 
 EXIT_CANNOT_SERVE = 78
 """The worker says that starting it again would fail the same way (engine/worker.py)."""

@@ -19,7 +19,6 @@ import msgspec
 
 from penstock.backends.engine.backend import EngineBackend
 from penstock.clock import Clock
-from penstock.config.launch import WorkerLaunch
 from penstock.config.ray import RayConfig
 from penstock.errors import ConfigError, WorkerUnavailable
 from penstock.fleet.launchers.base import WorkerSpec
@@ -29,6 +28,7 @@ from penstock.fleet.launchers.ray_home import WorkerHome
 from penstock.fleet.launchers.supervised import SupervisedWorker
 from penstock.fleet.launchers.supervising import SupervisingLauncher
 from penstock.protocol.address import Address, TcpAddress, parse_address
+from penstock.protocol.launch import WorkerLaunch
 from penstock.protocol.worker_auth import link_key_of
 
 NODE_LABEL = "ray.io/node-id"

@@ -9,8 +9,8 @@ import contextlib
 from asyncio.subprocess import Process
 from collections.abc import Iterable, Mapping
 
-from penstock.config.launch import REAL_RUNNER
 from penstock.fleet.launchers.process import create_process, environment_of
+from penstock.protocol.launch import REAL_RUNNER
 
 
 class Spares:

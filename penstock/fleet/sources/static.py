@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from penstock.backends.heartbeat import HeartbeatTerms
 from penstock.backends.http.external import BackendDependencies
 from penstock.clock import Clock
-from penstock.config.launch import share_of
+from penstock.config.engine_settings import EngineSettings
+from penstock.config.engine_terms import share_of
 from penstock.config.presets import served_name
 from penstock.config.tree import ModelConfig
 from penstock.fleet.desired_worker import Attached, Launched, worker_id_at
@@ -31,7 +32,7 @@ def launched(
             worker_id=WorkerId(f"{name}-{number}"),
             model_path=path,
             model_name=ModelName(name),
-            engine=share_of(model.engine, model.replicas, cores),
+            engine=EngineSettings.of(share_of(model.engine, model.replicas, cores)),
         )
         yield Launched(
             engine=model.engine,

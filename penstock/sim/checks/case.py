@@ -7,8 +7,9 @@ import msgspec
 
 from penstock import rng
 from penstock.clock import NS_PER_MS, NS_PER_S
+from penstock.config.engine_settings import EngineSettings
 from penstock.config.flow import QueueConfig, SharedConfig
-from penstock.config.tree import Config, EngineConfig
+from penstock.config.tree import Config
 from penstock.planning.step_time import LinearStepTime
 from penstock.policy.limits.rate_limit import RateTerms
 from penstock.policy.resilience.breaker import BreakerTerms
@@ -209,7 +210,7 @@ def _draw_requests(seed: int, shape: CaseShape, per_s: float) -> tuple[SimReques
 
 def _spec(case: Case) -> WorldSpec:
     shape = case.shape
-    engine = EngineConfig(step_tokens=shape.step_tokens, max_running=shape.max_running, max_waiting=64)
+    engine = EngineSettings(step_tokens=shape.step_tokens, max_running=shape.max_running, max_waiting=64)
     worker = SimWorkerSpec(
         step_time=LinearStepTime(fixed_ns=5_000_000, row_ns=300_000, prefill_ns=100_000),
         engine=engine,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from penstock.clock import NS_PER_S
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.schedule.request import Request, Status
 from penstock.sim.world.messages import Began, WorkerMessage
 from penstock.sim.world.worker import SimWorker
@@ -46,7 +46,7 @@ def inverted_in_engine(worker: SimWorker, messages: Sequence[WorkerMessage]) -> 
     return ""
 
 
-def _turn_ns(config: EngineConfig, request: Request) -> int:
+def _turn_ns(config: EngineSettings, request: Request) -> int:
     """When it came, later by what its class stands behind the best."""
     bound = int(config.starvation_s * NS_PER_S) // 2
     behind_ns = int(request.order[0] * config.priority_ageing_s * NS_PER_S)

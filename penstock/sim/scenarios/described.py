@@ -31,7 +31,7 @@ def described(config: Config, pools: Sequence[PoolSpec]) -> tuple[Config, tuple[
                 "path": f"/models/{pool.worker.checkpoint or 'unnamed'}",
                 "name": pool.model,
                 "replicas": 0,
-                "engine": msgspec.to_builtins(pool.worker.engine),
+                "engine": msgspec.to_builtins(pool.worker.engine.configured),
             },
         )
         entry["replicas"] = int(str(entry["replicas"])) + pool.count
@@ -46,6 +46,6 @@ def _as_described(models: dict[str, ModelConfig], pool: PoolSpec) -> PoolSpec:
     model = models.get(pool.model)
     if model is None:
         raise ConfigError(f"no model of the configuration is served as {pool.model}")
-    if model.engine != pool.worker.engine:
+    if model.engine != pool.worker.engine.configured:
         raise ConfigError(f"the pools of {pool.model} have different engines; a model has one")
-    return replace(pool, model=served_name(model), worker=replace(pool.worker, engine=model.engine))
+    return replace(pool, model=served_name(model))

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from penstock.config.tree import Config, EngineConfig
+from penstock.config.engine_settings import EngineSettings
+from penstock.config.tree import Config
 from penstock.planning.accelerators import Accelerator
 from penstock.planning.model_shapes import ModelShape
 from penstock.planning.plan import Demand, Option, Terms
@@ -38,7 +39,7 @@ def check_plan(
     rate = demand.rps * count / needed
     spec = SimWorkerSpec(
         step_time=Roofline(placed), num_blocks=placed.num_blocks, max_model_len=model.max_model_len,
-        engine=EngineConfig(step_tokens=terms.step_tokens, max_running=option.batch), kind=kind_of(placed),
+        engine=EngineSettings(step_tokens=terms.step_tokens, max_running=option.batch), kind=kind_of(placed),
     )  # fmt: skip
     shared = int(demand.hit_rate * demand.prompt_tokens)
     source = Chat(

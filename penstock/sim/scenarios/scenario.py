@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from penstock.clock import NS_PER_S
+from penstock.config.engine_settings import EngineSettings
 from penstock.config.routing import AdmissionConfig
-from penstock.config.tree import EngineConfig
 from penstock.errors import ConfigError
 from penstock.planning.accelerators import accelerator, unknown
 from penstock.planning.model_shapes import model_shape
@@ -137,7 +137,7 @@ def pool(
     max_running = knobs.max_running or 32
     spec = SimWorkerSpec(
         step_time=knobs.step_time or Roofline(placed),
-        engine=EngineConfig(
+        engine=EngineSettings(
             step_tokens=max(knobs.step_tokens or 512, max_running),
             max_running=max_running,
             scheduling=knobs.scheduling or scheduling,

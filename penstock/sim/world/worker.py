@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.errors import PenstockError, WorkerUnavailable
 from penstock.kv.cache.manager import KVManager
 from penstock.kv.events import KVEvent, KVEventLog
@@ -50,7 +50,7 @@ class SimWorkerSpec:
     """One kind of worker."""
 
     step_time: StepTime = field(default_factory=LinearStepTime)
-    engine: EngineConfig = field(default_factory=lambda: EngineConfig(step_tokens=2048, max_running=64))
+    engine: EngineSettings = field(default_factory=lambda: EngineSettings(step_tokens=2048, max_running=64))
     checkpoint: str = ""
     """What is in its model's directory, whatever the model is called."""
     dtype: str = "bf16"

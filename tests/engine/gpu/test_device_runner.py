@@ -13,7 +13,7 @@ from tiny_models import VOCAB_SIZE, save, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.clock import ManualClock
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.engine.gpu.graphs import StepKind
 from penstock.engine.gpu.platform import CpuPlatform, Mark
 from penstock.engine.gpu.runner import FLIGHTS
@@ -315,7 +315,7 @@ def test_a_launch_without_memory_is_done_again_in_parts(qwen3: Path) -> None:
 def test_a_device_that_is_not_there_is_refused_by_name(qwen3: Path) -> None:
     assert not torch.cuda.is_available()
     with pytest.raises(ConfigError, match=r"engine.device is cuda, but torch sees no CUDA device \(torch 2"):
-        build_runner(qwen3, EngineConfig(device="cuda"), ManualClock(), lambda _stage, _done, _total: None)
+        build_runner(qwen3, EngineSettings(device="cuda"), ManualClock(), lambda _stage, _done, _total: None)
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|divide by zero|invalid value):RuntimeWarning")

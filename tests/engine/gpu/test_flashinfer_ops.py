@@ -13,7 +13,7 @@ from device_steps import CPU, MAX_LEN, Heads, Row, device_step, limits
 from torch import Tensor
 
 from penstock.clock import SystemClock
-from penstock.config.tree import EngineConfig
+from penstock.config.engine_settings import EngineSettings
 from penstock.engine.gpu import flashinfer_ops as module
 from penstock.engine.gpu.flashinfer_ops import STEPS_UNDER_WAY, FlashInferOps, flashinfer_ops
 from penstock.engine.gpu.load import cuda_target
@@ -251,7 +251,7 @@ def test_without_the_package_or_a_gpu_it_is_refused(monkeypatch: pytest.MonkeyPa
         flashinfer_ops(TorchOps(), CPU)
     for attention in ("flashinfer", "triton"):
         with pytest.raises(ConfigError, match=r"engine\.attention.*needs a CUDA device"):
-            cuda_target(EngineConfig(device="cpu", attention=attention), SystemClock())
+            cuda_target(EngineSettings(device="cpu", attention=attention), SystemClock())
 
 
 def test_the_doubles_have_the_packages_signatures() -> None:

@@ -56,10 +56,13 @@ class OwnMemory(CpuPlatform):
         return 1 << 20
 
 
-def test_the_cache_gets_its_share_of_what_steps_and_graphs_leave(qwen3: Path) -> None:
+def test_the_cache_gets_its_share_of_what_steps_and_graphs_leave(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.engine.gpu.load.GRAPH_MEMORY_BYTES_MAX", 100_000)
     block_bytes = 16 * 2 * 3 * 2 * 16 * 4  # Tokens, keys and values, layers, heads, size, float32.
     platform = OwnMemory(taken=300_000)
-    settings: dict[str, object] = {"kv_memory_bytes": 0, "graph_memory_bytes_max": 100_000}
+    settings: dict[str, object] = {"kv_memory_bytes": 0}
     runner = device_runner(qwen3, platform=platform, **settings)
     assert platform.steps == 1
     assert runner.info.num_blocks == int(((1 << 20) - 400_000) * 0.5) // block_bytes

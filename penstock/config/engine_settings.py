@@ -1,0 +1,36 @@
+"""The settings of one engine as it runs: the section `engine`, and the constants beside it, which only tests and simulations change."""
+
+from typing import Literal
+
+import msgspec
+
+from penstock.config.tree import EngineConfig
+
+
+class EngineSettings(EngineConfig, frozen=True, kw_only=True):
+    """What a worker is launched with. Every field here is a constant in the product."""
+
+    overlap: Literal["auto", "on", "off"] = "auto"
+    """Plan and launch a step while the one before computes. "auto": on for a GPU, off on the CPU."""
+    max_waiting: int = 1024
+    """Requests queued in the engine at most; one more is refused as overloaded."""
+    priority_ageing_s: float = 10.0
+    """Waiting this long makes up for one priority class."""
+    starvation_s: float = 60.0
+    """A request that came this much later never starts first, whatever the classes."""
+    prefill_tokens_min: int = 4
+    """Prompt tokens that a step takes whatever the target says, so that no prompt starves."""
+    host_kv_idle_s: float = 30.0
+    """KV blocks that no request has used for this long are copied to host memory."""
+    connection_buffer_bytes_max: int = 64 * 1024 * 1024
+    """Unsent bytes that the worker holds for one gateway; over it the connection is dropped."""
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> "EngineSettings":
+        """As configured."""
+        return config if isinstance(config, cls) else cls(**msgspec.structs.asdict(config))
+
+    @property
+    def configured(self) -> EngineConfig:
+        """What of it stands in the configuration."""
+        return EngineConfig(**{name: getattr(self, name) for name in EngineConfig.__struct_fields__})
