@@ -4,11 +4,11 @@ import re
 from collections.abc import Iterator, Sequence
 
 from penstock.config.fleet_checks import fleet_problems
+from penstock.config.flow import queue_problems
 from penstock.config.ledger_checks import price_problems
 from penstock.config.presets import served_name
-from penstock.config.queue_checks import queue_problems
-from penstock.config.routing_checks import routing_problems
-from penstock.config.tenancy_checks import access_problems, host_problems, tenant_problems
+from penstock.config.routing import routing_problems
+from penstock.config.tenancy import access_problems, host_problems, tenant_problems
 from penstock.config.tree import MODEL_LEN_MIN, Config, EngineConfig
 from penstock.errors import ConfigError
 
@@ -30,7 +30,7 @@ def check(config: Config) -> None:
         *_limit_problems(config),
         *_model_problems(config),
         *fleet_problems(config.models, config.fleet),
-        *routing_problems(config),
+        *routing_problems(config.routing, config.admission, [served_name(model) for model in config.models]),
         *price_problems(config.prices),
     ]
     if problems:

@@ -1,5 +1,6 @@
 """Queues, admission, limits' sharing and degradation: the sections `queue`, `admission`, `routing` and `shared`."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -97,3 +98,16 @@ class SharedConfig(Branch, frozen=True, kw_only=True):
     """Gateways that the parent's store takes connections from."""
     frame_bytes_max: Positive = 1024 * 1024
     """One message to or from the parent's store."""
+
+
+def queue_problems(queue: QueueConfig) -> Iterator[str]:
+    """One line for each thing that is wrong."""
+    seen: dict[str, int] = {}
+    for i, band in enumerate(queue.bands):
+        if not band.name:
+            yield f"queue.bands[{i}].name: empty"
+        elif band.name in seen:
+            yield f"queue.bands[{i}].name: {band.name!r} is the name of queue.bands[{seen[band.name]}] already"
+        seen.setdefault(band.name, i)
+    if sum(band.share for band in queue.bands) > 1:
+        yield "queue.bands: their shares add up to more than 1, so not all floors could be honoured"

@@ -15,7 +15,7 @@ import yaml
 from penstock.config.branch import Branch
 from penstock.config.keys import checked, explained
 from penstock.config.notes import Notes, read_notes
-from penstock.config.tenancy_checks import key_problem
+from penstock.config.tenancy import key_problem
 from penstock.config.tree import Config
 from penstock.errors import ConfigError
 

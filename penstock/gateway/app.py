@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from penstock import __version__
 from penstock.clock import NS_PER_S, Clock, sleep
-from penstock.config.tenancy_checks import names_callers
+from penstock.config.tenancy import names_callers
 from penstock.config.tree import Config
 from penstock.errors import Draining, PenstockError
 from penstock.fleet.kv_watch import KVWatch

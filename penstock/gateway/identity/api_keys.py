@@ -24,7 +24,7 @@ from typing import TypeVar
 
 import msgspec
 
-from penstock.config.tenancy_checks import LABEL, id_problem
+from penstock.config.tenancy import LABEL, id_problem
 from penstock.errors import ConfigError
 from penstock.rng import fresh_key, fresh_token
 

@@ -20,8 +20,7 @@ import msgspec
 
 from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.config.branch import extended
-from penstock.config.tenancy import JwtConfig
-from penstock.config.tenancy_checks import url_problem
+from penstock.config.tenancy import JwtConfig, url_problem
 from penstock.errors import IdentityUnavailable
 from penstock.gateway.identity.jwt_terms import JwtTerms
 from penstock.telemetry.log import Log

@@ -17,7 +17,7 @@ import msgspec
 from penstock.clock import Clock, sleep
 from penstock.config.checks import check
 from penstock.config.reload import with_members
-from penstock.config.tenancy_checks import names_callers
+from penstock.config.tenancy import names_callers
 from penstock.config.tree import Config
 from penstock.errors import ConfigError, Unauthenticated
 from penstock.gateway.http.exchange import RequestHead

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.clock import NS_PER_S, Clock
-from penstock.config.tenancy_checks import KEY_TENANT
+from penstock.config.tenancy import KEY_TENANT
 from penstock.config.tree import Config
 from penstock.errors import ConfigError, Forbidden, Unauthenticated
 from penstock.gateway.http.exchange import RequestHead

@@ -15,8 +15,7 @@ import jwt
 
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.branch import extended
-from penstock.config.tenancy import JwtConfig
-from penstock.config.tenancy_checks import id_problem
+from penstock.config.tenancy import JwtConfig, id_problem
 from penstock.errors import Forbidden, Unauthenticated
 from penstock.gateway.identity.auth import Caller
 from penstock.gateway.identity.jwks import ProviderKeys, SigningKey

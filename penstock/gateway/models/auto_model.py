@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 
-from penstock.config.routing import RoutingConfig
-from penstock.config.routing_checks import AUTO
+from penstock.config.routing import AUTO, RoutingConfig
 from penstock.errors import NotFound
 from penstock.policy.extras.complexity import ComplexityRouter, Features
 from penstock.policy.limits.tenant_limits import check_model, may_use_model
