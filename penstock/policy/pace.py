@@ -113,6 +113,7 @@ class Pace:
             if now_ns - at_ns <= OVERDUE * self.backlog_ns:
                 break
             del self._unbegun[request_id, worker]
+            assert (request_id, worker) in self._sent, "who has no output was sent"
             self._overdue.setdefault(worker, set()).add(request_id)
             found.append(worker)
         return found
@@ -135,6 +136,7 @@ class Pace:
         backlog, streams = room.pending_tokens - tokens, running - work.streams
         said_s = _first_s(self._speeds.of(room.view.kind), work, backlog, streams)
         waited = 0 < room.view.max_running < running
+        assert backlog >= 0 <= streams, "it is booked where it was sent"
         self._sent[work.id, room.id] = _Sent(now_ns, backlog, streams, waited, said_s)
         self._unbegun[work.id, room.id] = now_ns
 
@@ -148,6 +150,7 @@ class Pace:
             del self._kinds[next(iter(self._kinds))]
         self._kinds[kind] = None
         first_ns = now_ns - sent.at_ns
+        assert first_ns >= 0, "no output comes before its start"
         self._ratios.append(first_ns / NS_PER_S / max(sent.said_s, _SHORTEST_S))
         if len(self._ratios) >= _SCORED_MIN:
             self._margin = min(_MARGIN_MAX, max(1.0, _p90(self._ratios)))
@@ -177,5 +180,6 @@ def _first_s(speed: Speed, work: Work, backlog: int, streams: int) -> float:
 
 
 def _p90(values: deque[float]) -> float:
+    assert values, "nothing has no quantile"
     ordered = sorted(values)
     return ordered[(9 * len(ordered) - 1) // 10]

@@ -45,6 +45,7 @@ class Leap:
             if num_tokens != request.num_planned + 1 or request.status is not _RUNNING:
                 return 0
             left = request.num_tokens_max - num_tokens
+            assert left > 0, f"{request.request_id} has all its tokens and runs on"
             most = min(most, left)
         available = self._manager.pool.num_available
         if len(running) * (most // BLOCK_TOKENS + 1) <= available:
@@ -62,6 +63,8 @@ class Leap:
         At most `steps_max`, and nothing may have changed since that was asked. Returns those that stop, or are full. O(rows + blocks).
         """
         count, running = len(times_ns) - 1, self._batch.running
+        assert count > 0, "a leap is of one step at least"
+        assert times_ns[0] <= times_ns[-1], "time runs back"
         self._planner.leap(count)
         self._observe(step, times_ns)
         ended: list[Request] = []
