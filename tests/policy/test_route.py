@@ -95,7 +95,7 @@ def fill(world: World, worker: WorkerId, streams: int, tokens: int = 0) -> None:
     """Let a worker run so many streams, with so many prompt tokens to compute in all."""
     room = world.rooms.get(worker)
     assert room is not None
-    for i in range(streams):
+    for i in range(len(room.begun), len(room.begun) + streams):
         each = work(f"{worker}{i}", prompt_tokens=tokens // streams, blocks=0)
         world.rooms.book(room, each)
 
