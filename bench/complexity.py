@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.config.routing import AutoConfig, AutoModel
-from penstock.policy.complexity import ComplexityRouter, Features
+from penstock.policy.extras.complexity import ComplexityRouter, Features
 
 DATA = Path(__file__).parent / "data" / "complexity.jsonl"
 COST_RATIO = 8.0

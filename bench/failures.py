@@ -39,12 +39,12 @@ from penstock.config.tree import AuthConfig, Config, EngineConfig, LogConfig, Mo
 from penstock.errors import WorkerUnavailable
 from penstock.fleet.launchers.base import LaunchedWorker
 from penstock.policy.answers import Start
-from penstock.policy.control import FlowControl
 from penstock.policy.flow import Arrival
-from penstock.policy.health import FleetHealth
+from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.parts import AllHealthy, Health, Parts
+from penstock.policy.queueing.room import WorkerView
 from penstock.policy.record import Outcome
-from penstock.policy.room import WorkerView
+from penstock.policy.resilience.health import FleetHealth
 from penstock.protocol.address import parse_address
 from penstock.rng import stream
 from penstock.telemetry.log import Log

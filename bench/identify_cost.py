@@ -23,15 +23,15 @@ from provenance import write_result
 from penstock.clock import NS_PER_S, SystemClock
 from penstock.config.tenancy import DEFAULT_TIERS, AuthConfig, JwtConfig
 from penstock.config.tree import Config, ServerConfig
-from penstock.gateway import api_keys
-from penstock.gateway.entrance import Access, Entrance
-from penstock.gateway.exchange import RequestHead
-from penstock.gateway.jwks import ProviderKeys, parse_jwks
-from penstock.gateway.key_file import edit_keys
-from penstock.gateway.tenancy import Tenancy
-from penstock.gateway.tenants import read_tenants
-from penstock.gateway.tiers import Tenants
-from penstock.gateway.tokens import Tokens
+from penstock.gateway.http.exchange import RequestHead
+from penstock.gateway.identity import api_keys
+from penstock.gateway.identity.entrance import Access, Entrance
+from penstock.gateway.identity.jwks import ProviderKeys, parse_jwks
+from penstock.gateway.identity.key_file import edit_keys
+from penstock.gateway.identity.tenancy import Tenancy
+from penstock.gateway.identity.tenants import read_tenants
+from penstock.gateway.identity.tiers import Tenants
+from penstock.gateway.identity.tokens import TokenVerifier
 from penstock.telemetry.log import Log
 
 CLOCK = SystemClock()
@@ -102,10 +102,10 @@ def token_cases() -> dict[str, tuple[Callable[[], object], int]]:
         "exp": CLOCK.wall_ns() // NS_PER_S + 3600,
     }
     for name, pair in pairs.items():
-        tokens = Tokens(config, keys, Tenants((), DEFAULT_TIERS, secret=b"bench"), clock=CLOCK)
+        tokens = TokenVerifier(config, keys, Tenants((), DEFAULT_TIERS, secret=b"bench"), clock=CLOCK)
         token = jwt.encode(claims, pair, name, headers={"kid": name}).encode()
 
-        def verify(tokens: Tokens = tokens, token: bytes = token) -> object:
+        def verify(tokens: TokenVerifier = tokens, token: bytes = token) -> object:
             tokens.forget()
             return tokens.find(token)
 

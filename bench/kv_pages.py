@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from provenance import add_json_option, write_result
 
-from penstock.engine.native import Kernels
+from penstock.engine.native import NativeLibrary
 from penstock.engine.native.ops import LayerCache, Rows, paged_attention
 
 NUM_LAYERS = 12
@@ -23,7 +23,7 @@ PAGES = (16, 64, 128)
 
 
 def attention(
-    kernels: Kernels, shape: tuple[int, int, int], rows: int, length: int, *, page: int, block: int
+    kernels: NativeLibrary, shape: tuple[int, int, int], rows: int, length: int, *, page: int, block: int
 ) -> Callable[[int], object]:
     """One call for a layer: pages of `page` tokens are scattered, made of blocks of `block` tokens in order."""
     heads, kv_heads, dim = shape
@@ -42,7 +42,7 @@ def attention(
 
 
 def compare(
-    kernels: Kernels, shape: tuple[int, int, int], rows: int, length: int, rounds: int
+    kernels: NativeLibrary, shape: tuple[int, int, int], rows: int, length: int, rounds: int
 ) -> dict[str, float]:
     sides = {f"pages of {page} as blocks of 16": (page, 16) for page in PAGES}
     sides |= {f"blocks of {page}": (page, page) for page in PAGES[1:]}
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     add_json_option(parser)
     options = parser.parse_args()
-    kernels = Kernels()
+    kernels = NativeLibrary()
     kernels.set_threads(1)
     found: dict[str, dict[str, dict[str, float]]] = {}
     for shape_name, shape in SHAPES.items():

@@ -40,9 +40,9 @@ from penstock.bench.client import CannotConnect, Client, ClientLimits, Endpoint,
 from penstock.clock import NS_PER_S, SystemClock, sleep
 from penstock.config.ledger import ModelPrice, PricesConfig
 from penstock.config.tenancy import TierConfig
-from penstock.gateway.api_keys import issue
-from penstock.gateway.key_file import edit_keys
-from penstock.policy.price import PriceList
+from penstock.gateway.identity.api_keys import issue
+from penstock.gateway.identity.key_file import edit_keys
+from penstock.policy.limits.price import PriceList
 from penstock.protocol.openai import UsageBody, decode_chat_event
 from penstock.protocol.sse import EventReader
 from penstock.telemetry import ledger_files
@@ -107,7 +107,7 @@ class Server:
             "log": {"access": False, "level": "warning"},
             "models": [{"path": model, "name": "m", "engine": {"threads": 1}}],
             "prices": PRICE,
-            "ledger": {"directory": str(self.ledger), "deliver_ms": 50},
+            "ledger": {"directory": str(self.ledger)},
         }
         self._config.write_bytes(msgspec.json.encode(config))  # JSON is YAML.
         self.process = self._start()

@@ -16,11 +16,11 @@ from pathlib import Path
 from provenance import write_result
 
 from penstock.clock import NS_PER_MS, NS_PER_US
-from penstock.config.flow import RateLimitsConfig, SharedConfig
-from penstock.policy.lease import Leases
-from penstock.policy.lease_table import LeaseTable
-from penstock.policy.output_length import OutputLengths
-from penstock.policy.rate_limit import Limiter, Reservation
+from penstock.config.flow import LimitsConfig, SharedConfig
+from penstock.policy.estimates.output_length import OutputLengths
+from penstock.policy.limits.lease import Leases
+from penstock.policy.limits.lease_table import LeaseTable
+from penstock.policy.limits.rate_limit import Limiter, LimitReservation
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId
 
@@ -56,7 +56,7 @@ def bare(num_requests: int) -> int:
 def limiter_of(kind: str) -> tuple[Limiter, Callable[[int], None]]:
     """A limiter, and what its keeper would do every ten milliseconds (counted in)."""
     if kind == "alone":
-        return Limiter(RateLimitsConfig()), lambda now_ns: None
+        return Limiter(LimitsConfig()), lambda now_ns: None
     config = SharedConfig()
     leases, table = Leases(config), LeaseTable(config)
 
@@ -64,7 +64,7 @@ def limiter_of(kind: str) -> tuple[Limiter, Callable[[int], None]]:
         leases.look_for_idle(now_ns)
         leases.granted(now_ns, table.lease(now_ns, "g", leases.asks(now_ns)))
 
-    return Limiter(RateLimitsConfig(), leases.make_bucket), keep
+    return Limiter(LimitsConfig(), leases.make_bucket), keep
 
 
 def life(kind: str, *, headers: bool, renewals: int = 0) -> Work:
@@ -81,7 +81,7 @@ def life(kind: str, *, headers: bool, renewals: int = 0) -> Work:
                 kept_ns = now_ns
             tenant = TENANTS[i % 100]
             reservation = limiter.reserve(now_ns, tenant, 500, 200)
-            assert isinstance(reservation, Reservation)
+            assert isinstance(reservation, LimitReservation)
             for done in range(renewals):
                 reservation.renew(now_ns, 200 + 256 * done + 1)
             if headers:
@@ -93,7 +93,7 @@ def life(kind: str, *, headers: bool, renewals: int = 0) -> Work:
 
 
 def refusals(num_requests: int) -> int:
-    limiter = Limiter(RateLimitsConfig())
+    limiter = Limiter(LimitsConfig())
     limiter.reserve(0, EMPTY, 1, 1)
     start = time.process_time_ns()
     for i in range(num_requests):
@@ -102,7 +102,7 @@ def refusals(num_requests: int) -> int:
 
 
 def lengths(num_requests: int) -> int:
-    known = OutputLengths(RateLimitsConfig())
+    known = OutputLengths(LimitsConfig())
     start = time.process_time_ns()
     for i in range(num_requests):
         tenant = TENANTS[i % 100].id

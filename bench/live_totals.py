@@ -16,9 +16,10 @@ from typing import cast
 import msgspec
 
 from penstock.cli import main as cli
-from penstock.gateway import app, assemble
-from penstock.gateway.dispatch import Dispatcher
-from penstock.gateway.reply import Reply
+from penstock.gateway import app
+from penstock.gateway.dispatch import assemble
+from penstock.gateway.dispatch.dispatcher import Dispatcher
+from penstock.gateway.relay.reply import Reply
 
 COPY_BYTES = 512
 TENANT = "bench"

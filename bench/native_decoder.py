@@ -23,7 +23,7 @@ from penstock.engine.decoder import Decoder, DecoderLimits
 from penstock.engine.kernels import TorchKernels
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.loader import random_weights
-from penstock.engine.native import Kernels
+from penstock.engine.native import NativeLibrary
 from penstock.engine.native.decoder import NativeAttention, NativeDecoder
 from penstock.engine.wiring import choose_computing
 from penstock.models.spec import AttentionSpec, DecoderSpec, MoeSpec, RopeSpec
@@ -60,7 +60,7 @@ class Side:
     """One decoder with its own cache and attention."""
 
     def __init__(
-        self, model: DecoderSpec, rows: int, context: int, kernels: Kernels | None, precision: str
+        self, model: DecoderSpec, rows: int, context: int, kernels: NativeLibrary | None, precision: str
     ) -> None:
         tokens = context + 64
         limits = DecoderLimits(step_tokens=max(512, rows), max_samples=rows, max_model_len=tokens)
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    kernels = Kernels()
+    kernels = NativeLibrary()
     kernels.set_threads(args.threads)
     clock = time.thread_time if args.cpu_time else time.perf_counter
     steps = [("decode", rows, args.context, 1) for rows in args.rows] + [("prefill", 1, 0, 110)]
@@ -183,7 +183,7 @@ def main() -> None:
                 args.json.write_text(json.dumps(document(args, kernels, found), indent=1) + "\n")
 
 
-def document(args: argparse.Namespace, kernels: Kernels, found: list[Figure]) -> dict[str, object]:
+def document(args: argparse.Namespace, kernels: NativeLibrary, found: list[Figure]) -> dict[str, object]:
     setting = {name: value for name, value in vars(args).items() if name != "json"}
     torch_dtype = choose_computing(EngineConfig(kernels="torch"), MODELS["28M"]).dtype
     return {

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from provenance import add_json_option, write_result
 from torch import Tensor
 
-from penstock.engine.native import Kernels
+from penstock.engine.native import NativeLibrary
 from penstock.engine.native.library import Type
 from penstock.engine.native.ops import linear
 from penstock.engine.native.weights import PackedWeight, exact, int4, int8, pack
@@ -53,7 +53,9 @@ def cycle(items: list[Callable[[], object]]) -> Iterator[Callable[[], object]]:
         yield from items
 
 
-def compare(kernels: Kernels, shape: tuple[int, int, int], rounds: int, best: bool) -> dict[str, object]:
+def compare(
+    kernels: NativeLibrary, shape: tuple[int, int, int], rounds: int, best: bool
+) -> dict[str, object]:
     m, n, k = shape
     copies = max(2, min(64, ROTATION_BYTES // (n * k * 2)))
     plain = [torch.randn(n, k).bfloat16() for _ in range(copies)]
@@ -96,7 +98,7 @@ def main() -> None:
     add_json_option(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    kernels = Kernels()
+    kernels = NativeLibrary()
     kernels.set_threads(args.threads)
     print(f"isa {kernels.isa}, {args.threads} threads; times are medians, ratios are torch / native")
     rows = []

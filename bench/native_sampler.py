@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from penstock.clock import SystemClock
-from penstock.engine.native import Kernels
+from penstock.engine.native import NativeLibrary
 from penstock.engine.native.sampler import NativeSampler
 from penstock.engine.sampler import Sampler, SampleRows, TokenSampler
 
@@ -46,7 +46,7 @@ def row_ms(sampler: TokenSampler, logits: torch.Tensor, rows: SampleRows) -> flo
 
 @torch.inference_mode()
 def main() -> None:
-    kernels = Kernels()
+    kernels = NativeLibrary()
     kernels.set_threads(1)
     torch.set_num_threads(1)
     twin, ours = Sampler(VOCAB_SIZE), NativeSampler(kernels)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from native_decoder import MODELS, Side, spec
 
-from penstock.engine.native import Kernels
+from penstock.engine.native import NativeLibrary
 from penstock.engine.native.build import compiler
 from penstock.engine.native.library import STEP_PARTS
 from penstock.engine.native.weights import PackedWeight
@@ -75,7 +75,7 @@ def part_bytes(side: Side) -> dict[str, int]:
 class Timed:
     """One library's decoder and what its steps took."""
 
-    def __init__(self, kernels: Kernels, args: argparse.Namespace, rows: int) -> None:
+    def __init__(self, kernels: NativeLibrary, args: argparse.Namespace, rows: int) -> None:
         self.side = Side(MODELS[args.model], rows, args.context, kernels, args.precision)
         self.totals: list[float] = []
         self.parts: list[np.ndarray] = []
@@ -125,7 +125,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     read = read_loop()
-    libraries = [Kernels()] + ([Kernels(args.against)] if args.against else [])
+    libraries = [NativeLibrary()] + ([NativeLibrary(args.against)] if args.against else [])
     for rows in args.rows:
         sides = [Timed(each, args, rows) for each in libraries]
         buffer = torch.ones(sum(part_bytes(sides[0].side).values()), dtype=torch.uint8)

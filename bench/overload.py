@@ -4,7 +4,7 @@
     python bench/overload.py --server DIR/.venv/bin/python ...     another build of the server, measured by this same script
 
 Goodput is requests per second whose TTFT and TPOT both kept their promise, also told in the tokens of those requests. The promise is the
-default configuration's (`policy/promise.py`): by band, and never less than `idle_factor` times what a request of that length takes on
+default configuration's (`policy/admission/promise.py`): by band, and never less than `idle_factor` times what a request of that length takes on
 the idle machine, which is measured first. The server runs with its defaults.
 
 1. Idle: requests of each length class, one by one.
@@ -43,9 +43,9 @@ from penstock.bench.client import Client, ClientLimits, Endpoint
 from penstock.bench.stats import percentile
 from penstock.clock import NS_PER_MS, NS_PER_S, SystemClock
 from penstock.config.routing import AdmissionConfig
-from penstock.gateway import api_keys
-from penstock.gateway.key_file import edit_keys
-from penstock.policy.promise import Promise, Promises
+from penstock.gateway.identity import api_keys
+from penstock.gateway.identity.key_file import edit_keys
+from penstock.policy.admission.promise import Promise, Promises
 
 CLOCK = SystemClock()
 MODEL = "m"

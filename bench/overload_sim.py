@@ -26,18 +26,18 @@ from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config, EngineConfig
 from penstock.planning.step_time import LinearStepTime
 from penstock.policy.answers import Start
-from penstock.policy.band import cost
-from penstock.policy.control import FlowControl
 from penstock.policy.flow import Arrival
+from penstock.policy.lifecycle.control import FlowControl
+from penstock.policy.queueing.room import WorkerView
 from penstock.policy.record import Outcome, UsageRecord
-from penstock.policy.room import WorkerView
 from penstock.policy.tenant import Tenant
+from penstock.schedule.fair_share import cost
 from penstock.sim.scenarios.goodput import drained_s, goodput_of, mixed
 from penstock.sim.scenarios.setup import Knobs, play
 from penstock.sim.traffic.request import RequestRecord, Segment, SimRequest
 from penstock.sim.world.messages import Submission, Told
 from penstock.sim.world.spec import PoolSpec, WorldSpec
-from penstock.sim.world.worker import SimWorker, WorkerSpec
+from penstock.sim.world.worker import SimWorker, SimWorkerSpec
 from penstock.sim.world.world import World
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
@@ -57,7 +57,7 @@ def world_of(
     tenants: list[Tenant] | None = None,
 ) -> World:
     """A gateway and its workers, of `slots` rows each."""
-    worker = WorkerSpec(
+    worker = SimWorkerSpec(
         step_time=LinearStepTime(fixed_ns=STEP_NS, row_ns=0, prefill_ns=PREFILL_NS, kv_ps=0),
         engine=EngineConfig(step_tokens=4096, max_running=slots, max_waiting=64),
         num_blocks=slots * 600,

@@ -22,7 +22,7 @@ from provenance import add_json_option, write_result
 from penstock import rng
 from penstock.clock import NS_PER_MS, ManualClock
 from penstock.kv.cache.manager import KVManager
-from penstock.schedule.limits import Limits
+from penstock.schedule.limits import BatchLimits
 from penstock.schedule.plan import Sampled, StepPlan, StepResult
 from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget, PromptShare
 from penstock.schedule.queue import FCFSQueue
@@ -92,7 +92,7 @@ class Machine:
     def __init__(self, law: Law, prefill: PrefillBudget, noise: float, seed: int, step_tokens: int) -> None:
         self.clock, self.law, self.noise = ManualClock(now_ns=1), law, noise
         self.chance = rng.stream(seed, "hiccups")
-        limits = Limits(step_tokens=step_tokens, max_running=64, max_model_len=4096)
+        limits = BatchLimits(step_tokens=step_tokens, max_running=64, max_model_len=4096)
         manager = KVManager.without_prefix_cache(4096)
         self.scheduler = Scheduler(limits, manager, self.clock, FCFSQueue(100), prefill)
         self.streams: dict[RequestId, Stream] = {}

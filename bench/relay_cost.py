@@ -32,7 +32,7 @@ from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig
 from penstock.fleet.registry import Registry
 from penstock.gateway.app import Gateway
-from penstock.gateway.models import ServedModel
+from penstock.gateway.models.served import ServedModel
 from penstock.protocol.worker import ModelInfo
 from penstock.rng import IdSource
 from penstock.telemetry.log import Log

@@ -16,18 +16,18 @@ from statistics import median, quantiles
 from time import process_time_ns
 
 from penstock.config.flow import QueueConfig
-from penstock.config.placement import PlacementConfig
 from penstock.kv.hashing import BlockHasher
 from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.prefix_index import Tier
 from penstock.kv.index.prompt_keys import PromptKeyMaker, PromptKeys
 from penstock.kv.index.vllm_events import Stored
-from penstock.policy.band import Work
-from penstock.policy.decision_log import DecisionLog
 from penstock.policy.parts import LeastLoaded, Placement
-from penstock.policy.room import Room, Rooms, WorkerView
-from penstock.policy.route import Router
+from penstock.policy.placement.decision_log import DecisionLog
+from penstock.policy.placement.route import Router
+from penstock.policy.placement_terms import PlacementTerms
+from penstock.policy.queueing.band import Work
+from penstock.policy.queueing.room import Room, Rooms, WorkerView
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
 KEY, IDENTITY = b"bench/router_decision", "bench"
@@ -110,7 +110,7 @@ def rig(policy: str, num_workers: int, seed: int) -> Rig:
     if policy == "least_loaded":
         return Rig(LeastLoaded(), rooms, prompts, seed)
     log = DecisionLog(kept_max=1024)
-    config = PlacementConfig(policy=policy)
+    config = PlacementTerms(policy=policy)
     return Rig(Router("m", config, Random(seed).randrange, locality=locality, log=log), rooms, prompts, seed)
 
 

@@ -23,16 +23,16 @@ from penstock.kv.hashing import BlockHasher
 from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.prompt_keys import PromptKeys, own_keys
-from penstock.policy.band import Work
 from penstock.policy.parts import LeastLoaded, Placement
-from penstock.policy.room import Room, Rooms
+from penstock.policy.queueing.band import Work
+from penstock.policy.queueing.room import Room, Rooms
 from penstock.sim.traffic.arrivals import Poisson
 from penstock.sim.traffic.prompts import BlockNames
 from penstock.sim.traffic.request import Segment, SimRequest
 from penstock.sim.traffic.traces import Trace
-from penstock.sim.traffic.workload import Callers, Conversations, Lengths, even, merged
+from penstock.sim.traffic.workload import Callers, Conversations, LengthDistribution, even, merged
 from penstock.sim.world.spec import PoolSpec, WorldSpec
-from penstock.sim.world.worker import WorkerSpec
+from penstock.sim.world.worker import SimWorkerSpec
 from penstock.sim.world.world import World
 from penstock.types import WorkerId
 
@@ -100,7 +100,7 @@ class Approximate(LeastLoaded):
         self._seen.sent(now_ns, room.id, work.keys)
 
 
-def spec_of(policy: str, seed: int, worker: WorkerSpec) -> WorldSpec:
+def spec_of(policy: str, seed: int, worker: SimWorkerSpec) -> WorldSpec:
     """Four workers behind one gateway."""
     made: Callable[[], Placement] | None = {"round_robin": RoundRobin, "approximate": Approximate}.get(policy)
     named = policy if made is None else "ttft"
@@ -134,7 +134,7 @@ def ideal_hit_rate(requests: Sequence[SimRequest]) -> float:
     return hits / total
 
 
-def run(policy: str, seed: int, requests: Sequence[SimRequest], worker: WorkerSpec) -> dict[str, float]:
+def run(policy: str, seed: int, requests: Sequence[SimRequest], worker: SimWorkerSpec) -> dict[str, float]:
     """One run: hit rate and TTFT."""
     result = World(spec_of(policy, seed, worker), iter(requests)).run()
     counters = result.counters
@@ -158,8 +158,8 @@ def workload(args: argparse.Namespace, seed: int) -> list[SimRequest]:
         callers=Callers(tenants=even(8)),
         system_tokens=1500,
         turns=6.0,
-        message=Lengths(400, 1.0, maximum=8192),
-        output=Lengths(200, maximum=2048),
+        message=LengthDistribution(400, 1.0, maximum=8192),
+        output=LengthDistribution(200, maximum=2048),
         think_s=10.0,
     )
     return list(merged([talks], seed, args.seconds))
@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=16_384, help="KV blocks of a worker")
     parser.add_argument("--policies", nargs="*", default=POLICIES)
     args = parser.parse_args()
-    worker = WorkerSpec(
+    worker = SimWorkerSpec(
         engine=EngineConfig(step_tokens=2048, max_running=64), num_blocks=args.blocks, max_model_len=131_072
     )
     found: dict[str, list[dict[str, float]]] = {policy: [] for policy in args.policies}

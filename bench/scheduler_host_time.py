@@ -18,7 +18,7 @@ from penstock import rng
 from penstock.clock import NS_PER_MS, SystemClock
 from penstock.kv.cache.manager import KVManager, blocks_for
 from penstock.kv.hashing import BlockHasher, token_array
-from penstock.schedule.limits import Limits
+from penstock.schedule.limits import BatchLimits
 from penstock.schedule.plan import Sampled, StepPlan, StepResult
 from penstock.schedule.queue import FCFSQueue
 from penstock.schedule.request import Request
@@ -32,7 +32,7 @@ def make_scheduler(rows: int, context: int, steps: int) -> Scheduler:
     """A scheduler with `rows` requests submitted that will still decode after `steps` steps."""
     num_blocks = rows * (blocks_for(context + 2 * steps) + 3)
     hasher = BlockHasher(key=b"bench" * 4, identity="bench bfloat16")
-    limits = Limits(step_tokens=8192, max_running=rows, max_model_len=context + BLOCK_TOKENS + 4 * steps)
+    limits = BatchLimits(step_tokens=8192, max_running=rows, max_model_len=context + BLOCK_TOKENS + 4 * steps)
     manager = KVManager.with_prefix_cache(num_blocks, hasher)
     scheduler = Scheduler(limits, manager, CLOCK, FCFSQueue(rows))
     tokens = rng.stream(0, "scheduler bench")

@@ -29,7 +29,7 @@ from modelled_runner import VOCAB_SIZE, Modelled, OnDevice
 
 from penstock import rng
 from penstock.bench.client import Client, ClientLimits, Endpoint
-from penstock.bench.measure import Stopwatch, Tally
+from penstock.bench.measure import LoadTally, Stopwatch
 from penstock.clock import NS_PER_MS, NS_PER_S, SystemClock, sleep
 from penstock.config.launch import WorkerLaunch
 from penstock.config.tree import EngineConfig
@@ -41,7 +41,14 @@ from penstock.sim.scenarios.setup import Knobs, Setup, play
 from penstock.sim.traffic.arrivals import Poisson
 from penstock.sim.traffic.request import Segment, SimRequest
 from penstock.sim.traffic.traces import Trace
-from penstock.sim.traffic.workload import Callers, Conversations, Lengths, Source, even, merged
+from penstock.sim.traffic.workload import (
+    Callers,
+    Conversations,
+    LengthDistribution,
+    TrafficSource,
+    even,
+    merged,
+)
 from penstock.sim.world.spec import WorldSpec
 
 HERE = Path(__file__).parent
@@ -51,14 +58,14 @@ FIRST_TOKEN = 400
 GOAL = 0.10
 
 
-def source(args: argparse.Namespace) -> Source:
+def source(args: argparse.Namespace) -> TrafficSource:
     """The traffic: a trace, or conversations of one tenant."""
     callers = Callers(model="m", tenants=even(1))
     if args.trace is not None:
         return Trace(path=args.trace, callers=callers, speed=args.speed, prompt_max=MODEL_LEN - 1024)
     return Conversations(
         arrivals=Poisson(args.rate / 3), callers=callers, system_tokens=160, turns=3.0, think_s=5.0,
-        message=Lengths(200, 0.7, maximum=2048), output=Lengths(50, 0.6, maximum=256), context_max=6000,
+        message=LengthDistribution(200, 0.7, maximum=2048), output=LengthDistribution(50, 0.6, maximum=256), context_max=6000,
     )  # fmt: skip
 
 
@@ -115,7 +122,7 @@ def body(request: SimRequest, *, has_answers: bool) -> bytes:
 
 
 async def real_load(args: argparse.Namespace, url: str) -> dict[str, float]:
-    clock, tally = SystemClock(), Tally(args.seed)
+    clock, tally = SystemClock(), LoadTally(args.seed)
     client = Client(Endpoint.parse(url), limits=ClientLimits(request_timeout_s=600))
     requests = [
         (each.at_ns, body(each, has_answers=args.trace is None))

@@ -32,7 +32,7 @@ from penstock.planning.step_time import LinearStepTime
 from penstock.sim.traffic.request import RequestRecord, Segment, SimRequest
 from penstock.sim.world.result import SimResult
 from penstock.sim.world.spec import PoolSpec, WorldSpec
-from penstock.sim.world.worker import WorkerSpec
+from penstock.sim.world.worker import SimWorkerSpec
 from penstock.sim.world.world import World
 
 ROWS = 64
@@ -46,8 +46,8 @@ PARTS = {
     "sim/world/gateway": "simulated gateway", "sim/world/caches": "simulated gateway", "sim/traffic/prompts": "block names",
     "sim/traffic/streams": "block names", "sim/world/result": "records and digest", "sim/traffic/request": "records and digest",
     "kv/cache/block_pool": "blocks and prefix cache", "kv/cache/manager": "blocks and prefix cache",
-    "kv/cache/prefix_cache": "blocks and prefix cache", "kv/hashing": "blocks and prefix cache", "policy/route": "router",
-    "policy/score": "router", "policy/pick": "router", "policy/speed": "router", "policy/online_law": "laws of waiting and speed",
+    "kv/cache/prefix_cache": "blocks and prefix cache", "kv/hashing": "blocks and prefix cache", "policy/placement/route": "router",
+    "policy/placement/score": "router", "policy/placement/pick": "router", "policy/estimates/speed": "router", "policy/estimates/online_law": "laws of waiting and speed",
     "policy/wait_time": "laws of waiting and speed", "schedule/": "scheduler", "kv/": "KV index and its events",
     "policy/": "flow control, limits, ledger",
 }  # fmt: skip
@@ -113,7 +113,7 @@ def drop(_: RequestRecord) -> None:
 def simulate(load: Load, *, leaps: bool = True, num_blocks: int = 16_384) -> tuple[SimResult, float]:
     """The run, and its seconds of processor time."""
     engine = EngineConfig(step_tokens=2048, max_running=ROWS, itl_target_ms=50)
-    worker = WorkerSpec(step_time=STEP, engine=engine, num_blocks=num_blocks, leaps=leaps)
+    worker = SimWorkerSpec(step_time=STEP, engine=engine, num_blocks=num_blocks, leaps=leaps)
     spec = WorldSpec(pools=(PoolSpec(worker=worker, count=load.workers),))
     world = World(spec, load, on_record=drop)
     began_s = process_time()

@@ -31,7 +31,7 @@ from modelled_runner import Linear, Modelled
 
 from penstock import rng
 from penstock.bench.client import Client, ClientLimits, Endpoint
-from penstock.bench.load import Level, LoadRun, Shape
+from penstock.bench.load import Level, LoadRun, RequestShape
 from penstock.bench.prompts import Prompt, PromptPlan, made
 from penstock.clock import SystemClock
 from penstock.config.launch import WorkerLaunch
@@ -170,7 +170,7 @@ async def drive(stack: Stack, rates: list[float], seconds: float, *, seed: int, 
         level = Level(name=f"{run}/{tenant}", requests_max=10**9, duration_s=seconds, rate=rate)
         load = LoadRun(
             stack.client(tenant),
-            Shape(model="m", output_tokens=OUTPUT),
+            RequestShape(model="m", output_tokens=OUTPUT),
             level,
             seed=seed,
             clock=CLOCK,

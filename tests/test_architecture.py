@@ -19,7 +19,7 @@ ALLOWED = {
     "kv": "types errors config",
     "models": "types errors config",
     "schedule": "kv clock types errors config",
-    "policy": "kv clock types errors config",
+    "policy": "schedule kv clock types errors config",
     "protocol": "types errors config",
     "text": "types errors config",
     "telemetry": "policy clock types errors config",

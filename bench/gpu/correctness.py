@@ -15,8 +15,7 @@ import torch
 from common import CLOCK, Bench, Report
 
 from penstock.config.tree import EngineConfig
-from penstock.engine.core import Runner as AnyRunner
-from penstock.engine.core import build_core
+from penstock.engine.core import StepRunner, build_core
 from penstock.engine.gpu.load import load_on_device
 from penstock.engine.gpu.runner import DeviceRunner
 from penstock.engine.runner import load_runner
@@ -140,7 +139,7 @@ def kinds(bench: Bench) -> list[SamplingParams]:
 
 
 def ask(
-    runner: AnyRunner, asked: list[list[int]], how: tuple[SamplingParams, ...] | list[SamplingParams]
+    runner: StepRunner, asked: list[list[int]], how: tuple[SamplingParams, ...] | list[SamplingParams]
 ) -> list[Answer]:
     """Tokens and log-probabilities (of the prompt, then of the answer) of requests that start together."""
     core = build_core(runner, settings(prefix_cache=False), b"k" * 32, CLOCK)

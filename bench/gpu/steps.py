@@ -8,7 +8,14 @@ from common import Bench
 from torch import Tensor
 
 from penstock.engine.gpu.ops import HeadRotation, Ops, Partials
-from penstock.engine.gpu.step import DeviceStep, Int32Array, RowState, StepBuffer, StepInputs, StepLimits
+from penstock.engine.gpu.step import (
+    DeviceStep,
+    DeviceStepInputs,
+    Int32Array,
+    RowState,
+    StepBuffer,
+    StepLimits,
+)
 from penstock.engine.gpu.worklist import WorkList, WorkListLimits
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.rotary import RotaryTable
@@ -60,7 +67,7 @@ def case(bench: Bench, spec: DecoderSpec, rows: Rows, *, layers: int = 2) -> Cas
     buffer.fill(places, computed, new, np.arange(len(rows), dtype=np.int32), work)
     on_device = StepBuffer(limits, device)
     on_device.flat.copy_(buffer.flat)
-    inputs = StepInputs.allocate(limits, device).head(step_tokens, len(rows))
+    inputs = DeviceStepInputs.allocate(limits, device).head(step_tokens, len(rows))
     held = -(-(computed + new) // BLOCK_TOKENS)
     small = spec_of_layers(spec, layers)
     cache = KVCache(small, int(held.sum()) + 3, bench.dtype, device)

@@ -10,7 +10,7 @@ import msgspec
 from peers.figures import Arrival, Level, PrefixTimes
 from penstock.bench.client import Client, Endpoint, Response
 from penstock.bench.load import Level as LoadLevel
-from penstock.bench.load import LoadRun, Shape, probe
+from penstock.bench.load import LoadRun, RequestShape, probe
 from penstock.bench.prompts import Prompt, PromptPlan, made, sentence
 from penstock.bench.prompts import probe as probe_prompt
 from penstock.bench.report import level_report
@@ -62,12 +62,12 @@ class Bench:
         self._client = Client(Endpoint.parse(url))
         self._clock = SystemClock()
         self._plan, self._tag = plan, tag
-        self._shape = Shape(model=model, output_tokens=OUTPUT_TOKENS)
+        self._shape = RequestShape(model=model, output_tokens=OUTPUT_TOKENS)
         self._tokens = Tokens(1.0, 0.0)
 
     async def calibrate(self) -> None:
         """Two probes tell tokens per word and what the chat template adds; then every path is warmed up."""
-        short = Shape(model=self._shape.model, output_tokens=1)
+        short = RequestShape(model=self._shape.model, output_tokens=1)
         counts = [
             (
                 await probe(self._client, short, probe_prompt(self._plan.seed, f"{self._tag} probe", words))
@@ -77,7 +77,7 @@ class Bench:
         per_word = max(0.1, (counts[1] - counts[0]) / (PROBE_WORDS[1] - PROBE_WORDS[0]))
         self._tokens = Tokens(per_word, max(0.0, counts[0] - per_word * PROBE_WORDS[0]))
         for callers in self._plan.levels:
-            warm = Shape(model=self._shape.model, output_tokens=8)
+            warm = RequestShape(model=self._shape.model, output_tokens=8)
             level = LoadLevel(name=f"warm{callers}", requests_max=callers, concurrency=callers)
             await LoadRun(self._client, warm, level, seed=1, clock=self._clock).run(self._prompts(level.name))
 

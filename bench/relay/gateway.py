@@ -34,14 +34,15 @@ from penstock import __version__, collector, rng
 from penstock.backends.engine.backend import OwnBackend
 from penstock.cli.wiring.models import make_part
 from penstock.clock import SystemClock
+from penstock.config.flow import LimitsConfig
 from penstock.config.ledger import AcceleratorPrice, LedgerConfig, ModelPrice, PricesConfig
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tenancy import TierConfig
-from penstock.config.tree import AuthConfig, Config, LimitsConfig, LogConfig, ModelConfig, ServerConfig
+from penstock.config.tree import AuthConfig, Config, LogConfig, ModelConfig, ServerConfig
 from penstock.fleet.registry import Registry
-from penstock.gateway.api_keys import ApiKey, digest_of
 from penstock.gateway.app import Gateway
-from penstock.gateway.key_file import edit_keys
+from penstock.gateway.identity.api_keys import ApiKey, digest_of
+from penstock.gateway.identity.key_file import edit_keys
 from penstock.protocol.address import UnixAddress
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics

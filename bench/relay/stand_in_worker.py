@@ -21,14 +21,14 @@ from pathlib import Path
 import uvloop
 
 from penstock.protocol.worker import (
-    Abort,
-    Finish,
+    AbortRequest,
     FrameDecoder,
     ModelInfo,
     Output,
     Ping,
     Pong,
     Ready,
+    RequestFinished,
     Stats,
     StepOutput,
     Submit,
@@ -109,7 +109,7 @@ class Worker(asyncio.Protocol):
                 self._arm(batch)
             elif isinstance(message, Ping):
                 self._write(Pong())
-            elif isinstance(message, Abort):
+            elif isinstance(message, AbortRequest):
                 for request_id in message.request_ids:
                     self._abort(request_id)
 
@@ -170,8 +170,8 @@ class Worker(asyncio.Protocol):
             batch.running.clear()
 
 
-def _finish(reason: FinishReason, num_prompt: int, num_tokens: int) -> Finish:
-    return Finish(reason=reason, usage=Usage(prompt_tokens=num_prompt, completion_tokens=num_tokens))
+def _finish(reason: FinishReason, num_prompt: int, num_tokens: int) -> RequestFinished:
+    return RequestFinished(reason=reason, usage=Usage(prompt_tokens=num_prompt, completion_tokens=num_tokens))
 
 
 async def _main(path: str, period_us: int, num_batches: int = 1, steps: Steps | None = None) -> None:

@@ -11,7 +11,7 @@ from penstock import rng
 from penstock.bench.environment import read_environment
 from penstock.clock import Clock
 from penstock.config.tree import EngineConfig
-from penstock.engine.core import EngineCore, Runner, build_core
+from penstock.engine.core import EngineCore, StepRunner, build_core
 from penstock.engine.runner import build_runner
 from penstock.planning.steps_file import Step, StepsFile
 from penstock.protocol.worker import ModelInfo, Submit
@@ -31,21 +31,21 @@ Progress = Callable[[str, int, int], None]
 class _Watching:
     """A runner that remembers what its last step computed. It offers `run` alone, so that steps do not overlap."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: StepRunner) -> None:
         self._runner = runner
         self.load = StepLoad()
 
     @property
     def info(self) -> ModelInfo:
-        """See `Runner`."""
+        """See `StepRunner`."""
         return self._runner.info
 
     def warm_up(self) -> None:
-        """See `Runner`."""
+        """See `StepRunner`."""
         self._runner.warm_up()
 
     def run(self, plan: StepPlan) -> StepResult:
-        """See `Runner`."""
+        """See `StepRunner`."""
         self.load = StepLoad.of(plan.work)
         return self._runner.run(plan)
 

@@ -13,23 +13,23 @@ import msgspec
 
 from penstock import rng
 from penstock.bench.client import Client, EndpointError
-from penstock.bench.measure import NO_PROMISE, Stopwatch, Tally
+from penstock.bench.measure import NO_PROMISE, LoadTally, Stopwatch
 from penstock.bench.prompts import Prompt
 from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.errors import PenstockError
-from penstock.policy.promise import Promise
+from penstock.policy.admission.promise import Promise
 from penstock.protocol.openai import UsageBody, decode_chat_event, refusal_text
 
 REFUSED_PAUSE_S = 0.1
 """What a closed-loop caller waits after a failure, so that instant refusals do not become a spin."""
 
 
-class ProbeFailed(PenstockError):
+class ProbeRefused(PenstockError):
     """The endpoint refuses even a small request: no use in loading it."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Shape:
+class RequestShape:
     """What every request of a run has in common."""
 
     model: str
@@ -75,7 +75,7 @@ class LoadRun:
     def __init__(
         self,
         client: Client,
-        shape: Shape,
+        shape: RequestShape,
         level: Level,
         *,
         seed: int,
@@ -85,7 +85,7 @@ class LoadRun:
         assert (level.concurrency is None) != (level.rate is None)
         self._client, self._shape, self._level = client, shape, level
         self._seed, self._clock = seed, clock
-        self.tally = Tally(seed, promise)
+        self.tally = LoadTally(seed, promise)
         self.started_ns = 0
         self.ended_ns = 0
 
@@ -160,7 +160,7 @@ class LoadRun:
             tally.in_flight -= 1
 
 
-async def probe(client: Client, shape: Shape, prompt: Prompt) -> UsageBody:
+async def probe(client: Client, shape: RequestShape, prompt: Prompt) -> UsageBody:
     """One small request outside the measurement; its usage calibrates the prompts.
 
     Raises:
@@ -169,11 +169,11 @@ async def probe(client: Client, shape: Shape, prompt: Prompt) -> UsageBody:
     """
     response = await client.post("/chat/completions", shape.body(prompt, stream=False))
     if response.status != 200:
-        raise ProbeFailed(f"HTTP {response.status}: {refusal_text(response.status, response.body)}")
+        raise ProbeRefused(f"HTTP {response.status}: {refusal_text(response.status, response.body)}")
     try:
         usage = decode_chat_event(response.body).usage
     except msgspec.DecodeError as error:
-        raise ProbeFailed(f"the answer is not a chat completion: {error}") from error
+        raise ProbeRefused(f"the answer is not a chat completion: {error}") from error
     if usage is None or (usage.prompt_tokens or 0) < 1:
-        raise ProbeFailed("the answer has no usage, so prompts cannot be sized; use --dataset")
+        raise ProbeRefused("the answer has no usage, so prompts cannot be sized; use --dataset")
     return usage

@@ -18,7 +18,7 @@ from penstock import rng
 from penstock.bench.client import Response
 from penstock.bench.stats import Samples
 from penstock.clock import Clock
-from penstock.policy.promise import Promise
+from penstock.policy.admission.promise import Promise
 from penstock.protocol.openai import ChatEvent, UsageBody, decode_chat_event, error_text, refusal_text
 from penstock.protocol.sse import EventReader
 
@@ -28,7 +28,7 @@ NO_PROMISE = Promise()
 
 
 @dataclass(slots=True)
-class Tally:
+class LoadTally:
     """Everything that one load level counts. All times in nanoseconds."""
 
     seed: int
@@ -88,7 +88,7 @@ class Stopwatch:
         "_usage",
     )
 
-    def __init__(self, tally: Tally, clock: Clock, intended_ns: int) -> None:
+    def __init__(self, tally: LoadTally, clock: Clock, intended_ns: int) -> None:
         self._tally, self._clock, self._intended_ns = tally, clock, intended_ns
         self._reader = EventReader()
         self._first_ns = self._last_ns = 0

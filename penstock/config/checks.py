@@ -4,8 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from penstock.config.fleet_checks import fleet_problems
-from penstock.config.health_checks import health_problems
-from penstock.config.ledger_checks import ledger_problems, price_problems
+from penstock.config.ledger_checks import price_problems
 from penstock.config.presets import served_name
 from penstock.config.queue_checks import queue_problems
 from penstock.config.routing_checks import routing_problems
@@ -25,7 +24,6 @@ def check(config: Config) -> None:
         *host_problems(config.server.hosts),
         *_origin_problems(config.server.cors_origins),
         *queue_problems(config.queue),
-        *health_problems(config.health),
         *tenant_problems(
             config.tenants, config.tiers, config.auth, [band.name for band in config.queue.bands]
         ),
@@ -34,7 +32,6 @@ def check(config: Config) -> None:
         *fleet_problems(config.models, config.fleet),
         *routing_problems(config),
         *price_problems(config.prices),
-        *ledger_problems(config.ledger),
     ]
     if problems:
         raise ConfigError("\n".join(problems))

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from penstock.config.branch import Branch, Positive, Seconds
+from penstock.config.branch import Branch, Positive
 
 Money = Annotated[float, Meta(ge=0, le=1_000_000_000)]
 """In units of `prices.currency`; kept as whole millionths."""
@@ -59,18 +59,11 @@ class BudgetsConfig(Branch, frozen=True, kw_only=True):
     """How the budgets of tiers and tenants are held; the amounts stand there."""
 
     warn_at: Annotated[tuple[Annotated[float, Meta(gt=0, le=1)], ...], Meta(max_length=16)] = (0.5, 0.8, 1.0)
-    """Shares of a budget whose crossing is told in the log and counted."""
+    """Shares of a budget; crossing one of them is logged and counted."""
     downgrade_at: Annotated[float, Meta(gt=0, le=1)] = 0.8
     """From this share of a budget on, requests go to a cheaper fallback (`routing.models`) where tenant and request allow that."""
-    slice_tokens: Positive = 256
-    """Answer tokens that are paid for ahead; a running stream over its budget ends at the next such boundary."""
     hard: bool = True
     """Refuse and stop over the budget; false only warns."""
-    tenants_max: Positive = 100_000
-    """Tenants whose spending is kept in mind; further ones are looked up as if they had spent nothing."""
-    refresh_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
-    """How often a process takes over what others have spent: processes of `server.processes` from the ledger, machines with the
-    same `shared.store: redis` from there."""
 
 
 class LedgerConfig(Branch, frozen=True, kw_only=True):
@@ -81,18 +74,6 @@ class LedgerConfig(Branch, frozen=True, kw_only=True):
     """Where it is kept; empty takes `ledger` in the state directory (PENSTOCK_STATE_DIR, ~/.local/state/penstock). A local disk."""
     fsync_ms: Annotated[int, Meta(ge=1, le=60_000)] = 100
     """What a power failure may cost at most; a process that is killed loses nothing."""
-    deliver_ms: Annotated[int, Meta(ge=1, le=60_000)] = 250
-    """How often the journal is brought to the database."""
-    deliver_records_max: Positive = 2_000
-    """Records in one transaction."""
-    segment_bytes: Annotated[int, Meta(ge=256 * 1024, le=1 << 30)] = 4 * 1024 * 1024
-    """Size of one journal file, which is set aside when it is made."""
-    segment_age_s: Seconds = 3600.0
-    """A journal file is not written to for longer than this; 0 for as long as it has room."""
-    journal_bytes_max: Positive = 256 * 1024 * 1024
-    """Journal files of one gateway process together: what the database may lag behind."""
-    buffer_bytes_max: Positive = 8 * 1024 * 1024
-    """Held in memory while the disk takes nothing; what is over it is lost, and counted."""
     when_full: Literal["refuse", "go_on"] = "refuse"
     """No room for the journal: refuse new requests as overloaded, or answer them without a record and count those."""
     keep_days: Annotated[int, Meta(ge=0)] = 400

@@ -1,12 +1,10 @@
-"""What is wrong with prices, budgets and the ledger."""
+"""What is wrong with prices."""
 
 from collections.abc import Iterator
 
-from penstock.config.ledger import LedgerConfig, ModelPrice, PricesConfig
+from penstock.config.ledger import ModelPrice, PricesConfig
 
 MICROS = 1_000_000
-SEGMENTS_MIN = 4
-"""Journal files that there must be room for: one written, one ready, and some that are being delivered."""
 
 
 def price_problems(prices: PricesConfig) -> Iterator[str]:
@@ -32,12 +30,3 @@ def _model_problems(model: ModelPrice, where: str) -> Iterator[str]:
     thresholds = [tier.above_prompt_tokens for tier in model.tiers]
     if thresholds != sorted(set(thresholds)):
         yield f"{where}.tiers: above_prompt_tokens must rise from one to the next, got {thresholds}"
-
-
-def ledger_problems(ledger: LedgerConfig) -> Iterator[str]:
-    """What contradicts itself in the section `ledger`."""
-    if ledger.enabled and ledger.journal_bytes_max < SEGMENTS_MIN * ledger.segment_bytes:
-        yield (
-            f"ledger.journal_bytes_max: {ledger.journal_bytes_max} is below {SEGMENTS_MIN} times "
-            f"ledger.segment_bytes ({ledger.segment_bytes})"
-        )

@@ -24,4 +24,10 @@ RETIRED_ENGINE: dict[str, str] = {
     "backends.probe_timeout_s": "fixed at 5",
     "backends.stale_s": "fixed at 10",
     "backends.metrics_bytes_max": "fixed at 8 MiB",
+    "ledger.deliver_ms": "fixed at 250",
+    "ledger.deliver_records_max": "fixed at 2000",
+    "ledger.segment_bytes": "fixed at 4 MiB",
+    "ledger.segment_age_s": "fixed at 3600",
+    "ledger.journal_bytes_max": "fixed at 256 MiB for each gateway process",
+    "ledger.buffer_bytes_max": "fixed at 8 MiB",
 }

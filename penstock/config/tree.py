@@ -13,7 +13,7 @@ from penstock.config.backends import BackendsConfig
 from penstock.config.branch import Branch, Port, Positive, Seconds
 from penstock.config.discover import DiscoverConfig
 from penstock.config.fleet import FleetConfig, Replicas, WorkerConfig
-from penstock.config.flow import QueueConfig, RateLimitsConfig, SharedConfig
+from penstock.config.flow import LimitsConfig, QueueConfig, SharedConfig
 from penstock.config.health import HealthConfig
 from penstock.config.ledger import BudgetsConfig, LedgerConfig, PricesConfig
 from penstock.config.routing import AdmissionConfig, RoutingConfig
@@ -198,34 +198,6 @@ class ServerConfig(Branch, frozen=True, kw_only=True):
     event of its own."""
 
 
-class LimitsConfig(Branch, frozen=True, kw_only=True):
-    """Bounds on what one request may ask for."""
-
-    n_max: Positive = 8
-    stop_max: Positive = 4
-    stop_chars_max: Positive = 256
-    stop_token_ids_max: Positive = 64
-    messages_max: Positive = 2048
-    tools_max: Positive = 128
-    top_logprobs_max: Positive = 20
-    logit_bias_max: Positive = 1024
-    """Entries of one request's `logit_bias`."""
-    json_values_max: Positive = 100_000
-    """Strings, objects and arrays in one JSON body: looking through them takes time that others wait."""
-    json_depth_max: Annotated[int, Meta(ge=1, le=256)] = 64
-    """Nesting of free-form JSON (tools' schemas, arguments of the chat template); templates and encoders recurse over it."""
-    session_bytes_max: Positive = 256
-    """Of `x-penstock-session`; of a longer `user`, that many characters name the session."""
-    prompts_max: Positive = 64
-    """Prompts in one /v1/completions call."""
-    concurrent_max: Positive = 10_000
-    """Streams generated at once by this gateway; one more is refused as overloaded."""
-    tokenize_inline_bytes: Annotated[int, Meta(ge=0)] = 8 * 1024
-    """Bodies up to this size are tokenized on the event loop (about 2 ms); longer ones in a thread."""
-    tokenize_waiting_max: Positive = 256
-    """Long bodies that wait for a tokenizing thread; one more is refused as overloaded."""
-
-
 class LogConfig(Branch, frozen=True, kw_only=True):
     """What goes to standard error."""
 
@@ -249,7 +221,6 @@ class Config(Branch, frozen=True, kw_only=True):
     queue: QueueConfig = QueueConfig()
     fleet: FleetConfig = FleetConfig()
     health: HealthConfig = HealthConfig()
-    rate_limits: RateLimitsConfig = RateLimitsConfig()
     shared: SharedConfig = SharedConfig()
     prices: PricesConfig = PricesConfig()
     budgets: BudgetsConfig = BudgetsConfig()

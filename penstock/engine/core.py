@@ -18,9 +18,9 @@ from penstock.errors import Draining, InvalidRequest, PenstockError
 from penstock.kv.cache.host_tier import HostLimits
 from penstock.kv.cache.manager import KVManager
 from penstock.kv.hashing import PUBLIC, BlockHasher, token_array
-from penstock.protocol.worker import Finish, ModelInfo, Output, Stats, Submit
+from penstock.protocol.worker import ModelInfo, Output, RequestFinished, Stats, Submit
 from penstock.protocol.worker_checks import INT64_MAX, sampling_problem, weight_of
-from penstock.schedule.limits import Limits
+from penstock.schedule.limits import BatchLimits
 from penstock.schedule.order import waiting_queue
 from penstock.schedule.plan import RequestOutput, StepPlan, StepResult
 from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
@@ -34,7 +34,7 @@ Outputs = dict[int, list[Output]]
 """What there is to tell each owner."""
 
 
-class Runner(Protocol):
+class StepRunner(Protocol):
     """What computes. It holds weights, KV tensors and one table row per running request."""
 
     @property
@@ -63,7 +63,7 @@ class EngineCore:
     """One engine: call `step` for as long as `has_work`, and after `sleep_s` without."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, clock: Clock, overlap: Literal["auto", "on", "off"]
+        self, scheduler: Scheduler, runner: StepRunner, clock: Clock, overlap: Literal["auto", "on", "off"]
     ) -> None:
         self._scheduler, self._runner, self._clock = scheduler, runner, clock
         self._steps, self._depth = wire_steps(runner, runner.run, overlap)
@@ -218,13 +218,13 @@ class EngineCore:
         self._outbox.setdefault(live.owner, []).append(told)
 
     def _end_with(self, owner: int, request_id: RequestId, error: PenstockError) -> None:
-        finish = Finish(
+        finish = RequestFinished(
             reason=FinishReason.ERROR, usage=Usage(), error=str(error), error_kind=type(error).__name__
         )
         self._outbox.setdefault(owner, []).append(Output(request_id, (), None, finish))
 
 
-def build_core(runner: Runner, config: EngineConfig, hash_key: bytes, clock: Clock) -> EngineCore:
+def build_core(runner: StepRunner, config: EngineConfig, hash_key: bytes, clock: Clock) -> EngineCore:
     """The engine around a loaded runner: its scheduler, its KV blocks and their secret names."""
     info = runner.info
     if config.prefix_cache:
@@ -232,7 +232,7 @@ def build_core(runner: Runner, config: EngineConfig, hash_key: bytes, clock: Clo
         manager = KVManager.with_prefix_cache(info.num_blocks, hasher, _host_limits(info, config))
     else:
         manager = KVManager.without_prefix_cache(info.num_blocks)
-    limits = Limits.of(config, info.max_model_len)
+    limits = BatchLimits.of(config, info.max_model_len)
     prefill = PrefillBudget(LatencyTargets.of(config))
     scheduler = Scheduler(limits, manager, clock, waiting_queue(config), prefill)
     return EngineCore(scheduler, runner, clock, config.overlap)
@@ -288,10 +288,10 @@ def _request(message: Submit, vocab_size: int) -> Request:
     )
 
 
-def _finish(output: RequestOutput) -> Finish:
+def _finish(output: RequestOutput) -> RequestFinished:
     assert output.finish is not None
     assert output.usage is not None
-    return Finish(
+    return RequestFinished(
         reason=output.finish,
         usage=output.usage,
         stop_token_id=output.stop_token_id,

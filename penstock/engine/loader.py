@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock.errors import CheckpointError
 from penstock.models.config import CONFIG_FILE
-from penstock.models.names import CheckpointNames, Part, Weight, decoder_weights
+from penstock.models.names import CheckpointNames, TensorPart, Weight, decoder_weights
 from penstock.models.spec import DecoderSpec
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -160,7 +160,7 @@ def _read(weight: Weight, stored: dict[str, _Stored], dtype: torch.dtype, device
     return target
 
 
-def _read_part(part: Part, stored: dict[str, _Stored]) -> Tensor:
+def _read_part(part: TensorPart, stored: dict[str, _Stored]) -> Tensor:
     """As it is in the file, which is mapped: the pages are read when they are looked at."""
     source = stored[part.name]
     try:
@@ -251,7 +251,7 @@ def _check(
             )
 
 
-def _check_tensor(stored: _Stored, part: Part) -> None:
+def _check_tensor(stored: _Stored, part: TensorPart) -> None:
     header = stored.file.get_slice(part.name)
     shape, dtype = tuple(header.get_shape()), header.get_dtype()
     if shape != part.shape:

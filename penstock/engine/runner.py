@@ -24,8 +24,7 @@ from penstock.engine.inputs import RowTables
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.loader import load_weights, random_weights
 from penstock.engine.memory import free_memory_bytes, plan_host_blocks, plan_kv
-from penstock.engine.native.library import Kernels as NativeKernels
-from penstock.engine.native.library import KernelsUnavailable
+from penstock.engine.native.library import KernelsUnavailable, NativeLibrary
 from penstock.engine.native.sampler import NativeSampler
 from penstock.engine.sampler import Sampler, SampleRows, TokenSampler, results
 from penstock.engine.scoring import score_chunks
@@ -33,7 +32,7 @@ from penstock.engine.wiring import StepModel, choose_computing, wire_model
 from penstock.engine.worst_case import blocks_of, largest_step, scoring_step
 from penstock.models.registry import read_spec
 from penstock.protocol.worker import ModelInfo
-from penstock.schedule.limits import Limits
+from penstock.schedule.limits import BatchLimits, resolve_max_running
 from penstock.schedule.plan import SCORED_TOKENS_MAX, StepPlan, StepResult
 from penstock.types import BLOCK_TOKENS
 
@@ -104,7 +103,7 @@ class Runner:
 
         Must be called while no row is live: it uses rows and blocks from 0 on, and leaves the blocks clean.
         """
-        bounds = Limits(self._step_tokens, self.info.max_running, self.info.max_model_len)
+        bounds = BatchLimits(self._step_tokens, self.info.max_running, self.info.max_model_len)
         for plan in (largest_step(bounds, self.info.num_blocks), scoring_step(bounds, self.info.num_blocks)):
             with self._model.rehearsing():
                 self.run(plan)
@@ -127,7 +126,7 @@ def build_runner(
     if config.kernels != "torch":
         with suppress(KernelsUnavailable):  # Then `load_runner` refuses, or computes with torch.
             # Before loading: packing takes them too.
-            NativeKernels().set_threads(threads)
+            NativeLibrary().set_threads(threads)
     runner = load_runner(Path(model_path), config, on_progress)
     if runner.kernels != "torch":
         # The native kernels bring their own threads; torch's would only compete with them for the cores.
@@ -169,7 +168,7 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
         max_model_len=budget.max_model_len,
         num_blocks=budget.num_blocks,
         block_tokens=BLOCK_TOKENS,
-        max_running=min(config.max_running, config.step_tokens),
+        max_running=resolve_max_running(config.max_running, config.step_tokens),
         num_host_blocks=plan_host_blocks(config, spec, bytes_per_value=size, free_bytes=free),
     )
     limits = DecoderLimits(

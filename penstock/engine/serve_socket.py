@@ -22,11 +22,9 @@ from penstock.clock import Clock
 from penstock.engine.mailbox import Aborted, ConnectionId, DrainAsked, KVEventsAsked, Mailbox, Submitted
 from penstock.protocol.address import Address, UnixAddress
 from penstock.protocol.worker import (
-    Abort,
+    AbortRequest,
     Challenge,
     Drain,
-    Failed,
-    Finish,
     FrameDecoder,
     FromWorker,
     KVEvents,
@@ -37,11 +35,13 @@ from penstock.protocol.worker import (
     Proof,
     ProtocolError,
     Ready,
+    RequestFinished,
     Stats,
     StepOutput,
     Submit,
     SubscribeKVEvents,
     Welcome,
+    WorkerFailed,
     decode_to_worker,
     encode,
 )
@@ -96,7 +96,7 @@ class WorkerServer:
         self.num_requests = 0
         self._unproven: dict[ConnectionId, _Connection] = {}
         self._shares_port = shares_port
-        self._state: Loading | Ready | Failed = Loading("starting")
+        self._state: Loading | Ready | WorkerFailed = Loading("starting")
         self._stats: Stats | None = None
         self._stats_timer: asyncio.TimerHandle | None = None
         self._connections: dict[ConnectionId, _Connection] = {}
@@ -115,7 +115,7 @@ class WorkerServer:
         self._thread.start()
         self._bound.result()
 
-    def announce(self, state: Loading | Ready | Failed) -> None:
+    def announce(self, state: Loading | Ready | WorkerFailed) -> None:
         """Tell every gateway, now and whenever one connects, how far the worker is."""
         self._loop.call_soon_threadsafe(self._announce, state)
 
@@ -175,7 +175,7 @@ class WorkerServer:
         self._next_id += 1
         return _Connection(self, self._next_id)
 
-    def _announce(self, state: Loading | Ready | Failed) -> None:
+    def _announce(self, state: Loading | Ready | WorkerFailed) -> None:
         self._state = state
         self._send_to_all(state)
 
@@ -354,10 +354,10 @@ class _Connection(asyncio.Protocol):
         self.send(encode(Welcome(worker_mac(key, self._nonce, proof.nonce))))
         self._server.joined(self)
 
-    def _handle(self, message: Submit | Abort | Drain | Ping | SubscribeKVEvents) -> None:
+    def _handle(self, message: Submit | AbortRequest | Drain | Ping | SubscribeKVEvents) -> None:
         if isinstance(message, Submit):
             self._submit(message)
-        elif isinstance(message, Abort):
+        elif isinstance(message, AbortRequest):
             self._abort(message.request_ids)
         elif isinstance(message, Ping):
             self.send(_PONG)
@@ -388,7 +388,7 @@ class _Connection(asyncio.Protocol):
         self._server.mailbox.post(KVEventsAsked(self.id, message.epoch, message.from_sequence))
 
     def _refuse(self, request_id: RequestId, kind: str, words: str) -> None:
-        finish = Finish(reason=FinishReason.ERROR, usage=Usage(), error=words, error_kind=kind)
+        finish = RequestFinished(reason=FinishReason.ERROR, usage=Usage(), error=words, error_kind=kind)
         self.send(encode(StepOutput(0, (Output(request_id, (), None, finish),))))
 
 

@@ -21,8 +21,7 @@ from penstock.engine.fingerprint import torch_kernels
 from penstock.engine.kernels import TorchKernels
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.native.decoder import NativeAttention, NativeDecoder, Precision, unsupported
-from penstock.engine.native.library import Kernels as NativeKernels
-from penstock.engine.native.library import KernelsUnavailable
+from penstock.engine.native.library import KernelsUnavailable, NativeLibrary
 from penstock.errors import ConfigError
 from penstock.models.spec import DecoderSpec
 
@@ -87,7 +86,7 @@ class _Pair(Generic[A]):
 class Computing:
     """What computes a model, and in which precision."""
 
-    native: NativeKernels | None
+    native: NativeLibrary | None
     """None: torch."""
     dtype: torch.dtype
     """Of activations and the KV cache, and of weights that are not quantized."""
@@ -124,12 +123,12 @@ def choose_computing(config: EngineConfig, spec: DecoderSpec) -> Computing:
 
 def _native_kernels(
     config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, precision: Precision
-) -> tuple[NativeKernels | None, str]:
+) -> tuple[NativeLibrary | None, str]:
     """The kernels, or why there are none."""
     if config.kernels == "torch":
         return None, "engine.kernels is torch, which computes with whole weights only"
     try:
-        kernels = NativeKernels()
+        kernels = NativeLibrary()
     except KernelsUnavailable as error:
         return None, str(error)
     reason = unsupported(spec, dtype, kernels, precision)

@@ -7,7 +7,7 @@
     worker-sigterm   waits for SIGTERM (a handler could be missed: a thread about to sleep does not run it)
 
 With no work the main thread sleeps in the mailbox. The process ends by draining (SIGTERM or `Drain`: exit
-code 0), by its own failure (traceback, `Failed`, exit code 1), because it cannot serve what it was told to
+code 0), by its own failure (traceback, `WorkerFailed`, exit code 1), because it cannot serve what it was told to
 (exit code 78), or with its parent. Ctrl-C is the parent's business.
 """
 
@@ -27,7 +27,7 @@ import msgspec
 
 from penstock.clock import NS_PER_MS, Clock, SystemClock
 from penstock.config.launch import WorkerLaunch
-from penstock.engine.core import EngineCore, Runner, build_core
+from penstock.engine.core import EngineCore, StepRunner, build_core
 from penstock.engine.kv_feed import KVEventFeed
 from penstock.engine.kv_publisher import open_publisher
 from penstock.engine.mailbox import Aborted, DrainAsked, KVEventsAsked, Mailbox, Submitted
@@ -36,7 +36,7 @@ from penstock.engine.serve_socket import ServerLimits, WorkerServer
 from penstock.engine.watchdog import StepWatch
 from penstock.errors import EngineFault, OperatorError
 from penstock.protocol.address import parse_address
-from penstock.protocol.worker import WARMING_UP, Failed, Loading, Ready
+from penstock.protocol.worker import WARMING_UP, Loading, Ready, WorkerFailed
 
 EXIT_FAILED = 1
 EXIT_CANNOT_SERVE = 78  # EX_CONFIG of sysexits.h: starting again would fail the same way.
@@ -46,7 +46,7 @@ _PR_SET_PDEATHSIG = 1
 
 Progress = Callable[[str, int, int], None]
 """Told (stage, done, total) while a model loads."""
-RunnerFactory = Callable[..., Runner]
+RunnerFactory = Callable[..., StepRunner]
 """`factory(model_path, engine_config, clock, progress)`."""
 
 _log = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ def _deliver(mail: Submitted | Aborted | DrainAsked, core: EngineCore) -> None:
 def _fail(server: WorkerServer, error: Exception, exit_code: int) -> int:
     """Say why, to whoever is connected and on standard error, and give the exit code."""
     _log.error("%s: %s", type(error).__name__, error)
-    server.announce(Failed(str(error), type(error).__name__))
+    server.announce(WorkerFailed(str(error), type(error).__name__))
     server.close()
     return exit_code
 

@@ -24,7 +24,7 @@ class StepBounds(Protocol):
 
     @property
     def max_running(self) -> int:
-        """Rows of the batch."""
+        """Rows of the batch, as `schedule.limits.resolve_max_running` bounds them."""
         ...
 
     @property
@@ -43,7 +43,7 @@ def largest_step(limits: StepBounds, num_blocks: int) -> StepPlan:
 
     Takes rows and blocks from 0 on; nothing may be live in them.
     """
-    count = min(limits.max_running, limits.step_tokens, num_blocks)
+    count = min(limits.max_running, num_blocks)
     longest = min(limits.max_model_len - 1, (num_blocks // count) * BLOCK_TOKENS)
     lengths = [min(limits.step_tokens // count, longest)] * count
     # The first takes what is left of the tokens, as far as its blocks go.

@@ -17,7 +17,7 @@ from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality, LocalityStatistics
 from penstock.kv.index.residency import Residency, StreamState
 from penstock.kv.index.vllm_events import events_of_own
-from penstock.policy.worker_state import WorkerState
+from penstock.policy.resilience.worker_state import WorkerState
 from penstock.telemetry.log import Log
 from penstock.types import WorkerId
 

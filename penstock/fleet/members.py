@@ -13,13 +13,13 @@ from penstock.errors import PenstockError
 from penstock.fleet.registry import Registry
 from penstock.fleet.wanted import Wanted
 from penstock.fleet.worker import Worker
-from penstock.policy.worker_state import WorkerState
+from penstock.policy.resilience.worker_state import WorkerState
 from penstock.telemetry.log import Log
 from penstock.types import WorkerId
 
 
 @dataclass(slots=True, frozen=True)
-class Held:
+class DrainedWorker:
     """What a worker was that somebody has taken out of service."""
 
     route: str
@@ -37,7 +37,7 @@ class Members:
         self._wanted: dict[str, dict[WorkerId, Wanted]] = {}
         self._there: dict[WorkerId, Wanted] = {}
         """What the workers in the registry were made from."""
-        self._held: dict[WorkerId, Held] = {}
+        self._held: dict[WorkerId, DrainedWorker] = {}
         self._ordered: dict[WorkerId, float] = {}
         self._one_at_a_time = asyncio.Lock()
         self._again: set[asyncio.Task[None]] = set()
@@ -53,7 +53,7 @@ class Members:
         await self._reconcile()
 
     @property
-    def held(self) -> Mapping[WorkerId, "Held"]:
+    def held(self) -> Mapping[WorkerId, "DrainedWorker"]:
         """Workers that somebody has taken out of service, whether they still drain or are gone."""
         return self._held
 
@@ -66,7 +66,7 @@ class Members:
         worker = self._registry.get(worker_id)
         if worker is None:
             return worker_id in self._held
-        self._held[worker_id] = Held(worker.route, worker.engine, worker.address)
+        self._held[worker_id] = DrainedWorker(worker.route, worker.engine, worker.address)
         self._take_away(worker, timeout_s)
         return True
 

@@ -1,6 +1,6 @@
 """Who is there: every worker of every model, its state, and who wants to hear of changes.
 
-    backend ──on_change──> Worker.life (policy/worker_state.py) ──> listeners: dispatcher, KV index, health, admin
+    backend ──on_change──> Worker.life (policy/resilience/worker_state.py) ──> listeners: dispatcher, KV index, health, admin
 
 Told by push: nothing here looks at workers on a timer or for each request. The registry knows no policy and no launcher;
 who adds and removes workers is in `members.py` and `sources/`. Everything runs on one event loop.
@@ -14,7 +14,7 @@ from penstock.clock import Clock
 from penstock.errors import ConfigError
 from penstock.fleet.route_workers import RouteWorkers
 from penstock.fleet.worker import Worker
-from penstock.policy.worker_state import WorkerEvent, WorkerLife
+from penstock.policy.resilience.worker_state import WorkerEvent, WorkerLife
 from penstock.telemetry.log import Log
 from penstock.types import WorkerId
 

@@ -10,10 +10,10 @@ from typing import Protocol
 from penstock.backends.base import Backend
 from penstock.backends.engine.auth import WorkerKey
 from penstock.backends.engine.backend import OwnBackend
+from penstock.backends.engine.heartbeat import HeartbeatTerms
 from penstock.backends.http.external import ForeignWorker, Tools, make_backend
 from penstock.clock import Clock
 from penstock.config.fleet import WorkerConfig
-from penstock.config.health import HeartbeatConfig
 from penstock.config.tree import EngineConfig
 from penstock.errors import ConfigError
 from penstock.fleet.launchers.base import Launcher, WorkerSpec
@@ -53,7 +53,7 @@ class Launched:
     launcher: Launcher = field(compare=False)
     tokenizer: Tokenizer = field(compare=False)
     clock: Clock = field(compare=False)
-    heartbeat: HeartbeatConfig = field(default=HeartbeatConfig(), compare=False)
+    heartbeat: HeartbeatTerms = field(default=HeartbeatTerms(), compare=False)
 
     @property
     def id(self) -> WorkerId:

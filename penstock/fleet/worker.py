@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from penstock.backends.base import Backend
 from penstock.clock import NS_PER_S
-from penstock.policy.worker_state import WorkerLife, WorkerState
+from penstock.policy.resilience.worker_state import WorkerLife, WorkerState
 from penstock.types import WorkerId
 
 NOTE_S_MAX = 600

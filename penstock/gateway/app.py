@@ -21,31 +21,30 @@ from penstock.errors import Draining, PenstockError
 from penstock.fleet.kv_watch import KVWatch
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry
-from penstock.gateway.admin import Admin
-from penstock.gateway.assemble import make_decisions
-from penstock.gateway.auth import Caller
-from penstock.gateway.cold_start import ColdStarts
-from penstock.gateway.entrance import Entrance
-from penstock.gateway.exchange import Ending, Exchange, RequestHead, Response
-from penstock.gateway.generate import Generate
-from penstock.gateway.http_errors import error_response
-from penstock.gateway.inspect import Inspect
-from penstock.gateway.models import ModelTable, ServedModel
-from penstock.gateway.reply import StreamSlots
-from penstock.gateway.routes import Handler, Route, Routes, is_poll
-from penstock.gateway.server import HttpServer, tick_s
-from penstock.gateway.services import Services
-from penstock.gateway.siblings import Siblings
-from penstock.gateway.stretched import StretchedPromises
-from penstock.gateway.tally import outcome_of
-from penstock.gateway.tenancy import Tenancy
-from penstock.gateway.tokenize_pool import TokenizePool
-from penstock.gateway.wire_limits import WIRE_LIMITS, WireLimits
+from penstock.gateway.api.admin import Admin
+from penstock.gateway.api.generate import Generate
+from penstock.gateway.api.inspect import Inspect
+from penstock.gateway.api.routes import Handler, Route, Routes, is_poll
+from penstock.gateway.api.services import Services
+from penstock.gateway.dispatch.assemble import make_decisions
+from penstock.gateway.dispatch.cold_start import ColdStarts
+from penstock.gateway.dispatch.stretched import StretchedPromises
+from penstock.gateway.http.errors import error_response
+from penstock.gateway.http.exchange import Ending, Exchange, RequestHead, Response
+from penstock.gateway.http.server import HttpServer, tick_s
+from penstock.gateway.http.tally import outcome_of
+from penstock.gateway.http.wire_limits import WIRE_LIMITS, WireLimits
+from penstock.gateway.identity.auth import Caller
+from penstock.gateway.identity.entrance import Entrance
+from penstock.gateway.identity.tenancy import Tenancy
+from penstock.gateway.models.served import ModelTable, ServedModel
+from penstock.gateway.models.tokenize_pool import TokenizePool
+from penstock.gateway.relay.reply import StreamSlots
+from penstock.gateway.shared.siblings import Siblings
 from penstock.kv.index.limits import KV_INDEX_LIMITS
 from penstock.kv.index.locality import KVLocality
 from penstock.rng import IdSource, fresh_key
-from penstock.telemetry.log import Access as AccessLine
-from penstock.telemetry.log import Log
+from penstock.telemetry.log import AccessLine, Log
 from penstock.telemetry.metrics import Metrics
 from penstock.types import ModelName
 
@@ -104,7 +103,7 @@ class Gateway:
             models=ModelTable(models, config.routing),
             ids=ids,
             clock=clock,
-            tokenize=TokenizePool(config.limits),
+            tokenize=TokenizePool(),
             dispatcher=self._dispatcher,
             gate=self._decisions.gate,
             limiter=self._decisions.limits.limiter,

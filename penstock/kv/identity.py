@@ -5,7 +5,7 @@ bfloat16 there; the old checkpoint here, the new one there). The identity is mad
 from no name or path. A worker announces it (`ModelInfo.identity`), and it decides two things:
 
     the names of KV blocks    (hashing.py) start from it, in the engine, in the router and in the simulator
-    where a stream may move   (policy/room.py): to a worker of the same identity, or its tokens would not be those that were promised
+    where a stream may move   (policy/queueing/room.py): to a worker of the same identity, or its tokens would not be those that were promised
 
 The adapter is chosen by each request, so it enters where a prompt's chain of block names begins, beside the tenant's salt.
 Pure; engine/fingerprint.py reads the files.

@@ -9,7 +9,7 @@ from penstock.models.spec import DecoderSpec
 
 
 @dataclass(slots=True, frozen=True)
-class Part:
+class TensorPart:
     """One tensor of the checkpoint and the shape it must have."""
 
     name: str
@@ -21,7 +21,7 @@ class Weight:
     """One weight of the decoder: its parts stacked along the first dimension, in order."""
 
     key: str
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -80,12 +80,12 @@ class CheckpointNames:
 def decoder_weights(spec: DecoderSpec, names: CheckpointNames) -> list[Weight]:
     """Every weight of the decoder, in the order in which it is built."""
     table = (spec.vocab_size, spec.hidden_size)
-    weights = [Weight("embedding", (Part(names.embedding, table),))]
+    weights = [Weight("embedding", (TensorPart(names.embedding, table),))]
     for i in range(spec.num_layers):
         weights += _layer_weights(spec, names, i)
-    weights.append(Weight("final_norm", (Part(names.final_norm, (spec.hidden_size,)),)))
+    weights.append(Weight("final_norm", (TensorPart(names.final_norm, (spec.hidden_size,)),)))
     if not spec.tied_head:
-        weights.append(Weight("head", (Part(names.head, table),)))
+        weights.append(Weight("head", (TensorPart(names.head, table),)))
     return weights
 
 
@@ -98,7 +98,7 @@ def _layer_weights(spec: DecoderSpec, names: CheckpointNames, i: int) -> list[We
     gate_up, down = _mlp_rows(spec, names)
 
     def weight(key: str, *parts: tuple[str, tuple[int, ...]], suffix: str = ".weight") -> Weight:
-        return Weight(f"{i}.{key}", tuple(Part(prefix + name + suffix, shape) for name, shape in parts))
+        return Weight(f"{i}.{key}", tuple(TensorPart(prefix + name + suffix, shape) for name, shape in parts))
 
     weights = [
         weight("input_norm", (names.input_norm, (hidden,))),

@@ -3,7 +3,7 @@
     {"format": "penstock-steps/1", "name": ..., "columns": [...], "steps": [[tokens, rows, kv_tokens, pairs, ns], ...]}
 
 Every fifth step is held back from the fit. The law is that of schedule/step_time.py, which the engine learns while it runs;
-here it is fitted by policy/online_law.py with a long memory: non-negative, robust, of relative errors.
+here it is fitted by policy/estimates/online_law.py with a long memory: non-negative, robust, of relative errors.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from penstock.errors import ConfigError
 from penstock.planning.step_time import StepShape, StepTime
-from penstock.policy.online_law import OnlineLaw
+from penstock.policy.estimates.online_law import OnlineLaw
 
 FORMAT = "penstock-steps/1"
 COLUMNS = ("num_tokens", "num_sequences", "kv_read", "chunk_pairs", "step_ns")

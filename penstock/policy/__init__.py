@@ -1,1 +1,1 @@
-"""Decisions about requests before a worker is chosen: pure code that gateway and simulator both drive."""
+"""What happens to a request, decided from facts and a clock. The rooms' shared words are modules here. Pure: no I/O, no clock."""

@@ -1,7 +1,7 @@
 """What `FlowControl` is made of beside queue and flows: small contracts, and for each the object that sets no limit.
 
 `Limiter` (rate_limit.py), `OutputLengths`, `Budgets` and `PriceList` fulfil theirs as they are; the admission
-does through `policy/gate.py`. Whoever wires a gateway or a simulation chooses.
+does through `policy/admission/gate.py`. Whoever wires a gateway or a simulation chooses.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -12,12 +12,13 @@ import msgspec
 
 from penstock.errors import PenstockError
 from penstock.policy.answers import Diverted, Refused
-from penstock.policy.band import Work
+from penstock.policy.extras.hedge import Hedges
+from penstock.policy.extras.quarantine import OnBoard, Trial
 from penstock.policy.flow import Arrival
-from penstock.policy.hedge import Hedges
-from penstock.policy.pace import Pace
-from penstock.policy.quarantine import OnBoard, Trial
-from penstock.policy.room import Room, Rooms
+from penstock.policy.limits.rate_limit import SLICE_TOKENS
+from penstock.policy.queueing.band import Work
+from penstock.policy.queueing.pace import Pace
+from penstock.policy.queueing.room import Room, Rooms
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId, Usage, WorkerId
 
@@ -440,7 +441,7 @@ class Parts:
     """Makes what learns of one model's workers how fast they are."""
     hedges: Hedges | None = None
     """None: no request is started beside another attempt of itself."""
-    slice_tokens: int = 256
+    slice_tokens: int = SLICE_TOKENS
     """Answer tokens between two looks at the budget."""
     migrations_max: int = 3
     """Workers that one stream may lose and still go on."""

@@ -1,6 +1,6 @@
 """Who a request belongs to, and what that one may use: the facts that every decision of this package takes.
 
-Made by whoever reads the configuration (gateway/tenants.py); never changed, only replaced by a reload.
+Made by whoever reads the configuration (gateway/identity/tenants.py); never changed, only replaced by a reload.
 """
 
 from dataclasses import dataclass, field

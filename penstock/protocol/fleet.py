@@ -15,7 +15,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     """What computes there: "penstock", "vllm", "openai"..."""
     state: str
-    """See policy/worker_state.py."""
+    """See policy/resilience/worker_state.py."""
     stage: str = ""
     """In words: what it is doing, or why it takes no requests."""
     epoch: int = 0

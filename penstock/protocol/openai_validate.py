@@ -1,7 +1,7 @@
 """From the bytes of a body to a request that makes sense, or to an error that says what to change.
 
 Types, ranges and unknown fields are checked by msgspec in one pass over the bytes; this module puts its
-findings into OpenAI's words, and checks what a type cannot say: bounds from the configuration, and fields that
+findings into OpenAI's words, and checks what a type cannot say: bounds, and fields that
 exclude one another. What a request needs of its worker is read in `needs`. It knows nothing about models.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-from penstock.config.tree import LimitsConfig
+from penstock.config.flow import LimitsConfig
 from penstock.errors import InvalidRequest, Unsupported
 from penstock.protocol.json_keys import TooManyValues, repeated_key
 from penstock.protocol.needs import MEDIA_TYPES
@@ -44,6 +44,15 @@ _WORDS = {
     "int": "an integer", "float": "a number", "str": "a string", "bool": "a boolean",
     "array": "an array", "object": "an object", "null": "null",
 }  # fmt: skip
+STOP_MAX, STOP_CHARS_MAX, STOP_TOKEN_IDS_MAX = 4, 256, 64
+"""Stop strings of a request, characters of one, and stop tokens."""
+MESSAGES_MAX, TOOLS_MAX, PROMPTS_MAX = 2048, 128, 64
+"""Of one request; the last one of a call to /v1/completions."""
+TOP_LOGPROBS_MAX, LOGIT_BIAS_MAX = 20, 1024
+JSON_VALUES_MAX = 100_000
+"""Strings, objects and arrays in one JSON body: looking through them takes time that others wait."""
+JSON_DEPTH_MAX = 64
+"""Nesting of free-form JSON (tools' schemas, arguments of the chat template); templates and encoders recurse over it."""
 _TYPE_DEPTH_MAX = 64
 """Unions and lists around one struct of our own shapes: more than any has."""
 _RELATIONS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
@@ -65,12 +74,12 @@ def parse_chat(body: bytes, limits: LimitsConfig) -> ChatRequest:
     Raises:
         InvalidRequest: naming the field.
     """
-    request = _decode(_chat, body, limits)
+    request = _decode(_chat, body)
     _check_generation(request, limits)
-    check_messages(request.messages, limits)
-    check_tools(request.tools, limits)
-    _check_chat_logprobs(request, limits)
-    _check_depth(request.chat_template_kwargs, "chat_template_kwargs", limits)
+    check_messages(request.messages)
+    check_tools(request.tools)
+    _check_chat_logprobs(request)
+    _check_depth(request.chat_template_kwargs, "chat_template_kwargs")
     return request
 
 
@@ -80,42 +89,42 @@ def parse_completion(body: bytes, limits: LimitsConfig) -> CompletionRequest:
     Raises:
         InvalidRequest: naming the field.
     """
-    request = _decode(_completion, body, limits)
+    request = _decode(_completion, body)
     _check_generation(request, limits)
-    prompts_of(request, limits)
-    if request.logprobs is not None and request.logprobs > limits.top_logprobs_max:
-        _too_big("logprobs", limits.top_logprobs_max, request.logprobs)
+    prompts_of(request)
+    if request.logprobs is not None and request.logprobs > TOP_LOGPROBS_MAX:
+        _too_big("logprobs", TOP_LOGPROBS_MAX, request.logprobs)
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise Unsupported("'best_of' other than 'n' is not supported by this server.", param="best_of")
     return request
 
 
-def parse_tokenize(body: bytes, limits: LimitsConfig) -> TokenizeRequest:
+def parse_tokenize(body: bytes) -> TokenizeRequest:
     """Read and check `/v1/tokenize`: exactly one of `prompt` and `messages`.
 
     Raises:
         InvalidRequest: naming the field.
     """
-    request = _decode(_tokenize, body, limits)
+    request = _decode(_tokenize, body)
     if (request.prompt is None) == (request.messages is None):
         _refuse("Give exactly one of 'prompt' and 'messages'.", "prompt")
     if request.messages is not None:
-        check_messages(request.messages, limits)
-        check_tools(request.tools, limits)
-        _check_depth(request.chat_template_kwargs, "chat_template_kwargs", limits)
+        check_messages(request.messages)
+        check_tools(request.tools)
+        _check_depth(request.chat_template_kwargs, "chat_template_kwargs")
     return request
 
 
-def parse_detokenize(body: bytes, limits: LimitsConfig) -> DetokenizeRequest:
+def parse_detokenize(body: bytes) -> DetokenizeRequest:
     """Read and check `/v1/detokenize`.
 
     Raises:
         InvalidRequest: naming the field.
     """
-    return _decode(_detokenize, body, limits)
+    return _decode(_detokenize, body)
 
 
-def prompts_of(request: CompletionRequest, limits: LimitsConfig) -> list[str | list[int]]:
+def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
     """The prompts of one call, each text or token ids.
 
     Raises:
@@ -128,8 +137,8 @@ def prompts_of(request: CompletionRequest, limits: LimitsConfig) -> list[str | l
         _refuse("'prompt' must not be empty.", "prompt")
     if all(isinstance(part, int) for part in prompt):
         return [[part for part in prompt if isinstance(part, int)]]
-    if len(prompt) > limits.prompts_max:
-        _refuse(f"'prompt' has {len(prompt)} entries; at most {limits.prompts_max} are allowed.", "prompt")
+    if len(prompt) > PROMPTS_MAX:
+        _refuse(f"'prompt' has {len(prompt)} entries; at most {PROMPTS_MAX} are allowed.", "prompt")
     kinds = {type(part) for part in prompt}
     if len(kinds) > 1:
         _refuse("'prompt' must be all strings or all arrays of token ids, not a mixture.", "prompt")
@@ -140,7 +149,7 @@ def prompts_of(request: CompletionRequest, limits: LimitsConfig) -> list[str | l
     return prompts
 
 
-def check_messages(messages: Sequence[Message], limits: LimitsConfig) -> None:
+def check_messages(messages: Sequence[Message]) -> None:
     """Refuse a conversation that no template can render.
 
     Raises:
@@ -148,9 +157,9 @@ def check_messages(messages: Sequence[Message], limits: LimitsConfig) -> None:
     """
     if not messages:
         _refuse("'messages' must hold at least one message.", "messages", "empty_array")
-    if len(messages) > limits.messages_max:
+    if len(messages) > MESSAGES_MAX:
         _refuse(
-            f"'messages' has {len(messages)} entries; at most {limits.messages_max} are allowed.",
+            f"'messages' has {len(messages)} entries; at most {MESSAGES_MAX} are allowed.",
             "messages",
             "array_above_max_length",
         )
@@ -158,7 +167,7 @@ def check_messages(messages: Sequence[Message], limits: LimitsConfig) -> None:
         _check_message(message, f"messages[{i}]")
 
 
-def check_tools(tools: Sequence[ToolSpec] | None, limits: LimitsConfig) -> None:
+def check_tools(tools: Sequence[ToolSpec] | None) -> None:
     """Refuse tools that are too many, nested beyond reason, or functions without one.
 
     Raises:
@@ -166,8 +175,8 @@ def check_tools(tools: Sequence[ToolSpec] | None, limits: LimitsConfig) -> None:
     """
     if tools is None:
         return
-    if len(tools) > limits.tools_max:
-        _refuse(f"'tools' has {len(tools)} entries; at most {limits.tools_max} are allowed.", "tools")
+    if len(tools) > TOOLS_MAX:
+        _refuse(f"'tools' has {len(tools)} entries; at most {TOOLS_MAX} are allowed.", "tools")
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"
         if tool.function is None:
@@ -178,7 +187,7 @@ def check_tools(tools: Sequence[ToolSpec] | None, limits: LimitsConfig) -> None:
                 f"{where}.function",
                 "missing_required_parameter",
             )
-        _check_depth(tool.function.parameters, f"{where}.function.parameters", limits)
+        _check_depth(tool.function.parameters, f"{where}.function.parameters")
 
 
 def _check_message(message: Message, where: str) -> None:
@@ -229,15 +238,15 @@ def _check_generation(request: GenerationRequest, limits: LimitsConfig) -> None:
     if request.stream_options is not None:
         _check_stream_options(request.stream_options, streams=bool(request.stream))
     if request.response_format is not None:
-        _check_depth(request.response_format, "response_format", limits)
+        _check_depth(request.response_format, "response_format")
     if isinstance(request, RareChatRequest | RareCompletionRequest):
         for name in ("structured_outputs", "guided_json"):
-            _check_depth(getattr(request, name), name, limits)
-    _check_logit_bias(request.logit_bias, limits)
-    _check_stop(request.stop, limits)
-    if request.stop_token_ids is not None and len(request.stop_token_ids) > limits.stop_token_ids_max:
+            _check_depth(getattr(request, name), name)
+    _check_logit_bias(request.logit_bias)
+    _check_stop(request.stop)
+    if request.stop_token_ids is not None and len(request.stop_token_ids) > STOP_TOKEN_IDS_MAX:
         _refuse(
-            f"'stop_token_ids' has {len(request.stop_token_ids)} entries; at most {limits.stop_token_ids_max} are allowed.",
+            f"'stop_token_ids' has {len(request.stop_token_ids)} entries; at most {STOP_TOKEN_IDS_MAX} are allowed.",
             "stop_token_ids",
             "array_above_max_length",
         )
@@ -256,12 +265,12 @@ def _check_stream_options(options: StreamOptions, *, streams: bool) -> None:
         )
 
 
-def _check_logit_bias(bias: dict[str, float] | None, limits: LimitsConfig) -> None:
+def _check_logit_bias(bias: dict[str, float] | None) -> None:
     if not bias:
         return
-    if len(bias) > limits.logit_bias_max:
+    if len(bias) > LOGIT_BIAS_MAX:
         _refuse(
-            f"'logit_bias' has {len(bias)} entries; at most {limits.logit_bias_max} are allowed.",
+            f"'logit_bias' has {len(bias)} entries; at most {LOGIT_BIAS_MAX} are allowed.",
             "logit_bias",
         )
     wrong = next((key for key in bias if not _TOKEN_ID.fullmatch(key)), None)
@@ -272,36 +281,36 @@ def _check_logit_bias(bias: dict[str, float] | None, limits: LimitsConfig) -> No
         )
 
 
-def _check_stop(stop: str | list[str] | None, limits: LimitsConfig) -> None:
+def _check_stop(stop: str | list[str] | None) -> None:
     if stop is None:
         return
     strings = [stop] if isinstance(stop, str) else stop
-    if len(strings) > limits.stop_max:
+    if len(strings) > STOP_MAX:
         _refuse(
-            f"'stop' has {len(strings)} entries; at most {limits.stop_max} are allowed.",
+            f"'stop' has {len(strings)} entries; at most {STOP_MAX} are allowed.",
             "stop",
             "array_above_max_length",
         )
     for text in strings:
         if not text:
             _refuse("'stop' must not contain an empty string.", "stop")
-        if len(text) > limits.stop_chars_max:
-            _refuse(f"A stop string may have at most {limits.stop_chars_max} characters.", "stop")
+        if len(text) > STOP_CHARS_MAX:
+            _refuse(f"A stop string may have at most {STOP_CHARS_MAX} characters.", "stop")
 
 
-def _check_chat_logprobs(request: ChatRequest, limits: LimitsConfig) -> None:
+def _check_chat_logprobs(request: ChatRequest) -> None:
     if request.top_logprobs is None:
         return
     if not request.logprobs:
         _refuse("'logprobs' must be true when 'top_logprobs' is given.", "top_logprobs")
-    if request.top_logprobs > limits.top_logprobs_max:
-        _too_big("top_logprobs", limits.top_logprobs_max, request.top_logprobs)
+    if request.top_logprobs > TOP_LOGPROBS_MAX:
+        _too_big("top_logprobs", TOP_LOGPROBS_MAX, request.top_logprobs)
 
 
-def _check_depth(value: object, where: str, limits: LimitsConfig) -> None:
+def _check_depth(value: object, where: str) -> None:
     """Walk free-form JSON without recursion; the work is bounded by the size of the body."""
     level: list[Any] = [value]
-    for _ in range(limits.json_depth_max):
+    for _ in range(JSON_DEPTH_MAX):
         below: list[Any] = []
         for item in level:
             if isinstance(item, dict):
@@ -311,13 +320,13 @@ def _check_depth(value: object, where: str, limits: LimitsConfig) -> None:
         if not below:
             return
         level = below
-    _refuse(f"'{where}' is nested more than {limits.json_depth_max} levels deep.", where)
+    _refuse(f"'{where}' is nested more than {JSON_DEPTH_MAX} levels deep.", where)
 
 
 # --- from msgspec's findings to OpenAI's words -----------------------------------------------------
 
 
-def _decode(decoder: msgspec.json.Decoder[T], body: bytes, limits: LimitsConfig) -> T:
+def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     try:
         try:
             request = decoder.decode(body)
@@ -336,7 +345,7 @@ def _decode(decoder: msgspec.json.Decoder[T], body: bytes, limits: LimitsConfig)
         _refuse(f"We could not parse the JSON body of your request: {where}.", None, "invalid_json")
     except RecursionError:
         _refuse("The JSON body is nested too deeply.", None, "invalid_json")
-    _check_keys(body, limits.json_values_max)
+    _check_keys(body, JSON_VALUES_MAX)
     return request
 
 

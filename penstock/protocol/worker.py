@@ -61,7 +61,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit", omit_defau
     """How much that share is worth beside others'; above 0."""
 
 
-class Abort(msgspec.Struct, frozen=True, tag="abort"):
+class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
     """Stop these requests and free what they hold. Unknown ids are ignored: they just finished."""
 
     request_ids: tuple[RequestId, ...]
@@ -147,7 +147,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     version: int = PROTOCOL_VERSION
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class WorkerFailed(msgspec.Struct, frozen=True, tag="failed"):
     """The worker cannot start, or must stop. It exits after this."""
 
     error: str
@@ -155,7 +155,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """Name of the type in `penstock.errors`, or of the unexpected exception."""
 
 
-class Finish(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RequestFinished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one request ended, with everything it used."""
 
     reason: FinishReason
@@ -164,7 +164,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The EOS or stop token that ended it (not part of the text)."""
     error: str | None = None
     error_kind: str | None = None
-    """As in `Failed.kind`; set only with reason "error"."""
+    """As in `WorkerFailed.kind`; set only with reason "error"."""
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
@@ -173,7 +173,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     request_id: RequestId
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
-    finish: Finish | None = None
+    finish: RequestFinished | None = None
     usage: Usage | None = None
     """Sent with the first tokens: what was used up to there. Whoever ends a stream early accounts from it."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
@@ -241,8 +241,8 @@ class KVEvents(msgspec.Struct, frozen=True, kw_only=True, tag="kv_events", omit_
     """The snapshot goes on in the next message, which has the same number."""
 
 
-ToWorker = Submit | Abort | Drain | Ping | SubscribeKVEvents | Proof
-FromWorker = Loading | Ready | Failed | StepOutput | Stats | KVEvents | Challenge | Welcome
+ToWorker = Submit | AbortRequest | Drain | Ping | SubscribeKVEvents | Proof
+FromWorker = Loading | Ready | WorkerFailed | StepOutput | Stats | KVEvents | Challenge | Welcome
 """What it has to say; a `Pong` only shows that it lives."""
 
 _encoder = msgspec.msgpack.Encoder()

@@ -8,7 +8,7 @@ better class would wait behind every tenant that was served less than it was, an
 from collections.abc import Callable, Mapping
 
 from penstock.errors import Overloaded
-from penstock.schedule.fair_queue import FairQueue
+from penstock.schedule.fair_queue import FairWaitingQueue
 from penstock.schedule.queue import Order, OrderedQueue
 from penstock.schedule.request import Request
 
@@ -21,12 +21,12 @@ class _Class:
 
     __slots__ = ("ages", "shares")
 
-    def __init__(self, shares: FairQueue, ages: OrderedQueue) -> None:
+    def __init__(self, shares: FairWaitingQueue, ages: OrderedQueue) -> None:
         self.shares, self.ages = shares, ages
 
 
 class ClassQueue:
-    """A `FairQueue` for each priority class."""
+    """A `FairWaitingQueue` for each priority class."""
 
     __slots__ = ("_capacity", "_classes", "_count", "_order", "_waiting", "_weights")
 
@@ -97,7 +97,7 @@ class ClassQueue:
             if len(self._classes) >= _CLASSES_MAX:
                 self._classes = dict(self._waiting)
             # Preempted requests come on top of the capacity, which is counted here over all classes.
-            shares = FairQueue(self._capacity, self._order, self._weights)
+            shares = FairWaitingQueue(self._capacity, self._order, self._weights)
             found = self._classes[priority] = _Class(shares, OrderedQueue(self._capacity, self._order))
         return found
 

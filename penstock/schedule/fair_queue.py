@@ -1,12 +1,10 @@
-"""Fair shares between tenants: the virtual token counter (Sheng et al., "Fairness in Serving Large Language
-Models", OSDI 2024).
+"""Fair shares between tenants, by the virtual token counter (`fair_share`).
 
-Every fairness key has a counter of what it was served: 1 for a prompt token that was computed, 0.1 for one
-that was found cached, 2 for a token that was drawn, all divided by the key's weight. The waiting key with the
-smallest counter goes first. A key that comes back to the queue is lifted to the smallest counter of those that
-wait (if none does: to that of the key that left the queue last), so idleness earns no credit. For as long as
-two keys both have requests waiting, what they are served then differs by a bound that does not grow with time
-(theorem 4.4 there): twice the dearest of one prompt and of a batch full of answers.
+Every fairness key has a counter of what it was served, divided by the key's weight. The waiting key with the smallest
+counter goes first. A key that comes back to the queue is lifted to the smallest counter of those that wait (if none
+does: to that of the key that left the queue last). For as long as two keys both have requests waiting, what they are
+served then differs by a bound that does not grow with time (theorem 4.4 of the paper): twice the dearest of one prompt
+and of a batch full of answers.
 
 Nothing is idle for the sake of fairness: a lone tenant gets everything, in the order of its own requests.
 """
@@ -15,21 +13,18 @@ from collections.abc import Callable, Mapping
 from heapq import heapify, heappop, heappush, heapreplace
 
 from penstock.errors import Overloaded
+from penstock.schedule.fair_share import PROMPT_COST, UNIT, ServiceCounter, cost, share
 from penstock.schedule.queue import Order, OrderedQueue
 from penstock.schedule.request import Request
 
-PROMPT_COST, CACHED_COST, GENERATED_COST = 10, 1, 20
-"""Per token, in tenths of a computed prompt token."""
-_WEIGHT_UNIT = 1000
-"""Counters are integers: nothing drifts, and equal service is equal to the last unit."""
 _KEYS_MAX = 4096
 """Counters that are kept. Over it the smallest idle ones are dropped: coming back would lift them anyway."""
 
 
-class FairQueue:
+class FairWaitingQueue:
     """Requests by key; among those of one key, by `order`."""
 
-    __slots__ = ("_capacity", "_count", "_heads", "_last", "_order", "_served", "_waiting", "_weights")
+    __slots__ = ("_capacity", "_count", "_counters", "_heads", "_last", "_order", "_waiting", "_weights")
 
     def __init__(
         self, capacity: int, order: Callable[[Request], Order], weights: Mapping[str, float] | None = None
@@ -38,7 +33,7 @@ class FairQueue:
         self._capacity, self._order = capacity, order
         self._weights = dict(weights or {})
         assert all(weight > 0 for weight in self._weights.values()), weights
-        self._served: dict[str, int] = {}
+        self._counters: dict[str, ServiceCounter] = {}
         self._waiting: dict[str, OrderedQueue] = {}  # Keys that have something waiting.
         self._heads: list[tuple[int, Order, str]] = []  # May be stale, but never too late for a key.
         self._count = 0
@@ -50,7 +45,8 @@ class FairQueue:
             raise Overloaded(f"{self._count} requests are waiting already; that is the limit")
         key = request.fairness_key
         if key not in self._waiting:
-            self._served[key] = max(self._served.get(key, 0), self._floor())
+            floor = self._floor()
+            self._counter(key).lift(floor)
             self._forget_idle()
         self.requeue(request)
 
@@ -92,26 +88,35 @@ class FairQueue:
         """See `WaitingQueue.charge`."""
         assert min(prompt, cached, generated) >= 0, "service is not taken back: counters only grow"
         key = request.fairness_key
-        cost = PROMPT_COST * prompt + CACHED_COST * cached + GENERATED_COST * generated
-        share = round(cost * _WEIGHT_UNIT / self._weights.get(key, request.fairness_weight))
-        self._served[key] = self._served.get(key, 0) + share
+        tenths = cost(prompt, cached, generated)
+        self._counter(key).served += share(tenths, self._weights.get(key, request.fairness_weight))
 
     def served_to(self, request: Request) -> int:
         """See `WaitingQueue.served_to`."""
-        return self._served.get(request.fairness_key, 0) // (PROMPT_COST * _WEIGHT_UNIT)
+        return self._served(request.fairness_key) // (PROMPT_COST * UNIT)
 
     def served(self, key: str) -> float:
         """The key's counter, in computed prompt tokens."""
-        return self._served.get(key, 0) / (PROMPT_COST * _WEIGHT_UNIT)
+        return self._served(key) / (PROMPT_COST * UNIT)
 
     def __len__(self) -> int:
         """See `WaitingQueue.__len__`."""
         return self._count
 
+    def _counter(self, key: str) -> ServiceCounter:
+        found = self._counters.get(key)
+        if found is None:
+            found = self._counters[key] = ServiceCounter()
+        return found
+
+    def _served(self, key: str) -> int:
+        found = self._counters.get(key)
+        return 0 if found is None else found.served
+
     def _head(self, key: str) -> tuple[int, Order, str]:
         request = self._waiting[key].peek()
         assert request is not None, "a key without requests is not waiting"
-        return self._served.get(key, 0), self._order(request), key
+        return self._served(key), self._order(request), key
 
     def _first_key(self) -> str | None:
         """The waiting key that was served least. Counters only grow: a stale entry is early, and put right here."""
@@ -128,11 +133,11 @@ class FairQueue:
 
     def _floor(self) -> int:
         key = self._first_key()
-        return self._served.get(self._last if key is None else key, 0)
+        return self._served(self._last if key is None else key)
 
     def _forget_idle(self) -> None:
-        if len(self._served) <= _KEYS_MAX:
+        if len(self._counters) <= _KEYS_MAX:
             return
-        idle = sorted((served, key) for key, served in self._served.items() if key not in self._waiting)
-        for _, key in idle[: len(self._served) - _KEYS_MAX // 2]:
-            del self._served[key]
+        idle = sorted((each.served, key) for key, each in self._counters.items() if key not in self._waiting)
+        for _, key in idle[: len(self._counters) - _KEYS_MAX // 2]:
+            del self._counters[key]

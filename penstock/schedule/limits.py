@@ -10,14 +10,19 @@ from penstock.schedule.request import Request
 from penstock.types import BLOCK_TOKENS
 
 
+def resolve_max_running(max_running: int, step_tokens: int) -> int:
+    """Requests in the batch at most: every running request needs a token of each step, since no decode row is skipped."""
+    return min(max_running, step_tokens)
+
+
 @dataclass(slots=True, frozen=True)
-class Limits:
+class BatchLimits:
     """The bounds of a batch."""
 
     step_tokens: int
     """Tokens computed in one step at most."""
     max_running: int
-    """Requests in the batch at most: never more than `step_tokens`, since a decode row is never skipped."""
+    """Requests in the batch at most (`resolve_max_running`)."""
     max_model_len: int
     """Tokens of prompt and answer together."""
     scored_tokens: int = SCORED_TOKENS_MAX
@@ -33,11 +38,11 @@ class Limits:
         assert 0 < self.kv_quota_fraction <= 1, self.kv_quota_fraction
 
     @classmethod
-    def of(cls, config: EngineConfig, max_model_len: int) -> "Limits":
+    def of(cls, config: EngineConfig, max_model_len: int) -> "BatchLimits":
         """The bounds that a config asks for, with the model length that was settled on."""
         return cls(
             config.step_tokens,
-            min(config.max_running, config.step_tokens),
+            resolve_max_running(config.max_running, config.step_tokens),
             max_model_len,
             preemptions_max=config.preemptions_max,
             kv_quota_fraction=config.kv_quota_fraction or 1.0,

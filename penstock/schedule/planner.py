@@ -4,7 +4,7 @@ from penstock.clock import Clock
 from penstock.kv.cache.manager import blocks_for
 from penstock.kv.cache.prefix_cache import PrefixMatch
 from penstock.schedule.batch import Batch
-from penstock.schedule.limits import Limits
+from penstock.schedule.limits import BatchLimits
 from penstock.schedule.prefill_budget import PrefillBudget
 from penstock.schedule.queue import WaitingQueue
 from penstock.schedule.quota import KVQuota
@@ -26,7 +26,7 @@ class Planner:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: BatchLimits,
         prefill: PrefillBudget,
         clock: Clock,
         queue: WaitingQueue,

@@ -35,7 +35,7 @@ from penstock.kv.cache.manager import KVManager
 from penstock.schedule.batch import Batch
 from penstock.schedule.flight import FLIGHTS_MAX, Flight
 from penstock.schedule.leap import Draw, Leap
-from penstock.schedule.limits import Limits
+from penstock.schedule.limits import BatchLimits
 from penstock.schedule.plan import RequestOutput, Sampled, Scored, StepOutcome, StepPlan, StepResult
 from penstock.schedule.planner import Planner
 from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
@@ -55,7 +55,7 @@ class Scheduler:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: BatchLimits,
         manager: KVManager,
         clock: Clock,
         queue: WaitingQueue,

@@ -18,7 +18,7 @@ class Endpoint(enum.StrEnum):
     COMPLETIONS = "completions"
 
 
-class Outcome(enum.StrEnum):
+class OutcomeLabel(enum.StrEnum):
     """How a request ended, as operators count it. The first four are answers."""
 
     STOP = "stop"
@@ -70,148 +70,148 @@ MODEL = ("model",)
 CATALOG = (
     # Requests, as the gateway sees them.
     Metric(
-        "penstock_requests_total", "counter", "Requests that ended.", ("model", "endpoint", "outcome")
+        "penstock_requests_total", "counter", "Completed requests, by outcome.", ("model", "endpoint", "outcome")
     ),
     Metric(
-        "penstock_request_ttft_seconds", "histogram", "Arrival to first token.", MODEL, TTFT_BUCKETS
+        "penstock_request_ttft_seconds", "histogram", "Time from arrival to the first token.", MODEL, TTFT_BUCKETS
     ),
     Metric(
         "penstock_request_tpot_seconds", "histogram",
-        "Mean time per output token after the first, per request.", MODEL, TPOT_BUCKETS,
+        "Mean time per output token after the first, one value per request.", MODEL, TPOT_BUCKETS,
     ),
     Metric(
-        "penstock_request_duration_seconds", "histogram", "Arrival to last byte.", MODEL, DURATION_BUCKETS
+        "penstock_request_duration_seconds", "histogram", "Time from arrival to the last byte of the response.", MODEL, DURATION_BUCKETS
     ),
     Metric(
-        "penstock_request_queue_seconds", "histogram", "Wait before the first step.", MODEL, TTFT_BUCKETS
+        "penstock_request_queue_seconds", "histogram", "Time in queues before the first engine step.", MODEL, TTFT_BUCKETS
     ),
-    Metric("penstock_prompt_tokens_total", "counter", "Prompt tokens of ended requests.", MODEL),
+    Metric("penstock_prompt_tokens_total", "counter", "Prompt tokens of completed requests.", MODEL),
     Metric(
-        "penstock_cached_tokens_total", "counter", "Prompt tokens that were found in the prefix cache.", MODEL
+        "penstock_cached_tokens_total", "counter", "Prompt tokens served from the prefix cache.", MODEL
     ),
-    Metric("penstock_generated_tokens_total", "counter", "Tokens generated for ended requests.", MODEL),
-    # The engine, as it tells of itself.
-    Metric("penstock_engine_running", "gauge", "Requests in the engine's batch.", MODEL, shared=True),
-    Metric("penstock_engine_waiting", "gauge", "Requests queued in the engine.", MODEL, shared=True),
-    Metric("penstock_kv_blocks", "gauge", "KV blocks by what they do.", ("model", "state"), shared=True),
-    Metric("penstock_host_kv_blocks", "gauge", "KV blocks that are kept in host memory.", MODEL, shared=True),
+    Metric("penstock_generated_tokens_total", "counter", "Output tokens of completed requests.", MODEL),
+    # The engine, as it reports itself.
+    Metric("penstock_engine_running", "gauge", "Running requests in the engine's batch.", MODEL, shared=True),
+    Metric("penstock_engine_waiting", "gauge", "Requests waiting in the engine's queue.", MODEL, shared=True),
+    Metric("penstock_kv_blocks", "gauge", "KV blocks by state.", ("model", "state"), shared=True),
+    Metric("penstock_host_kv_blocks", "gauge", "KV blocks stored in host memory.", MODEL, shared=True),
     Metric("penstock_host_kv_stores_total", "counter", "KV blocks copied to host memory.", MODEL, shared=True),
     Metric("penstock_host_kv_loads_total", "counter", "KV blocks copied back from host memory.", MODEL, shared=True),
-    Metric("penstock_engine_steps_total", "counter", "Engine steps.", MODEL, shared=True),
-    Metric("penstock_engine_step_seconds_total", "counter", "Time spent in steps.", MODEL, shared=True),
+    Metric("penstock_engine_steps_total", "counter", "Completed engine steps.", MODEL, shared=True),
+    Metric("penstock_engine_step_seconds_total", "counter", "Time spent in engine steps.", MODEL, shared=True),
     Metric(
         "penstock_engine_host_seconds_total", "counter",
-        "Of the time spent in steps, what was not waiting for forward pass and sampling.", MODEL, shared=True,
+        "Time spent in engine steps outside of the forward pass and sampling.", MODEL, shared=True,
     ),
-    Metric("penstock_engine_preemptions_total", "counter", "Requests that lost their blocks.", MODEL, shared=True),
-    Metric("penstock_engine_restarts_total", "counter", "Restarts of the engine's process.", MODEL, shared=True),
+    Metric("penstock_engine_preemptions_total", "counter", "Preempted requests.", MODEL, shared=True),
+    Metric("penstock_engine_restarts_total", "counter", "Restarts of the engine process.", MODEL, shared=True),
     Metric(
         "penstock_accelerator_cost_total", "counter",
-        "Cost of workers' time, in the price list's currency: while they had requests (busy), and while not (idle).",
+        "Cost of accelerator time in the currency of the price list, with requests (busy) and without (idle).",
         ("model", "part"), shared=True,
     ),
     Metric(
         "penstock_accelerator_charged_total", "counter",
-        "Of the busy workers' cost, what requests were charged. The rest is nobody's: probes, lost attempts, rounding.", MODEL,
+        "Accelerator cost charged to requests. Probes, failed attempts and rounding are not charged.", MODEL,
     ),
-    Metric("penstock_workers", "gauge", "Workers by their state.", ("model", "state"), shared=True),
-    # The front door.
+    Metric("penstock_workers", "gauge", "Workers by state.", ("model", "state"), shared=True),
+    # Connections.
     Metric("penstock_connections", "gauge", "Open HTTP connections."),
-    Metric("penstock_streams", "gauge", "Answers being generated."),
+    Metric("penstock_streams", "gauge", "Responses in progress."),
     Metric("penstock_http_responses_total", "counter", "HTTP responses by status code.", ("code",)),
     Metric(
-        "penstock_client_disconnects_total", "counter", "Clients that left before their answer was complete."
+        "penstock_client_disconnects_total", "counter", "Clients that disconnected before their response was complete."
     ),
     Metric(
-        "penstock_slow_client_aborts_total", "counter", "Answers aborted because the client read too slowly."
+        "penstock_slow_client_aborts_total", "counter", "Responses aborted because the client read too slowly."
     ),
     Metric(
-        "penstock_event_loop_lag_seconds", "histogram", "How late the event loop's timer was.", (), LAG_BUCKETS
+        "penstock_event_loop_lag_seconds", "histogram", "Delay of a periodic timer on the event loop.", (), LAG_BUCKETS
     ),
     # The usage ledger.
-    Metric("penstock_ledger_records_total", "counter", "Records of ended requests written to the journal."),
-    Metric("penstock_ledger_pending_records", "gauge", "Records in the journal that the database lacks."),
-    Metric("penstock_ledger_lost_records_total", "counter", "Records lost: the disk was full, and the buffer."),
-    Metric("penstock_ledger_sink_errors_total", "counter", "Times that the database took nothing."),
-    Metric("penstock_ledger_journal_bytes", "gauge", "Disk taken by this process's journal."),
-    Metric("penstock_ledger_open_requests", "gauge", "Accepted requests whose record is still to come."),
+    Metric("penstock_ledger_records_total", "counter", "Usage records written to the journal."),
+    Metric("penstock_ledger_pending_records", "gauge", "Usage records in the journal that are not in the database yet."),
+    Metric("penstock_ledger_lost_records_total", "counter", "Usage records lost because the disk and the buffer were full."),
+    Metric("penstock_ledger_sink_errors_total", "counter", "Failed writes to the ledger database."),
+    Metric("penstock_ledger_journal_bytes", "gauge", "Size of this process's journal on disk."),
+    Metric("penstock_ledger_open_requests", "gauge", "Accepted requests without a usage record yet."),
     # Limits that several gateways share.
-    Metric("penstock_shared_store_away", "gauge", "Gateway processes that the store of shared limits does not answer."),
-    Metric("penstock_shared_store_failures_total", "counter", "Questions that the store of shared limits did not answer."),
-    Metric("penstock_shared_gateways", "gauge", "Gateway processes that share limits, as the store said last.", shared=True),
+    Metric("penstock_shared_store_away", "gauge", "Gateway processes without a connection to the store of shared limits."),
+    Metric("penstock_shared_store_failures_total", "counter", "Failed requests to the store of shared limits."),
+    Metric("penstock_shared_gateways", "gauge", "Gateway processes that share limits, as last reported by the store.", shared=True),
     # Admission and queues.
-    Metric("penstock_queue_waiting", "gauge", "Requests that wait for a worker.", MODEL),
+    Metric("penstock_queue_waiting", "gauge", "Requests waiting in the gateway for a worker.", MODEL),
     Metric(
-        "penstock_refused_total", "counter", "Requests that were not accepted, by who said no.", ("model", "reason")
+        "penstock_refused_total", "counter", "Rejected requests, by reason.", ("model", "reason")
     ),
-    Metric("penstock_evicted_total", "counter", "Accepted requests that were dropped, by why.", ("model", "reason")),
-    Metric("penstock_diverted_total", "counter", "Requests that another model answers, by why.", ("model", "reason")),
+    Metric("penstock_evicted_total", "counter", "Accepted requests that were evicted, by reason.", ("model", "reason")),
+    Metric("penstock_diverted_total", "counter", "Requests sent to another model, by reason.", ("model", "reason")),
     Metric(
-        "penstock_route_decisions_total", "counter", "Decisions which worker gets a request, by why.",
+        "penstock_route_decisions_total", "counter", "Placement decisions, by policy and reason.",
         ("model", "policy", "reason"),
     ),
     Metric(
-        "penstock_prefix_match_ratio", "histogram", "Part of a prompt that its worker was expected to have cached.", MODEL,
+        "penstock_prefix_match_ratio", "histogram", "Expected prefix cache hit ratio of a prompt at its worker.", MODEL,
         RATIO_BUCKETS,
     ),
-    # What the router knows of its workers' KV caches.
-    Metric("penstock_kv_index_entries", "gauge", "KV blocks that any worker is thought to have, by tier counted once."),
-    Metric("penstock_kv_index_predicted_entries", "gauge", "Of those, blocks that are only expected at a worker."),
+    # The KV index.
+    Metric("penstock_kv_index_entries", "gauge", "KV blocks in the index; a block counts once per tier."),
+    Metric("penstock_kv_index_predicted_entries", "gauge", "KV blocks in the index that are predicted and not confirmed."),
     Metric(
-        "penstock_kv_index_staleness_seconds", "gauge", "How long a worker's KV events have been awaited: the longest."
+        "penstock_kv_index_staleness_seconds", "gauge", "Age of the oldest missing KV event over all workers."
     ),
     Metric(
         "penstock_kv_index_unmatched_workers", "gauge",
-        "Workers whose KV events name blocks by which no prompt is found, though prompts hit their caches.", shared=True,
+        "Workers with cache hits whose KV events match no prompt.", shared=True,
     ),
-    Metric("penstock_kv_index_gaps_total", "counter", "Times that KV events were missing."),
-    Metric("penstock_kv_index_replays_total", "counter", "Times that a worker was asked for what was missed."),
-    Metric("penstock_kv_index_unreadable_total", "counter", "KV events that were not understood."),
+    Metric("penstock_kv_index_gaps_total", "counter", "Gaps in the KV event streams of workers."),
+    Metric("penstock_kv_index_replays_total", "counter", "Replays requested from workers after gaps in their KV events."),
+    Metric("penstock_kv_index_unreadable_total", "counter", "KV events that could not be decoded."),
     Metric(
         "penstock_kv_index_blocks_total", "counter",
-        "Prompt blocks that were expected in a worker's cache and were there (hit) or not (missed), or were there unexpected.",
+        "Prompt blocks at a worker: expected and cached (hit), expected and not cached (missed), or cached unexpectedly.",
         ("outcome",),
     ),
-    Metric("penstock_retries_total", "counter", "Requests that were started again on a worker.", MODEL),
+    Metric("penstock_retries_total", "counter", "Retried requests.", MODEL),
     Metric(
         "penstock_breaker_state",
         "gauge",
-        "Circuit breaker of a worker: 0 closed, 1 open, 2 being probed, 3 being trusted again.",
+        "State of a worker's circuit breaker: 0 closed, 1 open, 2 half-open, 3 ramping up.",
         ("model", "worker"),
     ),
-    Metric("penstock_retry_budget_level", "gauge", "Requests that could be tried again now."),
+    Metric("penstock_retry_budget_level", "gauge", "Retries that the retry budget allows now."),
     Metric(
         "penstock_hedges_total",
         "counter",
-        "Requests that were started on a second worker beside the first, or should have been, by what came of it.",
+        "Hedged requests, by outcome.",
         ("model", "outcome"),
     ),
     Metric(
         "penstock_migrations_total",
         "counter",
-        "Streams whose worker was lost and that were to go on, token for token, on another.",
+        "Streams migrated to another worker after theirs was lost.",
         MODEL,
     ),
     Metric(
-        "penstock_ttft_prediction_error_ratio", "histogram", "Predicted time to first token against the real one.",
+        "penstock_ttft_prediction_error_ratio", "histogram", "Relative error of the predicted time to first token.",
         MODEL, ERROR_BUCKETS,
     ),
-    # Workers that are not ours.
+    # External workers.
     Metric(
-        "penstock_backend_requests_total", "counter", "Streams of workers that are not ours that ended, by how.",
+        "penstock_backend_requests_total", "counter", "Completed streams of external workers, by outcome.",
         ("engine", "outcome"),
     ),
     Metric(
-        "penstock_backend_anomalies_total", "counter", "Answers of such workers that were not as they should be.",
+        "penstock_backend_anomalies_total", "counter", "Invalid responses of external workers.",
         ("engine", "kind"),
     ),
     Metric(
-        "penstock_scrape_missing_total", "counter", "Metrics that a worker should have and does not.",
+        "penstock_scrape_missing_total", "counter", "Expected metrics that a worker does not export.",
         ("engine", "metric"),
     ),
     Metric(
-        "penstock_scrape_failures_total", "counter", "Pages of a worker's metrics that could not be read.", ("engine",)
+        "penstock_scrape_failures_total", "counter", "Failed scrapes of a worker's metrics.", ("engine",)
     ),
-    Metric("penstock_budget_warnings_total", "counter", "Shares of budgets that were used up.", ("period",)),
+    Metric("penstock_budget_warnings_total", "counter", "Budget warning thresholds that were crossed.", ("period",)),
     Metric("penstock_build_info", "gauge", "Always 1; the version is a label.", ("version",), shared=True),
 )  # fmt: skip

@@ -20,11 +20,12 @@ import msgspec
 from penstock.clock import Clock
 from penstock.config.ledger import LedgerConfig
 from penstock.errors import LedgerError
-from penstock.policy.budget import Spent
+from penstock.policy.limits.budget import Spent
 from penstock.policy.record import UsageRecord
 from penstock.telemetry import ledger_files
 from penstock.telemetry.ledger_files import Claim
 from penstock.telemetry.ledger_journal import Journal
+from penstock.telemetry.ledger_limits import LEDGER_LIMITS, LedgerLimits
 from penstock.telemetry.ledger_reader import LedgerReader
 from penstock.telemetry.ledger_recovery import Damage, recover_abandoned, report_damage
 from penstock.telemetry.ledger_segment import Progress
@@ -57,10 +58,17 @@ class Ledger:
     """Everything around the journal. With `ledger.enabled: false` every call does nothing."""
 
     def __init__(
-        self, config: LedgerConfig, clock: Clock, log: Log, *, sink: LedgerSink | None = None
+        self,
+        config: LedgerConfig,
+        clock: Clock,
+        log: Log,
+        *,
+        sink: LedgerSink | None = None,
+        limits: LedgerLimits = LEDGER_LIMITS,
     ) -> None:
         """`sink` is the SQLite database unless another one is given."""
         self._config, self._clock, self._log, self._sink = config, clock, log, sink
+        self._limits = limits
         self.directory = ledger_files.ledger_directory(config)
         self._journal: Journal | None = None
         self._is_flush_due = False
@@ -85,7 +93,7 @@ class Ledger:
                 path = ledger_files.database_path(self.directory)
                 self._sink = SqliteSink(path, self._clock, keep_days=config.keep_days)
             self._recover(self._sink)
-            journal = Journal(claim, config, self._clock, self._disk_trouble)
+            journal = Journal(claim, config, self._clock, self._disk_trouble, self._limits)
         except OSError as error:
             claim.release(remove=True)
             raise LedgerError(f"ledger.directory: {self.directory}: {error.strerror}") from error
@@ -93,8 +101,8 @@ class Ledger:
             claim.release(remove=True)
             raise
         self._claim: Claim = claim
-        self._follower = Follower(claim, journal, self._sink, config.deliver_records_max, self._damaged)
-        self._delivery = Delivery(self._follower, config, self._clock, self._log)
+        self._follower = Follower(claim, journal, self._sink, self._limits.deliver_records_max, self._damaged)
+        self._delivery = Delivery(self._follower, self._limits, self._clock, self._log)
         self._sync = threading.Thread(
             target=self._keep_synced, args=(journal,), name="ledger-sync", daemon=True
         )

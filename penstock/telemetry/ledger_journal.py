@@ -20,6 +20,7 @@ from penstock.config.ledger import LedgerConfig
 from penstock.errors import Overloaded
 from penstock.policy.record import UsageRecord
 from penstock.telemetry.ledger_files import Claim, segment_path
+from penstock.telemetry.ledger_limits import LEDGER_LIMITS, LedgerLimits
 from penstock.telemetry.ledger_segment import Kind, Progress, SegmentHeader, encode, to_frame, to_head
 
 _OPEN, _SLICE, _CLOSE = Kind.OPEN.value, Kind.SLICE.value, Kind.CLOSE.value
@@ -76,10 +77,16 @@ class Journal:
     """Written by the event loop's thread alone; `sync` and what says so may be called from others."""
 
     def __init__(
-        self, claim: Claim, config: LedgerConfig, clock: Clock, on_error: Callable[[str, OSError], None]
+        self,
+        claim: Claim,
+        config: LedgerConfig,
+        clock: Clock,
+        on_error: Callable[[str, OSError], None],
+        limits: LedgerLimits = LEDGER_LIMITS,
     ) -> None:
         """Make the first segment. `OSError`: there is no room for it. `on_error` hears of the disk's troubles."""
         self._claim, self._config, self._clock, self._on_error = claim, config, clock, on_error
+        self._limits = limits
         self._frames: list[bytes] = []
         self._buffered = 0
         self._num_appended = self._num_written = 0
@@ -89,7 +96,7 @@ class Journal:
         self._pins: dict[int, int] = {}
         self._sealed: list[_Segment] = []
         self._lengths: dict[int, int] = {}
-        self._segment = _Segment(claim, 1, config.segment_bytes, clock)
+        self._segment = _Segment(claim, 1, limits.segment_bytes, clock)
         self._spare: _Segment | None = None
         self._retry_ns = 0
         self._failing = False
@@ -205,7 +212,7 @@ class Journal:
     def disk_bytes(self) -> int:
         """Disk that is taken."""
         newest = self._segment if (spare := self._spare) is None else spare
-        return (newest.sequence - self.oldest + 1) * self._config.segment_bytes
+        return (newest.sequence - self.oldest + 1) * self._limits.segment_bytes
 
     def stop(self) -> bool:
         """Write and sync all; blocks. True if the journal holds no request without its end."""
@@ -220,7 +227,7 @@ class Journal:
     # --- inside ----------------------------------------------------------------------------------
 
     def _append(self, frame: bytes) -> bool:
-        if self._buffered + len(frame) > self._config.buffer_bytes_max:
+        if self._buffered + len(frame) > self._limits.buffer_bytes_max:
             return False
         self._frames.append(frame)
         self._buffered += len(frame)
@@ -250,7 +257,7 @@ class Journal:
             self._unpin(self._unpins.popleft()[1])
 
     def _is_old(self) -> bool:
-        age_s = self._config.segment_age_s
+        age_s = self._limits.segment_age_s
         return age_s > 0 and self._clock.now_ns() - self._segment.born_ns > age_s * NS_PER_S
 
     def _is_full(self) -> bool:
@@ -267,7 +274,7 @@ class Journal:
         """Have the next segment ready, if bound and disk allow it. The ends of what was accepted have no bound but the disk."""
         if self._spare is not None:
             return True
-        over = self.disk_bytes + self._config.segment_bytes > self._config.journal_bytes_max
+        over = self.disk_bytes + self._limits.segment_bytes > self._limits.journal_bytes_max
         if over and not for_ends:
             return False
         now_ns = self._clock.now_ns()
@@ -275,7 +282,7 @@ class Journal:
             return False
         try:
             self._spare = _Segment(
-                self._claim, self._segment.sequence + 1, self._config.segment_bytes, self._clock
+                self._claim, self._segment.sequence + 1, self._limits.segment_bytes, self._clock
             )
         except OSError as error:
             self._retry_ns = now_ns + RETRY_NS

@@ -16,8 +16,8 @@ import msgspec
 
 from penstock.clock import NS_PER_S
 from penstock.errors import LedgerError
-from penstock.policy.budget import Spent
-from penstock.policy.calendar import DAY_NS, day_of, first_day, month_of
+from penstock.policy.limits.budget import Spent
+from penstock.policy.limits.calendar import DAY_NS, day_of, first_day, month_of
 from penstock.policy.record import SCHEMA_VERSION, UsageRecord
 from penstock.telemetry import ledger_files
 from penstock.telemetry.ledger_recovery import Begun, read_journal
@@ -56,7 +56,7 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True, frozen=True)
-class Row:
+class LedgerRow:
     """Totals of one group."""
 
     group: tuple[str, ...]
@@ -97,7 +97,7 @@ class LedgerReader:
     def __exit__(self, *_: object) -> None:
         self._connection.close()
 
-    def totals(self, query: Query) -> list[Row]:
+    def totals(self, query: Query) -> list[LedgerRow]:
         """Totals by group, sorted by group.
 
         Raises:
@@ -113,12 +113,12 @@ class LedgerReader:
         text = f"SELECT {', '.join([*groups, sums])} FROM records {conditions}"
         if groups:
             text += f" GROUP BY {places} ORDER BY {places}"
-        rows: list[Row] = []
+        rows: list[LedgerRow] = []
         for row in self._run(text, values):
             counts = [int(value or 0) for value in row[len(groups) :]]
             if counts[0]:
                 totals = Totals(**dict(zip(Totals.__struct_fields__, counts, strict=True)))
-                rows.append(Row(tuple(map(str, row[: len(groups)])), totals))
+                rows.append(LedgerRow(tuple(map(str, row[: len(groups)])), totals))
         return rows
 
     def spent(self, wall_ns: int) -> list[Spent]:

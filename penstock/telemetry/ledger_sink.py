@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.clock import NS_PER_S, Clock
-from penstock.config.ledger import LedgerConfig
 from penstock.errors import LedgerError
 from penstock.policy.record import UsageRecord
 from penstock.telemetry.ledger_files import Claim, segment_path
 from penstock.telemetry.ledger_journal import Journal
+from penstock.telemetry.ledger_limits import LedgerLimits
 from penstock.telemetry.ledger_segment import (
     FRAME_BYTES_MAX,
     MAGIC,
@@ -133,8 +133,8 @@ class Follower:
 class Delivery:
     """The thread around a `Follower`: a sink that lags or fails makes nobody wait."""
 
-    def __init__(self, follower: Follower, config: LedgerConfig, clock: Clock, log: Log) -> None:
-        self._follower, self._config, self._clock, self._log = follower, config, clock, log
+    def __init__(self, follower: Follower, limits: LedgerLimits, clock: Clock, log: Log) -> None:
+        self._follower, self._limits, self._clock, self._log = follower, limits, clock, log
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ledger-delivery", daemon=True)
         self.errors = 0
@@ -159,7 +159,7 @@ class Delivery:
         return False
 
     def _run(self) -> None:
-        pause_s = self._config.deliver_ms / 1000
+        pause_s = self._limits.deliver_ms / 1000
         back_off_s = pause_s
         while not self._stop.wait(back_off_s):
             self._moved = True

@@ -35,7 +35,7 @@ _PLAIN = re.compile(r"[^\s\"'=\\\x00-\x1f\x7f-\x9f]+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
-class Access(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class AccessLine(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One HTTP request, for the access line. `path` is without the query, which may hold secrets."""
 
     method: str
@@ -99,7 +99,7 @@ class Log:
         lines = "".join(traceback.format_exception(error))
         self._write(logging.ERROR, message, {"error": error, **fields, "traceback": lines})
 
-    def access(self, access: Access) -> None:
+    def access(self, access: AccessLine) -> None:
         """One line for one HTTP request, if the config wants them. It is written by `flush`, or with the next line of another kind."""
         if not self.tells_requests or (access.is_poll and self._level > logging.DEBUG):
             return
@@ -171,7 +171,7 @@ class _Lines(logging.Formatter):
         super().__init__()
         self._clock, self._hidden = clock, hidden
 
-    def access(self, access: Access) -> str:
+    def access(self, access: AccessLine) -> str:
         """The line of one request. Its method and path come from a client, nothing else does."""
         raise NotImplementedError
 
@@ -210,7 +210,7 @@ class _TextLines(_Lines):
         lines = [] if trace is None else str(trace).splitlines()
         return "\n".join([line, *(_CONTROL.sub(_escape, text) for text in lines)])
 
-    def access(self, access: Access) -> str:
+    def access(self, access: AccessLine) -> str:
         """See `_Lines.access`."""
         what = self._shown(f"{access.method} {access.path}")
         line = f"{self._clock_time()} {self._debug if access.is_poll else self._info} {what} {access.status} duration_ms={_ms(access.duration_ns)}"
@@ -242,7 +242,7 @@ class _TextLines(_Lines):
 class _JsonLines(_Lines):
     """For machines: one object per line with `ts`, `level`, `message` and the fields beside them."""
 
-    def access(self, access: Access) -> str:
+    def access(self, access: AccessLine) -> str:
         """See `_Lines.access`."""
         stamp = self._now().isoformat(timespec="microseconds").replace("+00:00", "Z")
         message = f"{self._hidden.text(f'{access.method} {access.path}')} {access.status}"

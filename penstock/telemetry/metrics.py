@@ -13,10 +13,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.exposition import generate_latest
 
 from penstock.clock import NS_PER_S
-from penstock.policy.price import MICROS
-from penstock.policy.worker_state import WorkerState
+from penstock.policy.limits.price import MICROS
+from penstock.policy.resilience.worker_state import WorkerState
 from penstock.telemetry.backend_metrics import BackendMeters
-from penstock.telemetry.catalog import CATALOG, BlockState, Endpoint, Metric, Outcome
+from penstock.telemetry.catalog import CATALOG, BlockState, Endpoint, Metric, OutcomeLabel
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -95,11 +95,11 @@ class LedgerStats(Protocol):
     def open(self) -> int: ...  # noqa: D102
 
 
-class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class RequestMeasurement(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One ended request, as it is counted. A time that never was (no first token) is None."""
 
     endpoint: Endpoint
-    outcome: Outcome
+    outcome: OutcomeLabel
     duration_ns: int
     queue_ns: int | None = None
     ttft_ns: int | None = None
@@ -288,7 +288,7 @@ class ModelMetrics:
         self._requests = {
             (endpoint, outcome): requests.labels(model, endpoint.value, outcome.value)
             for endpoint in Endpoint
-            for outcome in Outcome
+            for outcome in OutcomeLabel
         }
         self._ttft = table.histogram("penstock_request_ttft_seconds").labels(model)
         self._tpot = table.histogram("penstock_request_tpot_seconds").labels(model)
@@ -315,7 +315,7 @@ class ModelMetrics:
         states = table.gauge("penstock_workers")
         self._workers = {state: states.labels(model, state.value) for state in WorkerState}
 
-    def request_ended(self, record: RequestRecord) -> None:
+    def request_ended(self, record: RequestMeasurement) -> None:
         """Count one request; exactly once, when it is over."""
         self._requests[record.endpoint, record.outcome].inc()
         self._duration.observe(record.duration_ns / NS_PER_S)

@@ -19,7 +19,7 @@ class Text:
 
 
 @dataclass(slots=True, frozen=True)
-class ToolCall:
+class ParsedToolCall:
     """One call, whole. `arguments_json` is a JSON object, spelled as the model spelled it."""
 
     index: int
@@ -27,7 +27,7 @@ class ToolCall:
     arguments_json: str
 
 
-ToolEvent = Text | ToolCall
+ToolEvent = Text | ParsedToolCall
 
 
 class ToolParser(Protocol):
@@ -122,7 +122,7 @@ class HermesToolParser:
             self._prose(self.OPEN + body + close, events)
             return
         name, arguments = call
-        events.append(ToolCall(self._num_calls, name, arguments))
+        events.append(ParsedToolCall(self._num_calls, name, arguments))
         self._num_calls += 1
         self._space, self._after_call = "", True
 
@@ -160,13 +160,15 @@ class ForcedCalls:
         text = "".join(self._pieces)
         self._pieces.clear()
         if self._name and text.lstrip().startswith("{"):
-            return [ToolCall(0, self._name, text.strip())]
+            return [ParsedToolCall(0, self._name, text.strip())]
         try:
             calls = msgspec.json.decode(text, type=list[_Call]) if not self._name else []
         except (msgspec.DecodeError, RecursionError):
             calls = []
         if calls:
-            return [ToolCall(i, call.name, bytes(call.arguments).decode()) for i, call in enumerate(calls)]
+            return [
+                ParsedToolCall(i, call.name, bytes(call.arguments).decode()) for i, call in enumerate(calls)
+            ]
         return [Text(text)] if text else []
 
 

@@ -17,13 +17,13 @@ from scripted_runner import scripted_text
 from scripted_worker import Bench, bench
 
 from penstock.backends.engine.backend import OwnBackend
+from penstock.backends.engine.heartbeat import HeartbeatTerms
 from penstock.clock import SystemClock
-from penstock.config.health import HeartbeatConfig
 from penstock.errors import StreamBroken
 from penstock.protocol.address import UnixAddress
 from penstock.types import RequestId
 
-QUICK = HeartbeatConfig(interval_s=0.05)
+QUICK = HeartbeatTerms(interval_s=0.05)
 MANY = 400
 """Tokens of an answer that is cut at its first: twice as many as a worker makes until it is given up."""
 
@@ -127,7 +127,7 @@ def test_a_slow_connection_that_comes_in_pieces_is_none_the_worse() -> None:
 def test_a_worker_that_accepts_and_never_says_a_word_is_left_for_another_try() -> None:
     async def main() -> None:
         connections = asyncio.Queue[asyncio.StreamWriter]()
-        backend = OwnBackend(byte_tokenizer(), SystemClock(), HeartbeatConfig(interval_s=0.01))
+        backend = OwnBackend(byte_tokenizer(), SystemClock(), HeartbeatTerms(interval_s=0.01))
         with tempfile.TemporaryDirectory() as directory:
             path = f"{directory}/mute.sock"
             server = await asyncio.start_unix_server(lambda _, writer: connections.put_nowait(writer), path)

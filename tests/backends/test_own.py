@@ -13,10 +13,10 @@ from msgspec.structs import replace
 
 from penstock.backends.base import Phase
 from penstock.backends.engine.backend import OwnBackend
+from penstock.backends.engine.heartbeat import HeartbeatTerms
 from penstock.backends.engine.link import WorkerLink
 from penstock.backends.engine.stream import OwnStream
 from penstock.clock import ManualClock
-from penstock.config.health import HeartbeatConfig
 from penstock.errors import (
     ContextTooLong,
     Draining,
@@ -26,13 +26,11 @@ from penstock.errors import (
     StreamBroken,
     WorkerUnavailable,
 )
-from penstock.policy.worker_state import WorkerState
+from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.address import UnixAddress
 from penstock.protocol.worker import (
-    Abort,
+    AbortRequest,
     Drain,
-    Failed,
-    Finish,
     FrameDecoder,
     FromWorker,
     Loading,
@@ -41,10 +39,12 @@ from penstock.protocol.worker import (
     Ping,
     Pong,
     Ready,
+    RequestFinished,
     Stats,
     StepOutput,
     Submit,
     ToWorker,
+    WorkerFailed,
     decode_to_worker,
     encode,
 )
@@ -103,7 +103,7 @@ class Peer:
         self,
         request: Submit,
         *tokens: int,
-        finish: Finish | None = None,
+        finish: RequestFinished | None = None,
         usage: Usage | None = None,
         device_ns: int = 0,
     ) -> None:
@@ -136,10 +136,10 @@ async def until(backend: OwnBackend, wanted: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def pair(
-    *greeting: FromWorker, clock: ManualClock | None = None, heartbeat: HeartbeatConfig | None = None
+    *greeting: FromWorker, clock: ManualClock | None = None, heartbeat: HeartbeatTerms | None = None
 ) -> AsyncIterator[tuple[Peer, OwnBackend]]:
     peer = Peer()
-    backend = OwnBackend(byte_tokenizer(), clock or ManualClock(), heartbeat or HeartbeatConfig())
+    backend = OwnBackend(byte_tokenizer(), clock or ManualClock(), heartbeat or HeartbeatTerms())
     peer.greeting = greeting or peer.greeting
     with tempfile.TemporaryDirectory() as directory:
         server = await asyncio.start_unix_server(peer.serve, f"{directory}/w.sock")
@@ -169,7 +169,9 @@ def test_tokens_become_whole_characters() -> None:
             peer.step(submit, *euro[:2])
             peer.step(submit, euro[2], *b"uro")
             peer.step(
-                submit, 0xC3, finish=Finish(reason=FinishReason.LENGTH, usage=Usage(completion_tokens=7))
+                submit,
+                0xC3,
+                finish=RequestFinished(reason=FinishReason.LENGTH, usage=Usage(completion_tokens=7)),
             )
             finish = await recorder.end()
             assert recorder.text == "€uro\ufffd"
@@ -192,7 +194,7 @@ def test_a_whole_answer_comes_in_pieces_and_is_the_same(ending: str, cut: int) -
         for start in range(0, last, cut):
             stream.push(Output(request.request_id, tokens[start : min(start + cut, last)]))
         if ending == "finish":
-            finish = Finish(reason=FinishReason.LENGTH, usage=Usage())
+            finish = RequestFinished(reason=FinishReason.LENGTH, usage=Usage())
             stream.push(Output(request.request_id, tokens[last:], finish=finish))
         elif ending == "abort":
             stream.abort()
@@ -229,7 +231,7 @@ def test_steps_that_come_together_go_on_together() -> None:
             while not both[1].deltas:
                 await asyncio.sleep(0.001)
             peer.say(*steps[1:])  # One write, so one read.
-            end = Finish(reason=FinishReason.LENGTH, usage=Usage())
+            end = RequestFinished(reason=FinishReason.LENGTH, usage=Usage())
             peer.step(first, 90, finish=end)
             await both[0].end()
             assert [delta.text for delta in both[0].deltas] == ["A", "BC", "Z"]
@@ -245,7 +247,7 @@ def test_eos_is_no_stop_token_but_another_is() -> None:
             for token, told in ((EOS, None), (65, 65)):
                 recorder = Recorder()
                 backend.generate(requests.make(), recorder)
-                finish = Finish(reason=FinishReason.STOP, usage=Usage(), stop_token_id=token)
+                finish = RequestFinished(reason=FinishReason.STOP, usage=Usage(), stop_token_id=token)
                 peer.step(await peer.hear_submit(), finish=finish)
                 assert (await recorder.end()).stop == told
                 assert not recorder.deltas
@@ -264,7 +266,7 @@ def test_what_is_sent_in_one_tick_leaves_in_one_write() -> None:
             for generation in generations:
                 generation.abort()
             aborted = [await peer.hear() for _ in generations]
-            assert all(isinstance(message, Abort) for message in aborted)
+            assert all(isinstance(message, AbortRequest) for message in aborted)
             assert peer.num_reads == 2
 
     run(check)
@@ -278,9 +280,9 @@ def test_late_outputs_of_an_ended_stream_are_ignored() -> None:
             backend.generate(requests.make(), other)
             first, second = await peer.hear_submit(), await peer.hear_submit()
             generation.abort()
-            assert await peer.hear() == Abort((first.request_id,))
-            peer.step(first, 65, finish=Finish(reason=FinishReason.ABORT, usage=Usage()))
-            peer.step(second, 66, finish=Finish(reason=FinishReason.LENGTH, usage=Usage()))
+            assert await peer.hear() == AbortRequest((first.request_id,))
+            peer.step(first, 65, finish=RequestFinished(reason=FinishReason.ABORT, usage=Usage()))
+            peer.step(second, 66, finish=RequestFinished(reason=FinishReason.LENGTH, usage=Usage()))
             await other.end()
             assert (other.text, aborted.deltas) == ("B", [])
 
@@ -311,7 +313,7 @@ def test_a_stop_string_aborts_on_the_worker_and_ends_here() -> None:
                 decode_ns=40,
                 device_ns=700,
             )
-            assert await peer.hear() == Abort((submit.request_id,))
+            assert await peer.hear() == AbortRequest((submit.request_id,))
 
     run(check)
 
@@ -322,7 +324,7 @@ def test_a_stop_string_in_the_last_output_wins_and_needs_no_abort() -> None:
             recorder, requests = Recorder(), Requests()
             backend.generate(requests.make(stop=("END",)), recorder)
             submit = await peer.hear_submit()
-            peer.step(submit, *b"wordEND!", finish=Finish(reason=FinishReason.LENGTH, usage=Usage()))
+            peer.step(submit, *b"wordEND!", finish=RequestFinished(reason=FinishReason.LENGTH, usage=Usage()))
             finish = await recorder.end()
             assert (recorder.text, finish.reason, finish.stop) == ("word", FinishReason.STOP, "END")
             backend.generate(requests.make(), Recorder())
@@ -347,7 +349,9 @@ def test_a_refusal_keeps_its_kind(told: str, kind: type[PenstockError]) -> None:
         async with pair() as (peer, backend):
             recorder = Recorder()
             backend.generate(Requests().make(), recorder)
-            finish = Finish(reason=FinishReason.ERROR, usage=Usage(), error="because", error_kind=told)
+            finish = RequestFinished(
+                reason=FinishReason.ERROR, usage=Usage(), error="because", error_kind=told
+            )
             peer.step(await peer.hear_submit(), finish=finish)
             error = (await recorder.end()).error
             assert type(error) is kind
@@ -380,7 +384,7 @@ def test_the_workers_last_words_are_the_reason() -> None:
             recorder = Recorder()
             backend.generate(Requests().make(), recorder)
             await peer.hear_submit()
-            peer.say(Failed("out of luck", "RuntimeError"))
+            peer.say(WorkerFailed("out of luck", "RuntimeError"))
             await until(backend, lambda: backend.failure is not None)
             peer.hang_up()
             assert "RuntimeError: out of luck" in str((await recorder.end()).error)
@@ -433,7 +437,7 @@ def test_a_drain_leaves_the_worker_and_its_launcher_ends_it() -> None:
             backend.end_worker()
             assert isinstance(await peer.hear(), Drain)
             draining = asyncio.create_task(backend.drain(TIMEOUT_S))
-            peer.step(submit, 65, finish=Finish(reason=FinishReason.LENGTH, usage=Usage()))
+            peer.step(submit, 65, finish=RequestFinished(reason=FinishReason.LENGTH, usage=Usage()))
             await draining
             assert peer.messages.empty()
             assert (await recorder.end()).reason is FinishReason.LENGTH
@@ -470,7 +474,7 @@ def _stats(*, running: int = 0, step: int = 0) -> Stats:
 
 def test_a_worker_that_does_not_answer_is_suspect_until_it_does_again() -> None:
     async def check() -> None:
-        async with pair(heartbeat=HeartbeatConfig(interval_s=0.02, lost_after=1000)) as (peer, backend):
+        async with pair(heartbeat=HeartbeatTerms(interval_s=0.02, lost_after=1000)) as (peer, backend):
             recorder = Recorder()
             backend.generate(Requests().make(), recorder)
             submit = await peer.hear_submit()
@@ -481,7 +485,7 @@ def test_a_worker_that_does_not_answer_is_suspect_until_it_does_again() -> None:
                 backend.generate(Requests().make(), Recorder())
             peer.answers = True
             await until(backend, lambda: backend.status.ready)
-            peer.step(submit, 65, finish=Finish(reason=FinishReason.LENGTH, usage=Usage()))
+            peer.step(submit, 65, finish=RequestFinished(reason=FinishReason.LENGTH, usage=Usage()))
             assert (await recorder.end()).reason is FinishReason.LENGTH
             assert recorder.text == "A", "its streams stayed"
 
@@ -490,7 +494,7 @@ def test_a_worker_that_does_not_answer_is_suspect_until_it_does_again() -> None:
 
 def test_a_worker_that_loads_need_not_answer() -> None:
     async def check() -> None:
-        async with pair(Loading("weights"), heartbeat=HeartbeatConfig(interval_s=0.01)) as (peer, backend):
+        async with pair(Loading("weights"), heartbeat=HeartbeatTerms(interval_s=0.01)) as (peer, backend):
             peer.answers = False
             await until(backend, lambda: backend.status.stage == "weights")
             await asyncio.sleep(0.5)  # Twelve times as long as it takes to give up one that serves.
@@ -508,11 +512,11 @@ def test_another_attempt_of_one_that_was_aborted_is_not_taken_for_it() -> None:
             backend.generate(request, old).abort()
             backend.generate(request, new)
             first = await peer.hear_submit()
-            assert await peer.hear() == Abort((first.request_id,))
+            assert await peer.hear() == AbortRequest((first.request_id,))
             second = await peer.hear_submit()
             assert second.request_id != first.request_id
-            peer.step(first, 65, finish=Finish(reason=FinishReason.ABORT, usage=Usage()))
-            peer.step(second, 66, finish=Finish(reason=FinishReason.LENGTH, usage=Usage()))
+            peer.step(first, 65, finish=RequestFinished(reason=FinishReason.ABORT, usage=Usage()))
+            peer.step(second, 66, finish=RequestFinished(reason=FinishReason.LENGTH, usage=Usage()))
             await new.end()
             assert (new.text, old.deltas) == ("B", [])
             backend.generate(request, Recorder())
@@ -552,7 +556,7 @@ def test_nothing_of_an_older_epoch_touches_a_stream() -> None:
         registry = fleet_of(ManualClock(), {"m": backend})
         worker = registry.get(WorkerId("m-0"))
         assert worker is not None
-        before, paused = FakeTransport(), WorkerLink(backend, HeartbeatConfig())
+        before, paused = FakeTransport(), WorkerLink(backend, HeartbeatTerms())
         paused.connection_made(before)
         paused.data_received(encode(Ready(INFO)))
         request, lost, migrated = requests.make(), Recorder(), Recorder()
@@ -564,7 +568,7 @@ def test_nothing_of_an_older_epoch_touches_a_stream() -> None:
         paused.connection_lost(None)
         assert isinstance(lost.finish and lost.finish.error, StreamBroken)
         assert (worker.epoch, worker.state) == (2, WorkerState.STARTING)
-        fresh = WorkerLink(backend, HeartbeatConfig())
+        fresh = WorkerLink(backend, HeartbeatTerms())
         fresh.connection_made(FakeTransport())
         fresh.data_received(encode(Ready(INFO)))
         backend.generate(request, migrated)  # The same request, on the same worker, in another epoch.

@@ -5,15 +5,15 @@ import msgspec
 import pytest
 
 from penstock.bench.client import Client, ClientLimits, Endpoint
-from penstock.bench.load import Level, LoadRun, ProbeFailed, Shape, probe
-from penstock.bench.measure import ERROR_KINDS_MAX, Stopwatch, Tally
+from penstock.bench.load import Level, LoadRun, ProbeRefused, RequestShape, probe
+from penstock.bench.measure import ERROR_KINDS_MAX, LoadTally, Stopwatch
 from penstock.bench.prompts import Prompt
 from penstock.bench.report import LevelReport, level_report
 from penstock.bench.stand_in import Script, StandIn
 from penstock.clock import NS_PER_MS, ManualClock, SystemClock
-from penstock.policy.promise import Promise
+from penstock.policy.admission.promise import Promise
 
-SHAPE = Shape(model="scripted", output_tokens=8)
+SHAPE = RequestShape(model="scripted", output_tokens=8)
 NO_PROMISE = Promise()
 PROMPT = Prompt(({"role": "user", "content": "hi there"},))
 
@@ -113,7 +113,7 @@ def event(fields: object) -> bytes:
 def test_the_stopwatch_runs_from_the_intended_time() -> None:
     from penstock.bench.client import Response
 
-    clock, tally = ManualClock(now_ns=1000 * NS_PER_MS), Tally(1)
+    clock, tally = ManualClock(now_ns=1000 * NS_PER_MS), LoadTally(1)
     watch = Stopwatch(tally, clock, intended_ns=900 * NS_PER_MS)
     watch.on_bytes(event({"choices": [{"delta": {"role": "assistant", "content": ""}}]}))
     for gap_ms in (50, 10, 20):
@@ -162,7 +162,7 @@ def test_what_failed_is_not_good() -> None:
 
 
 def test_error_kinds_are_bounded() -> None:
-    tally = Tally(1)
+    tally = LoadTally(1)
     for number in range(100):
         tally.fail(f"kind {number}")
     assert len(tally.errors) == ERROR_KINDS_MAX + 1
@@ -179,7 +179,7 @@ def test_the_probe_explains_refusals() -> None:
                 await client.close()
 
     assert asyncio.run(ask(Script())) == 6
-    with pytest.raises(ProbeFailed, match="HTTP 400: unknown field ignore_eos"):
+    with pytest.raises(ProbeRefused, match="HTTP 400: unknown field ignore_eos"):
         asyncio.run(ask(Script(refuse_status=400, refuse_message="unknown field ignore_eos")))
-    with pytest.raises(ProbeFailed, match="no usage"):
+    with pytest.raises(ProbeRefused, match="no usage"):
         asyncio.run(ask(Script(usage=False)))

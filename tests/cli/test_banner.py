@@ -5,14 +5,14 @@ from dataclasses import replace
 import msgspec
 from rich.console import Console
 
-from penstock.cli.wiring.banner import Facts, curl_line, python_snippet, show
+from penstock.cli.wiring.banner import BannerFacts, curl_line, python_snippet, show
 
-FACTS = Facts(
+FACTS = BannerFacts(
     url="http://127.0.0.1:8000/v1", models=("penstock-demo", "b"), key="sk-new", needs_key=True, ready_s=2.345
 )
 
 
-def shown(facts: Facts) -> str:
+def shown(facts: BannerFacts) -> str:
     console = Console(file=io.StringIO(), width=60)
     show(console, facts)
     assert isinstance(console.file, io.StringIO)

@@ -5,10 +5,10 @@ import sys
 import pytest
 
 from penstock.cli.commands import checks
-from penstock.cli.commands.checks import Check, State
+from penstock.cli.commands.checks import Check, CheckState
 from penstock.cli.commands.torch_facts import TorchFacts
 from penstock.cli.main import main
-from penstock.engine.native import Kernels, KernelsUnavailable
+from penstock.engine.native import KernelsUnavailable, NativeLibrary
 
 FACTS = TorchFacts(version="2.13.0", threads=2, bfloat16_speedup=7.0, gpus=(), cuda_build="")
 
@@ -53,19 +53,19 @@ def test_a_missing_part_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 def test_missing_packages_are_named() -> None:
     check = checks.check_packages("x", ("rich", "no-such-distribution"), "do this")
-    assert check == Check("x", State.FAIL, "missing: no-such-distribution", "do this")
+    assert check == Check("x", CheckState.FAIL, "missing: no-such-distribution", "do this")
 
 
 def test_native_kernels_tell_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
-        isa = Kernels().isa
+        isa = NativeLibrary().isa
     except KernelsUnavailable as why:
         pytest.skip(str(why))
     check = checks.check_native()
-    assert (check.state, check.detail.split(";")[0]) == (State.OK, isa)
+    assert (check.state, check.detail.split(";")[0]) == (CheckState.OK, isa)
     assert "bfloat16" in check.detail
     monkeypatch.setenv("PENSTOCK_NATIVE_ISA", "no-such-set")
-    assert checks.check_native().state is State.NOTE
+    assert checks.check_native().state is CheckState.NOTE
 
 
 def test_a_port_in_use_is_a_warning() -> None:
@@ -73,20 +73,22 @@ def test_a_port_in_use_is_a_warning() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         check = checks.check_port(taken.getsockname()[1])
-    assert (check.state, check.detail) == (State.WARN, "in use (perhaps by a running server)")
+    assert (check.state, check.detail) == (CheckState.WARN, "in use (perhaps by a running server)")
 
 
 @pytest.mark.parametrize(
     ("facts", "states"),
     [
-        (FACTS, [State.OK, State.OK, State.NOTE]),
+        (FACTS, [CheckState.OK, CheckState.OK, CheckState.NOTE]),
         (
             TorchFacts(version="1", threads=1, bfloat16_speedup=0.3, gpus=("H200",), cuda_build="13"),
-            [State.OK, State.NOTE, State.OK],
+            [CheckState.OK, CheckState.NOTE, CheckState.OK],
         ),
     ],
 )
-def test_what_torch_says(monkeypatch: pytest.MonkeyPatch, facts: TorchFacts, states: list[State]) -> None:
+def test_what_torch_says(
+    monkeypatch: pytest.MonkeyPatch, facts: TorchFacts, states: list[CheckState]
+) -> None:
     monkeypatch.setattr(checks, "probe_torch", lambda: facts)
     assert [check.state for check in checks.check_torch()] == states
 
@@ -113,5 +115,5 @@ def test_a_broken_torch_is_survived(
 
 
 def test_open_files() -> None:
-    assert checks.check_open_files(1).state == State.OK
-    assert checks.check_open_files(2**62).state == State.WARN
+    assert checks.check_open_files(1).state == CheckState.OK
+    assert checks.check_open_files(2**62).state == CheckState.WARN

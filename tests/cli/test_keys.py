@@ -12,7 +12,7 @@ import pytest
 
 from penstock.cli.flags import duration
 from penstock.cli.main import main
-from penstock.gateway.key_file import read_keys
+from penstock.gateway.identity.key_file import read_keys
 
 KEY = re.compile(r"sk-[a-z2-7]{12}_[A-Za-z0-9_-]{43}")
 

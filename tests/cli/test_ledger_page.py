@@ -11,9 +11,9 @@ from usage_records import T0_NS
 from penstock.cli.main import main
 from penstock.clock import NS_PER_S, ManualClock
 from penstock.config.ledger import BudgetsConfig, ModelPrice, PricesConfig
-from penstock.policy.accelerator_cost import AcceleratorCost
-from penstock.policy.budget import Budgets, Reservation
-from penstock.policy.price import PriceList
+from penstock.policy.limits.accelerator_cost import AcceleratorCost
+from penstock.policy.limits.budget import BudgetReservation, TenantBudgets
+from penstock.policy.limits.price import PriceList
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.policy.tenant import Tenant
 from penstock.telemetry import ledger_files
@@ -78,11 +78,11 @@ def test_a_hundred_streams_against_a_cent() -> None:
     price = prices.cost_micros("m", of(20, 0, 256))
     assert price == pages.number(held)
     budgets, acme = (
-        Budgets(BudgetsConfig(), wall_offset_ns=T0_NS),
+        TenantBudgets(BudgetsConfig(), wall_offset_ns=T0_NS),
         Tenant(id=TenantId("a"), budget_day_micros=10_000),
     )
     found = [budgets.reserve(0, acme, price) for _ in range(100)]
-    assert sum(isinstance(each, Reservation) for each in found) == int(admitted)
+    assert sum(isinstance(each, BudgetReservation) for each in found) == int(admitted)
 
 
 def test_every_field_of_a_record_is_in_the_table() -> None:

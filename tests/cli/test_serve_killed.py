@@ -182,7 +182,7 @@ def test_every_request_that_began_has_one_record_and_the_budget_knows_of_it(tmp_
     )
     with stand_in_engine(step_s=0.002) as engine, contextlib.ExitStack() as stack:
         free_of_charge = {TENANT: "budget_per_month: 1000"}
-        sections = (prices, f"ledger: {{directory: {ledger}, deliver_ms: 20}}")
+        sections = (prices, f"ledger: {{directory: {ledger}}}")
         gateway = Serve(tmp_path / "gateway", engine, free_of_charge, *sections, port=port)
         stack.callback(gateway.kill)
         gateway.server.wait_ready()

@@ -15,7 +15,7 @@ from penstock.cli.commands.fleet_view import tables, view_of
 from penstock.cli.main import main
 from penstock.cli.tables import Column, Fitted, row
 from penstock.clock import ManualClock
-from penstock.policy.calendar import DAY_NS
+from penstock.policy.limits.calendar import DAY_NS
 from penstock.protocol.fleet import FleetReport, ModelReport, WorkerReport
 from penstock.telemetry import ledger_files
 from penstock.telemetry.ledger_sqlite import SqliteSink

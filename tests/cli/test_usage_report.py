@@ -11,10 +11,11 @@ from usage_records import T0_NS, closed, opened, progress
 from penstock.cli.main import main
 from penstock.clock import NS_PER_S, ManualClock, SystemClock
 from penstock.config.ledger import LedgerConfig
-from penstock.policy.calendar import DAY_NS
+from penstock.policy.limits.calendar import DAY_NS
 from penstock.policy.record import UsageRecord
 from penstock.telemetry import ledger_files
 from penstock.telemetry.ledger_journal import Journal
+from penstock.telemetry.ledger_limits import LedgerLimits
 from penstock.telemetry.ledger_sqlite import SqliteSink
 
 DAY_1 = T0_NS  # 2023-11-14 22:13:20 UTC
@@ -159,10 +160,12 @@ def test_wrong_usage(argv: list[str], complaint: str, capsys: pytest.CaptureFixt
 
 def test_journals_count_too_each_request_once(ledger: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Closed but not delivered; delivered but not removed; cut off by a crash; and running now."""
-    config = LedgerConfig(segment_bytes=256 * 1024)
+    limits = LedgerLimits(segment_bytes=256 * 1024)
     claims = [ledger_files.claim_new(ledger, SystemClock()) for _ in range(2)]
     alive, dead = [
-        Journal(claim, config, ManualClock(), lambda what, error: pytest.fail(f"{what}: {error}"))
+        Journal(
+            claim, LedgerConfig(), ManualClock(), lambda what, error: pytest.fail(f"{what}: {error}"), limits
+        )
         for claim in claims
     ]
     for name in ("1", "new", "running"):

@@ -1,14 +1,13 @@
 import pytest
 
 from penstock.config.checks import check
-from penstock.config.health import HealthConfig, HeartbeatConfig
+from penstock.config.flow import LimitsConfig
 from penstock.config.hosts import is_loopback
 from penstock.config.tree import (
     AuthConfig,
     Config,
     EngineConfig,
     KVEventsConfig,
-    LimitsConfig,
     ModelConfig,
     ServerConfig,
     SharedConfig,
@@ -43,10 +42,6 @@ def test_the_defaults_are_fine() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (
-            Config(health=HealthConfig(heartbeat=HeartbeatConfig(suspect_after=4))),
-            r"health\.heartbeat\.lost_after: not above",
-        ),
         (
             Config(models=(ModelConfig(path="a", engine=EngineConfig(max_model_len=1)),)),
             r"models\[0\]\.engine\.max_model_len: 1 leaves no room for a prompt and an answer; at least 2",

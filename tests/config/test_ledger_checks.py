@@ -1,7 +1,7 @@
 import pytest
 
 from penstock.config.checks import check
-from penstock.config.ledger import AcceleratorPrice, LedgerConfig, ModelPrice, PricesConfig, PriceTier
+from penstock.config.ledger import AcceleratorPrice, ModelPrice, PricesConfig, PriceTier
 from penstock.config.tree import Config
 from penstock.errors import ConfigError
 
@@ -42,7 +42,6 @@ def test_a_price_list_that_is_fine() -> None:
         ),
         (tiered(2000, 1000), r"prices\.models\[0\]\.tiers: above_prompt_tokens must rise"),
         (tiered(1000, 1000), r"must rise from one to the next, got \[1000, 1000\]"),
-        (Config(ledger=LedgerConfig(journal_bytes_max=1)), r"ledger\.journal_bytes_max: 1 is below 4 times"),
     ],
 )
 def test_what_is_wrong(config: Config, message: str) -> None:

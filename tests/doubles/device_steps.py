@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.gpu.step import DeviceStep, RowState, StepBuffer, StepInputs, StepLimits
+from penstock.engine.gpu.step import DeviceStep, DeviceStepInputs, RowState, StepBuffer, StepLimits
 from penstock.engine.gpu.worklist import WorkList, WorkListLimits
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.rotary import RotaryTable, RotaryWeights
@@ -80,7 +80,9 @@ def device_step(
     num_tokens = np.array([row.num_tokens for row in rows], np.int32)
     sampled = np.flatnonzero([row.samples for row in rows]).astype(np.int32)
     buffer.fill(places, computed, num_tokens, sampled, WorkList.of(places, computed, num_tokens, bounds.work))
-    inputs = StepInputs.allocate(bounds, CPU).head(int(num_tokens.sum()) + padding, len(sampled) + padding)
+    inputs = DeviceStepInputs.allocate(bounds, CPU).head(
+        int(num_tokens.sum()) + padding, len(sampled) + padding
+    )
     return DeviceStep(buffer, state, inputs, bool((num_tokens == 1).all()))
 
 

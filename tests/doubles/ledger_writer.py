@@ -18,9 +18,10 @@ from penstock import rng
 from penstock.clock import SystemClock, sleep
 from penstock.config.ledger import BudgetsConfig, LedgerConfig
 from penstock.config.tree import LogConfig
-from penstock.policy.budget import Budgets, Reservation
+from penstock.policy.limits.budget import BudgetReservation, TenantBudgets
 from penstock.policy.tenant import Tenant
 from penstock.telemetry.ledger import Ledger
+from penstock.telemetry.ledger_limits import LedgerLimits
 from penstock.telemetry.log import Log
 from penstock.types import TenantId
 
@@ -37,10 +38,12 @@ def be_busy() -> None:
 class Writer:
     """Opens, slices and closes at random. Cost is 10 millionths a token."""
 
-    def __init__(self, ledger: Ledger, budgets: Budgets, witness: int, clock: SystemClock, seed: int) -> None:
+    def __init__(
+        self, ledger: Ledger, budgets: TenantBudgets, witness: int, clock: SystemClock, seed: int
+    ) -> None:
         self._ledger, self._budgets, self._witness, self._clock = ledger, budgets, witness, clock
         self._random = rng.stream(seed, "writer")
-        self._running: dict[str, tuple[Reservation, int]] = {}
+        self._running: dict[str, tuple[BudgetReservation, int]] = {}
         self._promises: list[str] = []
 
     async def run(self, first: int, last: int) -> None:
@@ -60,7 +63,7 @@ class Writer:
     def _open(self, name: str) -> None:
         os.write(self._witness, f"begin {name} 0\n".encode())
         reservation = self._budgets.reserve(self._clock.now_ns(), ACME, 100)
-        assert isinstance(reservation, Reservation)
+        assert isinstance(reservation, BudgetReservation)
         self._running[name] = reservation, 0
         self._ledger.open(opened(name, ended_ns=self._clock.wall_ns()))
         self._promises.append(f"open {name} 0\n")
@@ -87,16 +90,11 @@ class Writer:
 
 async def main(directory: str, witness: str, first: str, last: str, seed: str) -> None:
     clock = SystemClock()
-    config = LedgerConfig(
-        directory=directory,
-        segment_bytes=256 * 1024,
-        journal_bytes_max=4 * 1024 * 1024,
-        deliver_ms=3,
-        fsync_ms=20,
-    )
-    ledger = Ledger(config, clock, Log(LogConfig(level="error"), clock))
+    limits = LedgerLimits(segment_bytes=256 * 1024, journal_bytes_max=4 * 1024 * 1024, deliver_ms=3)
+    config = LedgerConfig(directory=directory, fsync_ms=20)
+    ledger = Ledger(config, clock, Log(LogConfig(level="error"), clock), limits=limits)
     await ledger.start()
-    budgets = Budgets(BudgetsConfig(), wall_offset_ns=clock.wall_ns() - clock.now_ns())
+    budgets = TenantBudgets(BudgetsConfig(), wall_offset_ns=clock.wall_ns() - clock.now_ns())
     budgets.restore(clock.now_ns(), await ledger.spent())
     handle = os.open(Path(witness), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.write(handle, f"spent acme {budgets.spent(clock.now_ns(), ACME.id)[1]}\n".encode())

@@ -17,12 +17,12 @@ from pathlib import Path
 import msgspec
 
 from penstock.clock import SystemClock
-from penstock.config.flow import RateLimitsConfig, SharedConfig
+from penstock.config.flow import LimitsConfig, SharedConfig
 from penstock.config.tree import LogConfig
 from penstock.gateway.shared.keeper import LeaseKeeper
-from penstock.gateway.shared.store import open_store
-from penstock.policy.lease import Leases
-from penstock.policy.rate_limit import Limiter, Reservation
+from penstock.gateway.shared.limits import open_store
+from penstock.policy.limits.lease import Leases
+from penstock.policy.limits.rate_limit import Limiter, LimitReservation
 from penstock.policy.tenant import Tenant
 from penstock.telemetry.log import Log
 from penstock.types import TenantId
@@ -37,7 +37,7 @@ class Spender:
         self.clock, self.tokens = SystemClock(), facts["tokens"]
         self.tenant = Tenant(id=TenantId("t"), tokens_per_minute=facts["rate"])
         self.leases = Leases(shared)
-        self.limiter = Limiter(RateLimitsConfig(burst_s=facts["burst_s"]), self.leases.make_bucket)
+        self.limiter = Limiter(LimitsConfig(burst_s=facts["burst_s"]), self.leases.make_bucket)
         store = open_store(shared, f"gateway-{number}-{os.getpid()}")
         log = Log(LogConfig(), self.clock, stream=io.StringIO())
         self.keeper = LeaseKeeper(shared, self.leases, store, self.clock, log)
@@ -49,7 +49,7 @@ class Spender:
         now_ns = self.clock.now_ns()
         for _ in range(20):
             outcome = self.limiter.reserve(now_ns, self.tenant, self.tokens // 2, self.tokens)
-            if not isinstance(outcome, Reservation):
+            if not isinstance(outcome, LimitReservation):
                 break
             outcome.settle(now_ns, self.tokens)
             self.used += self.tokens

@@ -10,7 +10,7 @@ from penstock.clock import ManualClock
 from penstock.kv.cache.host_tier import HostLimits
 from penstock.kv.cache.manager import KVManager
 from penstock.kv.hashing import BlockHasher, token_array
-from penstock.schedule.limits import Limits
+from penstock.schedule.limits import BatchLimits, resolve_max_running
 from penstock.schedule.plan import RequestOutput, StepPlan
 from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
 from penstock.schedule.queue import FCFSQueue, WaitingQueue
@@ -57,9 +57,9 @@ class ScheduledEngine:
             self.kv = KVManager.without_prefix_cache(num_blocks)
         self.events = EventIndex(self.kv)
         self.clock = ManualClock(now_ns=7)
-        limits = Limits(
+        limits = BatchLimits(
             step_tokens,
-            min(max_running, step_tokens),
+            resolve_max_running(max_running, step_tokens),
             max_model_len,
             scored_tokens,
             preemptions_max,

@@ -8,8 +8,8 @@ from byte_tokenizer import byte_tokenizer
 from step_gate import ENVIRONMENT
 
 from penstock.backends.engine.backend import OwnBackend
+from penstock.backends.engine.heartbeat import HeartbeatTerms
 from penstock.clock import SystemClock
-from penstock.config.health import HeartbeatConfig
 from penstock.config.tree import EngineConfig
 from penstock.fleet.launchers.base import WorkerSpec
 from penstock.fleet.launchers.local import LocalLauncher
@@ -26,7 +26,7 @@ class Bench:
 
     def __init__(self, step_s: float, gate: str) -> None:
         self.lines: list[str] = []
-        self.heartbeat = HeartbeatConfig()
+        self.heartbeat = HeartbeatTerms()
         environment = {"PYTHONPATH": DOUBLES, "SCRIPTED_STEP_S": str(step_s), ENVIRONMENT: gate}
         self.launcher = LocalLauncher(
             SystemClock(), b"secret" * 4, environment=environment, logs=WorkerLogs(self.lines.append)

@@ -5,9 +5,9 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from penstock.gateway import api_keys
-from penstock.gateway.api_keys import Issued
-from penstock.gateway.key_file import edit_keys
+from penstock.gateway.identity import api_keys
+from penstock.gateway.identity.api_keys import Issued
+from penstock.gateway.identity.key_file import edit_keys
 
 NOW_S = 1_700_000_000
 

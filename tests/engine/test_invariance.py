@@ -9,7 +9,7 @@ from engine_driver import Answer, Driver
 from msgspec import structs
 from tiny_models import VOCAB_SIZE
 
-from penstock.engine.native import Kernels, KernelsUnavailable
+from penstock.engine.native import KernelsUnavailable, NativeLibrary
 from penstock.engine.native.library import Type
 from penstock.rng import stream
 from penstock.types import FinishReason, SamplingParams
@@ -106,7 +106,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     family, dtype, kernels, *quantization = request.param.split("-")
     if kernels == "native":
         try:
-            native = Kernels()
+            native = NativeLibrary()
         except KernelsUnavailable as why:
             pytest.skip(str(why))
         if quantization == ["int8"] and not native.supports(Type.I8):

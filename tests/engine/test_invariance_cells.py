@@ -7,7 +7,7 @@ import pytest
 from engine_driver import Answer, Driver
 from tiny_models import LLAMA3_ROPE, PHI3, VOCAB_SIZE, save, tiny_model
 
-from penstock.engine.native import Kernels, KernelsUnavailable
+from penstock.engine.native import KernelsUnavailable, NativeLibrary
 from penstock.rng import stream
 from penstock.types import SamplingParams
 
@@ -77,7 +77,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     name, dtype, kernels = request.param.split("-")
     if kernels == "native":
         try:
-            Kernels()
+            NativeLibrary()
         except KernelsUnavailable as why:
             pytest.skip(str(why))
     family, changes = MODELS[name]

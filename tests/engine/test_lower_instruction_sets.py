@@ -25,13 +25,13 @@ PARTS = {
 """What `pytest -k` takes of them."""
 PROBE = """
 import torch
-from penstock.engine.native import Kernels, KernelsUnavailable
+from penstock.engine.native import NativeLibrary, KernelsUnavailable
 with torch.backends.mkl.verbose(1), torch.backends.mkldnn.verbose(1):
     torch.randn(64, 64) @ torch.randn(64, 64)
     torch.relu(torch.randn(1, 4, 16, 16).to_mkldnn())
 print("aten:", torch.backends.cpu.get_cpu_capability())
 try:
-    print("native:", Kernels().isa)
+    print("native:", NativeLibrary().isa)
 except KernelsUnavailable:
     print("native: none")
 """

@@ -10,7 +10,7 @@ from router_ties import decided_otherwise, router_ties
 from tiny_models import FAMILIES, LLAMA3_ROPE, PHI3, VOCAB_SIZE, longrope, save, tiny_model
 from transformers import PreTrainedModel
 
-from penstock.engine.native import Kernels, KernelsUnavailable
+from penstock.engine.native import KernelsUnavailable, NativeLibrary
 from penstock.engine.runner import Runner
 from penstock.rng import stream
 from penstock.schedule.plan import NewRow, RowWork, Sampled, StepPlan
@@ -267,7 +267,7 @@ def test_bfloat16_logits_are_close_to_transformers_in_float32(family: str, tmp_p
 )
 def test_native_logits_equal_transformers(family: str, tmp_path: Path) -> None:
     try:
-        Kernels()
+        NativeLibrary()
     except KernelsUnavailable as why:
         pytest.skip(str(why))
     model = tiny_model(family, **NATIVE_CHANGES.get(family, {}))

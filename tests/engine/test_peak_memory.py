@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, MixtralConfig
 
-from penstock.engine.native import Kernels, KernelsUnavailable
+from penstock.engine.native import KernelsUnavailable, NativeLibrary
 
 pytestmark = pytest.mark.timeout(300)
 DOUBLES = Path(__file__).parents[1] / "doubles"
@@ -60,7 +60,7 @@ def test_the_worst_traffic_takes_no_more_than_start_up(
     """In the configuration of a worker: its allocator's settings, both kinds of kernels, one more thread for overlap."""
     if settings["kernels"] == "native":
         try:
-            Kernels()
+            NativeLibrary()
         except KernelsUnavailable as why:
             pytest.skip(str(why))
     ended = subprocess.run(

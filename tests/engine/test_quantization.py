@@ -8,7 +8,7 @@ from device_driver import device_runner
 from engine_driver import tiny_runner
 from tiny_models import VOCAB_SIZE
 
-from penstock.engine.native import Kernels, KernelsUnavailable
+from penstock.engine.native import KernelsUnavailable, NativeLibrary
 from penstock.engine.native.library import Type
 from penstock.errors import ConfigError
 from penstock.rng import stream
@@ -24,7 +24,7 @@ the likeliest tokens lie close together; a trained model is kinder."""
 @pytest.fixture(scope="module", params=["int8", "int4"])
 def quantization(request: pytest.FixtureRequest) -> str:
     try:
-        kernels = Kernels()
+        kernels = NativeLibrary()
     except KernelsUnavailable as why:
         pytest.skip(str(why))
     if request.param == "int8" and not kernels.supports(Type.I8):
@@ -84,7 +84,7 @@ def test_a_gpu_refuses_by_name(qwen3: Path) -> None:
 
 def test_auto_keeps_half_the_bytes_where_native_kernels_compute(qwen3: Path) -> None:
     try:
-        Kernels()
+        NativeLibrary()
     except KernelsUnavailable as why:
         pytest.skip(str(why))
     assert tiny_runner(qwen3, dtype="auto", kernels="auto").info.dtype == "bfloat16"

@@ -19,7 +19,7 @@ from penstock.clock import ManualClock
 from penstock.config.tree import EngineConfig
 from penstock.engine.core import EngineCore, Outputs, build_core
 from penstock.kv.hashing import PUBLIC
-from penstock.protocol.worker import Finish, ModelInfo, Submit
+from penstock.protocol.worker import ModelInfo, RequestFinished, Submit
 from penstock.types import BLOCK_TOKENS, FinishReason, RequestId, SamplingParams
 
 VOCAB_SIZE = 97
@@ -67,7 +67,7 @@ class Gateways:
         self.events = EventIndex(self.core.kv)
         self.sent: dict[str, tuple[int, Submit]] = {}
         self.tokens: dict[str, list[int]] = defaultdict(list)
-        self.ends: dict[str, Finish] = {}
+        self.ends: dict[str, RequestFinished] = {}
         self.seen: Counter[str] = Counter()
 
     def submit(self) -> None:
@@ -146,7 +146,7 @@ class Gateways:
         for name, finish in self.ends.items():
             self.check_end(name, finish)
 
-    def check_end(self, name: str, finish: Finish) -> None:
+    def check_end(self, name: str, finish: RequestFinished) -> None:
         _, message = self.sent[name]
         if finish.error_kind in REFUSED:
             assert not self.tokens[name]

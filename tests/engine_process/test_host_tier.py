@@ -8,7 +8,7 @@ import pytest
 from raw_worker import REAL, Client, raw_worker, submit
 from tiny_models import save, tiny_model
 
-from penstock.protocol.worker import Finish, Ready, Stats
+from penstock.protocol.worker import Ready, RequestFinished, Stats
 
 SESSION, OTHER = tuple(range(100)), tuple(range(100, 200))
 BLOCK_BYTES = 16 * 2 * 3 * 2 * 16 * 4  # Tokens, K and V, layers, heads, dimensions, float32.
@@ -19,7 +19,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tiny_model("qwen3"), tmp_path_factory.mktemp("qwen3"))
 
 
-def answer(client: Client, name: str, prompt: tuple[int, ...]) -> tuple[list[int], Finish]:
+def answer(client: Client, name: str, prompt: tuple[int, ...]) -> tuple[list[int], RequestFinished]:
     client.send(submit(name, prompt, temperature=0.0, max_tokens=8))
     outputs = list(client.outputs(name))
     finish = outputs[-1].finish

@@ -25,7 +25,17 @@ from step_gate import StepGate
 
 from penstock.config.presets import resolve
 from penstock.protocol.address import UnixAddress
-from penstock.protocol.worker import Abort, Drain, Failed, Loading, Ping, Pong, Ready, Stats, StepOutput
+from penstock.protocol.worker import (
+    AbortRequest,
+    Drain,
+    Loading,
+    Ping,
+    Pong,
+    Ready,
+    Stats,
+    StepOutput,
+    WorkerFailed,
+)
 from penstock.types import FinishReason, RequestId
 
 LONG = 60_000
@@ -73,7 +83,7 @@ def test_abort_frees_the_blocks() -> None:
         client.until_kind(Ready)
         client.send(submit("a", tuple(range(20, 200)), max_tokens=LONG))
         next(client.outputs("a"))
-        client.send(Abort((RequestId("a"), RequestId("unknown"))))
+        client.send(AbortRequest((RequestId("a"), RequestId("unknown"))))
         finish = client.last("a").finish
         assert finish is not None
         assert finish.reason is FinishReason.ABORT
@@ -93,7 +103,7 @@ def test_the_step_that_runs_when_an_abort_arrives_is_the_last(overlap, launched,
         next(client.outputs("a"))
         gate.close()
         held = gate.held_step()
-        client.send(Abort((RequestId("a"),)), Ping())
+        client.send(AbortRequest((RequestId("a"),)), Ping())
         client.until_kind(Pong)  # What came before it has been heard, too.
         gate.open()
         assert client.last("a").finish.reason is FinishReason.ABORT
@@ -241,8 +251,8 @@ def test_a_crash_in_a_step_is_told_and_ends_the_process() -> None:
         client = worker.connect()
         client.until_kind(Ready)
         client.send(submit("a", (CRASH,)))
-        failed = client.until_kind(Failed)
-        assert isinstance(failed, Failed)
+        failed = client.until_kind(WorkerFailed)
+        assert isinstance(failed, WorkerFailed)
         assert (failed.kind, failed.error) == ("ZeroDivisionError", "the script said so")
         assert worker.exit_code() == 1
         assert "Traceback" in worker.errors()
@@ -253,8 +263,8 @@ def test_a_step_that_does_not_end_is_told_and_ends_the_process() -> None:
         client = worker.connect()
         client.until_kind(Ready)
         client.send(submit("a", (HANG,)))
-        failed = client.until_kind(Failed)
-        assert isinstance(failed, Failed)
+        failed = client.until_kind(WorkerFailed)
+        assert isinstance(failed, WorkerFailed)
         assert failed.kind == "EngineFault"
         assert "steps have not advanced for" in failed.error
         client.wait_closed()

@@ -28,7 +28,7 @@ from penstock.fleet.sources import discovery as discovery_module
 from penstock.fleet.sources import kubernetes
 from penstock.fleet.sources.discovery import Discovery
 from penstock.fleet.sources.dns import DnsSource, LookupFailed, SrvLookup, addresses, lookup_for
-from penstock.fleet.sources.found import Endpoint, Found, worker_at
+from penstock.fleet.sources.found import DiscoveredAddress, DiscoveredWorkers, worker_at
 from penstock.fleet.sources.kubernetes import KubernetesSource
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
@@ -57,11 +57,11 @@ class Applied:
         return self.history[-1]
 
 
-def made(applied: Applied, **config: object) -> tuple[Found, Log, io.StringIO]:
+def made(applied: Applied, **config: object) -> tuple[DiscoveredWorkers, Log, io.StringIO]:
     text = io.StringIO()
     log = Log(LogConfig(), SystemClock(), stream=text)
     settings = DiscoverConfig(engine="vllm", **{"dns": "x:80", **config})
-    return Found("test", settings, lambda worker: worker, applied, log), log, text
+    return DiscoveredWorkers("test", settings, lambda worker: worker, applied, log), log, text
 
 
 def run(check, *arguments) -> None:
@@ -77,10 +77,13 @@ def run(check, *arguments) -> None:
 
 def test_an_endpoint_becomes_a_worker_of_the_configured_kind() -> None:
     config = DiscoverConfig(engine="vllm", kind="l4", kv_events_port=5557, scheme="https")
-    worker = worker_at(Endpoint("fd00::1", 8000), config)
+    worker = worker_at(DiscoveredAddress("fd00::1", 8000), config)
     assert (worker.url, worker.kv_events) == ("https://[fd00::1]:8000", "tcp://[fd00::1]:5557")
     assert (worker.engine, worker.kind, worker.kv_replay) == ("vllm", "l4", "")
-    assert worker_at(Endpoint("10.0.0.1", 70), DiscoverConfig(engine="penstock")).url == "tcp:10.0.0.1:70"
+    assert (
+        worker_at(DiscoveredAddress("10.0.0.1", 70), DiscoverConfig(engine="penstock")).url
+        == "tcp:10.0.0.1:70"
+    )
 
 
 def test_only_changes_are_applied_and_only_so_many_are_taken() -> None:
@@ -88,7 +91,7 @@ def test_only_changes_are_applied_and_only_so_many_are_taken() -> None:
         applied = Applied()
         found, _, text = made(applied, found_max=2)
         for names in ("ba", "ab", "abc", ""):
-            await found.take(Endpoint(name, 1) for name in names)
+            await found.take(DiscoveredAddress(name, 1) for name in names)
         assert applied.history == [("http://a:1", "http://b:1"), ()]
         assert text.getvalue().count("found_max") == 1
 
@@ -102,9 +105,9 @@ def test_a_lookup_that_fails_changes_nothing_and_an_empty_one_is_believed_the_th
     async def check() -> None:
         applied, answers = Applied(), []
         found, log, text = made(applied, timeout_s=0.05)
-        a, b = Endpoint("a", 1), Endpoint("b", 1)
+        a, b = DiscoveredAddress("a", 1), DiscoveredAddress("b", 1)
 
-        async def lookup(name: str) -> tuple[Endpoint, ...]:
+        async def lookup(name: str) -> tuple[DiscoveredAddress, ...]:
             assert name == "x:80"
             answer = answers.pop(0)
             if isinstance(answer, Exception):
@@ -128,8 +131,8 @@ def test_it_asks_again_and_again() -> None:
     async def check() -> None:
         applied, numbers = Applied(), iter(range(100))
 
-        async def lookup(_: str) -> tuple[Endpoint, ...]:
-            return (Endpoint("h", next(numbers)),)
+        async def lookup(_: str) -> tuple[DiscoveredAddress, ...]:
+            return (DiscoveredAddress("h", next(numbers)),)
 
         found, log, _ = made(applied, refresh_s=0.1)
         task = asyncio.create_task(DnsSource(found, lookup, log).run())
@@ -141,8 +144,10 @@ def test_it_asks_again_and_again() -> None:
 
 def test_addresses_are_what_this_machine_resolves() -> None:
     async def check() -> None:
-        assert Endpoint("127.0.0.1", 8000) in await lookup_for("localhost:8000")("localhost:8000")
-        assert await addresses("[::1]:8000".replace("[", "").replace("]", "")) == (Endpoint("::1", 8000),)
+        assert DiscoveredAddress("127.0.0.1", 8000) in await lookup_for("localhost:8000")("localhost:8000")
+        assert await addresses("[::1]:8000".replace("[", "").replace("]", "")) == (
+            DiscoveredAddress("::1", 8000),
+        )
 
     run(check)
 
@@ -181,7 +186,7 @@ def test_srv_records_name_hosts_and_ports() -> None:
         resolver.nameservers, resolver.lifetime = ["127.0.0.1"], 2.0
         resolver.port = transport.get_extra_info("sockname")[1]
         lookup = SrvLookup(resolver)
-        assert set(await lookup(name)) == {Endpoint("a.svc", 8000), Endpoint("b.svc", 8001)}
+        assert set(await lookup(name)) == {DiscoveredAddress("a.svc", 8000), DiscoveredAddress("b.svc", 8001)}
         assert await lookup("_no._tcp.x.") == await lookup("_gone._tcp.x.") == ()
         server.code = dns.rcode.SERVFAIL
         with pytest.raises(LookupFailed):
@@ -398,11 +403,11 @@ def test_sources_come_go_and_change_while_others_go_on(monkeypatch) -> None:
     asked: list[str] = []
 
     def lookup_of(_: str):
-        async def lookup(name: str) -> tuple[Endpoint, ...]:
+        async def lookup(name: str) -> tuple[DiscoveredAddress, ...]:
             asked.append(name)
             if name not in table:
                 raise LookupFailed("away")
-            return tuple(Endpoint(host, 9) for host in table[name])
+            return tuple(DiscoveredAddress(host, 9) for host in table[name])
 
         return lookup
 

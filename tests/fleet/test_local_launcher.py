@@ -14,7 +14,7 @@ from scripted_runner import DIE, HANG, scripted_text
 from scripted_worker import Bench, bench
 
 from penstock.backends.base import GenerateRequest
-from penstock.config.health import HeartbeatConfig
+from penstock.backends.engine.heartbeat import HeartbeatTerms
 from penstock.errors import StreamBroken, WorkerUnavailable
 from penstock.fleet.launchers.supervised import SupervisedWorker
 from penstock.types import FinishReason, RequestId, SamplingParams
@@ -114,7 +114,7 @@ def test_a_hung_worker_is_killed_and_replaced() -> None:
 
 def test_a_worker_that_stood_still_so_long_that_it_was_cut_off_is_killed_and_replaced() -> None:
     async def check(made: Bench) -> None:
-        made.heartbeat = HeartbeatConfig(interval_s=0.05)
+        made.heartbeat = HeartbeatTerms(interval_s=0.05)
         worker = await made.start(stall_timeout_s=0.4)
         await worker.wait_ready()
         old = worker.pid

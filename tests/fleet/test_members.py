@@ -17,7 +17,7 @@ from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry
 from penstock.fleet.sources.static import share_of
 from penstock.fleet.worker import Worker
-from penstock.policy.worker_state import WorkerState
+from penstock.policy.resilience.worker_state import WorkerState
 from penstock.telemetry.log import Log
 from penstock.types import FinishReason, WorkerId
 

@@ -15,7 +15,7 @@ from penstock.clock import NS_PER_S, ManualClock, SystemClock
 from penstock.config.tree import LogConfig
 from penstock.errors import ConfigError
 from penstock.fleet.registry import Registry
-from penstock.policy.worker_state import WorkerState
+from penstock.policy.resilience.worker_state import WorkerState
 from penstock.telemetry.log import Log
 from penstock.types import FinishReason, WorkerId
 

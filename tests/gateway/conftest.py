@@ -17,12 +17,13 @@ from fake_backend import FakeBackend, Script, endless_words
 from fleets import fleet_of
 
 from penstock.clock import Clock, SystemClock
-from penstock.config.tree import AuthConfig, Config, LimitsConfig, LogConfig, ServerConfig
+from penstock.config.flow import LimitsConfig
+from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig
 from penstock.fleet.members import Members
 from penstock.gateway.app import Gateway
-from penstock.gateway.models import ServedModel
-from penstock.gateway.public import PublicPrefixes
-from penstock.gateway.wire_limits import WireLimits
+from penstock.gateway.http.wire_limits import WireLimits
+from penstock.gateway.models.public import PublicPrefixes
+from penstock.gateway.models.served import ServedModel
 from penstock.rng import IdSource
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics

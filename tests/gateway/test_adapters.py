@@ -7,7 +7,7 @@ from penstock.backends.base import Adapters, Phase
 from penstock.clock import SystemClock
 from penstock.config.tenancy import TenantConfig
 from penstock.config.tree import Config
-from penstock.gateway.tenants import TenantTable
+from penstock.gateway.identity.tenants import TenantTable
 
 
 @pytest.fixture

@@ -48,8 +48,8 @@ def test_a_key_may_be_both(start, kit):
 
 
 def test_a_stored_key_with_the_flag_may(start, kit, tmp_path):
-    from penstock.gateway import api_keys
-    from penstock.gateway.key_file import edit_keys
+    from penstock.gateway.identity import api_keys
+    from penstock.gateway.identity.key_file import edit_keys
 
     now_s = 1_800_000_000
     issued = [api_keys.issue(0, tenant="ops", admin=admin) for admin in (False, True)]

@@ -13,7 +13,7 @@ import pytest
 from penstock.backends.base import Phase
 from penstock.clock import SystemClock
 from penstock.config.tenancy import TenantConfig, TierConfig
-from penstock.gateway.tenants import TenantTable
+from penstock.gateway.identity.tenants import TenantTable
 
 CHAT = "/v1/chat/completions"
 

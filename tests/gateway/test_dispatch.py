@@ -13,8 +13,8 @@ from penstock.config.flow import QueueConfig
 from penstock.config.ledger import AcceleratorPrice, LedgerConfig, ModelPrice, PricesConfig
 from penstock.config.routing import ModelRoute, RoutingConfig
 from penstock.config.tenancy import TenantConfig
-from penstock.gateway.api_keys import issue
-from penstock.gateway.key_file import edit_keys
+from penstock.gateway.identity.api_keys import issue
+from penstock.gateway.identity.key_file import edit_keys
 
 DAY_S = 24 * 3600
 
@@ -150,13 +150,12 @@ def test_a_budget_stops_a_running_stream_at_a_slice(kit, start, tenant) -> None:
     assert min(off_s, DAY_S - off_s) <= 60
 
 
-def test_what_one_process_spent_the_other_does_not_have(kit, start, tenant, tmp_path) -> None:
+def test_what_one_process_spent_the_other_does_not_have(kit, start, tenant, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.gateway.shared.spending.REFRESH_S", 0.02)
     prices = PricesConfig(models=(ModelPrice(model="*", output=1000.0),))
     config, key = tenant(budget_per_day=0.3)
-    config = kit.replace(config, budgets={"refresh_s": 0.02}, server={"processes": 2})
-    config = msgspec.structs.replace(
-        config, prices=prices, ledger=LedgerConfig(directory=str(tmp_path), deliver_ms=5)
-    )
+    config = kit.replace(config, server={"processes": 2})
+    config = msgspec.structs.replace(config, prices=prices, ledger=LedgerConfig(directory=str(tmp_path)))
     one, other = start(config), start(config)
     with kit.openai_client(one, key) as client:
         for _ in range(3):

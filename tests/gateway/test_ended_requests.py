@@ -2,9 +2,9 @@
 
 import gc
 
-from penstock.gateway.connection import Connection
-from penstock.gateway.exchange import Exchange
-from penstock.gateway.reply import Reply
+from penstock.gateway.http.connection import Connection
+from penstock.gateway.http.exchange import Exchange
+from penstock.gateway.relay.reply import Reply
 
 
 def test_no_cycles(start, kit):

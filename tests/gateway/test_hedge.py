@@ -8,7 +8,6 @@ import msgspec
 from fake_backend import FakeBackend
 
 from penstock.config.health import HealthConfig
-from penstock.config.hedge import HedgeConfig
 from penstock.config.ledger import LedgerConfig
 from penstock.errors import WorkerUnavailable
 
@@ -26,7 +25,7 @@ def two_workers(kit, tmp_path):
 
     config = msgspec.structs.replace(
         kit.make_config(),
-        health=HealthConfig(hedge=HedgeConfig(enabled=True, after_ms=50, share=0.1)),
+        health=HealthConfig(hedge_share=0.1, hedge_after_ms=50),
         ledger=LedgerConfig(directory=str(tmp_path / "ledger")),
     )
     running = Two(config)

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.config.tree import ServerConfig
 from penstock.errors import ConfigError
-from penstock.gateway.server import HttpServer
+from penstock.gateway.http.server import HttpServer
 
 END = b"\r\n\r\n"
 

@@ -13,12 +13,12 @@ from byte_tokenizer import byte_tokenizer
 from fleets import fleet_of
 from scripted_worker import bench
 
+from penstock.backends.engine.heartbeat import HeartbeatTerms
 from penstock.clock import SystemClock
-from penstock.config.health import HeartbeatConfig
 from penstock.config.ledger import LedgerConfig
 from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig
 from penstock.gateway.app import Gateway
-from penstock.gateway.models import ServedModel
+from penstock.gateway.models.served import ServedModel
 from penstock.rng import IdSource
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
@@ -66,7 +66,7 @@ def summed(chunks: list) -> tuple:
 def test_a_worker_lost_in_mid_stream_is_noticed_by_nobody(how: signal.Signals, tmp_path: Path) -> None:
     async def main() -> None:
         async with bench() as made:
-            made.heartbeat = HeartbeatConfig(interval_s=0.05)
+            made.heartbeat = HeartbeatTerms(interval_s=0.05)
             clock, log = SystemClock(), Log(LogConfig(), SystemClock(), stream=io.StringIO())
             workers = [await made.start() for _ in range(2)]
             for worker in workers:

@@ -11,9 +11,9 @@ from penstock.clock import NS_PER_S, ManualClock
 from penstock.config.ledger import AcceleratorPrice, PricesConfig
 from penstock.config.tree import EngineConfig
 from penstock.engine.core import EngineCore, build_core
-from penstock.gateway.meters import Meters
+from penstock.gateway.dispatch.meters import Meters
 from penstock.policy.flow import Arrival, Flow
-from penstock.policy.price import PriceList
+from penstock.policy.limits.price import PriceList
 from penstock.protocol.worker import Submit
 from penstock.rng import stream
 from penstock.schedule.plan import StepPlan, StepResult

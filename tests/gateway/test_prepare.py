@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from penstock.gateway.prepare import sampling
+from penstock.gateway.models.prepare import sampling
 from penstock.protocol.openai import ChatRequest
 from penstock.text.tokenizer import GenerationDefaults
 

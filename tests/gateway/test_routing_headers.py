@@ -4,13 +4,12 @@ import json
 
 import pytest
 
-from penstock.config.flow import BandConfig
+from penstock.config.flow import BandConfig, LimitsConfig
 from penstock.config.routing import AdmissionConfig, AutoConfig, AutoModel, ModelRoute, RoutingConfig
-from penstock.config.tree import LimitsConfig
 from penstock.errors import Forbidden, InvalidRequest, NotFound
-from penstock.gateway.auto_model import AutoModels, features_of
-from penstock.gateway.hints import Hints, read_hints
-from penstock.gateway.served_headers import Served
+from penstock.gateway.api.hints import Hints, read_hints
+from penstock.gateway.http.served_headers import Served
+from penstock.gateway.models.auto_model import AutoModels, features_of
 from penstock.policy.tenant import NOBODY, Tenant
 from penstock.protocol.openai import ChatRequest, CompletionRequest, FunctionSpec, Message, ToolSpec
 from penstock.types import TenantId
@@ -23,18 +22,18 @@ ADMIN_KEY = "sk-admin-0123456789"
 
 
 def test_no_headers_are_no_hints() -> None:
-    assert read_hints({b"host": b"x"}, None, CONFIG, LIMITS) == Hints()
+    assert read_hints({b"host": b"x"}, None) == Hints()
 
 
 def test_both_headers() -> None:
     headers = {b"x-penstock-degrade": b" Prefer", b"x-penstock-max-wait-ms": b"1500"}
-    assert read_hints(headers, None, CONFIG, LIMITS) == Hints(degrade="prefer", max_wait_ns=1_500_000_000)
+    assert read_hints(headers, None) == Hints(degrade="prefer", max_wait_ns=1_500_000_000)
 
 
 @pytest.mark.parametrize("value", [b"", b"maybe", b"never, allow", b"\xff\x00", b"never" * 1000])
 def test_a_degrade_that_is_no_word_of_ours(value: bytes) -> None:
     with pytest.raises(InvalidRequest, match=r"x-penstock-degrade.*never, allow, prefer") as caught:
-        read_hints({b"x-penstock-degrade": value}, None, CONFIG, LIMITS)
+        read_hints({b"x-penstock-degrade": value}, None)
     assert caught.value.param == "x-penstock-degrade"
     assert len(str(caught.value)) < 250
 
@@ -44,12 +43,12 @@ def test_a_degrade_that_is_no_word_of_ours(value: bytes) -> None:
 )
 def test_a_wait_that_is_out_of_bounds(value: bytes) -> None:
     with pytest.raises(InvalidRequest, match=r"x-penstock-max-wait-ms.*from 1 to 600000") as caught:
-        read_hints({b"x-penstock-max-wait-ms": value}, None, CONFIG, LIMITS)
+        read_hints({b"x-penstock-max-wait-ms": value}, None)
     assert caught.value.param == "x-penstock-max-wait-ms"
 
 
 def test_a_session_is_named_by_the_client() -> None:
-    assert read_hints({b"x-penstock-session": b" talk-7 "}, None, CONFIG, LIMITS) == Hints(session="talk-7")
+    assert read_hints({b"x-penstock-session": b" talk-7 "}, None) == Hints(session="talk-7")
 
 
 @pytest.mark.parametrize(
@@ -62,20 +61,20 @@ def test_a_session_is_named_by_the_client() -> None:
     ],
 )
 def test_a_session_is_named_by_the_user_if_by_no_header(headers, user, session) -> None:
-    assert read_hints(headers, user, CONFIG, LIMITS) == Hints(session=session)
+    assert read_hints(headers, user) == Hints(session=session)
 
 
-def test_the_bound_of_a_session_name_is_configured() -> None:
-    short = LimitsConfig(session_bytes_max=4)
-    assert read_hints({}, "someone", CONFIG, short) == Hints(session="some")
+def test_a_session_name_is_bounded(monkeypatch) -> None:
+    monkeypatch.setattr("penstock.gateway.api.hints.SESSION_BYTES_MAX", 4)
+    assert read_hints({}, "someone") == Hints(session="some")
     with pytest.raises(InvalidRequest, match=r"x-penstock-session.*1 to 4 characters"):
-        read_hints({b"x-penstock-session": b"five5"}, None, CONFIG, short)
+        read_hints({b"x-penstock-session": b"five5"}, None)
 
 
 @pytest.mark.parametrize("value", [b"", b"  ", b"x" * 257])
 def test_a_session_name_that_is_none(value: bytes) -> None:
     with pytest.raises(InvalidRequest, match=r"x-penstock-session.*1 to 256") as caught:
-        read_hints({b"x-penstock-session": value}, None, CONFIG, LIMITS)
+        read_hints({b"x-penstock-session": value}, None)
     assert caught.value.param == "x-penstock-session"
 
 

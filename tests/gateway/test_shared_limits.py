@@ -22,16 +22,17 @@ from hypothesis import strategies as st
 from redis_process import RedisProcess
 
 from penstock.clock import NS_PER_S, ManualClock, SystemClock
-from penstock.config.flow import RateLimitsConfig, SharedConfig
+from penstock.config.flow import LimitsConfig, SharedConfig
 from penstock.config.tree import LogConfig
 from penstock.errors import ConfigError
 from penstock.gateway.shared.keeper import LeaseKeeper
+from penstock.gateway.shared.limits import open_store
 from penstock.gateway.shared.local_store import LeaseServer, LocalStore
 from penstock.gateway.shared.redis_store import RedisStore
-from penstock.gateway.shared.store import StoreError, open_store
-from penstock.policy.lease import LeaseAsk, Leases
-from penstock.policy.lease_table import LeaseTable
-from penstock.policy.rate_limit import Limiter, Refusal
+from penstock.gateway.shared.store import StoreError
+from penstock.policy.limits.lease import LeaseAsk, Leases
+from penstock.policy.limits.lease_table import LeaseTable
+from penstock.policy.limits.rate_limit import Limiter, LimitRefusal
 from penstock.policy.tenant import Tenant
 from penstock.telemetry.log import Log
 from penstock.types import TenantId
@@ -259,10 +260,10 @@ def test_a_store_that_is_not_there_is_said_once_and_delays_nothing(tmp_path: Pat
         await asyncio.sleep(0.1)
         assert leases.down_ns is not None
         limiter, who = (
-            Limiter(RateLimitsConfig(), leases.make_bucket),
+            Limiter(LimitsConfig(), leases.make_bucket),
             Tenant(id=TenantId("t"), tokens_per_minute=600),
         )
-        assert isinstance(limiter.reserve(clock.now_ns(), who, 300, 300), Refusal)
+        assert isinstance(limiter.reserve(clock.now_ns(), who, 300, 300), LimitRefusal)
         server = LeaseServer(config, Path(config.socket), clock)
         await server.start()
         while leases.down_ns is not None:

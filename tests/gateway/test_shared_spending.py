@@ -11,8 +11,8 @@ from redis_process import RedisProcess
 from penstock.config.flow import SharedConfig
 from penstock.gateway.shared.redis_spending import DAY_KEPT_MS, MONTH_KEPT_MS, RedisSpending
 from penstock.gateway.shared.store import StoreError
-from penstock.policy.budget import Spent
-from penstock.policy.calendar import month_of
+from penstock.policy.limits.budget import Spent
+from penstock.policy.limits.calendar import month_of
 from penstock.types import TenantId
 
 DAY = 20_634

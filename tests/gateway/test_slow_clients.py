@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from penstock.backends.base import Delta, Finish
 from penstock.errors import EngineFault
-from penstock.gateway.exchange import Ending, Exchange, RequestHead
-from penstock.gateway.flush import RelayTerms
-from penstock.gateway.relay import StreamReply, TextSink
-from penstock.gateway.reply import Context
-from penstock.gateway.tally import Tally
+from penstock.gateway.http.exchange import Ending, Exchange, RequestHead
+from penstock.gateway.http.flush import RelayTerms
+from penstock.gateway.http.tally import Tally
+from penstock.gateway.relay.relay import StreamReply, TextSink
+from penstock.gateway.relay.reply import Context
 from penstock.protocol.stream import ChatChunks, StreamHead
 from penstock.rng import IdSource
 from penstock.telemetry.catalog import Endpoint

@@ -9,7 +9,7 @@ import pytest
 from penstock.clock import SystemClock
 from penstock.config.tenancy import TenantConfig, TierConfig
 from penstock.config.tree import Config
-from penstock.gateway.tenants import Tenants, TenantTable
+from penstock.gateway.identity.tenants import Tenants, TenantTable
 
 CHAT = "/v1/chat/completions"
 

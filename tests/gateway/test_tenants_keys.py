@@ -12,11 +12,11 @@ from tenant_keys import NOW_S, add, ask
 
 from penstock.config.tenancy import TenantConfig
 from penstock.errors import ConfigError, Unauthenticated
-from penstock.gateway import api_keys
-from penstock.gateway.api_keys import ApiKey, Issued
-from penstock.gateway.key_file import edit_keys, read_keys, stamp
-from penstock.gateway.stored_keys import StoredKeys
-from penstock.gateway.tiers import Tenants
+from penstock.gateway.identity import api_keys
+from penstock.gateway.identity.api_keys import ApiKey, Issued
+from penstock.gateway.identity.key_file import edit_keys, read_keys, stamp
+from penstock.gateway.identity.stored_keys import StoredKeys
+from penstock.gateway.identity.tiers import Tenants
 
 
 def stored(path: Path, *tenants: TenantConfig) -> StoredKeys:

@@ -8,8 +8,8 @@ import os
 from tenant_keys import add, ask
 
 from penstock.config.tenancy import TenantConfig, TierConfig
-from penstock.gateway.api_keys import revoke
-from penstock.gateway.key_file import edit_keys
+from penstock.gateway.identity.api_keys import revoke
+from penstock.gateway.identity.key_file import edit_keys
 
 
 class Streaming:

@@ -16,9 +16,9 @@ jwt = pytest.importorskip("jwt", reason="PyJWT is not installed (penstock[jwt])"
 from identity_provider import AUDIENCE, IdentityProvider, Key, raw_token
 from tenant_keys import ask
 
-from penstock.gateway.jwks import parse_jwks
-from penstock.gateway.tiers import Tenants
-from penstock.gateway.tokens import Tokens
+from penstock.gateway.identity.jwks import parse_jwks
+from penstock.gateway.identity.tiers import Tenants
+from penstock.gateway.identity.tokens import TokenVerifier
 
 ISSUER = "https://id.example"
 RSA, OTHER, CURVE, EDWARDS = Key("rsa"), Key("other"), Key("ec", "ES256"), Key("ed", "EdDSA")
@@ -34,13 +34,13 @@ class Known:
         )
 
 
-def make(*keys: Key, tenants=(), **settings_) -> tuple[Tokens, ManualClock]:
+def make(*keys: Key, tenants=(), **settings_) -> tuple[TokenVerifier, ManualClock]:
     config = JwtConfig(
         **{"issuer": ISSUER, "audience": (AUDIENCE, "second"), "tier_claim": "tier", **settings_}
     )
     clock = ManualClock(wall_ns=NOW_S * NS_PER_S)
     made = Tenants(tenants, DEFAULT_TIERS, secret=b"s")
-    return Tokens(config, Known(*(keys or (RSA, CURVE, EDWARDS))), made, clock=clock), clock
+    return TokenVerifier(config, Known(*(keys or (RSA, CURVE, EDWARDS))), made, clock=clock), clock
 
 
 def claims(**changed) -> dict:
@@ -188,7 +188,7 @@ def test_which_claim_is_the_tenant(path, given, tenant) -> None:
 
 
 def test_which_tier_a_token_gives() -> None:
-    def tier(tokens: Tokens, **changed) -> str:
+    def tier(tokens: TokenVerifier, **changed) -> str:
         caller = tokens.find(RSA.sign(claims(**changed)).encode())
         assert caller is not None
         return caller.tenant.tier

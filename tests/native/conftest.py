@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.engine.native import Kernels, KernelsUnavailable
+from penstock.engine.native import KernelsUnavailable, NativeLibrary
 from penstock.engine.native.library import LIBRARY
 
 CAN_BUILD = platform.machine() == "x86_64" and shutil.which("g++") is not None
@@ -33,7 +33,7 @@ def kernels(request):
     library = Path(os.environ.get("PENSTOCK_TEST_KERNELS", LIBRARY))
     assert library.exists() or not CAN_BUILD, f"{library} was not built, though it could have been"
     try:
-        loaded = Kernels(library, request.param)
+        loaded = NativeLibrary(library, request.param)
     except KernelsUnavailable as why:
         pytest.skip(str(why))
     loaded.set_threads(1)

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.engine.native import Kernels, KernelsUnavailable, build
+from penstock.engine.native import KernelsUnavailable, NativeLibrary, build
 from penstock.engine.native.ops import linear
 from penstock.engine.native.weights import exact, pack
 
 
 def test_says_why_there_are_no_kernels(tmp_path):
     with pytest.raises(KernelsUnavailable, match="was not built"):
-        Kernels(tmp_path / "none.so")
+        NativeLibrary(tmp_path / "none.so")
     (tmp_path / "text.so").write_text("not a library")
     with pytest.raises(KernelsUnavailable, match="cannot be used"):
-        Kernels(tmp_path / "text.so")
+        NativeLibrary(tmp_path / "text.so")
 
 
 def test_another_library_is_refused(tmp_path):
@@ -36,13 +36,13 @@ def test_another_library_is_refused(tmp_path):
         except build.CannotBuild as why:
             pytest.skip(str(why))
         with pytest.raises(KernelsUnavailable, match=message):
-            Kernels(made)
+            NativeLibrary(made)
 
 
 def test_an_unknown_isa_is_refused(kernels):
     with pytest.raises(KernelsUnavailable, match="does not have sse9"):
-        Kernels(isa="sse9")
-    Kernels(isa=kernels.isa)  # Leaves the others' choice as it was.
+        NativeLibrary(isa="sse9")
+    NativeLibrary(isa=kernels.isa)  # Leaves the others' choice as it was.
 
 
 def test_without_a_compiler_the_reason_is_said(monkeypatch, tmp_path):
@@ -88,7 +88,7 @@ def test_calls_from_several_threads_wait_their_turn(kernels):
 
 
 def in_child(queue, isa):
-    queue.put(product(Kernels(isa=isa), 3).float().sum().item())
+    queue.put(product(NativeLibrary(isa=isa), 3).float().sum().item())
 
 
 @pytest.mark.filterwarnings("ignore:This process.*multi-threaded:DeprecationWarning")
@@ -104,10 +104,10 @@ def test_a_forked_child_starts_its_own_threads(kernels):
 
 IDLE = """
 import resource, threading, torch
-from penstock.engine.native import Kernels
+from penstock.engine.native import NativeLibrary
 from penstock.engine.native.ops import linear
 from penstock.engine.native.weights import exact, pack
-kernels = Kernels()
+kernels = NativeLibrary()
 kernels.set_threads(3)
 weight = pack(kernels, exact(torch.ones(4096, 512).bfloat16()))
 linear(kernels, weight, torch.ones(4, 512).bfloat16())

@@ -3,7 +3,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_S
-from penstock.policy.accelerator_cost import HOUR_NS, AcceleratorCost, ToldCost, share_micros, work_weight
+from penstock.policy.limits.accelerator_cost import (
+    HOUR_NS,
+    AcceleratorCost,
+    ToldCost,
+    share_micros,
+    work_weight,
+)
 from penstock.types import RequestId
 
 A, B, P = RequestId("a"), RequestId("b"), RequestId("probe")

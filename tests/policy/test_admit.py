@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.routing import AdmissionConfig, ModelRoute, TtftTarget
-from penstock.policy.admit import LET_IN_SHARE, QUEUE_SHARE, Admission, effective_degrade
+from penstock.policy.admission.admit import LET_IN_SHARE, QUEUE_SHARE, AdmissionControl, effective_degrade
 from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Divert, Shed
 from penstock.policy.tenant import NOBODY, Tenant
 from penstock.types import TenantId
@@ -31,8 +31,8 @@ def lookup(*candidates: Candidate) -> Callable[[str], Candidate | None]:
     return {candidate.model: candidate for candidate in candidates}.get
 
 
-def admission(*, chain=CHAIN, **settings) -> Admission:
-    return Admission(AdmissionConfig(**{"ttft_target_ms": 1000, "targets": (), **settings}), chain)
+def admission(*, chain=CHAIN, **settings) -> AdmissionControl:
+    return AdmissionControl(AdmissionConfig(**{"ttft_target_ms": 1000, "targets": (), **settings}), chain)
 
 
 def let_in_s(ttft_s: float) -> float:
@@ -43,7 +43,7 @@ def let_in_s(ttft_s: float) -> float:
 FREE = lookup(at("medium"), at("small"))
 
 
-def decide(deciding: Admission, requested: Candidate, **facts):
+def decide(deciding: AdmissionControl, requested: Candidate, **facts):
     return deciding.decide(
         0, AdmitFacts(**{"tenant": NOBODY, "requested": requested, "candidate": FREE, **facts})
     )

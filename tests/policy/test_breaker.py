@@ -6,15 +6,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.config.health import BreakerConfig
-from penstock.policy.breaker import Breaker, BreakerState
+from penstock.policy.resilience.breaker import Breaker, BreakerState, BreakerTerms
 
 S, MS = NS_PER_S, NS_PER_MS
-CONFIG = BreakerConfig(jitter=0.0)
+CONFIG = BreakerTerms(jitter=0.0)
 
 
 def breaker(**config: object) -> Breaker:
-    return Breaker(BreakerConfig(**{"jitter": 0.0, **config}), lambda: 0.5)
+    return Breaker(BreakerTerms(**{"jitter": 0.0, **config}), lambda: 0.5)
 
 
 def fine() -> bool:
@@ -101,7 +100,7 @@ def test_who_flaps_stays_out_longer_and_who_was_well_for_long_does_not() -> None
 
 def test_jitter_spreads_the_times() -> None:
     drawn = iter([0.0, 1.0])
-    config = BreakerConfig(jitter=0.2)
+    config = BreakerTerms(jitter=0.2)
     first, second = Breaker(config, lambda: next(drawn)), Breaker(config, lambda: next(drawn))
     tripped(first)
     tripped(second)
@@ -153,7 +152,7 @@ class AnyOrder(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 2**32 - 1))
     def open(self, seed: int) -> None:
         self.random, self.now_ns, self.under_way, self.shut_ns = Random(seed), 0, 0, None
-        self.config = BreakerConfig(attempts_min=3, probes=2, open_s=1.0, open_max_s=4.0, probe_s=1.0)
+        self.config = BreakerTerms(attempts_min=3, probes=2, open_s=1.0, open_max_s=4.0, probe_s=1.0)
         self.breaker = Breaker(self.config, self.random.random)
 
     @rule(ns=st.integers(0, 3 * S))

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_S
-from penstock.policy.bucket import Bucket
+from penstock.policy.limits.bucket import Bucket
 
 HOUR_NS = 3600 * NS_PER_S
 spans = st.integers(0, HOUR_NS)

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from penstock.clock import NS_PER_S
-from penstock.config.ledger import BudgetsConfig, ModelPrice, PricesConfig
+from penstock.config.ledger import ModelPrice, PricesConfig
 from penstock.errors import BudgetExhausted
-from penstock.policy.budget import BudgetRefusal, Budgets, Reservation, Spent
-from penstock.policy.calendar import DAY_NS, day_of
-from penstock.policy.price import PriceList
+from penstock.policy.limits.budget import BudgetRefusal, BudgetReservation, BudgetTerms, Spent, TenantBudgets
+from penstock.policy.limits.calendar import DAY_NS, day_of
+from penstock.policy.limits.price import PriceList
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId, Usage
 
@@ -22,16 +22,16 @@ def tenant(day: int = 0, month: int = 0, name: str = "acme") -> Tenant:
     return Tenant(id=TenantId(name), budget_day_micros=day, budget_month_micros=month)
 
 
-def budgets(**changes: object) -> Budgets:
-    return Budgets(BudgetsConfig(**changes), wall_offset_ns=JUNE_30)
+def budgets(**changes: object) -> TenantBudgets:
+    return TenantBudgets(BudgetTerms(**changes), wall_offset_ns=JUNE_30)
 
 
-def reserved(answer: Reservation | BudgetRefusal) -> Reservation:
-    assert isinstance(answer, Reservation), answer
+def reserved(answer: BudgetReservation | BudgetRefusal) -> BudgetReservation:
+    assert isinstance(answer, BudgetReservation), answer
     return answer
 
 
-def refused(answer: Reservation | BudgetRefusal) -> BudgetRefusal:
+def refused(answer: BudgetReservation | BudgetRefusal) -> BudgetRefusal:
     assert isinstance(answer, BudgetRefusal), answer
     return answer
 
@@ -184,7 +184,7 @@ def test_tenants_that_are_remembered_are_bounded_and_those_that_run_are_kept() -
 class Stream:
     """A running answer that is renewed at every slice boundary and stopped `late` tokens after one, if it must."""
 
-    reservation: Reservation
+    reservation: BudgetReservation
     prompt: int
     length: int
     tokens: int = 0
@@ -206,7 +206,7 @@ def run_streams(limit: int, prompts: list[int], lengths: list[int], late: list[i
     for prompt, length in zip(prompts, lengths, strict=True):
         first = PRICES.cost_micros("m", Usage(prompt_tokens=prompt, completion_tokens=SLICE))
         answer = money.reserve(0, acme, first)
-        if isinstance(answer, Reservation):
+        if isinstance(answer, BudgetReservation):
             streams.append(Stream(answer, prompt, length))
     running = list(zip(streams, late, strict=False))
     while running:
@@ -262,13 +262,13 @@ class AnyCourse(RuleBasedStateMachine):
         super().__init__()
         self.money, self.now_ns = budgets(), 0
         self.acme = tenant(day=500, month=1500)
-        self.live: list[Reservation] = []
+        self.live: list[BudgetReservation] = []
         self.settled: dict[int, int] = {}
 
     @rule(micros=st.integers(0, 200))
     def reserve(self, micros: int) -> None:
         answer = self.money.reserve(self.now_ns, self.acme, micros)
-        if isinstance(answer, Reservation):
+        if isinstance(answer, BudgetReservation):
             self.live.append(answer)
         else:
             assert 0 < answer.retry_after_ns <= 31 * DAY_NS

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config.routing import AutoConfig, AutoModel, AutoTier
-from penstock.policy.complexity import Choice, ComplexityRouter, Features
+from penstock.policy.extras.complexity import ComplexityChoice, ComplexityRouter, Features
 
 MODELS = (
     AutoModel(model="small", up_to=0.15),
@@ -20,7 +20,7 @@ def asked(*texts: str, **facts) -> Features:
     return Features(texts=texts, num_chars=sum(map(len, texts)), **facts)
 
 
-def choose(deciding: ComplexityRouter, features: Features, may=lambda _: True) -> Choice:
+def choose(deciding: ComplexityRouter, features: Features, may=lambda _: True) -> ComplexityChoice:
     choice = deciding.choose(features, may)
     assert choice is not None
     return choice
@@ -61,9 +61,9 @@ def test_every_mark_shows_in_the_parts() -> None:
 
 
 def test_explains_itself_on_one_ascii_line() -> None:
-    choice = Choice("small", 0.31, (("code", 0.2), ("tokens", 0.05), ("simple", -0.05)))
+    choice = ComplexityChoice("small", 0.31, (("code", 0.2), ("tokens", 0.05), ("simple", -0.05)))
     assert choice.explain() == "complexity=0.31 (code .20, tokens .05, simple -.05)"
-    assert Choice("small", 0.0, ()).explain() == "complexity=0.00"
+    assert ComplexityChoice("small", 0.0, ()).explain() == "complexity=0.00"
 
 
 def test_a_tier_gets_no_less_than_its_model() -> None:

@@ -6,16 +6,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from penstock.clock import NS_PER_S
-from penstock.config.flow import BandConfig, QueueConfig, RateLimitsConfig
+from penstock.config.flow import BandConfig, LimitsConfig, QueueConfig
 from penstock.errors import Draining, Evicted, Overloaded, StreamBroken, WorkerUnavailable
 from penstock.policy.answers import Abort, Diverted, Evict, Queued, Refused, Requeued, Settled, Start, Stop
-from penstock.policy.control import FlowControl
+from penstock.policy.estimates.output_length import OutputLengths
 from penstock.policy.flow import Arrival, State
-from penstock.policy.output_length import OutputLengths
+from penstock.policy.lifecycle.control import FlowControl
+from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.parts import AdmitAll, Parts, Pass
-from penstock.policy.rate_limit import Limiter
+from penstock.policy.queueing.room import WorkerView
 from penstock.policy.record import Outcome
-from penstock.policy.room import WorkerView
 from penstock.policy.tenant import Tenant
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
@@ -422,7 +422,7 @@ def limited(**limits) -> Tenant:
 
 
 def test_limits_are_reserved_before_the_queue_and_settled_at_the_end() -> None:
-    config = RateLimitsConfig()
+    config = LimitsConfig()
     limiter = Limiter(config)
     made = control(parts=Parts(limits=limiter, lengths=OutputLengths(config)), running=4)
     tenant = limited(tokens_per_minute=100)
@@ -439,7 +439,7 @@ def test_limits_are_reserved_before_the_queue_and_settled_at_the_end() -> None:
 
 
 def test_a_refusal_by_the_queue_leaves_nothing_reserved() -> None:
-    limiter = Limiter(RateLimitsConfig())
+    limiter = Limiter(LimitsConfig())
     band = BandConfig(name="default", order=0, requests_max=1)
     made = control(parts=Parts(limits=limiter), bands=(band,))
     accept(made, "a")
@@ -549,7 +549,7 @@ class Life(RuleBasedStateMachine):
                 name="bulk", order=1, starvation_s=20, requests_max=6, timeout_s=60, discipline="deadline"
             ),
         )
-        config = RateLimitsConfig(burst_s=600)
+        config = LimitsConfig(burst_s=600)
         self.limiter, self.purse = Limiter(config), Purse(10**6)
         parts = Parts(
             limits=self.limiter,

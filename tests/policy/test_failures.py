@@ -2,16 +2,16 @@
 
 from penstock.clock import NS_PER_S
 from penstock.config.flow import QueueConfig
-from penstock.config.health import HealthConfig, QuarantineConfig, RetryConfig
 from penstock.errors import InvalidRequest, PenstockError, PoisonRequest, StreamBroken, WorkerUnavailable
 from penstock.policy.answers import Evict, Refused, Requeued, Settled, Start
-from penstock.policy.control import FlowControl
+from penstock.policy.extras.quarantine import Quarantine, QuarantineTerms, fingerprint
 from penstock.policy.flow import Arrival
-from penstock.policy.health import FleetHealth
+from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.parts import Parts
-from penstock.policy.quarantine import Quarantine, fingerprint
+from penstock.policy.queueing.room import WorkerView
 from penstock.policy.record import Outcome
-from penstock.policy.room import WorkerView
+from penstock.policy.resilience.health import FleetHealth, HealthTerms
+from penstock.policy.resilience.retry_budget import RetryTerms
 from penstock.types import RequestId, Usage, WorkerId
 
 S = NS_PER_S
@@ -20,8 +20,8 @@ GONE = WorkerUnavailable("gone")
 
 
 def control(*workers: WorkerId, slots: int = 100, **health) -> FlowControl:
-    config = HealthConfig(**health)
-    parts = Parts(health=FleetHealth(config, lambda: 0.0), poison=Quarantine(config.quarantine))
+    quarantine = health.pop("quarantine", QuarantineTerms())
+    parts = Parts(health=FleetHealth(HealthTerms(**health), lambda: 0.0), poison=Quarantine(quarantine))
     made = FlowControl(QueueConfig(worker_credit=0, retries_max=2), parts)
     for worker in workers:
         made.set_worker(0, "m", worker, WorkerView(max_running=slots))
@@ -47,7 +47,7 @@ def finish(made: FlowControl, name: str, now_ns: int = 0) -> None:
 
 
 def test_a_worker_that_fails_is_left_alone_then_probed_by_one() -> None:
-    made = control(W, V, U, retry=RetryConfig(floor_per_s=100))
+    made = control(W, V, U, retry=RetryTerms(floor_per_s=100))
     for i in range(30):
         accept(made, f"r{i}")
     placed = starts(made)
@@ -78,7 +78,7 @@ def test_what_waits_for_a_worker_that_is_left_alone_has_a_time_to_be_looked_at()
 
 
 def test_retries_are_granted_while_the_budget_lasts() -> None:
-    made = control(W, V, retry=RetryConfig(floor_per_s=1))
+    made = control(W, V, retry=RetryTerms(floor_per_s=1))
     for name in ("a", "b"):
         accept(made, name)
     starts(made)
@@ -89,7 +89,7 @@ def test_retries_are_granted_while_the_budget_lasts() -> None:
 
 
 def test_moving_a_stream_takes_nothing_of_the_retry_budget() -> None:
-    made = control(W, V, retry=RetryConfig(floor_per_s=0, share=0.0))
+    made = control(W, V, retry=RetryTerms(floor_per_s=0, share=0.0))
     accept(made, "a")
     starts(made)
     made.first_output(0, RequestId("a"))
@@ -132,7 +132,7 @@ def test_a_stream_that_moves_goes_on_only_where_the_same_is_computed() -> None:
 
 
 def test_what_had_not_begun_may_start_again_at_any_worker() -> None:
-    made = control(retry=RetryConfig(floor_per_s=100))
+    made = control(retry=RetryTerms(floor_per_s=100))
     made.set_worker(0, "m", W, WorkerView(max_running=100, identity="one"))
     accept(made, "a")
     assert starts(made) == {"a": W}
@@ -158,7 +158,7 @@ def died() -> PenstockError:
 
 
 def test_a_request_that_killed_two_workers_does_not_reach_the_third_and_is_refused_for_a_while() -> None:
-    made = control(W, V, U, quarantine=QuarantineConfig(refuse_s=60))
+    made = control(W, V, U, quarantine=QuarantineTerms(refuse_s=60))
     accept(made, "a", prompt=(6, 6, 6))
     for now_ns in (0, S):
         (worker,) = starts(made, now_ns).values()

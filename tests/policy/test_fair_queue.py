@@ -9,8 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from penstock.clock import NS_PER_S
 from penstock.config.flow import BandConfig, QueueConfig
-from penstock.policy.band import UNIT, Work, cost
-from penstock.policy.fair_queue import FairQueue, Full
+from penstock.policy.queueing.band import Work
+from penstock.policy.queueing.fair_queue import FairQueue, Full
+from penstock.schedule.fair_share import UNIT, cost
 from penstock.types import RequestId, TenantId
 
 _numbers = count()

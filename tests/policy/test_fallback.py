@@ -4,14 +4,14 @@ from penstock.clock import NS_PER_S
 from penstock.config.flow import QueueConfig
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig
 from penstock.errors import StreamBroken, WorkerUnavailable
+from penstock.policy.admission.gate import Gate, ModelFacts
 from penstock.policy.answers import Evict, FallBack, Queued, Requeued, Start
-from penstock.policy.control import FlowControl
-from penstock.policy.fallback import ASKED_MAX
 from penstock.policy.flow import Arrival
-from penstock.policy.gate import Gate, ModelFacts
+from penstock.policy.lifecycle.control import FlowControl
+from penstock.policy.lifecycle.fallback import ASKED_MAX
 from penstock.policy.parts import Parts
+from penstock.policy.queueing.room import WorkerView
 from penstock.policy.record import Outcome
-from penstock.policy.room import WorkerView
 from penstock.types import RequestId, Usage, WorkerId
 
 S = NS_PER_S

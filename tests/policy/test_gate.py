@@ -4,13 +4,13 @@ from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.flow import BandConfig, QueueConfig
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig, TtftTarget
 from penstock.errors import Evicted, Overloaded, WorkerUnavailable
+from penstock.policy.admission.gate import Gate, ModelFacts
 from penstock.policy.answers import Diverted, Evict, Queued, Refused
-from penstock.policy.control import FlowControl
 from penstock.policy.flow import Arrival
-from penstock.policy.gate import Gate, ModelFacts
+from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.parts import Parts
+from penstock.policy.queueing.room import WorkerView
 from penstock.policy.record import Outcome
-from penstock.policy.room import WorkerView
 from penstock.policy.tenant import Tenant
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 

@@ -9,22 +9,21 @@ from hypothesis import strategies as st
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.flow import QueueConfig
 from penstock.config.health import HealthConfig
-from penstock.config.hedge import HedgeConfig
 from penstock.errors import StreamBroken, WorkerUnavailable
 from penstock.policy.answers import Abort, Evict, Requeued, Settled, Start
-from penstock.policy.control import FlowControl
+from penstock.policy.extras.hedge import HedgeOutcome, Hedges, HedgeTerms
 from penstock.policy.flow import Arrival, State
-from penstock.policy.health import FleetHealth
-from penstock.policy.hedge import HedgeOutcome, Hedges
+from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.parts import Parts
+from penstock.policy.queueing.room import WorkerView
 from penstock.policy.record import Outcome
-from penstock.policy.room import WorkerView
+from penstock.policy.resilience.health import FleetHealth
 from penstock.types import RequestId, Usage, WorkerId
 
 MS = NS_PER_MS
 W, V, U = WorkerId("w"), WorkerId("v"), WorkerId("u")
 R = RequestId("r")
-PLENTY = HedgeConfig(enabled=True, after_ms=100, share=0.1)
+PLENTY = HedgeTerms(hedge_share=0.1, hedge_after_ms=100)
 
 
 class Watched(FleetHealth):
@@ -43,7 +42,7 @@ class Made:
     """Flow control with hedges after 100 ms, and a budget that was saved up."""
 
     def __init__(
-        self, *workers: WorkerId, slots: int = 4, config: HedgeConfig = PLENTY, saved: int = 20
+        self, *workers: WorkerId, slots: int = 4, config: HedgeTerms = PLENTY, saved: int = 20
     ) -> None:
         self.told = Counter()
         self.hedges = Hedges(config, lambda _, outcome: self.told.update((outcome,)))
@@ -189,7 +188,9 @@ def test_an_aborted_loser_is_not_held_against_its_worker() -> None:
 
 
 def test_the_delay_is_a_high_percentile_of_prompts_of_that_length() -> None:
-    made = Hedges(HedgeConfig(enabled=True, samples_min=50, quantile=0.98, after_min_ms=20), lambda *_: None)
+    made = Hedges(
+        HedgeTerms(hedge_share=0.02, samples_min=50, quantile=0.98, after_min_ms=20), lambda *_: None
+    )
     for i in range(100):
         assert made.delay_ns("m", 100) is None or i >= 50
         made.began("m", (i + 1) * 10 * MS, prompt_tokens=100)
@@ -203,7 +204,7 @@ def test_the_delay_is_a_high_percentile_of_prompts_of_that_length() -> None:
 
 @given(st.lists(st.booleans(), max_size=300), st.floats(0, 0.1), st.integers(1, 20))
 def test_the_budget_is_never_passed(tries, share, saved) -> None:
-    made = Hedges(HedgeConfig(enabled=True, share=share, saved_max=saved), lambda *_: None)
+    made = Hedges(HedgeTerms(hedge_share=share, saved_max=saved), lambda *_: None)
     for wants in tries:
         made.started(0, "m", R, prompt_tokens=1, first=True)
         if wants:

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.policy.kv_pressure import RunningStream, blocks_to_free, choose_victims
+from penstock.policy.queueing.kv_pressure import RunningStream, blocks_to_free, choose_victims
 
 
 def stream_of(

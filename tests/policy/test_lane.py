@@ -4,10 +4,10 @@ from collections.abc import Collection
 
 from penstock.clock import NS_PER_MS
 from penstock.config.flow import QueueConfig
-from penstock.policy.band import Work
-from penstock.policy.lane import Lane
 from penstock.policy.parts import AllHealthy, Hold, LeastLoaded
-from penstock.policy.room import Room, Rooms, WorkerView
+from penstock.policy.queueing.band import Work
+from penstock.policy.queueing.lane import Lane
+from penstock.policy.queueing.room import Room, Rooms, WorkerView
 from penstock.types import RequestId, TenantId, WorkerId
 
 A, B, C = WorkerId("a"), WorkerId("b"), WorkerId("c")

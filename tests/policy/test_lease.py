@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.config.flow import RateLimitsConfig, SharedConfig
-from penstock.policy.lease import LeaseAsk, Leases
-from penstock.policy.lease_table import LeaseTable
-from penstock.policy.rate_limit import Limiter, Refusal, Reservation
+from penstock.config.flow import LimitsConfig, SharedConfig
+from penstock.policy.limits.lease import LeaseAsk, Leases
+from penstock.policy.limits.lease_table import LeaseTable
+from penstock.policy.limits.rate_limit import Limiter, LimitRefusal, LimitReservation
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId
 
@@ -22,8 +22,8 @@ class Gateway:
 
     def __init__(self, name: str, config: SharedConfig) -> None:
         self.name, self.leases = name, Leases(config)
-        self.limiter = Limiter(RateLimitsConfig(), self.leases.make_bucket)
-        self.live: deque[Reservation] = deque()
+        self.limiter = Limiter(LimitsConfig(), self.leases.make_bucket)
+        self.live: deque[LimitReservation] = deque()
         self.used = 0
 
     def exchange(self, now_ns: int, table: LeaseTable | None, *, reply_lost: bool = False) -> None:
@@ -38,7 +38,7 @@ class Gateway:
 
     def request(self, now_ns: int, tokens: int) -> bool:
         outcome = self.limiter.reserve(now_ns, WHO, tokens, 0)
-        if isinstance(outcome, Refusal):
+        if isinstance(outcome, LimitRefusal):
             return False
         outcome.settle(now_ns, tokens)
         self.used += tokens
@@ -112,14 +112,14 @@ def test_a_burst_that_the_bucket_has_comes_at_the_pace_of_leases() -> None:
     here.exchange(now_ns, table)  # All that are to be there are there: no need to wait for more.
     for i in range(16):
         outcome = here.limiter.reserve(now_ns, who, 1, 0, request_id=str(i))
-        told += [outcome.retry_after_ns] if isinstance(outcome, Refusal) else []
+        told += [outcome.retry_after_ns] if isinstance(outcome, LimitRefusal) else []
     assert len(told) == 9  # Seven are a quarter of the bucket, shared by two.
     assert max(told) < NS_PER_S  # The other gateway took nothing, so they need not wait for refill.
     for _ in range(2):
         here.exchange(now_ns, table)
     now_ns += max(told)
     assert not any(
-        isinstance(here.limiter.reserve(now_ns, who, 1, 0, request_id=str(i)), Refusal) for i in range(9)
+        isinstance(here.limiter.reserve(now_ns, who, 1, 0, request_id=str(i)), LimitRefusal) for i in range(9)
     )
 
 
@@ -290,7 +290,7 @@ def test_all_gateways_together_overshoot_by_at_most_a_lease_each(script, policy)
             gateway.spend_all(now_ns, 50 + tokens)
         elif what == "stream":  # Longer than reserved: debt that the bucket must remember.
             outcome = gateway.limiter.reserve(now_ns, WHO, tokens, 0)
-            if isinstance(outcome, Reservation):
+            if isinstance(outcome, LimitReservation):
                 outcome.settle(now_ns, tokens + 100)
                 gateway.used += tokens + 100
                 overrun += 100

@@ -5,10 +5,10 @@ import re
 import pages
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.config.flow import RateLimitsConfig
-from penstock.policy.lease import Leases
-from penstock.policy.output_length import OutputLengths
-from penstock.policy.rate_limit import Limiter, Refusal, Reservation
+from penstock.config.flow import LimitsConfig
+from penstock.policy.estimates.output_length import OutputLengths
+from penstock.policy.limits.lease import Leases
+from penstock.policy.limits.rate_limit import Limiter, LimitRefusal, LimitReservation
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId
 
@@ -23,9 +23,9 @@ ACME = Tenant(
 PROMPT, EXPECTED = 1200, 300
 
 
-def reserved(limiter: Limiter, now_ns: int, prompt: int = PROMPT, output: int = EXPECTED) -> Reservation:
+def reserved(limiter: Limiter, now_ns: int, prompt: int = PROMPT, output: int = EXPECTED) -> LimitReservation:
     found = limiter.reserve(now_ns, ACME, prompt, output)
-    assert isinstance(found, Reservation)
+    assert isinstance(found, LimitReservation)
     return found
 
 
@@ -36,7 +36,7 @@ def left(limiter: Limiter, now_ns: int) -> int:
 def test_one_request_with_numbers() -> None:
     taken = [pages.number(row[2]) for row in pages.table("limits", "when")]
     remaining = [row[3] for row in pages.table("limits", "when")]
-    limiter, at_ns = Limiter(LIMITS.rate_limits), 10 * NS_PER_S
+    limiter, at_ns = Limiter(LIMITS.limits), 10 * NS_PER_S
     held = reserved(limiter, 0)
     assert (held.reserved, left(limiter, 0)) == (taken[0], pages.number(remaining[0]))
     held.renew(0, EXPECTED)
@@ -53,7 +53,7 @@ def test_one_request_with_numbers() -> None:
 
 
 def test_the_headers_of_the_first_request() -> None:
-    limiter = Limiter(LIMITS.rate_limits)
+    limiter = Limiter(LIMITS.limits)
     reserved(limiter, 0)
     told = dict(re.findall(r"(x-ratelimit-[a-z-]+): (\S+)", PAGE))
     assert len(told) == 6
@@ -61,19 +61,19 @@ def test_the_headers_of_the_first_request() -> None:
 
 
 def test_two_hundred_refused_clients_have_places_in_the_refill() -> None:
-    limiter, who = Limiter(RateLimitsConfig()), Tenant(id=TenantId("acme"), tokens_per_minute=60_000)
+    limiter, who = Limiter(LimitsConfig()), Tenant(id=TenantId("acme"), tokens_per_minute=60_000)
     all_of_it = limiter.reserve(0, who, 60_000, 0)
-    assert isinstance(all_of_it, Reservation)
+    assert isinstance(all_of_it, LimitReservation)
     waits = []
     for number in range(200):
         refusal = limiter.reserve(0, who, 300, 0, request_id=f"r{number}")
-        assert isinstance(refusal, Refusal)
+        assert isinstance(refusal, LimitRefusal)
         waits.append(refusal.retry_after_ns)
     for place, wait_ns in enumerate(waits, 1):
         exact_ns = place * 300 * NS_PER_MS
         assert exact_ns <= wait_ns <= exact_ns * 9 // 8 + 1
     for wait_ns in sorted(waits):
-        assert isinstance(limiter.reserve(wait_ns, who, 300, 0), Reservation), (
+        assert isinstance(limiter.reserve(wait_ns, who, 300, 0), LimitReservation), (
             "all are let in at their first retry"
         )
 
@@ -82,7 +82,7 @@ def test_a_reload_leaves_what_was_used_used() -> None:
     used, before, after, remaining = map(
         pages.number, re.findall(r"(\d+) of (\d+) used and a new limit of ([\d,]+) leaves (\d+)", PAGE)[0]
     )
-    limiter = Limiter(RateLimitsConfig())
+    limiter = Limiter(LimitsConfig())
     limiter.reserve(0, Tenant(id=TenantId("a"), tokens_per_minute=before), used, 0)
     changed = Tenant(id=TenantId("a"), tokens_per_minute=after)
     limiter.reserve(0, changed, 0, 0)
@@ -90,15 +90,15 @@ def test_a_reload_leaves_what_was_used_used() -> None:
 
 
 def test_what_can_never_pass_is_refused_and_an_expected_answer_is_cut() -> None:
-    limiter = Limiter(LIMITS.rate_limits)
+    limiter = Limiter(LIMITS.limits)
     refusal = limiter.reserve(0, ACME, TIER.tokens_per_minute + 1, 1)
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, LimitRefusal)
     assert refusal.kind == "too_large"
     assert reserved(limiter, 0, 59_000, 5000).reserved == TIER.tokens_per_minute
 
 
 def test_expected_output_of_a_tenant_without_a_past() -> None:
-    assert OutputLengths(RateLimitsConfig()).expect(TenantId("new"), "m", 4000) == 256
+    assert OutputLengths(LimitsConfig()).expect(TenantId("new"), "m", 4000) == 256
     assert "without any, 256" in PAGE
 
 

@@ -3,12 +3,11 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config.flow import RateLimitsConfig
-from penstock.policy.output_length import OutputLengths
+from penstock.policy.estimates.output_length import LengthTerms, OutputLengths
 from penstock.types import TenantId
 
 A, B = TenantId("a"), TenantId("b")
-CONFIG = RateLimitsConfig()
+CONFIG = LengthTerms()
 
 
 def test_before_anything_was_seen_it_is_the_default_and_never_above_max_tokens() -> None:
@@ -55,7 +54,7 @@ def test_it_is_the_nearest_rank_of_the_last_answers(values, max_tokens) -> None:
 
 
 def test_it_remembers_a_bounded_number_of_pairs_and_keeps_the_busy_ones() -> None:
-    lengths = OutputLengths(RateLimitsConfig(output_windows_max=4))
+    lengths = OutputLengths(LengthTerms(output_windows_max=4))
     for number in range(50):
         for _ in range(8):
             lengths.observe(A, "m", 7)

@@ -8,7 +8,7 @@ import pages
 
 from penstock.config.flow import QueueConfig
 from penstock.config.routing import AdmissionConfig
-from penstock.policy.admit import Admission
+from penstock.policy.admission.admit import AdmissionControl
 from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Divert, Shed
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId
@@ -56,7 +56,7 @@ def candidate(model: str, *, ready: int = 1) -> Candidate:
 
 
 def decide(model: str, *gone: str, **facts: object):
-    made = Admission(CONFIG.admission, CONFIG.routing.models)
+    made = AdmissionControl(CONFIG.admission, CONFIG.routing.models)
     found = {name: candidate(name, ready=name not in gone) for name in ("large", "medium", "small")}
     return made.decide(
         0, AdmitFacts(tenant=Tenant(id=TenantId("t")), requested=found[model], candidate=found.get, **facts)

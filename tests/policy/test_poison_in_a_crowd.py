@@ -7,16 +7,16 @@ from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.flow import QueueConfig
-from penstock.config.health import HealthConfig, RetryConfig
 from penstock.errors import PoisonRequest, StreamBroken, WorkerUnavailable
 from penstock.policy.answers import Evict, Settled, Start
-from penstock.policy.control import FlowControl
+from penstock.policy.extras.quarantine import Quarantine
 from penstock.policy.flow import Arrival, State
-from penstock.policy.health import FleetHealth
+from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.parts import Parts
-from penstock.policy.quarantine import Quarantine
+from penstock.policy.queueing.room import WorkerView
 from penstock.policy.record import Outcome
-from penstock.policy.room import WorkerView
+from penstock.policy.resilience.health import FleetHealth, HealthTerms
+from penstock.policy.resilience.retry_budget import RetryTerms
 from penstock.types import RequestId, Usage, WorkerId
 
 POISON = RequestId("poison")
@@ -28,8 +28,8 @@ class Fleet:
     """Workers that give what they are given one token at a time, by chance, and die of one request at its token number `at`."""
 
     def __init__(self, seed: int, *, workers: int, slots: int, at: int) -> None:
-        config = HealthConfig(retry=RetryConfig(floor_per_s=1000))
-        parts = Parts(health=FleetHealth(config, lambda: 0.0), poison=Quarantine(config.quarantine))
+        config = HealthTerms(retry=RetryTerms(floor_per_s=1000))
+        parts = Parts(health=FleetHealth(config, lambda: 0.0), poison=Quarantine(config))
         self.control = FlowControl(QueueConfig(worker_credit=0), parts)
         self.random, self.at, self.slots, self.now_ns = Random(seed), at, slots, 0
         self.running: dict[RequestId, WorkerId] = {}

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config.ledger import AcceleratorPrice, ModelPrice, PricesConfig, PriceTier
-from penstock.policy.price import PriceList
+from penstock.policy.limits.price import PriceList
 from penstock.types import Usage
 
 PRICES = PricesConfig(

@@ -10,27 +10,26 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.config.flow import RateLimitsConfig
 from penstock.errors import InvalidRequest, Overloaded
-from penstock.policy.rate_headers import duration
-from penstock.policy.rate_limit import Limiter, Refusal, Reservation
+from penstock.policy.limits.rate_headers import duration
+from penstock.policy.limits.rate_limit import Limiter, LimitRefusal, LimitReservation, RateTerms
 from penstock.policy.tenant import NOBODY, Tenant
 from penstock.types import TenantId
 
-CONFIG = RateLimitsConfig()
+CONFIG = RateTerms()
 
 
 def tenant(name: str = "t", **limits: int) -> Tenant:
     return Tenant(id=TenantId(name), **limits)
 
 
-def admitted(outcome: Reservation | Refusal) -> Reservation:
-    assert isinstance(outcome, Reservation), outcome
+def admitted(outcome: LimitReservation | LimitRefusal) -> LimitReservation:
+    assert isinstance(outcome, LimitReservation), outcome
     return outcome
 
 
-def refused(outcome: Reservation | Refusal) -> Refusal:
-    assert isinstance(outcome, Refusal), outcome
+def refused(outcome: LimitReservation | LimitRefusal) -> LimitRefusal:
+    assert isinstance(outcome, LimitRefusal), outcome
     return outcome
 
 
@@ -148,7 +147,7 @@ def test_a_limit_that_came_later_is_not_paid_back_what_it_never_took() -> None:
 
 
 def test_idle_tenants_are_forgotten_and_nothing_is_lost_by_it() -> None:
-    limiter = Limiter(RateLimitsConfig(tenants_max=1000))
+    limiter = Limiter(RateTerms(tenants_max=1000))
     busy = tenant("busy", tokens_per_minute=60)
     admitted(limiter.reserve(0, busy, 30, 20))
     for number in range(20_000):
@@ -183,7 +182,7 @@ def obey(limiter: Limiter, who: Tenant, waits: dict[str, int], *, prompt: int, o
     count = 0
     for name, at_ns in sorted(waits.items(), key=lambda wait: wait[1]):
         count += isinstance(
-            limiter.reserve(at_ns, who, prompt, output, request_id=f"{name} again"), Reservation
+            limiter.reserve(at_ns, who, prompt, output, request_id=f"{name} again"), LimitReservation
         )
     return count
 
@@ -194,7 +193,7 @@ def obey(limiter: Limiter, who: Tenant, waits: dict[str, int], *, prompt: int, o
 )
 def test_two_hundred_refused_clients_that_obey_are_admitted_at_the_first_retry(limits, whole_seconds) -> None:
     limiter, who = Limiter(CONFIG), tenant(**limits)
-    while isinstance(limiter.reserve(0, who, 200, 100), Reservation):
+    while isinstance(limiter.reserve(0, who, 200, 100), LimitReservation):
         pass
     waits = {}
     for number in range(200):
@@ -208,7 +207,7 @@ def test_two_hundred_refused_clients_that_obey_are_admitted_at_the_first_retry(l
 
 
 def test_the_line_of_the_refused_is_bounded_and_passes_by_itself() -> None:
-    limiter, who = Limiter(RateLimitsConfig(retry_after_max_s=30)), tenant(requests_per_minute=60)
+    limiter, who = Limiter(RateTerms(retry_after_max_s=30)), tenant(requests_per_minute=60)
     for _ in range(60):
         admitted(limiter.reserve(0, who, 1, 1))
     waits = [refused(limiter.reserve(0, who, 1, 1)).retry_after_ns for _ in range(500)]
@@ -230,11 +229,11 @@ class LimiterMachine(RuleBasedStateMachine):
 
     @initialize(burst_s=st.sampled_from([1.0, 7.5, 60.0]), shift_ns=st.integers(0, 10**12))
     def start(self, burst_s: float, shift_ns: int) -> None:
-        self.limiter = Limiter(RateLimitsConfig(burst_s=burst_s))
+        self.limiter = Limiter(RateTerms(burst_s=burst_s))
         self.who = tenant(tokens_per_minute=RATE, requests_per_minute=REQUESTS, concurrent_max=CONCURRENT)
         self.start_ns = self.now_ns = shift_ns
         self.burst, self.request_burst = int(RATE * burst_s) // 60, max(1, int(REQUESTS * burst_s) // 60)
-        self.live: dict[int, tuple[Reservation, int, int]] = {}
+        self.live: dict[int, tuple[LimitReservation, int, int]] = {}
         self.used = self.overrun = self.accepted = self.number = 0
 
     def allowed(self, rate: int, burst: int) -> int:
@@ -248,7 +247,7 @@ class LimiterMachine(RuleBasedStateMachine):
     def arrive(self, prompt: int, output: int):
         outcome = self.limiter.reserve(self.now_ns, self.who, prompt, output, request_id=str(self.number))
         self.number += 1
-        if isinstance(outcome, Refusal):
+        if isinstance(outcome, LimitRefusal):
             return self.check_refusal(outcome, prompt, output)
         assert outcome.reserved == min(prompt + output, self.burst)
         assert len(self.live) < CONCURRENT
@@ -260,7 +259,7 @@ class LimiterMachine(RuleBasedStateMachine):
         assert self.accepted <= self.allowed(REQUESTS, self.request_burst)
         return self.number
 
-    def check_refusal(self, refusal: Refusal, prompt: int, output: int) -> None:
+    def check_refusal(self, refusal: LimitRefusal, prompt: int, output: int) -> None:
         if refusal.kind == "too_large":
             assert prompt + 1 > self.burst
         elif refusal.kind == "concurrent":
@@ -269,7 +268,7 @@ class LimiterMachine(RuleBasedStateMachine):
             later = copy.deepcopy(self.limiter)
             at_ns = self.now_ns + refusal.retry_after_ns
             obeyed = later.reserve(at_ns, self.who, prompt, output)
-            assert isinstance(obeyed, Reservation) or obeyed.kind == "concurrent"
+            assert isinstance(obeyed, LimitReservation) or obeyed.kind == "concurrent"
 
     @rule(number=running, tokens=st.integers(1, 700))
     def stream(self, number: int | None, tokens: int) -> None:

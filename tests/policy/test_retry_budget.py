@@ -2,10 +2,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_S
-from penstock.config.health import HealthConfig, RetryConfig
+from penstock.config.health import HealthConfig
 from penstock.errors import WorkerUnavailable
-from penstock.policy.health import FleetHealth
-from penstock.policy.retry_budget import RetryBudget
+from penstock.policy.resilience.health import FleetHealth
+from penstock.policy.resilience.retry_budget import RetryBudget, RetryTerms
 from penstock.rng import stream
 from penstock.types import WorkerId
 
@@ -13,7 +13,7 @@ S = NS_PER_S
 
 
 def test_a_tenth_of_the_successes_beside_a_floor() -> None:
-    budget = RetryBudget(RetryConfig(floor_per_s=3))
+    budget = RetryBudget(RetryTerms(floor_per_s=3))
     assert [budget.take(0) for _ in range(4)] == [True, True, True, False]
     for _ in range(20):
         budget.succeeded()
@@ -22,21 +22,21 @@ def test_a_tenth_of_the_successes_beside_a_floor() -> None:
 
 
 def test_good_times_save_up_so_much_and_no_more() -> None:
-    budget = RetryBudget(RetryConfig(saved_max=5))
+    budget = RetryBudget(RetryTerms(saved_max=5))
     for _ in range(1000):
         budget.succeeded()
     assert budget.level(0) == 5
 
 
 def test_no_share_and_no_floor_grants_nothing() -> None:
-    budget = RetryBudget(RetryConfig(share=0.0, floor_per_s=0))
+    budget = RetryBudget(RetryTerms(share=0.0, floor_per_s=0))
     budget.succeeded()
     assert not budget.take(100 * S)
 
 
 @given(st.lists(st.tuples(st.sampled_from("sr"), st.integers(0, S)), max_size=200), st.integers(0, 5))
 def test_over_any_time_retries_are_bounded(events: list[tuple[str, int]], floor: int) -> None:
-    budget, now, successes, granted = RetryBudget(RetryConfig(floor_per_s=floor)), 0, 0, 0
+    budget, now, successes, granted = RetryBudget(RetryTerms(floor_per_s=floor)), 0, 0, 0
     for kind, ns in events:
         now += ns
         if kind == "s":

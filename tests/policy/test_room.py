@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config.flow import QueueConfig
-from penstock.policy.band import Work
-from penstock.policy.room import Rooms, WorkerView
+from penstock.policy.queueing.band import Work
+from penstock.policy.queueing.room import Rooms, WorkerView
 from penstock.types import RequestId, TenantId, WorkerId
 
 A, B = WorkerId("a"), WorkerId("b")

@@ -9,20 +9,20 @@ from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.flow import QueueConfig
-from penstock.config.placement import PlacementConfig
 from penstock.kv.index.prefix_index import NOTHING_HELD, Held
-from penstock.policy.band import Work
-from penstock.policy.decision_log import PER_REQUEST_MAX, DecisionLog, explain
 from penstock.policy.parts import Hold
-from penstock.policy.pick import REASONS, replay
-from penstock.policy.room import Room, Rooms, WorkerView
-from penstock.policy.route import Router
-from penstock.policy.score import score_policy
+from penstock.policy.placement.decision_log import PER_REQUEST_MAX, DecisionLog, explain
+from penstock.policy.placement.pick import REASONS, replay
+from penstock.policy.placement.route import Router
+from penstock.policy.placement.score import score_policy
+from penstock.policy.placement_terms import PlacementTerms
+from penstock.policy.queueing.band import Work
+from penstock.policy.queueing.room import Room, Rooms, WorkerView
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
 A, B, C, D = (WorkerId(name) for name in "abcd")
 QUEUE = QueueConfig(worker_credit=0, foreign_concurrency=8)
-CALM = PlacementConfig(explore=0.0)
+CALM = PlacementTerms(explore=0.0)
 
 
 class Caches:
@@ -55,7 +55,7 @@ class World:
     """A router with its rooms and its log."""
 
     def __init__(
-        self, config: PlacementConfig = CALM, *, seed: int = 1, held: Mapping[WorkerId, Held] | None = None
+        self, config: PlacementTerms = CALM, *, seed: int = 1, held: Mapping[WorkerId, Held] | None = None
     ) -> None:
         self.rooms, self.caches = Rooms(QUEUE), Caches(held)
         self.log = DecisionLog(kept_max=64)
@@ -184,7 +184,7 @@ def test_a_session_decides_between_equals_only() -> None:
 
 
 def test_a_session_is_forgotten_in_time() -> None:
-    world = World(PlacementConfig(explore=0.0, session_ttl_s=10)).workers(A, B, C)
+    world = World(PlacementTerms(explore=0.0, session_ttl_s=10)).workers(A, B, C)
     first = work("first", session="s")
     world.end(first, world.start(first), 1)
     world.start(work("late", session="s"), 11 * NS_PER_S)
@@ -312,7 +312,7 @@ def test_what_is_cached_counts_from_the_moment_when_another_worker_comes() -> No
 # --- holds ----------------------------------------------------------------------------------------------
 
 
-def busy(config: PlacementConfig = CALM, *, streams: int = 8) -> World:
+def busy(config: PlacementTerms = CALM, *, streams: int = 8) -> World:
     """A is warm and full, B is free. A stream takes a second."""
     world = World(config, held={A: Held(1500, 0)}).workers(A, B, kv_blocks_total=0)
     for i in range(3):
@@ -345,7 +345,7 @@ def test_a_small_saving_is_not_waited_for() -> None:
 
 
 def test_who_is_held_already_makes_the_next_wait_longer() -> None:
-    world = busy(PlacementConfig(explore=0.0, hold_ms_max=60_000, prefill_tokens_per_s=40_000))
+    world = busy(PlacementTerms(explore=0.0, hold_ms_max=60_000, prefill_tokens_per_s=40_000))
     answers = [world.place(work(f"h{i}", prompt_tokens=24_000), 5 * NS_PER_S) for i in range(12)]
     held = [isinstance(answer, Hold) for answer in answers]
     assert held[0]
@@ -354,7 +354,7 @@ def test_who_is_held_already_makes_the_next_wait_longer() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [PlacementConfig(hold_ms_max=0, explore=0), PlacementConfig(holds_max=0, explore=0)]
+    "config", [PlacementTerms(hold_ms_max=0, explore=0), PlacementTerms(holds_max=0, explore=0)]
 )
 def test_holds_can_be_switched_off(config) -> None:
     room = busy(config).place(work(prompt_tokens=24_000), 5 * NS_PER_S)
@@ -366,7 +366,7 @@ def test_holds_can_be_switched_off(config) -> None:
 
 
 def test_exploration_takes_other_workers_now_and_then() -> None:
-    world = World(PlacementConfig(explore=0.2, tie=0.0)).workers(A, B).workers(C, D, running=1)
+    world = World(PlacementTerms(explore=0.2, tie=0.0)).workers(A, B).workers(C, D, running=1)
     for i in range(50):
         each = work(f"r{i}")
         world.end(each, world.start(each, i), i + 1)
@@ -398,7 +398,7 @@ def test_the_log_is_bounded_by_requests_and_within_each() -> None:
 
 
 def test_the_weighted_policy_prefers_match_and_room_for_urgent_bands() -> None:
-    config = PlacementConfig(policy="weighted", explore=0.0)
+    config = PlacementTerms(policy="weighted", explore=0.0)
     assert World(config, held={C: Held(60, 0)}).workers(A, B, C).start(work()) == C
     world = World(config).workers(A, B)
     fill(world, A, 7)
@@ -411,7 +411,7 @@ def test_the_weighted_policy_prefers_match_and_room_for_urgent_bands() -> None:
 
 def random_world(seed: int) -> tuple[World, Random]:
     random = Random(seed)
-    config = PlacementConfig(
+    config = PlacementTerms(
         policy=random.choice(["ttft", "weighted"]),
         explore=random.choice([0.0, 0.3]),
         hold_ms_max=random.choice([0, 100, 5000]),
@@ -492,7 +492,7 @@ def test_whatever_fits_on_some_worker_is_placed_or_held(seed) -> None:
 
 def test_the_example_of_the_routing_page() -> None:
     """docs/routing.md, "Which worker": the numbers there come from here."""
-    world = World(PlacementConfig(explore=0.0), held={A: Held(90, 0)}).workers(A, B)
+    world = World(PlacementTerms(explore=0.0), held={A: Held(90, 0)}).workers(A, B)
     fill(world, A, 2, tokens=2000)
     world.start(work())
     decision = explain(world.log.of(RequestId("r"))[-1])

@@ -6,16 +6,16 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.config.placement import PlacementConfig, WeightedPolicy
-from penstock.policy.score import RequestFacts, WorkerFacts, score_policy
-from penstock.policy.speed import Ran, Speed, Speeds
+from penstock.policy.estimates.speed import Ran, Speed, Speeds
+from penstock.policy.placement.score import RequestFacts, WorkerFacts, score_policy
+from penstock.policy.placement_terms import PlacementTerms, WeightedTerms
 from penstock.types import WorkerId
 
 SPEED = Speed(
     fixed_s=0.005, token_s=1 / 4000, pair_s=1e-9, stream_s=1e-4, token_stream_s=1e-7, step_s=0.03,
     step_stream_s=0.001, service_s=4.0,
 )  # fmt: skip
-POLICIES = [score_policy(PlacementConfig(policy=name)) for name in ("ttft", "weighted")]
+POLICIES = [score_policy(PlacementTerms(policy=name)) for name in ("ttft", "weighted")]
 
 requests = st.builds(
     RequestFacts,
@@ -78,7 +78,7 @@ def test_the_terms_of_ttft_by_hand() -> None:
         kv_blocks=100, kv_blocks_used=24, has_adapter=False, speed=speed,
     )  # fmt: skip
     request = RequestFacts(prompt_tokens=1000, output_tokens=216, needs_adapter=True)
-    policy = score_policy(PlacementConfig())
+    policy = score_policy(PlacementTerms())
     terms = dict(zip(policy.terms, policy.score(request, worker).terms, strict=True))
     assert terms == pytest.approx(
         {
@@ -99,7 +99,7 @@ def test_the_terms_of_weighted_by_hand() -> None:
         worker=WorkerId("w"), number=0, device_tokens=600, host_tokens=200, backlog_tokens=500, running=3, rows=8, slots=8,
         kv_blocks=100, kv_blocks_used=24, speed=speed,
     )  # fmt: skip
-    config = PlacementConfig(policy="weighted", weighted=WeightedPolicy(reserve=0.2))
+    config = PlacementTerms(policy="weighted", weighted=WeightedTerms(reserve=0.2))
     terms = (
         score_policy(config).score(RequestFacts(prompt_tokens=640, output_tokens=160, level=2), worker).terms
     )
@@ -116,7 +116,7 @@ def ran(i: int, **facts) -> Ran:
 
 
 def test_speeds_are_believed_until_they_are_seen_and_kept_by_kind() -> None:
-    speeds = Speeds(PlacementConfig(prefill_tokens_per_s=2000, step_ms=20))
+    speeds = Speeds(PlacementTerms(prefill_tokens_per_s=2000, step_ms=20))
     assert speeds.of("a").prefill_s(2000, 2000, 0) == pytest.approx(1.0)
     assert speeds.of("a").tpot_s(5) == pytest.approx(0.02)
     for i in range(200):
@@ -129,7 +129,7 @@ def test_speeds_are_believed_until_they_are_seen_and_kept_by_kind() -> None:
 
 
 def test_time_to_first_output_teaches_where_nobody_tells_less_what_went_before() -> None:
-    speeds = Speeds(PlacementConfig(prefill_tokens_per_s=2000))
+    speeds = Speeds(PlacementTerms(prefill_tokens_per_s=2000))
     for i in range(200):
         tokens, backlog = 100 + 37 * (i % 50), 500 * (i % 3)
         first_ns = (tokens + backlog) * NS_PER_MS // 10
@@ -142,7 +142,7 @@ def test_time_to_first_output_teaches_where_nobody_tells_less_what_went_before()
 
 
 def test_steps_and_service_are_learned() -> None:
-    speeds = Speeds(PlacementConfig())
+    speeds = Speeds(PlacementTerms())
     for i in range(200):
         streams = 1 + i % 8
         speeds.learn(

@@ -5,14 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ContextTooLong, Forbidden, InvalidRequest
-from penstock.policy.tenant import NOBODY, Tenant
-from penstock.policy.tenant_limits import (
+from penstock.policy.limits.tenant_limits import (
     check_adapter,
     check_model,
     check_tokens,
     may_use_model,
     output_room,
 )
+from penstock.policy.tenant import NOBODY, Tenant
 from penstock.types import TenantId
 
 

@@ -5,16 +5,16 @@ import pytest
 from penstock.config.flow import QueueConfig
 from penstock.config.ledger import BudgetsConfig, ModelPrice, PricesConfig
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig
+from penstock.policy.admission.gate import Gate, ModelFacts
+from penstock.policy.admission.thrift import Thrift
 from penstock.policy.answers import Diverted, Queued, Refused
-from penstock.policy.budget import Budgets, Spent
-from penstock.policy.control import FlowControl
 from penstock.policy.flow import Arrival
-from penstock.policy.gate import Gate, ModelFacts
+from penstock.policy.lifecycle.control import FlowControl
+from penstock.policy.limits.budget import Spent, TenantBudgets
+from penstock.policy.limits.price import PriceList
 from penstock.policy.parts import Parts
-from penstock.policy.price import PriceList
-from penstock.policy.room import WorkerView
+from penstock.policy.queueing.room import WorkerView
 from penstock.policy.tenant import Tenant
-from penstock.policy.thrift import Thrift
 from penstock.types import RequestId, TenantId, WorkerId
 
 MICROS = 1_000_000
@@ -37,7 +37,7 @@ class Rig:
     """Flow control with budgets, and one free worker for each model. `spent_micros`: of tenant acme, today."""
 
     def __init__(self, spent_micros: int = 0, *, month_micros: int | None = None, **config: object) -> None:
-        budgets, prices = Budgets(BudgetsConfig(**config), wall_offset_ns=0), PriceList(PRICES)
+        budgets, prices = TenantBudgets(BudgetsConfig(**config), wall_offset_ns=0), PriceList(PRICES)
         month = spent_micros if month_micros is None else month_micros
         budgets.restore(
             0, [Spent(tenant=TenantId("acme"), day=0, day_micros=spent_micros, month_micros=month)]

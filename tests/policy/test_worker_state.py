@@ -4,7 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from penstock.policy.worker_state import TABLE, WorkerEvent, WorkerLife, WorkerState
+from penstock.policy.resilience.worker_state import TABLE, WorkerEvent, WorkerLife, WorkerState
 
 UP = (WorkerState.STARTING, WorkerState.LOADING, WorkerState.WARMING, WorkerState.READY, WorkerState.SUSPECT)
 

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config.tree import LimitsConfig
+from penstock.config.flow import LimitsConfig
 from penstock.errors import InvalidRequest
+from penstock.protocol import openai_validate
 from penstock.protocol.needs import common_needs, constraint_of, rare_needs
 from penstock.protocol.openai import GenerationRequest
 from penstock.protocol.openai_validate import (
@@ -239,7 +240,7 @@ PROMPTS = [
 @pytest.mark.parametrize(("prompt", "prompts"), PROMPTS)
 def test_prompts_have_four_forms(prompt, prompts):
     request = parse_completion(json.dumps(completion(prompt=prompt)).encode(), LIMITS)
-    assert prompts_of(request, LIMITS) == prompts
+    assert prompts_of(request) == prompts
 
 
 COMPLETION_REFUSED = [
@@ -269,17 +270,17 @@ def test_completion_is_refused_by_name(body, param, words):
 
 
 def test_tokenize_takes_one_source():
-    assert parse_tokenize(b'{"prompt":"x"}', LIMITS).prompt == "x"
-    assert parse_tokenize(json.dumps({"messages": [USER]}).encode(), LIMITS).messages
+    assert parse_tokenize(b'{"prompt":"x"}').prompt == "x"
+    assert parse_tokenize(json.dumps({"messages": [USER]}).encode()).messages
     for body in (b"{}", json.dumps({"prompt": "x", "messages": [USER]}).encode()):
         with pytest.raises(InvalidRequest, match="exactly one"):
-            parse_tokenize(body, LIMITS)
+            parse_tokenize(body)
 
 
 def test_detokenize():
-    assert parse_detokenize(b'{"tokens":[1,2]}', LIMITS).tokens == [1, 2]
+    assert parse_detokenize(b'{"tokens":[1,2]}').tokens == [1, 2]
     with pytest.raises(InvalidRequest, match=r"tokens\[1\]"):
-        parse_detokenize(b'{"tokens":[1,"2"]}', LIMITS)
+        parse_detokenize(b'{"tokens":[1,"2"]}')
 
 
 def test_tools_are_written_out_as_they_came():
@@ -318,10 +319,18 @@ VALUES = st.recursive(
 BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=8)
 
 
+def _chat(body):
+    return parse_chat(body, LIMITS)
+
+
+def _completion(body):
+    return parse_completion(body, LIMITS)
+
+
 def parse_all(body):
-    for parse in (parse_chat, parse_completion, parse_tokenize, parse_detokenize):
+    for parse in (_chat, _completion, parse_tokenize, parse_detokenize):
         with contextlib.suppress(InvalidRequest):
-            request = parse(body, LIMITS)
+            request = parse(body)
             if isinstance(request, GenerationRequest):
                 rare_needs(request)
                 common_needs(request)
@@ -346,11 +355,19 @@ def test_any_bytes_are_read_or_refused(body):
     parse_all(body)
 
 
-def test_bounds_are_those_of_the_configuration():
-    limits = LimitsConfig(stop_token_ids_max=2, json_depth_max=3)
+def test_the_number_of_choices_is_bounded_by_the_configuration():
+    body = json.dumps(chat(n=9)).encode()
+    assert parse_chat(body, LimitsConfig(n_max=9)).n == 9
+    with pytest.raises(InvalidRequest, match="8"):
+        parse_chat(body, LIMITS)
+
+
+def test_bounds_are_those_of_the_module(monkeypatch):
     ids, nested = {"stop_token_ids": [1, 2, 3]}, {"chat_template_kwargs": deep(4)}
-    for fields, words in ((ids, "3 entries; at most 2"), (nested, "nested more than 3 levels")):
-        body = json.dumps(chat(**fields)).encode()
-        assert parse_chat(body, LIMITS).model == "m"
+    bodies = [json.dumps(chat(**fields)).encode() for fields in (ids, nested)]
+    assert all(parse_chat(body, LIMITS).model == "m" for body in bodies)
+    monkeypatch.setattr(openai_validate, "STOP_TOKEN_IDS_MAX", 2)
+    monkeypatch.setattr(openai_validate, "JSON_DEPTH_MAX", 3)
+    for body, words in zip(bodies, ("3 entries; at most 2", "nested more than 3 levels"), strict=True):
         with pytest.raises(InvalidRequest, match=words):
-            parse_chat(body, limits)
+            parse_chat(body, LIMITS)

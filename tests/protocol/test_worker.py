@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 
 from penstock.protocol.worker import (
     MAX_FRAME_BYTES,
-    Abort,
+    AbortRequest,
     Drain,
-    Failed,
-    Finish,
     FrameDecoder,
     KVEvents,
     Loading,
@@ -21,10 +19,12 @@ from penstock.protocol.worker import (
     Pong,
     ProtocolError,
     Ready,
+    RequestFinished,
     Stats,
     StepOutput,
     Submit,
     SubscribeKVEvents,
+    WorkerFailed,
     decode_from_worker,
     decode_to_worker,
     encode,
@@ -59,7 +59,7 @@ TO_WORKER = [
             min_tokens=3,
         ),
     ),
-    Abort(("a", "b")),
+    AbortRequest(("a", "b")),
     Drain(),
     Ping(),
     Submit(request_id="r", prompt=b"", resumed=b"\2\0\0\0", sampling=SamplingParams()),
@@ -71,11 +71,13 @@ FROM_WORKER = [
     Loading("importing"),
     Loading("loading weights", 3, 9),
     Ready(INFO),
-    Failed("no such file", "CheckpointError"),
+    WorkerFailed("no such file", "CheckpointError"),
     StepOutput(
         7, (Output("r", (1,)), Output("s", (2,), (TokenLogprob(2, -0.5, ((2, -0.5),)),), None, USAGE))
     ),
-    StepOutput(8, (Output("r", (), None, Finish(reason=FinishReason.STOP, usage=USAGE, stop_token_id=2)),)),
+    StepOutput(
+        8, (Output("r", (), None, RequestFinished(reason=FinishReason.STOP, usage=USAGE, stop_token_id=2)),)
+    ),
     Stats(step=1, running=2, waiting=3, blocks_total=4, blocks_used=5, blocks_cached=6),
     KVEvents(epoch=2**63 - 1, sequence=0, payload=b"p"),
     KVEvents(epoch=1, sequence=-1, payload=b"", snapshot=True, more=True),

@@ -7,7 +7,7 @@ from penstock.config.tree import EngineConfig, FairWeight
 from penstock.errors import Overloaded
 from penstock.kv.hashing import token_array
 from penstock.schedule.class_queue import ClassQueue
-from penstock.schedule.fair_queue import FairQueue
+from penstock.schedule.fair_queue import FairWaitingQueue
 from penstock.schedule.order import waiting_queue
 from penstock.schedule.queue import AgeingQueue, FCFSQueue, aged_order, by_class
 from penstock.schedule.request import Request
@@ -67,8 +67,8 @@ def test_nobody_waits_for_who_came_later_than_the_starvation_time(one, other, ag
 # --- shares ---------------------------------------------------------------------------------------
 
 
-def fair(**weights: float) -> FairQueue:
-    return FairQueue(100, by_class, weights)
+def fair(**weights: float) -> FairWaitingQueue:
+    return FairWaitingQueue(100, by_class, weights)
 
 
 def test_one_tenant_is_served_in_its_own_order() -> None:
@@ -119,7 +119,7 @@ def test_a_preempted_request_comes_back_without_a_lift() -> None:
 
 
 def test_a_full_queue_refuses_and_counters_do_not_grow_for_ever() -> None:
-    queue = FairQueue(1, by_class)
+    queue = FairWaitingQueue(1, by_class)
     queue.push(make(0, key="a"))
     with pytest.raises(Overloaded, match="1 requests"):
         queue.push(make(1, key="b"))
@@ -129,7 +129,7 @@ def test_a_full_queue_refuses_and_counters_do_not_grow_for_ever() -> None:
         queue.push(request)
         queue.charge(request, prompt=number)
         queue.remove(request)
-    assert len(queue._served) <= 4097
+    assert len(queue._counters) <= 4097
     assert len(queue._heads) < 50
     assert queue.served("k9999") > 0
 
@@ -140,7 +140,7 @@ def test_a_full_queue_refuses_and_counters_do_not_grow_for_ever() -> None:
     )
 )
 def test_the_head_is_always_of_the_key_that_was_served_least(steps) -> None:
-    queue = FairQueue(1000, by_class)
+    queue = FairWaitingQueue(1000, by_class)
     waiting: list[Request] = []
     for number, (step, key, priority) in enumerate(steps):
         if step == "push":
@@ -171,7 +171,7 @@ def test_the_head_is_always_of_the_key_that_was_served_least(steps) -> None:
 )
 def test_service_of_two_tenants_that_always_wait_differs_by_a_bound(of_a, of_b, max_running) -> None:
     """Theorem 4.4 of the paper, with its bound: 2 x max(dearest prompt, a batch full of answers)."""
-    queue = FairQueue(1000, by_class)
+    queue = FairWaitingQueue(1000, by_class)
     engine = ScheduledEngine(
         num_blocks=200, max_running=max_running, queue=queue, prefix_cache=False, check_every=20
     )

@@ -11,7 +11,7 @@ import pytest
 from penstock.clock import ManualClock
 from penstock.kv.cache.manager import KVManager
 from penstock.kv.hashing import BlockHasher, token_array
-from penstock.schedule.limits import Limits
+from penstock.schedule.limits import BatchLimits
 from penstock.schedule.plan import Sampled, StepPlan, StepResult
 from penstock.schedule.queue import FCFSQueue
 from penstock.schedule.request import Request
@@ -38,7 +38,7 @@ class Engine:
         self.hasher = CountingHasher(key=bytes(32), identity="m float32")
         manager = KVManager.with_prefix_cache(2 * LENGTH // 16 + 64, self.hasher)
         self.clock = ManualClock()
-        limits = Limits(step_tokens=STEP_TOKENS, max_running=8, max_model_len=LENGTH + 1000)
+        limits = BatchLimits(step_tokens=STEP_TOKENS, max_running=8, max_model_len=LENGTH + 1000)
         self.scheduler = Scheduler(limits, manager, self.clock, FCFSQueue(10))
 
     def submit(self, name: str, tokens, max_tokens: int = 300) -> Request:

@@ -6,7 +6,7 @@ from scheduled_engine import STEP_NS, ScheduledEngine
 from penstock.config.tree import EngineConfig
 from penstock.errors import ContextTooLong, InvalidRequest, Overloaded
 from penstock.kv.hashing import token_array
-from penstock.schedule.limits import Limits
+from penstock.schedule.limits import BatchLimits
 from penstock.schedule.plan import RequestOutput, Sampled, StepPlan, StepResult
 from penstock.schedule.request import Request
 from penstock.types import FinishReason, RequestId, SamplingParams, TokenLogprob, Usage
@@ -84,8 +84,8 @@ def test_priority_goes_before_arrival() -> None:
 
 
 def test_limits_from_a_config_keep_decode_rows_within_the_budget() -> None:
-    assert Limits.of(EngineConfig(step_tokens=8, max_running=64), 100) == Limits(8, 8, 100)
-    assert Limits.of(EngineConfig(step_tokens=512, max_running=64), 100) == Limits(512, 64, 100)
+    assert BatchLimits.of(EngineConfig(step_tokens=8, max_running=64), 100) == BatchLimits(8, 8, 100)
+    assert BatchLimits.of(EngineConfig(step_tokens=512, max_running=64), 100) == BatchLimits(512, 64, 100)
 
 
 # --- ends -----------------------------------------------------------------------------------------

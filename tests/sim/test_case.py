@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from penstock.kv.cache.block_pool import BlockPool
-from penstock.policy.control import FlowControl
+from penstock.policy.lifecycle.control import FlowControl
 from penstock.sim.checks.case import Case, draw_case, failure, run_case, shrink
 from penstock.sim.world.faults import Fault, FaultKind, draw_faults
 

@@ -6,14 +6,14 @@ import msgspec
 import pytest
 
 from penstock.clock import NS_PER_MS
-from penstock.policy.fair_queue import FairQueue
-from penstock.policy.lane import Lane
-from penstock.policy.rate_limit import Limiter
-from penstock.policy.room import Room
+from penstock.policy.limits.rate_limit import Limiter
+from penstock.policy.queueing.fair_queue import FairQueue
+from penstock.policy.queueing.lane import Lane
+from penstock.policy.queueing.room import Room
 from penstock.policy.tenant import Tenant
 from penstock.schedule.class_queue import ClassQueue
 from penstock.sim.checks import case
-from penstock.sim.checks.case import Case, Shape, failure, run_case
+from penstock.sim.checks.case import Case, CaseShape, failure, run_case
 from penstock.sim.traffic.prompts import BlockNames
 from penstock.sim.traffic.request import Segment, SimRequest
 from penstock.sim.world.worker import SimWorker
@@ -38,7 +38,7 @@ def crowd(count: int = 36, *, gap_ms: int = 12, workers: int = 1, gateways: int 
         )
         for number in range(count)
     )
-    sizes = Shape(workers=workers, gateways=gateways, max_running=4, **shape)
+    sizes = CaseShape(workers=workers, gateways=gateways, max_running=4, **shape)
     return Case(seed=1, shape=sizes, requests=requests)
 
 

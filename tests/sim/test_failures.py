@@ -7,21 +7,21 @@ import pytest
 from sim_load import poisson
 
 from penstock.clock import NS_PER_S
-from penstock.config.flow import RateLimitsConfig
 from penstock.config.health import HealthConfig
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config
-from penstock.policy.breaker import BreakerState
+from penstock.policy.limits.rate_limit import RateTerms
 from penstock.policy.record import Outcome
+from penstock.policy.resilience.breaker import BreakerState
 from penstock.sim.checks.checks import Checks
 from penstock.sim.world.chaos import Chaos
 from penstock.sim.world.faults import Fault, FaultKind
 from penstock.sim.world.gateway import SimGateway
-from penstock.sim.world.worker import WorkerSpec
+from penstock.sim.world.worker import SimWorkerSpec
 from penstock.sim.world.world import PoolSpec, World, WorldSpec
 
 SLICED = Config(
-    rate_limits=RateLimitsConfig(slice_tokens=16),
+    limits=RateTerms(slice_tokens=16),
     admission=AdmissionConfig(ttft_target_ms=0, tpot_target_ms=0, targets=()),
 )
 """Nothing is promised, so that nothing is refused."""
@@ -34,7 +34,7 @@ def fault(kind: FaultKind, from_s: float, to_s: float, *, target: int = 0, amoun
 def run(requests, faults, *, config=SLICED, workers=3, leaps=True):
     spec = WorldSpec(
         config=config,
-        pools=(PoolSpec(count=workers, worker=WorkerSpec(leaps=leaps, cold_start_ns=NS_PER_S)),),
+        pools=(PoolSpec(count=workers, worker=SimWorkerSpec(leaps=leaps, cold_start_ns=NS_PER_S)),),
     )
     world = World(spec, requests)
     Chaos(world, faults)
@@ -57,7 +57,7 @@ def test_a_stream_whose_worker_is_lost_goes_on_behind_its_last_token(kind) -> No
     assert all(record.completion_tokens == lengths[record.id] for record in result.records)
     assert result.counters.migrations == sum(record.migrations for record in result.records)
     # Nothing was begun again: beside what was in the air, the workers made each token once.
-    slack = len(requests) * (1 if kind is not FaultKind.LINK_RESET else SLICED.rate_limits.slice_tokens)
+    slack = len(requests) * (1 if kind is not FaultKind.LINK_RESET else SLICED.limits.slice_tokens)
     assert 0 <= result.counters.generated_tokens - result.counters.completion_tokens <= slack, (
         "what was told is not made again"
     )

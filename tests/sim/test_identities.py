@@ -15,10 +15,10 @@ from penstock.sim.traffic.request import Segment, SimRequest
 from penstock.sim.world.chaos import Chaos
 from penstock.sim.world.faults import Fault, FaultKind
 from penstock.sim.world.spec import PoolSpec, WorldSpec
-from penstock.sim.world.worker import WorkerSpec
+from penstock.sim.world.worker import SimWorkerSpec
 from penstock.sim.world.world import World
 
-NEW, OLD = WorkerSpec(checkpoint="7b v2"), WorkerSpec(checkpoint="7b v1")
+NEW, OLD = SimWorkerSpec(checkpoint="7b v2"), SimWorkerSpec(checkpoint="7b v1")
 TWO = WorldSpec(pools=(PoolSpec(worker=OLD, count=2), PoolSpec(worker=NEW, count=1)))
 """One model under one name, whose workers are of two identities."""
 PROMPT, NUM = 400, 40
@@ -83,6 +83,6 @@ def test_what_penstock_serve_would_refuse_is_refused() -> None:
         SCENARIOS["steady"].build(with_settings(Knobs(), {"routing.models": "[{model: nowhere}]"}))
     with pytest.raises(ConfigError, match=r"models\[0\]\.name"):
         described(Config(), [PoolSpec(model="two words")])
-    other = WorkerSpec(engine=EngineConfig(max_running=3))
+    other = SimWorkerSpec(engine=EngineConfig(max_running=3))
     with pytest.raises(ConfigError, match="a model has one"):
         described(Config(), [PoolSpec(region="east"), PoolSpec(region="west", worker=other)])

@@ -6,13 +6,13 @@ import pytest
 from sim_load import poisson
 
 from penstock.clock import NS_PER_S
-from penstock.config.flow import RateLimitsConfig
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config, EngineConfig
-from penstock.sim.world.worker import WorkerSpec
+from penstock.policy.limits.rate_limit import RateTerms
+from penstock.sim.world.worker import SimWorkerSpec
 from penstock.sim.world.world import PoolSpec, World, WorldSpec
 
-TIGHT = WorkerSpec(
+TIGHT = SimWorkerSpec(
     engine=EngineConfig(step_tokens=256, max_running=6, max_waiting=64), num_blocks=90, max_model_len=1200
 )
 QUOTA = replace(
@@ -20,13 +20,13 @@ QUOTA = replace(
 )
 UNCACHED = replace(TIGHT, engine=EngineConfig(max_running=8, prefix_cache=False, scheduling="fcfs"))
 SLICED = Config(
-    rate_limits=RateLimitsConfig(slice_tokens=16),
+    limits=RateTerms(slice_tokens=16),
     admission=AdmissionConfig(ttft_target_ms=0, tpot_target_ms=0, targets=()),
 )
 """Nothing is promised, so that nothing is refused."""
 
 
-def run(leaps: bool, worker: WorkerSpec, seed: int, per_s: float, **fields):
+def run(leaps: bool, worker: SimWorkerSpec, seed: int, per_s: float, **fields):
     spec = WorldSpec(
         config=SLICED,
         pools=(PoolSpec(count=2, worker=replace(worker, leaps=leaps)),),

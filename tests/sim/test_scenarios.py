@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from penstock.config.flow import QueueConfig
+from penstock.config.routing import RoutingConfig
+from penstock.config.tree import Config
 from penstock.errors import ConfigError
+from penstock.policy.placement_terms import PlacementTerms
 from penstock.sim.report.html import compare_page, report_page
 from penstock.sim.scenarios.catalogue import SCENARIOS
 from penstock.sim.scenarios.scenario import find, run_scenario
@@ -94,19 +98,19 @@ def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "words"),
+    ("name", "config", "words"),
     [
-        ("kv-full", {"queue.shed_kv_above": "1"}, "requests that were shed for memory"),
-        ("kv-full", {"queue.requests_max": "4"}, "requests that were lost in any other way"),
+        ("kv-full", Config(queue=QueueConfig(shed_kv_above=1)), "requests that were shed for memory"),
+        ("kv-full", Config(queue=QueueConfig(requests_max=4)), "requests that were lost in any other way"),
         (
             "rollout-bad",
-            {"routing.placement.policy": "weighted", "routing.placement.explore": "1"},
+            Config(routing=RoutingConfig(placement=PlacementTerms(policy="weighted", explore=1))),
             "SLO attainment, the bad time included",
         ),
     ],
 )
-def test_a_scenario_fails_where_the_policy_that_it_asks_about_is_off(name, settings, words) -> None:
-    verdict = run_scenario(SCENARIOS[name], with_settings(Knobs(), settings), 1)
+def test_a_scenario_fails_where_the_policy_that_it_asks_about_is_off(name, config, words) -> None:
+    verdict = run_scenario(SCENARIOS[name], Knobs(config=config), 1)
     assert words in [finding.words for finding in verdict.findings if not finding.passed]
 
 

@@ -3,14 +3,17 @@
 import pytest
 from sim_gate import GATED, MARGINS, QUICK, Baseline, judge, measure, read_baseline
 
+from penstock.config.routing import RoutingConfig
+from penstock.config.tree import Config
+from penstock.policy.placement_terms import PlacementTerms, WeightedTerms
 from penstock.sim.scenarios.catalogue import SCENARIOS
-from penstock.sim.scenarios.setup import Knobs, with_settings
+from penstock.sim.scenarios.setup import Knobs
 
-BAD = {
-    "routing.placement.policy": "weighted",
-    "routing.placement.weighted": "{match: 0, delay: 0, pressure: 0, headroom: 0}",
-    "routing.placement.explore": "1",
-}
+BAD = PlacementTerms(
+    policy="weighted",
+    weighted=WeightedTerms(match=0, delay=0, pressure=0, headroom=0),
+    explore=1,
+)
 """A deliberately bad scorer: all workers are alike to it, wherever the prefix is and whatever they have to do."""
 
 
@@ -25,7 +28,9 @@ def test_the_recorded_policies_pass_the_small_gate() -> None:
 
 
 def test_a_bad_scorer_is_caught() -> None:
-    now, failed = measure(("conversations",), (1,), with_settings(Knobs(), BAD), quiet)
+    now, failed = measure(
+        ("conversations",), (1,), Knobs(config=Config(routing=RoutingConfig(placement=BAD))), quiet
+    )
     worse, _ = judge(read_baseline(), now)
     assert any("hit_rate" in line for line in worse), failed + worse
 

@@ -10,7 +10,7 @@ from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config, EngineConfig
 from penstock.planning.step_time import LinearStepTime
 from penstock.policy.record import Outcome
-from penstock.sim.world.worker import WorkerSpec
+from penstock.sim.world.worker import SimWorkerSpec
 from penstock.sim.world.world import PoolSpec, World, WorldSpec
 
 PATIENT = Config(admission=AdmissionConfig(ttft_target_ms=0, targets=()))
@@ -18,7 +18,7 @@ PATIENT = Config(admission=AdmissionConfig(ttft_target_ms=0, targets=()))
 
 def tpot_ms(engine: EngineConfig) -> list[float]:
     """TPOT of the answers, in order of size, with more streams than steps can carry in time; prompts hardly count."""
-    worker = WorkerSpec(step_time=LinearStepTime(row_ns=1_000_000, prefill_ns=20_000), engine=engine)
+    worker = SimWorkerSpec(step_time=LinearStepTime(row_ns=1_000_000, prefill_ns=20_000), engine=engine)
     spec = WorldSpec(config=PATIENT, pools=(PoolSpec(count=1, worker=worker),))
     result = World(spec, poisson(1, 12, 20, prompt=20, output=200)).run()
     return sorted(

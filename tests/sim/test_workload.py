@@ -12,7 +12,15 @@ from penstock import rng
 from penstock.clock import NS_PER_S
 from penstock.sim.traffic.arrivals import Arrivals, Diurnal, Gamma, Poisson, Spike, Stampede
 from penstock.sim.traffic.request import Segment, SimRequest
-from penstock.sim.traffic.workload import Callers, Chat, Conversations, Lengths, agents, even, merged
+from penstock.sim.traffic.workload import (
+    Callers,
+    Chat,
+    Conversations,
+    LengthDistribution,
+    agents,
+    even,
+    merged,
+)
 
 SOURCES = [
     Chat(arrivals=Poisson(20), callers=Callers(tenants=even(3)), system_tokens=100),
@@ -98,9 +106,9 @@ def test_tenants_and_adapters_come_by_their_shares() -> None:
 
 
 def test_lengths_keep_their_bounds_and_their_median() -> None:
-    lengths, stream = Lengths(100, 1.0, minimum=20, maximum=500), rng.stream(2, "l")
+    lengths, stream = LengthDistribution(100, 1.0, minimum=20, maximum=500), rng.stream(2, "l")
     drawn = sorted(lengths.draw(stream) for _ in range(2000))
     assert drawn[0] >= 20
     assert drawn[-1] <= 500
     assert drawn[1000] == pytest.approx(100, rel=0.1)
-    assert Lengths(64, 0).draw(stream) == 64
+    assert LengthDistribution(64, 0).draw(stream) == 64

@@ -11,25 +11,25 @@ from penstock.clock import SystemClock, sleep
 from penstock.config.ledger import BudgetsConfig, LedgerConfig
 from penstock.config.tree import LogConfig
 from penstock.errors import LedgerError
-from penstock.policy.budget import BudgetRefusal, Budgets, Spent
-from penstock.policy.calendar import DAY_NS
+from penstock.policy.limits.budget import BudgetRefusal, Spent, TenantBudgets
+from penstock.policy.limits.calendar import DAY_NS
 from penstock.policy.record import UsageRecord
 from penstock.policy.tenant import Tenant
 from penstock.telemetry import ledger_files
 from penstock.telemetry.ledger import USER_CHARS_MAX, Ledger
 from penstock.telemetry.ledger_journal import Journal
+from penstock.telemetry.ledger_limits import LedgerLimits
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 from penstock.types import TenantId
 
 CLOCK = SystemClock()
+SMALL = LedgerLimits(segment_bytes=256 * 1024, deliver_ms=5)
 LOG = Log(LogConfig(level="error"), CLOCK)
 
 
 def config(directory: Path, **changes: object) -> LedgerConfig:
-    return LedgerConfig(
-        directory=str(directory), segment_bytes=256 * 1024, deliver_ms=5, fsync_ms=5, **changes
-    )
+    return LedgerConfig(directory=str(directory), fsync_ms=5, **changes)
 
 
 async def eventually(condition) -> None:
@@ -41,7 +41,7 @@ async def eventually(condition) -> None:
 def test_a_request_reaches_the_database(tmp_path: Path) -> None:
     async def run() -> None:
         sink = MemorySink()
-        ledger = Ledger(config(tmp_path), CLOCK, LOG, sink=sink)
+        ledger = Ledger(config(tmp_path), CLOCK, LOG, sink=sink, limits=SMALL)
         await ledger.start()
         ledger.open(opened("a"))
         ledger.slice(progress("a", 4))
@@ -62,7 +62,7 @@ def test_a_sink_that_fails_makes_nobody_wait_and_gets_everything_later(tmp_path:
     async def run() -> None:
         sink = MemorySink()
         sink.failures = 1
-        ledger = Ledger(config(tmp_path), CLOCK, LOG, sink=sink)
+        ledger = Ledger(config(tmp_path), CLOCK, LOG, sink=sink, limits=SMALL)
         await ledger.start()
         for i in range(100):
             ledger.open(opened(f"r{i}"))
@@ -92,7 +92,9 @@ def test_a_bug_in_a_sink_does_not_end_the_delivery(
 
     async def run() -> None:
         sink = Buggy()
-        ledger = Ledger(config(tmp_path), CLOCK, Log(LogConfig(level="error"), CLOCK), sink=sink)
+        ledger = Ledger(
+            config(tmp_path), CLOCK, Log(LogConfig(level="error"), CLOCK), sink=sink, limits=SMALL
+        )
         await ledger.start()
         ledger.open(opened("a"))
         ledger.close(closed("a"))
@@ -108,13 +110,13 @@ def test_what_the_sink_never_took_is_there_at_the_next_start(tmp_path: Path) -> 
     async def run() -> None:
         broken, sink = MemorySink(), MemorySink()
         broken.failures = 10**6
-        first = Ledger(config(tmp_path), CLOCK, LOG, sink=broken)
+        first = Ledger(config(tmp_path), CLOCK, LOG, sink=broken, limits=SMALL)
         await first.start()
         first.open(opened("a"))
         first.close(closed("a"))
         first.open(opened("cut"))
         await first.stop()
-        second = Ledger(config(tmp_path), CLOCK, LOG, sink=sink)
+        second = Ledger(config(tmp_path), CLOCK, LOG, sink=sink, limits=SMALL)
         await second.start()
         assert sink.records["a"] == closed("a")
         assert sink.records["cut"].recovered
@@ -125,7 +127,7 @@ def test_what_the_sink_never_took_is_there_at_the_next_start(tmp_path: Path) -> 
 
 def test_without_a_ledger_nothing_is_written(tmp_path: Path) -> None:
     async def run() -> None:
-        ledger = Ledger(config(tmp_path / "none", enabled=False), CLOCK, LOG)
+        ledger = Ledger(config(tmp_path / "none", enabled=False), CLOCK, LOG, limits=SMALL)
         await ledger.start()
         ledger.open(opened("a"))
         ledger.slice(progress("a", 1))
@@ -141,7 +143,7 @@ def test_without_a_ledger_nothing_is_written(tmp_path: Path) -> None:
 def test_a_user_field_of_any_length_is_bounded(tmp_path: Path) -> None:
     async def run() -> UsageRecord:
         sink = MemorySink()
-        ledger = Ledger(config(tmp_path), CLOCK, LOG, sink=sink)
+        ledger = Ledger(config(tmp_path), CLOCK, LOG, sink=sink, limits=SMALL)
         await ledger.start()
         record = closed("a")
         long = UsageRecord(
@@ -159,7 +161,7 @@ def test_a_directory_that_cannot_be_written_is_said_by_its_key(tmp_path: Path) -
     (tmp_path / "file").write_text("")
 
     async def run() -> None:
-        await Ledger(config(tmp_path / "file" / "x"), CLOCK, LOG).start()
+        await Ledger(config(tmp_path / "file" / "x"), CLOCK, LOG, limits=SMALL).start()
 
     with pytest.raises(LedgerError, match=r"ledger\.directory: .* set ledger\.enabled: false"):
         asyncio.run(run())
@@ -182,7 +184,7 @@ def test_what_was_spent_is_known_after_a_crash(tmp_path: Path) -> None:
     long_ago = now_ns - 63 * DAY_NS
 
     async def run() -> tuple[Spent, ...]:
-        first = Ledger(config(tmp_path), CLOCK, LOG)
+        first = Ledger(config(tmp_path), CLOCK, LOG, limits=SMALL)
         await first.start()
         for name, at_ns in (("a", now_ns), ("b", long_ago)):
             first.open(opened(name, ended_ns=at_ns))
@@ -200,7 +202,7 @@ def test_what_was_spent_is_known_after_a_crash(tmp_path: Path) -> None:
         dead.slice(progress("d", 4, at_ns=now_ns))
         dead.flush()
         os.close(claim.lock)
-        second = Ledger(config(tmp_path), CLOCK, LOG)
+        second = Ledger(config(tmp_path), CLOCK, LOG, limits=SMALL)
         before = await second.spent()
         await second.start()
         after = await second.spent()
@@ -210,7 +212,7 @@ def test_what_was_spent_is_known_after_a_crash(tmp_path: Path) -> None:
     before, after = asyncio.run(run())
     assert before == after
     assert (before.tenant, before.day_micros, before.month_micros) == ("acme", 610, 610)
-    money = Budgets(BudgetsConfig(), wall_offset_ns=now_ns)
+    money = TenantBudgets(BudgetsConfig(), wall_offset_ns=now_ns)
     money.restore(0, [after])
     refusal = money.reserve(0, Tenant(id=TenantId("acme"), budget_month_micros=1000), 391)
     assert isinstance(refusal, BudgetRefusal)
@@ -220,7 +222,7 @@ def test_a_ledger_keeps_its_name_and_no_other_has_it(tmp_path: Path) -> None:
     proposals = [f"proposed-{i}" for i in range(8)]
 
     def name_of(proposed: str) -> str:
-        return Ledger(config(tmp_path), CLOCK, LOG).identity(proposed)
+        return Ledger(config(tmp_path), CLOCK, LOG, limits=SMALL).identity(proposed)
 
     with ThreadPoolExecutor(8) as threads:
         names = set(threads.map(name_of, proposals))
@@ -230,4 +232,4 @@ def test_a_ledger_keeps_its_name_and_no_other_has_it(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["id"]
     assert Ledger(LedgerConfig(enabled=False), CLOCK, LOG).identity("mine") == "mine"
     with pytest.raises(LedgerError, match=r"ledger\.directory"):
-        Ledger(config(tmp_path / "nowhere"), CLOCK, LOG).identity("lost")
+        Ledger(config(tmp_path / "nowhere"), CLOCK, LOG, limits=SMALL).identity("lost")

@@ -19,6 +19,7 @@ from penstock.config.tree import LogConfig
 from penstock.policy.record import UsageRecord
 from penstock.telemetry import ledger_files
 from penstock.telemetry.ledger_journal import Journal
+from penstock.telemetry.ledger_limits import LedgerLimits
 from penstock.telemetry.ledger_recovery import recover_abandoned, recovered
 from penstock.telemetry.ledger_segment import (
     Kind,
@@ -85,9 +86,11 @@ class Bytes:
 def write_journal(directory: Path, seed: int) -> tuple[Path, list[Written]]:
     """The journal of a process that died in the middle of its work; its segment, and the frames in it."""
     random, clock = rng.stream(seed, "journal"), ManualClock()
-    config = LedgerConfig(segment_bytes=256 * 1024, journal_bytes_max=1024 * 1024)
+    limits = LedgerLimits(segment_bytes=256 * 1024, journal_bytes_max=1024 * 1024)
     claim = ledger_files.claim_new(directory, clock)
-    journal = Journal(claim, config, clock, lambda what, error: pytest.fail(f"{what}: {error}"))
+    journal = Journal(
+        claim, LedgerConfig(), clock, lambda what, error: pytest.fail(f"{what}: {error}"), limits
+    )
     running: dict[str, int] = {}
     for number in range(NUM_REQUESTS):
         running[f"r{number}"] = 0

@@ -1,9 +1,10 @@
 import contextlib
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,29 +17,39 @@ from penstock.errors import Overloaded
 from penstock.policy.record import Outcome
 from penstock.telemetry import ledger_files, ledger_journal
 from penstock.telemetry.ledger_journal import Journal
+from penstock.telemetry.ledger_limits import LedgerLimits
 from penstock.telemetry.ledger_recovery import CRASHED, read_journal, recover_abandoned
 from penstock.telemetry.ledger_segment import Kind
 from penstock.telemetry.ledger_sink import Follower, SinkError
 from penstock.telemetry.log import Log
 
-SMALL = LedgerConfig(segment_bytes=256 * 1024, journal_bytes_max=2 * 1024 * 1024, buffer_bytes_max=256 * 1024)
+SMALL = LedgerLimits(segment_bytes=256 * 1024, journal_bytes_max=2 * 1024 * 1024, buffer_bytes_max=256 * 1024)
 
 
 class Rig:
     """A journal in a directory, its follower and a sink; `crash` is the death of its process."""
 
-    def __init__(self, directory: Path, config: LedgerConfig = SMALL) -> None:
-        self.directory, self.config, self.clock = directory, config, ManualClock()
+    def __init__(
+        self,
+        directory: Path,
+        limits: LedgerLimits = SMALL,
+        *,
+        when_full: Literal["refuse", "go_on"] = "refuse",
+    ) -> None:
+        self.directory, self.clock = directory, ManualClock()
+        config = LedgerConfig(when_full=when_full)
         self.errors: list[str] = []
         self.sink = MemorySink()
         self.claim = ledger_files.claim_new(directory, self.clock)
-        self.journal = Journal(self.claim, config, self.clock, lambda what, _: self.errors.append(what))
+        self.journal = Journal(
+            self.claim, config, self.clock, lambda what, _: self.errors.append(what), limits
+        )
         self.damage: list[tuple[str, int, int]] = []
         self.follower = Follower(
             self.claim,
             self.journal,
             self.sink,
-            config.deliver_records_max,
+            limits.deliver_records_max,
             lambda path, offset, length: self.damage.append((path.name, offset, length)),
         )
         self.log = Log(LogConfig(level="error"), self.clock)
@@ -230,7 +241,7 @@ def test_delivery_makes_room_again(tmp_path: Path) -> None:
 
 
 def test_go_on_answers_without_a_record_and_counts(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, msgspec.structs.replace(SMALL, when_full="go_on", journal_bytes_max=1024 * 1024))
+    rig = Rig(tmp_path, replace(SMALL, journal_bytes_max=1024 * 1024), when_full="go_on")
     for i in range(10_000):
         rig.journal.open(opened(f"r{i}"))
         rig.journal.close(closed(f"r{i}"))
@@ -395,7 +406,7 @@ def test_any_course_of_events_and_any_moment_of_death(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Model: what was flushed is never lost, what was closed keeps its record, and no id has two."""
-    rig = Rig(tmp_path_factory.mktemp("ledger"), msgspec.structs.replace(SMALL, deliver_records_max=3))
+    rig = Rig(tmp_path_factory.mktemp("ledger"), replace(SMALL, deliver_records_max=3))
     running: dict[str, int] = {}
     flushed: dict[str, int | None] = {}
     pending: dict[str, int | None] = {}

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.clock import NS_PER_S, ManualClock
 from penstock.config.tree import LogConfig
-from penstock.telemetry.log import Access, Log
+from penstock.telemetry.log import AccessLine, Log
 
 
 class Terminal(io.StringIO):
@@ -128,7 +128,7 @@ def test_an_exception_has_its_traceback() -> None:
     assert "in fail" in line["traceback"]
 
 
-ACCESS = Access(
+ACCESS = AccessLine(
     method="POST",
     path="/v1/chat/completions",
     status=200,
@@ -146,7 +146,7 @@ ACCESS = Access(
 def test_the_access_line() -> None:
     log, out = make()
     log.access(ACCESS)
-    log.access(Access(method="GET", path="/he\nalth", status=200, duration_ns=1_000_000))
+    log.access(AccessLine(method="GET", path="/he\nalth", status=200, duration_ns=1_000_000))
     assert out.getvalue() == "", "lines of one turn are written together"
     log.flush()
     first, second = out.getvalue().splitlines()
@@ -168,7 +168,7 @@ def test_the_access_line() -> None:
 
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_polls_are_for_debugging(form: str) -> None:
-    poll = Access(method="GET", path="/ready", status=200, duration_ns=1_000_000, is_poll=True)
+    poll = AccessLine(method="GET", path="/ready", status=200, duration_ns=1_000_000, is_poll=True)
     for level, lines in (("info", 0), ("debug", 1)):
         log, out = make(format=form, level=level)
         log.access(poll)

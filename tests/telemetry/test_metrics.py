@@ -4,10 +4,10 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.policy.worker_state import WorkerState
+from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.worker import Stats
-from penstock.telemetry.catalog import CATALOG, Endpoint, Outcome
-from penstock.telemetry.metrics import CONTENT_TYPE, EngineStats, Metrics, RequestRecord
+from penstock.telemetry.catalog import CATALOG, Endpoint, OutcomeLabel
+from penstock.telemetry.metrics import CONTENT_TYPE, EngineStats, Metrics, RequestMeasurement
 from penstock.types import FinishReason
 
 GOLDEN = Path(__file__).with_name("golden_metrics.txt")
@@ -68,14 +68,14 @@ def test_the_catalog_is_well_formed() -> None:
 
 
 def test_every_ordinary_finish_is_an_outcome() -> None:
-    assert {reason.value for reason in FinishReason} <= {outcome.value for outcome in Outcome}
+    assert {reason.value for reason in FinishReason} <= {outcome.value for outcome in OutcomeLabel}
 
 
 def test_a_request_is_counted_once_in_everything() -> None:
     metrics = Metrics(["m", "other"], version="0")
-    record = RequestRecord(
+    record = RequestMeasurement(
         endpoint=Endpoint.CHAT,
-        outcome=Outcome.STOP,
+        outcome=OutcomeLabel.STOP,
         duration_ns=300 * MS,
         queue_ns=2 * MS,
         ttft_ns=30 * MS,
@@ -100,7 +100,7 @@ def test_a_request_is_counted_once_in_everything() -> None:
 def test_a_request_without_tokens_has_no_token_times() -> None:
     metrics = Metrics(["m"], version="0")
     metrics.model("m").request_ended(
-        RequestRecord(endpoint=Endpoint.COMPLETIONS, outcome=Outcome.SHED, duration_ns=MS)
+        RequestMeasurement(endpoint=Endpoint.COMPLETIONS, outcome=OutcomeLabel.SHED, duration_ns=MS)
     )
     assert value(metrics, "penstock_requests_total", model="m", endpoint="completions", outcome="shed") == 1
     for name in ("ttft", "tpot", "queue"):

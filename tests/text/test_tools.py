@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.text.tools import HermesToolParser, Text, ToolCall, ToolEvent
+from penstock.text.tools import HermesToolParser, ParsedToolCall, Text, ToolEvent
 
 
 def parsed(deltas: list[str], *, call_chars_max: int = 65_536) -> list[ToolEvent]:
@@ -53,24 +53,27 @@ def test_text_without_a_call_is_never_lost(pieces: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "events"),
     [
-        (call("f", '{"a": 1.0}'), [ToolCall(0, "f", '{"a": 1.0}')]),
-        ("\n" + call("f", "{}") + "\n", [ToolCall(0, "f", "{}")]),
+        (call("f", '{"a": 1.0}'), [ParsedToolCall(0, "f", '{"a": 1.0}')]),
+        ("\n" + call("f", "{}") + "\n", [ParsedToolCall(0, "f", "{}")]),
         (
             "Let me see.\n\n" + call("f", "{}") + "\n" + call("g", '{"q": "你好"}') + "\nDone.\n",
             [
                 Text("Let me see."),
-                ToolCall(0, "f", "{}"),
-                ToolCall(1, "g", '{"q": "你好"}'),
+                ParsedToolCall(0, "f", "{}"),
+                ParsedToolCall(1, "g", '{"q": "你好"}'),
                 Text("Done.\n"),
             ],
         ),
-        ('<tool_call>{"name": "f"}', [ToolCall(0, "f", "{}")]),
-        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', [ToolCall(0, "f", '{"a": 1}')]),
+        ('<tool_call>{"name": "f"}', [ParsedToolCall(0, "f", "{}")]),
+        (
+            '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
+            [ParsedToolCall(0, "f", '{"a": 1}')],
+        ),
         ('<tool_call>{"name": "f", "argum', [Text('<tool_call>{"name": "f", "argum')]),
         ("<tool_call>{'name': 'f'}</tool_call> x", [Text("<tool_call>{'name': 'f'}</tool_call> x")]),
         (
             "a <tool_call>no</tool_call>\n" + call("f", "{}"),
-            [Text("a <tool_call>no</tool_call>"), ToolCall(0, "f", "{}")],
+            [Text("a <tool_call>no</tool_call>"), ParsedToolCall(0, "f", "{}")],
         ),
         ("1 <tool_ca", [Text("1 <tool_ca")]),
         ("  \n ", [Text("  \n ")]),
@@ -93,7 +96,7 @@ def test_a_block_over_the_bound_is_text_and_the_stream_goes_on() -> None:
     long = "<tool_call>" + "x" * 100 + "</tool_call>"
     assert parsed([long + " and " + call("f", "{}")], call_chars_max=50) == [
         Text(long + " and"),
-        ToolCall(0, "f", "{}"),
+        ParsedToolCall(0, "f", "{}"),
     ]
 
 

@@ -12,11 +12,11 @@ from test_foreign_conformance import tools
 
 from penstock.backends.base import GenerateRequest
 from penstock.backends.http.external import ForeignWorker, make_backend
-from penstock.config.tree import LimitsConfig
+from penstock.config.flow import LimitsConfig
 from penstock.protocol.needs import constraint_of, rare_needs
 from penstock.protocol.openai_validate import parse_chat
 from penstock.text.tokenizer import Tokenizer
-from penstock.text.tools import ForcedCalls, ToolCall
+from penstock.text.tools import ForcedCalls, ParsedToolCall
 from penstock.types import RequestId, SamplingParams
 
 pytestmark = [pytest.mark.workers, pytest.mark.timeout(600)]
@@ -75,6 +75,6 @@ def test_what_comes_back_obeys_its_schema(vllm_url: str, model_28m: Path) -> Non
     for name, parser in (("named", ForcedCalls("place")), ("required", ForcedCalls(""))):
         parser.push(found[name])
         (call,) = parser.finish()
-        assert isinstance(call, ToolCall)
+        assert isinstance(call, ParsedToolCall)
         assert call.name == "place"
         assert json.loads(call.arguments_json)["x"] in (3, 4)

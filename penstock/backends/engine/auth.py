@@ -15,7 +15,7 @@ class WorkerKey:
     nonce: Callable[[], bytes] = field(repr=False, compare=False)
 
 
-class Refused(Exception):
+class LinkRefused(Exception):
     """The peer is not to be trusted, or does not trust us; in words for the operator."""
 
 
@@ -43,13 +43,13 @@ class Handshake:
         """
         if isinstance(message, Challenge):
             if self._key is None:
-                raise Refused("it wants a key: set api_key_env of the worker")
+                raise LinkRefused("it wants a key: set api_key_env of the worker")
             nonce = self._key.nonce()
             self._expected = worker_mac(self._key.key, message.nonce, nonce)
             return Proof(nonce, gateway_mac(self._key.key, message.nonce, nonce))
         if not isinstance(message, Welcome) or self._expected is None:
-            raise Refused("it has no key, and this gateway has one for it: was it started with one?")
+            raise LinkRefused("it has no key, and this gateway has one for it: was it started with one?")
         if not is_same(message.mac, self._expected):
-            raise Refused("its key is not the one that api_key_env names")
+            raise LinkRefused("its key is not the one that api_key_env names")
         self.is_over = True
         return None

@@ -12,22 +12,21 @@ from msgspec.structs import replace
 
 from penstock.backends.base import BackendStatus, GenerateRequest, Note, Phase, Sink, nothing
 from penstock.backends.draining import end_streams
-from penstock.backends.engine.auth import Handshake, Refused, WorkerKey
+from penstock.backends.engine.auth import Handshake, LinkRefused, WorkerKey
+from penstock.backends.engine.heartbeat import HeartbeatTerms
 from penstock.backends.engine.kv import KVEventListener, KVSubscription
 from penstock.backends.engine.link import WorkerLink
 from penstock.backends.engine.stream import OwnStream
 from penstock.clock import Clock, sleep
-from penstock.config.health import HeartbeatConfig
 from penstock.errors import WorkerUnavailable
 from penstock.kv.hashing import token_bytes
 from penstock.protocol.address import Address
 from penstock.protocol.worker import (
     PROTOCOL_VERSION,
     WARMING_UP,
-    Abort,
+    AbortRequest,
     Challenge,
     Drain,
-    Failed,
     FromWorker,
     KVEvents,
     Loading,
@@ -36,6 +35,7 @@ from penstock.protocol.worker import (
     StepOutput,
     Submit,
     Welcome,
+    WorkerFailed,
 )
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import RequestId
@@ -57,12 +57,12 @@ class OwnBackend:
         self,
         tokenizer: Tokenizer,
         clock: Clock,
-        heartbeat: HeartbeatConfig = HeartbeatConfig(),  # noqa: B008 - it is frozen.
+        heartbeat: HeartbeatTerms = HeartbeatTerms(),  # noqa: B008 - it is frozen.
         *,
         key: WorkerKey | None = None,
     ) -> None:
         """`key`: the worker must have it, and wants to see that we have."""
-        self.failure: Failed | None = None
+        self.failure: WorkerFailed | None = None
         """Why the worker says that it cannot serve, until it is heard of again."""
         self.on_change: Callable[[], None] = nothing
         """See `Backend.on_change`."""
@@ -271,7 +271,7 @@ class OwnBackend:
         assert link is not None, "it speaks, so it is connected"
         try:
             proof = self._handshake.take(message)
-        except Refused as error:
+        except LinkRefused as error:
             self._refusal = str(error)
             link.close(self._refusal)
             return
@@ -303,12 +303,12 @@ class OwnBackend:
         for stream in list(self._streams.values()):
             stream.break_off(why, died=died)
 
-    def _on_state(self, state: Loading | Ready | Failed) -> None:
+    def _on_state(self, state: Loading | Ready | WorkerFailed) -> None:
         self.failure = None
         if isinstance(state, Loading):
             self._status.done, self._status.total = state.done, state.total
             self._change(Phase.WARMING if state.stage == WARMING_UP else Phase.LOADING, state.stage)
-        elif isinstance(state, Failed):
+        elif isinstance(state, WorkerFailed):
             self.failure = state
             self._change(Phase.LOST, f"failed: {state.error}")
         elif state.version != PROTOCOL_VERSION:
@@ -332,7 +332,7 @@ class OwnBackend:
         """A stream ended."""
         del self._streams[request_id]
         if tell_worker and self._link is not None:
-            self._link.send(Abort((request_id,)))
+            self._link.send(AbortRequest((request_id,)))
             self._leaving.add(request_id)
         if not self._streams:
             self._idle.set()

@@ -6,6 +6,7 @@ timer and not in time: if it was this process that stood still, one beat passes,
 """
 
 import enum
+from dataclasses import dataclass
 
 
 class Beat(enum.Enum):
@@ -20,6 +21,20 @@ class Beat(enum.Enum):
     """It was doubted, and has been heard again."""
     GIVE_UP = "give up"
     """Cut the connection."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class HeartbeatTerms:
+    """How a worker of our own that is connected and silent is found out. With the defaults a worker that stands still is given
+    nothing new after 1 to 1.5 s, and is lost after 2 to 2.5 s.
+    """
+
+    interval_s: float = 0.5
+    """Time between two beats. A worker that sent nothing since the last one is asked for a sign of life."""
+    suspect_after: int = 2
+    """Silent beats in a row after which it is given nothing new."""
+    lost_after: int = 4
+    """Silent beats in a row after which its connection is cut, and its streams continue elsewhere; more than `suspect_after`."""
 
 
 class Heartbeat:

@@ -8,8 +8,7 @@ asked for a sign of life, then doubted, then given up: whatever it may say later
 import asyncio
 from typing import Protocol, cast
 
-from penstock.backends.engine.heartbeat import Beat, Heartbeat
-from penstock.config.health import HeartbeatConfig
+from penstock.backends.engine.heartbeat import Beat, Heartbeat, HeartbeatTerms
 from penstock.protocol.address import Address, UnixAddress
 from penstock.protocol.worker import (
     MAX_FRAME_BYTES,
@@ -59,7 +58,7 @@ class LinkOwner(Protocol):
 class WorkerLink(asyncio.Protocol):
     """One connection to a worker. Made by `connect`."""
 
-    def __init__(self, owner: LinkOwner, heartbeat: HeartbeatConfig) -> None:
+    def __init__(self, owner: LinkOwner, heartbeat: HeartbeatTerms) -> None:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the connection is gone."""
         self._owner = owner
@@ -76,7 +75,7 @@ class WorkerLink(asyncio.Protocol):
         self._greeting_beats = 0
 
     @classmethod
-    async def connect(cls, address: Address, owner: LinkOwner, heartbeat: HeartbeatConfig) -> "WorkerLink":
+    async def connect(cls, address: Address, owner: LinkOwner, heartbeat: HeartbeatTerms) -> "WorkerLink":
         """A link to the worker that listens there.
 
         Raises:

@@ -35,8 +35,7 @@ from penstock.errors import (
     StreamBroken,
     WorkerUnavailable,
 )
-from penstock.protocol.worker import Finish as WorkerFinish
-from penstock.protocol.worker import Output
+from penstock.protocol.worker import Output, RequestFinished
 from penstock.text.detokenizer import detokenizer
 from penstock.text.stop import StopChecker
 from penstock.text.tokenizer import Tokenizer
@@ -196,7 +195,7 @@ class OwnStream:
     def _resume(self) -> tuple[int, ...]:
         return tuple(self._token_ids)
 
-    def _push_last(self, output: Output, finish: WorkerFinish) -> None:
+    def _push_last(self, output: Output, finish: RequestFinished) -> None:
         """The engine says that this is the end: let go of what was held back."""
         self.let_go()
         if self._done:
@@ -212,7 +211,7 @@ class OwnStream:
         if not self._done:  # The sink may have aborted meanwhile.
             self._end(self._finish(finish, matched))
 
-    def _finish(self, finish: WorkerFinish, matched: str | None) -> Finish:
+    def _finish(self, finish: RequestFinished, matched: str | None) -> Finish:
         if matched is not None:
             return Finish(reason=FinishReason.STOP, usage=finish.usage, stop=matched)
         if finish.reason is FinishReason.ERROR:

@@ -24,7 +24,7 @@ from penstock.backends.base import (
 )
 from penstock.backends.draining import end_streams
 from penstock.backends.http.client import HttpClient, NoConnection
-from penstock.backends.http.dialects.base import Dialect, WorkerFacts
+from penstock.backends.http.dialects.base import Dialect, ServerFacts
 from penstock.backends.http.engine_metrics import LOAD_NAMES, EngineLoad, load_of, parse_metrics
 from penstock.backends.http.fetch import ProbeFailed, fetch
 from penstock.backends.http.limits import HttpBackendLimits
@@ -242,7 +242,7 @@ class HttpBackend:
     async def _ask_facts(self) -> None:
         path, dialect = self._dialect.facts_path, self._dialect
         answer = await fetch(self._client, path, FACTS_BYTES_MAX)
-        facts = WorkerFacts()
+        facts = ServerFacts()
         if dialect.needs_facts or answer[0] not in _NO_LIST:
             self._expect_ok(answer, path)
             try:
@@ -261,7 +261,7 @@ class HttpBackend:
         if answer[0] != 200:
             raise ProbeFailed(f"{path} answers {answer[0]}")
 
-    def _learn(self, facts: WorkerFacts) -> None:
+    def _learn(self, facts: ServerFacts) -> None:
         length = self._max_model_len or facts.max_model_len
         if not length:
             raise WrongWorker("it does not say how long its context is: set max_model_len of the worker")

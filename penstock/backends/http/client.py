@@ -6,7 +6,7 @@
 Knows nothing of models. `start` neither blocks nor awaits, and no task runs per exchange once it is connected, so a
 relayed token costs no task switch (docs/design/002). What is bounded: connections, idle ones, the size of heads and
 bodies, and every wait: to connect, for the answer's head, between two signs of progress, and in all. Progress is what
-the handler says it is (`Exchange.touch`), so that a peer cannot hold a stream open with bytes that mean nothing.
+the handler says it is (`HttpExchange.touch`), so that a peer cannot hold a stream open with bytes that mean nothing.
 
 Whoever has too much of an answer may `hold` it: its connection is not read, TCP's window fills and the peer waits. That time is no
 silence of the peer's.
@@ -37,7 +37,7 @@ class NoConnection(Exception):
     """Every connection that the configuration allows is in use."""
 
 
-class Exchange:
+class HttpExchange:
     """One request and its answer, in the hands of whoever started it."""
 
     __slots__ = (
@@ -226,7 +226,7 @@ class HttpClient:
         self.idle_ns = int(config.idle_timeout_s * NS_PER_S)
         self._ssl = tls_context(config) if address.scheme == "https" else None
         self._idle: list[_Connection] = []
-        self._exchanges: set[Exchange] = set()
+        self._exchanges: set[HttpExchange] = set()
         lines = {
             "host": address.authority,
             "user-agent": "penstock",
@@ -250,7 +250,7 @@ class HttpClient:
         """Connections that wait for work."""
         return len(self._idle)
 
-    def start(self, method: str, path: str, handler: HttpHandler, *, body: bytes = b"") -> Exchange:
+    def start(self, method: str, path: str, handler: HttpHandler, *, body: bytes = b"") -> HttpExchange:
         """Send a request to `path`, which begins after the address's base.
 
         Raises:
@@ -260,7 +260,7 @@ class HttpClient:
             raise NoConnection(f"all {self.config.connections_max} connections to {self.address} are in use")
         kind = "content-type: application/json\r\n" if body else ""
         head = f"{method} {self.address.base}{path} HTTP/1.1\r\n{self._headers}{kind}content-length: {len(body)}\r\n\r\n"
-        exchange = Exchange(self, head.encode("ascii") + body, handler)
+        exchange = HttpExchange(self, head.encode("ascii") + body, handler)
         self._exchanges.add(exchange)
         connection = self._take_idle()
         if connection is not None:
@@ -278,12 +278,12 @@ class HttpClient:
 
     # --- from exchanges and connections --------------------------------------------------------------
 
-    def connect(self, exchange: Exchange) -> None:
+    def connect(self, exchange: HttpExchange) -> None:
         """Make a connection for it."""
         exchange.wait("a connection", self.config.connect_timeout_s)
         exchange.connecting(asyncio.create_task(self._connect(exchange), name=f"connect {self.address}"))
 
-    def ended(self, exchange: Exchange) -> None:
+    def ended(self, exchange: HttpExchange) -> None:
         """It is over."""
         self._exchanges.discard(exchange)
 
@@ -310,7 +310,7 @@ class HttpClient:
             connection.close()
         return None
 
-    async def _connect(self, exchange: Exchange) -> None:
+    async def _connect(self, exchange: HttpExchange) -> None:
         loop, at = asyncio.get_running_loop(), self.address
         try:
             _, connection = await loop.create_connection(
@@ -330,7 +330,7 @@ class _Connection(asyncio.Protocol):
         self._client = client
         self._parser = cast(Any, httptools).HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: HttpExchange | None = None
         self._heard = False
         self._status = 0
         self._headers: dict[bytes, bytes] = {}
@@ -341,7 +341,7 @@ class _Connection(asyncio.Protocol):
         """Whether nothing more can be sent."""
         return self._transport is None or self._transport.is_closing()
 
-    def run(self, exchange: Exchange) -> None:
+    def run(self, exchange: HttpExchange) -> None:
         """Send a request, and bring its answer."""
         assert self._exchange is None, "one exchange at a time"
         if self._transport is None or self._transport.is_closing():

@@ -6,6 +6,7 @@ A new engine is a dialect (dialect.py), its names for its load (engine_metrics.p
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from penstock.backends.engine.heartbeat import HeartbeatTerms
 from penstock.backends.http.backend import HttpBackend
 from penstock.backends.http.client import HttpAddress, HttpClient
 from penstock.backends.http.dialects.base import Dialect
@@ -17,7 +18,6 @@ from penstock.backends.http.dialects.trtllm import TrtllmDialect
 from penstock.backends.http.dialects.vllm import VllmDialect
 from penstock.backends.http.limits import HttpBackendLimits
 from penstock.clock import Clock
-from penstock.config.health import HeartbeatConfig
 from penstock.errors import ConfigError
 from penstock.telemetry.backend_metrics import BackendMeters
 from penstock.text.tokenizer import Tokenizer
@@ -66,7 +66,7 @@ class Tools:
     """Counters of an engine."""
     draw: Callable[[], float]
     """Numbers from 0 to 1."""
-    heartbeat: HeartbeatConfig = HeartbeatConfig()  # noqa: RUF009 - it is frozen.
+    heartbeat: HeartbeatTerms = HeartbeatTerms()  # noqa: RUF009 - it is frozen.
     """For workers of our own that somebody else started."""
 
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 
-from penstock.backends.http.client import Exchange, HttpClient, NoConnection
+from penstock.backends.http.client import HttpClient, HttpExchange, NoConnection
 from penstock.backends.http.handler import HttpFailure
 
 
@@ -16,7 +16,7 @@ class _Whole:
 
     def __init__(self, bytes_max: int) -> None:
         self.done: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
-        self.exchange: Exchange | None = None
+        self.exchange: HttpExchange | None = None
         self._status, self._body, self._bytes_max = 0, bytearray(), bytes_max
 
     def on_response(self, status: int, headers: Mapping[bytes, bytes]) -> None:

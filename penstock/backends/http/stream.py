@@ -20,7 +20,7 @@ from typing import Protocol
 import msgspec
 
 from penstock.backends.base import Delta, Finish, GenerateRequest, Sink, TextLogprob
-from penstock.backends.http.client import Exchange
+from penstock.backends.http.client import HttpExchange
 from penstock.backends.http.dialects.base import AnswerReader, Piece, ReportedUsage, SaidError
 from penstock.backends.http.dialects.worker_errors import error_of, said_in
 from penstock.backends.http.handler import HttpFailure, Trouble
@@ -56,7 +56,7 @@ class Anomaly(enum.StrEnum):
     NO_STREAM = "no_stream"  # 200, and something that is no stream of events.
 
 
-class Owner(Protocol):
+class StreamOwner(Protocol):
     """The backend that a stream belongs to."""
 
     def leave(self, stream: "HttpStream", finish: Finish) -> None:
@@ -91,7 +91,7 @@ class HttpStream:
         tokenizer: Tokenizer,
         pieces: PieceTokens,
         clock: Clock,
-        owner: Owner,
+        owner: StreamOwner,
         model: str,
         trusts_prompt: bool,
         event_bytes_max: int,
@@ -108,7 +108,7 @@ class HttpStream:
         self._stop = StopChecker(request.stop, include_stop=request.include_stop) if request.stop else None
         self._stop_ids = frozenset(request.sampling.stop_token_ids)
         self._detokenizer: IncrementalDetokenizer | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: HttpExchange | None = None
         self._status = 0
         self._headers: Mapping[bytes, bytes] = {}
         self._body: bytearray | None = None
@@ -130,7 +130,7 @@ class HttpStream:
         """Whether the sink was given any."""
         return self._has_output
 
-    def sent(self, exchange: Exchange) -> None:
+    def sent(self, exchange: HttpExchange) -> None:
         """The request is on its way."""
         self._exchange = exchange
 

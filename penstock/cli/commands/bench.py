@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from penstock import rng
 from penstock.bench.client import CannotConnect, ClientLimits
 from penstock.bench.environment import read_environment
-from penstock.bench.load import Level, LoadRun, ProbeFailed, Shape, probe
+from penstock.bench.load import Level, LoadRun, ProbeRefused, RequestShape, probe
 from penstock.bench.prompts import Prompt, PromptPlan, made, read_dataset
 from penstock.bench.prompts import probe as probe_prompt
 from penstock.bench.report import (
@@ -38,7 +38,7 @@ from penstock.cli.output import check_place, screen_beside, write_to
 from penstock.clock import NS_PER_MS, SystemClock, sleep
 from penstock.config.routing import TPOT_TARGET_MS, TTFT_TARGET_MS
 from penstock.errors import ConfigError
-from penstock.policy.promise import Promise
+from penstock.policy.admission.promise import Promise
 
 PROBE_WORDS = (64, 256)
 REFRESH_S = 0.2
@@ -236,7 +236,7 @@ class _Bench:
         self._args, self._dataset, self._clock = args, dataset, SystemClock()
         self._seed: int = rng.fresh_seed() if args.seed is None else args.seed
         self._client = connect(args, ClientLimits(request_timeout_s=args.timeout))
-        self._shape = Shape(
+        self._shape = RequestShape(
             model="",
             output_tokens=args.output_tokens,
             temperature=args.temperature,
@@ -268,9 +268,9 @@ class _Bench:
                 usage = await probe(self._client, shape, probe_prompt(self._seed, "probe", num_words))
             except CannotConnect as error:
                 raise CannotConnect(no_server(error)) from error
-            except ProbeFailed as error:
+            except ProbeRefused as error:
                 hint = "\n  (try --no-ignore-eos)" if shape.ignore_eos and "ignore_eos" in str(error) else ""
-                raise ProbeFailed(f"the server refuses a first small request: {error}{hint}") from error
+                raise ProbeRefused(f"the server refuses a first small request: {error}{hint}") from error
             counts.append(usage.prompt_tokens or 0)
         if len(counts) < 2:
             return _Tokens(1.0, 0.0)

@@ -18,7 +18,7 @@ from penstock.bench.environment import cpu_info, cpu_name, installed_version
 from penstock.cli.commands.torch_facts import TorchFacts
 from penstock.config.presets import DEMO_MODELS, REPOSITORY, resolve
 from penstock.errors import OperatorError
-from penstock.gateway.wire_limits import WIRE_LIMITS
+from penstock.gateway.http.wire_limits import WIRE_LIMITS
 
 PROBE_TIMEOUT_S = 120
 MEMORY_WARN_BYTES = 2 << 30
@@ -38,7 +38,7 @@ NEEDED = (
 ENGINE = ("numpy", "psutil", "safetensors")
 
 
-class State(enum.StrEnum):
+class CheckState(enum.StrEnum):
     """How a check went. Only FAIL keeps `serve` from working."""
 
     OK = "ok"
@@ -51,7 +51,7 @@ class Check(msgspec.Struct, frozen=True):
     """What one check found. `hint` says what to do; empty if there is nothing to do."""
 
     name: str
-    state: State
+    state: CheckState
     detail: str
     hint: str = ""
 
@@ -81,7 +81,10 @@ def check_python() -> Check:
     good = sys.version_info >= (3, 11)
     hint = "" if good else "Python 3.11 or newer is needed"
     return Check(
-        "Python", State.OK if good else State.FAIL, f"{platform.python_version()} ({sys.executable})", hint
+        "Python",
+        CheckState.OK if good else CheckState.FAIL,
+        f"{platform.python_version()} ({sys.executable})",
+        hint,
     )
 
 
@@ -90,7 +93,7 @@ def check_os() -> Check:
     good = sys.platform == "linux"
     hint = "" if good else "only Linux is tested"
     detail = f"{platform.system()} {platform.release()} {platform.machine()}"
-    return Check("system", State.OK if good else State.WARN, detail, hint)
+    return Check("system", CheckState.OK if good else CheckState.WARN, detail, hint)
 
 
 def check_cpu() -> Check:
@@ -101,11 +104,11 @@ def check_cpu() -> Check:
     if quota is not None and quota < usable:
         return Check(
             "CPU",
-            State.WARN,
+            CheckState.WARN,
             f"{detail}, limited to {quota:g} by the container",
             f"use --threads {max(1, int(quota))}",
         )
-    return Check("CPU", State.OK, detail)
+    return Check("CPU", CheckState.OK, detail)
 
 
 def _cpu_quota() -> float | None:
@@ -121,7 +124,7 @@ def check_cpu_features() -> Check:
     """Which vector instructions torch can use."""
     flags = set(cpu_info().get("flags", "").split())
     if not flags:
-        return Check("CPU features", State.NOTE, "unknown on this system")
+        return Check("CPU features", CheckState.NOTE, "unknown on this system")
     wanted = {
         "avx2": "avx2",
         "avx512f": "avx512",
@@ -134,8 +137,8 @@ def check_cpu_features() -> Check:
     lack = [name for flag, name in wanted.items() if flag not in flags]
     detail = (", ".join(have) or "none") + (f" (not: {', '.join(lack)})" if lack else "")
     if "avx2" in flags:
-        return Check("CPU features", State.OK, detail)
-    return Check("CPU features", State.WARN, detail, "without avx2 models run slowly")
+        return Check("CPU features", CheckState.OK, detail)
+    return Check("CPU features", CheckState.WARN, detail, "without avx2 models run slowly")
 
 
 def check_memory() -> Check:
@@ -145,30 +148,32 @@ def check_memory() -> Check:
         sizes = {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows}
         total, free = sizes["MemTotal"], sizes["MemAvailable"]
     except (OSError, KeyError, ValueError, IndexError):
-        return Check("memory", State.NOTE, "unknown on this system")
+        return Check("memory", CheckState.NOTE, "unknown on this system")
     detail = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
     if free < MEMORY_WARN_BYTES:
-        return Check("memory", State.WARN, detail, "only small models fit")
-    return Check("memory", State.OK, detail)
+        return Check("memory", CheckState.WARN, detail, "only small models fit")
+    return Check("memory", CheckState.OK, detail)
 
 
 def check_packages(name: str, packages: Sequence[str], remedy: str) -> Check:
     """These distributions are installed."""
     versions = {package: installed_version(package) for package in packages}
     if missing := [package for package, version in versions.items() if not version]:
-        return Check(name, State.FAIL, f"missing: {', '.join(missing)}", remedy)
-    return Check(name, State.OK, ", ".join(f"{package} {version}" for package, version in versions.items()))
+        return Check(name, CheckState.FAIL, f"missing: {', '.join(missing)}", remedy)
+    return Check(
+        name, CheckState.OK, ", ".join(f"{package} {version}" for package, version in versions.items())
+    )
 
 
 def check_torch() -> tuple[Check, ...]:
     """Torch imports and computes, how fast bfloat16 is, and whether there is a GPU."""
     if not installed_version("torch"):
-        return (Check("torch", State.FAIL, "not installed", "pip install 'penstock[engine]'"),)
+        return (Check("torch", CheckState.FAIL, "not installed", "pip install 'penstock[engine]'"),)
     facts = probe_torch()
     if isinstance(facts, str):
-        return (Check("torch", State.FAIL, facts, "install a torch build that fits this processor"),)
+        return (Check("torch", CheckState.FAIL, facts, "install a torch build that fits this processor"),)
     return (
-        Check("torch", State.OK, f"{facts.version}, {facts.threads} threads"),
+        Check("torch", CheckState.OK, f"{facts.version}, {facts.threads} threads"),
         _check_bfloat16(facts),
         _check_gpu(facts),
     )
@@ -195,32 +200,32 @@ def probe_torch() -> TorchFacts | str:
 def _check_bfloat16(facts: TorchFacts) -> Check:
     detail = f"{facts.bfloat16_speedup:.1f}x the speed of float32 in a matrix product"
     if facts.bfloat16_speedup >= BFLOAT16_FAST:
-        return Check("bfloat16", State.OK, detail)
-    return Check("bfloat16", State.NOTE, detail + ": torch computes in float32 here")
+        return Check("bfloat16", CheckState.OK, detail)
+    return Check("bfloat16", CheckState.NOTE, detail + ": torch computes in float32 here")
 
 
 def _check_gpu(facts: TorchFacts) -> Check:
     if facts.gpus:
-        return Check("GPU", State.OK, f"{', '.join(facts.gpus)} (CUDA {facts.cuda_build})")
+        return Check("GPU", CheckState.OK, f"{', '.join(facts.gpus)} (CUDA {facts.cuda_build})")
     if Path("/proc/driver/nvidia/version").exists():
         hint = "" if facts.cuda_build else "install a torch build with CUDA"
-        return Check("GPU", State.WARN, "there is an NVIDIA driver, but torch sees no GPU", hint)
-    return Check("GPU", State.NOTE, "none; models run on the CPU")
+        return Check("GPU", CheckState.WARN, "there is an NVIDIA driver, but torch sees no GPU", hint)
+    return Check("GPU", CheckState.NOTE, "none; models run on the CPU")
 
 
 def check_native() -> Check:
     """Our own compiled kernels: which instruction set they use here, and which types of weights they compute."""
-    from penstock.engine.native import Kernels, KernelsUnavailable  # Only doctor pays for loading them.
+    from penstock.engine.native import KernelsUnavailable, NativeLibrary  # Only doctor pays for loading them.
     from penstock.engine.native.library import Type
 
     try:
-        kernels = Kernels()
+        kernels = NativeLibrary()
     except KernelsUnavailable as why:
         hint = _native_remedy()
-        return Check("native kernels", State.NOTE, f"none, torch computes everything: {why}", hint)
+        return Check("native kernels", CheckState.NOTE, f"none, torch computes everything: {why}", hint)
     types = {"float32": Type.F32, "bfloat16": Type.BF16, "int8": Type.I8, "int4": Type.I4}
     weights = ", ".join(name for name, kind in types.items() if kernels.supports(kind))
-    return Check("native kernels", State.OK, f"{kernels.isa}; weights in {weights}")
+    return Check("native kernels", CheckState.OK, f"{kernels.isa}; weights in {weights}")
 
 
 def _native_remedy() -> str:
@@ -234,9 +239,9 @@ def check_hub() -> Check:
     """The optional client for models by hub id."""
     version = installed_version("huggingface-hub")
     if version:
-        return Check("hub models", State.OK, f"huggingface-hub {version}")
+        return Check("hub models", CheckState.OK, f"huggingface-hub {version}")
     return Check(
-        "hub models", State.NOTE, "only local directories can be served", "pip install 'penstock[hub]'"
+        "hub models", CheckState.NOTE, "only local directories can be served", "pip install 'penstock[hub]'"
     )
 
 
@@ -249,8 +254,8 @@ def check_demo_models() -> Check:
         except OperatorError as error:
             lack[name] = str(error)
     if not lack:
-        return Check("demo models", State.OK, ", ".join(DEMO_MODELS))
-    state = State.FAIL if DEMO_MODELS[0] in lack else State.WARN
+        return Check("demo models", CheckState.OK, ", ".join(DEMO_MODELS))
+    state = CheckState.FAIL if DEMO_MODELS[0] in lack else CheckState.WARN
     return Check("demo models", state, next(iter(lack.values())))
 
 
@@ -264,8 +269,8 @@ def check_port(port: int) -> Check:
         except OSError as error:
             taken = error.errno == errno.EADDRINUSE
             detail = "in use (perhaps by a running server)" if taken else str(error.strerror)
-            return Check(name, State.WARN, detail, "take another one with --port or PENSTOCK_PORT")
-    return Check(name, State.OK, "free")
+            return Check(name, CheckState.WARN, detail, "take another one with --port or PENSTOCK_PORT")
+    return Check(name, CheckState.OK, "free")
 
 
 def check_temp() -> Check:
@@ -277,19 +282,22 @@ def check_temp() -> Check:
     except OSError as error:
         return Check(
             "temporary files",
-            State.FAIL,
+            CheckState.FAIL,
             f"{directory}: {error.strerror}",
             "set TMPDIR to a writable directory",
         )
-    return Check("temporary files", State.OK, f"{directory} is writable")
+    return Check("temporary files", CheckState.OK, f"{directory} is writable")
 
 
 def check_open_files(connections_max: int) -> Check:
     """The limit on open files allows as many connections as the server would take."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft > connections_max:
-        return Check("open files", State.OK, f"limit {soft}")
+        return Check("open files", CheckState.OK, f"limit {soft}")
     detail = f"limit {soft} (hard {hard}) is below the {connections_max} connections that are served"
     return Check(
-        "open files", State.WARN, detail, f"ulimit -n {connections_max + 1000}, or serve fewer connections"
+        "open files",
+        CheckState.WARN,
+        detail,
+        f"ulimit -n {connections_max + 1000}, or serve fewer connections",
     )

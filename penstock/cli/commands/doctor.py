@@ -9,7 +9,7 @@ from rich.table import Table
 from penstock import __version__
 from penstock.cli import console
 from penstock.cli.commands import checks
-from penstock.cli.commands.checks import Check, State
+from penstock.cli.commands.checks import Check, CheckState
 from penstock.cli.flags import Commands, Help, default_port, number
 
 EPILOG = """\
@@ -22,10 +22,10 @@ examples:
   penstock doctor --json | jq '.checks[] | select(.state != "ok")'"""
 
 _MARKS = {
-    State.OK: ("ok", "green"),
-    State.NOTE: ("-", "dim"),
-    State.WARN: ("warn", "yellow"),
-    State.FAIL: ("FAIL", "red"),
+    CheckState.OK: ("ok", "green"),
+    CheckState.NOTE: ("-", "dim"),
+    CheckState.WARN: ("warn", "yellow"),
+    CheckState.FAIL: ("FAIL", "red"),
 }
 
 
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
             found = checks.run_all(port)
     else:
         found = checks.run_all(port)
-    diagnosis = Diagnosis(__version__, all(check.state != State.FAIL for check in found), found)
+    diagnosis = Diagnosis(__version__, all(check.state != CheckState.FAIL for check in found), found)
     if args.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(diagnosis), indent=2).decode() + "\n")
     else:

@@ -17,9 +17,9 @@ from penstock.clock import NS_PER_S, SystemClock
 from penstock.config.load import load_config
 from penstock.config.tree import Config
 from penstock.errors import ConfigError
-from penstock.gateway import api_keys
-from penstock.gateway.api_keys import ApiKey, Issued
-from penstock.gateway.key_file import edit_keys, read_keys
+from penstock.gateway.identity import api_keys
+from penstock.gateway.identity.api_keys import ApiKey, Issued
+from penstock.gateway.identity.key_file import edit_keys, read_keys
 
 DESCRIPTION = """\
 Make, list, rotate and revoke API keys.

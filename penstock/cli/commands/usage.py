@@ -15,7 +15,7 @@ from penstock.config.load import load_config
 from penstock.config.tree import Config
 from penstock.errors import ConfigError, LedgerError
 from penstock.telemetry.ledger_files import ledger_directory
-from penstock.telemetry.ledger_reader import GROUPS, LedgerReader, Query, Row
+from penstock.telemetry.ledger_reader import GROUPS, LedgerReader, LedgerRow, Query
 
 FORMATS = ("table", "csv", "json", "parquet")
 _UNITS_S = {"h": 3600, "d": 86_400, "w": 7 * 86_400}
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _write(args: argparse.Namespace, rows: list[Row], currency: str) -> None:
+def _write(args: argparse.Namespace, rows: list[LedgerRow], currency: str) -> None:
     if args.format == "table" and not args.output:
         if rows:
             console.out().print(usage_formats.as_table(rows, args.by, currency))

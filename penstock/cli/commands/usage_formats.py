@@ -8,12 +8,11 @@ from importlib import import_module
 
 import msgspec
 
-from penstock.cli.tables import Column, Fitted
-from penstock.cli.tables import Row as TableRow
+from penstock.cli.tables import Column, Fitted, Row
 from penstock.cli.tables import row as table_row
 from penstock.errors import ConfigError
-from penstock.policy.price import MICROS
-from penstock.telemetry.ledger_reader import Row, Totals
+from penstock.policy.limits.price import MICROS
+from penstock.telemetry.ledger_reader import LedgerRow, Totals
 
 COUNTS = ("requests", "failed", "prompt_tokens", "cached_tokens", "completion_tokens")
 COSTS = ("cost", "accelerator_cost")
@@ -25,7 +24,7 @@ _HEADS = {
 }
 
 
-def total_of(rows: Sequence[Row]) -> Totals:
+def total_of(rows: Sequence[LedgerRow]) -> Totals:
     """The sum of all rows."""
     names = Totals.__struct_fields__
     return Totals(**{name: sum(getattr(row.totals, name) for row in rows) for name in names})
@@ -35,7 +34,7 @@ _RANKS = {"cached_tokens": 6, "failed": 5, "accelerator_cost": 4, "prompt_tokens
 """Which columns a narrow terminal goes without, the highest first."""
 
 
-def as_table(rows: Sequence[Row], by: Sequence[str], currency: str) -> Fitted:
+def as_table(rows: Sequence[LedgerRow], by: Sequence[str], currency: str) -> Fitted:
     """For people: groups, counts, money where there is any or a price list, and the sum in the last line."""
     total = total_of(rows)
     costs = [name for name in COSTS if getattr(total, f"{name}_micros") or (name == "cost" and currency)]
@@ -45,7 +44,7 @@ def as_table(rows: Sequence[Row], by: Sequence[str], currency: str) -> Fitted:
         head = f"{_HEADS.get(name, name)} ({currency})" if currency else _HEADS.get(name, name)
         columns.append(Column(head=head, rank=_RANKS.get(name, 0)))
 
-    def line(groups: Sequence[str], totals: Totals) -> TableRow:
+    def line(groups: Sequence[str], totals: Totals) -> Row:
         counts = [f"{getattr(totals, name):,}" for name in COUNTS]
         return table_row(*groups, *counts, *(f"{_money(totals, name):,}" for name in costs))
 
@@ -54,7 +53,7 @@ def as_table(rows: Sequence[Row], by: Sequence[str], currency: str) -> Fitted:
     return Fitted(columns, lines, total=sum_line)
 
 
-def as_csv(rows: Sequence[Row], by: Sequence[str]) -> str:
+def as_csv(rows: Sequence[LedgerRow], by: Sequence[str]) -> str:
     """Comma-separated (RFC 4180), without the sum: money as decimals with all six places."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\r\n")
@@ -65,7 +64,7 @@ def as_csv(rows: Sequence[Row], by: Sequence[str]) -> str:
     return out.getvalue()
 
 
-def as_json(rows: Sequence[Row], by: Sequence[str]) -> str:
+def as_json(rows: Sequence[LedgerRow], by: Sequence[str]) -> str:
     """`{"rows": [...], "total": {...}}`; money as decimal numbers and as whole millionths."""
     document = {
         "rows": [dict(zip(by, row.group, strict=True)) | _fields(row.totals) for row in rows],
@@ -74,7 +73,7 @@ def as_json(rows: Sequence[Row], by: Sequence[str]) -> str:
     return msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"
 
 
-def as_parquet(rows: Sequence[Row], by: Sequence[str]) -> bytes:
+def as_parquet(rows: Sequence[LedgerRow], by: Sequence[str]) -> bytes:
     """Columns as in CSV; counts are int64, money is decimal(38, 6).
 
     Raises:

@@ -10,7 +10,7 @@ QUESTION = "What is Penstock?"
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Facts:
+class BannerFacts:
     """What the banner tells."""
 
     url: str
@@ -25,7 +25,7 @@ class Facts:
     """The address that it listens on, if that is not only this machine."""
 
 
-def show(console: Console, facts: Facts) -> None:
+def show(console: Console, facts: BannerFacts) -> None:
     """Print the banner. Wrapping is off, so that every line can be copied."""
 
     def line(text: str = "", style: str = "") -> None:
@@ -48,7 +48,7 @@ def show(console: Console, facts: Facts) -> None:
     line("Or talk to it: penstock chat        Ctrl-C drains and stops.", "dim")
 
 
-def _key_note(facts: Facts) -> str:
+def _key_note(facts: BannerFacts) -> str:
     if not facts.needs_key:
         return "none is needed"
     if facts.key:
@@ -56,7 +56,7 @@ def _key_note(facts: Facts) -> str:
     return "as configured"
 
 
-def curl_line(facts: Facts) -> str:
+def curl_line(facts: BannerFacts) -> str:
     """A command that streams an answer; one line, quoted for a shell."""
     message = {"role": "user", "content": QUESTION}
     body = msgspec.json.encode({"model": facts.models[0], "stream": True, "messages": [message]}).decode()
@@ -65,11 +65,11 @@ def curl_line(facts: Facts) -> str:
     return f"curl -N {facts.url}/chat/completions{auth}{content} -d {shlex.quote(body)}"
 
 
-def _shell_key(facts: Facts) -> str:
+def _shell_key(facts: BannerFacts) -> str:
     return facts.key if facts.key else "$PENSTOCK_API_KEY"
 
 
-def python_snippet(facts: Facts) -> str:
+def python_snippet(facts: BannerFacts) -> str:
     """The same with the openai package (`pip install openai`)."""
     if not facts.needs_key:
         key, imports = '"none"', ""

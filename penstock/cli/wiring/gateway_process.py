@@ -18,7 +18,7 @@ from penstock import __version__, collector, rng
 from penstock.backends.http.external import Tools
 from penstock.cli.wiring.attached import wait_for_attached
 from penstock.cli.wiring.fleet_log import FleetLog
-from penstock.cli.wiring.models import Part, make_part, make_tools
+from penstock.cli.wiring.models import ModelPart, make_part, make_tools
 from penstock.clock import SystemClock
 from penstock.config.fleet import WorkerConfig
 from penstock.config.reload import with_members
@@ -30,7 +30,7 @@ from penstock.fleet.sources.discovery import Discovery
 from penstock.fleet.sources.static import attached
 from penstock.fleet.wanted import Attached, Wanted
 from penstock.gateway.app import Gateway
-from penstock.gateway.siblings import Siblings
+from penstock.gateway.shared.siblings import Siblings
 from penstock.protocol.siblings import ChildLaunch, ChildNews
 from penstock.protocol.worker_auth import link_key_of
 from penstock.telemetry.log import Log
@@ -110,7 +110,7 @@ class _Fleet:
     def __init__(
         self,
         config: Config,
-        parts: Sequence[Part],
+        parts: Sequence[ModelPart],
         launch: ChildLaunch,
         members: Members,
         discovery: Discovery,
@@ -132,7 +132,7 @@ class _Fleet:
         for model, part in zip(self.models, self._parts, strict=True):
             await self._discovery.apply(model, part.served.tokenizer, self._tools)
 
-    def _wanted(self, model: ModelConfig, part: Part) -> list[Wanted]:
+    def _wanted(self, model: ModelConfig, part: ModelPart) -> list[Wanted]:
         name, tokenizer = part.served.name, part.served.tokenizer
         found: list[Wanted] = [
             Attached(

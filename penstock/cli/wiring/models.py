@@ -12,8 +12,8 @@ from penstock.config.presets import resolve, served_name
 from penstock.config.tree import Config, ModelConfig
 from penstock.errors import CheckpointError
 from penstock.fleet.registry import Registry
-from penstock.gateway.models import ServedModel
-from penstock.gateway.public import PublicPrefixes
+from penstock.gateway.models.public import PublicPrefixes
+from penstock.gateway.models.served import ServedModel
 from penstock.models.config import read_config
 from penstock.telemetry.metrics import Metrics
 from penstock.text.chat import ChatTemplate
@@ -22,14 +22,14 @@ from penstock.types import ModelName
 
 
 @dataclass(slots=True, frozen=True)
-class Part:
+class ModelPart:
     """One model: what the gateway sees of it, and what its own workers load."""
 
     served: ServedModel
     path: str
 
 
-def make_part(model: ModelConfig, registry: Registry, clock: Clock) -> Part:
+def make_part(model: ModelConfig, registry: Registry, clock: Clock) -> ModelPart:
     """What it takes to serve one model: nothing runs yet.
 
     Raises:
@@ -50,7 +50,7 @@ def make_part(model: ModelConfig, registry: Registry, clock: Clock) -> Part:
         declared_len=_declared_len(model, directory),
         public_prefixes=PublicPrefixes.of(model.public_prefixes, tokenizer, template),
     )
-    return Part(served, str(directory))
+    return ModelPart(served, str(directory))
 
 
 def make_tools(config: Config, metrics: Metrics, clock: Clock) -> Tools:
@@ -60,7 +60,6 @@ def make_tools(config: Config, metrics: Metrics, clock: Clock) -> Tools:
         clock=clock,
         meters=metrics.backend,
         draw=rng.stream(rng.fresh_seed(), "probes").random,
-        heartbeat=config.health.heartbeat,
     )
 
 

@@ -26,7 +26,7 @@ from penstock.clock import Clock, sleep
 from penstock.config.tree import Config
 from penstock.errors import ConfigError, OperatorError
 from penstock.fleet.launchers.supervision import BACKOFF_MAX_S, RestartBudget
-from penstock.gateway.server import BACKLOG
+from penstock.gateway.http.server import BACKLOG
 from penstock.gateway.shared.local_store import LeaseServer
 from penstock.protocol.siblings import (
     Ask,

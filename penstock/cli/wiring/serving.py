@@ -33,7 +33,7 @@ from penstock.config.tenancy_checks import names_callers
 from penstock.config.tree import Config
 from penstock.errors import PenstockError
 from penstock.fleet.launchers.spares import Spares
-from penstock.gateway.wire_limits import WIRE_LIMITS
+from penstock.gateway.http.wire_limits import WIRE_LIMITS
 from penstock.telemetry.log import Log
 
 EXIT_ABORTED = 130

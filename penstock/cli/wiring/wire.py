@@ -17,7 +17,7 @@ from penstock.backends.base import BackendStatus
 from penstock.cli.wiring.attached import wait_for_attached
 from penstock.cli.wiring.fleet_log import FleetLog
 from penstock.cli.wiring.launching import make_launcher, shared_cores
-from penstock.cli.wiring.models import Part, make_part, make_tools
+from penstock.cli.wiring.models import ModelPart, make_part, make_tools
 from penstock.cli.wiring.processes import GatewayProcesses
 from penstock.cli.wiring.progress import LoadingDisplay
 from penstock.clock import Clock
@@ -33,7 +33,7 @@ from penstock.fleet.sources.discovery import Discovery
 from penstock.fleet.sources.static import attached, launched
 from penstock.fleet.wanted import Wanted
 from penstock.gateway.app import Gateway
-from penstock.policy.worker_state import WorkerState
+from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.siblings import Order, WorkerAt
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
@@ -136,16 +136,14 @@ class Stack:
         if self._processes is not None:
             self._processes.take_workers(self._launched_at())
 
-    def _wanted(self, model: ModelConfig, part: Part) -> list[Wanted]:
+    def _wanted(self, model: ModelConfig, part: ModelPart) -> list[Wanted]:
         """The workers of one model. In front of several gateway processes this one only keeps what it launches."""
         tokenizer = part.served.tokenizer
         engine = promised(with_quota(model.engine, self._config), self._config.admission)
         wanted = msgspec.structs.replace(model, engine=engine)
-        cores, heartbeat = shared_cores(self._config.fleet), self._config.health.heartbeat
+        cores = shared_cores(self._config.fleet)
         found: list[Wanted] = [
-            *launched(
-                wanted, part.path, self._launcher, tokenizer, self._clock, heartbeat=heartbeat, cores=cores
-            )
+            *launched(wanted, part.path, self._launcher, tokenizer, self._clock, cores=cores)
         ]
         if self._processes is None:
             found += attached(model, tokenizer, self._tools)

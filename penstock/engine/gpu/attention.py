@@ -6,7 +6,7 @@ from torch import Tensor
 
 from penstock.engine.attention.base import AttentionBatch
 from penstock.engine.gpu.ops import AttentionLayer, HeadRotation, Ops, Partials
-from penstock.engine.gpu.step import DeviceStep, RowState, StepBuffer, StepInputs, StepLimits
+from penstock.engine.gpu.step import DeviceStep, DeviceStepInputs, RowState, StepBuffer, StepLimits
 from penstock.engine.gpu.worklist import WorkList
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.rotary import RotaryWeights
@@ -87,7 +87,7 @@ class _OwnStep:
         self._host = StepBuffer(limits, torch.device("cpu"))
         self._device = StepBuffer(limits, device)
         self._state = RowState.allocate(limits, device)
-        self._inputs = StepInputs.allocate(limits, device)
+        self._inputs = DeviceStepInputs.allocate(limits, device)
 
     def plan(self, ops: Ops, batch: AttentionBatch) -> None:
         """Tell whoever plans on the host."""

@@ -30,6 +30,7 @@ from penstock.errors import ConfigError
 from penstock.models.registry import read_spec
 from penstock.models.spec import DecoderSpec
 from penstock.protocol.worker import ModelInfo
+from penstock.schedule.limits import resolve_max_running
 from penstock.schedule.plan import SCORED_TOKENS_MAX
 from penstock.types import BLOCK_TOKENS
 
@@ -127,7 +128,7 @@ class _Builder:
     ) -> None:
         self._name, self._identity, self._spec, self._target = name, identity, spec, target
         config = target.config
-        self._max_running = min(config.max_running, config.step_tokens)
+        self._max_running = resolve_max_running(config.max_running, config.step_tokens)
         # The longest context that may be asked for; what the memory allows may be less.
         self._limits = self._step_limits(min(config.max_model_len or spec.max_position, spec.max_position))
         self._kernels = DeviceKernels(target.ops, spec, self._limits)

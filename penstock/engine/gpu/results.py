@@ -19,7 +19,7 @@ _ALTERNATIVES = 20
 
 
 @dataclass(slots=True)
-class Wanted:
+class LogprobTargets:
     """Log-probabilities that were asked for: one per row of logits."""
 
     counts: list[int]
@@ -55,7 +55,7 @@ class LogprobReader:
         }
         self._host = {name: platform.staging((size,), dtype) for name, (size, dtype) in sizes.items()}
 
-    def read(self, logits: Tensor, targets: Tensor, counts: list[int]) -> Wanted:
+    def read(self, logits: Tensor, targets: Tensor, counts: list[int]) -> LogprobTargets:
         """Start copying those of `targets` `[n]` under the unscaled distributions `[n, vocab_size]`."""
         logprobs = torch.log_softmax(logits, -1)
         chosen = logprobs.gather(1, targets[:, None])[:, 0]
@@ -63,7 +63,7 @@ class LogprobReader:
         values, ids = logprobs.topk(min(max(*counts, 1), logits.shape[1]), dim=-1)
         healthy = logits.amax(-1).isfinite()  # A NaN anywhere is the maximum.
         found = {"targets": targets, "chosen": chosen, "values": values, "ids": ids, "healthy": healthy}
-        return Wanted(counts, **{name: self._to_host(name, tensor) for name, tensor in found.items()})
+        return LogprobTargets(counts, **{name: self._to_host(name, tensor) for name, tensor in found.items()})
 
     def _to_host(self, name: str, tensor: Tensor) -> Tensor:
         host = self._host[name]
@@ -83,7 +83,7 @@ class ScoredRow:
 
 
 @dataclass(slots=True)
-class Flight:
+class DeviceFlight:
     """One step under way: what it reads from the host, and where its results arrive. Used again when it is collected."""
 
     buffer: StepBuffer
@@ -99,13 +99,13 @@ class Flight:
     """Rows of the tables that draw."""
     logprobs: dict[int, int] = field(default_factory=dict[int, int])
     """From the place among `rows` to the place in `sampled`, of rows whose log-probability is wanted."""
-    sampled: Wanted | None = None
+    sampled: LogprobTargets | None = None
     scored_rows: list[ScoredRow] = field(default_factory=list[ScoredRow])
-    scored: Wanted | None = None
+    scored: LogprobTargets | None = None
     mark: Mark | None = None
 
     @classmethod
-    def allocate(cls, platform: Platform, limits: StepLimits) -> "Flight":
+    def allocate(cls, platform: Platform, limits: StepLimits) -> "DeviceFlight":
         """Host memory for steps of these limits."""
         pinned = platform.device.type == "cuda"
         return cls(

@@ -20,9 +20,9 @@ from penstock.engine.gpu.attention import DeviceAttention
 from penstock.engine.gpu.graphs import GraphCache, GraphLimits, StepKind
 from penstock.engine.gpu.ops import Ops
 from penstock.engine.gpu.platform import Platform
-from penstock.engine.gpu.results import Flight, scored_targets
+from penstock.engine.gpu.results import DeviceFlight, scored_targets
 from penstock.engine.gpu.rows import HostRows, HostStep
-from penstock.engine.gpu.step import DeviceStep, Drawn, RowState, StepBuffer, StepInputs, StepLimits
+from penstock.engine.gpu.step import DeviceStep, DeviceStepInputs, Drawn, RowState, StepBuffer, StepLimits
 from penstock.engine.gpu.worklist import WorkList
 from penstock.engine.host_store import HostStore
 from penstock.engine.kv_cache import KVCache
@@ -69,13 +69,13 @@ class DeviceRunner:
         device = parts.platform.device
         self._state = RowState.allocate(parts.limits, device)
         self._buffer = StepBuffer(parts.limits, device)
-        self._inputs = StepInputs.allocate(parts.limits, device)
+        self._inputs = DeviceStepInputs.allocate(parts.limits, device)
         self._drawn = Drawn.allocate(parts.limits.max_running, device)
         self._rows = HostRows(self._state)
         self.graphs = GraphCache(parts.platform, parts.graphs, self._run)
         """What is captured; for statistics."""
-        self._idle = deque(Flight.allocate(parts.platform, parts.limits) for _ in range(FLIGHTS))
-        self._under_way: deque[Flight] = deque()
+        self._idle = deque(DeviceFlight.allocate(parts.platform, parts.limits) for _ in range(FLIGHTS))
+        self._under_way: deque[DeviceFlight] = deque()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
@@ -95,7 +95,7 @@ class DeviceRunner:
         flight.mark = self._platform.mark()
         self._under_way.append(flight)
 
-    def _start(self, plan: StepPlan, flight: Flight) -> None:
+    def _start(self, plan: StepPlan, flight: DeviceFlight) -> None:
         self._host.start(plan)
         self._rows.apply(plan, flight.staging)
         if flight.computes:
@@ -151,7 +151,7 @@ class DeviceRunner:
         if merges := len(work.combines):
             self._buffer.combines[:merges].copy_(buffer.combines[:merges], non_blocking=True)
 
-    def _launch_work(self, flight: Flight, host: HostStep) -> None:
+    def _launch_work(self, flight: DeviceFlight, host: HostStep) -> None:
         self._upload(flight.buffer, host)
         self._ops.plan(host.rows, host.computed, host.num_tokens, self._state)
         if host.scoring:
@@ -159,7 +159,7 @@ class DeviceRunner:
         else:
             self._launch_plain(flight, host)
 
-    def _launch_plain(self, flight: Flight, host: HostStep) -> None:
+    def _launch_plain(self, flight: DeviceFlight, host: HostStep) -> None:
         """A step that only draws, from its graph if there is one; logits that are to be changed are drawn from apart."""
         count = len(host.sampled)
         adjusts = self._rows.adjustments.any(host.sample_rows)
@@ -172,7 +172,7 @@ class DeviceRunner:
         flight.read_logprobs(logits, self._drawn, self._rows.logprobs)
         flight.scored_rows = []
 
-    def _launch_scoring(self, flight: Flight, host: HostStep) -> None:
+    def _launch_scoring(self, flight: DeviceFlight, host: HostStep) -> None:
         """A step that computes the logits of prompt tokens too: never from a graph."""
         count = len(host.sampled)
         step = self._step(StepKind(host.total_tokens, count, host.decode_only, draws=False))
@@ -184,7 +184,7 @@ class DeviceRunner:
         flight.read_logprobs(logits, self._drawn, self._rows.logprobs)
         flight.read_scores(logits[count:], targets, scored, self._rows)
 
-    def _draw_adjusted(self, flight: Flight, host: HostStep, logits: Tensor, step: DeviceStep) -> None:
+    def _draw_adjusted(self, flight: DeviceFlight, host: HostStep, logits: Tensor, step: DeviceStep) -> None:
         """Draw from logits that rows may have changed, and leave them as the model gave them."""
         rows, positions = host.sample_rows, host.sample_positions
         adjustments, drawn = self._rows.adjustments, self._drawn.head(logits.shape[0])

@@ -153,7 +153,7 @@ class StepBuffer:
 
 
 @dataclass(slots=True, frozen=True)
-class StepInputs:
+class DeviceStepInputs:
     """What `Ops.prepare` makes on the device: token by token and sample by sample, padded to fixed numbers."""
 
     token_ids: Tensor
@@ -189,9 +189,9 @@ class StepInputs:
             zeros(samples, torch.int32),
         )
 
-    def head(self, num_tokens: int, num_samples: int) -> "StepInputs":
+    def head(self, num_tokens: int, num_samples: int) -> "DeviceStepInputs":
         """The same memory for a step (or graph) of these sizes, padding included."""
-        return StepInputs(
+        return DeviceStepInputs(
             self.token_ids[:num_tokens],
             self.positions[:num_tokens],
             self.slots[:num_tokens],
@@ -209,7 +209,7 @@ class DeviceStep:
     buffer: StepBuffer
     """The device's."""
     state: RowState
-    inputs: StepInputs
+    inputs: DeviceStepInputs
     """As many tokens and samples as the step or the graph computes, padding included."""
     decode_only: bool = False
     """Every row has one new token: attention may leave out the code for chunks."""

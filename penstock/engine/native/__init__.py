@@ -1,10 +1,10 @@
 """Native CPU kernels: C++ behind a plain C ABI, called on torch tensors.
 
-`Kernels()` loads the library or raises `KernelsUnavailable` with the reason; whoever wires the engine asks
+`NativeLibrary()` loads the library or raises `KernelsUnavailable` with the reason; whoever wires the engine asks
 once and falls back to torch. `weights` packs, `ops` computes; `kernels/` is the C++.
 Why and how: docs/design/003-native-cpu-kernels.md.
 """
 
-from penstock.engine.native.library import Kernels, KernelsUnavailable
+from penstock.engine.native.library import KernelsUnavailable, NativeLibrary
 
-__all__ = ["Kernels", "KernelsUnavailable"]
+__all__ = ["KernelsUnavailable", "NativeLibrary"]

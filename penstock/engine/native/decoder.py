@@ -2,7 +2,7 @@
 
 The torch decoder makes some twelve calls per layer; at batch 1 a small model spends most of a token's time
 between them. Here a step is one call that releases the interpreter's lock. `NativeDecoder.forward` and
-`NativeAttention.begin` have the faces of `Decoder` and `Attention`; who wires the engine picks the pair.
+`NativeAttention.begin` have the faces of `PsDecoder` and `Attention`; who wires the engine picks the pair.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -21,7 +21,16 @@ from penstock.engine.attention.base import AttentionBatch, Int32Array
 from penstock.engine.decoder import DecoderLimits, WeightSource
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.frequencies import rotary_angles
-from penstock.engine.native.library import Decoder, Epilogue, Kernels, Layer, Mlp, Step, Type, Weight
+from penstock.engine.native.library import (
+    Epilogue,
+    Layer,
+    NativeLibrary,
+    PsDecoder,
+    PsMlp,
+    PsWeight,
+    Step,
+    Type,
+)
 from penstock.engine.native.ops import HEAD_DIM_MAX, LayerCache
 from penstock.engine.native.weights import PackedWeight, exact, int4, int8, pack
 from penstock.models.spec import ActivationKind, DecoderSpec, RopeSpec
@@ -69,7 +78,7 @@ class _Angles:
 class _Packer:
     """Rounds and packs weights; which precision is chosen once."""
 
-    def __init__(self, kernels: Kernels, precision: Precision, activation: ActivationKind) -> None:
+    def __init__(self, kernels: NativeLibrary, precision: Precision, activation: ActivationKind) -> None:
         self._kernels = kernels
         self._gate = {"silu": Epilogue.SILU_MUL, "gelu_tanh": Epilogue.GELU_MUL}[activation]
         rounded_8, rounded_4 = partial(int8, kernels), partial(int4, kernels)
@@ -95,7 +104,9 @@ class _Packer:
         return pack(self._kernels, self._head(weight))
 
 
-def unsupported(spec: DecoderSpec, dtype: torch.dtype, kernels: Kernels, precision: Precision) -> str | None:
+def unsupported(
+    spec: DecoderSpec, dtype: torch.dtype, kernels: NativeLibrary, precision: Precision
+) -> str | None:
     """Why the kernels cannot compute this model, in words; None if they can."""
     if dtype not in (torch.float32, torch.bfloat16):
         return f"native kernels compute in bfloat16 or float32, not {dtype}"
@@ -123,14 +134,14 @@ class NativeDecoder:
         self,
         spec: DecoderSpec,
         weights: WeightSource,
-        kernels: Kernels,
+        kernels: NativeLibrary,
         limits: DecoderLimits,
         cache: KVCache,
         precision: Precision = "native",
     ) -> None:
         self._kernels = kernels
         self._kept: list[
-            Tensor | PackedWeight | Array[Layer] | Array[Mlp]
+            Tensor | PackedWeight | Array[Layer] | Array[PsMlp]
         ] = []  # What the structs point into.
         packer = _Packer(kernels, precision, spec.activation)
         (embedding,) = _pieces(weights.take_parts("embedding"), 1)
@@ -146,7 +157,7 @@ class NativeDecoder:
         self._kept += [layers, head, cache.tensor]
         reads_head = spec.tied_head and head.kind is not Type.I8
         kernels.advise_huge(cache.tensor.data_ptr(), cache.tensor.nbytes)
-        self._struct = Decoder(
+        self._struct = PsDecoder(
             layers=layers, embedding=None if reads_head else self._keep(embedding.clone()), head=head.struct,
             final_norm=self._norm(spec, weights, "final_norm"), cache=LayerCache(cache.tensor, 0).struct,
             layer_stride=cache.tensor.stride(1), num_layers=spec.num_layers, hidden=spec.hidden_size,
@@ -228,7 +239,7 @@ class NativeDecoder:
             return self._norm(spec, weights, f"{i}.{key}") if has_norm else None
 
         [qkv], [o] = packed("qkv", spec.qkv_bias, packer.plain), packed("o", spec.o_bias, packer.plain)
-        count, has_bias, router = 1, spec.mlp_bias, Weight()
+        count, has_bias, router = 1, spec.mlp_bias, PsWeight()
         if spec.moe is not None:
             count, has_bias, router = (
                 spec.moe.num_experts,
@@ -236,8 +247,8 @@ class NativeDecoder:
                 packed("router", False, packer.router)[0].struct,
             )
         gate_up, down = gates(has_bias, count), packed("down", has_bias, packer.plain, count)
-        mlps = (Mlp * count)(
-            *(Mlp(into.struct, back.struct) for into, back in zip(gate_up, down, strict=True))
+        mlps = (PsMlp * count)(
+            *(PsMlp(into.struct, back.struct) for into, back in zip(gate_up, down, strict=True))
         )
         self._kept.append(mlps)
         return Layer(

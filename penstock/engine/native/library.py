@@ -42,7 +42,7 @@ STEP_PARTS = ("norm", "qkv", "rope", "attention", "o", "gate_up", "down", "head"
 """Whose nanoseconds `Step.part_ns` counts, in the order of `PsPart`."""
 
 
-class Weight(Structure):
+class PsWeight(Structure):
     """`PsWeight`: a packed weight."""
 
     _fields_ = [
@@ -52,17 +52,17 @@ class Weight(Structure):
     ]  # fmt: skip
 
 
-class Linear(Structure):
+class PsLinear(Structure):
     """`PsLinear`."""
 
     _fields_ = [
-        ("weight", POINTER(Weight)), ("x", c_void_p), ("y", c_void_p), ("residual", c_void_p),
+        ("weight", POINTER(PsWeight)), ("x", c_void_p), ("y", c_void_p), ("residual", c_void_p),
         ("m", c_int64), ("ldx", c_int64), ("ldy", c_int64), ("ldr", c_int64),
         ("x_type", c_int32), ("y_type", c_int32),
     ]  # fmt: skip
 
 
-class Norm(Structure):
+class PsNorm(Structure):
     """`PsNorm`."""
 
     _fields_ = [
@@ -72,7 +72,7 @@ class Norm(Structure):
     ]  # fmt: skip
 
 
-class SiluMul(Structure):
+class PsSiluMul(Structure):
     """`PsSiluMul`."""
 
     _fields_ = [
@@ -102,7 +102,7 @@ class RopeWrite(Structure):
     ]  # fmt: skip
 
 
-class Attention(Structure):
+class PsAttention(Structure):
     """`PsAttention`."""
 
     _fields_ = [
@@ -113,29 +113,29 @@ class Attention(Structure):
     ]  # fmt: skip
 
 
-class Mlp(Structure):
+class PsMlp(Structure):
     """`PsMlp`: a gated feed-forward layer."""
 
-    _fields_ = [("gate_up", Weight), ("down", Weight)]
+    _fields_ = [("gate_up", PsWeight), ("down", PsWeight)]
 
 
 class Layer(Structure):
     """`PsLayer`: one block of the decoder."""
 
     _fields_ = [
-        ("qkv", Weight), ("o", Weight), ("router", Weight), ("mlp", POINTER(Mlp)),
+        ("qkv", PsWeight), ("o", PsWeight), ("router", PsWeight), ("mlp", POINTER(PsMlp)),
         ("input_norm", c_void_p), ("post_attention_norm", c_void_p), ("attention_out_norm", c_void_p),
         ("mlp_out_norm", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p), ("cos", c_void_p), ("sin", c_void_p),
         ("window", c_int32), ("rotary_dim", c_int32),
     ]  # fmt: skip
 
 
-class Decoder(Structure):
+class PsDecoder(Structure):
     """`PsDecoder`: a whole model."""
 
     _fields_ = [
         ("layers", POINTER(Layer)), ("embedding", c_void_p), ("final_norm", c_void_p),
-        ("head", Weight), ("cache", KvCache), ("layer_stride", c_int64), ("num_layers", c_int64),
+        ("head", PsWeight), ("cache", KvCache), ("layer_stride", c_int64), ("num_layers", c_int64),
         ("hidden", c_int64), ("intermediate", c_int64), ("num_blocks", c_int64), ("num_positions", c_int64),
         ("num_q_heads", c_int32), ("eps", c_float), ("scale", c_float), ("softcap", c_float),
         ("embedding_scale", c_float), ("logit_softcap", c_float), ("top_k", c_int32), ("normalise", c_int32),
@@ -153,7 +153,7 @@ class Step(Structure):
     ]  # fmt: skip
 
 
-class Sample(Structure):
+class PsSample(Structure):
     """`PsSample`: one draw from every row of logits."""
 
     _fields_ = [
@@ -164,18 +164,31 @@ class Sample(Structure):
 
 
 _CALLS: dict[str, type[Structure]] = {
-    "ps_linear": Linear,
-    "ps_rms_norm": Norm,
-    "ps_silu_mul": SiluMul,
+    "ps_linear": PsLinear,
+    "ps_rms_norm": PsNorm,
+    "ps_silu_mul": PsSiluMul,
     "ps_rope_write": RopeWrite,
-    "ps_attention": Attention,
-    "ps_sample": Sample,
+    "ps_attention": PsAttention,
+    "ps_sample": PsSample,
 }
-_STRUCTS = (Weight, Linear, Norm, SiluMul, KvCache, RopeWrite, Attention, Mlp, Layer, Decoder, Step, Sample)
+_STRUCTS = (
+    PsWeight,
+    PsLinear,
+    PsNorm,
+    PsSiluMul,
+    KvCache,
+    RopeWrite,
+    PsAttention,
+    PsMlp,
+    Layer,
+    PsDecoder,
+    Step,
+    PsSample,
+)
 """In the order of `ps_struct_bytes`."""
 
 
-class Kernels:
+class NativeLibrary:
     """The loaded library. There is one per process: threads, scratch memory and the chosen ISA are shared.
 
     Raises:
@@ -221,15 +234,15 @@ class Kernels:
         """Round a matrix: `source` is (type, address), `shape` (n, k, row stride, group), `out` (values, scale)."""
         self._lib.ps_round(int(kind), int(source[0]), source[1], *shape, *out)
 
-    def linear(self, job: Linear) -> None:
+    def linear(self, job: PsLinear) -> None:
         """Run `ps_linear`; the structs' pointers must be alive and of the stated shapes."""
         self._call(self._lib.ps_linear, job)
 
-    def rms_norm(self, job: Norm) -> None:
+    def rms_norm(self, job: PsNorm) -> None:
         """Run `ps_rms_norm`."""
         self._call(self._lib.ps_rms_norm, job)
 
-    def silu_mul(self, job: SiluMul) -> None:
+    def silu_mul(self, job: PsSiluMul) -> None:
         """Run `ps_silu_mul`."""
         self._call(self._lib.ps_silu_mul, job)
 
@@ -237,15 +250,15 @@ class Kernels:
         """Run `ps_rope_write`."""
         self._call(self._lib.ps_rope_write, job)
 
-    def attention(self, job: Attention) -> None:
+    def attention(self, job: PsAttention) -> None:
         """Run `ps_attention`."""
         self._call(self._lib.ps_attention, job)
 
-    def sample(self, job: Sample) -> None:
+    def sample(self, job: PsSample) -> None:
         """Run `ps_sample`."""
         self._call(self._lib.ps_sample, job)
 
-    def step(self, decoder: Decoder, step: Step) -> None:
+    def step(self, decoder: PsDecoder, step: Step) -> None:
         """Run `ps_step`.
 
         Raises:
@@ -293,7 +306,7 @@ def _declare(lib: ctypes.CDLL) -> None:
     lib.ps_round.argtypes = [c_int32, c_int32, c_void_p, *[c_int64] * 4, c_void_p, c_void_p]
     lib.ps_round.restype = None
     lib.ps_advise_huge.argtypes, lib.ps_advise_huge.restype = [c_void_p, c_int64], None
-    lib.ps_step.argtypes, lib.ps_step.restype = [POINTER(Decoder), POINTER(Step)], c_int32
+    lib.ps_step.argtypes, lib.ps_step.restype = [POINTER(PsDecoder), POINTER(Step)], c_int32
     for name, struct in _CALLS.items():
         function = getattr(lib, name)
         function.argtypes, function.restype = [POINTER(struct)], c_int32

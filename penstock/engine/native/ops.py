@@ -11,7 +11,16 @@ from typing import cast
 
 import torch
 
-from penstock.engine.native.library import Attention, Kernels, KvCache, Linear, Norm, RopeWrite, SiluMul, Type
+from penstock.engine.native.library import (
+    KvCache,
+    NativeLibrary,
+    PsAttention,
+    PsLinear,
+    PsNorm,
+    PsSiluMul,
+    RopeWrite,
+    Type,
+)
 from penstock.engine.native.weights import PackedWeight
 
 _TYPES = {torch.float32: Type.F32, torch.bfloat16: Type.BF16}
@@ -25,7 +34,7 @@ _INPUTS = {
 
 
 def linear(
-    kernels: Kernels,
+    kernels: NativeLibrary,
     weight: PackedWeight,
     x: torch.Tensor,
     *,
@@ -47,7 +56,7 @@ def linear(
     if residual is not None and _matrix("residual", residual, weight.n, m) is not y_type:
         raise ValueError(f"residual is {residual.dtype}, out {out.dtype}")
     kernels.linear(
-        Linear(
+        PsLinear(
             weight=pointer(weight.struct), x=x.data_ptr(), y=out.data_ptr(),
             residual=None if residual is None else residual.data_ptr(),
             m=m, ldx=x.stride(0), ldy=out.stride(0), ldr=0 if residual is None else residual.stride(0),
@@ -58,7 +67,7 @@ def linear(
 
 
 def rms_norm(
-    kernels: Kernels,
+    kernels: NativeLibrary,
     x: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
@@ -82,7 +91,7 @@ def rms_norm(
         if other is not None and _matrix(name, other, n, x.shape[0]) is not kind:
             raise ValueError(f"{name} is {other.dtype}, x {x.dtype}")
     kernels.rms_norm(
-        Norm(
+        PsNorm(
             x=x.data_ptr(), residual=None if residual is None else residual.data_ptr(), weight=weight.data_ptr(),
             y=out.data_ptr(), m=x.shape[0], n=n, ldx=x.stride(0), ldr=0 if residual is None else residual.stride(0),
             ldy=out.stride(0), eps=eps, type=int(kind), add=int(add),
@@ -91,7 +100,7 @@ def rms_norm(
     return out
 
 
-def silu_mul(kernels: Kernels, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def silu_mul(kernels: NativeLibrary, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """`silu(x[:, :n]) * x[:, n:]` for x [m, 2n] -> [m, n]."""
     if x.dim() != 2 or x.shape[1] % 2:
         raise ValueError(f"x must be [m, 2n], not {list(x.shape)}")
@@ -101,7 +110,7 @@ def silu_mul(kernels: Kernels, x: torch.Tensor, *, out: torch.Tensor | None = No
     if _matrix("out", out, n, m) is not kind:
         raise ValueError(f"out is {out.dtype}, x {x.dtype}")
     kernels.silu_mul(
-        SiluMul(
+        PsSiluMul(
             x=x.data_ptr(), y=out.data_ptr(), m=m, n=n, ldx=x.stride(0), ldy=out.stride(0), type=int(kind)
         )
     )
@@ -147,7 +156,7 @@ class Rope:
 
 
 def rope_write(
-    kernels: Kernels,
+    kernels: NativeLibrary,
     qkv: torch.Tensor,
     rope: Rope,
     cache: LayerCache,
@@ -241,7 +250,7 @@ class Rows:
 
 
 def paged_attention(
-    kernels: Kernels,
+    kernels: NativeLibrary,
     q: torch.Tensor,
     cache: LayerCache,
     rows: Rows,
@@ -266,7 +275,7 @@ def paged_attention(
     if _matrix("out", out, q.shape[1], q.shape[0]) is not kind:
         raise ValueError(f"out is {out.dtype}, q {q.dtype}")
     kernels.attention(
-        Attention(
+        PsAttention(
             q=q.data_ptr(), out=out.data_ptr(), block_tables=rows.block_tables.data_ptr(),
             query_starts=rows.query_starts.data_ptr(), context_lens=rows.context_lens.data_ptr(), cache=cache.struct,
             rows=rows.context_lens.shape[0], ld_tables=rows.block_tables.stride(0), ld_q=q.stride(0),

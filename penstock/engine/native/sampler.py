@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from penstock.engine.arrays import as_tensor
-from penstock.engine.native.library import Kernels, Sample
+from penstock.engine.native.library import NativeLibrary, PsSample
 from penstock.engine.sampler import GREEDY_BELOW, SampleRows, key_pairs, min_p_bounds
 
 
 class NativeSampler:
     """See `TokenSampler`. Rows are drawn on the kernels' threads, each by itself."""
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: NativeLibrary) -> None:
         self._kernels = kernels
 
     def draw(self, logits: Tensor, rows: SampleRows) -> Tensor:
@@ -30,7 +30,7 @@ class NativeSampler:
             keys, bounds = key_pairs(rows.seed, rows.position), min_p_bounds(rows)
         token_ids = np.empty(num_rows, np.int64)
         self._kernels.sample(
-            Sample(
+            PsSample(
                 logits=logits.data_ptr(), temperature=rows.temperature.ctypes.data, top_k=rows.top_k.ctypes.data,
                 top_p=rows.top_p.ctypes.data, min_p_bound=None if bounds is None else bounds.ctypes.data,
                 keys=None if keys is None else keys.ctypes.data,

@@ -13,7 +13,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from penstock.engine.native.library import Epilogue, Kernels, Type, Weight
+from penstock.engine.native.library import Epilogue, NativeLibrary, PsWeight, Type
 
 PANEL = 32
 INT4_GROUPS = (32, 64, 128)
@@ -72,7 +72,7 @@ class Matrix:
 class PackedWeight:
     """W [n, k] ready to compute `x @ W.T`; a fused gate and up gives `act(x @ gate.T) * (x @ up.T)`."""
 
-    def __init__(self, struct: Weight, kind: Type, tensors: tuple[Tensor, ...]) -> None:
+    def __init__(self, struct: PsWeight, kind: Type, tensors: tuple[Tensor, ...]) -> None:
         self.struct = struct
         self.kind = kind
         self.n, self.k = int(struct.n), int(struct.k)
@@ -89,7 +89,7 @@ def exact(weight: Tensor, bias: Tensor | None = None) -> Matrix:
     return Matrix(values=weight, bias=bias)
 
 
-def int8(kernels: Kernels, weight: Tensor, bias: Tensor | None = None) -> Matrix:
+def int8(kernels: NativeLibrary, weight: Tensor, bias: Tensor | None = None) -> Matrix:
     """Symmetric int8, one scale per output: the row's largest magnitude becomes 127.
 
     Inputs are rounded to int8 too when they come, with one scale per row (W8A8); sums are exact integers.
@@ -99,7 +99,9 @@ def int8(kernels: Kernels, weight: Tensor, bias: Tensor | None = None) -> Matrix
     return Matrix(values=values, bias=bias, scale=scale)
 
 
-def int4(kernels: Kernels, weight: Tensor, bias: Tensor | None = None, *, group: int | None = None) -> Matrix:
+def int4(
+    kernels: NativeLibrary, weight: Tensor, bias: Tensor | None = None, *, group: int | None = None
+) -> Matrix:
     """Symmetric four bits, one scale per output and `group` inputs.
 
     The value of largest magnitude becomes -8, the one end of the range that has no mirror (as in GGML's Q4_0). Without a
@@ -113,7 +115,9 @@ def int4(kernels: Kernels, weight: Tensor, bias: Tensor | None = None, *, group:
     return Matrix(values=values, bias=bias, scale=scale, group=group)
 
 
-def _round(kernels: Kernels, kind: Type, weight: Tensor, values: Tensor, scale: Tensor, group: int) -> None:
+def _round(
+    kernels: NativeLibrary, kind: Type, weight: Tensor, values: Tensor, scale: Tensor, group: int
+) -> None:
     """Fill in values and scale; Matrix has the same checks, but they must come before an address leaves Python."""
     source = {torch.float32: Type.F32, torch.bfloat16: Type.BF16}.get(weight.dtype)
     if source is None or weight.dim() != 2 or weight.is_cuda or weight.stride(1) != 1:
@@ -123,7 +127,7 @@ def _round(kernels: Kernels, kind: Type, weight: Tensor, values: Tensor, scale: 
 
 
 def pack(
-    kernels: Kernels, matrix: Matrix, up: Matrix | None = None, gate: Epilogue = Epilogue.SILU_MUL
+    kernels: NativeLibrary, matrix: Matrix, up: Matrix | None = None, gate: Epilogue = Epilogue.SILU_MUL
 ) -> PackedWeight:
     """Pack a weight, or the gate and up of an MLP as one weight whose product is act(gate) * up, [m, n].
 
@@ -158,7 +162,7 @@ def pack(
         "offset": _columns([each.offset for each in both], panels),
         "sums": _columns(sums, panels),
     }
-    struct = Weight(
+    struct = PsWeight(
         data=data.data_ptr(), n=n, k=k, k_padded=k_padded, panels=panels, type=int(kind),
         epilogue=int(Epilogue.PLAIN if up is None else gate), group=matrix.group,
         **{name: c_void_p(column.data_ptr()) for name, column in columns.items() if column is not None},

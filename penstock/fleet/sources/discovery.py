@@ -13,7 +13,7 @@ from penstock.config.presets import served_name
 from penstock.config.tree import ModelConfig
 from penstock.fleet.members import Members
 from penstock.fleet.sources.dns import DnsSource, lookup_for
-from penstock.fleet.sources.found import Found
+from penstock.fleet.sources.found import DiscoveredWorkers
 from penstock.fleet.sources.kubernetes import KubernetesSource
 from penstock.fleet.wanted import Attached, Tools, worker_id_at
 from penstock.telemetry.log import Log
@@ -88,7 +88,7 @@ class Discovery:
             worker_id = worker_id_at(route, worker)
             return Attached(id=worker_id, route=route, config=worker, tokenizer=tokenizer, tools=tools)
 
-        found = Found(name, config, make, self._members, self._log)
+        found = DiscoveredWorkers(name, config, make, self._members, self._log)
         if config.kubernetes is not None:
             return KubernetesSource(found, config.kubernetes, self._clock, self._log)
         return DnsSource(found, lookup_for(config.dns), self._log)

@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.clock import sleep
 from penstock.errors import ConfigError
-from penstock.fleet.sources.found import Endpoint, Found
+from penstock.fleet.sources.found import DiscoveredAddress, DiscoveredWorkers
 from penstock.telemetry.log import Log
 
 EMPTY_ANSWERS = 3
@@ -23,7 +23,7 @@ class LookupFailed(Exception):
     """No answer; nothing is known."""
 
 
-Lookup = Callable[[str], Awaitable[tuple[Endpoint, ...]]]
+Lookup = Callable[[str], Awaitable[tuple[DiscoveredAddress, ...]]]
 """Asks for a name. An empty answer says that there is nobody.
 
 Raises:
@@ -34,7 +34,7 @@ Raises:
 class DnsSource:
     """Asks every `refresh_s`, one question at a time. `run` it until it is cancelled."""
 
-    def __init__(self, found: Found, lookup: Lookup, log: Log) -> None:
+    def __init__(self, found: DiscoveredWorkers, lookup: Lookup, log: Log) -> None:
         self._found, self._lookup, self._log = found, lookup, log
         self._config = found.config
         self._empty = 0
@@ -86,7 +86,7 @@ def lookup_for(dns: str) -> Lookup:
     return SrvLookup(resolver)
 
 
-async def addresses(dns: str) -> tuple[Endpoint, ...]:
+async def addresses(dns: str) -> tuple[DiscoveredAddress, ...]:
     """A `Lookup`: every address of "name:port", as this machine resolves names."""
     host, _, port = dns.rpartition(":")
     try:
@@ -97,7 +97,7 @@ async def addresses(dns: str) -> tuple[Endpoint, ...]:
         raise LookupFailed(error.strerror or str(error)) from error
     except OSError as error:
         raise LookupFailed(str(error)) from error
-    return tuple(Endpoint(str(where[0]), int(where[1])) for *_, where in found)
+    return tuple(DiscoveredAddress(str(where[0]), int(where[1])) for *_, where in found)
 
 
 class SrvLookup:
@@ -110,7 +110,7 @@ class SrvLookup:
         self._nobody: tuple[type[Exception], ...] = (answers.NXDOMAIN, answers.NoAnswer)
         self._failed: type[Exception] = importlib.import_module("dns.exception").DNSException
 
-    async def __call__(self, dns: str) -> tuple[Endpoint, ...]:
+    async def __call__(self, dns: str) -> tuple[DiscoveredAddress, ...]:
         """Ask."""
         try:
             records = list(await self._resolver.resolve(dns, "SRV"))
@@ -120,7 +120,7 @@ class SrvLookup:
             raise LookupFailed(str(error)) from error
         best = min((record.priority for record in records), default=0)
         return tuple(
-            Endpoint(record.target.to_text(omit_final_dot=True), record.port)
+            DiscoveredAddress(record.target.to_text(omit_final_dot=True), record.port)
             for record in records
             if record.priority == best and record.target.to_text() != "."  # "." says: no such service here.
         )

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from penstock.config.discover import KubernetesConfig
-from penstock.fleet.sources.found import Endpoint
+from penstock.fleet.sources.found import DiscoveredAddress
 
 
 class Conditions(msgspec.Struct, frozen=True):
@@ -71,13 +71,13 @@ class SliceList(msgspec.Struct, frozen=True):
 
 
 class WatchEvent(msgspec.Struct, frozen=True):
-    """One line of a watch. Of an ERROR the object is a `Status`."""
+    """One line of a watch. Of an ERROR the object is a `ApiStatus`."""
 
     type: Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK", "ERROR"]
     object: msgspec.Raw
 
 
-class Status(msgspec.Struct, frozen=True):
+class ApiStatus(msgspec.Struct, frozen=True):
     """What the API server says instead of an answer."""
 
     code: int = 0
@@ -103,9 +103,9 @@ class EndpointSlices:
         """A slice is there no more."""
         self._slices.pop(found.metadata.name, None)
 
-    def endpoints(self) -> set[Endpoint]:
+    def endpoints(self) -> set[DiscoveredAddress]:
         """Where requests may go: ready, not about to end, once for each pod."""
-        pods: dict[str, Endpoint] = {}
+        pods: dict[str, DiscoveredAddress] = {}
         # IPv6 first, so that of a pod with both the IPv4 address is left.
         for found in sorted(self._slices.values(), key=lambda each: each.address_type, reverse=True):
             port = self._port(found)
@@ -113,7 +113,7 @@ class EndpointSlices:
                 if port and endpoint.addresses and _takes_requests(endpoint.conditions):
                     address = endpoint.addresses[0]
                     uid = endpoint.target.uid if endpoint.target is not None else ""
-                    pods[uid or address] = Endpoint(address, port)
+                    pods[uid or address] = DiscoveredAddress(address, port)
         return set(pods.values())
 
     def _port(self, found: Slice) -> int:

@@ -14,7 +14,7 @@ _SAME = frozenset(DiscoverConfig.__struct_fields__) & frozenset(WorkerConfig.__s
 
 
 @dataclass(slots=True, frozen=True, order=True)
-class Endpoint:
+class DiscoveredAddress:
     """Somebody listens there."""
 
     host: str
@@ -26,7 +26,7 @@ class Endpoint:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-class Found:
+class DiscoveredWorkers:
     """What one source wants, kept in the registry by way of its members."""
 
     def __init__(
@@ -40,10 +40,10 @@ class Found:
         """`make` says what a worker at an address is."""
         self.source, self.config = source, config
         self._make, self._members, self._log = make, members, log
-        self._now: tuple[Endpoint, ...] | None = None
+        self._now: tuple[DiscoveredAddress, ...] | None = None
         self._left_out = 0
 
-    async def take(self, endpoints: Iterable[Endpoint]) -> None:
+    async def take(self, endpoints: Iterable[DiscoveredAddress]) -> None:
         """These are there now, and no others. What is there no more drains."""
         every = sorted(set(endpoints))
         now = tuple(every[: self.config.found_max])
@@ -67,12 +67,12 @@ class Found:
         await self._members.apply(self.source, [self._make(worker_at(each, self.config)) for each in now])
 
 
-def worker_at(endpoint: Endpoint, config: DiscoverConfig) -> WorkerConfig:
+def worker_at(endpoint: DiscoveredAddress, config: DiscoverConfig) -> WorkerConfig:
     """The worker at an endpoint."""
     is_ours = config.engine == "penstock"
 
     def zmq(port: int) -> str:
-        return f"tcp://{Endpoint(endpoint.host, port).authority}" if port else ""
+        return f"tcp://{DiscoveredAddress(endpoint.host, port).authority}" if port else ""
 
     return WorkerConfig(
         url=f"tcp:{endpoint.authority}" if is_ours else f"{config.scheme}://{endpoint.authority}",

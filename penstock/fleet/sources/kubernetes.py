@@ -23,8 +23,8 @@ from penstock.backends.http.limits import HttpLimits
 from penstock.clock import Clock, sleep
 from penstock.config.discover import KubernetesConfig
 from penstock.errors import ConfigError
-from penstock.fleet.sources.endpoint_slices import EndpointSlices, Slice, SliceList, Status, WatchEvent
-from penstock.fleet.sources.found import Found
+from penstock.fleet.sources.endpoint_slices import ApiStatus, EndpointSlices, Slice, SliceList, WatchEvent
+from penstock.fleet.sources.found import DiscoveredWorkers
 from penstock.fleet.sources.watch import Watch, WatchBroken
 from penstock.telemetry.log import Log
 
@@ -41,7 +41,7 @@ T = TypeVar("T")
 _lists = msgspec.json.Decoder(SliceList)
 _events = msgspec.json.Decoder(WatchEvent)
 _slices = msgspec.json.Decoder(Slice)
-_statuses = msgspec.json.Decoder(Status)
+_statuses = msgspec.json.Decoder(ApiStatus)
 
 
 class ApiTrouble(Exception):
@@ -57,7 +57,7 @@ class KubernetesSource:
 
     def __init__(
         self,
-        found: Found,
+        found: DiscoveredWorkers,
         config: KubernetesConfig,
         clock: Clock,
         log: Log,
@@ -241,10 +241,10 @@ def _decoded(decoder: "msgspec.json.Decoder[T]", data: bytes) -> T:
 
 
 def _refusal(status: int, body: bytes) -> ApiTrouble:
-    """What a `Status` object says; `status` is HTTP's, 0 where there was none."""
+    """What a `ApiStatus` object says; `status` is HTTP's, 0 where there was none."""
     try:
         said = _statuses.decode(body)
     except msgspec.DecodeError:
-        said = Status()
+        said = ApiStatus()
     message = f"the API server refuses ({status or said.code}): {said.message[:200]}"
     return ApiTrouble(message, is_gone=GONE in (status, said.code))

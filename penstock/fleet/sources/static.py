@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
+from penstock.backends.engine.heartbeat import HeartbeatTerms
 from penstock.backends.http.external import Tools
 from penstock.clock import Clock
-from penstock.config.health import HeartbeatConfig
 from penstock.config.launch import share_of
 from penstock.config.presets import served_name
 from penstock.config.tree import ModelConfig
@@ -21,7 +21,7 @@ def launched(
     tokenizer: Tokenizer,
     clock: Clock,
     *,
-    heartbeat: HeartbeatConfig = HeartbeatConfig(),  # noqa: B008 - it is frozen.
+    heartbeat: HeartbeatTerms = HeartbeatTerms(),  # noqa: B008 - it is frozen.
     cores: int = 0,
 ) -> Iterator[Launched]:
     """The replicas of one model; `path` is its directory. They share `cores`; 0: each has those of its place."""

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping
 
-from penstock.backends.http.client import Exchange
+from penstock.backends.http.client import HttpExchange
 from penstock.backends.http.handler import HttpFailure
 
 LINE_BYTES_MAX = 8 * 1024 * 1024
@@ -24,7 +24,7 @@ class Watch:
         self.body = b""
         """What came after the last whole line; all of it unless the status is 200."""
         self.num_lines = 0
-        self.exchange: Exchange | None = None
+        self.exchange: HttpExchange | None = None
         self._on_line = on_line
 
     def on_response(self, status: int, headers: Mapping[bytes, bytes]) -> None:

@@ -10,7 +10,7 @@ import contextlib
 from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.config.flow import SharedConfig
 from penstock.gateway.shared.store import LeaseStore, StoreError
-from penstock.policy.lease import Leases
+from penstock.policy.limits.lease import Leases
 from penstock.telemetry.log import Log
 
 _HELLOS_PER_TTL = 3

@@ -1,11 +1,12 @@
-"""The rate limits of one gateway process, shared or not: what wires policy/rate_limit.py to a store."""
+"""The rate limits of one gateway process, shared or not: what wires policy/limits/rate_limit.py to a store."""
 
 from penstock.clock import Clock
-from penstock.config.flow import RateLimitsConfig, SharedConfig
+from penstock.config.flow import LimitsConfig, SharedConfig
+from penstock.errors import ConfigError
 from penstock.gateway.shared.keeper import LeaseKeeper
-from penstock.gateway.shared.store import open_store
-from penstock.policy.lease import Leases
-from penstock.policy.rate_limit import Limiter
+from penstock.gateway.shared.store import LeaseStore
+from penstock.policy.limits.lease import Leases
+from penstock.policy.limits.rate_limit import Limiter
 from penstock.telemetry.log import Log
 
 
@@ -13,7 +14,7 @@ class SharedLimits:
     """A `Limiter`, and the task that keeps it in leases where limits are shared."""
 
     def __init__(
-        self, limits: RateLimitsConfig, shared: SharedConfig, *, gateway: str, clock: Clock, log: Log
+        self, limits: LimitsConfig, shared: SharedConfig, *, gateway: str, clock: Clock, log: Log
     ) -> None:
         """`gateway` names this process for all time: a name that another one had would get its answers.
 
@@ -38,3 +39,25 @@ class SharedLimits:
         """Stop talking to the store."""
         if self._keeper is not None:
             await self._keeper.close()
+
+
+def open_store(config: SharedConfig, gateway: str) -> LeaseStore | None:
+    """The store of the configuration; None if nothing is shared. `gateway` names this process for all time.
+
+    Raises:
+        ConfigError: the store cannot be used as configured, or its client is not installed.
+    """
+    # Both are imported when they are used: most gateways share nothing.
+    if config.store == "redis":
+        if not config.url:
+            raise ConfigError("shared.url: needed with shared.store redis")
+        from penstock.gateway.shared.redis_store import RedisStore
+
+        return RedisStore(config, gateway)
+    if config.store == "parent":
+        if not config.socket:
+            raise ConfigError("shared.socket: needed with shared.store parent")
+        from penstock.gateway.shared.local_store import LocalStore
+
+        return LocalStore(config, gateway)
+    return None

@@ -15,8 +15,8 @@ import msgspec
 from penstock.clock import Clock
 from penstock.config.flow import SharedConfig
 from penstock.gateway.shared.store import StoreError
-from penstock.policy.lease import LeaseAsk, LeaseReply
-from penstock.policy.lease_table import LeaseTable
+from penstock.policy.limits.lease import LeaseAsk, LeaseReply
+from penstock.policy.limits.lease_table import LeaseTable
 
 _LENGTH_BYTES = 4
 _ENCODER = msgspec.msgpack.Encoder()

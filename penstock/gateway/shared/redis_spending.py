@@ -13,8 +13,8 @@ from typing import Any
 from penstock.config.flow import SharedConfig
 from penstock.gateway.shared.redis_client import connect
 from penstock.gateway.shared.store import StoreError
-from penstock.policy.budget import Spent
-from penstock.policy.calendar import month_of
+from penstock.policy.limits.budget import Spent
+from penstock.policy.limits.calendar import month_of
 
 DAY_KEPT_MS = 3 * 86_400_000
 MONTH_KEPT_MS = 63 * 86_400_000

@@ -1,6 +1,6 @@
 """Leases from Redis: one script does a whole batch, atomically and by the server's clock.
 
-The script is policy/lease_table.py in Lua; tests hold the two together. One Redis with any number of replicas; not Redis
+The script is policy/limits/lease_table.py in Lua; tests hold the two together. One Redis with any number of replicas; not Redis
 Cluster, since a batch has keys of many tenants. Keys, all under `shared.prefix`:
 
     PREFIX:gateways           who asked lately, by time
@@ -14,7 +14,7 @@ from typing import Any
 from penstock.config.flow import SharedConfig
 from penstock.gateway.shared.redis_client import connect
 from penstock.gateway.shared.store import StoreError
-from penstock.policy.lease import LeaseAsk, LeaseGrant, LeaseReply
+from penstock.policy.limits.lease import LeaseAsk, LeaseGrant, LeaseReply
 
 SCRIPT = """
 local time = redis.call('TIME')

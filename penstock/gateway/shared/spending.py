@@ -1,7 +1,7 @@
 """Keeps the budgets of one gateway process up to date with what is spent elsewhere.
 
 Other processes of this machine write the same ledger; other machines tell their totals to the shared store and hear
-ours. Both are asked every `budgets.refresh_s`, and the store also when a tenant with a budget is seen for the first time.
+ours. Both are asked every `REFRESH_S`, and the store also when a tenant with a budget is seen for the first time.
 A request never waits for either, so a tenant can overspend by what the others grant it between two rounds. While the
 store is away, what was heard last still counts.
 """
@@ -13,11 +13,13 @@ from penstock.clock import Clock, sleep
 from penstock.config.tree import Config
 from penstock.errors import LedgerError
 from penstock.gateway.shared.store import StoreError
-from penstock.policy.budget import Budgets
+from penstock.policy.limits.budget import TenantBudgets
 from penstock.rng import fresh_token
 from penstock.telemetry.ledger import Ledger
 from penstock.telemetry.log import Log
 
+REFRESH_S = 10.0
+"""How often a process takes over what others have spent."""
 _GATHER_S = 0.02
 """Tenants that are first seen this close together are asked about in one message."""
 
@@ -25,8 +27,10 @@ _GATHER_S = 0.02
 class Spending:
     """The only one that tells `budgets` of others."""
 
-    def __init__(self, config: Config, budgets: Budgets, ledger: Ledger, *, clock: Clock, log: Log) -> None:
-        self._shared, self._refresh_s = config.shared, config.budgets.refresh_s
+    def __init__(
+        self, config: Config, budgets: TenantBudgets, ledger: Ledger, *, clock: Clock, log: Log
+    ) -> None:
+        self._shared = config.shared
         self._has_siblings = config.server.processes > 1
         self._budgets, self._ledger = budgets, ledger
         self._clock, self._log = clock, log
@@ -67,7 +71,7 @@ class Spending:
     async def _run(self) -> None:
         while not self._closing:
             try:
-                async with asyncio.timeout(self._refresh_s):
+                async with asyncio.timeout(REFRESH_S):
                     await self._wanted.wait()
                 await sleep(_GATHER_S)
             except TimeoutError:

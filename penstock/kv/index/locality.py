@@ -4,7 +4,7 @@
     placement  match(now, keys) -> Located: who has how much;   sent(now, worker, keys), answered(now, worker, keys, cached)
     fleet      add(worker, ...) -> Residency, which is told the worker's KV events;   remove(worker)
 
-Pure: gateway and simulator use this same object. It fulfils what a placement asks for (`policy/locality.py`), where workers go by
+Pure: gateway and simulator use this same object. It fulfils what a placement asks for (`policy/placement/locality.py`), where workers go by
 their ids; inside they are numbers.
 """
 
@@ -27,7 +27,7 @@ _LOOKS = 4
 """Holders that are looked at for each one that is wanted."""
 
 
-class Located:
+class PromptLocality:
     """Which workers have how much of one prompt, as far as they are believed at this moment."""
 
     __slots__ = ("_match", "_model", "_now_ns", "_numbers", "_workers")
@@ -136,7 +136,7 @@ class KVLocality:
         self._models_of: dict[WorkerId, _Model] = {}
         self._hashers: dict[tuple[bytes, str], BlockHasher] = {}
         """By secret and identity, of workers that are there."""
-        self._workers: _Workers = {}  # Replaced, never changed: a `Located` keeps both.
+        self._workers: _Workers = {}  # Replaced, never changed: a `PromptLocality` keeps both.
         self._numbers: _Numbers = {}
         self._gone = _Counters()
 
@@ -231,15 +231,15 @@ class KVLocality:
 
     # --- requests --------------------------------------------------------------------------------------
 
-    def match(self, now_ns: int, keys: object) -> Located:
+    def match(self, now_ns: int, keys: object) -> PromptLocality:
         """Look a prompt up. `keys` is what `Arrival.keys` holds: `PromptKeys`, or None where there are none."""
         if not isinstance(keys, PromptKeys):
-            return Located(now_ns, Match(), None, self._workers, self._numbers)
+            return PromptLocality(now_ns, Match(), None, self._workers, self._numbers)
         entry = self._model(keys.model)
         names = [keys.own(hasher) for hasher in entry.num_own]
         if entry.num_foreign:
             names.append(keys.canonical)
-        return Located(now_ns, self.index.match(now_ns, *names), entry, self._workers, self._numbers)
+        return PromptLocality(now_ns, self.index.match(now_ns, *names), entry, self._workers, self._numbers)
 
     def sent(self, now_ns: int, worker: WorkerId, keys: object) -> None:
         """The prompt was sent there, so the worker will soon have it."""

@@ -7,11 +7,12 @@ import msgspec
 
 from penstock import rng
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.config.flow import QueueConfig, RateLimitsConfig, SharedConfig
-from penstock.config.health import BreakerConfig, HealthConfig
-from penstock.config.hedge import HedgeConfig
+from penstock.config.flow import QueueConfig, SharedConfig
 from penstock.config.tree import Config, EngineConfig
 from penstock.planning.step_time import LinearStepTime
+from penstock.policy.limits.rate_limit import RateTerms
+from penstock.policy.resilience.breaker import BreakerTerms
+from penstock.policy.resilience.health import HealthTerms
 from penstock.policy.tenant import Tenant
 from penstock.sim.checks.checks import Checks, Recovery, Violation
 from penstock.sim.traffic.request import Segment, SimRequest
@@ -19,7 +20,7 @@ from penstock.sim.world.chaos import Chaos, clock_skews_s
 from penstock.sim.world.faults import Fault, FaultKind, draw_faults
 from penstock.sim.world.result import SimResult
 from penstock.sim.world.spec import PoolSpec, WorldSpec
-from penstock.sim.world.worker import WorkerSpec
+from penstock.sim.world.worker import SimWorkerSpec
 from penstock.sim.world.world import World
 from penstock.types import TenantId
 
@@ -31,7 +32,7 @@ _MODEL = "model"
 _Item = TypeVar("_Item")
 
 
-class Shape(msgspec.Struct, frozen=True, kw_only=True):
+class CaseShape(msgspec.Struct, frozen=True, kw_only=True):
     """The size of a world."""
 
     workers: int = 3
@@ -59,16 +60,16 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """One run, all of it: JSON of it is a reproducer."""
 
     seed: int
-    shape: Shape = Shape()
+    shape: CaseShape = CaseShape()
     requests: tuple[SimRequest, ...]
     faults: tuple[Fault, ...] = ()
 
 
 def draw_case(seed: int) -> Case:
     """A small world, some seconds of mixed load, and faults in the first half of them: all from the seed."""
-    random = rng.stream(seed, "sim/checks/case")
+    random = rng.stream(seed, "sim/case")
     gateways = random.choice((1, 1, 2, 3))
-    shape = Shape(
+    shape = CaseShape(
         workers=random.randint(1, 5),
         gateways=gateways,
         regions=random.choice((1, 1, 1, 2)),
@@ -164,7 +165,7 @@ def _minimal(items: Sequence[_Item], fails: Callable[[Sequence[_Item]], bool]) -
     return items
 
 
-def _draw_requests(seed: int, shape: Shape, per_s: float) -> tuple[SimRequest, ...]:
+def _draw_requests(seed: int, shape: CaseShape, per_s: float) -> tuple[SimRequest, ...]:
     random, requests = rng.stream(seed, "sim/case/requests"), list[SimRequest]()
     room = shape.blocks * 16 // 3
     at_s = 0.0
@@ -209,7 +210,7 @@ def _draw_requests(seed: int, shape: Shape, per_s: float) -> tuple[SimRequest, .
 def _spec(case: Case) -> WorldSpec:
     shape = case.shape
     engine = EngineConfig(step_tokens=shape.step_tokens, max_running=shape.max_running, max_waiting=64)
-    worker = WorkerSpec(
+    worker = SimWorkerSpec(
         step_time=LinearStepTime(fixed_ns=5_000_000, row_ns=300_000, prefill_ns=100_000),
         engine=engine,
         num_blocks=shape.blocks,
@@ -218,11 +219,12 @@ def _spec(case: Case) -> WorldSpec:
     )
     config = Config(
         queue=QueueConfig(requests_max=shape.queue_max),
-        rate_limits=RateLimitsConfig(slice_tokens=32),
+        limits=RateTerms(slice_tokens=32),
         # Open for at most 3 s, so that all of it happens in a case: `_recovery` allows 5 s.
-        health=HealthConfig(
-            breaker=BreakerConfig(window_s=4, attempts_min=5, open_s=1, open_max_s=3),
-            hedge=HedgeConfig(enabled=shape.hedge_after_ms > 0, after_ms=shape.hedge_after_ms, share=0.1),
+        health=HealthTerms(
+            breaker=BreakerTerms(window_s=4, attempts_min=5, open_s=1, open_max_s=3),
+            hedge_share=0.1 if shape.hedge_after_ms else 0.0,
+            hedge_after_ms=shape.hedge_after_ms,
         ),
         shared=SharedConfig(store="redis", url="redis://store") if shape.is_shared else SharedConfig(),
     )

@@ -25,7 +25,7 @@ from penstock.policy.flow import State
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.sim.checks.engine_checks import inverted_in_engine, over_engine_cap
 from penstock.sim.checks.isolation import Isolation
-from penstock.sim.checks.order_checks import OrderChecks, Start
+from penstock.sim.checks.order_checks import ObservedStart, OrderChecks
 from penstock.sim.traffic.request import RequestRecord, SimRequest
 from penstock.sim.world.gateway import SimGateway
 from penstock.sim.world.messages import Submission, Told
@@ -76,7 +76,7 @@ class Checks:
         self._billed: dict[str, UsageRecord] = {}
         self._asked: dict[str, SimRequest] = {}
         self._isolation, self._order = Isolation(), OrderChecks(world.spec.config)
-        self._starts: dict[tuple[int, str], list[Start]] = {}
+        self._starts: dict[tuple[int, str], list[ObservedStart]] = {}
         """Of the event that happens now, by gateway and model."""
         world.watcher = self
 
@@ -108,7 +108,7 @@ class Checks:
         """A gateway sends a request to a worker."""
         self._isolation.submitted(worker_id, submission, self._asked[submission.id])
         starts = self._starts.setdefault((submission.gateway, model), [])
-        starts.append(Start(worker_id, submission))
+        starts.append(ObservedStart(worker_id, submission))
 
     def told(self, worker: SimWorker, gateway: int, told: Sequence[Told]) -> None:
         """A worker says something of requests to a gateway."""

@@ -14,12 +14,14 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from penstock.clock import NS_PER_MS, NS_PER_S
+from penstock.config.branch import extended
 from penstock.config.tree import Config
-from penstock.policy.band import Band, Work
 from penstock.policy.flow import State
-from penstock.policy.lane import Lane
-from penstock.policy.life import blocks_of
-from penstock.policy.room import Room, goes_on_at
+from penstock.policy.lifecycle.life import blocks_of
+from penstock.policy.placement_terms import PlacementTerms
+from penstock.policy.queueing.band import Band, Work
+from penstock.policy.queueing.lane import Lane
+from penstock.policy.queueing.room import Room, goes_on_at
 from penstock.sim.world.gateway import SimGateway
 from penstock.sim.world.messages import Submission
 from penstock.types import RequestId, WorkerId
@@ -31,7 +33,7 @@ _ROWS_MIN = 8
 _RUNS = (State.STARTED, State.RACING, State.STREAMING, State.STOPPING)
 
 
-class Start(NamedTuple):
+class ObservedStart(NamedTuple):
     """A request that a gateway has sent to a worker during one event."""
 
     worker_id: WorkerId
@@ -69,7 +71,7 @@ class OrderChecks:
 
     # --- after every event --------------------------------------------------------------------------
 
-    def started(self, now_ns: int, gateway: SimGateway, route: str, starts: Sequence[Start]) -> str:
+    def started(self, now_ns: int, gateway: SimGateway, route: str, starts: Sequence[ObservedStart]) -> str:
         """What a gateway has started in one event of one model, in order; call it also if that is nothing."""
         lane = gateway.control.lane(route)
         if lane is None:
@@ -89,7 +91,9 @@ class OrderChecks:
                     seen.aside.update((work.id, work) for work in band.aside)
         return why
 
-    def _inversion(self, look: _Look, gateway: SimGateway, seen: _Seen, starts: Sequence[Start]) -> str:
+    def _inversion(
+        self, look: _Look, gateway: SimGateway, seen: _Seen, starts: Sequence[ObservedStart]
+    ) -> str:
         now_ns, bands = look.now_ns, look.lane.queue.bands
         levels = [_level_of(bands, start) for start in starts]
         running = [band.num_running - levels.count(band.level) for band in bands]
@@ -115,7 +119,7 @@ class OrderChecks:
         return ""
 
     def _passed_over(
-        self, look: _Look, gateway: SimGateway, band: Band, starts: Sequence[Start]
+        self, look: _Look, gateway: SimGateway, band: Band, starts: Sequence[ObservedStart]
     ) -> Work | None:
         """Who of the band still waits, and could have been started in place of the first of the starts."""
         room = look.lane.rooms.get(starts[0].worker_id)
@@ -141,7 +145,7 @@ class OrderChecks:
         if lane is None or not lane.queue.num_waiting or (due_ns is not None and due_ns <= now_ns):
             return ""
         look = _Look(now_ns, lane, gateway.health.blocked(now_ns, route))
-        most_ns = int(self._config.routing.placement.hold_ms_max * NS_PER_MS) + 1
+        most_ns = int(extended(self._config.routing.placement, PlacementTerms).hold_ms_max * NS_PER_MS) + 1
         rooms = [room for room in lane.rooms if room.view.ready and not room.held]
         for band in lane.queue.bands:
             for work in self._looked_at(band):
@@ -220,5 +224,5 @@ class OrderChecks:
         return line.num_running + work.streams > 1.5 * rooms.num_slots / active * work.weight
 
 
-def _level_of(bands: Sequence[Band], start: Start) -> int:
+def _level_of(bands: Sequence[Band], start: ObservedStart) -> int:
     return next(band.level for band in bands if band.config.order == start.submission.priority)

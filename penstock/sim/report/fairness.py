@@ -1,6 +1,6 @@
 """How evenly tenants were served: Jain's index beside the max-min fair share, and the largest gap between two that wait.
 
-Service is counted as the queue counts it (policy/band.py), in prompt tokens that must be computed: a cached one counts
+Service is counted as the queue counts it (policy/queueing/band.py), in prompt tokens that must be computed: a cached one counts
 0.1, one of an answer 2.
 """
 
@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 
-from penstock.policy.band import PROMPT_COST, cost
+from penstock.schedule.fair_share import PROMPT_COST, cost
 from penstock.sim.traffic.request import RequestRecord
 
 GRID = 240

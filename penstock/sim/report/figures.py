@@ -13,8 +13,8 @@ import msgspec
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.routing import TPOT_TARGET_MS, TTFT_TARGET_MS
-from penstock.policy.band import PROMPT_COST, cost
 from penstock.policy.record import Outcome
+from penstock.schedule.fair_share import PROMPT_COST, cost
 from penstock.sim.report.fairness import jain, largest_gap, served_by
 from penstock.sim.traffic.request import RequestRecord, SimRequest
 
@@ -94,7 +94,7 @@ class TenantFigures(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     good: int
     served: float
-    """In prompt tokens that must be computed, as the queue counts them (policy/band.py)."""
+    """In prompt tokens that must be computed, as the queue counts them (policy/queueing/band.py)."""
     wanted: float
     ttft_ms: Spread
 

@@ -23,7 +23,6 @@ def described(config: Config, pools: Sequence[PoolSpec]) -> tuple[Config, tuple[
     Raises:
         ConfigError: `penstock serve` would not start with it.
     """
-    tree: dict[str, object] = msgspec.to_builtins(config)
     entries: dict[str, dict[str, object]] = {}
     for pool in pools:
         entry = entries.setdefault(
@@ -36,8 +35,8 @@ def described(config: Config, pools: Sequence[PoolSpec]) -> tuple[Config, tuple[
             },
         )
         entry["replicas"] = int(str(entry["replicas"])) + pool.count
-    tree["models"] = list(entries.values())
-    made = convert_config(tree)
+    # The other sections were parsed already, or hold constants that no operator could write.
+    made = msgspec.structs.replace(config, models=convert_config({"models": list(entries.values())}).models)
     check(made)
     by_name = {served_name(model): model for model in made.models}
     return made, tuple(_as_described(by_name, pool) for pool in pools)

@@ -12,7 +12,7 @@ from penstock.sim.scenarios.parts import answered, chat, scenario
 from penstock.sim.scenarios.scenario import Finding, at_least, at_most, pool, setup
 from penstock.sim.scenarios.setup import Knobs, Played, Setup
 from penstock.sim.traffic.request import SimRequest
-from penstock.sim.traffic.workload import Callers, Source, even
+from penstock.sim.traffic.workload import Callers, TrafficSource, even
 from penstock.sim.world.faults import Fault, FaultKind
 
 BEGINS, ENDS, RECOVERED = 15, 30, 40
@@ -128,16 +128,16 @@ def rollout_bad(knobs: Knobs) -> Setup:
 class InRegion:
     """A source whose clients are in one region."""
 
-    source: Source
+    source: TrafficSource
     region: str
 
     @property
     def name(self) -> str:
-        """See `Source`."""
+        """See `TrafficSource`."""
         return f"{self.source.name}@{self.region}"
 
     def requests(self, seed: int, first: int, seconds: float) -> Iterator[SimRequest]:
-        """See `Source`."""
+        """See `TrafficSource`."""
         for request in self.source.requests(seed, first, seconds):
             yield msgspec.structs.replace(request, region=self.region)
 

@@ -16,7 +16,7 @@ from penstock.sim.scenarios.parts import (
 from penstock.sim.scenarios.scenario import Check, Finding, at_least, pool, setup
 from penstock.sim.scenarios.setup import Knobs, Played, Setup
 from penstock.sim.traffic.arrivals import Poisson, Spike, Stampede
-from penstock.sim.traffic.workload import Callers, Conversations, Lengths, even
+from penstock.sim.traffic.workload import Callers, Conversations, LengthDistribution, even
 
 
 def _check_recovers(after_s: float, share: float = 0.9) -> Check:
@@ -54,7 +54,7 @@ def rolling_restart(knobs: Knobs) -> Setup:
     """
     source = Conversations(
         arrivals=Poisson(0.9 * knobs.load), callers=Callers(tenants=even(6)), system_tokens=480, output=ANSWER,
-        message=Lengths(60, 0.8, maximum=2048), think_s=6, context_max=6000,
+        message=LengthDistribution(60, 0.8, maximum=2048), think_s=6, context_max=6000,
     )  # fmt: skip
     new = replace(pool(knobs, workers=0, cold_start_s=10), count=0, schedule=((20 * NS_PER_S, 4),))
     old = replace(pool(knobs, workers=4), schedule=((32 * NS_PER_S, 0),))

@@ -4,14 +4,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from penstock.clock import NS_PER_S
-from penstock.policy.band import PROMPT_COST, cost
+from penstock.schedule.fair_share import PROMPT_COST, cost
 from penstock.sim.report.figures import Objective
 from penstock.sim.scenarios.parts import ANSWER, WORKER_RPS
 from penstock.sim.scenarios.scenario import pool, setup
 from penstock.sim.scenarios.setup import Knobs, Played, Setup
 from penstock.sim.traffic.arrivals import Poisson
 from penstock.sim.traffic.request import RequestRecord
-from penstock.sim.traffic.workload import Callers, Chat, Lengths, Source, even
+from penstock.sim.traffic.workload import Callers, Chat, LengthDistribution, TrafficSource, even
 
 WORKERS = 3
 KNEE = 0.95
@@ -20,7 +20,7 @@ SECONDS = 30.0
 TIMES: Mapping[float, float] = {2: 0.95, 5: 0.90, 20: 0.85}
 """Times the knee, and the share of the peak that goodput must have there."""
 DRAINED_S = 10.0
-PROMPTS = Lengths(250, 1.0, maximum=8192)
+PROMPTS = LengthDistribution(250, 1.0, maximum=8192)
 LONG = 1024
 """Prompts from so many tokens on are long."""
 BANDS = (("priority", 0.25), ("", 0.6), ("bulk", 0.15))
@@ -30,7 +30,7 @@ BANDS = (("priority", 0.25), ("", 0.6), ("bulk", 0.15))
 def mixed(knobs: Knobs, *, bands: Sequence[tuple[str, float]] = BANDS, retries: int = 0) -> Setup:
     """Three bands of tenants of several sizes; with `retries` half of the clients come again when told, and half after a second."""
     rate = WORKER_RPS * WORKERS * KNEE * knobs.load
-    sources: list[Source] = []
+    sources: list[TrafficSource] = []
     for band, share in bands:
         name = band or "default"
         tenants = (*even(4, f"{name}-"), (f"{name}-big", 4.0))
@@ -59,7 +59,7 @@ def drained_s(played: Played) -> float:
 
 
 def served(played: Played, of: Callable[[RequestRecord], str]) -> Mapping[str, float]:
-    """What classes of requests were served as promised, as the queue counts service (policy/band.py): per second."""
+    """What classes of requests were served as promised, as the queue counts service (policy/queueing/band.py): per second."""
     found: Counter[str] = Counter()
     for record in played.records:
         if played.good(record):

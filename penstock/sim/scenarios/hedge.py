@@ -14,11 +14,13 @@ from penstock.sim.world.faults import Fault, FaultKind
 
 _SECONDS, _EVERY, _LASTS = 90, 3.0, 1.5
 """Of traffic; a spell begins every so often on the next worker but two, and lasts so long."""
+_SHARE = 0.02
+"""Hedges per start, at most, where none are configured."""
 
 
 def _spells(knobs: Knobs, *, hedged: bool) -> Setup:
-    hedge = msgspec.structs.replace(knobs.config.health.hedge, enabled=hedged)
-    health = msgspec.structs.replace(knobs.config.health, hedge=hedge)
+    share = (knobs.config.health.hedge_share or _SHARE) if hedged else 0.0
+    health = msgspec.structs.replace(knobs.config.health, hedge_share=share)
     knobs = msgspec.structs.replace(knobs, config=msgspec.structs.replace(knobs.config, health=health))
     source = chat(knobs, 0.4, 8, callers=Callers(tenants=even(8)))
     seconds = knobs.seconds or _SECONDS
@@ -56,6 +58,6 @@ def slow_spells(knobs: Knobs) -> Setup:
     """One of eight workers after the other is twenty times slower for a second and a half: who waits for it?
 
     Breakers learn too late of what is over so soon. Whoever has no output for longer than 98 of 100 requests like it is started on
-    a second worker too (`health.hedge`), at most two in a hundred.
+    a second worker too (`health.hedge_share`), at most two in a hundred.
     """
     return _spells(knobs, hedged=True)

@@ -1,6 +1,6 @@
 """Which requests of a run were answered as promised: what goodput counts, by what the workers really take and not by what gateways learned.
 
-promise   by band and tier (policy/promise.py), never less than `idle_factor` times what an idle worker takes for the request:
+promise   by band and tier (policy/admission/promise.py), never less than `idle_factor` times what an idle worker takes for the request:
 its uncached prompt in steps of its own, and one row's step per further token
 """
 
@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping
 
 from penstock.config.routing import AdmissionConfig
 from penstock.planning.step_time import StepShape, StepTime
-from penstock.policy.promise import Promise, Promises
+from penstock.policy.admission.promise import Promise, Promises
 from penstock.policy.record import Outcome
 from penstock.policy.tenant import NOBODY, Tenant
 from penstock.sim.traffic.request import RequestRecord
 from penstock.sim.world.spec import PoolSpec
-from penstock.sim.world.worker import WorkerSpec
+from penstock.sim.world.worker import SimWorkerSpec
 
 _CONTEXT = 512
 """Tokens of the row whose step is the idle worker's time per token."""
@@ -47,7 +47,7 @@ class Judge:
         return self.promise(record).is_kept(record.ttft_ns, record.tpot_ns)
 
 
-def idle_ttft_ns(worker: WorkerSpec, prompt_tokens: int, cached_tokens: int) -> int:
+def idle_ttft_ns(worker: SimWorkerSpec, prompt_tokens: int, cached_tokens: int) -> int:
     """What a worker without anything else takes for a prompt."""
     law: StepTime = worker.step_time
     total, done = 0, cached_tokens

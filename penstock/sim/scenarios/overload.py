@@ -24,7 +24,7 @@ from penstock.sim.scenarios.scenario import Finding, at_least, at_most, pool, se
 from penstock.sim.scenarios.setup import Knobs, Played, Setup, with_settings
 from penstock.sim.traffic.arrivals import Poisson, Spike
 from penstock.sim.traffic.request import RequestRecord
-from penstock.sim.traffic.workload import Callers, Chat, Lengths, even
+from penstock.sim.traffic.workload import Callers, Chat, LengthDistribution, even
 from penstock.types import TenantId
 
 
@@ -141,7 +141,7 @@ def large_tenants(knobs: Knobs) -> Setup:
     small = chat(knobs, 0.3, 3, name="small", callers=Callers(tenants=even(8, "small-")))
     large = Chat(
         name="large", arrivals=Poisson(1.6 * knobs.load), callers=Callers(tenants=even(2, "large-"), patience_s=60.0),
-        prompt=Lengths(3000, 0.3, maximum=8192), output=ANSWER,
+        prompt=LengthDistribution(3000, 0.3, maximum=8192), output=ANSWER,
     )  # fmt: skip
     return setup(
         knobs,
@@ -255,7 +255,7 @@ def long_context(knobs: Knobs) -> Setup:
     small = chat(knobs, 0.3, 3, name="small", callers=Callers(tenants=even(6, "small-")))
     long = Chat(
         name="long", arrivals=Poisson(0.12 * knobs.load), callers=Callers(tenants=(("long", 1.0),)),
-        prompt=Lengths(14_000, 0.5, minimum=6000, maximum=30_000), output=ANSWER,
+        prompt=LengthDistribution(14_000, 0.5, minimum=6000, maximum=30_000), output=ANSWER,
     )  # fmt: skip
     return setup(
         knobs,
@@ -297,11 +297,11 @@ def kv_full(knobs: Knobs) -> Setup:
     paid = chat(knobs, 0.3, 2, name="paid", callers=Callers(tenants=even(3, "paid-"), band="priority"))
     bulk = Chat(
         name="bulk", arrivals=Poisson(1.3 * knobs.load), callers=Callers(tenants=even(3, "bulk-"), band="bulk"),
-        prompt=Lengths(1500, 0.4, maximum=4096), output=Lengths(1000, 0.3, maximum=1500),
+        prompt=LengthDistribution(1500, 0.4, maximum=4096), output=LengthDistribution(1000, 0.3, maximum=1500),
     )  # fmt: skip
     brief = Chat(
         name="brief", arrivals=Poisson(0.5 * knobs.load), callers=Callers(tenants=even(3, "brief-"), band="bulk"),
-        prompt=QUESTION, output=Lengths(40, 0.4, maximum=80),
+        prompt=QUESTION, output=LengthDistribution(40, 0.4, maximum=80),
     )  # fmt: skip
     return setup(
         knobs,

@@ -8,11 +8,11 @@ from penstock.sim.scenarios.scenario import Check, Finding, Scenario, at_most
 from penstock.sim.scenarios.setup import Knobs, Played, Setup
 from penstock.sim.traffic.arrivals import Poisson
 from penstock.sim.traffic.request import RequestRecord
-from penstock.sim.traffic.workload import Callers, Chat, Lengths, even
+from penstock.sim.traffic.workload import Callers, Chat, LengthDistribution, even
 
 SCENARIOS: dict[str, Scenario] = {}
 
-QUESTION, ANSWER = Lengths(250, 0.7, maximum=4096), Lengths(60, 0.7, maximum=512)
+QUESTION, ANSWER = LengthDistribution(250, 0.7, maximum=4096), LengthDistribution(60, 0.7, maximum=512)
 WORKER_RPS = 6.0
 """What one default worker is given at full load."""
 

@@ -11,9 +11,9 @@ from penstock.sim.report.figures import Figures, Objective
 from penstock.sim.scenarios.scenario import kind_of
 from penstock.sim.scenarios.setup import Setup, play, promised
 from penstock.sim.traffic.arrivals import Poisson
-from penstock.sim.traffic.workload import Callers, Chat, Lengths, even
+from penstock.sim.traffic.workload import Callers, Chat, LengthDistribution, even
 from penstock.sim.world.spec import PoolSpec, WorldSpec
-from penstock.sim.world.worker import WorkerSpec
+from penstock.sim.world.worker import SimWorkerSpec
 
 REPLICAS_MAX = 4
 """Played at most: a larger plan is played in part, with its part of the traffic, which is only harder (less is pooled)."""
@@ -36,15 +36,15 @@ def check_plan(
     needed = max(1, option.replicas - terms.spare)
     count = min(needed, REPLICAS_MAX)
     rate = demand.rps * count / needed
-    spec = WorkerSpec(
+    spec = SimWorkerSpec(
         step_time=Roofline(placed), num_blocks=placed.num_blocks, max_model_len=model.max_model_len,
         engine=EngineConfig(step_tokens=terms.step_tokens, max_running=option.batch), kind=kind_of(placed),
     )  # fmt: skip
     shared = int(demand.hit_rate * demand.prompt_tokens)
     source = Chat(
         arrivals=Poisson(rate), callers=Callers(tenants=even(1)), system_tokens=shared,
-        prompt=Lengths(demand.prompt_tokens - shared, 0.0, maximum=1 << 30),
-        output=Lengths(demand.output_tokens, 0.0, maximum=1 << 30),
+        prompt=LengthDistribution(demand.prompt_tokens - shared, 0.0, maximum=1 << 30),
+        output=LengthDistribution(demand.output_tokens, 0.0, maximum=1 << 30),
     )  # fmt: skip
     objective = Objective(ttft_ms=terms.ttft_ms, tpot_ms=terms.tpot_ms)
     played = play(

@@ -20,10 +20,10 @@ from penstock.planning.roofline import Placed, Roofline
 from penstock.sim.report.figures import Objective
 from penstock.sim.scenarios.described import described
 from penstock.sim.scenarios.setup import Knobs, Played, Scheduling, Setup, play, promised
-from penstock.sim.traffic.workload import Source
+from penstock.sim.traffic.workload import TrafficSource
 from penstock.sim.world.faults import Fault
 from penstock.sim.world.spec import PoolSpec, WorldSpec
-from penstock.sim.world.worker import WorkerSpec
+from penstock.sim.world.worker import SimWorkerSpec
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,7 +135,7 @@ def pool(
         dtype=knobs.dtype or "bf16",
     )
     max_running = knobs.max_running or 32
-    spec = WorkerSpec(
+    spec = SimWorkerSpec(
         step_time=knobs.step_time or Roofline(placed),
         engine=EngineConfig(
             step_tokens=max(knobs.step_tokens or 512, max_running),
@@ -158,7 +158,7 @@ def kind_of(placed: Placed) -> str:
 
 
 def setup(
-    knobs: Knobs, pools: Sequence[PoolSpec], sources: Sequence[Source], *, seconds: float,
+    knobs: Knobs, pools: Sequence[PoolSpec], sources: Sequence[TrafficSource], *, seconds: float,
     faults: Sequence[Fault] = (),
     objective: Objective | None = None, **world: object,
 ) -> Setup:  # fmt: skip

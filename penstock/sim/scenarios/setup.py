@@ -15,7 +15,7 @@ from penstock.planning.step_time import StepTime
 from penstock.sim.report.figures import Figures, Objective, Run, WorkerUse, figures, wanted_of
 from penstock.sim.scenarios.judge import Judge
 from penstock.sim.traffic.request import RequestRecord, SimRequest
-from penstock.sim.traffic.workload import Source, merged
+from penstock.sim.traffic.workload import TrafficSource, merged
 from penstock.sim.world.chaos import Chaos
 from penstock.sim.world.faults import Fault
 from penstock.sim.world.result import SimResult
@@ -30,7 +30,7 @@ class Setup:
     """All that a run depends on, beside its seed."""
 
     world: WorldSpec
-    sources: tuple[Source, ...]
+    sources: tuple[TrafficSource, ...]
     faults: tuple[Fault, ...] = ()
     seconds: float
     """Of arrivals; the run goes on until everything has ended."""
@@ -144,7 +144,12 @@ _KNOBS: Mapping[str, type] = {
 
 
 def _configured(config: Config, paths: Mapping[str, str]) -> Config:
-    tree: dict[str, object] = msgspec.to_builtins(config)
+    touched = {path.split(".")[0] for path in paths}
+    tree: dict[str, object] = {
+        name: msgspec.to_builtins(getattr(config, name))
+        for name in config.__struct_fields__
+        if name in touched
+    }
     for path, text in paths.items():
         *sections, key = path.split(".")
         if not sections and key not in tree:
@@ -160,9 +165,11 @@ def _configured(config: Config, paths: Mapping[str, str]) -> Config:
             branch = cast(dict[str, object], inner)
         branch[key] = _value(text)
     try:
-        return convert_config(tree)
+        changed = convert_config(tree)
     except ConfigError as error:
         raise ConfigError(f"--set: {error}") from None
+    # The other sections stay as they are: a caller may have put constants of its own into them.
+    return msgspec.structs.replace(config, **{name: getattr(changed, name) for name in tree})
 
 
 def _value(text: str) -> object:

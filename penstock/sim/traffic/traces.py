@@ -24,7 +24,7 @@ from penstock.clock import NS_PER_S
 from penstock.errors import ConfigError
 from penstock.sim.traffic.arrivals import Gamma, Poisson
 from penstock.sim.traffic.request import Segment, SimRequest
-from penstock.sim.traffic.workload import Callers, Lengths
+from penstock.sim.traffic.workload import Callers, LengthDistribution
 from penstock.types import BLOCK_TOKENS
 
 FORMAT = "penstock-trace/1"
@@ -32,7 +32,7 @@ BLOCK_SIZE_MAX = 65_536
 PRIVATE = 1 << 39
 """Contents from here on are of requests without ids."""
 EVERYBODY = Callers()
-PROMPTS, ANSWERS = Lengths(700, 1.0), Lengths(250, 0.9, maximum=4096)
+PROMPTS, ANSWERS = LengthDistribution(700, 1.0), LengthDistribution(250, 0.9, maximum=4096)
 
 
 class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -219,8 +219,8 @@ class Rates:
     """Of all rates."""
     begins_s: float = 0.0
     """Where in the table the simulation begins."""
-    prompt: Lengths = PROMPTS
-    output: Lengths = ANSWERS
+    prompt: LengthDistribution = PROMPTS
+    output: LengthDistribution = ANSWERS
 
     def requests(self, seed: int, first: int, seconds: float) -> Iterator[SimRequest]:
         """See `Source`.

@@ -23,7 +23,7 @@ SOURCE_CONTENTS = 1 << 40
 """Contents that one source may use; the next source's begin after them."""
 
 
-class Source(Protocol):
+class TrafficSource(Protocol):
     """Something that sends requests."""
 
     @property
@@ -37,7 +37,7 @@ class Source(Protocol):
 
 
 @dataclass(slots=True, frozen=True)
-class Lengths:
+class LengthDistribution:
     """A length in tokens: log-normal around its median, as prompts and answers of real services are."""
 
     median: int
@@ -127,13 +127,13 @@ class Chat:
     name: str = "chat"
     arrivals: Arrivals = field(default_factory=lambda: Poisson(10.0))
     callers: Callers = Callers()
-    prompt: Lengths = Lengths(500)
+    prompt: LengthDistribution = LengthDistribution(500)
     """Of the question, the system prompt aside."""
-    output: Lengths = Lengths(200, maximum=4096)
+    output: LengthDistribution = LengthDistribution(200, maximum=4096)
     system_tokens: int = 0
 
     def requests(self, seed: int, first: int, seconds: float) -> Iterator[SimRequest]:
-        """See `Source`."""
+        """See `TrafficSource`."""
         draw, contents = rng.stream(seed, f"workload/{self.name}"), _Contents(first)
         for number, at_s in enumerate(
             self.arrivals.times(rng.stream(seed, f"arrivals/{self.name}"), seconds)
@@ -164,9 +164,9 @@ class Conversations:
     turns: float = 4.0
     """Mean number (geometric), at least 1."""
     turns_max: int = 64
-    message: Lengths = Lengths(80, maximum=8192)
+    message: LengthDistribution = LengthDistribution(80, maximum=8192)
     """What every turn adds: a question, or a tool's result."""
-    output: Lengths = Lengths(200, maximum=4096)
+    output: LengthDistribution = LengthDistribution(200, maximum=4096)
     think_s: float = 15.0
     """Mean pause after an answer (exponential)."""
     answer_s_per_token: float = 0.03
@@ -174,7 +174,7 @@ class Conversations:
     context_max: int = 32_768
 
     def requests(self, seed: int, first: int, seconds: float) -> Iterator[SimRequest]:
-        """See `Source`."""
+        """See `TrafficSource`."""
         draw, contents = rng.stream(seed, f"workload/{self.name}"), _Contents(first)
         pending: list[tuple[float, int, SimRequest]] = []
         order = itertools.count()
@@ -214,13 +214,13 @@ class Conversations:
 def agents(**changes: object) -> Conversations:
     """Agent loops: a long prompt of tools, a call every few seconds, tools' results of all sizes."""
     values: dict[str, object] = {
-        "name": "agents", "system_tokens": 12_000, "turns": 15.0, "message": Lengths(600, 1.2, maximum=16_384),
-        "output": Lengths(120, 0.9, maximum=2048), "think_s": 3.0, "context_max": 100_000,
+        "name": "agents", "system_tokens": 12_000, "turns": 15.0, "message": LengthDistribution(600, 1.2, maximum=16_384),
+        "output": LengthDistribution(120, 0.9, maximum=2048), "think_s": 3.0, "context_max": 100_000,
     }  # fmt: skip
     return Conversations(**(values | changes))  # pyright: ignore[reportArgumentType] # Checked by its tests.
 
 
-def merged(sources: Sequence[Source], seed: int, seconds: float) -> Iterator[SimRequest]:
+def merged(sources: Sequence[TrafficSource], seed: int, seconds: float) -> Iterator[SimRequest]:
     """All sources' requests by time; of two at one time the earlier source's first."""
     names = [source.name for source in sources]
     assert len(set(names)) == len(names), f"two sources have one name: {names}"

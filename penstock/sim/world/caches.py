@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from penstock import rng
+from penstock.config.branch import extended
 from penstock.config.tree import Config
 from penstock.kv.events import KVEventBatch, Numbered
 from penstock.kv.hashing import BlockHasher
@@ -11,9 +12,10 @@ from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.prompt_keys import PromptKeyMaker, PromptKeys, own_keys
 from penstock.kv.index.residency import Residency
 from penstock.kv.index.vllm_events import events_of_own
-from penstock.policy.decision_log import DecisionLog
 from penstock.policy.parts import LeastLoaded, Placement
-from penstock.policy.route import Router
+from penstock.policy.placement.decision_log import DecisionLog
+from penstock.policy.placement.route import Router
+from penstock.policy.placement_terms import PlacementTerms
 from penstock.sim.traffic.prompts import BlockNames
 from penstock.sim.traffic.request import SimRequest
 from penstock.sim.world.kv_words import KVNews
@@ -78,7 +80,8 @@ class Caches:
     def __init__(self, config: Config, *, hash_key: bytes, seed: int, gateway: int) -> None:
         """`hash_key` is that of the launcher of its workers."""
         self._chains = Chains()
-        self._config, self._seed, self._gateway = config.routing.placement, seed, gateway
+        self._config = extended(config.routing.placement, PlacementTerms)
+        self._seed, self._gateway = seed, gateway
         self.is_on = self._config.policy != "least_loaded"
         self.locality = KVLocality(KV_INDEX_LIMITS, hash_key)
         self._asked: dict[WorkerId, Asked] = {}

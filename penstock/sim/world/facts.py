@@ -11,7 +11,7 @@ from penstock.policy.tenant import Tenant
 from penstock.sim.traffic.request import RequestRecord
 from penstock.sim.world.caches import Asked
 from penstock.sim.world.messages import Submission
-from penstock.sim.world.worker import WorkerSpec
+from penstock.sim.world.worker import SimWorkerSpec
 from penstock.types import RequestId, TenantId, WorkerId
 
 
@@ -59,7 +59,7 @@ class Facts:
     )
 
     def __init__(
-        self, config: Config, models: Mapping[str, WorkerSpec], tenants: Mapping[str, Tenant], link_ns: int
+        self, config: Config, models: Mapping[str, SimWorkerSpec], tenants: Mapping[str, Tenant], link_ns: int
     ) -> None:
         """`models` by name; `link_ns` is the way to a client."""
         self.config, self.models, self.link_ns = config, models, link_ns

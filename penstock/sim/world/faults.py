@@ -72,7 +72,7 @@ def draw_faults(seed: int, *, until_ns: int, requests: int, most: int = 3) -> tu
 
     They begin in the first two thirds of the time until `until_ns`, and are over by then.
     """
-    random, faults = rng.stream(seed, "sim/world/faults"), list[Fault]()
+    random, faults = rng.stream(seed, "sim/faults"), list[Fault]()
     for kind in FaultKind:
         if random.random() < 0.5:
             continue

@@ -3,7 +3,7 @@
     arrive, cancel ──> FlowControl ──> Start, Evict, Abort ──> Network ──> workers
     heard, reported <── Network <── workers
 
-The other driver of the same objects is gateway/dispatch.py, on an event loop and with bytes.
+The other driver of the same objects is gateway/dispatch/dispatcher.py, on an event loop and with bytes.
 """
 
 from collections.abc import Sequence
@@ -12,32 +12,32 @@ from penstock import rng
 from penstock.clock import NS_PER_S
 from penstock.errors import EngineFault, PenstockError, StreamBroken, WorkerUnavailable
 from penstock.kv.events import Numbered
+from penstock.policy.admission.gate import Gate, ModelFacts
+from penstock.policy.admission.thrift import Thrift
 from penstock.policy.answers import Abort, Diverted, Evict, FallBack, Refused, Settled, Start
-from penstock.policy.budget import Budgets
-from penstock.policy.control import FlowControl
+from penstock.policy.estimates.output_length import OutputLengths
+from penstock.policy.extras.hedge import HedgeOutcome, Hedges
+from penstock.policy.extras.quarantine import Quarantine
 from penstock.policy.flow import Arrival, Flow
-from penstock.policy.gate import Gate, ModelFacts
-from penstock.policy.health import FleetHealth
-from penstock.policy.hedge import HedgeOutcome, Hedges
-from penstock.policy.lease import Leases
-from penstock.policy.life import continued
-from penstock.policy.output_length import OutputLengths
-from penstock.policy.pace import Pace
+from penstock.policy.lifecycle.control import FlowControl
+from penstock.policy.lifecycle.life import continued
+from penstock.policy.limits.budget import TenantBudgets
+from penstock.policy.limits.lease import Leases
+from penstock.policy.limits.price import PriceList
+from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.parts import Parts
-from penstock.policy.price import PriceList
-from penstock.policy.quarantine import Quarantine
-from penstock.policy.rate_limit import Limiter
+from penstock.policy.queueing.pace import Pace
+from penstock.policy.queueing.room import WorkerView
 from penstock.policy.record import Outcome, UsageRecord
-from penstock.policy.room import WorkerView
-from penstock.policy.thrift import Thrift
+from penstock.policy.resilience.health import FleetHealth
 from penstock.sim.traffic.prompts import LazyTokens
 from penstock.sim.traffic.request import RequestRecord, SimRequest
 from penstock.sim.world.caches import Asked, Caches
 from penstock.sim.world.events import LocalClock, Rank, Timeline
 from penstock.sim.world.facts import Facts, Network, Witness
 from penstock.sim.world.kv_words import KVNews
-from penstock.sim.world.messages import Began, Failed, Finished, Report, Sliced, Submission, Told
-from penstock.sim.world.store import LeaseKeeper, SharedStore
+from penstock.sim.world.messages import Began, Failed, Finished, Sliced, Submission, Told, WorkerLoadReport
+from penstock.sim.world.store import SharedStore, SimLeaseKeeper
 from penstock.sim.world.ticket import Ticket
 from penstock.sim.world.worker import SimWorker
 from penstock.types import FinishReason, RequestId, Usage, WorkerId
@@ -69,35 +69,35 @@ class SimGateway:
         self.clock = LocalClock(wall_offset_ns=timeline.wall_ns() - timeline.now_ns() + skew_ns)
         self.clock.time_ns = timeline.now_ns()
         self.prices = PriceList(config.prices)
-        self._keeper: LeaseKeeper | None = None
-        self.limiter = Limiter(config.rate_limits)
+        self._keeper: SimLeaseKeeper | None = None
+        self.limiter = Limiter(config.limits)
         if store is not None:
             leases = Leases(config.shared)
-            self._keeper = LeaseKeeper(
+            self._keeper = SimLeaseKeeper(
                 leases, store, timeline, actor=actor, name=f"{number}-{life}", link_ns=facts.link_ns
             )
-            self.limiter = Limiter(config.rate_limits, leases.make_bucket)
+            self.limiter = Limiter(config.limits, leases.make_bucket)
             self._keeper.start(timeline.now_ns())
-        self.budgets = Budgets(config.budgets, wall_offset_ns=self.clock.wall_ns() - self.clock.now_ns())
+        self.budgets = TenantBudgets(
+            config.budgets, wall_offset_ns=self.clock.wall_ns() - self.clock.now_ns()
+        )
         thrift = Thrift(self.budgets, self.prices)
         self.gate = Gate(config.admission, config.routing, config.queue, self._model_facts, thrift)
         self.caches = Caches(config, hash_key=facts.hash_key, seed=facts.seed, gateway=number)
         self.num_hedges: dict[HedgeOutcome, int] = dict.fromkeys(HedgeOutcome, 0)
         """By what came of them."""
-        hedge = config.health.hedge
-        self.hedges = Hedges(hedge, self._count_hedge) if hedge.enabled else None
+        self.hedges = Hedges(config.health, self._count_hedge) if config.health.hedge_share else None
         self.health = FleetHealth(config.health, rng.stream(facts.seed, f"breakers/{number}/{life}").random)
         parts = Parts(
             admission=self.gate,
             limits=self.limiter,
             budgets=self.budgets,
             prices=self.prices,
-            lengths=OutputLengths(config.rate_limits),
+            lengths=OutputLengths(config.limits),
             placement=facts.placement or self.caches.placement,
-            slice_tokens=config.budgets.slice_tokens,
             health=self.health,
             hedges=self.hedges,
-            poison=Quarantine(config.health.quarantine),
+            poison=Quarantine(config.health),
             pace=lambda: Pace(config.admission, config.routing.placement),
             migrations_max=config.health.migrations_max,
         )
@@ -176,7 +176,13 @@ class SimGateway:
         self._dispatch(now_ns)
 
     def reported(
-        self, now_ns: int, route: str, worker: SimWorker, report: Report | None, *, ready: bool = True
+        self,
+        now_ns: int,
+        route: str,
+        worker: SimWorker,
+        report: WorkerLoadReport | None,
+        *,
+        ready: bool = True,
     ) -> None:
         """A worker is there and announces what it serves, has something to say of itself, or drains (not `ready`)."""
         worker_id, spec, is_shared = worker.id, worker.spec, self._facts.config.server.processes > 1

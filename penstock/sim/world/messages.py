@@ -69,7 +69,7 @@ class Failed(msgspec.Struct, frozen=True):
 Told = Began | Sliced | Finished | Failed
 
 
-class Report(msgspec.Struct, frozen=True, gc=False):
+class WorkerLoadReport(msgspec.Struct, frozen=True, gc=False):
     """What a worker says of itself: see `WorkerView`."""
 
     running: int

@@ -8,7 +8,7 @@ from penstock.sim.traffic.request import RequestRecord
 
 
 @dataclass(slots=True)
-class Counters:
+class RunCounters:
     """Counted over the whole run."""
 
     arrived: int = 0
@@ -48,21 +48,21 @@ class SimResult:
     seed: int
     digest: str
     """Over every record in the order of their ends, and the counters: equal runs have equal ones, on any machine."""
-    counters: Counters
+    counters: RunCounters
     records: list[RequestRecord] = field(default_factory=list[RequestRecord])
     """In the order of their ends; empty if they were handed to somebody else."""
     virtual_ns: int = 0
     num_events: int = 0
 
 
-class Tally:
+class RunTally:
     """Counts and hashes what becomes of requests while they end."""
 
     __slots__ = ("_hash", "counters")
 
     def __init__(self) -> None:
         self._hash = blake2b(digest_size=16)
-        self.counters = Counters()
+        self.counters = RunCounters()
 
     def ended(self, record: RequestRecord) -> None:
         """A request has ended, or was refused."""

@@ -8,7 +8,7 @@ from penstock.config.launch import promised
 from penstock.config.tree import Config
 from penstock.policy.parts import Placement
 from penstock.policy.tenant import Tenant
-from penstock.sim.world.worker import WorkerSpec
+from penstock.sim.world.worker import SimWorkerSpec
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -16,7 +16,7 @@ class PoolSpec:
     """The workers of one model in one region."""
 
     model: str = "model"
-    worker: WorkerSpec = field(default_factory=WorkerSpec)
+    worker: SimWorkerSpec = field(default_factory=SimWorkerSpec)
     count: int = 4
     """Ready from the start."""
     schedule: tuple[tuple[int, int], ...] = ()
@@ -55,6 +55,6 @@ class WorldSpec:
         """Whether gateways want to hear what workers have in their KV caches."""
         return self.config.routing.placement.policy != "least_loaded"
 
-    def worker_of(self, pool: PoolSpec) -> WorkerSpec:
+    def worker_of(self, pool: PoolSpec) -> SimWorkerSpec:
         """A pool's workers, promised what the configuration promises."""
         return replace(pool.worker, engine=promised(pool.worker.engine, self.config.admission))

@@ -5,8 +5,8 @@ The other driver of the same two objects is gateway/shared/keeper.py.
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.flow import SharedConfig
-from penstock.policy.lease import LeaseReply, Leases
-from penstock.policy.lease_table import LeaseTable
+from penstock.policy.limits.lease import LeaseReply, Leases
+from penstock.policy.limits.lease_table import LeaseTable
 from penstock.sim.world.events import Rank, Timeline
 
 _HELLOS_PER_TTL = 3
@@ -29,7 +29,7 @@ class SharedStore:
         self.table = LeaseTable(self._config, epoch=self._epoch)
 
 
-class LeaseKeeper:
+class SimLeaseKeeper:
     """Keeps the leases of one gateway filled."""
 
     __slots__ = (

@@ -3,7 +3,7 @@
 import msgspec
 
 from penstock.policy.flow import Arrival
-from penstock.policy.life import continued
+from penstock.policy.lifecycle.life import continued
 from penstock.sim.traffic.request import SimRequest
 from penstock.types import Usage
 

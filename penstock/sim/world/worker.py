@@ -20,7 +20,7 @@ from penstock.kv.events import KVEvent, KVEventLog
 from penstock.kv.hashing import BlockHash, BlockHasher
 from penstock.kv.identity import Computation
 from penstock.planning.step_time import LinearStepTime, StepShape, StepTime
-from penstock.schedule.limits import Limits
+from penstock.schedule.limits import BatchLimits
 from penstock.schedule.order import waiting_queue
 from penstock.schedule.plan import RequestOutput, Sampled, StepPlan, StepResult
 from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
@@ -29,7 +29,7 @@ from penstock.schedule.scheduler import Scheduler
 from penstock.sim.traffic.prompts import EOS, BlockNames, content_tokens, prompt_tokens
 from penstock.sim.traffic.request import Segment
 from penstock.sim.world.events import LocalClock, Rank, Timeline
-from penstock.sim.world.messages import Began, Failed, Finished, Report, Sliced, Submission, Told
+from penstock.sim.world.messages import Began, Failed, Finished, Sliced, Submission, Told, WorkerLoadReport
 from penstock.types import RequestId, SamplingParams, WorkerId
 
 _COAST_STEPS = 24
@@ -38,7 +38,7 @@ _STOPS = (EOS,)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class WorkerSpec:
+class SimWorkerSpec:
     """One kind of worker."""
 
     step_time: StepTime = field(default_factory=LinearStepTime)
@@ -82,7 +82,7 @@ class Listener(Protocol):
         """What a worker says of its requests, to the gateway with this number."""
         ...
 
-    def reported(self, now_ns: int, worker: "SimWorker", report: Report) -> None:
+    def reported(self, now_ns: int, worker: "SimWorker", report: WorkerLoadReport) -> None:
         """What it says of itself, to all."""
         ...
 
@@ -118,7 +118,7 @@ class SimWorker:
         self,
         worker_id: WorkerId,
         actor: int,
-        spec: WorkerSpec,
+        spec: SimWorkerSpec,
         timeline: Timeline,
         listener: Listener,
         *,
@@ -141,7 +141,7 @@ class SimWorker:
         if self._kv_events is not None:
             manager.pool.events = self._kv_events
         self.scheduler = Scheduler(
-            Limits.of(spec.engine, spec.max_model_len),
+            BatchLimits.of(spec.engine, spec.max_model_len),
             manager,
             self.clock,
             waiting_queue(spec.engine),
@@ -230,15 +230,15 @@ class SimWorker:
             if isinstance(message, Submission) and message.gateway == gateway
         ]
 
-    def report(self, now_ns: int) -> Report:
+    def report(self, now_ns: int) -> WorkerLoadReport:
         """Gauges, as they were when the last step ended."""
         if self._times:
             self._leap_to(bisect_right(self._times, now_ns) - 1)
         return self._gauges() if self._plan is None else self._last_gauges
 
-    def _gauges(self) -> Report:
+    def _gauges(self) -> WorkerLoadReport:
         now = self.scheduler.statistics()
-        return Report(now.running, now.waiting, now.blocks_total, now.blocks_used, now.rows_max)
+        return WorkerLoadReport(now.running, now.waiting, now.blocks_total, now.blocks_used, now.rows_max)
 
     def _report_later(self, now_ns: int) -> None:
         when_ns = now_ns + self._listener.report_ns

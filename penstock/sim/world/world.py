@@ -13,7 +13,9 @@ from msgspec import structs
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.collector import calm
+from penstock.config.branch import extended
 from penstock.kv.events import KVEvent, Numbered
+from penstock.policy.limits.rate_limit import SLICE_TOKENS, RateTerms
 from penstock.policy.record import UsageRecord
 from penstock.sim.traffic.request import RequestRecord, SimRequest, unreachable
 from penstock.sim.traffic.streams import Streams
@@ -24,8 +26,8 @@ from penstock.sim.world.facts import Facts
 from penstock.sim.world.gateway import SimGateway
 from penstock.sim.world.kv_words import KVNews, KVWords
 from penstock.sim.world.member import Member
-from penstock.sim.world.messages import Report, Submission, Told
-from penstock.sim.world.result import SimResult, Tally
+from penstock.sim.world.messages import Submission, Told, WorkerLoadReport
+from penstock.sim.world.result import RunTally, SimResult
 from penstock.sim.world.spec import PoolSpec, WorldSpec
 from penstock.sim.world.store import SharedStore
 from penstock.sim.world.watch import Watcher
@@ -55,7 +57,7 @@ class World:
         as they come, and not kept.
         """
         self.spec, self.timeline, self.streams = spec, Timeline(), Streams(spec.seed)
-        self.tally = Tally()
+        self.tally = RunTally()
         self.watcher: Watcher | None = None
         self._records: list[RequestRecord] = []
         self._on_record = on_record or self._records.append
@@ -84,7 +86,7 @@ class World:
         self.use_by_kind: dict[str, tuple[int, int]] = {}
         """Nanoseconds that workers of each kind were there, and were in steps; of those that are left, until now."""
         config = spec.config
-        self.slice_tokens = min(config.rate_limits.slice_tokens, config.budgets.slice_tokens)
+        self.slice_tokens = min(extended(config.limits, RateTerms).slice_tokens, SLICE_TOKENS)
         self.report_ns = spec.report_ns
         for pool in spec.pools:
             for _ in range(pool.count):
@@ -244,7 +246,7 @@ class World:
         to, when_ns = self.gateways[gateway], self._arrives_ns(now_ns, member.told_ns, member, gateway)
         self.timeline.at(when_ns, to.actor, Rank.MESSAGE, self._on_told, (to, worker.id, told))
 
-    def reported(self, now_ns: int, worker: SimWorker, report: Report) -> None:
+    def reported(self, now_ns: int, worker: SimWorker, report: WorkerLoadReport) -> None:
         """See `Listener`."""
         member = self.members[worker.id]
         if not member.is_mute:
@@ -408,14 +410,14 @@ class World:
         if not gateway.is_gone:
             gateway.heard(now_ns, worker_id, told)
 
-    def _tell_state(self, now_ns: int, member: Member, report: Report) -> None:
+    def _tell_state(self, now_ns: int, member: Member, report: WorkerLoadReport) -> None:
         """Let the region's gateways know what the worker says of itself, and whether it takes requests."""
         for number in self._fronts[member.pool.region]:
             gateway = self.gateways[number]
             what = (gateway, member, report, member.ready and not member.draining)
             self.timeline.at(now_ns + self.spec.link_ns, gateway.actor, Rank.MESSAGE, self._on_state, what)
 
-    def _on_state(self, now_ns: int, what: tuple[SimGateway, Member, Report, bool]) -> None:
+    def _on_state(self, now_ns: int, what: tuple[SimGateway, Member, WorkerLoadReport, bool]) -> None:
         gateway, member, report, ready = what
         if not member.worker.is_gone and not gateway.is_gone:
             gateway.reported(now_ns, member.pool.model, member.worker, report, ready=ready)

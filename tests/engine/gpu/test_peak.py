@@ -12,13 +12,14 @@ from penstock.engine.gpu.worklist import WorkListLimits
 from penstock.engine.memory import Share
 from penstock.engine.worst_case import blocks_of, largest_step
 from penstock.errors import ConfigError
+from penstock.schedule.limits import resolve_max_running
 
 
 @given(st.integers(1, 300), st.integers(1, 2000), st.integers(2, 4000), st.integers(2, 600))
 def test_the_largest_step_is_one_that_may_come(
     max_running: int, step_tokens: int, max_model_len: int, num_blocks: int
 ) -> None:
-    max_running = min(max_running, step_tokens)
+    max_running = resolve_max_running(max_running, step_tokens)
     work = WorkListLimits.of(max_running=max_running, step_tokens=step_tokens, group_size=16)
     limits = StepLimits(
         max_running=max_running, step_tokens=step_tokens, max_model_len=max_model_len, work=work

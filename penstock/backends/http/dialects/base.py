@@ -13,7 +13,7 @@ from penstock.errors import Unsupported
 from penstock.types import Capability, FinishReason, TokenLogprob
 
 
-class Submission(msgspec.Struct, frozen=True):
+class HttpSubmission(msgspec.Struct, frozen=True):
     """A request on the wire."""
 
     path: str
@@ -81,7 +81,7 @@ class AnswerReader(Protocol):
         ...
 
 
-class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
+class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker says about itself."""
 
     models: tuple[str, ...] = ()
@@ -134,7 +134,7 @@ class Dialect(Protocol):
         """The name that answers must bear; empty: any."""
         ...
 
-    def facts(self, body: bytes) -> WorkerFacts:
+    def facts(self, body: bytes) -> ServerFacts:
         """Read what `facts_path` answered.
 
         Raises:
@@ -142,7 +142,7 @@ class Dialect(Protocol):
         """
         ...
 
-    def submission(self, request: GenerateRequest) -> Submission:
+    def submission(self, request: GenerateRequest) -> HttpSubmission:
         """Write a request down.
 
         Raises:

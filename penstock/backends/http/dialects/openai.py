@@ -16,11 +16,11 @@ import msgspec
 from penstock.backends.base import GenerateRequest, TextLogprob, ToolCallPiece
 from penstock.backends.http.dialects.base import (
     NOTHING,
+    HttpSubmission,
     Piece,
     ReportedUsage,
     SaidError,
-    Submission,
-    WorkerFacts,
+    ServerFacts,
     refuse,
 )
 from penstock.backends.http.dialects.worker_errors import said_by
@@ -68,7 +68,7 @@ def finish_of(word: str | None) -> FinishReason | None:
     return None if not word else _FINISHES.get(word, FinishReason.STOP)
 
 
-def models_of(body: bytes, model: str) -> WorkerFacts:
+def models_of(body: bytes, model: str) -> ServerFacts:
     """What `/v1/models` says; the context is that of `model`.
 
     Raises:
@@ -76,7 +76,7 @@ def models_of(body: bytes, model: str) -> WorkerFacts:
     """
     cards = decode_models(body).data
     lengths = [card.max_model_len for card in cards if card.id == model]
-    return WorkerFacts(
+    return ServerFacts(
         models=tuple(card.id for card in cards),
         max_model_len=lengths[0] if lengths else None,
         adapters=frozenset(card.id for card in cards if card.parent),
@@ -236,7 +236,7 @@ class EngineDialect:
         self.expects_model = self.listed_model = model
         self._has_priorities = has_priorities
 
-    def facts(self, body: bytes) -> WorkerFacts:
+    def facts(self, body: bytes) -> ServerFacts:
         """See `Dialect`."""
         return models_of(body, self.listed_model)
 
@@ -274,11 +274,11 @@ class OpenAIDialect:
         """`max_model_len` is what its context is taken to be."""
         self._model, self._tokenizer, self._max_model_len = model, tokenizer, max_model_len
 
-    def facts(self, body: bytes) -> WorkerFacts:
+    def facts(self, body: bytes) -> ServerFacts:
         """See `Dialect`."""
         return models_of(body, self._model)
 
-    def submission(self, request: GenerateRequest) -> Submission:
+    def submission(self, request: GenerateRequest) -> HttpSubmission:
         """See `Dialect`."""
         if not request.is_chat:
             return self._completion(request)
@@ -295,7 +295,7 @@ class OpenAIDialect:
             fields["max_tokens"] = _raw(sampling.max_tokens)
         if _gives(asked, "seed"):
             fields["seed"] = _raw(sampling.seed)
-        return Submission("/chat/completions", _encode(fields | self._stream_fields()))
+        return HttpSubmission("/chat/completions", _encode(fields | self._stream_fields()))
 
     def _stream_fields(self) -> dict[str, msgspec.Raw]:
         return {
@@ -308,7 +308,7 @@ class OpenAIDialect:
         """Whether the answer may be less long than the context leaves: a limit that the client did not ask for."""
         return request.sampling.max_tokens < self._max_model_len - len(request.prompt_token_ids)
 
-    def _completion(self, request: GenerateRequest) -> Submission:
+    def _completion(self, request: GenerateRequest) -> HttpSubmission:
         refuse(self.engine, echo=request.sampling.prompt_logprobs is not None)
         fields = completion_fields(request, self._model)
         fields["prompt"] = self._tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
@@ -319,7 +319,7 @@ class OpenAIDialect:
             for name, value in asked.items()
             if name not in fields and name not in _DONE_HERE and _gives(asked, name)
         }
-        return Submission("/completions", _encode(fields))
+        return HttpSubmission("/completions", _encode(fields))
 
     def reader(self, request: GenerateRequest) -> CompletionReader | ChatReader:
         """See `Dialect`."""

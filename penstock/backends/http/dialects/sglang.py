@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from penstock.backends.base import GenerateRequest
-from penstock.backends.http.dialects.base import NOTHING, Piece, ReportedUsage, SaidError, Submission
+from penstock.backends.http.dialects.base import NOTHING, HttpSubmission, Piece, ReportedUsage, SaidError
 from penstock.backends.http.dialects.openai import EngineDialect
 from penstock.backends.http.dialects.worker_errors import said_by
 from penstock.kv.index.prompt_keys import namespace_of
@@ -141,7 +141,7 @@ class SglangDialect(EngineDialect):
         self.expects_model = ""  # Answers do not name the model; the list of models does.
         self._eos_ids = frozenset(tokenizer.eos_ids)
 
-    def submission(self, request: GenerateRequest) -> Submission:
+    def submission(self, request: GenerateRequest) -> HttpSubmission:
         """See `Dialect`."""
         sampling = request.sampling
         params: dict[str, Any] = {
@@ -179,7 +179,7 @@ class SglangDialect(EngineDialect):
             fields[
                 "priority"
             ] = -request.priority  # Its larger numbers go first, unless it is told otherwise.
-        return Submission("/generate", _encode(fields))
+        return HttpSubmission("/generate", _encode(fields))
 
     def reader(self, request: GenerateRequest) -> SglangReader:
         """See `Dialect`."""

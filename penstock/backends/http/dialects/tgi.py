@@ -11,10 +11,10 @@ import msgspec
 from penstock.backends.base import GenerateRequest
 from penstock.backends.http.dialects.base import (
     NOTHING,
+    HttpSubmission,
     Piece,
     ReportedUsage,
-    Submission,
-    WorkerFacts,
+    ServerFacts,
     refuse,
 )
 from penstock.backends.http.dialects.openai import finish_of
@@ -108,12 +108,12 @@ class TgiDialect:
         self._opening = tokenizer.encode("", add_special_tokens=True)
         """What it puts before every text by itself."""
 
-    def facts(self, body: bytes) -> WorkerFacts:
+    def facts(self, body: bytes) -> ServerFacts:
         """See `Dialect`."""
         info = _decode_info(body)
-        return WorkerFacts(models=(info.model_id,), max_model_len=info.max_total_tokens)
+        return ServerFacts(models=(info.model_id,), max_model_len=info.max_total_tokens)
 
-    def submission(self, request: GenerateRequest) -> Submission:
+    def submission(self, request: GenerateRequest) -> HttpSubmission:
         """See `Dialect`."""
         sampling = request.sampling
         refuse(
@@ -141,7 +141,7 @@ class TgiDialect:
             parameters["frequency_penalty"] = sampling.frequency_penalty
         if sampling.logprobs:
             parameters["top_n_tokens"] = sampling.logprobs
-        return Submission(
+        return HttpSubmission(
             "/generate_stream", _encode({"inputs": self._text(request), "parameters": parameters})
         )
 

@@ -15,7 +15,7 @@ from urllib.parse import quote
 import msgspec
 
 from penstock.backends.base import GenerateRequest
-from penstock.backends.http.dialects.base import Piece, ReportedUsage, Submission, WorkerFacts, refuse
+from penstock.backends.http.dialects.base import HttpSubmission, Piece, ReportedUsage, ServerFacts, refuse
 from penstock.backends.http.dialects.openai import finish_of
 from penstock.backends.http.dialects.worker_errors import said_by
 from penstock.protocol.openai import ErrorEvent
@@ -88,11 +88,11 @@ class TritonDialect:
         self.health_path = f"{self.facts_path}/ready"
         self._tokenizer = tokenizer
 
-    def facts(self, body: bytes) -> WorkerFacts:
+    def facts(self, body: bytes) -> ServerFacts:
         """See `Dialect`."""
-        return WorkerFacts(models=(_decode_metadata(body).name,))
+        return ServerFacts(models=(_decode_metadata(body).name,))
 
-    def submission(self, request: GenerateRequest) -> Submission:
+    def submission(self, request: GenerateRequest) -> HttpSubmission:
         """See `Dialect`."""
         sampling = request.sampling
         refuse(
@@ -120,7 +120,7 @@ class TritonDialect:
         parameters |= {name: value for name, (value, nothing) in usual.items() if value != nothing}
         text = self._tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
         fields = {"id": request.request_id, "text_input": text, "parameters": parameters}
-        return Submission(f"{self.facts_path}/generate_stream", _encode(fields))
+        return HttpSubmission(f"{self.facts_path}/generate_stream", _encode(fields))
 
     def reader(self, request: GenerateRequest) -> TritonReader:
         """See `Dialect`."""

@@ -7,7 +7,7 @@ salt for plain completions: its KV cache is shared by all tenants (docs/backends
 import msgspec
 
 from penstock.backends.base import GenerateRequest
-from penstock.backends.http.dialects.base import Submission, refuse
+from penstock.backends.http.dialects.base import HttpSubmission, refuse
 from penstock.backends.http.dialects.openai import CompletionReader, EngineDialect
 from penstock.types import COMMON_CAPABILITIES, Capability
 
@@ -20,7 +20,7 @@ class TrtllmDialect(EngineDialect):
     engine = "trtllm"
     capabilities = COMMON_CAPABILITIES - {Capability.ECHO_LOGPROBS}
 
-    def submission(self, request: GenerateRequest) -> Submission:
+    def submission(self, request: GenerateRequest) -> HttpSubmission:
         """See `Dialect`."""
         sampling = request.sampling
         refuse(self.engine, echo=sampling.prompt_logprobs is not None)
@@ -30,7 +30,7 @@ class TrtllmDialect(EngineDialect):
         if self._has_priorities and request.priority:
             # Ours goes down to the most urgent, its own up to 1 from 0.
             fields["priority"] = min(1.0, max(0.0, 0.5 - request.priority / 100))
-        return Submission("/v1/completions", _encode(fields))
+        return HttpSubmission("/v1/completions", _encode(fields))
 
     def reader(self, request: GenerateRequest) -> CompletionReader:
         """See `Dialect`."""

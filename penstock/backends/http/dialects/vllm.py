@@ -8,7 +8,7 @@ for whether EOS ends an answer was decided by the gateway.
 import msgspec
 
 from penstock.backends.base import GenerateRequest
-from penstock.backends.http.dialects.base import Piece, ReportedUsage, Submission
+from penstock.backends.http.dialects.base import HttpSubmission, Piece, ReportedUsage
 from penstock.backends.http.dialects.openai import (
     CompletionReader,
     EngineDialect,
@@ -73,7 +73,7 @@ class VllmDialect(EngineDialect):
         Capability.BAD_WORDS, Capability.ALLOWED_TOKEN_IDS,
     }  # fmt: skip
 
-    def submission(self, request: GenerateRequest) -> Submission:
+    def submission(self, request: GenerateRequest) -> HttpSubmission:
         """See `Dialect`."""
         sampling = request.sampling
         fields = self.token_fields(request) | {
@@ -94,7 +94,7 @@ class VllmDialect(EngineDialect):
             fields["cache_salt"] = namespace_of(request.cache_salt)
         if self._has_priorities and request.priority:
             fields["priority"] = request.priority
-        return Submission("/v1/completions", _encode(fields))
+        return HttpSubmission("/v1/completions", _encode(fields))
 
     def reader(self, request: GenerateRequest) -> VllmReader:
         """See `Dialect`."""

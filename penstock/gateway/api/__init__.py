@@ -1,0 +1,1 @@
+"""Which endpoints are there, and what does each answer?"""

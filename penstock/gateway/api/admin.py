@@ -1,0 +1,170 @@
+"""The endpoints of whoever runs the fleet, under /admin. They want an admin key; a tenant's ordinary key is refused."""
+
+from collections.abc import Collection
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+
+from penstock import __version__
+from penstock.clock import NS_PER_S
+from penstock.errors import InvalidRequest, NotFound
+from penstock.fleet.members import Members
+from penstock.fleet.registry import Registry
+from penstock.fleet.worker import Worker
+from penstock.gateway.api.inspect import answer, model_numbers
+from penstock.gateway.api.services import Services
+from penstock.gateway.http.exchange import Exchange
+from penstock.gateway.identity.auth import Caller
+from penstock.gateway.models.served import ServedModel
+from penstock.gateway.shared.siblings import Siblings
+from penstock.policy.placement.decision_log import explain, explain_choice
+from penstock.protocol.fleet import DrainOrder, FleetReport, ModelReport, WorkerReport
+from penstock.protocol.siblings import ModelNumbers
+from penstock.telemetry.metrics import Metrics
+from penstock.types import RequestId, WorkerId
+
+WORKERS = "/admin/workers/"
+_orders = msgspec.json.Decoder(DrainOrder)
+
+
+class Admin:
+    """The endpoints, over the services they share."""
+
+    def __init__(
+        self,
+        services: Services,
+        metrics: Metrics,
+        registry: Registry,
+        members: Members | None,
+        siblings: Siblings | None = None,
+    ) -> None:
+        """Without `members` nobody can be drained from here. With `siblings` orders reach, and numbers count, all of them."""
+        self._services, self._metrics = services, metrics
+        self._registry, self._members, self._siblings = registry, members, siblings
+
+    async def workers(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /admin/workers`: every worker as this gateway process sees it, every model as all of them do."""
+        now_ns, wall_ns = self._services.clock.now_ns(), self._services.clock.wall_ns()
+        numbers, gone = model_numbers(self._services, self._metrics), None
+        if self._siblings is not None:
+            total = await self._siblings.sum()
+            numbers, gone = total.models, frozenset(total.gone)
+        workers = [_worker(worker, now_ns, wall_ns) for worker in self._registry]
+        report = FleetReport(
+            version=__version__,
+            workers=workers + self._drained(gone),
+            models=[_model(model, numbers.get(model.name)) for model in self._services.models],
+        )
+        answer(exchange, report)
+
+    async def explain(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /admin/explain/{request_id}`: which workers this gateway process considered for a request, what each scored and why
+        one was picked; one entry per decision (holds and retries have more than one), oldest first. Of a request for "auto" also how
+        its model was chosen.
+
+        Raises:
+            NotFound: it is not known here, or not any more.
+        """
+        name = unquote(exchange.head.path.removeprefix("/admin/explain/"))
+        explained = self._services.explained
+        decisions, choice = explained.of(RequestId(name)), explained.choice_of(RequestId(name))
+        if not decisions and choice is None:
+            raise NotFound(
+                f"No decision about request {name[:128]!r} is known here (any more).", code="unknown_request"
+            )
+        told: dict[str, Any] = {"request_id": name, "decisions": [explain(each) for each in decisions]}
+        if choice is not None:
+            told["model_choice"] = explain_choice(choice)
+        answer(exchange, told)
+
+    async def order(self, exchange: Exchange, caller: Caller) -> None:
+        """`POST /admin/workers/{id}/drain` and `/undrain`. The id may hold slashes."""
+        shown, _, verb = exchange.head.path.removeprefix(WORKERS).rstrip("/").rpartition("/")
+        worker_id = WorkerId(unquote(shown))
+        if verb not in ("drain", "undrain") or not shown:
+            raise NotFound("Unknown path. There are /drain and /undrain of a worker.", code="unknown_path")
+        members = self._members
+        if members is None:
+            raise NotFound("This gateway keeps no workers.", code="unknown_path")
+        timeout_s = None if verb == "undrain" else self._timeout_s(exchange.body)
+        if not (members.is_held(worker_id) if timeout_s is None else members.hold(worker_id, timeout_s)):
+            raise NotFound(f"There is no such worker: {worker_id[:128]}.", code="unknown_worker")
+        if self._siblings is not None:
+            await self._siblings.order(worker_id, timeout_s)
+        elif timeout_s is None:
+            await members.release(worker_id)
+        worker = self._registry.get(worker_id)
+        streams = 0 if worker is None else worker.backend.num_streams
+        state = "gone" if worker is None else worker.state.value
+        answer(exchange, {"id": worker_id, "state": state, "streams": streams})
+
+    def _timeout_s(self, body: bytes) -> float:
+        """How long the streams have.
+
+        Raises:
+            InvalidRequest: the body says something else.
+        """
+        default_s = self._services.config.fleet.drain_timeout_s
+        if not body.strip():
+            return default_s
+        try:
+            order = _orders.decode(body)
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(f"Invalid body: {error}.", code="invalid_value") from error
+        return default_s if order.timeout_s is None else order.timeout_s
+
+    def _drained(self, gone: Collection[str] | None) -> list[WorkerReport]:
+        """Workers that were drained by hand and are gone: they can come back. `gone`: those that have left all gateway
+        processes; None: there is only this one.
+        """
+        if self._members is None:
+            return []
+        return [
+            WorkerReport(
+                id=worker_id,
+                model=each.route,
+                engine=each.engine,
+                address=each.address,
+                state="gone" if gone is None or worker_id in gone else "draining",
+                stage="drained by hand",
+            )
+            for worker_id, each in self._members.held.items()
+            if self._registry.get(worker_id) is None
+        ]
+
+
+def _model(model: ServedModel, numbers: ModelNumbers | None) -> ModelReport:
+    return ModelReport(
+        name=model.name,
+        waiting=numbers.waiting if numbers is not None else 0,
+        ready=model.workers.num_ready,
+        workers=len(model.workers),
+        ttft_sum_s=numbers.ttft_sum_s if numbers is not None else 0.0,
+        ttft_count=numbers.ttft_count if numbers is not None else 0,
+    )
+
+
+def _worker(worker: Worker, now_ns: int, wall_ns: int) -> WorkerReport:
+    status = worker.backend.status
+    stats = status.stats
+    return WorkerReport(
+        id=worker.id,
+        model=worker.route,
+        engine=worker.engine,
+        state=worker.state.value,
+        stage=worker.stage,
+        epoch=worker.epoch,
+        address=worker.address,
+        identity=status.info.identity if status.info is not None else "",
+        running=stats and stats.running,
+        waiting=stats and stats.waiting,
+        kv_blocks_used=stats and stats.blocks_used,
+        kv_blocks_total=stats and stats.blocks_total,
+        generated_tokens=stats and stats.generated_tokens,
+        age_s=round((now_ns - worker.heard_ns) / NS_PER_S, 3) if worker.heard_ns else None,
+        adapters=sorted(status.adapters.served),
+        adapters_loaded=sorted(status.adapters.loaded),
+        restarts=status.restarts,
+        notes=worker.notes(wall_ns),
+    )

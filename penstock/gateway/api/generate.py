@@ -1,0 +1,387 @@
+"""The two endpoints that generate: `/v1/chat/completions` and `/v1/completions`.
+
+Each reads its request, finds the model, makes prompt tokens, checks that they fit, and submits a reply with one sink
+per choice to the dispatcher. After that everything is pushed (dispatch.py, reply.py, relay.py, collect.py).
+"""
+
+import math
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import msgspec
+
+from penstock.backends.base import GenerateRequest, Sink, TextLogprob
+from penstock.clock import NS_PER_S
+from penstock.errors import ContextTooLong
+from penstock.gateway.api.hints import Hints, read_hints
+from penstock.gateway.api.job import Job, arrival_of, requests_of, uses_tools
+from penstock.gateway.api.services import Services
+from penstock.gateway.dispatch.dispatcher import Ticket
+from penstock.gateway.http.exchange import Exchange
+from penstock.gateway.http.served_headers import Served
+from penstock.gateway.http.tally import Tally
+from penstock.gateway.identity.auth import Caller
+from penstock.gateway.models.prepare import (
+    chat_max_tokens,
+    chat_prompt,
+    check_sampling,
+    completion_max_tokens,
+    completion_prompt,
+)
+from penstock.gateway.models.served import ServedModel
+from penstock.gateway.relay.collect import WholeChat, WholeCompletion
+from penstock.gateway.relay.logprobs import Echo
+from penstock.gateway.relay.relay import ChatSink, CompletionLogprobsSink, StreamReply, TextSink
+from penstock.gateway.relay.reply import Context, Reply
+from penstock.gateway.relay.usage_chunks import CountingSink, UsageWriter
+from penstock.kv.index.prompt_keys import PromptKeys
+from penstock.policy.admit_facts import DowngradeReason
+from penstock.policy.limits.rate_limit import SLICE_TOKENS
+from penstock.policy.tenant import Tenant
+from penstock.protocol.needs import (
+    NO_CONSTRAINT,
+    common_needs,
+    constraint_of,
+    rare_needs,
+    unsupported,
+)
+from penstock.protocol.openai import ChatRequest, CompletionRequest, GenerationRequest
+from penstock.protocol.openai_validate import parse_chat, parse_completion, prompts_of
+from penstock.protocol.parameters import Need
+from penstock.protocol.stream import ChatChunks, CompletionChunks, StreamHead
+from penstock.telemetry.catalog import Endpoint
+from penstock.text.tools import ForcedCalls, ToolParser
+
+_Begin = Callable[[Job], tuple[Reply, Sequence[Sink]]]
+"""Makes the reply of a job, and with it takes its exchange."""
+_Prepared = tuple[Job, _Begin]
+Prepare = Callable[[ServedModel, str], Awaitable[_Prepared]]
+"""Makes a request's prompt for one model, or an adapter of it, and says how its reply is made. Raises what the client has to change."""
+PIECE_TOKENS = 32
+"""Tokens of a whole answer that go on together: detokenizing and counting each costs more than the rest of a step."""
+
+
+class Generate:
+    """The endpoints, over the services they share."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def chat(self, exchange: Exchange, caller: Caller) -> None:
+        """`POST /v1/chat/completions`."""
+        request = parse_chat(exchange.body, self._services.config.limits)
+        body, needs = exchange.body, rare_needs(request)
+        num_bytes = len(body)
+        constraint = constraint_of(request) if needs else NO_CONSTRAINT
+
+        async def prepare(model: ServedModel, adapter: str) -> _Prepared:
+            info, capabilities = model.info(), _checked(model, request, needs)
+            prompt = await chat_prompt(self._services.tokenize, model, request, caller.tenant, num_bytes)
+            max_tokens = chat_max_tokens(request, len(prompt), info, caller.tenant)
+            check_sampling(request, max_tokens, info)
+            job = Job(
+                exchange=exchange,
+                caller=caller,
+                model=model,
+                adapter=adapter,
+                request=request,
+                answer_id=self._services.ids.take("chatcmpl"),
+                prompts=[prompt],
+                max_tokens=[max_tokens],
+                logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+                needs=capabilities,
+                constraint=constraint,
+                body=body,
+            )
+            kind = _chat_stream if request.stream else _chat_whole
+            return job, lambda job: kind(self._context(job), job)
+
+        await self._serve(exchange, caller, request, Endpoint.CHAT, prepare, _names(needs))
+
+    async def completions(self, exchange: Exchange, caller: Caller) -> None:
+        """`POST /v1/completions`."""
+        request = parse_completion(exchange.body, self._services.config.limits)
+        body, needs = exchange.body, rare_needs(request)
+        num_bytes = len(body)
+        constraint = constraint_of(request) if needs else NO_CONSTRAINT
+        texts, special = prompts_of(request), request.add_special_tokens is not False
+
+        async def prepare(model: ServedModel, adapter: str) -> _Prepared:
+            info, capabilities = model.info(), _checked(model, request, needs)
+            prompts = await self._services.tokenize.run(
+                num_bytes,
+                lambda: [completion_prompt(model, text, info, add_special_tokens=special) for text in texts],
+            )
+            max_tokens = [
+                completion_max_tokens(request, len(prompt), info, caller.tenant) for prompt in prompts
+            ]
+            check_sampling(request, min(max_tokens), info)
+            job = Job(
+                exchange=exchange,
+                caller=caller,
+                model=model,
+                adapter=adapter,
+                request=request,
+                answer_id=self._services.ids.take("cmpl"),
+                prompts=prompts,
+                max_tokens=max_tokens,
+                logprobs=request.logprobs,
+                prompt_logprobs=request.logprobs if request.echo else None,
+                needs=capabilities,
+                constraint=constraint,
+                body=body,
+            )
+            kind = _completion_stream if request.stream else _completion_whole
+            echoes = _echoes(model, request, texts, prompts)
+            return job, lambda job: kind(self._context(job), job, echoes)
+
+        await self._serve(exchange, caller, request, Endpoint.COMPLETIONS, prepare, _names(needs))
+
+    async def _serve(
+        self,
+        exchange: Exchange,
+        caller: Caller,
+        request: GenerationRequest,
+        endpoint: Endpoint,
+        prepare: Prepare,
+        needs: frozenset[str],
+    ) -> None:
+        """Submit the request to its model, and to whichever other one it is diverted to: each makes its own prompt."""
+        services, tenant = self._services, caller.tenant
+        services.check_draining()
+        hints = read_hints(exchange.head.headers, _session_word(request))
+        model, adapter, choice = services.models.resolve(request, tenant, needs)
+        name = adapter or model.name
+        served = Served(model=name, requested=request.model or name)
+        if choice is not None:
+            served.downgrade, served.route = "complexity", choice.explain()
+            services.tell_choice(exchange.id, tenant, choice)
+        if model.workers.info is None:
+            fallback = next(self._ready_fallbacks(model, tenant, hints, request, adapter, needs), None)
+            if fallback is not None:
+                services.metrics.diverted(model.name, "unavailable")
+                model, served = (
+                    fallback,
+                    replace(served, model=adapter or fallback.name, downgrade="unavailable"),
+                )
+            await services.cold.wait(model, exchange, tenant.id)
+        too_long: Iterator[ServedModel] | None = None
+        first_error: ContextTooLong | None = None
+        while exchange.is_open:
+            exchange.served = served
+            exchange.tally = Tally(model=model.name, endpoint=endpoint, started_ns=exchange.started_ns)
+            try:
+                job, begin = await prepare(model, adapter)
+            except ContextTooLong as error:
+                too_long = too_long or self._ready_fallbacks(model, tenant, hints, request, adapter, needs)
+                first_error = first_error or error
+                if (longer := next(too_long, None)) is None:
+                    raise first_error from None
+                services.metrics.diverted(model.name, "context")
+                model, served = longer, replace(served, model=adapter or longer.name, downgrade="context")
+                continue
+            services.check_draining()  # It may have begun while the prompt was tokenized.
+            arrival = arrival_of(job, served, hints, endpoint, self._keys(job))
+            if choice is not None:
+                services.explained.chose(arrival.id, choice)
+            reply, sinks = begin(job)
+            streams = self._streams(job, sinks)
+            ticket = Ticket(arrival=arrival, model=model, reply=reply, streams=streams)
+            if services.falls_back:
+                ticket.again = partial(self._again, ticket, served, hints, prepare)
+            diverted = services.dispatcher.submit(ticket)
+            if diverted is None:
+                return
+            model = services.models.get(diverted.route)  # One that has the adapter, if one is asked for.
+            served = replace(served, model=adapter or model.name, downgrade=diverted.why)
+
+    def _ready_fallbacks(
+        self,
+        model: ServedModel,
+        tenant: Tenant,
+        hints: Hints,
+        request: GenerationRequest,
+        adapter: str,
+        needs: frozenset[str],
+    ) -> Iterator[ServedModel]:
+        """Models that may answer what does not fit this one, or what it has had no worker for yet, if they have workers."""
+        services = self._services
+        for name in services.gate.longer(
+            model.name,
+            tenant,
+            hints.degrade,
+            needs_tools=uses_tools(request),
+            adapter=adapter,
+            needs=needs,
+        ):
+            if (found := services.models.get(name)).workers.is_ready:
+                yield found
+
+    def _streams(self, job: Job, sinks: Sequence[Sink]) -> list[tuple[GenerateRequest, Sink]]:
+        """Every choice's request, and who hears its answer."""
+        piece_tokens = 1
+        if not job.request.stream and job.num_choices == 1:
+            # Limits and budgets are looked at between slices, so pieces end where those do.
+            piece_tokens = math.gcd(PIECE_TOKENS, SLICE_TOKENS)
+        return list(zip(requests_of(job, piece_tokens), sinks, strict=True))
+
+    async def _again(
+        self, ticket: Ticket, served: Served, hints: Hints, prepare: Prepare, route: str, why: DowngradeReason
+    ) -> None:
+        """Make the prompt of a request that waits anew for another model, and let it wait there."""
+        services, old = self._services, ticket.arrival
+        model = services.models.get(route)
+        job, begin = await prepare(model, old.adapter)
+        job = msgspec.structs.replace(job, answer_id=str(old.id))
+        exchange = job.exchange
+        now_served = replace(served, model=old.adapter or model.name, downgrade=why)
+        arrival = arrival_of(job, now_served, hints, Endpoint(old.endpoint), self._keys(job))
+        arrival = msgspec.structs.replace(arrival, num_bytes=old.num_bytes)
+
+        def start() -> tuple[Reply, Sequence[tuple[GenerateRequest, Sink]]]:
+            exchange.served = now_served
+            exchange.tally = Tally(
+                model=model.name, endpoint=Endpoint(old.endpoint), started_ns=exchange.started_ns
+            )
+            reply, sinks = begin(job)
+            return reply, self._streams(job, sinks)
+
+        services.dispatcher.move(ticket, arrival, model, start)
+
+    def _keys(self, job: Job) -> PromptKeys | None:
+        """What the prompt's KV blocks are called; several prompts have no one place."""
+        if len(job.prompts) != 1:
+            return None
+        prompt = job.prompts[0]
+        return self._services.locality.maker(job.model.name).keys(
+            prompt,
+            salt=job.caller.cache_salt,
+            public_tokens=job.model.public_prefixes.num_tokens_of(prompt),
+            adapter=job.adapter,
+        )
+
+    def _context(self, job: Job) -> Context:
+        """What the reply is given."""
+        services, tally, options = self._services, job.exchange.tally, job.request.stream_options
+        assert tally is not None
+        tally.num_choices, tally.choices_per_prompt = job.num_choices, job.choices_per_prompt
+        head = StreamHead(
+            id=job.answer_id,
+            created=services.clock.wall_ns() // NS_PER_S,
+            model=job.adapter or job.model.name,
+            fingerprint=job.model.fingerprint(),
+            include_usage=bool(options and options.include_usage),
+        )
+        return Context(
+            exchange=job.exchange,
+            tally=tally,
+            clock=services.clock,
+            owner=services.dispatcher,
+            head=head,
+            ids=services.ids,
+        )
+
+
+def _names(needs: Sequence[Need]) -> frozenset[str]:
+    return frozenset(need.capability for need in needs) if needs else _NOTHING
+
+
+_NOTHING = frozenset[str]()
+
+
+def _checked(model: ServedModel, request: GenerationRequest, needs: Sequence[Need]) -> frozenset[str]:
+    """The capabilities that a request needs of its worker.
+
+    Raises:
+        Unsupported: no worker of the model has them all.
+    """
+    if model.workers.lacks_common:
+        needs = [*needs, *common_needs(request)]
+    wanted = _names(needs)
+    if wanted and (lacking := model.workers.lacking(wanted)):
+        raise unsupported(needs, lacking, model.name)
+    return wanted
+
+
+def _session_word(request: GenerationRequest) -> object:
+    """What in the body names the conversation: OpenAI's `prompt_cache_key` is for requests that share a beginning."""
+    key = request.prompt_cache_key if isinstance(request, ChatRequest) else None
+    return key or request.user
+
+
+def _parser(job: Job) -> ToolParser | None:
+    """Of one choice's text; None: it is shown as it is."""
+    if job.constraint.forced_tool is not None:
+        return ForcedCalls(job.constraint.forced_tool)
+    return job.model.tool_parser() if uses_tools(job.request) else None
+
+
+def _counted(reply: StreamReply, job: Job, sinks: Sequence[TextSink]) -> Sequence[Sink]:
+    """The sinks; with `continuous_usage_stats` every chunk has the usage until there."""
+    options = job.request.stream_options
+    if options is None or not options.continuous_usage_stats:
+        return sinks
+    writer = UsageWriter(reply.exchange, sum(map(len, job.prompts)))
+    for sink in sinks:
+        sink.write_to(writer.as_exchange())
+    return [CountingSink(sink, writer) for sink in sinks]
+
+
+def _chat_stream(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:
+    reply = StreamReply(context, ChatChunks.KIND)
+    logprobs = job.logprobs is not None
+    sinks: list[TextSink] = []
+    for i in range(job.num_choices):
+        chunks = ChatChunks(context.head, i)
+        parser = _parser(job)
+        if parser is not None or logprobs:
+            sinks.append(ChatSink(reply, chunks, i, logprobs=logprobs, parser=parser))
+        else:
+            sinks.append(TextSink(reply, chunks, i, chunks.role()))
+    return reply, _counted(reply, job, sinks)
+
+
+def _chat_whole(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:
+    parsers = [_parser(job) for _ in range(job.num_choices)]
+    reply = WholeChat(context, parsers=parsers, with_logprobs=job.logprobs is not None)
+    return reply, reply.sinks
+
+
+def _completion_stream(context: Context, job: Job, echoes: Sequence[Echo]) -> tuple[Reply, Sequence[Sink]]:
+    reply = StreamReply(context, CompletionChunks.KIND)
+    sinks: list[TextSink] = []
+    for i in range(job.num_choices):
+        chunks, echo = CompletionChunks(context.head, i), echoes[i // job.choices_per_prompt]
+        if job.logprobs is not None:
+            sinks.append(CompletionLogprobsSink(reply, chunks, i, echo))
+        else:
+            sinks.append(TextSink(reply, chunks, i, chunks.text(echo.text) if echo.text else b""))
+    return reply, _counted(reply, job, sinks)
+
+
+def _completion_whole(context: Context, job: Job, echoes: Sequence[Echo]) -> tuple[Reply, Sequence[Sink]]:
+    by_choice = [echoes[i // job.choices_per_prompt] for i in range(job.num_choices)]
+    reply = WholeCompletion(context, echoes=by_choice, with_logprobs=job.logprobs is not None)
+    return reply, reply.sinks
+
+
+def _echoes(
+    model: ServedModel,
+    request: CompletionRequest,
+    texts: Sequence[str | list[int]],
+    prompts: Sequence[Sequence[int]],
+) -> list[Echo]:
+    """What goes in front of each prompt's answers; `prompts` are the tokens of `texts`."""
+    if not request.echo:
+        return [Echo()] * len(texts)
+    tokenizer = model.tokenizer
+    return [
+        Echo(
+            text if isinstance(text, str) else tokenizer.decode(text, skip_special_tokens=False),
+            TextLogprob(tokenizer.token_text(prompt[0]), tokenizer.token_bytes(prompt[0]), None)
+            if request.logprobs is not None
+            else None,
+        )
+        for text, prompt in zip(texts, prompts, strict=True)
+    ]

@@ -1,0 +1,356 @@
+"""The endpoints that look: models, tokens, health, readiness, metrics, status and the landing page."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+
+from penstock.clock import NS_PER_S
+from penstock.errors import Forbidden, InvalidRequest
+from penstock.fleet.members import Members
+from penstock.fleet.worker import Worker
+from penstock.gateway.api.health import HealthStatus, gateway_health
+from penstock.gateway.api.services import Services
+from penstock.gateway.http.exchange import Exchange, Response
+from penstock.gateway.identity.auth import Caller
+from penstock.gateway.models.prepare import check_token_ids, render
+from penstock.gateway.models.served import ServedModel
+from penstock.gateway.shared.siblings import Siblings
+from penstock.policy.limits.tenant_limits import check_model, may_use_model
+from penstock.policy.tenant import Tenant
+from penstock.protocol.openai import DetokenizeAnswer, ModelList, TokenizeAnswer, TokenizeRequest
+from penstock.protocol.openai_validate import parse_detokenize, parse_tokenize
+from penstock.protocol.siblings import ModelNumbers, Snapshot, Sum
+from penstock.protocol.worker import ModelInfo, Stats
+from penstock.telemetry.metrics import CONTENT_TYPE, Metrics
+
+NOTES_MAX = 20
+"""Notes of all workers of a model together."""
+STATIC = Path(__file__).parent / "static"
+# The page brings its own style and script and may talk to this server only.
+_CONTENT_POLICY = (
+    b"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
+    b"connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+PAGE_HEADERS = (
+    (b"content-security-policy", _CONTENT_POLICY),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+)
+
+
+class ModelWord(msgspec.Struct, frozen=True, kw_only=True):
+    """One model in `/ready`, and in a tenant's `/status.json`: how far it is, and no number that tells of anyone's use."""
+
+    name: str
+    ready: bool
+    stage: str
+    progress: float | None
+    """From 0 to 1; null if it cannot be said."""
+
+
+class ModelState(ModelWord, frozen=True, kw_only=True):
+    """One model in `/status.json`."""
+
+    done: int
+    total: int
+    restarts: int
+    notes: list[str]
+    """What happened to its workers: worker, time, what; the latest last."""
+    info: ModelInfo | None = None
+    stats: Stats | None = None
+    """Sums over its workers."""
+    workers: dict[str, int]
+    """How many are in which state (policy/resilience/worker_state.py); each by itself is at /admin/workers."""
+
+
+class WorkerLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker on the page. `GET /admin/workers` says more, to those who may know."""
+
+    id: str
+    model: str
+    engine: str
+    state: str
+    running: int
+    waiting: int
+    restarts: int
+
+
+class Readiness(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /ready`."""
+
+    status: str
+    models: list[ModelWord]
+
+
+class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /status.json` with a tenant's key: what it may use, and its own numbers."""
+
+    tenant: str
+    tier: str
+    draining: bool
+    auth: bool
+    streams: int
+    """Its requests that were accepted by this gateway process and have not ended."""
+    spent_day_micros: int
+    """Of its budget, in millionths of the price list's currency: this UTC day, and this month."""
+    spent_month_micros: int
+    models: list[ModelWord]
+
+
+class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /status.json`: the landing page's live numbers."""
+
+    version: str
+    uptime_s: float
+    connections: int
+    streams: int
+    processes: int
+    """Gateway processes that share the address; the two numbers before are their sum."""
+    draining: bool
+    auth: bool
+    models: list[ModelState]
+    workers: list[WorkerLine]
+
+
+class Inspect:
+    """The endpoints, over the services they share."""
+
+    def __init__(
+        self,
+        services: Services,
+        metrics: Metrics,
+        *,
+        version: str,
+        members: Members | None = None,
+        siblings: Siblings | None = None,
+    ) -> None:
+        self._members, self._siblings = members, siblings
+        self._services = services
+        self._metrics = metrics
+        self._version = version
+        self._started_ns = services.clock.now_ns()
+        self._page = (STATIC / "index.html").read_bytes()
+        self._restarts: dict[str, dict[str, int]] = {}
+        self.num_connections = 0
+        self.auth = not services.config.auth.disabled
+
+    async def list_models(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /v1/models`."""
+        answer(exchange, ModelList(data=self._services.models.cards(caller.tenant)))
+
+    async def show_model(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /v1/models/{id}`. The id may hold slashes."""
+        name = unquote(exchange.head.path.removeprefix("/v1/models/"))
+        answer(exchange, self._services.models.card(name, caller.tenant))
+
+    async def tokenize(self, exchange: Exchange, caller: Caller) -> None:
+        """`POST /v1/tokenize`."""
+        request = parse_tokenize(exchange.body)
+        model = self._model(request.model, caller)
+        await self._services.cold.wait(model, exchange, caller.tenant.id)
+        info = model.info()
+        tokens = await self._tokens(model, request, caller, len(exchange.body))
+        answer(
+            exchange, TokenizeAnswer(count=len(tokens), max_model_len=info.max_model_len, tokens=list(tokens))
+        )
+
+    async def detokenize(self, exchange: Exchange, caller: Caller) -> None:
+        """`POST /v1/detokenize`."""
+        request = parse_detokenize(exchange.body)
+        model = self._model(request.model, caller)
+        await self._services.cold.wait(model, exchange, caller.tenant.id)
+        check_token_ids(request.tokens, model.info().vocab_size, "tokens")
+        text = await self._services.tokenize.run(
+            len(exchange.body), lambda: model.tokenizer.decode(request.tokens, skip_special_tokens=False)
+        )
+        answer(exchange, DetokenizeAnswer(prompt=text))
+
+    async def health(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /health`: 200 while every model works or will again by itself, else 503; see gateway/api/health.py."""
+        found = gateway_health(model.workers for model in self._services.models)
+        status = 503 if found.status is HealthStatus.DOWN else 200
+        exchange.respond(Response(status=status, body=msgspec.json.encode(found)))
+
+    async def ready(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /ready`: 200 once every model takes requests, else 503 and why. Anyone may ask, so it has no counters."""
+        models = [_word(model) for model in self._services.models]
+        word = "ready" if all(model.ready for model in models) else "loading"
+        if self._services.draining:
+            word = "draining"
+        body = msgspec.json.encode(Readiness(status=word, models=models))
+        exchange.respond(Response(status=200 if word == "ready" else 503, body=body))
+
+    async def metrics(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /metrics`, with the engines' numbers as of now; the sum of all gateway processes. Of all tenants.
+
+        Raises:
+            Forbidden: the caller is a tenant.
+        """
+        if not caller.sees_all:
+            raise Forbidden(
+                "This key is a tenant's, and /metrics tells of all tenants. It takes one of auth.scrape_keys or "
+                "auth.admin_keys, or one made with `penstock keys create --scrape`.",
+                code="not_a_scrape_key",
+            )
+        body = self._render() if self._siblings is None else (await self._siblings.sum()).metrics
+        exchange.respond(Response(body=body, content_type=CONTENT_TYPE.encode()))
+
+    def snapshot(self) -> Snapshot:
+        """This process's numbers, for the sum."""
+        return Snapshot(
+            metrics=self._render(),
+            connections=self.num_connections,
+            streams=self._services.dispatcher.num_streams,
+            models=model_numbers(self._services, self._metrics),
+            gone=self._members.gone if self._members is not None else (),
+        )
+
+    def _render(self) -> bytes:
+        for model in self._services.models:
+            self._follow(model)
+        self._metrics.streams.set(self._services.dispatcher.num_streams)
+        return self._metrics.render()
+
+    async def status(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /status.json`: everything for admins and scrapers, for a tenant its own."""
+        services = self._services
+        if not caller.sees_all:
+            answer(exchange, self._own_status(caller.tenant))
+            return
+        numbers = Sum(
+            metrics=b"",
+            connections=self.num_connections,
+            streams=services.dispatcher.num_streams,
+            processes=1,
+        )
+        if self._siblings is not None:
+            numbers = await self._siblings.sum()
+        status = ServerStatus(
+            version=self._version,
+            uptime_s=round((services.clock.now_ns() - self._started_ns) / NS_PER_S, 1),
+            connections=numbers.connections,
+            streams=numbers.streams,
+            processes=numbers.processes,
+            draining=services.draining,
+            auth=self.auth,
+            models=[_state(model, services.clock.wall_ns()) for model in services.models],
+            workers=[_line(worker) for model in services.models for worker in model.workers],
+        )
+        answer(exchange, status)
+
+    def _own_status(self, tenant: Tenant) -> TenantStatus:
+        services, now_ns = self._services, self._services.clock.now_ns()
+        day_micros, month_micros = services.budgets.spent(now_ns, tenant.id)
+        return TenantStatus(
+            tenant=tenant.id,
+            tier=tenant.tier,
+            draining=services.draining,
+            auth=self.auth,
+            streams=services.limiter.num_live(tenant.id),
+            spent_day_micros=day_micros,
+            spent_month_micros=month_micros,
+            models=[_word(model) for model in services.models if may_use_model(tenant, model.name)],
+        )
+
+    async def landing(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /`: a page for people."""
+        exchange.respond(
+            Response(body=self._page, content_type=b"text/html; charset=utf-8", headers=PAGE_HEADERS)
+        )
+
+    async def _tokens(
+        self, model: ServedModel, request: TokenizeRequest, caller: Caller, num_bytes: int
+    ) -> tuple[int, ...]:
+        pool, prompt = self._services.tokenize, request.prompt
+        if prompt is not None:
+            special = request.add_special_tokens is not False
+            return await pool.run(
+                num_bytes, lambda: model.tokenizer.encode(prompt, add_special_tokens=special)
+            )
+        if request.messages is None:
+            raise InvalidRequest("Give exactly one of 'prompt' and 'messages'.", param="prompt")
+        return await render(
+            pool,
+            model,
+            request.messages,
+            caller.tenant,
+            num_bytes,
+            tools=request.tools,
+            add_generation_prompt=request.add_generation_prompt is not False,
+            extra=request.chat_template_kwargs,
+        )
+
+    def _model(self, name: str | None, caller: Caller) -> ServedModel:
+        model = self._services.models.get(name, caller.tenant)
+        check_model(caller.tenant, model.name)
+        return model
+
+    def _follow(self, model: ServedModel) -> None:
+        metrics, workers = self._metrics.model(model.name), list(model.workers)
+        metrics.workers(worker.state for worker in workers)
+        metrics.engine_stats({worker.id: worker.backend.status.stats for worker in workers})
+        restarts = {str(worker.id): worker.backend.status.restarts for worker in workers}
+        before, self._restarts[model.name] = self._restarts.get(model.name, {}), restarts
+        for _ in range(sum(max(0, count - before.get(worker, 0)) for worker, count in restarts.items())):
+            metrics.engine_restarted()
+
+
+def model_numbers(services: Services, metrics: Metrics) -> dict[str, ModelNumbers]:
+    """What this process knows of each model that others do not."""
+
+    def of(name: str) -> ModelNumbers:
+        lane, numbers = services.dispatcher.control.lane(name), metrics.model(name)
+        waiting = 0 if lane is None else lane.queue.num_waiting
+        return ModelNumbers(waiting, numbers.ttft_sum_s, numbers.ttft_count)
+
+    return {model.name: of(model.name) for model in services.models}
+
+
+def _line(worker: Worker) -> WorkerLine:
+    status = worker.backend.status
+    return WorkerLine(
+        id=worker.id,
+        model=worker.route,
+        engine=worker.engine,
+        state=worker.state.value,
+        running=status.stats.running if status.stats is not None else 0,
+        waiting=status.stats.waiting if status.stats is not None else 0,
+        restarts=status.restarts,
+    )
+
+
+def _word(model: ServedModel) -> ModelWord:
+    status = model.workers.summary()
+    return ModelWord(
+        name=model.name, ready=status.ready, stage=status.stage, progress=_progress(status.done, status.total)
+    )
+
+
+def _progress(done: int, total: int) -> float | None:
+    return round(done / total, 3) if total else None
+
+
+def _state(model: ServedModel, wall_ns: int) -> ModelState:
+    status = model.workers.summary()
+    notes = [f"{worker.id}, {note}" for worker in model.workers for note in worker.notes(wall_ns)]
+    return ModelState(
+        name=model.name,
+        ready=status.ready,
+        stage=status.stage,
+        done=status.done,
+        total=status.total,
+        progress=_progress(status.done, status.total),
+        restarts=status.restarts,
+        notes=notes[-NOTES_MAX:],
+        info=status.info,
+        stats=status.stats,
+        workers=Counter(worker.state.value for worker in model.workers),
+    )
+
+
+def answer(exchange: Exchange, shape: Any) -> None:  # noqa: ANN401
+    """Respond with a shape as JSON."""
+    exchange.respond(Response(body=msgspec.json.encode(shape)))

@@ -1,0 +1,116 @@
+"""Which path and verb go where, and who may go there."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from penstock.errors import MethodNotAllowed, NotFound
+from penstock.gateway.api.admin import Admin
+from penstock.gateway.api.generate import Generate
+from penstock.gateway.api.inspect import Inspect
+from penstock.gateway.http.errors import HttpFault
+from penstock.gateway.http.exchange import JSON, Exchange, RequestHead
+from penstock.gateway.identity.auth import Caller
+from penstock.gateway.identity.entrance import Access
+
+_POLLED = frozenset({"/health", "/ready", "/metrics", "/status.json", "/admin/workers"})
+Handler = Callable[[Exchange, Caller], Awaitable[None]]
+
+
+def is_poll(head: RequestHead, status: int) -> bool:
+    """Whether a request is one of the many by which something watches us, and was answered; "not ready" is an answer."""
+    looked = head.method in ("GET", "HEAD") and head.path.rstrip("/") in _POLLED
+    return looked and (status < 400 or status == 503)
+
+
+@dataclass(slots=True, frozen=True)
+class Route:
+    """What one path does."""
+
+    access: Access
+    handlers: Mapping[str, Handler]
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        """The verbs, as an `Allow` header lists them."""
+        return (*self.handlers, *(("HEAD",) if "GET" in self.handlers else ()), "OPTIONS")
+
+    def check_body(self, head: RequestHead) -> None:
+        """Refuse a body that is not said to be JSON: one that says nothing is taken for it.
+
+        Raises:
+            HttpFault: it is something else.
+        """
+        kind = head.headers.get(b"content-type")
+        if kind is None or self.access is not Access.KEY:
+            return
+        media = kind.partition(b";")[0].strip().lower()
+        if media != JSON and not (media.startswith(b"application/") and media.endswith(b"+json")):
+            raise HttpFault(
+                415,
+                f"The body must be JSON and say so with the header 'Content-Type: application/json', not "
+                f"'{media[:64].decode('latin-1')}'.",
+                code="unsupported_media_type",
+            )
+
+    def handler(self, method: str) -> Handler:
+        """What answers this verb; HEAD is a GET whose body is not sent.
+
+        Raises:
+            MethodNotAllowed: nothing does.
+        """
+        handler = self.handlers.get("GET" if method == "HEAD" else method)
+        if handler is None:
+            allowed = self.allowed
+            raise MethodNotAllowed(
+                f"Method {method} is not allowed here. Allowed: {', '.join(allowed)}.", allowed=allowed
+            )
+        return handler
+
+
+class Routes:
+    """The table."""
+
+    def __init__(self, generate: Generate, inspect: Inspect, admin: Admin) -> None:
+        self._table = {
+            "/": Route(Access.OPEN, {"GET": inspect.landing}),
+            "/health": Route(Access.OPEN, {"GET": inspect.health}),
+            "/ready": Route(Access.OPEN, {"GET": inspect.ready}),
+            "/metrics": Route(Access.LOOK, {"GET": inspect.metrics}),
+            "/status.json": Route(Access.LOOK, {"GET": inspect.status}),
+            "/v1/chat/completions": Route(Access.KEY, {"POST": generate.chat}),
+            "/v1/completions": Route(Access.KEY, {"POST": generate.completions}),
+            "/v1/models": Route(Access.KEY, {"GET": inspect.list_models}),
+            "/v1/tokenize": Route(Access.KEY, {"POST": inspect.tokenize}),
+            "/v1/detokenize": Route(Access.KEY, {"POST": inspect.detokenize}),
+            # vLLM has these two outside /v1, and its clients look for them there.
+            "/tokenize": Route(Access.KEY, {"POST": inspect.tokenize}),
+            "/detokenize": Route(Access.KEY, {"POST": inspect.detokenize}),
+            "/admin/workers": Route(Access.ADMIN, {"GET": admin.workers}),
+        }
+        self._below = {
+            "/v1/models/": Route(Access.KEY, {"GET": inspect.show_model}),
+            "/admin/explain/": Route(Access.ADMIN, {"GET": admin.explain}),
+            "/admin/workers/": Route(Access.ADMIN, {"POST": admin.order}),
+        }
+        """Paths that end in the name of something, which may hold slashes."""
+
+        known = [
+            each for each, route in self._table.items() if each.startswith("/v1/") or "GET" in route.handlers
+        ]
+        self._known = f"{', '.join(known[:-1])} and {known[-1]}"
+
+    def find(self, path: str) -> Route:
+        """The route of a path; a slash at its end does not matter.
+
+        Raises:
+            NotFound: there is none.
+        """
+        route = self._table.get(path) or self._table.get(path.rstrip("/"))
+        if route is None:
+            route = next((found for start, found in self._below.items() if path.startswith(start)), None)
+        if route is None:
+            raise NotFound(
+                f"This server has no {path[:128]}. It has {self._known}.",
+                code="unknown_path",
+            )
+        return route

@@ -1,0 +1,73 @@
+"""What all endpoints share."""
+
+from dataclasses import dataclass
+
+from penstock.clock import Clock
+from penstock.config.tree import Config
+from penstock.errors import Draining
+from penstock.gateway.dispatch.cold_start import ColdStarts
+from penstock.gateway.dispatch.dispatcher import Dispatcher
+from penstock.gateway.models.served import ModelTable
+from penstock.gateway.models.tokenize_pool import TokenizePool
+from penstock.kv.index.locality import KVLocality
+from penstock.policy.admission.gate import Gate
+from penstock.policy.extras.complexity import ComplexityChoice
+from penstock.policy.limits.budget import TenantBudgets
+from penstock.policy.limits.rate_limit import Limiter
+from penstock.policy.placement.decision_log import DecisionLog
+from penstock.policy.tenant import Tenant
+from penstock.rng import IdSource
+from penstock.telemetry.log import Log
+from penstock.telemetry.metrics import Metrics
+
+
+@dataclass(slots=True, kw_only=True)
+class Services:
+    """Handed to every endpoint."""
+
+    config: Config
+    models: ModelTable
+    ids: IdSource
+    clock: Clock
+    tokenize: TokenizePool
+    dispatcher: Dispatcher
+    gate: Gate
+    limiter: Limiter
+    budgets: TenantBudgets
+    metrics: Metrics
+    explained: DecisionLog
+    """Which worker got which of the last requests, and why; and which model, of those that named none."""
+    cold: ColdStarts
+    """Where requests wait for a model's first worker."""
+    locality: KVLocality
+    """Where prompts are cached; makes their keys."""
+    log: Log
+    falls_back: bool = False
+    """Whether any model has another one to fall back to."""
+    draining: bool = False
+
+    def check_draining(self) -> None:
+        """Refuse new work once the server is going away.
+
+        Raises:
+            Draining: it is.
+        """
+        if self.draining:
+            raise Draining("The server is shutting down.")
+
+    def tell_choice(self, exchange_id: str, tenant: Tenant, choice: ComplexityChoice) -> None:
+        """One line about how a model was chosen, where there are lines about requests: `exchange_id` is in the access line too."""
+        if not self.log.tells_requests:
+            return
+        facts: dict[str, str | float] = {f"part_{name}": round(value, 3) for name, value in choice.parts}
+        if choice.passed_over:
+            facts["passed_over"] = ",".join(choice.passed_over)
+        self.log.info(
+            "model chosen",
+            request_id=exchange_id,
+            tenant=tenant.id,
+            tier=tenant.tier,
+            model=choice.model,
+            complexity=round(choice.complexity, 3),
+            **facts,
+        )

@@ -1,0 +1,1 @@
+"""How does an accepted request reach a worker? Flow control, driven on the event loop."""

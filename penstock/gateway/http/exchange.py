@@ -1,0 +1,292 @@
+"""One request and its response: what a handler sees of HTTP.
+
+An exchange is answered once: by `respond`, or by `begin_stream`, any number of writes and `end`. If the
+client leaves before that, `on_disconnect` is called at once and everything written later goes nowhere.
+It knows how a response is framed; sockets, parsing and timeouts belong to `connection.py`.
+"""
+
+import enum
+import http
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import msgspec
+
+from penstock.gateway.http.flush import RelayTerms
+from penstock.gateway.http.served_headers import Served
+from penstock.gateway.http.tally import Tally
+from penstock.protocol.sse import HEARTBEAT
+
+Headers = tuple[tuple[bytes, bytes], ...]
+JSON = b"application/json"
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+EVENTS = b"text/event-stream; charset=utf-8"
+
+
+class RequestHead(msgspec.Struct, frozen=True, kw_only=True):
+    """A request's first line and headers. `path` has no query; header names are in lower case."""
+
+    method: str
+    path: str
+    headers: Mapping[bytes, bytes]
+    version: str = "1.1"
+
+
+class Response(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole response."""
+
+    body: bytes
+    status: int = 200
+    content_type: bytes = JSON
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+
+class Ending(enum.StrEnum):
+    """How an exchange ended, for logs and metrics."""
+
+    ANSWERED = "answered"
+    DISCONNECTED = "disconnected"  # The client left first.
+    OVERRUN = "overrun"  # The client read too slowly and its buffer was full.
+    CUT = "cut"  # The server gave up in the middle of a stream.
+
+
+class Wire(Protocol):
+    """What an exchange needs of its connection."""
+
+    paused: bool
+    """The client does not keep up; the transport is buffering."""
+
+    def write(self, data: bytes) -> None:
+        """Give bytes to the transport."""
+        ...
+
+    def buffered_bytes(self) -> int:
+        """Bytes that the kernel has not taken yet."""
+        ...
+
+    def response_done(self, *, keep_alive: bool) -> None:
+        """The response is complete; the next request may come, or the connection closes."""
+        ...
+
+    def cut(self) -> None:
+        """Close now and throw away what is buffered."""
+        ...
+
+
+class Exchange:
+    """A request in the hands of a handler, and the way back to the client."""
+
+    __slots__ = (
+        "_chunked", "_held_bytes", "_keep_alive", "_on_finished", "_wire", "body", "client", "cors", "ending", "head", "headers",
+        "holds", "id", "idle_ticks", "is_open", "on_caught_up", "on_disconnect", "on_full", "served", "started_ns", "status", "streaming",
+        "tally", "terms",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        head: RequestHead,
+        wire: Wire,
+        *,
+        client: str,
+        terms: RelayTerms,
+        cors: Headers = (),
+        on_finished: Callable[["Exchange"], None],
+    ) -> None:
+        self.head = head
+        self.client = client
+        self.body = b""
+        self.id = ""
+        self.tally: Tally | None = None
+        """Set by handlers that generate."""
+        self.served: Served | None = None
+        """Which model answers, and why. Set by handlers that generate; its headers go with whatever the response is."""
+        self.started_ns = 0
+        self.status = 0
+        self.streaming = False
+        self.idle_ticks = 0
+        """Heartbeat ticks since the last write."""
+        self.is_open = True
+        """Whether writing still makes sense."""
+        self.ending: Ending | None = None
+        self.on_disconnect: Callable[[], None] | None = None
+        self.cors = cors
+        """CORS headers, which go with every answer (gateway/http/cors.py)."""
+        self.headers: Headers = ()
+        """Sent with the response, whatever it is."""
+        self.on_caught_up: Callable[[], None] | None = None
+        """Called when a slow client has read what was written."""
+        self.on_full: Callable[[], bool] | None = None
+        """Called when too much waits for a slow client. Whether its source was stopped: what comes all the same is little."""
+        self.terms = terms
+        self.holds = terms.flusher is not None
+        """Whether text had better be held back (`hold`) than written now."""
+        self._held_bytes = 0
+        self._wire = wire
+        self._on_finished = on_finished
+        self._keep_alive = True
+        self._chunked = False
+
+    @property
+    def keep_alive(self) -> bool:
+        """Whether the connection may carry another request after this one."""
+        return self._keep_alive
+
+    def close_after(self) -> None:
+        """Close the connection once this is answered. Idempotent."""
+        self._keep_alive = False
+
+    def forget_request(self) -> None:
+        """Nobody reads body and headers any more: they may be megabytes, and the stream long."""
+        self.body = b""
+        self.head = msgspec.structs.replace(self.head, headers={})
+
+    def respond(self, response: Response) -> None:
+        """Answer with a whole response, whose length is known."""
+        if not self.is_open:
+            return
+        assert not self.streaming, "the response has started"
+        self.status = response.status
+        head = self._head(response.status, response.content_type, response.headers)
+        length = b"" if response.status == 204 else b"content-length: %d\r\n" % len(response.body)
+        body = b"" if self.head.method == "HEAD" else response.body
+        self._wire.write(b"%b%b\r\n%b" % (head, length, body))
+        self._finish(Ending.ANSWERED)
+
+    def begin_stream(self) -> None:
+        """Send the head of a 200 event stream."""
+        if not self.is_open:
+            return
+        assert not self.streaming, "the response has started"
+        self.status, self.streaming = 200, True
+        self._chunked = self.head.version == "1.1"
+        if not self._chunked:
+            self._keep_alive = False  # HTTP/1.0 has no chunks: the end of the connection is the end.
+        head = self._head(200, EVENTS, ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")))
+        self._wire.write(head + (b"transfer-encoding: chunked\r\n\r\n" if self._chunked else b"\r\n"))
+
+    def probe(self) -> None:
+        """Send what says nothing, so that the kernel of a client that has left answers with a reset."""
+        if not self.is_open:
+            return
+        if self.streaming:
+            self.write(HEARTBEAT)
+        elif self.head.version == "1.1":
+            self._wire.write(
+                CONTINUE
+            )  # An interim response, of which a client must expect any number (RFC 9110, 15.2).
+
+    def write(self, data: bytes) -> None:
+        """Send a piece of the stream. Over the buffer's bound its source waits, or the exchange ends as if the client had left."""
+        if not self.is_open:
+            return
+        self.idle_ticks = 0
+        wire = self._wire
+        wire.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        if wire.paused and wire.buffered_bytes() > self.terms.buffer_bytes_max:
+            self._full()
+
+    @property
+    def waits(self) -> bool:
+        """Whether the client must be waited for before more is written."""
+        return self.terms.pauses and self._wire.paused
+
+    def hold(self, num_bytes: int) -> None:
+        """Bytes are held back for this client. They count against the same bound as what its transport buffers."""
+        self._held_bytes += num_bytes
+        if self._wire.paused and self._held_bytes + self._wire.buffered_bytes() > self.terms.buffer_bytes_max:
+            self._full()
+
+    def let_go(self) -> None:
+        """What was held back is about to be written."""
+        self._held_bytes = 0
+
+    def fell_behind(self) -> None:
+        """The transport buffers more than a mark (called by the connection)."""
+        self.holds = self.holds or self.terms.pauses
+
+    def caught_up(self) -> None:
+        """The transport's buffer is nearly empty again (called by the connection)."""
+        self.holds = self.terms.flusher is not None
+        if self.on_caught_up is not None:
+            self.on_caught_up()
+
+    def _full(self) -> None:
+        """More waits than may: stop what it comes from, or give the client up."""
+        if not self.terms.pauses or self.on_full is None or not self.on_full():
+            self.overrun()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the client has yet to take what was written."""
+        return self._wire.paused
+
+    def overrun(self) -> None:
+        """The client reads too slowly: give it up."""
+        if self.is_open:
+            self._lost(Ending.OVERRUN)
+            self._wire.cut()
+
+    def end(self, data: bytes = b"") -> None:
+        """Send the last piece and finish the stream."""
+        if not self.is_open:
+            return
+        if self._chunked:
+            piece = b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+            self._wire.write(piece + b"0\r\n\r\n")
+        elif data:
+            self._wire.write(data)
+        self._finish(Ending.ANSWERED)
+
+    def end_broken(self, data: bytes) -> None:
+        """Finish a stream that failed: send `data`, then close the connection."""
+        self._keep_alive = False
+        self.end(data)
+
+    def disconnected(self) -> None:
+        """The connection is gone (called by it)."""
+        if self.is_open:
+            self._lost(Ending.DISCONNECTED)
+
+    def cut(self) -> None:
+        """Give up: close the connection in the middle of the response."""
+        if self.is_open:
+            self._lost(Ending.CUT)
+            self._wire.cut()
+
+    def _finish(self, ending: Ending) -> None:
+        self.is_open, self.ending = False, ending
+        self._forget_callbacks()
+        self._on_finished(self)
+        self._wire.response_done(keep_alive=self._keep_alive)
+
+    def _lost(self, ending: Ending) -> None:
+        self.is_open, self.ending = False, ending
+        if self.on_disconnect is not None:
+            self.on_disconnect()
+        self._forget_callbacks()
+        self._on_finished(self)
+
+    def _forget_callbacks(self) -> None:
+        """They lead to the reply, which leads here: without them all of the request is freed at its end, not by the collector."""
+        self.on_disconnect = self.on_caught_up = self.on_full = None
+
+    def _head(self, status: int, content_type: bytes, headers: tuple[tuple[bytes, bytes], ...]) -> bytes:
+        lines = [b"HTTP/1.1 %d %b" % (status, _PHRASES.get(status, b"Unknown"))]
+        if status != 204:
+            lines.append(b"content-type: " + content_type)
+        if self.id:
+            lines.append(b"x-request-id: " + self.id.encode())
+        lines.extend(b"%b: %b" % header for header in self.cors)
+        lines.extend(b"%b: %b" % header for header in self.headers)
+        lines.extend(b"%b: %b" % header for header in headers)
+        if self.served is not None:
+            lines.extend(b"%b: %b" % header for header in self.served.headers())
+        if not self._keep_alive:
+            lines.append(b"connection: close")
+        elif self.head.version != "1.1":
+            lines.append(b"connection: keep-alive")
+        lines.append(b"")
+        return b"\r\n".join(lines)
+
+
+_PHRASES = {status.value: status.phrase.encode() for status in http.HTTPStatus}

@@ -1,0 +1,72 @@
+"""When text that is ready goes to its client: at once, with more of its kind a moment later, or when it reads again.
+
+`server.flush_ms` 0 writes every delta at once. Otherwise all of one stream's text of that time leaves as one event: one timer
+for all streams, none per stream. A client that does not keep up (its transport buffers more than a mark) is treated by
+`server.slow_client`:
+
+    pause   its text is held back as text, and leaves as one event when it has caught up. The text of a token is a
+            fiftieth of its event, so a bound of 1 MiB holds nearly any answer. Over the bound a worker that is reached over
+            HTTP is not read until the client has caught up, so it waits (`Generation.hold`); an engine of ours, which sends all
+            streams over one connection, has the answer aborted.
+    abort   it is written all the same, and aborted once the buffer is full.
+
+Our own engine is not slowed in either case: a stream that waits holds its KV blocks, which are dearer than a megabyte here.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.config.tree import ServerConfig
+from penstock.gateway.http.wire_limits import WireLimits
+
+MS_PER_S = 1000
+
+
+class Holder(Protocol):
+    """What holds text back."""
+
+    def release(self) -> None:
+        """Write it, unless the client must be waited for."""
+        ...
+
+
+class Flusher:
+    """Lets go of what was held back for `period_s`."""
+
+    def __init__(self, period_s: float) -> None:
+        self._period_s = period_s
+        self._waiting: list[Holder] = []
+
+    def soon(self, holder: Holder) -> None:
+        """Call `holder.release` within the period. Called once per holder and flush; bounded by the streams."""
+        if not self._waiting:
+            asyncio.get_running_loop().call_later(self._period_s, self._flush)
+        self._waiting.append(holder)
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for holder in waiting:
+            holder.release()
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RelayTerms:
+    """How text travels to one client; the same for all."""
+
+    buffer_bytes_max: int
+    pauses: bool
+    """Hold text back for a slow client."""
+    flusher: Flusher | None
+    """None: text is not held back for its own kind."""
+    write_timeout_s: float
+
+    @classmethod
+    def of(cls, config: ServerConfig, limits: WireLimits) -> "RelayTerms":
+        """As configured, within the limits."""
+        return cls(
+            buffer_bytes_max=limits.buffer_bytes_max,
+            pauses=config.slow_client == "pause",
+            flusher=Flusher(config.flush_ms / MS_PER_S) if config.flush_ms else None,
+            write_timeout_s=limits.write_timeout_s,
+        )

@@ -1,0 +1,115 @@
+"""The listening socket and its connections: accept, watch their deadlines, drain.
+
+Knows connections, not requests; what answers them is the application it is given.
+"""
+
+import asyncio
+import socket
+from collections.abc import Sequence
+
+from penstock.clock import Clock
+from penstock.config.tree import ServerConfig
+from penstock.errors import ConfigError
+from penstock.gateway.http.connection import Application, Connection, Surroundings
+from penstock.gateway.http.cors import Cors
+from penstock.gateway.http.flush import RelayTerms
+from penstock.gateway.http.wire_limits import WIRE_LIMITS, WireLimits
+
+BACKLOG = 2048
+TICK_S_MAX = 1.0
+
+
+class HttpServer:
+    """One listening address. Made, started and stopped by the gateway."""
+
+    def __init__(
+        self,
+        app: Application,
+        config: ServerConfig,
+        *,
+        clock: Clock,
+        listeners: Sequence[socket.socket] = (),
+        limits: WireLimits = WIRE_LIMITS,
+    ) -> None:
+        """`listeners` are sockets that listen already, shared with other processes; without any it makes its own."""
+        self._config = config
+        self._clock = clock
+        self._connections: set[Connection] = set()
+        self._surroundings = Surroundings(
+            app=app,
+            config=config,
+            limits=limits,
+            terms=RelayTerms.of(config, limits),
+            cors=Cors(config.cors_origins),
+            clock=clock,
+            connections=self._connections,
+        )
+        self._shared = listeners
+        self._listeners: list[asyncio.Server] = []
+        self._tick: asyncio.TimerHandle | None = None
+        self._tick_s = tick_s(
+            limits.header_timeout_s, limits.body_timeout_s, limits.keepalive_timeout_s, limits.write_timeout_s
+        )
+
+    @property
+    def num_connections(self) -> int:
+        """Open connections, idle ones included."""
+        return len(self._connections)
+
+    async def start(self) -> tuple[str, int]:
+        """Listen. Returns the address, with the port that was taken if 0 was asked for.
+
+        Raises:
+            ConfigError: the address cannot be listened on.
+        """
+        loop = asyncio.get_running_loop()
+        host, port = self._config.host, self._config.port
+        try:
+            for shared in self._shared:
+                self._listeners.append(
+                    await loop.create_server(self._connection, sock=shared, backlog=BACKLOG)
+                )
+            if not self._shared:
+                self._listeners.append(
+                    await loop.create_server(self._connection, host, port, backlog=BACKLOG)
+                )
+        except OSError as error:
+            raise ConfigError(
+                f"server: cannot listen on {host} port {port}: {error.strerror or error}"
+            ) from error
+        self._tick = loop.call_later(self._tick_s, self._on_tick)
+        bound = self._listeners[0].sockets[0].getsockname()
+        return str(bound[0]), int(bound[1])
+
+    def begin_drain(self) -> None:
+        """Accept nothing new, close idle connections, and let the others close after their answer."""
+        self._surroundings.draining = True
+        for listener in self._listeners:
+            listener.close()
+        for connection in list(self._connections):
+            connection.drain()
+
+    async def stop(self) -> None:
+        """Cut every connection that is left and release the socket."""
+        self.begin_drain()
+        if self._tick is not None:
+            self._tick.cancel()
+        for connection in list(self._connections):
+            connection.cut()
+        for listener in self._listeners:
+            await listener.wait_closed()
+
+    def _connection(self) -> Connection:
+        return Connection(self._surroundings)
+
+    def _on_tick(self) -> None:
+        now_ns = self._clock.now_ns()
+        for connection in list(self._connections):
+            connection.check_deadline(now_ns)
+        self._tick = asyncio.get_running_loop().call_later(self._tick_s, self._on_tick)
+
+
+def tick_s(*timeouts_s: float) -> float:
+    """How often to look at deadlines: often enough that the shortest is kept within a quarter."""
+    shortest = min((timeout for timeout in timeouts_s if timeout > 0), default=TICK_S_MAX)
+    return min(TICK_S_MAX, shortest / 4)

@@ -1,0 +1,204 @@
+"""From a request's `Authorization` header to the caller behind it.
+
+    Authorization: Bearer ... ─> TenantTable ─> Caller(tenant, key_prefix)
+
+A table never changes: a reload makes a new one, and requests that run keep the tenant they came with.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from penstock.clock import NS_PER_S, Clock
+from penstock.config.tenancy_checks import KEY_TENANT
+from penstock.config.tree import Config
+from penstock.errors import ConfigError, Forbidden, Unauthenticated
+from penstock.gateway.http.exchange import RequestHead
+from penstock.gateway.identity.api_keys import ApiKey, tier_problem
+from penstock.gateway.identity.auth import ANYBODY, OPERATOR, SCRAPER, Caller, credential
+from penstock.gateway.identity.key_file import read_keys
+from penstock.gateway.identity.stored_keys import StoredKeys
+from penstock.gateway.identity.tiers import Tenants
+from penstock.rng import fresh_key
+
+GONE_KEYS_MAX = 3
+"""So many lines may always be deleted from a keys file at once, as long as a key is left."""
+PREFIX_CHARS = 8
+"""Shown of a key that has no id of its own."""
+
+
+class TenantTable:
+    """Who may call. Where authentication is off, everybody may."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        clock: Clock,
+        keys: Sequence[ApiKey] = (),
+        secret: bytes = b"",
+    ) -> None:
+        """`keys` are those of the keys file; `secret` is the gateway's own where `auth.secret` is empty.
+
+        Raises:
+            ConfigError: the keys do not go with the tiers.
+        """
+        self.open = config.auth.disabled
+        """Everybody may call."""
+        self._clock = clock
+        secret = config.auth.secret.encode() or secret or fresh_key()
+        self.tenants = Tenants(config.tenants, config.tiers, secret=secret)
+        if problem := tier_problem(keys, self.tenants.tiers, self.tenants.known):
+            raise ConfigError(f"{config.auth.keys_file}: {problem}")
+        self._plain = _PlainKeys(config.auth.keys, self.tenants)
+        self._admin = _OperatorKeys(config.auth.admin_keys)
+        self._scrape = _OperatorKeys(config.auth.scrape_keys)
+        self._stored = StoredKeys(keys, self.tenants)
+
+    @property
+    def num_keys(self) -> int:
+        """Keys of the file and of the configuration."""
+        return len(self._stored) + len(self._plain)
+
+    def check_shrinking(self, before: "TenantTable") -> None:
+        """Refuse a keys file from which so many keys are gone that it looks like an accident: nobody revokes by deleting lines.
+
+        Raises:
+            ConfigError: it has no accepted key left, or more than half of them are gone (and more than `GONE_KEYS_MAX`).
+        """
+        now_s = self._clock.wall_ns() // NS_PER_S
+        accepted = before.accepted_keys(now_s)
+        num_gone = self._stored.lacks(accepted)
+        if not num_gone:
+            return
+        if not self._stored.active(now_s) or (num_gone > GONE_KEYS_MAX and 2 * num_gone > len(accepted)):
+            raise ConfigError(
+                f"{num_gone} of {len(accepted)} keys are gone from the file, as after a copy that failed. If that is meant, "
+                "revoke them with `penstock keys revoke`, or set auth.keys_file_shrinks"
+            )
+
+    def accepted_keys(self, now_s: int) -> frozenset[bytes]:
+        """The ids of the keys file's keys that are accepted now."""
+        return self._stored.active(now_s)
+
+    def check(self, head: RequestHead) -> Caller:
+        """The caller behind a request's `Authorization` header.
+
+        Raises:
+            Unauthenticated: there is none, or what it says is not accepted.
+        """
+        return ANYBODY if self.open else self.tenant_of_key(credential(head))
+
+    def of_key(self, key: bytes) -> Caller:
+        """The caller behind an API key.
+
+        Raises:
+            Unauthenticated: it is not one of ours, or not now.
+        """
+        found = self._stored.find(key, self._clock.wall_ns() // NS_PER_S) or self._plain.find(key)
+        if found is None:
+            raise Unauthenticated("Incorrect API key provided.")
+        return found
+
+    def tenant_of_key(self, key: bytes) -> Caller:
+        """The caller behind the API key of a tenant.
+
+        Raises:
+            Unauthenticated: it is not one of ours, or not now.
+            Forbidden: it is a scraper's.
+        """
+        found = self.of_key(key)
+        if found.scrape:
+            raise Forbidden("This key is for /metrics and /status.json only.", code="scrape_key")
+        return found
+
+    def viewer_of_key(self, key: bytes) -> Caller:
+        """The caller behind a key that reads numbers: all of them (`Caller.sees_all`), or its tenant's.
+
+        Raises:
+            Unauthenticated: it is not one of ours, or not now.
+        """
+        if self._admin.has(key):
+            return OPERATOR
+        return SCRAPER if self._scrape.has(key) else self.of_key(key)
+
+    def admin_of_key(self, key: bytes) -> Caller:
+        """The caller behind a key that may look at the fleet and change it.
+
+        Raises:
+            Unauthenticated: it is not one of ours, or not now.
+            Forbidden: it is a tenant's ordinary key.
+        """
+        if self._admin.has(key):
+            return OPERATOR
+        found = self.of_key(key)
+        if not found.admin:
+            raise Forbidden(
+                "This key may not use /admin. It takes one of auth.admin_keys, or one made with "
+                "`penstock keys create --admin`."
+            )
+        return found
+
+
+def read_tenants(config: Config, *, clock: Clock, secret: bytes = b"") -> TenantTable:
+    """The table of a configuration, with the keys of its keys file; `secret` as for the table.
+
+    Raises:
+        ConfigError: the file cannot be read, or does not go with the tiers.
+    """
+    auth = config.auth
+    keys: Sequence[ApiKey] = ()
+    if auth.keys_file and not auth.disabled:
+        path = Path(auth.keys_file)
+        if not path.exists():
+            raise ConfigError(f"auth.keys_file: there is no {path}; `penstock keys create --file` makes it")
+        keys = read_keys(path, keys_max=auth.keys_max)
+    return TenantTable(config, clock=clock, keys=keys, secret=secret)
+
+
+class _OperatorKeys:
+    """The keys of the configuration that belong to no tenant, hashed at start like the others."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._key = fresh_key()
+        self._digests = {_digest(self._key, key.encode()) for key in keys}
+
+    def has(self, key: bytes) -> bool:
+        """Whether this is one of them."""
+        return _digest(self._key, key) in self._digests
+
+
+class _PlainKeys:
+    """The keys of the configuration. They are hashed at start, so that no later memory dump or log line can show one.
+
+    Looking up a digest takes a time that may depend on the digests; keyed with what nobody knows, they tell nothing.
+    """
+
+    def __init__(self, keys: Iterable[str], tenants: Tenants) -> None:
+        self._key = fresh_key()
+        self._callers: dict[bytes, Caller] = {}
+        taken: set[str] = set()
+        for key in dict.fromkeys(keys):
+            tenant_id = _own_tenant(key, taken)
+            taken.add(tenant_id)
+            self._callers[_digest(self._key, key.encode())] = Caller(
+                tenant=tenants.tenant(tenant_id), key_prefix=tenant_id
+            )
+
+    def __len__(self) -> int:
+        return len(self._callers)
+
+    def find(self, key: bytes) -> Caller | None:
+        """The caller of this key, if it is one."""
+        return self._callers.get(_digest(self._key, key))
+
+
+def _digest(secret: bytes, key: bytes) -> bytes:
+    return hashlib.blake2b(key, key=secret, digest_size=32, person=b"penstock-key").digest()
+
+
+def _own_tenant(key: str, taken: set[str]) -> str:
+    """The tenant that a key is by itself: named by the key's hash, so the same after every start."""
+    digest = hashlib.blake2b(key.encode(), digest_size=16, person=b"penstock-tenant").hexdigest()
+    short = f"{KEY_TENANT}{digest[:PREFIX_CHARS]}"
+    return short if short not in taken else f"{KEY_TENANT}{digest}"

@@ -1,0 +1,1 @@
+"""Which models are served, and how does a request become tokens for one of them?"""

@@ -1,0 +1,223 @@
+"""From a checked request to streams for a worker: prompt tokens, sampling parameters, and whether they fit.
+
+What a request leaves open comes from the model's generation_config.json, then from OpenAI's defaults:
+temperature 1, top_p 1, every token allowed. `max_tokens` defaults to the rest of the context for chats and to
+16 for plain completions, as at OpenAI.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.errors import ContextTooLong, InvalidRequest
+from penstock.gateway.models.served import ServedModel
+from penstock.gateway.models.tokenize_pool import TokenizePool
+from penstock.policy.limits.tenant_limits import check_tokens, output_room
+from penstock.policy.tenant import NOBODY, Tenant
+from penstock.protocol.needs import text_only
+from penstock.protocol.openai import ChatRequest, CompletionRequest, GenerationRequest, Message, ToolSpec
+from penstock.protocol.worker import ModelInfo
+from penstock.rng import stream
+from penstock.types import SamplingParams
+
+COMPLETION_MAX_TOKENS = 16
+SEED_BITS = 63
+TEMPLATE_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+async def chat_prompt(
+    pool: TokenizePool, model: ServedModel, request: ChatRequest, tenant: Tenant, num_bytes: int
+) -> tuple[int, ...]:
+    """Token ids of the conversation, which came in a body of `num_bytes`.
+
+    Raises:
+        InvalidRequest: the template refuses it.
+        Overloaded: too much is waiting to be rendered.
+    """
+    tools = request.tools if request.tool_choice != "none" else None
+    return await render(
+        pool, model, request.messages, tenant, num_bytes, tools=tools, extra=request.chat_template_kwargs
+    )
+
+
+async def render(
+    pool: TokenizePool,
+    model: ServedModel,
+    messages: Sequence[Message],
+    tenant: Tenant,
+    num_bytes: int,
+    *,
+    tools: Sequence[ToolSpec] | None = None,
+    add_generation_prompt: bool = True,
+    extra: Mapping[str, Any] | None = None,
+) -> tuple[int, ...]:
+    """Token ids of messages put through the model's template; special tokens in their text are those tokens if the tenant
+    is trusted with them, else text.
+
+    Raises:
+        InvalidRequest: the template refuses them.
+        Overloaded: too much is waiting to be rendered.
+    """
+    if extra and (taken := sorted(TEMPLATE_RESERVED & extra.keys())):
+        raise InvalidRequest(
+            f"'chat_template_kwargs' may not set '{taken[0]}'.", param="chat_template_kwargs"
+        )
+
+    def work(may_block: bool) -> tuple[int, ...]:
+        return model.prompts.token_ids(
+            [msgspec.to_builtins(text_only(message)) for message in messages],
+            tools=[msgspec.to_builtins(tool) for tool in tools] if tools else None,
+            add_generation_prompt=add_generation_prompt,
+            extra=extra,
+            trusted=tenant.trusted_special_tokens,
+            may_block=may_block,
+        )
+
+    return await pool.render(num_bytes, model.template, bool(tools), work)
+
+
+def completion_prompt(
+    model: ServedModel, prompt: str | list[int], info: ModelInfo, *, add_special_tokens: bool
+) -> tuple[int, ...]:
+    """Token ids of one plain prompt. May take long for a long text; safe in a thread.
+
+    Raises:
+        InvalidRequest: a token id is not in the vocabulary, or there is nothing to start from.
+    """
+    if isinstance(prompt, str):
+        token_ids = model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+    else:
+        check_token_ids(prompt, info.vocab_size, "prompt")
+        token_ids = tuple(prompt)
+    if not token_ids:
+        raise InvalidRequest("'prompt' must not be empty for this model.", param="prompt")
+    return token_ids
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Refuse ids outside the vocabulary.
+
+    Raises:
+        InvalidRequest: naming the first one.
+    """
+    wrong = next((i for i in token_ids if i >= vocab_size), None)
+    if wrong is not None:
+        raise InvalidRequest(
+            f"Invalid '{param}': token id {wrong} is not in the vocabulary of {vocab_size} tokens.",
+            param=param,
+        )
+
+
+def chat_max_tokens(request: ChatRequest, num_prompt: int, info: ModelInfo, tenant: Tenant = NOBODY) -> int:
+    """How much a chat may answer: what was asked for, else what the context and the tenant's limits leave.
+
+    Raises:
+        ContextTooLong: it does not fit.
+        InvalidRequest: the tenant may not have answers that long.
+    """
+    asked = request.max_completion_tokens or request.max_tokens
+    check_tokens(tenant, num_prompt, asked, param="messages")
+    return _room(asked, num_prompt, info, tenant, "messages")
+
+
+def completion_max_tokens(
+    request: CompletionRequest, num_prompt: int, info: ModelInfo, tenant: Tenant = NOBODY
+) -> int:
+    """How much a plain completion may answer: what was asked for, else 16 tokens or what is left.
+
+    Raises:
+        ContextTooLong: it does not fit.
+        InvalidRequest: the tenant may not have answers that long.
+    """
+    check_tokens(tenant, num_prompt, request.max_tokens, param="prompt")
+    room = _room(request.max_tokens, num_prompt, info, tenant, "prompt")
+    return room if request.max_tokens else min(COMPLETION_MAX_TOKENS, room)
+
+
+def check_sampling(request: GenerationRequest, max_tokens: int, info: ModelInfo) -> None:
+    """Refuse what only this model, or this prompt, makes impossible.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    if (request.min_tokens or 0) > max_tokens:
+        raise InvalidRequest(
+            f"Invalid 'min_tokens': expected at most max_tokens, which is {max_tokens} here, "
+            f"but got {request.min_tokens}.",
+            param="min_tokens",
+            code="invalid_value",
+        )
+    check_token_ids([int(key) for key in request.logit_bias or ()], info.vocab_size, "logit_bias")
+
+
+def sampling(
+    model: ServedModel,
+    request: GenerationRequest,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    seed: int,
+    prompt_logprobs: int | None = None,
+) -> SamplingParams:
+    """Sampling parameters of one choice, open ones filled in."""
+    defaults = model.tokenizer.defaults
+    top_p = _first(request.top_p, defaults.top_p, 1.0)
+    top_k = max(0, _first(request.top_k, defaults.top_k, 0))
+    return SamplingParams(
+        temperature=_first(request.temperature, defaults.temperature, 1.0),
+        # A nucleus of no mass still holds the likeliest token.
+        top_k=top_k if top_p > 0 else 1,
+        top_p=top_p if top_p > 0 else 1.0,
+        min_p=_first(request.min_p, defaults.min_p, 0.0),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty, 1.0),
+        logit_bias=_logit_bias(request),
+        min_tokens=request.min_tokens or 0,
+        seed=seed,
+        max_tokens=max_tokens,
+        stop_token_ids=_stop_token_ids(model, request),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of one choice: the request's own for the first, derived from it for the others."""
+    if choice == 0:
+        return seed & (2**SEED_BITS - 1)
+    return stream(seed, f"choice/{choice}").getrandbits(SEED_BITS)
+
+
+def _logit_bias(request: GenerationRequest) -> tuple[tuple[int, float], ...]:
+    return tuple((int(key), bias) for key, bias in (request.logit_bias or {}).items() if bias)
+
+
+def _stop_token_ids(model: ServedModel, request: GenerationRequest) -> tuple[int, ...]:
+    ends = () if request.ignore_eos else model.tokenizer.eos_ids
+    return tuple(dict.fromkeys((*ends, *(request.stop_token_ids or ()))))
+
+
+def _room(asked: int | None, num_prompt: int, info: ModelInfo, tenant: Tenant, param: str) -> int:
+    most = info.max_model_len
+    if num_prompt >= most:
+        raise ContextTooLong(
+            f"This model's maximum context length is {most} tokens. However, your {param} resulted in "
+            f"{num_prompt} tokens. Please reduce the length of the {param}.",
+            param=param,
+        )
+    if asked is not None and num_prompt + asked > most:
+        raise ContextTooLong(
+            f"This model's maximum context length is {most} tokens. However, you requested {num_prompt + asked} "
+            f"tokens ({num_prompt} in the {param}, {asked} in the completion). Please reduce the length of the "
+            f"{param} or completion.",
+            param=param,
+        )
+    return asked if asked is not None else output_room(tenant, num_prompt, most - num_prompt)
+
+
+def _first(asked: float | None, default: float | None, otherwise: float) -> Any:  # noqa: ANN401
+    if asked is not None:
+        return asked
+    return otherwise if default is None else default

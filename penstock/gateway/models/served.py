@@ -1,0 +1,207 @@
+"""The models that this gateway serves, by the name that clients use."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from penstock.config.routing import RoutingConfig
+from penstock.errors import NotFound, WorkerUnavailable
+from penstock.fleet.route_workers import RouteWorkers
+from penstock.gateway.models.auto_model import AutoModels
+from penstock.gateway.models.public import NO_PUBLIC_PREFIXES, PublicPrefixes
+from penstock.policy.extras.complexity import ComplexityChoice
+from penstock.policy.limits.tenant_limits import check_adapter, check_model, may_use_adapter, may_use_model
+from penstock.policy.tenant import NOBODY, Tenant
+from penstock.protocol.openai import CallerLimits, GenerationRequest, ModelCard
+from penstock.protocol.worker import ModelInfo
+from penstock.rng import fresh_key
+from penstock.text.chat import ChatTemplate
+from penstock.text.markers import NONCE_BYTES
+from penstock.text.prompt import ChatPrompts
+from penstock.text.tokenizer import Tokenizer
+from penstock.text.tools import HermesToolParser, ToolParser
+from penstock.types import ModelName
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ServedModel:
+    """One model: who computes it, and how its text becomes tokens."""
+
+    name: ModelName
+    workers: RouteWorkers
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    created_s: int
+    """When it was loaded, in seconds since the epoch."""
+    tool_parser: Callable[[], ToolParser] = HermesToolParser
+    """Makes one answer's parser of tool calls."""
+    declared_len: int = 0
+    """Tokens of its context as the configuration or the checkpoint says, until a worker has said it; 0: neither does."""
+    public_prefixes: PublicPrefixes = NO_PUBLIC_PREFIXES
+    """What prompts may begin with that is no tenant's secret."""
+    prompts: ChatPrompts = field(init=False)
+    """Makes the token ids of chats."""
+
+    def __post_init__(self) -> None:
+        prompts = ChatPrompts(self.template, self.tokenizer, nonce=fresh_key(NONCE_BYTES))
+        object.__setattr__(self, "prompts", prompts)  # It is frozen for everybody else.
+
+    def info(self) -> ModelInfo:
+        """What holds for any of its workers.
+
+        Raises:
+            WorkerUnavailable: none has been ready yet.
+        """
+        info = self.workers.info
+        if info is None:  # Once one was ready, requests wait in the queue.
+            raise WorkerUnavailable(f"The model '{self.name}' is not ready: {self.workers.summary().stage}.")
+        return info
+
+    def card(self) -> ModelCard:
+        """Its entry in `/v1/models`."""
+        info = self.workers.info
+        return ModelCard(
+            id=self.name,
+            created=self.created_s,
+            max_model_len=info.max_model_len if info is not None else self.declared_len or None,
+        )
+
+    def adapter_card(self, name: str) -> ModelCard:
+        """The entry of one of its adapters."""
+        return msgspec.structs.replace(self.card(), id=name, parent=self.name)
+
+    def fingerprint(self) -> str:
+        """OpenAI's `system_fingerprint`: changes when the same seed may give another answer."""
+        info = self.workers.info
+        what = f"{self.name}/{info.architecture}/{info.dtype}/{info.num_parameters}" if info else self.name
+        return "fp_" + hashlib.blake2b(what.encode(), digest_size=5).hexdigest()
+
+
+class Resolved(NamedTuple):
+    """What a request asks for."""
+
+    model: ServedModel
+    adapter: str = ""
+    """Of the model; empty: the model itself."""
+    choice: ComplexityChoice | None = None
+    """How it was chosen, if the request asks for "auto"."""
+
+
+class ModelTable:
+    """Finds a model by name, or by what a request needs."""
+
+    def __init__(
+        self,
+        models: Mapping[ModelName, ServedModel],
+        routing: RoutingConfig = RoutingConfig(),  # noqa: B008 - it is frozen.
+    ) -> None:
+        self._models = dict(models)
+        created_s = max((model.created_s for model in models.values()), default=0)
+        self._auto = AutoModels(routing, created_s=created_s) if routing.auto.models else None
+
+    def __iter__(self):  # noqa: ANN204
+        return iter(self._models.values())
+
+    def cards(self, tenant: Tenant) -> list[ModelCard]:
+        """What `/v1/models` lists for a tenant: their adapters and "auto" after the models themselves."""
+        mine = [model for model in self if may_use_model(tenant, model.name)]
+        found = [model.card() for model in mine]
+        for model in mine:
+            names = sorted(model.workers.adapters - self._models.keys())
+            found += [model.adapter_card(name) for name in names if may_use_adapter(tenant, name)]
+        if self._auto is not None and self._auto.may_use(tenant):
+            found.append(self._auto.card())
+        limits = _limits_of(tenant)
+        return [msgspec.structs.replace(card, limits=limits) for card in found]
+
+    def card(self, name: str, tenant: Tenant) -> ModelCard:
+        """One entry of `/v1/models`.
+
+        Raises:
+            NotFound: there is no such model.
+            Forbidden: it is not the tenant's.
+        """
+        return msgspec.structs.replace(self._card(name, tenant), limits=_limits_of(tenant))
+
+    def _card(self, name: str, tenant: Tenant) -> ModelCard:
+        if self._auto is not None and name == self._auto.name and self._auto.may_use(tenant):
+            return self._auto.card()
+        if (model := self._of_adapter(name)) is not None:
+            check_model(tenant, model.name)
+            check_adapter(tenant, name)
+            return model.adapter_card(name)
+        model = self.get(name, tenant)
+        check_model(tenant, model.name)
+        return model.card()
+
+    def resolve(
+        self, request: GenerationRequest, tenant: Tenant, needs: frozenset[str] = frozenset()
+    ) -> "Resolved":
+        """What a request asks for: a model, an adapter of one, or "auto": one that can do what is needed, if there is one.
+
+        Raises:
+            NotFound: there is no such model.
+            Forbidden: it is not the tenant's.
+        """
+        if self._auto is not None and request.model == self._auto.name:
+            choice = self._auto.choose(request, tenant, lambda name: self._max_length(name, needs))
+            model = self.get(choice.model, tenant)
+            check_model(tenant, model.name)
+            return Resolved(model, choice=choice)
+        if (model := self._of_adapter(request.model)) is not None:
+            assert request.model
+            check_model(tenant, model.name)
+            check_adapter(tenant, request.model)
+            return Resolved(model, adapter=request.model)
+        model = self.get(request.model, tenant)
+        check_model(tenant, model.name)
+        return Resolved(model)
+
+    def get(self, name: str | None, tenant: Tenant = NOBODY) -> ServedModel:
+        """The model of this name; without a name the only one, where there is only one.
+
+        Raises:
+            NotFound: there is no such model.
+        """
+        if name is None and len(self._models) == 1:
+            return next(iter(self._models.values()))
+        model = self._models.get(ModelName(name or ""))
+        if model is None:
+            allowed = [known for known in self._models if may_use_model(tenant, known)]
+            known = ", ".join(f"'{known}'" for known in allowed[:8]) or "none for you"
+            shown = (name or "")[:64]
+            raise NotFound(
+                f"The model '{shown}' does not exist. This server has {known}.",
+                param="model",
+                code="model_not_found",
+            )
+        return model
+
+    def _of_adapter(self, name: str | None) -> ServedModel | None:
+        """The model that has an adapter of this name; models' own names go before."""
+        if not name or name in self._models:
+            return None
+        return next((model for model in self if name in model.workers.adapters), None)
+
+    def _max_length(self, name: str, needs: frozenset[str]) -> int | None:
+        model = self._models.get(ModelName(name))
+        if model is None or not model.workers.is_ready or (needs and model.workers.lacking(needs)):
+            return None
+        info = model.workers.info
+        return info.max_model_len if info is not None else 0
+
+
+def _limits_of(tenant: Tenant) -> CallerLimits:
+    """Of 0, which is no limit, comes null."""
+    return CallerLimits(
+        tier=tenant.tier or None,
+        requests_per_minute=tenant.requests_per_minute or None,
+        tokens_per_minute=tenant.tokens_per_minute or None,
+        concurrent_requests=tenant.concurrent_max or None,
+        input_tokens=tenant.input_tokens_max or None,
+        output_tokens=tenant.output_tokens_max or None,
+        context_tokens=tenant.context_tokens_max or None,
+    )

@@ -1,0 +1,1 @@
+"""How does a worker's output become the client's response?"""

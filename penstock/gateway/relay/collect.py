@@ -1,0 +1,192 @@
+"""Answers that are not streamed: collect each choice's output, then answer once."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock.backends.base import Delta, Finish, TextLogprob, ToolCallPiece
+from penstock.gateway.http.errors import error_response
+from penstock.gateway.http.exchange import Response
+from penstock.gateway.relay.logprobs import Echo, chat_logprobs, completion_logprobs, echoed_logprobs
+from penstock.gateway.relay.reply import Context, Reply
+from penstock.protocol.openai import (
+    AnswerMessage,
+    AnswerToolCall,
+    CalledFunction,
+    ChatAnswer,
+    ChatChoice,
+    CompletionAnswer,
+    CompletionChoice,
+)
+from penstock.text.tools import Text, ToolEvent, ToolParser
+from penstock.types import FinishReason
+
+
+class PassedCall:
+    """A tool call that comes in parts from a provider."""
+
+    __slots__ = ("_arguments", "_id", "_name")
+
+    def __init__(self) -> None:
+        self._id = self._name = ""
+        self._arguments: list[str] = []
+
+    def add(self, piece: ToolCallPiece) -> None:
+        """The next part."""
+        self._id, self._name = self._id or piece.id, self._name or piece.name
+        self._arguments.append(piece.arguments)
+
+    def whole(self) -> AnswerToolCall:
+        """As it is answered."""
+        function = CalledFunction(name=self._name, arguments="".join(self._arguments))
+        return AnswerToolCall(id=self._id, type="function", function=function)
+
+
+class CollectSink:
+    """Keeps one choice's output. Bounded by the request's max_tokens."""
+
+    __slots__ = ("_index", "_reply", "_texts", "logprobs", "passed_calls", "prompt_logprobs", "reason")
+
+    def __init__(self, reply: Reply, index: int) -> None:
+        self._reply = reply
+        self._index = index
+        self._texts: list[str] = []
+        self.logprobs: list[TextLogprob] = []
+        self.prompt_logprobs: list[TextLogprob] = []
+        self.passed_calls: dict[int, PassedCall] = {}
+        """Tool calls that a provider has parsed, by index."""
+        self.reason = FinishReason.ABORT
+
+    @property
+    def text(self) -> str:
+        """What was generated so far."""
+        return "".join(self._texts)
+
+    def on_delta(self, delta: Delta) -> None:
+        """More output."""
+        if delta.prompt_logprobs:
+            self.prompt_logprobs.extend(delta.prompt_logprobs)
+            return
+        if not self._texts:
+            self._reply.first_output()
+        self._texts.append(delta.text)
+        self.logprobs.extend(delta.logprobs)
+        for piece in delta.tool_calls:
+            self.passed_calls.setdefault(piece.index, PassedCall()).add(piece)
+        self._reply.count(len(delta.token_ids))
+
+    def on_finish(self, finish: Finish) -> None:
+        """The end."""
+        finish = self._reply.ended(finish)
+        self.reason = finish.reason
+        if not self._texts and finish.reason in (FinishReason.ERROR, FinishReason.ABORT):
+            self.prompt_logprobs.clear()  # Another attempt tells them again.
+        self._reply.choice_finished(self._index, finish)
+
+
+class WholeReply(Reply):
+    """A reply that is one JSON body."""
+
+    __slots__ = ("sinks",)
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.sinks: Sequence[CollectSink] = [CollectSink(self, i) for i in range(self.tally.num_choices)]
+
+    def complete(self) -> None:
+        """Every choice is there: answer."""
+        self.exchange.respond(Response(body=msgspec.json.encode(self.answer())))
+        self.sinks = ()  # They lead back here.
+
+    def send_error(self, error: Exception) -> None:
+        """Nothing was sent yet, so the status can tell."""
+        self.exchange.respond(error_response(error))
+        self.sinks = ()
+
+    def answer(self) -> ChatAnswer | CompletionAnswer:
+        """The body."""
+        raise NotImplementedError
+
+
+class WholeChat(WholeReply):
+    """A chat completion in one piece."""
+
+    __slots__ = ("_parsers", "_with_logprobs")
+
+    def __init__(
+        self, context: Context, *, parsers: Sequence[ToolParser | None], with_logprobs: bool
+    ) -> None:
+        super().__init__(context)
+        self._parsers = parsers
+        self._with_logprobs = with_logprobs
+
+    def answer(self) -> ChatAnswer:
+        """The body."""
+        return ChatAnswer(
+            id=self.context.head.id,
+            object="chat.completion",
+            created=self.context.head.created,
+            model=self.context.head.model,
+            system_fingerprint=self.context.head.fingerprint,
+            choices=[self._choice(i, sink) for i, sink in enumerate(self.sinks)],
+            usage=self.tally.usage(),
+        )
+
+    def _choice(self, index: int, sink: CollectSink) -> ChatChoice:
+        parser = self._parsers[index]
+        events: list[ToolEvent] = [Text(sink.text)]
+        if parser is not None:
+            events = [*parser.push(sink.text), *parser.finish()]
+        text = "".join(item.text for item in events if isinstance(item, Text))
+        calls = [
+            AnswerToolCall(
+                id=self.context.ids.take("call"),
+                type="function",
+                function=CalledFunction(name=item.name, arguments=item.arguments_json),
+            )
+            for item in events
+            if not isinstance(item, Text)
+        ]
+        calls += [call.whole() for _, call in sorted(sink.passed_calls.items())]
+        called = bool(calls) and sink.reason is FinishReason.STOP
+        return ChatChoice(
+            index=index,
+            message=AnswerMessage(
+                content=text or (None if calls else ""), refusal=None, tool_calls=calls or None
+            ),
+            logprobs=chat_logprobs(sink.logprobs) if self._with_logprobs else None,
+            finish_reason=(FinishReason.TOOL_CALLS if called else sink.reason).value,
+        )
+
+
+class WholeCompletion(WholeReply):
+    """Plain completions in one piece."""
+
+    __slots__ = ("_echoes", "_with_logprobs")
+
+    def __init__(self, context: Context, *, echoes: Sequence[Echo], with_logprobs: bool) -> None:
+        super().__init__(context)
+        self._echoes = echoes
+        self._with_logprobs = with_logprobs
+
+    def answer(self) -> CompletionAnswer:
+        """The body."""
+        return CompletionAnswer(
+            id=self.context.head.id,
+            object="text_completion",
+            created=self.context.head.created,
+            model=self.context.head.model,
+            system_fingerprint=self.context.head.fingerprint,
+            choices=[self._choice(i, sink) for i, sink in enumerate(self.sinks)],
+            usage=self.tally.usage(),
+        )
+
+    def _choice(self, index: int, sink: CollectSink) -> CompletionChoice:
+        echo = self._echoes[index]
+        shown = [*echoed_logprobs(echo, sink.prompt_logprobs), *sink.logprobs]
+        return CompletionChoice(
+            index=index,
+            text=echo.text + sink.text,
+            logprobs=completion_logprobs(shown, 0) if self._with_logprobs else None,
+            finish_reason=sink.reason.value,
+        )

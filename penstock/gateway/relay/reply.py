@@ -1,0 +1,332 @@
+"""The streams behind one client's request, from their start to their one common end.
+
+A request for n choices is n streams on a worker. A `Reply` starts them, aborts them all when the client
+leaves or one of them fails, and settles exactly once. How output reaches the client is the business
+of its subclasses, `StreamReply` in relay.py and `WholeReply` in collect.py.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+from msgspec.structs import replace
+
+from penstock.backends.base import Backend, Finish, GenerateRequest, Generation, Sink
+from penstock.clock import Clock
+from penstock.errors import Draining, Overloaded, PenstockError, StreamBroken, WorkerError
+from penstock.gateway.http.exchange import Exchange
+from penstock.gateway.http.tally import Tally, outcome_of
+from penstock.gateway.relay.race import Race, Racer
+from penstock.protocol.stream import StreamHead
+from penstock.rng import IdSource
+from penstock.telemetry.catalog import OutcomeLabel
+from penstock.types import FinishReason, Usage
+
+
+class Owner(Protocol):
+    """Who decides about a reply: when it starts, whether it may go on, and what follows when it is over."""
+
+    def began(self, reply: "Reply") -> None:
+        """The first output of any choice is here."""
+        ...
+
+    def produced(self, reply: "Reply") -> None:
+        """`reply.num_produced` has reached `reply.next_slice`. May end the reply; sets the next slice if it does not."""
+        ...
+
+    def broke(self, reply: "Reply", error: PenstockError) -> bool:
+        """The worker failed, and another one can begin anew or go on. True: `start` is called again, later, with what
+        `remaining` says; False: the reply fails.
+        """
+        ...
+
+    def won(self, reply: "Reply", attempt: int) -> None:
+        """Of two attempts that ran at once this one has output first; the other is aborted next."""
+        ...
+
+    def lost(self, reply: "Reply", attempt: int, error: PenstockError | None) -> None:
+        """Of two attempts this one failed, or was aborted; the other goes on."""
+        ...
+
+    def settled(self, reply: "Reply") -> None:
+        """Nothing of this reply runs any more. Called exactly once."""
+        ...
+
+
+class Context(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reply is given."""
+
+    exchange: Exchange
+    tally: Tally
+    clock: Clock
+    owner: Owner
+    head: StreamHead
+    ids: IdSource
+
+
+class StreamSlots:
+    """Counts the streams that wait or run in this gateway, and refuses one too many."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.taken = 0
+
+    def check(self, num: int) -> None:
+        """Refuse what there is no room for.
+
+        Raises:
+            Overloaded: there is no room for all `num` of them.
+        """
+        if self.taken + num > self._most:
+            raise Overloaded(
+                f"The server is at its bound of {self._most} concurrent streams. Try again shortly."
+            )
+
+    def take(self, num: int) -> None:
+        """Take `num` at once, after `check`."""
+        self.taken += num
+
+    def give_back(self, num: int) -> None:
+        """The streams are over."""
+        self.taken -= num
+        assert self.taken >= 0, self.taken
+
+
+class Reply:
+    """All streams of one request. Waits until it is started; ends once: completed, stopped, failed, or the client left."""
+
+    __slots__ = (
+        "_broken", "_generations", "_is_over", "_live", "_race", "_resume", "_settled", "_stopped", "_waiting",
+        "context", "error", "exchange", "next_slice", "num_produced", "tally",
+    )  # fmt: skip
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.exchange = context.exchange
+        self.tally = context.tally
+        self.error: Exception | None = None
+        """What ended it, if it failed."""
+        self.num_produced = 0
+        """Tokens of all choices so far."""
+        self.next_slice: float = math.inf
+        """The owner hears of it when so many were produced."""
+        self._generations: list[Generation] = []
+        self._live = 0
+        self._waiting = True
+        """Not started, or between two attempts."""
+        self._is_over = False
+        self._settled = False
+        self._stopped: FinishReason | None = None
+        self._broken: PenstockError | None = None
+        self._race: Race | None = None
+        """Set while it is one stream that may be started a second time, beside the first."""
+        self._resume: dict[int, tuple[int, ...]] = {}
+        """Choices that were broken off -> their answers so far, with which another worker can go on."""
+        self.exchange.on_disconnect = self._client_left
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its end is decided; streams may still be settling."""
+        return self._is_over
+
+    def first_usage(self) -> Usage | None:
+        """What the worker told with the first output, of a request that is one stream; of several it is no one's time."""
+        return self._generations[0].usage if len(self._generations) == 1 else None
+
+    def remaining(
+        self, streams: Sequence[tuple[GenerateRequest, Sink]]
+    ) -> Sequence[tuple[GenerateRequest, Sink]]:
+        """What to start now of all its streams: those that are not over, behind what the client has seen of each."""
+        if self.tally.first_ns is None:
+            return streams
+        resume = self._resume
+        return [
+            (replace(request, resumed=resume[i]), sink)
+            for i, (request, sink) in enumerate(streams)
+            if i in resume
+        ]
+
+    def start(
+        self, backend: Backend, streams: Sequence[tuple[GenerateRequest, Sink]], *, race: int = 0
+    ) -> None:
+        """Start every stream. If one cannot start, none runs; the owner says what happens then. With `race` it is one stream, the
+        attempt of that number, and `start_beside` may follow.
+        """
+        assert self._waiting, "it runs already"
+        self._race = None
+        if race:
+            self._race, ((request, sink),) = self._new_race(), streams
+            racer = self._race.enter(sink, race)
+            streams = [(request, racer.as_sink())]
+        if not self.exchange.is_open:
+            self._over(OutcomeLabel.ABORT)  # The client left while its prompt was tokenized.
+        self._generations.clear()
+        for request, sink in streams:
+            if self._is_over or self._broken is not None:
+                break
+            self._live += 1
+            try:
+                generation = backend.generate(request, sink)
+            except (WorkerError, Overloaded) as error:
+                self._live -= 1
+                self._break(error, can_go_on=True)  # With what it was to go on with here.
+                break
+            except BaseException:
+                self._live -= 1
+                self._waiting = False
+                raise
+            self._generations.append(generation)
+            if isinstance(sink, Racer):
+                sink.generation = generation
+        self._waiting = False
+        if self._is_over or self._broken is not None:
+            self._abort_all()
+        self._settle_if_idle()
+
+    def start_beside(self, backend: Backend, request: GenerateRequest, sink: Sink, *, attempt: int) -> None:
+        """Start its one stream a second time: whichever has output first is heard."""
+        assert self._race is not None, "it was not started so"
+        if self._is_over or self._broken is not None:
+            self.context.owner.lost(self, attempt, None)
+            return
+        racer = self._race.enter(sink, attempt)
+        try:
+            generation = backend.generate(request, racer.as_sink())
+        except (WorkerError, Overloaded) as error:
+            self._race.leave(racer)
+            self.context.owner.lost(self, attempt, error)
+            return
+        racer.generation = generation
+        self._generations.append(generation)
+
+    def first_output(self) -> None:
+        """A choice has its first output."""
+        if self.tally.first_ns is None:
+            self.tally.first_ns = self.context.clock.now_ns()
+            self.context.owner.began(self)
+
+    def count(self, num_tokens: int) -> None:
+        """A choice has new tokens (called by sinks, after they were passed on)."""
+        self.num_produced += num_tokens
+        if self.num_produced >= self.next_slice:
+            self.context.owner.produced(self)
+
+    def ended(self, finish: Finish) -> Finish:
+        """A stream's end as the client sees it: what the owner stopped did not fail (called by sinks first of all)."""
+        if finish.reason is FinishReason.ABORT and self._stopped is not None:
+            return Finish(reason=self._stopped, usage=finish.usage)
+        return finish
+
+    def choice_finished(self, index: int, finish: Finish) -> None:
+        """A stream is over (called by its sink)."""
+        self._live -= 1
+        self.tally.finished(index, finish.reason, finish.usage)
+        self._resume.pop(index, None)
+        if finish.reason in (FinishReason.ERROR, FinishReason.ABORT):
+            if finish.resume is not None:
+                self._resume[index] = finish.resume
+            error = finish.error or Draining("The request was cancelled by the server.")
+            self._break(error, can_go_on=finish.resume is not None)
+        self._settle_if_idle()
+
+    def fail(self, error: Exception) -> None:
+        """End with an error, if nothing has ended it yet. One that is not ours is a bug: the client hears no details."""
+        if self._is_over:
+            return
+        self.error = error
+        self._over(outcome_of(error))
+        self._abort_all()
+        self.send_error(error)
+        self._settle_if_idle()
+
+    def stop(self, reason: FinishReason) -> None:
+        """End every choice now with `reason`, as a good end with what there is."""
+        if self._is_over:
+            return
+        self._stopped = reason
+        self._abort_all()
+
+    def hold_streams(self) -> bool:
+        """Read no more from the workers, if that can be done with each stream; None are there between two attempts."""
+        return all(generation.hold() for generation in self._generations)
+
+    def let_streams_go_on(self) -> None:
+        """Read again from those that were held."""
+        for generation in self._generations:
+            generation.go_on()
+
+    def heartbeat(self, ticks: int) -> None:
+        """Called now and then; a reply that streams shows that it lives after `ticks` silent calls."""
+
+    def complete(self) -> None:
+        """Every choice ended well: send what is left."""
+        raise NotImplementedError
+
+    def send_error(self, error: Exception) -> None:
+        """Tell the client that its request failed."""
+        raise NotImplementedError
+
+    def _break(self, error: PenstockError, *, can_go_on: bool) -> None:
+        """The worker failed us: another attempt, if the error allows it and the client has seen nothing or what it has
+        seen can be gone on with. All choices move together.
+        """
+        if self._is_over:
+            return
+        if isinstance(error, StreamBroken):
+            may_move = can_go_on
+        else:
+            may_move = error.retry_safe and (can_go_on or self.tally.first_ns is None)
+        if not may_move:
+            self.fail(error)
+        elif self._broken is None:
+            self._broken = error
+            self._abort_all()
+
+    def _settle_if_idle(self) -> None:
+        if self._live > 0 or self._settled or (self._waiting and not self._is_over):
+            return
+        if self._broken is not None and not self._is_over:
+            error, self._broken, self._waiting = self._broken, None, True
+            self.tally.break_off()
+            if self.context.owner.broke(self, error):
+                return
+            self.fail(error)
+            return
+        self._settled = True
+        self.tally.ended_ns = self.context.clock.now_ns()
+        is_complete, self._is_over = not self._is_over, True
+        self.context.owner.settled(self)  # First: what the client was told has been written down.
+        if is_complete:
+            self.complete()
+        self._generations.clear()  # Their sinks lead back here.
+
+    def _new_race(self) -> Race:
+        owner = self.context.owner
+
+        def won(winner: Racer, loser: Racer) -> None:
+            owner.won(self, winner.attempt)
+            if loser.generation is not None:
+                self._generations.remove(loser.generation)
+                loser.generation.abort()
+
+        def lost(loser: Racer, finish: Finish) -> None:
+            if loser.generation is not None:
+                self._generations.remove(loser.generation)
+            owner.lost(self, loser.attempt, finish.error)
+
+        return Race(on_won=won, on_lost=lost)
+
+    def _client_left(self) -> None:
+        if not self._is_over:
+            self._over(OutcomeLabel.ABORT)
+            self._abort_all()
+            self._settle_if_idle()
+
+    def _over(self, outcome: OutcomeLabel) -> None:
+        self._is_over = True
+        self.tally.outcome = outcome
+
+    def _abort_all(self) -> None:
+        for generation in list(self._generations):
+            generation.abort()

@@ -1,0 +1,1 @@
+"""May a request come in, and what is it promised?"""

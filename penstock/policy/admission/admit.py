@@ -1,0 +1,197 @@
+"""Whether a request is let in, sent to a smaller model, or turned away: decided once, when it comes.
+
+| the requested model | protected band | other bands, degrade allowed | other bands, never |
+|---|---|---|---|
+| starts it at once, or in time | admit | admit (`prefer`: divert if much sooner) | admit |
+| would start too late | divert if allowed, else 429 | divert, else 429 | 429 |
+| its queue is full | divert if allowed, else 429 | divert, else 429 | 429 |
+| costs more than a fallback that would start it in time, and the budget nears its end | divert if allowed, else as above | divert | as above |
+| has no worker | wait if the queue does, else divert, else 503 | divert, else as the queue does | as the queue does |
+
+"In time" is what the request says itself, else the promise to its band and tier (promise.py). Its wait is what goes before it in
+its band, at the pace at which the band's requests start now: nothing is predicted that is not seen. A refusal says when to
+come back: when the queue will have drained so far that such a request fits.
+
+Pure and deterministic; the facts are handed in, and a fallback's are asked for only when it comes into question.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from penstock.clock import NS_PER_MS, NS_PER_S
+from penstock.config.routing import AdmissionConfig, ModelRoute
+from penstock.policy.admission.comeback import ComebackTimes
+from penstock.policy.admission.promise import Promises
+from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Decision, Divert, Shed
+from penstock.policy.limits.tenant_limits import may_use_model
+from penstock.policy.tenant import Degrade, Tenant
+
+QUEUE_SHARE = 0.3
+"""Of the promise as configured, what a request may wait for its start; the rest is its worker's. The same for long prompts as for short
+ones, whose promises differ: else long ones would be all that is left of a long queue."""
+LET_IN_SHARE = 0.6
+"""Of that, the wait that is expected of a request when it is let in: how long others take is never known exactly."""
+PROTECTED_SHARE = 0.35
+"""Of the promise, what a request of a protected band may wait, and is let in for: what comes after it does not go before it."""
+_AT_ONCE = Admit()
+
+
+class _Verdict(msgspec.Struct, frozen=True):
+    """Whether one model would do."""
+
+    fits: bool
+    why: Literal["slo", "queue_full"] = "slo"
+    promised_ns: int = 0
+    """By when the first token is due; 0: at no certain time."""
+    start_by_ns: int = 0
+    """When a start would be too late for that; 0: never."""
+    wait_max_ns: int = 0
+    """What its wait was held against; 0: nothing."""
+
+
+class AdmissionControl:
+    """Decides, and remembers when whoever was turned away is to come back."""
+
+    __slots__ = ("_comebacks", "_config", "_promises", "_routes")
+
+    def __init__(self, config: AdmissionConfig, routes: tuple[ModelRoute, ...]) -> None:
+        """`routes` without loops: the configuration is checked for them."""
+        self._config, self._promises = config, Promises(config)
+        self._routes = {route.model: route for route in routes}
+        self._comebacks = ComebackTimes(
+            wait_ns_max=round(config.retry_after_max_s * NS_PER_S), kept=config.retries_kept
+        )
+
+    def decide(self, now_ns: int, facts: AdmitFacts) -> Decision:
+        """Admit, divert or shed. O(1) where the request starts at once, else O(fallbacks)."""
+        route = facts.requested
+        may_divert = _degrade_of(facts) != "never"
+        if not route.ready:
+            return self._without_worker(facts, may_divert=may_divert)
+        if facts.is_cheaper is not None and may_divert:
+            for found in self._fallbacks(facts):
+                if facts.is_cheaper(found.model) and self._judge(facts, found).fits:
+                    return Divert(found.model, "budget")
+        verdict = self._judge(facts, route)
+        if not verdict.fits:
+            why = "slo" if verdict.why == "slo" else "queue_depth"
+            found = self._first_that_fits(facts) if may_divert else None
+            return Divert(found.model, why) if found else self._shed(now_ns, facts, verdict)
+        if facts.tried:  # It was sent here, and here it fits: no further down for anything else.
+            may_divert = False
+        if may_divert and _degrade_of(facts) == "prefer" and (sooner := self._much_sooner(facts)):
+            return sooner
+        expected_ns = _expected_ns(route) if route.has_ahead else 0
+        return Admit(expected_ns, verdict.promised_ns, verdict.start_by_ns)
+
+    def _judge(self, facts: AdmitFacts, route: Candidate) -> _Verdict:
+        promised_ns, start_by_ns, wait_max_ns = self._times(facts, route)
+        if route.is_full:
+            return _Verdict(fits=False, why="queue_full", wait_max_ns=wait_max_ns)
+        # With nothing ahead turning it away would gain nobody anything.
+        fits = not route.has_ahead or not wait_max_ns or route.wait_ns <= wait_max_ns
+        return _Verdict(fits=fits, promised_ns=promised_ns, start_by_ns=start_by_ns, wait_max_ns=wait_max_ns)
+
+    def _times(self, facts: AdmitFacts, route: Candidate) -> tuple[int, int, int]:
+        """In nanoseconds: when the first token is due, when a start is too late for that, and the longest wait that is let in."""
+        promise = self._promises.of(tier=facts.tenant.tier, band=facts.band)
+        due_ns = facts.max_wait_ns or promise.on(self._config.idle_factor, route.idle_ttft_ns, 0).ttft_ns
+        if not due_ns:
+            return 0, 0, facts.queue_wait_max_ns
+        if facts.max_wait_ns:
+            # Half of what a worker may be busy with is what it is busy with on average.
+            start_by_ns = max(round(QUEUE_SHARE * due_ns), due_ns - route.start_ns - route.backlog_ns // 2)
+        else:
+            start_by_ns = round((PROTECTED_SHARE if facts.is_protected else QUEUE_SHARE) * promise.ttft_ns)
+        start_by_ns = max(1, start_by_ns)
+        share = 1.0 if facts.is_protected else LET_IN_SHARE
+        wait_max_ns = max(1, round(share * start_by_ns))
+        assert 0 < wait_max_ns <= start_by_ns, "who waits as long as may be starts in time"
+        return due_ns, start_by_ns, _least(wait_max_ns, facts.queue_wait_max_ns)
+
+    def _first_that_fits(self, facts: AdmitFacts) -> Candidate | None:
+        return next((found for found in self._fallbacks(facts) if self._judge(facts, found).fits), None)
+
+    def _fallbacks(self, facts: AdmitFacts) -> list[Candidate]:
+        """The chain of smaller models, without those that cannot do what the request needs."""
+        found: list[Candidate] = []
+        for model in self.chain(facts.tenant, facts.requested.model, needs_tools=facts.needs_tools):
+            candidate = facts.candidate(model) if model not in facts.tried else None
+            if candidate is not None and candidate.ready and _holds(candidate):
+                found.append(candidate)
+        return found
+
+    def chain(self, tenant: Tenant, model: str, *, needs_tools: bool) -> list[str]:
+        """The model's fallbacks in order: those that the tenant may use, and that have its tools and may have its data."""
+        found, data = list[str](), self._data(model)
+        for _ in range(len(self._routes)):
+            model = self._next(model)
+            if not model:
+                break
+            route = self._routes.get(model)
+            has_tools = route is None or route.tools or not needs_tools
+            if has_tools and data <= self._data(model) and may_use_model(tenant, model):
+                found.append(model)
+        return found
+
+    def _data(self, model: str) -> frozenset[str]:
+        route = self._routes.get(model)
+        return frozenset(route.data) if route else frozenset()
+
+    def _next(self, model: str) -> str:
+        route = self._routes.get(model)
+        return route.fallback if route else ""
+
+    def _much_sooner(self, facts: AdmitFacts) -> Divert | None:
+        """A fallback that answers in a fraction of the time: only where both times are known."""
+        mine_ns = _expected_ns(facts.requested)
+        most_ns = min(
+            mine_ns * self._config.prefer_fraction, mine_ns - self._config.prefer_saves_ms * NS_PER_MS
+        )
+        for candidate in self._fallbacks(facts):
+            if not candidate.is_full and 0 < _expected_ns(candidate) <= most_ns:
+                return Divert(candidate.model, "slo")
+        return None
+
+    def _without_worker(self, facts: AdmitFacts, *, may_divert: bool) -> Decision:
+        if facts.waits_for_worker and facts.is_protected and not facts.requested.is_full:
+            return _AT_ONCE
+        if may_divert and (found := self._first_that_fits(facts)):
+            return Divert(found.model, "unavailable")
+        if facts.waits_for_worker and not facts.requested.is_full:
+            return _AT_ONCE
+        return Shed(503, round(self._config.retry_after_default_s * NS_PER_S), "no_worker")
+
+    def _shed(self, now_ns: int, facts: AdmitFacts, verdict: _Verdict) -> Shed:
+        route = facts.requested
+        each_ns = route.each_ns or round(self._config.retry_after_default_s * NS_PER_S)
+        wait_ns = max(each_ns, route.wait_ns - verdict.wait_max_ns)
+        at_ns = self._comebacks.book(now_ns, (route.model, facts.tenant.id), wait_ns, each_ns)
+        assert at_ns > now_ns, "who is turned away is to come later"
+        return Shed(429, at_ns - now_ns, verdict.why)
+
+
+def effective_degrade(asked: Degrade | None, tenant: Tenant) -> Degrade:
+    """What counts: the request's word before the tenant's default, but a tenant's `never` is a promise to keep."""
+    return tenant.degrade if asked is None or tenant.degrade == "never" else asked
+
+
+def _degrade_of(facts: AdmitFacts) -> Degrade:
+    return effective_degrade(facts.degrade, facts.tenant)
+
+
+def _holds(candidate: Candidate) -> bool:
+    """Whether the request fits the model's context and finds its adapter."""
+    fits = not candidate.max_model_len or candidate.context_tokens <= candidate.max_model_len
+    return fits and candidate.can_serve
+
+
+def _least(one: int, other: int) -> int:
+    """The smaller bound; 0 is none."""
+    return min(one, other) if one and other else one or other
+
+
+def _expected_ns(candidate: Candidate) -> int:
+    """To its first token."""
+    return candidate.wait_ns + candidate.start_ns

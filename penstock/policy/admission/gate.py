@@ -1,0 +1,166 @@
+"""Admission as flow control asks for it: how routes stand goes in, and an error with a time to come back comes out.
+
+FlowControl.arrive ──> Gate.decide ──> Admission
+"""
+
+import math
+from collections.abc import Callable
+
+import msgspec
+
+from penstock.clock import NS_PER_S
+from penstock.config.flow import QueueConfig
+from penstock.config.routing import AdmissionConfig, RoutingConfig
+from penstock.errors import Overloaded, PenstockError, WorkerUnavailable
+from penstock.policy.admission.admit import AdmissionControl, effective_degrade
+from penstock.policy.admission.thrift import Thrift
+from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Divert, Shed
+from penstock.policy.answers import Diverted, Refused
+from penstock.policy.flow import Arrival
+from penstock.policy.parts import Pass, RouteLoad
+from penstock.policy.queueing.fair_queue import default_level, ordered_bands
+from penstock.policy.tenant import Degrade, Tenant
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a served model can hold, and on what it runs."""
+
+    max_model_len: int = 0
+    """0: not known."""
+    adapters: frozenset[str] = frozenset()
+    capabilities: tuple[frozenset[str], ...] = ()
+    """What its workers can do beyond plain text, each set once."""
+    kinds: tuple[str, ...] = ("",)
+    """Kinds of its ready workers, each once."""
+
+    def can_serve(self, adapter: str, needs: frozenset[str]) -> bool:
+        """Whether a worker of it has the adapter, and one can do what is needed."""
+        has_adapter = not adapter or adapter in self.adapters
+        return has_adapter and (not needs or any(needs <= each for each in self.capabilities))
+
+
+class Gate:
+    """`AdmissionControl` behind flow control's contract (`parts.Admission`)."""
+
+    __slots__ = (
+        "_admission",
+        "_default",
+        "_facts",
+        "_protected",
+        "_thrift",
+        "_timeouts",
+        "_waits_for_worker",
+    )
+
+    def __init__(
+        self,
+        admission: AdmissionConfig,
+        routing: RoutingConfig,
+        queue: QueueConfig,
+        facts: Callable[[str], ModelFacts | None],
+        thrift: Thrift | None = None,
+    ) -> None:
+        """`facts` tells of a model; None if it is not served. `thrift`: tenants whose budget nears its end go to cheaper fallbacks."""
+        self._thrift = thrift if any(route.fallback for route in routing.models) else None
+        self._admission = AdmissionControl(admission, routing.models)
+        self._facts = facts
+        self._waits_for_worker = queue.no_worker == "wait"
+        bands = ordered_bands(queue.bands)
+        self._default = bands[default_level(bands)].name
+        self._timeouts = {band.name: int(band.timeout_s * NS_PER_S) for band in queue.bands}
+        self._protected = {band.name for band in queue.bands if band.protected}
+
+    def decide(
+        self, now_ns: int, arrival: Arrival, look: Callable[[str], RouteLoad]
+    ) -> Pass | Diverted | Refused:
+        """Let it in, send it on, or turn it away."""
+        band = self._band(arrival.tenant.band)
+        requested = self._candidate(arrival, arrival.route, look)
+        assert requested is not None, f"{arrival.route} is not served"
+        facts = AdmitFacts(
+            tenant=arrival.tenant,
+            requested=requested,
+            band=band,
+            is_protected=band in self._protected,
+            degrade=arrival.degrade,
+            max_wait_ns=arrival.first_token_ns,
+            queue_wait_max_ns=arrival.max_wait_ns or self._timeouts[band],
+            needs_tools=arrival.needs_tools,
+            waits_for_worker=self._waits_for_worker,
+            tried=frozenset((arrival.requested_model,)) if arrival.diverted else frozenset(),
+            is_cheaper=self._thrift and self._thrift.cheaper_for(now_ns, arrival),
+            candidate=lambda model: self._candidate(arrival, model, look),
+        )
+        decision = self._admission.decide(now_ns, facts)
+        if isinstance(decision, Admit):
+            start_by_ns = decision.start_by_ns if requested.ready else 0
+            return Pass(decision.predicted_ns, decision.first_token_ns, start_by_ns)
+        if isinstance(decision, Divert):
+            return Diverted(arrival.id, decision.model, decision.why)
+        return Refused(arrival.id, "admission", _error(decision, arrival.route))
+
+    def longer(
+        self,
+        route: str,
+        tenant: Tenant,
+        degrade: Degrade | None,
+        *,
+        needs_tools: bool,
+        adapter: str,
+        needs: frozenset[str],
+    ) -> list[str]:
+        """Fallbacks of a model that a request did not fit: those with a longer context that may answer it, in order. None if it may not be
+        answered by another one.
+        """
+        mine = self._facts(route)
+        if mine is None or effective_degrade(degrade, tenant) == "never":
+            return []
+
+        def is_longer(model: str) -> bool:
+            facts = self._facts(model)
+            return (
+                facts is not None
+                and facts.can_serve(adapter, needs)
+                and facts.max_model_len > mine.max_model_len
+            )
+
+        return [m for m in self._admission.chain(tenant, route, needs_tools=needs_tools) if is_longer(m)]
+
+    def _band(self, name: str) -> str:
+        """The band that the queue would use."""
+        return name if name in self._timeouts else self._default
+
+    def _candidate(self, arrival: Arrival, model: str, look: Callable[[str], RouteLoad]) -> Candidate | None:
+        facts = self._facts(model)
+        if facts is None:
+            return None
+        route = look(model)
+        return Candidate(
+            model=model,
+            ready=route.ready,
+            has_ahead=route.requests_ahead > 0,
+            wait_ns=route.wait_ns,
+            each_ns=route.each_ns,
+            start_ns=route.start_ns,
+            idle_ttft_ns=route.idle_ttft_ns,
+            backlog_ns=route.backlog_ns,
+            context_tokens=arrival.context_tokens or arrival.prompt_tokens,
+            max_model_len=facts.max_model_len,
+            can_serve=facts.can_serve(arrival.adapter, arrival.needs),
+            is_full=route.is_full,
+        )
+
+
+def _error(shed: Shed, model: str) -> PenstockError:
+    seconds = shed.retry_after_ns / NS_PER_S
+    if shed.status == 503:
+        return WorkerUnavailable(f"The model '{model}' has no worker now.")
+    why = {
+        "queue_full": "its queue is full",
+        "slo": "it could not answer in time",
+        "no_worker": "it has no worker",
+    }[shed.why]
+    return Overloaded(
+        f"The model '{model}' is busy: {why}. Try again in {max(1, math.ceil(seconds))} s.",
+        retry_after_s=seconds,
+    )

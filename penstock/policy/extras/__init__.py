@@ -1,0 +1,1 @@
+"""Which optional features watch requests? Hedging, crash quarantine and routing by complexity."""

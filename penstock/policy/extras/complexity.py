@@ -1,0 +1,135 @@
+"""`model: "auto"`: which model a request needs, by how complex it looks.
+
+    complexity = sum of weight * mark, less the weight of simple tasks, cut to 0..1
+    model      = the smallest whose bound is not below it, and not below the tier's least
+
+The marks (complexity_marks.py) are cheap to find and can be read: the decision carries every part, for the log, for a
+response header and for whoever tunes the weights. bench/complexity.py measures it on labelled requests. Pure.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from penstock.config.routing import AutoConfig
+from penstock.policy.extras.complexity_marks import (
+    code_mark,
+    instruction_of,
+    question_mark,
+    reasoning_mark,
+    simple_mark,
+    tools_mark,
+    words_of,
+)
+
+_CHARS_PER_TOKEN = 4
+"""Good enough for one mark: the model, and so its tokenizer, is not chosen yet."""
+
+
+class Features(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request says, as far as the choice depends on it."""
+
+    texts: Sequence[str]
+    """Of the user's messages, in order; a plain prompt is one."""
+    num_chars: int
+    """Of the whole conversation, system prompt and answers included."""
+    num_tools: int = 0
+    """Tools that it defines."""
+    num_tool_results: int = 0
+    tier: str = ""
+
+
+@dataclass(slots=True, frozen=True)
+class ComplexityChoice:
+    """The model and why."""
+
+    model: str
+    complexity: float
+    parts: tuple[tuple[str, float], ...]
+    """What each mark added (or took off), those that did; largest first."""
+    passed_over: tuple[str, ...] = ()
+    """Models that would have come before, and may not answer: not allowed, without tools, not ready, or too small."""
+
+    def explain(self) -> str:
+        """For a log line or a header: `complexity=0.31 (code .20, tokens .05, simple -.05)`."""
+        parts = ", ".join(f"{name} {_short(value)}" for name, value in self.parts)
+        return f"complexity={self.complexity:.2f}" + (f" ({parts})" if parts else "")
+
+
+class ComplexityRouter:
+    """Chooses among the models of `routing.auto`."""
+
+    __slots__ = ("_bounds", "_config", "_least", "_models")
+
+    def __init__(self, config: AutoConfig) -> None:
+        assert config.models, "without models there is no auto"
+        self._config = config
+        self._models = [model.model for model in config.models]
+        self._bounds = _bounds_of(config)
+        self._least = {tier.tier: self._models.index(tier.model_min) for tier in config.tiers}
+
+    def choose(self, features: Features, may: Callable[[str], bool]) -> ComplexityChoice | None:
+        """The model for a request, among those that `may` answer it; None if none may.
+
+        `may` knows what the caller is allowed, and whether the model has the tools and the context. If the
+        one that fits best may not, the next larger one is taken, else the next smaller.
+        """
+        parts = self.parts(features)
+        complexity = min(1.0, max(0.0, sum(value for _, value in parts)))
+        best = next(i for i, bound in enumerate(self._bounds) if complexity <= bound)
+        best = max(best, self._least.get(features.tier, 0))
+        order = [*range(best, len(self._models)), *range(best - 1, -1, -1)]
+        for place, i in enumerate(order):
+            if may(self._models[i]):
+                passed_over = tuple(self._models[other] for other in order[:place])
+                return ComplexityChoice(self._models[i], complexity, parts, passed_over)
+        return None
+
+    def parts(self, features: Features) -> tuple[tuple[str, float], ...]:
+        """What each mark adds, largest first. O(`text_chars_max`)."""
+        config, weights = self._config, self._config.weights
+        last = features.texts[-1][: config.text_chars_max] if features.texts else ""
+        before = _before(features.texts, config.text_chars_max - len(last))
+        instruction = instruction_of(last)
+        words = words_of(instruction)
+        everything = f"{before}\n{last}"
+        num_tokens = features.num_chars / _CHARS_PER_TOKEN
+        reasoning = reasoning_mark(instruction, words)
+        found = {
+            "tokens": weights.tokens * min(1.0, num_tokens / config.tokens_full),
+            "code": weights.code * code_mark(everything, words_of(everything.lower())),
+            "reasoning": weights.reasoning * reasoning,
+            "tools": weights.tools * tools_mark(features.num_tools, features.num_tool_results),
+            "turns": weights.turns * min(1.0, max(0, len(features.texts) - 1) / config.turns_full),
+            "question": weights.question * question_mark(instruction, words),
+            # A simple task that is argued about is not simple any more.
+            "simple": -weights.simple * simple_mark(instruction, words) * (1 - reasoning),
+        }
+        shown = [(name, value) for name, value in found.items() if abs(value) >= 0.005]
+        return tuple(sorted(shown, key=lambda part: (-abs(part[1]), part[0])))
+
+
+def _before(texts: Sequence[str], room: int) -> str:
+    """The end of the earlier messages, as much as there is room for."""
+    kept: list[str] = []
+    for text in reversed(texts[:-1]):
+        if room <= 0:
+            break
+        kept.append(text[-room:])
+        room -= len(kept[-1])
+    return "\n".join(reversed(kept))
+
+
+def _bounds_of(config: AutoConfig) -> list[float]:
+    """Up to which complexity each model answers: further, the more the next one costs."""
+    bounds: list[float] = []
+    for model, larger in zip(config.models, config.models[1:], strict=False):
+        bias = config.cost_bias * math.log10(max(larger.cost / model.cost, 1.0))
+        bounds.append(min(1.0, model.up_to + bias))
+    return [*bounds, 1.0]
+
+
+def _short(value: float) -> str:
+    return f"{value:.2f}".replace("0.", ".", 1)

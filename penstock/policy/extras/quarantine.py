@@ -1,0 +1,221 @@
+"""Requests that kill workers: found by who was there, refused for a while, so that one bad prompt does not take a fleet down.
+
+When a worker's process dies, every request on it gets a strike, and most were only there. They are tried again so that the next death
+says more: each that had given nothing since it was started there starts alone, on a worker where no other suspect is starting, and so
+does each that is there at a second death; streams that were cut go on at once, together, but not beside those (policy/queueing/lane.py sees to
+that, until their next output). If exactly one suspect was starting when a worker died, that is the cause; if none was, and exactly
+one is there, that one is. With `quarantine_crashes` strikes it is convicted: it is not started again, and its like is refused until `refuse_s`
+have passed. Nobody else is blamed for that death. So a prompt that ends whatever computes it takes two workers, in any crowd; one
+that ends them in the middle of its answer takes three. (Group testing, after Dorfman, "The Detection of Defective Members of Large
+Populations", 1943, with the first crowd as the pool.)
+
+A request that ends well is exonerated, and so is one that has come `progress_tokens` further than where the last worker died. Deaths
+within `together_ms` may have one cause outside, such as a machine with several workers: they count once.
+
+Requests are known by the fingerprint of their prompt, which also names tenant and model. Pure; bounded; time is handed in.
+"""
+
+import enum
+import hashlib
+import math
+from array import array
+from collections.abc import Container, Iterable, Mapping, Sequence
+
+import msgspec
+
+from penstock.clock import NS_PER_MS, NS_PER_S
+from penstock.config.branch import extended
+from penstock.config.health import HealthConfig
+from penstock.errors import PoisonRequest
+from penstock.policy.flow import Arrival
+
+Fingerprint = int
+
+
+class OnBoard(msgspec.Struct, frozen=True, gc=False):
+    """A request at the death of its worker."""
+
+    arrival: Arrival
+    is_starting: bool
+    """It had given nothing since it was started there."""
+    num_tokens: int = 0
+    """What it has given in all."""
+
+
+class Trial(enum.Enum):
+    """How a suspect is started again."""
+
+    ALONE = "alone"
+    """Where no other suspect is starting."""
+    TOGETHER = "together"
+    """Where nobody is starting alone."""
+
+
+class _Suspect(msgspec.Struct):
+    strikes: int = 0
+    """Deaths that it was present at."""
+    starts: int = 0
+    """Of those, the ones where it was starting."""
+    num_tokens: int = 0
+    """What it had given at the last one."""
+    last_ns: int = 0
+    """When that was."""
+    until_ns: int = 0
+    """When all of this is forgotten."""
+    is_convicted: bool = False
+
+
+class QuarantineTerms(HealthConfig, frozen=True, kw_only=True):
+    """What happens to a request whose worker's process dies, again and again."""
+
+    progress_tokens: int = 16
+    """A request that has given so many more tokens than at the last crash has shown that it was not the cause of that."""
+    together_ms: int = 10
+    """Crashes so close to each other may have one cause outside, such as a machine with several workers: they count once."""
+    refuse_s: float = 600.0
+    """For so long."""
+    suspects_max: int = 10_000
+    """Prompts that are remembered; the least recent is forgotten first."""
+
+
+class Quarantine:
+    """One for a gateway."""
+
+    __slots__ = ("_config", "_suspects", "num_convicted")
+
+    def __init__(self, config: HealthConfig) -> None:
+        self._config = extended(config, QuarantineTerms)
+        self._suspects: dict[Fingerprint, _Suspect] = {}  # Least recently struck first.
+        self.num_convicted = 0
+        """Convictions so far."""
+
+    def refusal(self, now_ns: int, arrival: Arrival) -> PoisonRequest | None:
+        """See `parts.Poison`. Looks at the prompt only while there are suspects, which is nearly never."""
+        if not self._suspects or (name := fingerprint(arrival)) is None:
+            return None
+        left_s = self.refused_s(now_ns, name)
+        if not left_s:
+            return None
+        return PoisonRequest(
+            f"Workers have ended while they computed this prompt. It is refused for another {math.ceil(left_s)} s."
+        )
+
+    def trial(self, now_ns: int, arrival: Arrival) -> Trial | None:
+        """See `parts.Poison`."""
+        if not self._suspects or (name := fingerprint(arrival)) is None:
+            return None
+        return self.trial_of(now_ns, name)
+
+    def died(self, now_ns: int, on_board: Sequence[OnBoard]) -> None:
+        """See `parts.Poison`."""
+        starting, streaming = list[Fingerprint](), dict[Fingerprint, int]()
+        for each in on_board:
+            if (name := fingerprint(each.arrival)) is None:
+                continue
+            if each.is_starting:
+                starting.append(name)
+            streaming[name] = max(streaming.get(name, 0), each.num_tokens)
+        self.strike(now_ns, starting, streaming)
+
+    def ended_well(self, arrival: Arrival) -> None:
+        """See `parts.Poison`."""
+        if self._suspects and (name := fingerprint(arrival)) is not None:
+            self.clear(name)
+
+    # --- by fingerprint ------------------------------------------------------------------------------
+
+    def strike(
+        self,
+        now_ns: int,
+        starting: Iterable[Fingerprint],
+        given: Mapping[Fingerprint, int] | None = None,
+    ) -> None:
+        """A worker died, with these requests on it: those that were starting, and what everybody had given in tokens (0 of whom
+        is not named).
+        """
+        tokens = dict.fromkeys(starting, 0)
+        fresh = frozenset(tokens)
+        tokens |= given or {}
+        before = {name: self._before(now_ns, name, tokens[name]) for name in sorted(tokens)}
+        cause = _cause(before, fresh)
+        if cause is not None and self._blame(now_ns, before[cause]):
+            before = {cause: before[cause]}  # The others were only there.
+        for name, suspect in before.items():
+            self._suspects.pop(name, None)
+            self._suspects[name] = suspect
+            self._count(now_ns, suspect, is_starting=name in fresh, num_tokens=tokens[name])
+        assert fresh <= tokens.keys(), "those that were starting were on board"
+        while len(self._suspects) > self._config.suspects_max:
+            del self._suspects[next(iter(self._suspects))]
+
+    def clear(self, fingerprint: Fingerprint) -> None:
+        """It was none of these."""
+        self._suspects.pop(fingerprint, None)
+
+    def refused_s(self, now_ns: int, fingerprint: Fingerprint) -> float:
+        """For how many seconds a request is refused; 0: it is not."""
+        suspect = self._suspects.get(fingerprint)
+        if suspect is None or not suspect.is_convicted or now_ns >= suspect.until_ns:
+            return 0.0
+        return (suspect.until_ns - now_ns) / NS_PER_S
+
+    def trial_of(self, now_ns: int, fingerprint: Fingerprint) -> Trial | None:
+        """How it is tried again; None if nothing is held against it."""
+        suspect = self._suspects.get(fingerprint)
+        if suspect is None or now_ns >= suspect.until_ns:
+            return None
+        return Trial.ALONE if suspect.starts or suspect.strikes > 1 else Trial.TOGETHER
+
+    def _before(self, now_ns: int, name: Fingerprint, num_tokens: int) -> _Suspect:
+        """What is held against it from earlier deaths; nothing of one that has come further since."""
+        suspect = self._suspects.get(name)
+        if suspect is None or now_ns >= suspect.until_ns:
+            return _Suspect()
+        if num_tokens > suspect.num_tokens + self._config.progress_tokens and not suspect.is_convicted:
+            return _Suspect()
+        return suspect
+
+    def _is_same_cause(self, now_ns: int, suspect: _Suspect) -> bool:
+        return suspect.strikes > 0 and now_ns - suspect.last_ns < self._config.together_ms * NS_PER_MS
+
+    def _blame(self, now_ns: int, suspect: _Suspect) -> bool:
+        """Convict the likeliest cause if this was one death too many; whether it is convicted."""
+        if suspect.is_convicted:
+            return True
+        if self._is_same_cause(now_ns, suspect) or suspect.strikes + 1 < self._config.quarantine_crashes:
+            return False
+        assert suspect.strikes >= self._config.deaths - 1, "convicted by deaths in a row"
+        suspect.is_convicted = True
+        self.num_convicted += 1
+        return True
+
+    def _count(self, now_ns: int, suspect: _Suspect, *, is_starting: bool, num_tokens: int) -> None:
+        if not self._is_same_cause(now_ns, suspect):
+            suspect.strikes += 1
+            suspect.last_ns = now_ns
+            suspect.starts += is_starting
+        elif is_starting:
+            suspect.starts = max(suspect.starts, 1)
+        assert 0 <= suspect.starts <= suspect.strikes, "it was present where it was starting"
+        suspect.num_tokens = num_tokens
+        suspect.until_ns = now_ns + round(self._config.refuse_s * NS_PER_S)
+
+
+def _cause(on_board: Mapping[Fingerprint, _Suspect], starting: Container[Fingerprint]) -> Fingerprint | None:
+    """Who a death is put down to, by what is known from earlier ones; None if that could be several."""
+    if len(on_board) == 1:
+        return next(iter(on_board))
+    suspects = [name for name, suspect in on_board.items() if suspect.strikes]
+    likely = [name for name in suspects if name in starting] or suspects
+    return likely[0] if len(likely) == 1 else None
+
+
+def fingerprint(arrival: Arrival) -> Fingerprint | None:
+    """Names model, tenant and prompts; None if nobody told the prompts. One tenant's suspects are never another's."""
+    if not arrival.prompts:
+        return None
+    hasher = hashlib.blake2b(f"{arrival.route}\0{arrival.tenant.id}".encode(), digest_size=8)
+    for prompt in arrival.prompts:
+        tokens = array("i", prompt).tobytes()
+        hasher.update(len(tokens).to_bytes(8, "little") + tokens)
+    return int.from_bytes(hasher.digest(), "little")

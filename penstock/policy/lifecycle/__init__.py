@@ -1,0 +1,1 @@
+"""What happens to a request between its arrival and its settlement?"""

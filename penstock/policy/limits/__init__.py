@@ -1,0 +1,1 @@
+"""How much may a tenant use, and what does it cost?"""

@@ -1,0 +1,381 @@
+"""Money that a tenant may spend per UTC day and per UTC month: reserved before, renewed in slices, settled once.
+
+    reserve ──> Reservation ──renew──> ... ──renew──> settle      the request was accepted
+       │              │          └─ False: stop the answer here
+       │              └──────────────────────────────> undo       something else refused it: as if it never was
+       └──> BudgetRefusal (which budget, and when it begins anew)
+
+A reservation holds the price of the prompt and of the first slice of the answer; before every further slice it is
+renewed to hold that one too. What is reserved and what was spent never come to more than the budget, so a tenant spends
+more than its budget only by what its running answers generate between the end of a slice and their stop: at most one
+slice for each that runs. Money counts for the day and month in which its request ends, as in the ledger, so the sum of
+what was settled is the sum of the ledger's records, to the millionth.
+
+Spending elsewhere counts as soon as somebody tells of it: `restore` by the ledger of this machine, `heed` by a store that
+gateways of several machines share. Neither is asked by a request.
+
+Pure: times are the gateway's monotonic clock; `wall_offset_ns` makes dates of them.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.clock import NS_PER_S
+from penstock.config.branch import extended
+from penstock.config.ledger import BudgetsConfig
+from penstock.errors import BudgetExhausted
+from penstock.policy.limits.calendar import DAY_NS, day_of, first_day, month_of
+from penstock.policy.limits.price import MICROS
+from penstock.policy.tenant import Tenant
+from penstock.types import TenantId
+
+PeriodName = Literal["day", "month"]
+EVENTS_MAX = 1024
+"""Warnings that nobody has taken yet; the oldest go first."""
+_COLLECT_MIN = 256
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Spent:
+    """What a tenant has spent in one day and its month."""
+
+    tenant: TenantId
+    day: int
+    """Since 1970-01-01."""
+    day_micros: int
+    month_micros: int
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class BudgetEvent:
+    """A share of a budget is used up; once for each share and period."""
+
+    tenant: TenantId
+    period: PeriodName
+    share: float
+    spent_micros: int
+    limit_micros: int
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class BudgetRefusal:
+    """Why a request may not start, and when it may."""
+
+    kind: Literal["budget_day", "budget_month"]
+    limit_micros: int
+    used_micros: int
+    """Spent, and reserved by what runs."""
+    requested_micros: int
+    retry_after_ns: int
+    """Until the day or month is over."""
+
+    @property
+    def message(self) -> str:
+        """What the person who must act on it reads."""
+        name = "daily" if self.kind == "budget_day" else "monthly"
+        return (
+            f"Your {name} budget of {self.limit_micros / MICROS:.2f} is used up: {self.used_micros / MICROS:.6f} are spent or "
+            f"in use, and this request needs {self.requested_micros / MICROS:.6f}. It begins anew in "
+            f"{self.retry_after_ns // NS_PER_S + 1} s."
+        )
+
+    def error(self) -> BudgetExhausted:
+        """The refusal as an error."""
+        return BudgetExhausted(self.message, retry_after_s=self.retry_after_ns / NS_PER_S)
+
+
+class _Period:
+    """One tenant's day or month."""
+
+    __slots__ = ("elsewhere", "limit", "name", "number", "spent", "warned")
+
+    def __init__(self, name: PeriodName) -> None:
+        self.name: PeriodName = name
+        self.number = -1
+        self.limit = 0
+        self.spent = 0
+        """On this machine."""
+        self.elsewhere = 0
+        """On others."""
+        self.warned = 0.0
+        """The highest share that was told."""
+
+    @property
+    def total(self) -> int:
+        """Spent everywhere."""
+        return self.spent + self.elsewhere
+
+    def enter(self, number: int) -> None:
+        """Begin anew if it is another day or month."""
+        if number != self.number:
+            self.number, self.warned = number, 0.0
+            self.spent = self.elsewhere = 0
+
+
+class _Account:
+    """What one tenant spends."""
+
+    __slots__ = ("day", "live", "month", "reserved", "tenant")
+
+    def __init__(self, tenant: TenantId) -> None:
+        self.tenant = tenant
+        self.day, self.month = _Period("day"), _Period("month")
+        self.live = self.reserved = 0
+
+    @property
+    def periods(self) -> tuple[_Period, _Period]:
+        return self.day, self.month
+
+
+class BudgetReservation:
+    """One accepted request's share of its tenant's budget. Ends by `settle` or by `undo`, exactly once."""
+
+    __slots__ = ("_account", "_budgets", "ended", "reserved")
+
+    def __init__(self, budgets: "TenantBudgets", account: _Account, micros: int) -> None:
+        self._budgets, self._account = budgets, account
+        self.reserved = micros
+        """What it may cost until the next `renew`, in millionths."""
+        self.ended = False
+
+    def renew(self, now_ns: int, total_micros: int) -> bool:
+        """Before the next slice: hold `total_micros` for the request up to that slice's end. False: it must stop now."""
+        assert not self.ended, "renewed after its end"
+        extra = total_micros - self.reserved
+        if extra <= 0:
+            return True
+        if self._budgets.lacks(now_ns, self._account, extra) is not None:
+            return False
+        self.reserved += extra
+        self._account.reserved += extra
+        assert self.reserved == total_micros <= self._account.reserved, (
+            "a request holds a part of what its tenant does"
+        )
+        return True
+
+    def settle(self, now_ns: int, actual_micros: int) -> None:
+        """The request ended, however it did, and cost this much."""
+        assert actual_micros >= 0, actual_micros
+        self._end()
+        self._budgets.spend(now_ns, self._account, actual_micros)
+
+    def undo(self, now_ns: int) -> None:
+        """Something else refused the request before it was accepted."""
+        del now_ns
+        self._end()
+
+    def _end(self) -> None:
+        assert not self.ended, "a reservation ends once"
+        self.ended = True
+        self._account.live -= 1
+        self._account.reserved -= self.reserved
+        assert self._account.live >= 0 <= self._account.reserved, "more ended than was reserved"
+
+
+class BudgetTerms(BudgetsConfig, frozen=True, kw_only=True):
+    """The section, and what memory the budgets may take."""
+
+    tenants_max: int = 100_000
+    """Tenants whose spending is kept in mind; further ones are looked up as if they had spent nothing."""
+
+
+class TenantBudgets:
+    """The budgets of all tenants: the same shape as the limiter's."""
+
+    __slots__ = (
+        "_accounts", "_collect_at", "_config", "_events", "_wall_offset_ns", "on_new", "settled_micros"
+    )  # fmt: skip
+
+    def __init__(self, config: BudgetsConfig, *, wall_offset_ns: int) -> None:
+        """`wall_offset_ns` is the wall clock minus the monotonic one."""
+        self._config, self._wall_offset_ns = extended(config, BudgetTerms), wall_offset_ns
+        self._accounts: dict[TenantId, _Account] = {}
+        self._collect_at = _COLLECT_MIN
+        self._events: deque[BudgetEvent] = deque(maxlen=EVENTS_MAX)
+        self.settled_micros = 0
+        """What was settled since the start, all tenants and periods together."""
+        self.on_new: Callable[[], None] | None = None
+        """Called when a tenant with a budget is seen of which `heed` knows nothing yet."""
+
+    def reserve(self, now_ns: int, tenant: Tenant, micros: int) -> BudgetReservation | BudgetRefusal:
+        """Hold `micros` for a request: its prompt and the first slice of its answer.
+
+        A tenant whose budgets changed has the new ones from this call on.
+        """
+        assert micros >= 0, micros
+        account = self._of(now_ns, tenant.id)
+        had_limit = account.day.limit or account.month.limit
+        account.day.limit, account.month.limit = tenant.budget_day_micros, tenant.budget_month_micros
+        if not had_limit and self.on_new is not None and (account.day.limit or account.month.limit):
+            self.on_new()
+        if (period := self.lacks(now_ns, account, micros)) is not None:
+            return self._refusal(now_ns, account, period, micros)
+        account.live += 1
+        account.reserved += micros
+        assert account.reserved >= micros, "what runs holds nothing below zero"
+        return BudgetReservation(self, account, micros)
+
+    def nears_end(self, now_ns: int, tenant: Tenant) -> bool:
+        """Whether it has spent, or reserved, `downgrade_at` of a budget."""
+        account = self._accounts.get(tenant.id)
+        if account is None:
+            return False
+        self._enter(now_ns, account)
+        share = self._config.downgrade_at
+        limits = ((account.day, tenant.budget_day_micros), (account.month, tenant.budget_month_micros))
+        return any(0 < share * limit <= period.total + account.reserved for period, limit in limits)
+
+    def spent(self, now_ns: int, tenant: TenantId) -> tuple[int, int]:
+        """What it has spent this day and this month, everywhere."""
+        account = self._accounts.get(tenant)
+        if account is None:
+            return 0, 0
+        self._enter(now_ns, account)
+        return account.day.total, account.month.total
+
+    def spent_here(self, now_ns: int) -> list[Spent]:
+        """What was spent on this machine, as far as this process knows, of every tenant that has spent or has a budget."""
+        found: list[Spent] = []
+        for account in self._accounts.values():
+            self._enter(now_ns, account)
+            day, month = account.day, account.month
+            if month.spent or day.limit or month.limit:
+                found.append(
+                    Spent(
+                        tenant=account.tenant,
+                        day=day.number,
+                        day_micros=day.spent,
+                        month_micros=month.spent,
+                    )
+                )
+        return found
+
+    def heed(self, now_ns: int, elsewhere: Iterable[Spent]) -> None:
+        """Take over what tenants have spent on other machines; of a day or month that is over it says nothing."""
+        for entry in elsewhere:
+            account = self._accounts.get(entry.tenant)
+            if account is None:
+                continue
+            self._enter(now_ns, account)
+            if entry.day == account.day.number:
+                account.day.elsewhere = entry.day_micros
+            if month_of(entry.day) == account.month.number:
+                account.month.elsewhere = entry.month_micros
+            for period in account.periods:
+                self._warn_of_reached(account, period)
+
+    def change(self, config: BudgetsConfig) -> None:
+        """Take new settings; what was spent stays spent."""
+        self._config = extended(config, BudgetTerms)
+
+    def restore(self, now_ns: int, spent: Iterable[Spent]) -> None:
+        """Take over what the ledger knows: at the start, and now and then what other gateways have spent.
+
+        Where this process knows of more, its own amount stays: the ledger's database is a moment behind.
+        """
+        day = day_of(now_ns + self._wall_offset_ns)
+        for entry in spent:
+            account = self._of(now_ns, entry.tenant)
+            if entry.day == day:
+                account.day.spent = max(account.day.spent, entry.day_micros)
+            if month_of(entry.day) == account.month.number:
+                account.month.spent = max(account.month.spent, entry.month_micros)
+
+    def take_events(self) -> list[BudgetEvent]:
+        """The warnings since the last call, oldest first."""
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def __len__(self) -> int:
+        """Tenants that are remembered."""
+        return len(self._accounts)
+
+    # --- for reservations ------------------------------------------------------------------------
+
+    def lacks(self, now_ns: int, account: _Account, micros: int) -> _Period | None:
+        """The budget that `micros` more do not fit; the month before the day, since it holds longer."""
+        self._enter(now_ns, account)
+        for period in (account.month, account.day):
+            if 0 < period.limit < period.total + account.reserved + micros:
+                self._warn(account, period, 1.0)
+                if self._config.hard:
+                    return period
+        return None
+
+    def spend(self, now_ns: int, account: _Account, micros: int) -> None:
+        """Count what a request has cost."""
+        self._enter(now_ns, account)
+        assert micros >= 0, "what was spent stays spent"
+        self.settled_micros += micros
+        for period in account.periods:
+            period.spent += micros
+            if micros:
+                self._warn_of_reached(account, period)
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _warn_of_reached(self, account: _Account, period: _Period) -> None:
+        if period.limit:
+            reached = [share for share in self._config.warn_at if period.total >= share * period.limit]
+            self._warn(account, period, max(reached, default=0.0))
+
+    def _warn(self, account: _Account, period: _Period, share: float) -> None:
+        if share <= period.warned or share not in self._config.warn_at:
+            return
+        assert period.limit > 0, "a budget that is not there has no share"
+        period.warned = share
+        self._events.append(
+            BudgetEvent(
+                tenant=account.tenant,
+                period=period.name,
+                share=share,
+                spent_micros=period.total,
+                limit_micros=period.limit,
+            )
+        )
+
+    def _enter(self, now_ns: int, account: _Account) -> None:
+        day = day_of(now_ns + self._wall_offset_ns)
+        if day != account.day.number:
+            account.day.enter(day)
+            account.month.enter(month_of(day))
+
+    def _refusal(self, now_ns: int, account: _Account, period: _Period, micros: int) -> BudgetRefusal:
+        assert period in account.periods, "the budget is its tenant's"
+        next_day = account.day.number + 1 if period is account.day else first_day(account.month.number + 1)
+        return BudgetRefusal(
+            kind="budget_day" if period is account.day else "budget_month",
+            limit_micros=period.limit,
+            used_micros=period.total + account.reserved,
+            requested_micros=micros,
+            retry_after_ns=next_day * DAY_NS - (now_ns + self._wall_offset_ns),
+        )
+
+    def _of(self, now_ns: int, tenant: TenantId) -> _Account:
+        account = self._accounts.get(tenant)
+        if account is None:
+            if len(self._accounts) >= self._collect_at:
+                self._collect(now_ns)
+            account = self._accounts[tenant] = _Account(tenant)
+        self._enter(now_ns, account)
+        return account
+
+    def _collect(self, now_ns: int) -> None:
+        """Forget tenants of other months, then those without a budget, then those that spent least.
+
+        Called when their number has doubled since the last time, so that it costs O(1) per request.
+        """
+        month = month_of(day_of(now_ns + self._wall_offset_ns))
+        for key in [k for k, a in self._accounts.items() if not a.live and a.month.number != month]:
+            del self._accounts[key]
+        excess = len(self._accounts) - self._config.tenants_max * 7 // 8
+        if excess > 0:
+            idle = [account for account in self._accounts.values() if not account.live]
+            idle.sort(key=lambda a: (bool(a.day.limit or a.month.limit), a.month.spent, a.tenant))
+            for account in idle[:excess]:
+                del self._accounts[account.tenant]
+        bound = max(self._config.tenants_max, len(self._accounts) + 1)
+        self._collect_at = min(bound, max(_COLLECT_MIN, 2 * len(self._accounts)))

@@ -1,0 +1,119 @@
+"""The store's side of leases: the true buckets, from which gateways are granted slices (policy/limits/lease.py).
+
+Pure; the parent of several gateway processes runs it behind a socket, and Redis runs the same rules as a script.
+"""
+
+from collections.abc import Sequence
+
+from penstock.clock import NS_PER_S, NS_PER_US
+from penstock.config.flow import SharedConfig
+from penstock.policy.limits.bucket import UNIT, Bucket
+from penstock.policy.limits.lease import LeaseAsk, LeaseGrant, LeaseReply
+
+_COLLECT_MIN = 1024
+_GRACE_NS = 2 * NS_PER_S
+
+
+class _Shared:
+    """One limit of one tenant: the bucket, its life's number, what it gave, and the last answer to each gateway."""
+
+    __slots__ = ("answers", "bucket", "burst", "epoch", "given", "rate")
+
+    def __init__(self, now_ns: int, rate: int, burst: int, epoch: int) -> None:
+        self.bucket, self.epoch, self.given = Bucket(now_ns, rate, burst), epoch, 0
+        self.rate, self.burst = rate, burst
+        self.answers: dict[str, tuple[int, int]] = {}
+
+
+class LeaseTable:
+    """All shared buckets. Forgets those that are full again and gateways that are gone."""
+
+    __slots__ = ("_collect_at", "_epoch", "_gateways", "_shared", "_ttl_ns")
+
+    def __init__(self, config: SharedConfig, *, epoch: int = 1) -> None:
+        assert epoch > 0, epoch
+        self._ttl_ns = int(config.gateway_ttl_s * NS_PER_S)
+        self._shared: dict[str, _Shared] = {}
+        self._gateways: dict[str, int] = {}
+        self._epoch, self._collect_at = epoch, _COLLECT_MIN
+
+    def lease(self, now_ns: int, gateway: str, asks: Sequence[LeaseAsk]) -> LeaseReply:
+        """Answer one batch of a gateway's questions."""
+        self._gateways[gateway] = now_ns
+        grants = tuple(self._grant(now_ns, gateway, ask) for ask in asks)
+        assert len(grants) == len(asks), "a grant for each question"
+        return LeaseReply(num_gateways=self._num_gateways(now_ns), grants=grants)
+
+    def left(self, now_ns: int, gateway: str) -> None:
+        """This gateway hung up. Unless it is back within two seconds it is counted no more.
+
+        What it had leased and not spent comes back only as refill.
+        """
+        if gateway in self._gateways:
+            self._gateways[gateway] = min(self._gateways[gateway], now_ns - self._ttl_ns + _GRACE_NS)
+
+    def level(self, now_ns: int, key: str) -> int | None:
+        """What is in a bucket, rounded down; None if it is not known, that is full."""
+        shared = self._shared.get(key)
+        return None if shared is None else shared.bucket.level(now_ns) // UNIT
+
+    def __len__(self) -> int:
+        return len(self._shared)
+
+    def _grant(self, now_ns: int, gateway: str, ask: LeaseAsk) -> LeaseGrant:
+        shared = self._of(now_ns, ask)
+        bucket = shared.bucket
+        seq, granted = shared.answers.get(gateway, (-1, 0))
+        if ask.seq > seq:  # Else it is asked again, or a copy of it that was on its way for long.
+            if ask.epoch not in (0, shared.epoch):
+                _recall(now_ns, shared, ask)
+            bucket.give(now_ns, ask.returned)
+            bucket.take(now_ns, ask.owed)
+            granted = min(ask.want, max(0, bucket.level(now_ns) // UNIT))
+            bucket.take(now_ns, granted)
+            shared.given += granted + ask.owed - ask.returned
+            shared.answers[gateway] = (ask.seq, granted)
+        return LeaseGrant(
+            granted=granted,
+            level=bucket.level(now_ns) // UNIT,
+            epoch=shared.epoch,
+            at_us=now_ns // NS_PER_US,
+        )
+
+    def _of(self, now_ns: int, ask: LeaseAsk) -> _Shared:
+        shared = self._shared.get(ask.key)
+        if shared is None:
+            if len(self._shared) >= self._collect_at:
+                self._collect(now_ns)
+            shared = self._shared[ask.key] = _Shared(now_ns, ask.rate, ask.burst, self._epoch)
+            self._epoch += 1
+            assert shared.epoch < self._epoch, "every life of a bucket has a number of its own"
+        elif (shared.rate, shared.burst) != (ask.rate, ask.burst):
+            shared.bucket.change(now_ns, ask.rate, ask.burst)
+            shared.rate, shared.burst = ask.rate, ask.burst
+        return shared
+
+    def _num_gateways(self, now_ns: int) -> int:
+        for gone in [name for name, seen_ns in self._gateways.items() if now_ns - seen_ns > self._ttl_ns]:
+            del self._gateways[gone]
+            for shared in self._shared.values():
+                shared.answers.pop(gone, None)
+        return len(self._gateways)
+
+    def _collect(self, now_ns: int) -> None:
+        """Forget full buckets: a new one would be the same. Called when their number has doubled."""
+        for key in [key for key, shared in self._shared.items() if shared.bucket.standing(now_ns)[1] == 0]:
+            del self._shared[key]
+        self._collect_at = max(_COLLECT_MIN, 2 * len(self._shared))
+
+
+def _recall(now_ns: int, shared: _Shared, ask: LeaseAsk) -> None:
+    """The gateway knew an earlier life of this bucket: it has no more than what that had then, refilled since.
+
+    So a store that lost its memory gives nothing twice but what gateways that have not asked again yet had leased.
+    """
+    known_ns = max(0, now_ns - ask.known_us * NS_PER_US)
+    known = min(ask.burst, ask.known_level + known_ns * ask.rate // UNIT) - shared.given
+    excess = shared.bucket.level(now_ns) // UNIT - known
+    if excess > 0:
+        shared.bucket.take(now_ns, excess)

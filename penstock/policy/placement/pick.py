@@ -1,0 +1,200 @@
+"""From scores to one worker, and why: ties, chance, exploration and holds. Pure: the same facts and draws give the same choice.
+
+1. the least total of the workers that could start the request now, never one that was filtered; one where it failed before only if there is no other
+2. if a worker that has no room yet would give the first token sooner all the same: hold the request for it, no longer than that
+   saves (delay scheduling: Zaharia et al., "Delay Scheduling: A Simple Technique for Achieving Locality and
+   Fairness in Cluster Scheduling", EuroSys 2010)
+3. of those that are within a few per cent of the best: the session's last worker, else the less loaded of two drawn by chance
+   (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001)
+4. one decision in a hundred takes any that is not much worse, so that what is known of all workers stays fresh
+"""
+
+from collections.abc import Callable, Sequence
+from math import inf
+
+import msgspec
+
+from penstock.policy.placement.score import RequestFacts, Score, ScorePolicy, WorkerFacts
+from penstock.policy.placement_terms import PlacementTerms
+from penstock.types import RequestId
+
+Draw = Callable[[int], int]
+"""`draw(n)` is a number from 0 to n - 1, by chance."""
+
+DRAW_UNIT = 1 << 20
+_EXPLORE_WITHIN = 0.5
+"""Exploration takes workers up to so much worse than the best, as a share of it."""
+
+REASONS = (
+    "only",  # No other worker could start it.
+    "best",
+    "session",  # As good as the best, and its session was there.
+    "tie",  # As good as the best, and less loaded than another one that is.
+    "explore",
+    "hold",  # It waits for a worker that has no room yet.
+    "released",  # It has waited for one long enough.
+    "avoid",  # It failed on every worker that could start it.
+    "none",  # No worker can start it now.
+)
+"""Why a choice was made."""
+
+
+class Choice(msgspec.Struct, frozen=True, gc=False):
+    """What was decided."""
+
+    index: int
+    """Of the candidate that gets it, or that it is held for; -1: none."""
+    reason: str
+    """One of `REASONS`."""
+    hold_s: float = 0.0
+    """Above 0: how long it is held."""
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """One choice with everything that it was made of: kept, explained and replayed. Scores are made again from the facts."""
+
+    request_id: RequestId
+    route: str
+    at_ns: int
+    config: PlacementTerms
+    request: RequestFacts
+    candidates: tuple[WorkerFacts, ...]
+    draws: tuple[int, ...]
+    choice: Choice
+    looked_up: bool = True
+    """Whether anybody asked where the prompt is cached; a worker that is alone gets it wherever that is."""
+
+    @property
+    def picked(self) -> WorkerFacts | None:
+        """The worker that gets it, or that it is held for."""
+        return self.candidates[self.choice.index] if self.choice.index >= 0 else None
+
+
+def score_all(
+    policy: ScorePolicy, request: RequestFacts, candidates: Sequence[WorkerFacts]
+) -> list[Score | None]:
+    """Every candidate's score; None for those that were filtered."""
+    return [None if worker.filtered else policy.score(request, worker) for worker in candidates]
+
+
+def choose_only(request: RequestFacts, worker: WorkerFacts) -> Choice:
+    """What `choose` says where there is one candidate, whatever it would score."""
+    if worker.filtered or not worker.has_room:
+        return _NONE if worker.filtered else _NOT_YET
+    if worker.is_avoided:
+        return _AVOID
+    return _RELEASED if request.was_held else _ONLY
+
+
+_NONE, _NOT_YET = Choice(-1, "none"), Choice(0, "none")
+_AVOID, _RELEASED, _ONLY = Choice(0, "avoid"), Choice(0, "released"), Choice(0, "only")
+
+
+def choose(
+    policy: ScorePolicy,
+    config: PlacementTerms,
+    request: RequestFacts,
+    candidates: Sequence[WorkerFacts],
+    scores: Sequence[Score | None],
+    draw: Draw,
+) -> Choice:
+    """Which of the candidates gets the request."""
+    wanted = index = -1
+    least = best = inf
+    open_now: list[int] = []
+    for i, (worker, score) in enumerate(zip(candidates, scores, strict=True)):
+        if score is None:
+            continue
+        total = score.total
+        if total < least or (total == least and _is_next(worker, candidates[wanted])):
+            wanted, least = i, total
+        if worker.has_room and not worker.is_avoided:
+            open_now.append(i)
+            if total < best or (total == best and _is_next(worker, candidates[index])):
+                index, best = i, total
+    assert (index < 0) == (not open_now), "the best of those that have room"
+    if index < 0:
+        return _again(candidates, scores, wanted)
+    if wanted != index and not request.was_held:
+        hold_s = _worth_holding_s(config, candidates, scores, wanted, index)
+        if hold_s > 0:
+            return Choice(wanted, "hold", hold_s)
+    if len(open_now) == 1:
+        return Choice(index, "released" if request.was_held else "only")
+    if config.explore and draw(DRAW_UNIT) < config.explore * DRAW_UNIT:
+        within = best + policy.margin(best, _EXPLORE_WITHIN)
+        pool = _up_to(within, open_now, scores)
+        return Choice(pool[draw(len(pool))], "explore")
+    within = best + policy.margin(best, config.tie)
+    near = _up_to(within, open_now, scores)
+    if len(near) == 1:
+        return Choice(index, "released" if request.was_held else "best")
+    for i in near:
+        if candidates[i].is_session:
+            return Choice(i, "session")
+    return Choice(_less_loaded(candidates, near, draw), "tie")
+
+
+def _is_next(worker: WorkerFacts, other: WorkerFacts) -> bool:
+    """Of two that score the same: who waited longer for something to do."""
+    return (worker.turn, worker.number) < (other.turn, other.number)
+
+
+def _up_to(within: float, open_now: list[int], scores: Sequence[Score | None]) -> list[int]:
+    """Those that cost no more."""
+    return [i for i in open_now if (score := scores[i]) is not None and score.total <= within]
+
+
+def _again(candidates: Sequence[WorkerFacts], scores: Sequence[Score | None], wanted: int) -> Choice:
+    """Where it failed on all that have room: the best of those. Else nobody gets it now; it would want `wanted`."""
+    again = [
+        (score.total, candidates[i].turn, candidates[i].number, i)
+        for i, score in enumerate(scores)
+        if score is not None and candidates[i].has_room
+    ]
+    return Choice(min(again)[3], "avoid") if again else Choice(wanted, "none")
+
+
+def replay(policy: ScorePolicy, decision: Decision) -> Choice:
+    """Decide again from what was written down. Equal to `decision.choice`, unless the code has changed since."""
+    draws = iter(decision.draws)
+    scores = score_all(policy, decision.request, decision.candidates)
+    return choose(
+        policy, decision.config, decision.request, decision.candidates, scores, lambda _: next(draws)
+    )
+
+
+def _worth_holding_s(
+    config: PlacementTerms,
+    candidates: Sequence[WorkerFacts],
+    scores: Sequence[Score | None],
+    wanted: int,
+    index: int,
+) -> float:
+    """How long to wait for `wanted`, which is better but has no room, before `index` gets it; 0: not at all."""
+    there, here = scores[wanted], scores[index]
+    assert there is not None, "filtered workers are not ranked"
+    assert here is not None, "filtered workers are not ranked"
+    if candidates[wanted].has_room or candidates[wanted].is_avoided:
+        return 0.0
+    saves_s = here.ttft_s - (there.ttft_s - there.room_wait_s)
+    return min(saves_s, config.hold_ms_max / 1000) if saves_s > there.room_wait_s else 0.0
+
+
+def _less_loaded(candidates: Sequence[WorkerFacts], near: Sequence[int], draw: Draw) -> int:
+    """Of two that are drawn by chance."""
+    assert len(near) > 1, "there is nothing to draw"
+    first = draw(len(near))
+    second = draw(len(near) - 1)
+    second += second >= first
+    one, other = candidates[near[first]], candidates[near[second]]
+    # running / slots, without dividing.
+    load, other_load = one.running * other.slots, other.running * one.slots
+    if (other_load, other.backlog_tokens, other.turn, other.number) < (
+        load,
+        one.backlog_tokens,
+        one.turn,
+        one.number,
+    ):
+        return near[second]
+    return near[first]

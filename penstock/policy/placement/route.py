@@ -1,0 +1,351 @@
+"""Placement by where the KV lives: gathers the workers worth looking at, scores them, picks one, remembers why.
+
+    candidates   holders of the prompt's prefix, the session's last worker, residents of the adapter, the least loaded
+    filter       ready, not blocked, context fits, it can do what is needed, adapter can be served
+    score, pick  score.py, pick.py: one of two policies; ties, chance, holds
+    learn        speed.py: what requests took at their workers
+
+One per model; fulfils `parts.Placement`. A decision looks at a bounded number of workers, however large the fleet is.
+Load is what `Rooms` has booked since dispatch; what workers report only corrects it.
+
+A worker that is alone gets what fits on it: no prompt is hashed, looked up, predicted or audited, and nothing is learned,
+because nothing could be chosen by it. Its own events keep the index up to date for the day when another worker comes.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from penstock.clock import NS_PER_S
+from penstock.config.branch import extended
+from penstock.config.placement import PlacementConfig
+from penstock.kv.index.prefix_index import NOTHING_HELD, Held
+from penstock.policy.estimates.speed import Ran, Speeds
+from penstock.policy.parts import Hold
+from penstock.policy.placement.decision_log import DecisionLog
+from penstock.policy.placement.locality import NOTHING_LOCATED, LastWorkers, Locality, Located, NoLocality
+from penstock.policy.placement.pick import Choice, Decision, Draw, choose, choose_only, score_all
+from penstock.policy.placement.score import RequestFacts, WorkerFacts, score_policy
+from penstock.policy.placement_terms import PlacementTerms
+from penstock.policy.queueing.band import Work
+from penstock.policy.queueing.room import Room, Rooms, goes_on_at, uncached_tokens
+from penstock.types import BLOCK_TOKENS, RequestId, Usage, WorkerId
+
+_WIDE = 64
+"""Workers that are looked at, least loaded first, when no candidate may have the request."""
+_ADAPTERS_MAX = 4096
+_NOBODY = WorkerId("")
+_NOBODY_WAITS: Mapping[WorkerId, int] = MappingProxyType({})
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A request at its worker."""
+
+    at_ns: int
+    backlog_tokens: int
+    streams: int
+    waited: bool
+    began_ns: int = 0
+    began_streams: int = 0
+
+
+class Router:
+    """See the module."""
+
+    __slots__ = (
+        "_adapters", "_config", "_draw", "_drawn", "_held", "_locality", "_log", "_route", "_sent", "_sessions", "policy",
+        "speeds",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        route: str,
+        config: PlacementConfig,
+        draw: Draw,
+        *,
+        locality: Locality | None = None,
+        log: DecisionLog | None = None,
+    ) -> None:
+        """`draw` gives the chance; the same draws give the same decisions."""
+        config = self._config = extended(config, PlacementTerms)
+        self._route, self._draw = route, draw
+        self.policy = score_policy(config)
+        self._locality = NoLocality() if locality is None else locality
+        self._log = DecisionLog(kept_max=0) if log is None else log
+        self.speeds = Speeds(config)
+        self._sessions = LastWorkers(ttl_s=config.session_ttl_s, most=config.sessions_max)
+        self._adapters = LastWorkers(ttl_s=config.session_ttl_s, most=_ADAPTERS_MAX)
+        self._held: dict[RequestId, Hold] = {}
+        self._sent: dict[RequestId, _Sent] = {}
+        self._drawn: list[int] = []
+
+    # --- parts.Placement ---------------------------------------------------------------------------
+
+    def place(
+        self,
+        now_ns: int,
+        work: Work,
+        rooms: Rooms,
+        avoid: Collection[WorkerId],
+        blocked: Collection[WorkerId],
+    ) -> Room | Hold | None:
+        """See `parts.Placement`."""
+        look = _Look(now_ns, work, rooms, avoid, blocked)
+        if work.aside and not self._may_fit(look):
+            return None
+        if self._held:
+            self._held.pop(work.id, None)
+        decision = self._decide(look) if (only := rooms.only) is None else self._decide_only(look, only)
+        picked, choice = decision.picked, decision.choice
+        if choice.reason == "none":
+            work.hold_for = picked.worker if picked is not None else _NOBODY
+            if not work.aside:
+                self._log.add(decision)
+            return None
+        self._log.add(decision)
+        assert picked is not None, "every other choice names a worker"
+        if choice.hold_s > 0:
+            hold = self._held[work.id] = Hold(picked.worker, now_ns + max(1, int(choice.hold_s * NS_PER_S)))
+            return hold
+        work.matched_tokens = picked.device_tokens + picked.host_tokens
+        return rooms.get(picked.worker)
+
+    def started(self, now_ns: int, work: Work, room: Room) -> None:
+        """See `parts.Placement`."""
+        if work.session:
+            self._sessions.put(now_ns, work.session, room.id)
+        if work.adapter:
+            self._adapters.put(now_ns, work.adapter, room.id)
+        if room.alone:
+            return
+        running = room.booked + room.others
+        rows = room.view.max_running
+        self._sent[work.id] = _Sent(
+            now_ns,
+            room.pending_tokens - uncached_tokens(work),
+            running - work.streams,
+            waited=0 < rows < running,
+        )
+        if work.keys is not None:
+            self._locality.sent(now_ns, room.id, work.keys)
+
+    def began(self, now_ns: int, work: Work, room: Room) -> None:
+        """See `parts.Placement`."""
+        sent = self._sent.get(work.id)
+        if sent is not None and not sent.began_ns:
+            sent.began_ns, sent.began_streams = now_ns, room.booked + room.others
+
+    def ended(self, now_ns: int, work: Work, room: Room, usage: Usage | None) -> None:
+        """See `parts.Placement`."""
+        sent = self._sent.pop(work.id, None)
+        if sent is None or usage is None:
+            return
+        if work.keys is not None and (sent.began_ns or usage.completion_tokens):
+            self._locality.answered(now_ns, room.id, work.keys, usage.cached_tokens)
+        further = usage.completion_tokens // work.streams - 1
+        decode_ns = usage.decode_ns // work.streams
+        if not decode_ns and sent.began_ns:
+            decode_ns = now_ns - sent.began_ns
+        running = room.booked + room.others + work.streams
+        self.speeds.learn(
+            room.view.kind,
+            Ran(
+                at_ns=now_ns,
+                computed_tokens=max(1, work.prompt_tokens - usage.cached_tokens),
+                prompt_tokens=work.prompt_tokens,
+                backlog_tokens=sent.backlog_tokens,
+                streams=sent.streams,
+                first_ns=sent.began_ns - sent.at_ns if sent.began_ns else 0,
+                waited=sent.waited,
+                step_ns=decode_ns // further if further > 0 else 0,
+                step_streams=(sent.began_streams + running) // 2,
+                service_ns=now_ns - sent.at_ns,
+            ),
+        )
+
+    # --- inside ------------------------------------------------------------------------------------
+
+    def _candidates(self, look: "_Look") -> list[WorkerFacts]:
+        """The workers worth looking at, each once, in an order that does not depend on chance."""
+        rooms, work, config = look.rooms, look.work, self._config
+        found: dict[WorkerId, WorkerFacts] = {}
+        for worker, held in look.located.holders(config.holders_max):
+            if (room := rooms.get(worker)) is not None:
+                found[worker] = self._facts(look, room, held)
+        names = [] if look.session is None else [look.session]
+        if work.adapter:
+            names += rooms.residents(work.adapter, config.least_loaded)
+            last = self._adapters.of(look.now_ns, work.adapter)
+            if last is not None:
+                names.append(last)
+        others = [room for worker in names if (room := rooms.get(worker)) is not None]
+        for room in (*others, *rooms.least_loaded(config.least_loaded)):
+            if room.id not in found:
+                found[room.id] = self._facts(look, room, look.located.of(room.id))
+        return list(found.values())
+
+    def _facts(self, look: "_Look", room: Room, held: Held) -> WorkerFacts:
+        """What is known of a worker for this request."""
+        work, view, worker = look.work, room.view, room.id
+        device = host = 0
+        if held is not NOTHING_HELD:
+            device = min(held.device * BLOCK_TOKENS, work.prompt_tokens)
+            if held.host:
+                host = min(held.host * BLOCK_TOKENS, work.prompt_tokens - device)
+        return WorkerFacts(  # In the order of its fields: half of what a candidate costs were their names.
+            worker,
+            room.number,
+            room.turn,
+            _filter(work, room, look.blocked),
+            not room.held and room.fits(work),
+            worker in look.avoid,
+            worker == look.session,
+            device,
+            host,
+            room.pending_tokens,
+            room.booked + room.others,
+            view.max_running,
+            room.slots or 1,
+            look.waiting.get(worker, 0),
+            view.kv_blocks_total,
+            view.kv_blocks_used + room.pending_blocks,
+            not work.adapter or (view.adapters is not None and work.adapter in view.adapters),
+            self.speeds.of(view.kind),
+        )
+
+    def _decide_only(self, look: "_Look", room: Room) -> Decision:
+        """There is nothing to choose: whether the worker that is alone can start it now."""
+        request, worker = self._request(look), self._facts(look, room, NOTHING_HELD)
+        return self._decision(look, request, [worker], choose_only(request, worker), looked_up=False)
+
+    def _decide(self, look: "_Look") -> Decision:
+        """One decision, with all that it is made of."""
+        now_ns, work, policy, config = look.now_ns, look.work, self.policy, self._config
+        if work.keys is not None:
+            look.located = self._locality.match(now_ns, work.keys)
+        if work.session:
+            look.session = self._sessions.of(now_ns, work.session)
+        request = self._request(look)
+        candidates = self._candidates(look)
+        scores = score_all(policy, request, candidates)
+        choice = choose(policy, config, request, candidates, scores, self._drawing)
+        if choice.reason == "none" and (others := self._others(look, candidates)):
+            candidates += others
+            scores = score_all(policy, request, candidates)
+            choice = choose(policy, config, request, candidates, scores, self._drawing)
+        return self._decision(look, request, candidates, choice, looked_up=True)
+
+    def _request(self, look: "_Look") -> RequestFacts:
+        """What is known of the request; and who else waits for which worker, if anybody does."""
+        work = look.work
+        if self._held:
+            look.waiting = self._count_held(look.now_ns)
+        return RequestFacts(
+            prompt_tokens=work.prompt_tokens,
+            output_tokens=work.output_tokens,
+            streams=work.streams,
+            level=max(0, work.level),
+            needs_adapter=bool(work.adapter),
+            was_held=work.hold_ns != 0 or len(self._held) >= self._config.holds_max,
+        )
+
+    def _decision(
+        self,
+        look: "_Look",
+        request: RequestFacts,
+        candidates: list[WorkerFacts],
+        choice: Choice,
+        *,
+        looked_up: bool,
+    ) -> Decision:
+        drawn = tuple(self._drawn)
+        self._drawn.clear()
+        return Decision(
+            request_id=look.work.id,
+            route=self._route,
+            at_ns=look.now_ns,
+            config=self._config,
+            request=request,
+            candidates=tuple(candidates),
+            draws=drawn,
+            choice=choice,
+            looked_up=looked_up,
+        )
+
+    def _others(self, look: "_Look", known: list[WorkerFacts]) -> list[WorkerFacts]:
+        """More workers that can start the request, where none of the candidates can: a few of the least loaded."""
+        seen, found = {worker.worker for worker in known}, list[WorkerFacts]()
+        # The few that can do what is needed may be the most loaded of a thousand.
+        for room in look.rooms.least_loaded(_WIDE) if not look.work.needs else look.rooms.all_open():
+            if room.id in seen or not room.fits(look.work) or _filter(look.work, room, look.blocked):
+                continue
+            found.append(self._facts(look, room, look.located.of(room.id)))
+            if len(found) >= self._config.least_loaded:
+                break
+        return found
+
+    def _may_fit(self, look: "_Look") -> bool:
+        """Whether a decision is worth its time for one that was passed over: it is tried again at every start of others."""
+        work, rooms = look.work, look.rooms
+        if rooms.place(work, look.avoid, look.blocked) is not None:
+            return True
+        wanted = rooms.get(work.hold_for)
+        return wanted is not None and wanted.fits(work)
+
+    def _count_held(self, now_ns: int) -> dict[WorkerId, int]:
+        """How many wait for each warm worker. Those whose time is over, and those that left meanwhile, are forgotten."""
+        waiting: dict[WorkerId, int] = {}
+        for name, hold in list(self._held.items()):
+            if hold.until_ns > now_ns:
+                waiting[hold.worker_id] = waiting.get(hold.worker_id, 0) + 1
+            else:
+                del self._held[name]
+        return waiting
+
+    def _drawing(self, most: int) -> int:
+        """Draw by chance, and remember what for the replay."""
+        number = self._draw(most)
+        self._drawn.append(number)
+        return number
+
+
+class _Look:
+    """What one decision is made from."""
+
+    __slots__ = ("avoid", "blocked", "located", "now_ns", "rooms", "session", "waiting", "work")
+
+    def __init__(
+        self,
+        now_ns: int,
+        work: Work,
+        rooms: Rooms,
+        avoid: Collection[WorkerId],
+        blocked: Collection[WorkerId],
+    ) -> None:
+        self.now_ns, self.work, self.rooms, self.avoid, self.blocked = now_ns, work, rooms, avoid, blocked
+        self.located: Located = NOTHING_LOCATED
+        self.session: WorkerId | None = None
+        self.waiting = _NOBODY_WAITS
+        """Requests that are held for a worker."""
+
+
+def _filter(work: Work, room: Room, blocked: Collection[WorkerId]) -> str:
+    """Why a worker cannot have a request, however long it waited; empty: it can."""
+    view = room.view
+    if not view.ready:
+        return "not_ready"
+    if blocked and room.id in blocked:
+        return "blocked"
+    if work.goes_on and not goes_on_at(work, view):
+        return "resume"
+    if 0 < view.max_model_len < work.context_tokens:
+        return "context"
+    if not room.is_able(work):
+        return "capability"
+    if not work.adapter:
+        return ""
+    served = view.adapters_served
+    if served is None and not view.adapters_max:
+        served = view.adapters
+    return "adapter" if served is not None and work.adapter not in served else ""

@@ -1,0 +1,1 @@
+"""Which waiting request is next, and is there a worker with capacity for it?"""

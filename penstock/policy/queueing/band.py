@@ -1,0 +1,364 @@
+"""One priority band of one model's queue: whose request is next, by what each tenant was served.
+
+The virtual token counter of `schedule/fair_share.py`, which the engine's own queue uses too, with the same key. The whole
+estimate is charged when a request is started, since it could not be taken back from a worker; `charge` corrects it. While
+two tenants both wait, what they are charged differs over any window by at most twice the largest single charge;
+corrections add at most what was misjudged of the work in flight.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush, heapreplace
+
+import msgspec
+
+from penstock.clock import NS_PER_S
+from penstock.config.flow import BandConfig
+from penstock.schedule.fair_share import ServiceCounter, cost, share
+from penstock.types import RequestId, TenantId, WorkerId
+
+_PACE = 16
+"""The mean time between two starts follows the last so many."""
+_BATCH = 4
+"""Starts that come together, as far as the time since the last one is concerned."""
+_PASSED_MAX = 8
+"""Tenants that one look into the band passes over because their first request is too large."""
+
+
+class Work(msgspec.Struct, eq=False, kw_only=True):
+    """What the queue knows of one request. Made by its owner; the lower half is the queue's own."""
+
+    id: RequestId
+    band: str
+    tenant: TenantId
+    weight: float = 1.0
+    arrived_ns: int
+    """Of the request, not of this visit: who is tried again stands where it stood."""
+    deadline_ns: int = 0
+    max_wait_ns: int = 0
+    """0 is the band's."""
+    start_by_ns: int = 0
+    """How long it may wait and still be answered as promised; 0: as long as the queue keeps it."""
+    num_bytes: int = 0
+    streams: int = 1
+    blocks: int = 0
+    """KV blocks that it needs to start."""
+    prompt_tokens: int = 0
+    """To compute."""
+    cached_tokens: int = 0
+    """Expected in a prefix cache."""
+    output_tokens: int = 0
+    """Expected."""
+    context_tokens: int = 0
+    """Of one choice: what its worker's context must hold; 0: not known."""
+    keys: object | None = None
+    """Its prompt's block keys (`kv.prompt_keys.PromptKeys`), for the placement; None: not known."""
+    session: str = ""
+    """Whose earlier requests it may share KV with, keyed by tenant; empty: nobody's."""
+    adapter: str = ""
+    needs: frozenset[str] = frozenset()
+    """Capabilities that its worker must have (`types.Capability`)."""
+    goes_on: bool = False
+    """It was begun on a worker that is lost: only one that goes on behind its last token can have it."""
+    identity: str = ""
+    """Of the worker that it was started on last: where it goes on must be the same, or its tokens would be another model's."""
+
+    number: int = 0
+    """By order of the first push."""
+    level: int = -1
+    """Index of its band."""
+    waiting: bool = False
+    aside: bool = False
+    skips: int = 0
+    """Requests that were started while it waited aside."""
+    aside_ns: int = 0
+    queued_ns: int = 0
+    expires_ns: int = 0
+    order_ns: int = 0
+    """What it is sorted by within its tenant: arrival or deadline."""
+    charged: int = 0
+    """What its tenant's counter holds for it."""
+    running: bool = False
+    hold_ns: int = 0
+    """Until when it waits for `hold_for` by the placement's choice, although others have room; 0: it was never held."""
+    hold_for: WorkerId = WorkerId("")
+    matched_tokens: int = 0
+    """Of the prompt, what the placement expects in the cache of the worker that it chose."""
+
+
+class Line(ServiceCounter):
+    """One tenant's requests in the band, and its counter."""
+
+    __slots__ = ("entry", "heap", "num_bytes", "num_running", "num_waiting", "number", "tenant")
+
+    def __init__(self, tenant: TenantId, number: int) -> None:
+        super().__init__()
+        self.tenant = tenant
+        self.number = number
+        """Breaks ties between equal counters: who was seen first."""
+        self.heap: list[tuple[int, int, Work]] = []
+        """By order; entries of requests that left stay until they surface or are too many."""
+        self.num_waiting = self.num_bytes = 0
+        self.num_running = 0
+        """Streams."""
+        self.entry = 0
+        """Version of its entry in the band's heap; others are stale."""
+
+    def head(self) -> Work | None:
+        """The first that waits in line, not counting those that are set aside."""
+        heap = self.heap
+        while heap:
+            work = heap[0][2]
+            if work.waiting and not work.aside:
+                return work
+            heappop(heap)
+        return None
+
+    def add(self, work: Work) -> None:
+        """Put in order."""
+        heappush(self.heap, (work.order_ns, work.number, work))
+
+    def compact(self) -> None:
+        """Drop what left, when it is most of the heap: cancels cannot grow it."""
+        if len(self.heap) > 2 * self.num_waiting + 16:
+            self.heap = [entry for entry in self.heap if entry[2].waiting and not entry[2].aside]
+            heapify(self.heap)
+
+
+class Band:
+    """The tenants of one band, smallest counter first. Every operation is O(log n), amortised."""
+
+    __slots__ = (
+        "_gap_ns", "_heap", "_last", "_lines", "_next_line", "aside", "config", "floor", "level", "num_active", "num_bytes",
+        "num_running", "num_tenants", "served_ns", "starvation_ns", "timeout_ns", "waiting",
+    )  # fmt: skip
+
+    def __init__(self, config: BandConfig, level: int) -> None:
+        self.config, self.level = config, level
+        self.timeout_ns = int(config.timeout_s * NS_PER_S)
+        self.starvation_ns = int(config.starvation_s * NS_PER_S)
+        self.floor = config.floor
+        """In streams; follows the model's slots if it is a share."""
+        self.waiting: OrderedDict[int, Work] = OrderedDict()
+        """By number, oldest visit first."""
+        self.aside: list[Work] = []
+        """Too large for the room there was; tried first."""
+        self.num_bytes = self.num_running = 0
+        self._gap_ns = 0
+        self.num_active = 0
+        """Tenants with work that waits or runs."""
+        self.num_tenants = 0
+        """Those with something waiting."""
+        self.served_ns = 0
+        """When it last started something, or began to wait."""
+        self._lines: dict[TenantId, Line] = {}
+        self._heap: list[tuple[int, int, int, int, Line]] = []
+        self._last = 0
+        """Counter of whoever left the band last, for those that come when nobody waits."""
+        self._next_line = 0
+
+    def line(self, tenant: TenantId) -> Line | None:
+        """The tenant's line, if it is known."""
+        return self._lines.get(tenant)
+
+    def push(self, now_ns: int, work: Work, *, kept_max: int, lift: bool) -> None:
+        """Let a request wait, at the place that its arrival or deadline gives it; `lift` a tenant that comes back."""
+        line = self._lines.get(work.tenant)
+        if line is None:
+            self._forget_idle(kept_max)
+            line = self._lines[work.tenant] = Line(work.tenant, self._next_line)
+            self._next_line += 1
+        if not self.waiting:
+            self.served_ns = now_ns
+        if lift and not line.num_waiting:
+            first = self._first()
+            line.lift(self._last if first is None else first.served)
+        before = line.head()
+        line.add(work)
+        self.num_active += not (line.num_waiting or line.num_running)
+        self.num_tenants += not line.num_waiting
+        line.num_waiting += 1
+        line.num_bytes += work.num_bytes
+        self.num_bytes += work.num_bytes
+        self.waiting[work.number] = work
+        work.waiting = True
+        if before is None or (work.order_ns, work.number) < (before.order_ns, before.number):
+            self._enter(line)
+
+    def take(
+        self, now_ns: int, fits: Callable[[Work], bool], aside_max: int, share: float | None = None
+    ) -> Work | None:
+        """The next request that fits, no longer waiting but not yet charged; None if none of those looked at fits.
+
+        One that does not fit is set aside, and the rest goes on: up to `aside_max`, then its tenant is passed over.
+        With a `share` also tenants are that run already and would run more streams than that, times their weight.
+        """
+        for work in self.aside:
+            if fits(work):
+                self.leave(work)
+                return work
+        passed: list[Line] = []
+        found: Work | None = None
+        while len(passed) < _PASSED_MAX and (line := self._first()) is not None:
+            work = line.head()
+            assert work is not None, "a line in the heap has a head"
+            if (
+                share is not None
+                and line.num_running
+                and line.num_running + work.streams > share * work.weight
+            ):
+                heappop(self._heap)
+                passed.append(line)
+            elif fits(work):
+                heappop(line.heap)
+                self.leave(work)
+                found = work
+                break
+            elif len(self.aside) < aside_max:
+                heappop(line.heap)
+                work.aside, work.aside_ns = True, now_ns
+                self.aside.append(work)
+            else:
+                heappop(self._heap)
+                passed.append(line)
+        for line in passed:
+            self._enter(line)
+        return found
+
+    def leave(self, work: Work) -> None:
+        """Take a waiting request out."""
+        assert work.waiting, f"{work.id} does not wait"
+        line = self._lines[work.tenant]
+        line.num_waiting -= 1
+        self.num_active -= not (line.num_waiting or line.num_running)
+        line.num_bytes -= work.num_bytes
+        self.num_bytes -= work.num_bytes
+        del self.waiting[work.number]
+        work.waiting = False
+        if work.aside:
+            work.aside = False
+            self.aside.remove(work)
+        line.compact()
+        if not line.num_waiting:
+            self.num_tenants -= 1
+            self._last = line.served
+
+    def ahead_of(self, tenant: TenantId, weight: float) -> int:
+        """Requests that are served before one that this tenant adds to its end. O(1).
+
+        Under fair sharing: the tenant's own, and while those are served as many of each other tenant's as its
+        weight leaves them (theirs are taken for 1, and all requests for equal). Who floods the queue is mostly ahead
+        of itself.
+        """
+        if not self.waiting:
+            return 0
+        line = self._lines.get(tenant)
+        own = line.num_waiting if line is not None else 0
+        others = min(len(self.waiting) - own, round((own + 1) * (self.num_tenants - (own > 0)) / weight))
+        return own + others
+
+    def gap_ns(self, now_ns: int) -> int:
+        """The mean time between two starts while something waits, as it would be if one started now.
+
+        The time since the last start counts as one gap of several: workers start requests in batches, a step's worth at once.
+        """
+        since_ns = now_ns - self.served_ns if self.waiting else 0
+        return self._gap_ns + max(0, since_ns - self._gap_ns) // _BATCH
+
+    def _pace(self, now_ns: int) -> None:
+        """Something starts that waited since `served_ns` at the earliest: it was taken from the queue just now."""
+        self._gap_ns += (now_ns - self.served_ns - self._gap_ns) // (_PACE if self._gap_ns else 1)
+
+    def newest(self) -> Work:
+        """Who came last of those that wait; there must be one."""
+        return self.waiting[next(reversed(self.waiting))]
+
+    def start(self, now_ns: int, work: Work) -> None:
+        """Charge the estimate of a request that was taken, and count it as running."""
+        line = self._lines[work.tenant]
+        self.num_active += not (line.num_waiting or line.num_running)
+        line.num_running += work.streams
+        self.num_running += work.streams
+        self._pace(now_ns)
+        self.served_ns = now_ns
+        work.running = True
+        estimate = cost(work.prompt_tokens, work.cached_tokens, work.output_tokens)
+        self.charge(work, estimate)
+        if not line.num_waiting:
+            self._last = line.served
+
+    def end(self, work: Work) -> None:
+        """It runs no more."""
+        assert work.running, f"{work.id} does not run"
+        work.running = False
+        line = self._lines[work.tenant]
+        line.num_running -= work.streams
+        self.num_running -= work.streams
+        self.num_active -= not (line.num_waiting or line.num_running)
+
+    def charge(self, work: Work, tenths: int) -> None:
+        """Let the tenant's counter hold `tenths` for this request, in place of what it held."""
+        charge = share(tenths, work.weight)
+        if charge == work.charged:
+            return
+        line = self._lines[work.tenant]
+        line.served += charge - work.charged
+        if charge < work.charged and line.num_waiting and line.head() is not None:
+            self._enter(line)  # Only what grows may be found late.
+        work.charged = charge
+
+    def served(self, tenant: TenantId) -> float:
+        """The tenant's counter, in computed prompt tokens."""
+        line = self._lines.get(tenant)
+        return 0.0 if line is None else line.prompt_tokens
+
+    def _enter(self, line: Line) -> None:
+        """Put the line where it belongs now; its other entry, if it has one, is stale from here."""
+        head = line.head()
+        assert head is not None, "only lines with a head are in the heap"
+        line.entry += 1
+        if len(self._heap) > 2 * len(self._lines) + 16:
+            self._heap = [entry for entry in self._heap if entry[3] == entry[4].entry]
+            heapify(self._heap)
+        heappush(self._heap, (line.served, head.order_ns, line.number, line.entry, line))
+
+    def _first(self) -> Line | None:
+        """The line with the smallest counter; ties go to the earlier head."""
+        heap = self._heap
+        while heap:
+            served, order_ns, number, version, line = heap[0]
+            head = line.head() if version == line.entry else None
+            if head is None:
+                heappop(heap)
+            elif served == line.served and order_ns == head.order_ns:
+                return line
+            else:
+                heapreplace(heap, (line.served, head.order_ns, number, version, line))
+        return None
+
+    def _forget_idle(self, kept_max: int) -> None:
+        """Bound the counters. The least served go: coming back would lift them anyway."""
+        if len(self._lines) < kept_max:
+            return
+        idle = [line for line in self._lines.values() if not line.num_waiting and not line.num_running]
+        idle.sort(key=lambda line: (line.served, line.number))
+        for line in idle[: len(idle) // 2 + 1]:
+            del self._lines[line.tenant]
+
+    def check_invariants(self) -> None:
+        """Assert that all counts agree with what waits. O(n): for tests."""
+        waiting = list(self.waiting.values())
+        assert all(work.waiting and work.level == self.level for work in waiting)
+        assert self.num_bytes == sum(work.num_bytes for work in waiting)
+        assert self.num_tenants == len({work.tenant for work in waiting})
+        assert {id(work) for work in self.aside} == {id(work) for work in waiting if work.aside}
+        active = sum(1 for line in self._lines.values() if line.num_waiting or line.num_running)
+        assert self.num_active == active
+        entries = {id(entry[4]) for entry in self._heap if entry[3] == entry[4].entry}
+        for line in self._lines.values():
+            own = [work for work in waiting if work.tenant == line.tenant]
+            assert line.num_waiting == len(own), line.tenant
+            assert line.num_bytes == sum(work.num_bytes for work in own)
+            in_line = {id(work) for work in own if not work.aside}
+            assert in_line == {id(w) for _, _, w in line.heap if w.waiting and not w.aside}
+            assert not in_line or id(line) in entries, f"{line.tenant} waits and would not be found"

@@ -1,0 +1,315 @@
+"""What waits for one model: bands, and in each the tenants by fair share (band.py).
+
+Which band goes next, when a worker has room:
+
+1. one that has waited its `starvation_s` since it last started something, most overdue first: one request;
+2. one that runs fewer streams than its floor, in their order;
+3. the rest in their order.
+
+So a higher band goes before a lower one, but can neither take its floor nor keep it from moving. Nothing is held
+free: room that no band under its floor wants goes to the others. A request too large for the room that there is
+is passed over at most `skips_max` times or `skip_s`; then `overdue` names it, and a worker should be kept free for it.
+
+The queue knows no workers: `pop` is told by `fits` what could start now.
+"""
+
+from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heappush
+
+import msgspec
+
+from penstock.clock import NS_PER_S
+from penstock.config.flow import BandConfig, QueueConfig
+from penstock.policy.queueing.band import Band, Work
+from penstock.types import TenantId
+
+
+class Full(msgspec.Struct, frozen=True):
+    """Why a request may not wait: the bound that it would break."""
+
+    bound: str
+    """"tenant", "band" or "queue"."""
+    unit: str
+    """"requests" or "bytes"."""
+    limit: int
+
+
+def ordered_bands(bands: Sequence[BandConfig]) -> list[BandConfig]:
+    """First to last; equal orders as they are written."""
+    return sorted(bands, key=lambda band: band.order)
+
+
+def default_level(bands: Sequence[BandConfig]) -> int:
+    """Where requests of a band go that is not configured: the last that has order 0 or less, else the first."""
+    return max((i for i, band in enumerate(bands) if band.order <= 0), default=0)
+
+
+class FairQueue:
+    """The bounded queue of one model. All times are handed in; the same calls give the same order."""
+
+    __slots__ = (
+        "_config", "_default", "_expiries", "_levels", "_number", "_pushes", "_skip_ns", "_slots", "bands",
+        "num_bytes", "num_waiting",
+    )  # fmt: skip
+
+    def __init__(self, config: QueueConfig) -> None:
+        self._config = config
+        ordered = ordered_bands(config.bands)
+        self.bands = [Band(band, level) for level, band in enumerate(ordered)]
+        self._levels = {band.name: level for level, band in enumerate(ordered)}
+        self._default = default_level(ordered)
+        self._skip_ns = int(config.skip_s * NS_PER_S)
+        self._slots = 0
+        self._number = self._pushes = 0
+        self._expiries: list[tuple[int, int, Work]] = []
+        self.num_waiting = self.num_bytes = 0
+
+    def band_of(self, work: Work) -> Band:
+        """The band that a request waits or runs in."""
+        return self.bands[work.level]
+
+    def level_of(self, name: str) -> int:
+        """The index of a band; of the default one if there is none of that name."""
+        return self._levels.get(name, self._default)
+
+    def would_refuse(self, work: Work) -> bool:
+        """Whether `push` would say no. Changes nothing."""
+        level = self.level_of(work.band)
+        return self._own_bound(self.bands[level], work) is not None or isinstance(
+            self._room(level, work), Full
+        )
+
+    def set_slots(self, slots: int) -> None:
+        """How many streams the model's workers may be given in all: what floors that are shares are taken of."""
+        if slots != self._slots:
+            self._slots = slots
+            for band in self.bands:
+                band.floor = max(band.config.floor, int(band.config.share * slots))
+
+    def push(self, now_ns: int, work: Work) -> Full | Sequence[Work]:
+        """Let a request wait, or say which bound it would break; nothing changed then.
+
+        Returns those that were dropped for it: none, or the newest ones of lower bands.
+        """
+        level = self.level_of(work.band)
+        if (full := self._own_bound(self.bands[level], work)) is not None:
+            return full
+        room = self._room(level, work)
+        if isinstance(room, Full):
+            return room
+        dropped = self._drop_newest(level, *room) if room is not None else ()
+        self._number += 1
+        work.number, work.level, work.queued_ns = self._number, level, now_ns
+        band = self.bands[level]
+        work.expires_ns = self._until(work, now_ns)
+        first_come = band.config.discipline == "fifo"
+        work.order_ns = work.arrived_ns if first_come else work.deadline_ns or work.expires_ns
+        self._enter(now_ns, work, lift=True)
+        return dropped
+
+    def requeue(self, now_ns: int, work: Work, *, has_begun: bool = False) -> None:
+        """Put back what was started, where its arrival belongs. Never refused: it was accepted.
+
+        What gave nothing is charged nothing, and its wait ends when it would have, but for its promise: that it was started
+        once is no reason to refuse it for being late. What has begun to answer is charged for that at its end, and waits anew.
+        """
+        band = self.bands[work.level]
+        work.start_by_ns = 0
+        if has_begun:
+            work.queued_ns, work.expires_ns = now_ns, now_ns + band.timeout_ns
+        else:
+            work.expires_ns = self._until(work, work.queued_ns)
+        band.end(work)
+        band.charge(work, 0)
+        self._enter(now_ns, work, lift=False)  # It did not idle.
+        band.waiting.move_to_end(work.number, last=False)
+
+    def pop(
+        self,
+        now_ns: int,
+        fits: Callable[[Work], bool],
+        *,
+        above: int | None = None,
+        share: float | None = None,
+    ) -> Work | None:
+        """Start the next request that `fits` now, charged with its estimate; None if there is none.
+
+        `above` looks only at bands before that level. With a `share`, tenants that run more streams than that (times their
+        weight) are passed over, except in protected bands.
+        """
+        for band in self._in_turn(now_ns):
+            if above is not None and band.level >= above:
+                continue
+            own_share = None if band.config.protected else share
+            work = band.take(now_ns, fits, self._config.aside_max, own_share)
+            if work is not None:
+                self._started(now_ns, band, work)
+                return work
+        return None
+
+    def start(self, now_ns: int, work: Work) -> None:
+        """Start one that is `overdue`, out of turn: the worker that was kept free for it has room."""
+        assert work.aside, f"{work.id} waits in its line"
+        band = self.bands[work.level]
+        band.leave(work)
+        self._started(now_ns, band, work)
+
+    def remove(self, work: Work) -> None:
+        """Take out one that waits: its client left, or its time is over."""
+        self.bands[work.level].leave(work)
+        self.num_waiting -= 1
+        self.num_bytes -= work.num_bytes
+        assert self.num_waiting >= 0 <= self.num_bytes, "more left than came"
+
+    def charge(self, work: Work, tenths: int) -> None:
+        """Correct what a started request counts for its tenant: `band.cost` of what is known by now."""
+        self.bands[work.level].charge(work, tenths)
+
+    def end(self, work: Work) -> None:
+        """A started request runs no more."""
+        self.bands[work.level].end(work)
+
+    def expired(self, now_ns: int) -> Work | None:
+        """One whose wait is over, still waiting; None if there is none."""
+        while self._expiries and self._expiries[0][0] <= now_ns:
+            work = self._expiries[0][2]
+            if work.waiting and work.expires_ns <= now_ns:
+                return work
+            heappop(self._expiries)
+        return None
+
+    def wait_on(self, work: Work, start_by_ns: int = 0) -> None:
+        """Let one that is late wait for so long in all; 0: as long as the queue keeps it."""
+        work.start_by_ns = start_by_ns
+        work.expires_ns = self._until(work, work.queued_ns)
+        self._pushes += 1
+        heappush(self._expiries, (work.expires_ns, self._pushes, work))
+
+    def next_ns(self) -> int | None:
+        """When the next wait is over."""
+        while self._expiries and not self._expiries[0][2].waiting:
+            heappop(self._expiries)
+        return self._expiries[0][0] if self._expiries else None
+
+    def overdue(self, now_ns: int) -> Work | None:
+        """A request that was passed over often or long enough: keep a worker free for it. Longest aside first."""
+        found: Work | None = None
+        for band in self.bands:
+            for work in band.aside:
+                if work.hold_ns > now_ns:
+                    continue
+                late = work.skips >= self._config.skips_max or now_ns - work.aside_ns >= self._skip_ns
+                if late and (found is None or (work.aside_ns, work.number) < (found.aside_ns, found.number)):
+                    found = work
+        return found
+
+    def next_overdue_ns(self) -> int | None:
+        """When the next request that is aside has been so for too long."""
+        times = [work.aside_ns for band in self.bands for work in band.aside]
+        return min(times) + self._skip_ns if times else None
+
+    def served(self, band: str, tenant: TenantId) -> float:
+        """A tenant's counter, in computed prompt tokens."""
+        return self.bands[self._levels[band]].served(tenant)
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return self.num_waiting
+
+    def _until(self, work: Work, since_ns: int) -> int:
+        """When the wait of a request that waits since then is over."""
+        timeout_ns = self.bands[work.level].timeout_ns
+        return since_ns + min(work.start_by_ns or timeout_ns, work.max_wait_ns or timeout_ns, timeout_ns)
+
+    def _enter(self, now_ns: int, work: Work, *, lift: bool) -> None:
+        self.bands[work.level].push(now_ns, work, kept_max=self._config.tenants_kept, lift=lift)
+        assert work.expires_ns >= work.queued_ns, f"{work.id} would wait for no time"
+        self.num_waiting += 1
+        self.num_bytes += work.num_bytes
+        if len(self._expiries) > 2 * self.num_waiting + 64:
+            self._expiries = [entry for entry in self._expiries if entry[2].waiting]
+            heapify(self._expiries)
+        self._pushes += 1  # A request that is tried again may have two entries: they must differ.
+        heappush(self._expiries, (work.expires_ns, self._pushes, work))
+
+    def _started(self, now_ns: int, band: Band, work: Work) -> None:
+        self.num_waiting -= 1
+        self.num_bytes -= work.num_bytes
+        assert self.num_waiting >= 0 <= self.num_bytes, "more started than came"
+        band.start(now_ns, work)
+        for passed in self.bands[
+            : band.level + 1
+        ]:  # Who lets a higher band go first is not passed over for its size.
+            for aside in passed.aside:
+                aside.skips += aside.hold_ns <= now_ns  # Who is held for a warm worker waits by choice.
+
+    def _in_turn(self, now_ns: int) -> Sequence[Band]:
+        """Bands with work, by who goes next."""
+        waiting = [band for band in self.bands if band.waiting]
+        if len(waiting) < 2:
+            return waiting
+        starved: list[tuple[int, int, Band]] = []
+        under: list[Band] = []
+        rest: list[Band] = []
+        for band in waiting:
+            late_ns = now_ns - band.served_ns - band.starvation_ns
+            if late_ns >= 0:
+                starved.append((-late_ns, band.level, band))
+            elif band.num_running < band.floor:
+                under.append(band)
+            else:
+                rest.append(band)
+        starved.sort()
+        turn = [*(entry[2] for entry in starved), *under, *rest]
+        assert len(turn) == len(waiting), "every band with work has its turn"
+        return turn
+
+    def _own_bound(self, band: Band, work: Work) -> Full | None:
+        """The bound of the band or of the tenant's share of it that one more would break."""
+        config, share, line = band.config, self._config.tenant_share, band.line(work.tenant)
+        requests, num_bytes = (line.num_waiting, line.num_bytes) if line is not None else (0, 0)
+        if len(band.waiting) >= config.requests_max:
+            return Full("band", "requests", config.requests_max)
+        if band.num_bytes + work.num_bytes > config.bytes_max:
+            return Full("band", "bytes", config.bytes_max)
+        if requests >= (most := max(1, int(share * config.requests_max))):
+            return Full("tenant", "requests", most)
+        if num_bytes + work.num_bytes > (most := max(work.num_bytes, int(share * config.bytes_max))):
+            return Full("tenant", "bytes", most)
+        return None
+
+    def _room(self, level: int, work: Work) -> Full | tuple[int, int] | None:
+        """Keep the bound of all bands together: None if there is room, else the requests and bytes to drop, if that may be."""
+        config = self._config
+        requests = self.num_waiting + 1 - config.requests_max
+        num_bytes = self.num_bytes + work.num_bytes - config.bytes_max
+        if requests <= 0 and num_bytes <= 0:
+            return None
+        lower = self.bands[level + 1 :] if config.when_full == "evict" else []
+        enough = sum(len(band.waiting) for band in lower) >= requests
+        if enough and sum(band.num_bytes for band in lower) >= num_bytes:
+            return requests, num_bytes
+        if requests > 0:
+            return Full("queue", "requests", config.requests_max)
+        return Full("queue", "bytes", config.bytes_max)
+
+    def _drop_newest(self, level: int, requests: int, num_bytes: int) -> Sequence[Work]:
+        """The newest of the lowest band, until so much is free."""
+        assert requests > 0 or num_bytes > 0, "nothing is dropped while there is room"
+        dropped: list[Work] = []
+        while requests > 0 or num_bytes > 0:
+            victim = next(band for band in reversed(self.bands[level + 1 :]) if band.waiting).newest()
+            self.remove(victim)
+            dropped.append(victim)
+            requests, num_bytes = requests - 1, num_bytes - victim.num_bytes
+        return dropped
+
+    def check_invariants(self) -> None:
+        """Assert that all counts agree and all bounds hold. O(n): for tests."""
+        for band in self.bands:
+            band.check_invariants()
+        assert self.num_waiting == sum(len(band.waiting) for band in self.bands)
+        assert self.num_bytes == sum(band.num_bytes for band in self.bands)
+        known = {id(entry[2]) for entry in self._expiries}
+        for band in self.bands:
+            assert all(id(work) in known for work in band.waiting.values()), "its wait would never end"

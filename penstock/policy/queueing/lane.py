@@ -1,0 +1,370 @@
+"""One model's queue and its workers' rooms, and which request starts where, next. Knows requests only as `Work`."""
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from penstock.clock import NS_PER_S
+from penstock.config.flow import QueueConfig
+from penstock.errors import Overloaded
+from penstock.policy.extras.quarantine import Trial
+from penstock.policy.parts import Health, Hold, Placement, RouteLoad
+from penstock.policy.queueing.band import Work
+from penstock.policy.queueing.fair_queue import FairQueue, Full
+from penstock.policy.queueing.pace import Pace
+from penstock.policy.queueing.room import Room, Rooms, WorkerView, uncached_tokens
+from penstock.types import RequestId, Usage, WorkerId
+
+_HEADROOM_ROWS = 8
+"""With fewer rows one row is too much to leave free."""
+_OVER = 1.5
+"""Times its part: more is over it. Who is about at its part is not held back."""
+_PACE = 8
+"""The mean time between two starts follows the last so many."""
+_NOBODY: Collection[WorkerId] = ()
+
+
+@dataclass(slots=True)
+class _Tried:
+    """A request under suspicion."""
+
+    trial: Trial
+    worker: WorkerId | None = None
+    """Where it is starting; None while it waits."""
+
+
+class Lane:
+    """What waits for one model, and who could run it."""
+
+    __slots__ = (
+        "_config", "_down_ns", "_found", "_health", "_holds", "_last_ns", "_no_worker_ns", "_now_ns", "_suspects", "avoid", "gap_ns",
+        "held", "pace", "placement", "queue", "rooms", "route", "timer_ns",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        config: QueueConfig,
+        route: str,
+        now_ns: int,
+        placement: Placement,
+        health: Health,
+        pace: Pace | None = None,
+    ) -> None:
+        self._config, self.route, self.placement, self._health = config, route, placement, health
+        self.pace = pace or Pace()
+        self.queue, self.rooms = FairQueue(config), Rooms(config, self.pace.is_busy)
+        self.held: Work | None = None
+        """Too large for the room there was for too long: a worker is kept free for it."""
+        self.avoid: dict[RequestId, set[WorkerId]] = {}
+        """Requests that were tried before -> the workers where that failed."""
+        self._suspects: dict[RequestId, _Tried] = {}
+        """Requests under suspicion that have given nothing since."""
+        self.timer_ns: int | None = None
+        """The owner's: when it looks at this lane next."""
+        self.gap_ns = 0
+        """Mean time between two starts while something waited."""
+        self._last_ns: int | None = None
+        self._down_ns = now_ns
+        self._no_worker_ns = int(config.no_worker_wait_s * NS_PER_S)
+        self._now_ns = now_ns
+        self._found: Room | None = None
+        self._holds: list[tuple[int, int, Work]] = []
+        """When what is held for a warm worker is released to all."""
+
+    @property
+    def down_ns(self) -> int | None:
+        """Since when it has no worker that is ready; None: it has."""
+        return None if self.rooms.num_ready else self._down_ns
+
+    def waiting(self) -> Iterator[Work]:
+        """What waits, band by band, in the order in which it came."""
+        for band in self.queue.bands:
+            yield from band.waiting.values()
+
+    def set_worker(self, now_ns: int, worker_id: WorkerId, view: WorkerView | None) -> None:
+        """Take a worker's report, or that it is gone."""
+        before = self.rooms.num_ready
+        self.rooms.set(worker_id, view)
+        if before and not self.rooms.num_ready:
+            self._down_ns = now_ns
+        self.queue.set_slots(self.rooms.num_slots)
+
+    def next_start(self, now_ns: int) -> tuple[Work, Room] | None:
+        """The next request to start and where, taken from the queue and booked; None when nothing can start."""
+        queue, rooms = self.queue, self.rooms
+        self._now_ns = now_ns
+        for worker_id in self.pace.overdue(now_ns):
+            rooms.look_again(worker_id)
+        if not queue.num_waiting:
+            self._last_ns = None
+            if self.held is not None:
+                self._unhold()
+            return None
+        work, room = self._held_fits(now_ns)
+        if work is None and rooms.has_room():
+            work = queue.pop(now_ns, self._fits, share=self._share())
+            room = self._found
+        if work is None and self.held is not None:
+            work, room = self._pass_held(now_ns, self.held)
+        if work is None:
+            return None
+        assert room is not None, "what fits has a place"
+        if self._suspects and work.id in self._suspects:
+            self._suspects[work.id].worker = room.id
+        self.book(now_ns, work, room)
+        self._pace(now_ns)
+        return work, room
+
+    def book(self, now_ns: int, work: Work, room: Room) -> None:
+        """It is started there."""
+        self.rooms.book(room, work)
+        self.pace.started(now_ns, work, room)
+        self.placement.started(now_ns, work, room)
+
+    def place_beside(self, now_ns: int, work: Work, worker: WorkerId) -> Room | None:
+        """Where a request that runs at `worker` could be started a second time: only if nobody waits, and there is room for it in
+        another worker's batch. Books nothing.
+        """
+        if self.queue.num_waiting:
+            return None
+        blocked = self._health.blocked(now_ns, self.route).union(
+            (worker,), (each.worker for each in self._suspects.values() if each.worker is not None)
+        )
+        room = self.placement.place(now_ns, work, self.rooms, _NOBODY, blocked)
+        if room is None or isinstance(room, Hold):
+            return None
+        rows = room.view.max_running or room.slots
+        return room if room.booked + room.others + work.streams <= rows else None
+
+    def failed(self, worker_id: WorkerId, work: Work) -> None:
+        """It failed there, and will wait for another attempt."""
+        self.avoid.setdefault(work.id, set()).add(worker_id)
+        work.hold_ns = 0
+        if work.id in self._suspects:
+            self._suspects[work.id].worker = None
+
+    def suspect(self, work: Work, trial: Trial | None) -> None:
+        """It waits, and may be what a worker died of: until its next output it is beside others only as `trial` says."""
+        if trial is not None:
+            self._suspects[work.id] = _Tried(trial)
+
+    def is_suspect(self, work: Work) -> bool:
+        """Whether it is under suspicion, and has given nothing since."""
+        return work.id in self._suspects
+
+    def forget(self, work: Work) -> None:
+        """It has ended."""
+        self.avoid.pop(work.id, None)
+        self._suspects.pop(work.id, None)
+
+    def begin(self, now_ns: int, worker_id: WorkerId, work: Work) -> None:
+        """Its first output was seen."""
+        room = self.rooms.get(worker_id)
+        assert room is not None, f"{worker_id} is not known"
+        self.pace.began(now_ns, work, room)  # Before the room is looked at, which asks whether it is busy.
+        self._begin(worker_id, work)
+        self._suspects.pop(work.id, None)
+        self.placement.began(now_ns, work, room)
+
+    def _begin(self, worker_id: WorkerId, work: Work) -> None:
+        room = self.rooms.get(worker_id)
+        assert room is not None, f"{worker_id} is not known"
+        if room.begun.get(work.id) is False:
+            self.rooms.begin(room, work)
+
+    def release(self, now_ns: int, worker_id: WorkerId, work: Work, usage: Usage | None = None) -> None:
+        """It holds nothing of its worker any more, and used so much there, if that is known."""
+        room = self.rooms.get(worker_id)
+        assert room is not None, f"{worker_id} is not known"
+        self.pace.ended(work, room)
+        self._begin(worker_id, work)
+        self.rooms.release(room, work)
+        self.placement.ended(now_ns, work, room, usage)
+
+    def next_expired(self, now_ns: int) -> tuple[Work, str] | None:
+        """One whose wait is over, still in the queue, and why."""
+        while (work := self.queue.expired(now_ns)) is not None:
+            if not work.start_by_ns or now_ns < work.queued_ns + work.start_by_ns:
+                return work, "timeout"
+            if not self.rooms.num_ready:
+                self.queue.wait_on(work)  # Promises are those of workers that are there.
+            elif work.aside and work.deadline_ns > now_ns:
+                self.queue.wait_on(
+                    work, work.deadline_ns - work.queued_ns
+                )  # It waits for memory, not for others.
+            else:
+                return work, "late"
+        oldest = self._oldest()
+        if oldest is not None and self._no_worker_until(oldest) <= now_ns:
+            return oldest, "no_worker"
+        return None
+
+    def due_ns(self, now_ns: int) -> int | None:
+        """When the lane must be looked at next, if nothing happens until then."""
+        times = [self.queue.next_ns()]
+        overdue_ns = self.queue.next_overdue_ns() if self.held is None else None
+        if (
+            overdue_ns is not None and overdue_ns > now_ns
+        ):  # Else no worker could be kept free: its report will tell.
+            times.append(overdue_ns)
+        oldest = self._oldest()
+        if oldest is not None:
+            times.append(self._no_worker_until(oldest))
+        holds = self._holds
+        while holds and not (holds[0][0] > now_ns and holds[0][2].waiting):
+            heappop(holds)
+        if holds:
+            times.append(holds[0][0])
+        if self.queue.num_waiting:
+            times.append(self._health.due_ns(self.route))
+        return min((time for time in times if time is not None), default=None)
+
+    def retry_after_s(self) -> float:
+        """When a refused request may come back: the time that what waits takes to start, from 1 s to 60 s."""
+        return min(60.0, max(1.0, self.queue.num_waiting * self.gap_ns / NS_PER_S))
+
+    def overloaded(self, full: Full) -> Overloaded:
+        """The error of whom the queue did not take."""
+        whose = {
+            "tenant": "your share of the queue is",
+            "band": "the queue of your band is",
+            "queue": "the queue is",
+        }
+        return Overloaded(
+            f"{whose[full.bound]} full: {full.limit} {full.unit} at most", retry_after_s=self.retry_after_s()
+        )
+
+    def load(self, now_ns: int, work: Work) -> RouteLoad:
+        """How the model stands for a request that does not wait here yet."""
+        queue, rooms = self.queue, self.rooms
+        level = queue.level_of(work.band)
+        above = queue.bands[:level]
+        band = queue.bands[level]
+        requests_ahead = band.ahead_of(work.tenant, work.weight)
+        ahead = sum(len(higher.waiting) for higher in above) + requests_ahead
+        tokens, prompt = uncached_tokens(work), work.prompt_tokens + work.cached_tokens
+        # A protected band goes first, so it has the model's pace. Others have what those above leave them, which is seen in their own.
+        each_ns = self.gap_ns if band.config.protected else band.gap_ns(now_ns)
+        return RouteLoad(
+            route=self.route,
+            ready=rooms.num_ready,
+            requests_ahead=ahead,
+            is_full=queue.would_refuse(work),
+            wait_ns=max((requests_ahead + 1) * each_ns, ahead * self.gap_ns) if ahead else 0,
+            each_ns=max(each_ns, self.gap_ns),
+            start_ns=self.pace.start_ns(tokens, prompt, rooms.num_running / max(1, rooms.num_ready)),
+            idle_ttft_ns=self.pace.idle_ttft_ns(tokens, prompt),
+            backlog_ns=self.pace.backlog_ns,
+        )
+
+    def _share(self) -> float | None:
+        """The streams that one tenant may run of the last rows; None while there are more, or nobody else is here.
+
+        Whoever runs much more than its part leaves `headroom` (and the credit, which is no row yet) to the others: their next
+        request starts at once, and not when a stream of that tenant happens to end.
+        """
+        rooms, config = self.rooms, self._config
+        credit = rooms.num_ready * config.worker_credit
+        rows = rooms.num_slots - credit
+        reserve = credit + (math.ceil(config.headroom * rows) if rows >= _HEADROOM_ROWS else 0)
+        if rooms.num_slots - rooms.num_running > reserve:
+            return None
+        num_active = sum(band.num_active for band in self.queue.bands)
+        return _OVER * rooms.num_slots / num_active if num_active > 1 else None
+
+    def _fits(self, work: Work) -> bool:
+        now_ns = self._now_ns
+        blocked = self._blocked(now_ns, work)
+        if work.hold_ns > now_ns and self._is_held(work, blocked):
+            return False
+        avoid = self.avoid.get(work.id, _NOBODY) if self.avoid else _NOBODY
+        found = self.placement.place(now_ns, work, self.rooms, avoid, blocked)
+        if isinstance(found, Hold):
+            has_time = not work.start_by_ns or found.until_ns < work.expires_ns
+            if has_time and (work.aside or len(self.queue.band_of(work).aside) < self._config.aside_max):
+                work.hold_ns, work.hold_for = found.until_ns, found.worker_id
+                heappush(self._holds, (found.until_ns, work.number, work))
+                return False
+            # It has no time for that, or aside is full, so it would be in the way of its tenant's others: it goes where there is room.
+            work.hold_ns = max(now_ns, 1)
+            found = self.placement.place(now_ns, work, self.rooms, avoid, blocked)
+            assert not isinstance(found, Hold), "nobody is held twice"
+        self._found = found
+        return found is not None
+
+    def _blocked(self, now_ns: int, work: Work) -> frozenset[WorkerId]:
+        """Workers that this request must not be given to now."""
+        blocked = self._health.blocked(now_ns, self.route)
+        if not self._suspects or (tried := self._suspects.get(work.id)) is None:
+            return blocked
+        alone = tried.trial is Trial.ALONE
+        others = (each for each in self._suspects.values() if alone or each.trial is Trial.ALONE)
+        return blocked.union(each.worker for each in others if each.worker is not None)
+
+    def _is_held(self, work: Work, blocked: Collection[WorkerId]) -> bool:
+        """Whether it goes on waiting for the warm worker: that is still there, and still has no room."""
+        room = self.rooms.get(work.hold_for)
+        return room is not None and room.view.ready and room.id not in blocked and not room.fits(work)
+
+    def _held_fits(self, now_ns: int) -> tuple[Work | None, Room | None]:
+        """Keep a worker free for whoever was passed over too long, until it fits there."""
+        if self.held is not None:
+            kept = self.rooms.held
+            if not self.held.waiting or kept is None or kept.id in self._blocked(now_ns, self.held):
+                self._unhold()
+        if self.held is None:
+            work = self.queue.overdue(now_ns)
+            if work is None or self.rooms.hold(work, self._blocked(now_ns, work)) is None:
+                return None, None
+            self.held = work
+        held, room = self.held, self.rooms.held
+        if room is None or not room.fits(held):
+            return None, None
+        self.queue.start(now_ns, held)
+        held.matched_tokens = 0
+        self._unhold()
+        return held, room
+
+    def _pass_held(self, now_ns: int, held: Work) -> tuple[Work | None, Room | None]:
+        """Nobody of its band or below takes the worker that is kept free; those above may, until its band is starved."""
+        room, band = self.rooms.held, self.queue.band_of(held)
+        if room is None or room.num_free < 1 or now_ns - held.aside_ns >= band.starvation_ns:
+            return None, None
+        work = self.queue.pop(
+            now_ns, lambda each: each.id not in self._suspects and room.fits(each), above=held.level
+        )
+        if work is not None:
+            work.matched_tokens = 0
+        return work, room
+
+    def _unhold(self) -> None:
+        self.held = None
+        self.rooms.unhold()
+
+    def _oldest(self) -> Work | None:
+        """Who has waited longest, while there is no worker to wait for."""
+        if self.rooms.num_ready:
+            return None
+        firsts = [next(iter(band.waiting.values())) for band in self.queue.bands if band.waiting]
+        return min(firsts, key=lambda work: (work.queued_ns, work.number), default=None)
+
+    def _no_worker_until(self, oldest: Work) -> int:
+        return max(self._down_ns, oldest.queued_ns) + self._no_worker_ns
+
+    def _pace(self, now_ns: int) -> None:
+        if not self.queue.num_waiting:
+            self._last_ns = None
+            return
+        if self._last_ns is not None:
+            self.gap_ns += (now_ns - self._last_ns - self.gap_ns) // _PACE
+        self._last_ns = now_ns
+
+    def check_invariants(self) -> None:
+        """Assert that the parts agree. O(n): for tests."""
+        self.queue.check_invariants()
+        self.rooms.check_invariants()
+        for one in self._suspects.values():
+            beside = sum(each.worker == one.worker for each in self._suspects.values())
+            assert one.worker is None or one.trial is not Trial.ALONE or beside == 1, "it is not alone"
+        assert (self.held is None) == (self.rooms.held is None) or self.held is not None

@@ -1,0 +1,187 @@
+"""How fast the workers of one model answer what they are sent, learned from what they were sent.
+
+    start to first token = fixed + tokens * a + computed * prompt * b + streams * c + tokens * streams * d     (speed.py)
+
+`tokens` are the request's own and those of the prompts that its worker was sent before and has not finished. From the start
+at a worker on nothing of the queue is in it, so it is much more certain than a law from the arrival on. It says
+
+    what a promise is on this machine       never less than a multiple of what an idle worker takes for that prompt
+    when a request is too late              when it would miss its promise even if it were started now
+    when a worker is given another prompt   when those it has take no longer than a part of the promise, and none of them has
+                                            waited that long: what waits in the gateway can still go in another order, to
+                                            another worker, or be refused in time
+
+The second condition needs no law: where the law is wrong (a worker that is new, or slower than it was), prompts would pile up in
+the engine, and those of a lower band would wait there behind all that come after them.
+
+Pure and deterministic: gateway and simulator use the same object.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from penstock.clock import NS_PER_S
+from penstock.config.branch import extended
+from penstock.config.placement import PlacementConfig
+from penstock.config.routing import AdmissionConfig
+from penstock.policy.estimates.speed import Ran, Speed, Speeds
+from penstock.policy.placement_terms import PlacementTerms
+from penstock.policy.queueing.band import Work
+from penstock.policy.queueing.room import Room, uncached_tokens
+from penstock.types import RequestId, WorkerId
+
+BACKLOG_SHARE = 0.5
+"""Of the promise to everybody, what a worker's unfinished prompts may take. Less leaves workers idle while the next prompt is on
+its way to them; more is time that the queue's order cannot decide about any more."""
+OVERDUE = 1.5
+"""Times that a prompt may wait at its worker before that is given no other one."""
+_SCORED = 64
+"""First tokens that the margin looks back on."""
+_SCORED_MIN = 16
+_MARGIN_MAX = 3.0
+_SHORTEST_S = 1e-3
+"""Ratios of shorter times say nothing."""
+_KINDS_MAX = 256
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A request at its worker, without an output."""
+
+    at_ns: int
+    backlog_tokens: int
+    streams: int
+    waited: bool
+    said_s: float
+
+
+class Pace:
+    """Of one model's workers."""
+
+    __slots__ = ("_backlog_s", "_kinds", "_margin", "_overdue", "_ratios", "_sent", "_speeds", "_unbegun")
+
+    def __init__(
+        self, admission: AdmissionConfig | None = None, placement: PlacementConfig | None = None
+    ) -> None:
+        """Without an `admission` nothing is promised, and workers are given all that they have rows for."""
+        self._backlog_s = BACKLOG_SHARE * admission.ttft_target_ms / 1000 if admission is not None else 0.0
+        self._speeds = Speeds(extended(placement or PlacementConfig(), PlacementTerms))
+        self._sent: dict[tuple[RequestId, WorkerId], _Sent] = {}
+        self._unbegun: dict[tuple[RequestId, WorkerId], int] = {}
+        """What was started and has no output -> when it was started, oldest first; not those in `_overdue`."""
+        self._overdue: dict[WorkerId, set[RequestId]] = {}
+        """Those that have waited at their worker for longer than its prompts may take."""
+        self._ratios: deque[float] = deque(maxlen=_SCORED)
+        self._margin = 1.0
+        self._kinds: dict[str, None] = {}
+        """Those that have answered, oldest first."""
+
+    # --- what it says -------------------------------------------------------------------------------
+
+    @property
+    def margin(self) -> float:
+        """Nine of ten first tokens came within this many times what was expected when they were started."""
+        return self._margin
+
+    @property
+    def backlog_ns(self) -> int:
+        """What a worker's unfinished prompts may take; 0: any time."""
+        return round(self._backlog_s * NS_PER_S)
+
+    def idle_ttft_ns(self, tokens: int, prompt_tokens: int) -> int:
+        """What computing `tokens` of a prompt takes on an idle worker, of the slowest kind; 0: not known."""
+        return self._slowest_ns(tokens, prompt_tokens, 0)
+
+    def start_ns(self, tokens: int, prompt_tokens: int, streams: float) -> int:
+        """What nine of ten such requests take from their start to their first token beside so many streams, with nothing ahead."""
+        return round(self._margin * self._slowest_ns(tokens, prompt_tokens, streams))
+
+    def is_busy(self, room: Room) -> bool:
+        """Whether a worker has prompts enough for now."""
+        if not self._backlog_s or not room.pending_tokens:
+            return False
+        if room.id in self._overdue:
+            return True
+        speed = self._speeds.of(room.view.kind)
+        return speed.backlog_s(room.pending_tokens, room.booked + room.others) > self._backlog_s
+
+    def overdue(self, now_ns: int) -> list[WorkerId]:
+        """Workers that have become busy by the time alone since this was last asked. O(1) where there are none."""
+        found: list[WorkerId] = []
+        if not self._backlog_s:
+            return found
+        while self._unbegun:
+            (request_id, worker), at_ns = next(iter(self._unbegun.items()))
+            if now_ns - at_ns <= OVERDUE * self.backlog_ns:
+                break
+            del self._unbegun[request_id, worker]
+            assert (request_id, worker) in self._sent, "who has no output was sent"
+            self._overdue.setdefault(worker, set()).add(request_id)
+            found.append(worker)
+        return found
+
+    def _has_output(self, request_id: RequestId, worker: WorkerId) -> None:
+        if self._unbegun.pop((request_id, worker), None) is None and (late := self._overdue.get(worker)):
+            late.discard(request_id)
+            if not late:
+                del self._overdue[worker]
+
+    def _slowest_ns(self, tokens: int, prompt_tokens: int, streams: float) -> int:
+        times = (self._speeds.of(kind).prefill_s(tokens, prompt_tokens, streams) for kind in self._kinds)
+        return round(max(times, default=0.0) * NS_PER_S)
+
+    # --- what it learns from ------------------------------------------------------------------------
+
+    def started(self, now_ns: int, work: Work, room: Room) -> None:
+        """It was sent there, and is booked in `room`."""
+        running, tokens = room.booked + room.others, uncached_tokens(work)
+        backlog, streams = room.pending_tokens - tokens, running - work.streams
+        said_s = _first_s(self._speeds.of(room.view.kind), work, backlog, streams)
+        waited = 0 < room.view.max_running < running
+        assert backlog >= 0 <= streams, "it is booked where it was sent"
+        self._sent[work.id, room.id] = _Sent(now_ns, backlog, streams, waited, said_s)
+        self._unbegun[work.id, room.id] = now_ns
+
+    def began(self, now_ns: int, work: Work, room: Room) -> None:
+        """Its first output came."""
+        self._has_output(work.id, room.id)
+        sent, kind = self._sent.pop((work.id, room.id), None), room.view.kind
+        if sent is None:
+            return
+        if kind not in self._kinds and len(self._kinds) >= _KINDS_MAX:
+            del self._kinds[next(iter(self._kinds))]
+        self._kinds[kind] = None
+        first_ns = now_ns - sent.at_ns
+        assert first_ns >= 0, "no output comes before its start"
+        self._ratios.append(first_ns / NS_PER_S / max(sent.said_s, _SHORTEST_S))
+        if len(self._ratios) >= _SCORED_MIN:
+            self._margin = min(_MARGIN_MAX, max(1.0, _p90(self._ratios)))
+        self._speeds.learn(
+            kind,
+            Ran(
+                at_ns=now_ns,
+                computed_tokens=max(1, uncached_tokens(work)),
+                prompt_tokens=work.prompt_tokens + work.cached_tokens,
+                backlog_tokens=sent.backlog_tokens,
+                streams=sent.streams,
+                first_ns=first_ns,
+                waited=sent.waited,
+            ),
+        )
+
+    def ended(self, work: Work, room: Room) -> None:
+        """It runs there no more."""
+        self._has_output(work.id, room.id)
+        self._sent.pop((work.id, room.id), None)
+
+
+def _first_s(speed: Speed, work: Work, backlog: int, streams: int) -> float:
+    """From a start to the first token, in seconds."""
+    prompt = work.prompt_tokens + work.cached_tokens
+    return speed.prefill_s(uncached_tokens(work), prompt, streams) + speed.backlog_s(backlog, streams)
+
+
+def _p90(values: deque[float]) -> float:
+    assert values, "nothing has no quantile"
+    ordered = sorted(values)
+    return ordered[(9 * len(ordered) - 1) // 10]

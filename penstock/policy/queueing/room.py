@@ -1,0 +1,366 @@
+"""Room at the workers of one model: who could start something now.
+
+What this gateway started and has not seen the end of is counted here at once; what a worker reports puts right what
+cannot be known otherwise: streams of other gateways, and KV blocks that are really free. A request that was started but
+has shown no output may not be in the last report, so its blocks count until its first output.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Collection, Iterator
+from itertools import islice
+
+import msgspec
+
+from penstock.config.flow import QueueConfig
+from penstock.policy.queueing.band import Work
+from penstock.types import RequestId, WorkerId
+
+_LOOKS_MAX = 8
+"""Workers that are asked whether a request fits, least loaded first."""
+_LOAD_UNIT = 1 << 20
+
+
+class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker last said of itself."""
+
+    ready: bool = True
+    max_running: int = 0
+    """Streams in one batch, as our engine tells; 0: a worker that does not tell, given `queue.foreign_concurrency`."""
+    running: int = 0
+    waiting: int = 0
+    kv_blocks_total: int = 0
+    """0: it does not tell, and only streams are counted."""
+    kv_blocks_used: int = 0
+    """By requests that run; blocks that are only cached are free."""
+    kind: str = ""
+    """What it runs on: workers of one kind are equally fast."""
+    max_model_len: int = 0
+    """Tokens of a prompt and its answer; 0: it does not tell."""
+    adapters: frozenset[str] | None = None
+    """Adapters that are loaded now; None: it does not tell."""
+    adapters_max: int = 0
+    """Adapters that it can hold, and so load; 0: only those that it has."""
+    resumes: bool = True
+    """It can go on with what another worker of its identity began."""
+    identity: str = ""
+    """What it computes (kv/identity.py); empty: it does not tell."""
+    adapters_served: frozenset[str] | None = None
+    """Adapters that it takes requests for, loaded or not; None: those that it has or can load."""
+    capabilities: frozenset[str] = frozenset()
+    """What it can do beyond plain text."""
+
+
+class Room:
+    """One worker's."""
+
+    __slots__ = (
+        "alone", "begun", "booked", "busy", "gone", "held", "id", "number", "others", "pending_blocks", "pending_tokens", "rank", "slots", "turn",
+        "view",
+    )  # fmt: skip
+
+    def __init__(self, worker_id: WorkerId, number: int) -> None:
+        self.id, self.number = worker_id, number
+        self.view = WorkerView(ready=False)
+        self.slots = 0
+        """Streams that it may be given."""
+        self.booked = 0
+        """Streams given by us and not ended."""
+        self.others = 0
+        """Streams that it runs for others, as of its last report."""
+        self.pending_blocks = 0
+        self.pending_tokens = 0
+        """Prompt tokens to compute of what was started and has shown no output."""
+        self.begun: dict[RequestId, bool] = {}
+        """Requests here -> whether output was seen."""
+        self.gone = False
+        """Nobody reports for it any more."""
+        self.held = False
+        """Kept free for a large request."""
+        self.busy = False
+        """It has prompts enough for now."""
+        self.alone = False
+        """Its model has no other worker: there is nothing to choose."""
+        self.rank: _Rank | None = None
+        """Where it stands among those that could start a stream; None: it could not, or is kept free."""
+        self.turn = 0
+        """When it was last given something, as a count of starts: of equally loaded workers the one that waited longest is next,
+        so that the caches of all fill."""
+
+    @property
+    def num_free(self) -> int:
+        """Streams that could be started."""
+        return self.slots - self.booked - self.others if self.view.ready and not self.busy else 0
+
+    def is_able(self, work: Work) -> bool:
+        """Whether it can do what the request needs."""
+        return not work.needs or work.needs <= self.view.capabilities
+
+    def fits(self, work: Work) -> bool:
+        """Whether it could be started now. An idle worker takes anything: what it cannot do at all it refuses itself."""
+        view, taken = self.view, self.booked + self.others
+        if not view.ready or (work.goes_on and not goes_on_at(work, view)) or not self.is_able(work):
+            return False
+        if not taken:
+            return True
+        if self.busy:
+            return False
+        free = self.slots - taken
+        if free < work.streams and free < self.slots:
+            return False
+        total = view.kv_blocks_total
+        return not total or work.blocks <= total - view.kv_blocks_used - self.pending_blocks
+
+
+_Rank = tuple[int, int, int, Room]
+"""Load, turn and number: who is least loaded, then waited longest; of equals the one that came first."""
+
+
+class Rooms:
+    """The workers of one model, least loaded first. O(log n) for all but `hold`, which is rare, and joining when there was one."""
+
+    __slots__ = (
+        "_adapters", "_config", "_fresh", "_is_busy", "_next", "_open", "_rooms", "_starts", "held", "num_ready", "num_running", "num_slots",
+    )  # fmt: skip
+
+    def __init__(self, config: QueueConfig, is_busy: Callable[[Room], bool] = lambda _: False) -> None:
+        """`is_busy`: whether a worker has prompts enough for now."""
+        self._config, self._is_busy = config, is_busy
+        self._rooms: dict[WorkerId, Room] = {}
+        # Sorted. Moving one in a list of a thousand takes less than one comparison of tuples, and the first ones are a slice.
+        self._open: list[_Rank] = []
+        self._next = self._starts = 0
+        self._adapters: dict[str, dict[WorkerId, None]] = {}
+        self._fresh: dict[WorkerId, Room] = {}
+        self.held: Room | None = None
+        self.num_ready = self.num_slots = 0
+        self.num_running = 0
+        """Streams given by us and not ended, and those of others."""
+
+    def set(self, worker_id: WorkerId, view: WorkerView | None) -> Room | None:
+        """Take a worker's report; None if it is gone, or will be given nothing more."""
+        room = self._rooms.get(worker_id)
+        if room is None:
+            if view is None:
+                return None
+            room = self._rooms[worker_id] = Room(worker_id, self._next)
+            self._next += 1
+            self._count_alone()
+        before = (room.view.ready, room.slots if room.view.ready else 0)
+        had, room.view, room.gone = room.view.adapters, view or WorkerView(ready=False), view is None
+        if room.view.adapters != had:
+            self._reside(room.id, had or frozenset(), room.view.adapters or frozenset())
+        self._fresh[room.id] = room
+        config = self._config
+        room.slots = (
+            room.view.max_running + config.worker_credit
+            if room.view.max_running
+            else config.foreign_concurrency
+        )
+        others = max(0, room.view.running + room.view.waiting - room.booked)
+        self.num_running += others - room.others
+        room.others = others
+        assert self.num_running >= others, "the sum counts every worker's streams"
+        self.num_ready += room.view.ready - before[0]
+        self.num_slots += (room.slots if room.view.ready else 0) - before[1]
+        if not room.view.ready and room.held:
+            self.unhold()
+        if room.gone and not room.begun:
+            self._drop(room)
+        else:
+            self._enter(room)
+        return room
+
+    def look_again(self, worker_id: WorkerId) -> None:
+        """Whether this worker is busy may have changed."""
+        if (room := self._rooms.get(worker_id)) is not None:
+            self._enter(room)
+
+    def get(self, worker_id: WorkerId) -> Room | None:
+        """The worker's room; None if it is not known."""
+        return self._rooms.get(worker_id)
+
+    @property
+    def only(self) -> Room | None:
+        """The worker that has no other beside it, ready or not; None if there are several, or none."""
+        return next(iter(self._rooms.values())) if len(self._rooms) == 1 else None
+
+    def has_room(self) -> bool:
+        """Whether any worker, but one that is held, could start a stream."""
+        return bool(self._open)
+
+    def residents(self, adapter: str, count: int) -> list[WorkerId]:
+        """Up to `count` workers that have the adapter loaded, as they told."""
+        return list(islice(self._adapters.get(adapter, ()), count))
+
+    def place(
+        self, work: Work, avoid: Collection[WorkerId] = (), blocked: Collection[WorkerId] = ()
+    ) -> Room | None:
+        """The least loaded worker on which a request fits now: never one that is `blocked`, if possible none to `avoid`."""
+        other: Room | None = None
+        # Of workers that can do what few can, none may be among the first.
+        looks = _LOOKS_MAX + len(avoid) + len(blocked) if not work.needs else len(self._open)
+        for *_, room in self._open[:looks]:
+            if room.id not in blocked and room.fits(work):
+                if room.id not in avoid:
+                    return room
+                other = other or room
+        return other
+
+    def least_loaded(self, count: int) -> list[Room]:
+        """Up to `count` workers that could start a stream, least loaded first. O(count)."""
+        return [rank[3] for rank in self._open[:count]]
+
+    def all_open(self) -> Iterator[Room]:
+        """All workers that could start a stream, least loaded first."""
+        return (rank[3] for rank in self._open)
+
+    def book(self, room: Room, work: Work) -> None:
+        """It was started there."""
+        work.identity = room.view.identity
+        assert work.id not in room.begun, f"{work.id} is booked there already"
+        room.booked += work.streams
+        self.num_running += work.streams
+        room.pending_blocks += work.blocks
+        room.pending_tokens += uncached_tokens(work)
+        room.begun[work.id] = False
+        self._starts += 1
+        room.turn = self._starts
+        self._enter(room)
+
+    def begin(self, room: Room, work: Work) -> None:
+        """Its first output was seen: its blocks are in what the worker reports from here on."""
+        if room.begun.get(work.id) is False:
+            room.begun[work.id] = True
+            room.pending_blocks -= work.blocks
+            room.pending_tokens -= uncached_tokens(work)
+            assert room.pending_blocks >= 0 <= room.pending_tokens, f"{room.id}: more begun than was booked"
+            if room.busy and self._rooms.get(room.id) is room:
+                self._enter(room)
+
+    def release(self, room: Room, work: Work) -> None:
+        """It holds nothing there any more."""
+        self.begin(room, work)
+        del room.begun[work.id]
+        room.booked -= work.streams
+        self.num_running -= work.streams
+        assert room.booked >= 0 <= self.num_running, f"{room.id}: more released than was booked"
+        if self._rooms.get(room.id) is not room:
+            return
+        if room.gone and not room.begun:
+            self._drop(room)
+        else:
+            self._enter(room)
+
+    def hold(self, work: Work, blocked: Collection[WorkerId] = ()) -> Room | None:
+        """Keep one worker free for a large request: the one with the most free KV memory, then the least loaded."""
+        assert self.held is None, "one at a time"
+        ready = [
+            room
+            for room in self._rooms.values()
+            if room.view.ready and room.id not in blocked and room.is_able(work)
+            if not work.goes_on or goes_on_at(work, room.view)
+        ]
+        if not ready:
+            return None
+        best = min(
+            ready,
+            key=lambda room: (room.slots < work.streams, _blocks_short(room, work), _load(room), room.number),
+        )
+        best.held, self.held = True, best
+        self._enter(best)
+        return best
+
+    def unhold(self) -> None:
+        """Whoever it was held for has started, or left."""
+        room, self.held = self.held, None
+        if room is not None:
+            room.held = False
+            self._enter(room)
+
+    def take_fresh(self) -> list[Room]:
+        """Workers that reported since this was last asked, if they tell of KV blocks."""
+        fresh, self._fresh = self._fresh, {}
+        return [room for room in fresh.values() if room.view.kv_blocks_total and room.view.ready]
+
+    def __iter__(self) -> Iterator[Room]:
+        """All workers, also those that are not ready."""
+        return iter(self._rooms.values())
+
+    def _enter(self, room: Room) -> None:
+        """Put it where it belongs now: its load, its turn or whether it has room may have changed."""
+        self._leave(room)
+        room.busy = self._is_busy(room)
+        if not room.held and room.num_free >= 1:
+            room.rank = (_load(room), room.turn, room.number, room)
+            insort(self._open, room.rank)
+
+    def _leave(self, room: Room) -> None:
+        if room.rank is not None:
+            index = bisect_left(self._open, room.rank)
+            assert self._open[index][3] is room, f"{room.id} stands where it was put"
+            del self._open[index]
+            room.rank = None
+
+    def _count_alone(self) -> None:
+        """A worker came or went. More than two need no look: none of them was alone, or is."""
+        if len(self._rooms) <= 2:
+            for room in self._rooms.values():
+                room.alone = len(self._rooms) == 1
+
+    def _reside(self, worker: WorkerId, had: frozenset[str], has: frozenset[str]) -> None:
+        """Keep the workers of each adapter."""
+        for adapter in sorted(had - has):
+            workers = self._adapters[adapter]
+            del workers[worker]
+            if not workers:
+                del self._adapters[adapter]
+        for adapter in sorted(has - had):
+            self._adapters.setdefault(adapter, {})[worker] = None
+
+    def _drop(self, room: Room) -> None:
+        assert not room.begun, f"{room.id} has requests"
+        self._leave(room)
+        self.num_running -= room.others
+        del self._rooms[room.id]
+        self._count_alone()
+        self._fresh.pop(room.id, None)
+
+    def check_invariants(self) -> None:
+        """Assert that the sums agree. O(n): for tests."""
+        rooms = list(self._rooms.values())
+        assert self.num_ready == sum(room.view.ready for room in rooms)
+        assert self.num_running == sum(room.booked + room.others for room in rooms)
+        assert self.num_slots == sum(room.slots for room in rooms if room.view.ready)
+        assert self._open == sorted(self._open)
+        entered = {id(rank[3]) for rank in self._open}
+        assert len(entered) == len(self._open)
+        for room in rooms:
+            assert room.booked >= 0, room.id
+            assert room.pending_blocks >= 0, room.id
+            assert room.pending_tokens >= 0, room.id
+            assert bool(room.begun) == bool(room.booked), room.id
+            assert (id(room) in entered) == (room.num_free >= 1 and not room.held), room.id
+            assert room.held == (room is self.held), room.id
+            assert room.alone == (len(rooms) == 1), room.id
+            assert room.rank in (None, (_load(room), room.turn, room.number, room)), room.id
+
+
+def goes_on_at(work: Work, view: WorkerView) -> bool:
+    """Whether what was begun elsewhere gets the very tokens there that would have followed: nothing else is promised of a stream."""
+    return view.resumes and view.identity == work.identity
+
+
+def uncached_tokens(work: Work) -> int:
+    """Prompt tokens that the worker which was chosen has to compute, as far as is known."""
+    return max(0, work.prompt_tokens - work.matched_tokens)
+
+
+def _load(room: Room) -> int:
+    return (room.booked + room.others) * _LOAD_UNIT // max(1, room.slots)
+
+
+def _blocks_short(room: Room, work: Work) -> int:
+    """KV blocks that must become free before the request fits."""
+    view = room.view
+    free = view.kv_blocks_total - view.kv_blocks_used - room.pending_blocks
+    return max(0, work.blocks - free) if view.kv_blocks_total else 0

@@ -1,0 +1,1 @@
+"""Is a worker healthy, and how often may a request be retried?"""
