@@ -11,7 +11,7 @@ from penstock.kv.index.block_names import ForeignNames, OwnNames
 from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.prefix_index import Held, PrefixIndex, Tier
 from penstock.kv.index.prompt_keys import PromptKeyMaker, PromptKeys, namespace_of
-from penstock.kv.index.residency import TABLE, UNREADABLE_MAX, Residency, StreamInput, StreamState
+from penstock.kv.index.residency import TABLE, UNREADABLE_MAX, UNTOLD_MAX, Residency, StreamInput, StreamState
 from penstock.kv.index.vllm_events import Cleared, Stored
 
 KEY = b"0123456789abcdef"
@@ -431,3 +431,42 @@ def test_our_engines_events_need_no_tokens() -> None:
     assert (residency.state, held(residency, prompt(0, 4))) == (StreamState.SYNCED, 4)
     residency.hear([Cleared(), Stored(list(keys.own(OWN))[:1], None, b"", 16, Tier.HOST)])
     assert (residency.state, held(residency, prompt(0, 4))) == (StreamState.SYNCED, 1)
+
+
+def test_a_message_that_is_no_batch_costs_what_was_believed_and_too_many_end_the_trust() -> None:
+    residency, talker = make(), KVTalker()
+    talker.cache(prompt(0, 4))
+    residency.live(0, talker.publish())
+    residency.nonsense()
+    assert (residency.state, held(residency, prompt(0, 4))) == (StreamState.SYNCED, 0)
+    for _ in range(UNREADABLE_MAX):
+        residency.nonsense()
+    assert residency.state is StreamState.UNKNOWN
+    assert residency.names.refused
+    residency.nonsense()
+    assert residency.num_unreadable == UNREADABLE_MAX + 1, "nobody listens any more"
+
+
+def test_an_orphan_of_a_stream_that_was_heard_late_is_asked_for_from_the_start() -> None:
+    """Its parent was told before: one orphan is enough to ask, and it is counted."""
+    residency, talker = make(), KVTalker()
+    for i in range(3):
+        talker.cache(prompt(0, i + 1))
+        talker.publish()
+    residency.live(2, talker.batches[2])
+    for sequence in range(residency.ask(), 3):
+        if sequence == 2:
+            residency.again(sequence, talker.batches[sequence])
+    residency.end_of_replay()
+    assert residency.names.num_orphans > 0
+    assert residency.wanted == 0, "what was told before may still be kept there"
+
+
+def test_a_new_process_has_told_of_all_that_its_answers_found() -> None:
+    residency, talker = make(), KVTalker()
+    residency.live(0, talker.publish())
+    for _ in range(UNTOLD_MAX):
+        residency.audit(0, keys_of(prompt(0, 4)), 64)
+    assert residency.is_unmatched
+    residency.restarted()
+    assert not residency.is_unmatched

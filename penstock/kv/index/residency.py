@@ -233,7 +233,7 @@ class Residency:
         if self._next:
             self._believe_nothing()
         self._move(StreamInput.WIPED if self.wanted is None else StreamInput.LOST)
-        assert sequence > self._next or self.wanted is None, "only what was missed is left out"
+        assert sequence >= self._next, "what was taken is not skipped"
         self.wanted = None
         self._next = sequence
         self._drop_held(sequence)
