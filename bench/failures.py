@@ -29,7 +29,7 @@ import openai
 import uvloop
 
 from penstock.backends.base import Delta, Finish, GenerateRequest
-from penstock.backends.engine.backend import OwnBackend
+from penstock.backends.engine.backend import EngineBackend
 from penstock.cli.wiring.wire import Stack
 from penstock.clock import NS_PER_S, SystemClock
 from penstock.config.flow import QueueConfig
@@ -145,7 +145,7 @@ async def all_ready(stack: Stack) -> list[LaunchedWorker]:
     return workers
 
 
-async def one_loss(backend: OwnBackend, number: int, lose: Callable[[], object]) -> float:
+async def one_loss(backend: EngineBackend, number: int, lose: Callable[[], object]) -> float:
     """Seconds from `lose` to the end of a stream on this backend."""
     sink = Sink()
     backend.generate(
@@ -176,7 +176,7 @@ async def detect(stack: Stack, tokenizer: object, repeats: int) -> dict[str, obj
                 os.kill(pid, signal.SIGCONT)
         worker = (await all_ready(stack))[number % 2]
         async with fault_proxy(parse_address(str(worker.address))) as proxy:
-            backend = OwnBackend(tokenizer, SystemClock())
+            backend = EngineBackend(tokenizer, SystemClock())
             backend.connect_to(proxy.address)
             while not backend.status.ready:
                 await asyncio.sleep(0.01)

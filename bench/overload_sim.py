@@ -35,7 +35,7 @@ from penstock.schedule.fair_share import cost
 from penstock.sim.scenarios.goodput import drained_s, goodput_of, mixed
 from penstock.sim.scenarios.setup import Knobs, play
 from penstock.sim.traffic.request import RequestRecord, Segment, SimRequest
-from penstock.sim.world.messages import Submission, Told
+from penstock.sim.world.messages import Submission, WorkerMessage
 from penstock.sim.world.spec import PoolSpec, WorldSpec
 from penstock.sim.world.worker import SimWorker, SimWorkerSpec
 from penstock.sim.world.world import World
@@ -175,7 +175,7 @@ class Shares:
     def submitted(self, worker_id: WorkerId, submission: Submission, model: str) -> None:
         """See `Watcher`."""
 
-    def told(self, worker: SimWorker, gateway: int, told: Sequence[Told]) -> None:
+    def on_messages(self, worker: SimWorker, gateway: int, messages: Sequence[WorkerMessage]) -> None:
         """See `Watcher`."""
 
     def happened(self, num_events: int) -> None:

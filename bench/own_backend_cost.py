@@ -1,4 +1,4 @@
-"""What a relayed token costs the gateway inside `OwnBackend`, in microseconds of CPU.
+"""What a relayed token costs the gateway inside `EngineBackend`, in microseconds of CPU.
 
 Frames as a worker sends them go straight into the link (no socket), so what is counted is: cut frames,
 decode, route to the stream, detokenize, watch for stop strings, call the sink. The baseline, measured
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import cast
 
 from penstock.backends.base import Delta, Finish, GenerateRequest
-from penstock.backends.engine.backend import OwnBackend
+from penstock.backends.engine.backend import EngineBackend
 from penstock.backends.engine.link import WorkerLink
 from penstock.clock import SystemClock
 from penstock.protocol.worker import (
@@ -87,8 +87,8 @@ def frames(case: Case, ids: list[RequestId], tokens: tuple[int, ...]) -> list[by
     return made
 
 
-def connect(tokenizer: Tokenizer) -> tuple[OwnBackend, WorkerLink]:
-    backend = OwnBackend(tokenizer, SystemClock())
+def connect(tokenizer: Tokenizer) -> tuple[EngineBackend, WorkerLink]:
+    backend = EngineBackend(tokenizer, SystemClock())
     link = WorkerLink(backend)
     link.connection_made(cast(asyncio.Transport, NoTransport()))
     link.data_received(encode(Ready(INFO)))
@@ -128,7 +128,7 @@ def main() -> None:
     default = Path(__file__).parents[1] / "models" / "penstock-demo"
     tokenizer = Tokenizer.load(Path(sys.argv[1]) if len(sys.argv) > 1 else default)
     print(f"CPU us per token and stream: median (least-most) of {REPEATS} runs of {TOKENS} tokens")
-    print(f"{'streams':>8s}  {'case':12s}  {'OwnBackend':20s}  {'decoding alone':20s}  ratio")
+    print(f"{'streams':>8s}  {'case':12s}  {'EngineBackend':20s}  {'decoding alone':20s}  ratio")
     for streams in (1, 32, 256):
         asyncio.run(measure(tokenizer, Case(streams)))
     asyncio.run(measure(tokenizer, Case(32, ("\nUser:", "Zebra"), "stop strings")))

@@ -103,10 +103,10 @@ def rig(policy: str, num_workers: int, seed: int) -> Rig:
         rooms.set(
             worker, WorkerView(max_running=64, kv_blocks_total=65_536, kv_blocks_used=20_000, running=0)
         )
-        residency = locality.add(worker, model="m", is_own=True)
+        cache_view = locality.add(worker, model="m", is_own=True)
         locality.identify(worker, IDENTITY)
         for keys in prompts[2 * i : 2 * i + 2]:
-            residency.hear([Stored(residency.names.keys_of(keys)[:STORED], None, b"", 16, Tier.DEVICE)])
+            cache_view.hear([Stored(cache_view.names.keys_of(keys)[:STORED], None, b"", 16, Tier.DEVICE)])
     if policy == "least_loaded":
         return Rig(LeastLoaded(), rooms, prompts, seed)
     log = DecisionLog(kept_max=1024)

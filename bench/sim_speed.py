@@ -110,10 +110,10 @@ def drop(_: RequestRecord) -> None:
     """Records are counted and hashed, and not kept."""
 
 
-def simulate(load: Load, *, leaps: bool = True, num_blocks: int = 16_384) -> tuple[SimResult, float]:
+def simulate(load: Load, *, fast_forwards: bool = True, num_blocks: int = 16_384) -> tuple[SimResult, float]:
     """The run, and its seconds of processor time."""
     engine = EngineConfig(step_tokens=2048, max_running=ROWS, itl_target_ms=50)
-    worker = SimWorkerSpec(step_time=STEP, engine=engine, num_blocks=num_blocks, leaps=leaps)
+    worker = SimWorkerSpec(step_time=STEP, engine=engine, num_blocks=num_blocks, fast_forwards=fast_forwards)
     spec = WorldSpec(pools=(PoolSpec(worker=worker, count=load.workers),))
     world = World(spec, load, on_record=drop)
     began_s = process_time()
@@ -238,7 +238,7 @@ def main() -> None:
             return
         say(f"{args.workers} workers", alone)
         said["alone"] = alone
-        stepped, stepped_s = simulate(Load(args.requests // 10, args.workers), leaps=False)
+        stepped, stepped_s = simulate(Load(args.requests // 10, args.workers), fast_forwards=False)
         leapt, leapt_s = simulate(Load(args.requests // 10, args.workers))
         assert stepped.digest == leapt.digest
         print(f"without leaps: {stepped_s / leapt_s:.1f} times as long, the same digest", flush=True)

@@ -11,7 +11,7 @@
     │   ├── NotFound               no such path or model                            (404)
     │   ├── MethodNotAllowed       the path exists, this verb on it does not        (405)
     │   ├── TooLarge               the body or the header is over its bound         (413)
-    │   └── PoisonRequest          workers have died of its like                    (422)
+    │   └── CrashingRequest          workers have died of its like                    (422)
     ├── Overloaded             nobody is at fault; safe to retry later              (429/503)
     │   ├── BudgetExhausted        the tenant's money for this day or month is spent (429)
     │   ├── Evicted                accepted, then dropped before it was finished    (503)
@@ -100,7 +100,7 @@ class TooLarge(ClientError):
     """The body or the header block is over its configured bound."""
 
 
-class PoisonRequest(ClientError):
+class CrashingRequest(ClientError):
     """Workers have died of requests like this one: it is refused for a while, for the sake of all others."""
 
     def __init__(self, message: str) -> None:

@@ -1,10 +1,12 @@
 """The house rules as a test: imports point down, the deciding floor touches nothing outside, nothing is too big."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "penstock"
+PAGE = ROOT.parent / "docs" / "architecture.md"
 FUNCTION_LINES_MAX = 70
 FILE_LINES_MAX = 500
 
@@ -14,23 +16,73 @@ ALLOWED = {
     "collector": "",
     "rng": "",
     "types": "",
-    "errors": "types",
+    "errors": "",
     "config": "types errors",
-    "kv": "types errors config",
-    "models": "types errors config",
+    "kv": "types errors",
+    "models": "errors config",
     "schedule": "kv clock types errors config",
     "policy": "schedule kv clock types errors config",
     "protocol": "types errors config",
-    "text": "types errors config",
+    "text": "errors",
     "telemetry": "policy clock types errors config",
-    "engine": "text telemetry schedule kv models protocol clock rng types errors config",
-    "backends": "engine text telemetry protocol kv clock types errors config",
+    "engine": "text schedule kv models protocol clock rng types errors config",
+    "backends": "text telemetry protocol kv clock types errors config",
     "gateway": "fleet backends text telemetry policy protocol kv clock rng types errors config",
     "planning": "policy schedule models clock types errors config",
-    "sim": "planning policy schedule kv protocol telemetry clock collector rng types errors config",
+    "sim": "planning policy schedule kv clock collector rng types errors config",
     "fleet": "backends text telemetry policy protocol kv clock rng types errors config",
 }  # cli and bench may import anything.
 EDGE = {"cli", "bench", "__init__", "__main__"}
+# The same inside a package: a room may import the rooms to its right. "." is the modules beside the rooms: what the rooms
+# share, or what composes them.
+ROOMS = {
+    "kv": {".": "", "cache": ".", "index": "."},
+    "models": {".": "", "families": ".", "registry": "families ."},
+    "policy": {
+        ".": "",
+        "estimates": ".",
+        "limits": ".",
+        "resilience": ".",
+        "queueing": "estimates .",
+        "placement": "queueing estimates .",
+        "admission": "queueing limits estimates .",
+        "requests": "queueing limits estimates .",
+        "extras": "requests placement queueing estimates .",
+        "lifecycle": "extras requests admission placement queueing resilience limits estimates .",
+    },
+    "backends": {
+        ".": "",
+        "engine": ".",
+        "http": "http.dialects .",
+        "http.dialects": ".",
+    },
+    "gateway": {
+        "http": "",
+        "shared": "",
+        "models": "",
+        "identity": "http",
+        "relay": "http",
+        "dispatch": "relay models shared http",
+        "api": "dispatch relay identity models shared http",
+        ".": "api dispatch relay identity models shared http",
+    },
+    "sim": {
+        ".": "",
+        "traffic": ".",
+        "world": "traffic .",
+        "report": "traffic .",
+        "checks": "world traffic .",
+        "scenarios": "report world traffic .",
+    },
+    "cli": {".": "", "wiring": ".", "commands": "wiring ."},
+}
+# Arrows up that are left, as "module -> room". Take out what no longer occurs; add nothing.
+LEFT = {
+    "policy.parts -> limits",
+    "policy.parts -> queueing",
+    "policy.parts -> extras",
+    "policy.queueing.lane -> extras",
+}
 PURE = {"kv", "models", "planning", "policy", "schedule", "protocol"}
 OUTSIDE = {
     "asyncio", "datetime", "httpx", "os", "random", "requests", "secrets", "socket",
@@ -78,6 +130,68 @@ def test_imports_point_down() -> None:
         if target not in ALLOWED[package].split():
             wrong.append(f"{where}: {package} may not import {target}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_page_draws_these_arrows() -> None:
+    """`docs/architecture.md` has one line per package, with its arrows to other packages behind the last `->`."""
+    floors = PAGE.read_text().partition("## Five floors")[2].partition("ground")[0]
+    ground = {"clock", "collector", "rng", "types", "errors", "config"}
+    drawn = dict(re.findall(r"^ {4}(?:\w+ +| {8})(\w+) {2,}\S.*?(?: {2,}-> (.*))?$", floors, re.MULTILINE))
+    page = {package: set(arrows.split()) for package, arrows in drawn.items() if package not in EDGE}
+    assert page == {
+        name: set(allowed.split()) - ground for name, allowed in ALLOWED.items() if name not in ground
+    }
+
+
+def room_of(package: str, rest: str) -> str:
+    """The room of `penstock.PACKAGE.REST`: the longest name that the package's rooms have."""
+    return max((room for room in ROOMS[package] if f"{rest}.".startswith(f"{room}.")), key=len, default=".")
+
+
+def test_imports_between_rooms_point_down() -> None:
+    wrong, left = [], set[str]()
+    for where, package, module in imports():
+        top, _, rest = module.removeprefix("penstock.").partition(".")
+        if top != package or package not in ROOMS:
+            continue
+        here = where.partition(".py")[0].replace("/", ".").removesuffix(".__init__")
+        source, goal = room_of(package, here.partition(".")[2]), room_of(package, rest)
+        if goal == source or goal in ROOMS[package][source].split():
+            continue
+        if f"{here} -> {goal}" in LEFT:
+            left.add(f"{here} -> {goal}")
+            continue
+        wrong.append(f"{where}: {package}.{source} may not import {module} of {goal}")
+    assert not wrong, "\n".join(wrong)
+    assert left == LEFT, f"take these out of LEFT: {LEFT - left}"
+
+
+def test_every_folder_is_a_room() -> None:
+    """A new folder of a package that has rooms gets its place in the order."""
+    for package, rooms in ROOMS.items():
+        for path in sorted((ROOT / package).rglob("__init__.py")):
+            name = ".".join(path.parent.relative_to(ROOT / package).parts)
+            assert not name or name in rooms, f"give {package}.{name} a place in ROOMS"
+
+
+def test_no_imports_run_in_a_circle() -> None:
+    """Nested imports included."""
+    names = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts) for path, _ in modules()}
+    names = {name.removesuffix(".__init__") for name in names}
+    arrows: dict[str, set[str]] = {name: set() for name in names}
+    for path, tree in modules():
+        here = ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                arrows[here].update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                arrows[here].update(f"{node.module}.{alias.name}" for alias in node.names)
+                arrows[here].add(node.module)
+        # A package's own `__init__` runs before its modules: only modules are drawn.
+        arrows[here] = {name for name in arrows[here] & names if name != here}
+    while leaves := {name for name, goals in arrows.items() if not goals}:
+        arrows = {name: goals - leaves for name, goals in arrows.items() if name not in leaves}
+    assert not arrows, f"in or above a circle: {sorted(arrows)}"
 
 
 def test_pure_packages_touch_nothing_outside() -> None:

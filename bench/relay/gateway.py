@@ -30,8 +30,8 @@ from typing import Any
 
 import uvloop
 
-from penstock import __version__, collector, rng
-from penstock.backends.engine.backend import OwnBackend
+from penstock import __version__, gc_tuning, rng
+from penstock.backends.engine.backend import EngineBackend
 from penstock.cli.wiring.models import make_part
 from penstock.clock import SystemClock
 from penstock.config.flow import LimitsConfig
@@ -118,7 +118,7 @@ async def _main(path: str, config: Config, *, counted: bool) -> None:
     log = Log(config.log, clock, stream=sys.stderr, secrets=(KEY,))
     registry = Registry(clock, log, workers_max=1)
     part = make_part(config.models[0], registry, clock)
-    backend = OwnBackend(part.served.tokenizer, clock)
+    backend = EngineBackend(part.served.tokenizer, clock)
     backend.connect_to(UnixAddress(path))
     registry.add(registry.new(WorkerId("m-0"), part.served.name, backend))
     metrics: Any = Metrics([part.served.name], version=__version__) if counted else Uncounted()
@@ -134,7 +134,7 @@ async def _main(path: str, config: Config, *, counted: bool) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     await gateway.start()
-    collector.settle()
+    gc_tuning.freeze_gc()
     await stop.wait()
     await gateway.stop()
 

@@ -71,7 +71,7 @@ class QueueConfig(Branch, frozen=True, kw_only=True):
     """Other starts of a request whose worker failed before any output."""
     worker_credit: Count = 4
     """Streams that an engine of ours is given beyond its `max_running`, so that it never waits for us."""
-    foreign_concurrency: Positive = 64
+    external_concurrency: Positive = 64
     """Streams that a worker is given which does not tell how many it runs."""
     no_worker: Literal["wait", "refuse"] = "wait"
     """What requests do while no worker of their model is ready."""

@@ -49,8 +49,9 @@ def explained(message: str, value: object, root: type[msgspec.Struct]) -> str:
     if text.startswith("Object missing required field"):
         return f"{_join(path, text.split('`')[1])}: missing"
     kind, found = _at(_type_of(root), value, steps)
-    if isinstance(kind, inspect.LiteralType):
-        text = "expected one of " + ", ".join(str(choice) for choice in kind.values)
+    kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    if choices := next((each.values for each in kinds if isinstance(each, inspect.LiteralType)), None):
+        text = "expected one of " + ", ".join(str(choice) for choice in choices)
     text = re.sub(r"`([\w |]+)`", _plain_words, text.partition(", got")[0])
     # An API key must not come out in an error message.
     got = "" if path.startswith("auth") else f", got {_shown(found)}"

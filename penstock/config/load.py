@@ -120,9 +120,12 @@ def dump_config(config: Config) -> str:
 
 
 def _branch_lines(branch: Branch, indent: str, notes: Notes) -> Iterator[str]:
-    for field in msgspec.structs.fields(branch):
+    own = type(branch).__annotations__
+    # What a section says itself comes before what it shares with others: a tier's name before its limits.
+    for field in sorted(msgspec.structs.fields(branch), key=lambda field: field.name not in own):
         value: object = getattr(branch, field.name)
-        note = notes.get((type(branch).__name__, field.name)) or notes.get((type(value).__name__, ""), "")
+        shared = (notes.get((kind.__name__, field.name)) for kind in type(branch).__mro__)
+        note = next(filter(None, shared), "") or notes.get((type(value).__name__, ""), "")
         yield from (f"{indent}# {line}" for line in note.splitlines())
         if isinstance(value, Branch):
             yield f"{indent}{field.name}:"

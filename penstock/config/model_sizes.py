@@ -33,10 +33,10 @@ def check_sizes(config: object, where: str) -> None:
     Raises:
         CheckpointError: naming the field.
     """
-    for field, most in SIZES_MAX.items():
+    for field, limit in SIZES_MAX.items():
         value = getattr(config, field, None)
-        if isinstance(value, int) and value > most:
-            raise CheckpointError(f"{where}: {field} is {value}; expected at most {most}")
+        if isinstance(value, int) and value > limit:
+            raise CheckpointError(f"{where}: {field} is {value}; expected at most {limit}")
     layers = getattr(config, "num_hidden_layers", None) or 0
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
     if layers * experts > LAYERS_TIMES_EXPERTS_MAX:

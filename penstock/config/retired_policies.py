@@ -42,4 +42,15 @@ RETIRED_POLICIES: dict[str, str] = {
     "budgets.slice_tokens": "a constant now: 256 tokens",
     "budgets.tenants_max": "a constant now: 100,000 tenants",
     "budgets.refresh_s": "a constant now: every ten seconds",
+    "auth.keys_file_check_s": "a constant now: every 2 s",
+    "auth.keys_file_shrinks": "a server takes such a file when it starts; revoke keys with `penstock keys revoke`",
+    "auth.keys_max": "a constant now: 100,000 keys",
+    "auth.jwt.algorithms": "every signature with a public key that is of its key's kind is accepted now",
+    **{
+        f"auth.jwt.{key}": "a constant now (penstock/gateway/identity/jwt_terms.py)"
+        for key in (
+            "leeway_s", "refresh_s", "refresh_s_min", "stale_s_max", "timeout_s", "waiting_max", "response_bytes_max",
+            "keys_max", "tokens_max",
+        )
+    },
 }  # fmt: skip

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
 from penstock.config.hosts import is_loopback
-from penstock.config.tenancy import DEFAULT_TIERS, AuthConfig, JwtConfig, TenantConfig, TierConfig
+from penstock.config.tenancy import DEFAULT_TIERS, Allowance, AuthConfig, JwtConfig, TenantConfig, TierConfig
 
 ID = re.compile(r"[A-Za-z0-9_.:@/|+-]{1,128}")
 """What a tenant may be called: it goes into headers, reports and log lines as it is."""
@@ -108,21 +108,21 @@ def _unknown_tier(where: str, tier: str, known: dict[str, int]) -> Iterator[str]
         yield f"{where}: there is no tier {tier[:80]!r}; there are {', '.join(known) or 'none'}"
 
 
-def _unknown_band(allowed: TierConfig | TenantConfig, where: str, known: Sequence[str]) -> Iterator[str]:
+def _unknown_band(allowed: Allowance, where: str, known: Sequence[str]) -> Iterator[str]:
     if allowed.band is not None and allowed.band not in known:
         yield f"{where}.band: there is no band {allowed.band[:80]!r} in queue.bands; there are {', '.join(known)}"
 
 
-def _allowance_problems(allowed: TierConfig | TenantConfig, where: str) -> Iterator[str]:
+def _allowance_problems(allowed: Allowance, where: str) -> Iterator[str]:
     for field in ("models", "adapters"):
         for i, name in enumerate(getattr(allowed, field) or ()):
             if not re.fullmatch(r"[^\s\x00-\x1f\x7f]{1,256}", name):
                 yield f"{where}.{field}[{i}]: expected 1 to 256 characters without white space"
     context = allowed.context_tokens_max
     for field in ("input_tokens_max", "output_tokens_max"):
-        most: int | None = getattr(allowed, field)
-        if context and most and most > context:
-            yield f"{where}.{field}: {most} is above context_tokens_max ({context}), so it can never be used"
+        limit: int | None = getattr(allowed, field)
+        if context and limit and limit > context:
+            yield f"{where}.{field}: {limit} is above context_tokens_max ({context}), so it can never be used"
     day, month = allowed.budget_per_day, allowed.budget_per_month
     if day and month and day > month:
         yield f"{where}.budget_per_day: {day:g} is above budget_per_month ({month:g})"
@@ -143,8 +143,6 @@ def _jwt_problems(jwt: JwtConfig) -> Iterator[str]:
             continue
         if not re.fullmatch(r"[^.\s]{1,128}(\.[^.\s]{1,128}){0,7}", claim):
             yield f"auth.jwt.{name}: expected the name of a claim, got {claim[:80]!r}"
-    if jwt.refresh_s_min > jwt.refresh_s:
-        yield f"auth.jwt.refresh_s_min: {jwt.refresh_s_min:g} is above refresh_s ({jwt.refresh_s:g})"
 
 
 def url_problem(url: str) -> str:

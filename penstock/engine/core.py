@@ -55,7 +55,7 @@ class StepRunner(Protocol):
 class _Live:
     owner: int
     request: Request
-    heard: bool = False
+    has_output: bool = False
     """Whether its owner had any output yet."""
 
 
@@ -202,11 +202,11 @@ class EngineCore:
             del self._live[output.request_id]
             if not self._live:
                 self._busy_ns += self._clock.now_ns() - self._busy_since_ns
-        elif output.token_ids and not live.heard:
-            live.heard = True
+        elif output.token_ids and not live.has_output:
+            live.has_output = True
             usage = live.request.usage(self._clock.now_ns())
         logprobs = None if output.logprob is None else (output.logprob,)
-        told = Output(
+        reported = Output(
             output.request_id,
             output.token_ids,
             logprobs,
@@ -215,7 +215,7 @@ class EngineCore:
             output.prompt_logprobs,
             live.request.device_ns,
         )
-        self._outbox.setdefault(live.owner, []).append(told)
+        self._outbox.setdefault(live.owner, []).append(reported)
 
     def _end_with(self, owner: int, request_id: RequestId, error: PenstockError) -> None:
         finish = RequestFinished(
@@ -264,8 +264,8 @@ def _request(message: Submit, vocab_size: int) -> Request:
     if resumed and resumed[-1] in message.sampling.stop_token_ids:
         raise InvalidRequest("what was resumed has come to its stop token", param="resumed")
     if problem := sampling_problem(message.sampling, vocab_size):
-        param, words = problem
-        raise InvalidRequest(words, param=param)
+        param, reason = problem
+        raise InvalidRequest(reason, param=param)
     if not -INT64_MAX <= message.priority <= INT64_MAX:
         raise InvalidRequest("priority is out of range", param="priority")
     if not 0 <= message.public_tokens <= len(tokens):

@@ -123,13 +123,13 @@ class WorkerServer:
         """Send one step's outputs: one frame and one write for each connection."""
         self._loop.call_soon_threadsafe(self._publish, step, outputs, stats)
 
-    def publish_kv_events(self, news: KVEvents) -> None:
+    def publish_kv_events(self, events: KVEvents) -> None:
         """Send one batch to whoever subscribed."""
-        self._loop.call_soon_threadsafe(self._publish_kv_events, news)
+        self._loop.call_soon_threadsafe(self._publish_kv_events, events)
 
-    def start_kv_events(self, connection_id: ConnectionId, news: Sequence[KVEvents]) -> None:
+    def start_kv_events(self, connection_id: ConnectionId, events: Sequence[KVEvents]) -> None:
         """Send a new subscriber what it missed; from now on it gets what is published."""
-        self._loop.call_soon_threadsafe(self._start_kv_events, connection_id, news)
+        self._loop.call_soon_threadsafe(self._start_kv_events, connection_id, events)
 
     def close(self) -> None:
         """Send what is unsent, close every connection, stop listening and end the thread."""
@@ -187,16 +187,16 @@ class WorkerServer:
         if self._stats_timer is None:
             self._stats_timer = self._loop.call_later(STATS_INTERVAL_S, self._send_stats)
 
-    def _publish_kv_events(self, news: KVEvents) -> None:
+    def _publish_kv_events(self, events: KVEvents) -> None:
         if subscribers := [each for each in self._connections.values() if each.hears_kv_events]:
-            frame = encode(news)
+            frame = encode(events)
             for connection in subscribers:
                 connection.send(frame)
 
-    def _start_kv_events(self, connection_id: ConnectionId, news: Sequence[KVEvents]) -> None:
+    def _start_kv_events(self, connection_id: ConnectionId, events: Sequence[KVEvents]) -> None:
         if connection := self._connections.get(connection_id):
             connection.hears_kv_events = True
-            for each in news:
+            for each in events:
                 connection.send(encode(each))
 
     def _send_stats(self) -> None:
@@ -387,8 +387,8 @@ class _Connection(asyncio.Protocol):
         self._asked_kv_events = True
         self._server.mailbox.post(KVEventsAsked(self.id, message.epoch, message.from_sequence))
 
-    def _refuse(self, request_id: RequestId, kind: str, words: str) -> None:
-        finish = RequestFinished(reason=FinishReason.ERROR, usage=Usage(), error=words, error_kind=kind)
+    def _refuse(self, request_id: RequestId, kind: str, message: str) -> None:
+        finish = RequestFinished(reason=FinishReason.ERROR, usage=Usage(), error=message, error_kind=kind)
         self.send(encode(StepOutput(0, (Output(request_id, (), None, finish),))))
 
 

@@ -50,11 +50,15 @@ class Prepares(Protocol):
 
 def out_of_memory(error: BaseException) -> str | None:
     """The words of an error that says that memory is short; None for every other error."""
-    words = str(error) or type(error).__name__
+    message = str(error) or type(error).__name__
     if isinstance(error, MemoryError):
-        return words
-    said = words.lower()
-    return words if isinstance(error, RuntimeError) and any(each in said for each in _MEMORY_WORDS) else None
+        return message
+    lowered = message.lower()
+    return (
+        message
+        if isinstance(error, RuntimeError) and any(each in lowered for each in _MEMORY_WORDS)
+        else None
+    )
 
 
 def computed(compute: Compute, plan: StepPlan) -> StepResult:

@@ -28,12 +28,12 @@ import msgspec
 from penstock.clock import NS_PER_MS, Clock, SystemClock
 from penstock.config.launch import WorkerLaunch
 from penstock.engine.core import EngineCore, StepRunner, build_core
-from penstock.engine.kv_feed import KVEventFeed
-from penstock.engine.kv_publisher import open_publisher
+from penstock.engine.kv_event_publisher import KVEventPublisher
 from penstock.engine.mailbox import Aborted, DrainAsked, KVEventsAsked, Mailbox, Submitted
 from penstock.engine.malloc import settle_malloc
 from penstock.engine.serve_socket import ServerLimits, WorkerServer
 from penstock.engine.watchdog import StepWatch
+from penstock.engine.zmq_publisher import open_publisher
 from penstock.errors import EngineFault, OperatorError
 from penstock.protocol.address import parse_address
 from penstock.protocol.worker import WARMING_UP, Loading, Ready, WorkerFailed
@@ -76,7 +76,7 @@ def main() -> int:
     try:
         publisher = open_publisher(config.kv_events)  # First, for it may be refused.
         core = load(launch, server, clock)
-        feed = KVEventFeed(core.kv, config.kv_events, clock, publisher)
+        feed = KVEventPublisher(core.kv, config.kv_events, clock, publisher)
         ready.set()  # First: whoever hears that we are ready may tell us to drain.
         server.publish(0, {}, core.stats())
         server.announce(Ready(msgspec.structs.replace(core.info, model=launch.model_name)))
@@ -113,7 +113,7 @@ def load(launch: WorkerLaunch, server: WorkerServer, clock: Clock) -> EngineCore
 
 
 def run_steps(
-    core: EngineCore, mailbox: Mailbox, server: WorkerServer, feed: KVEventFeed, watch: StepWatch
+    core: EngineCore, mailbox: Mailbox, server: WorkerServer, feed: KVEventPublisher, watch: StepWatch
 ) -> None:
     """The step loop. Returns when it was asked to drain and nothing is left to do."""
     draining, step = False, 0
@@ -143,9 +143,9 @@ def run_steps(
         _tell_kv_events(server, feed)
 
 
-def _tell_kv_events(server: WorkerServer, feed: KVEventFeed) -> None:
-    if (news := feed.flush()) is not None:
-        server.publish_kv_events(news)
+def _tell_kv_events(server: WorkerServer, feed: KVEventPublisher) -> None:
+    if (events := feed.flush()) is not None:
+        server.publish_kv_events(events)
 
 
 def read_launch(stdin: int) -> WorkerLaunch:

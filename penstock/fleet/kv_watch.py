@@ -1,22 +1,22 @@
 """Keeps the locality equal to the registry: each worker's part of the KV index comes, listens and goes with the worker.
 
 our workers whose blocks' key is known    their own connection tells their events (backends/engine/kv.py)
-others, with an address of KV events      a feed of their own (kv_feed.py)
+others, with an address of KV events      a feed of their own (kv_event_subscriber.py)
 all others                                predictions and audits only
 """
 
 import asyncio
 
-from penstock.backends.engine.backend import OwnBackend
+from penstock.backends.engine.backend import EngineBackend
 from penstock.errors import ConfigError
-from penstock.fleet.kv_feed import KVFeed
+from penstock.fleet.kv_event_subscriber import KVEventSubscriber
 from penstock.fleet.registry import Registry
 from penstock.fleet.worker import Worker
 from penstock.kv.events import KVEventBatch
 from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality, LocalityStatistics
-from penstock.kv.index.residency import Residency, StreamState
-from penstock.kv.index.vllm_events import events_of_own
+from penstock.kv.index.vllm_events import events_of_engine
+from penstock.kv.index.worker_cache_view import StreamState, WorkerCacheView
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.telemetry.log import Log
 from penstock.types import WorkerId
@@ -28,7 +28,7 @@ class KVWatch:
     def __init__(self, registry: Registry, locality: KVLocality, config: KVIndexLimits, log: Log) -> None:
         self.locality = locality
         self._registry, self._config, self._log = registry, config, log
-        self._feeds: dict[WorkerId, KVFeed] = {}
+        self._feeds: dict[WorkerId, KVEventSubscriber] = {}
         self._epochs: dict[WorkerId, int] = {}
         self._unmatched: set[WorkerId] = set()
         """Those that were warned of."""
@@ -61,25 +61,25 @@ class KVWatch:
             self._unmatched.discard(worker.id)
             self._close_feed(worker.id)
             return
-        residency = self.locality.get(worker.id)
-        if residency is None:
-            residency = self.locality.add(
+        cache_view = self.locality.get(worker.id)
+        if cache_view is None:
+            cache_view = self.locality.add(
                 worker.id, model=worker.route, is_own=worker.shares_key, key=worker.hash_key
             )
-            self._listen(worker, residency)
-        elif self._epochs[worker.id] != worker.epoch and residency.state is StreamState.UNKNOWN:
-            residency.restarted()  # Streams of events find out by themselves, and perhaps before this.
+            self._listen(worker, cache_view)
+        elif self._epochs[worker.id] != worker.epoch and cache_view.state is StreamState.UNKNOWN:
+            cache_view.restarted()  # Streams of events find out by themselves, and perhaps before this.
         self._epochs[worker.id] = worker.epoch
         info = worker.backend.status.info
         if worker.shares_key and worker.is_ready and info is not None:
             self.locality.identify(worker.id, info.identity)
 
-        if residency.is_unmatched != (worker.id in self._unmatched):
-            self._tell_unmatched(worker, residency)
+        if cache_view.is_unmatched != (worker.id in self._unmatched):
+            self._tell_unmatched(worker, cache_view)
 
-    def _tell_unmatched(self, worker: Worker, residency: Residency) -> None:
+    def _tell_unmatched(self, worker: Worker, cache_view: WorkerCacheView) -> None:
         """Say once that a worker's events are of no use, and once that they are again."""
-        if not residency.is_unmatched:
+        if not cache_view.is_unmatched:
             self._unmatched.discard(worker.id)
             self._log.info("a worker's KV events are of use again", worker=worker.id)
             return
@@ -90,20 +90,20 @@ class KVWatch:
             worker=worker.id,
             model=worker.route,
             identity=info.identity if info is not None else "",
-            answers=residency.num_untold,
+            answers=cache_view.num_unreported,
         )
 
-    def _listen(self, worker: Worker, residency: Residency) -> None:
-        if worker.shares_key and isinstance(worker.backend, OwnBackend):
+    def _listen(self, worker: Worker, cache_view: WorkerCacheView) -> None:
+        if worker.shares_key and isinstance(worker.backend, EngineBackend):
 
             def hear(batch: KVEventBatch) -> None:
-                residency.hear(events_of_own(batch))
+                cache_view.hear(events_of_engine(batch))
 
             worker.backend.hear_kv_events(hear)
         elif worker.kv_events:
             try:
-                feed = KVFeed(
-                    residency,
+                feed = KVEventSubscriber(
+                    cache_view,
                     events=worker.kv_events,
                     replay=worker.kv_replay,
                     config=self._config,

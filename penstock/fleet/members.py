@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from penstock.errors import PenstockError
+from penstock.fleet.desired_worker import DesiredWorker
 from penstock.fleet.registry import Registry
-from penstock.fleet.wanted import Wanted
 from penstock.fleet.worker import Worker
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.telemetry.log import Log
@@ -34,8 +34,8 @@ class Members:
         self.drain_timeout_s = drain_timeout_s
         """A worker that is not wanted any more has so long to end its streams."""
         self._registry, self._log = registry, log
-        self._wanted: dict[str, dict[WorkerId, Wanted]] = {}
-        self._there: dict[WorkerId, Wanted] = {}
+        self._wanted: dict[str, dict[WorkerId, DesiredWorker]] = {}
+        self._there: dict[WorkerId, DesiredWorker] = {}
         """What the workers in the registry were made from."""
         self._held: dict[WorkerId, DrainedWorker] = {}
         self._ordered: dict[WorkerId, float] = {}
@@ -43,7 +43,7 @@ class Members:
         self._again: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
-    async def apply(self, source: str, wanted: Iterable[Wanted]) -> None:
+    async def apply(self, source: str, wanted: Iterable[DesiredWorker]) -> None:
         """From now on `source` wants these workers and no others. What cannot be made is reported and left out; applying
         the same again tries it again, and likewise workers that are down for good.
         """
@@ -117,7 +117,7 @@ class Members:
                 if self._registry.get(worker_id) is None and not self._is_closed:
                     await self._join(each)
 
-    async def _join(self, wanted: Wanted) -> None:
+    async def _join(self, wanted: DesiredWorker) -> None:
         try:
             worker = await wanted.open(self._registry)
             self._registry.add(worker)

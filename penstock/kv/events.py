@@ -157,8 +157,8 @@ class KVEventLog:
     ) -> None:
         """See `KVEventSink`."""
         assert 0 <= first < end <= len(hashes), f"blocks {first} to {end} of {len(hashes)}"
-        told = self._token_ids == "all" or (self._token_ids == "public" and owner == PUBLIC)
-        ids = tuple(tokens[first * BLOCK_TOKENS : end * BLOCK_TOKENS]) if told else ()
+        with_ids = self._token_ids == "all" or (self._token_ids == "public" and owner == PUBLIC)
+        ids = tuple(tokens[first * BLOCK_TOKENS : end * BLOCK_TOKENS]) if with_ids else ()
         self._close_removed()
         parent = hashes[first - 1] if first else None
         self._events.append(

@@ -3,7 +3,7 @@
     {"format": "penstock-steps/1", "name": ..., "columns": [...], "steps": [[tokens, rows, kv_tokens, pairs, ns], ...]}
 
 Every fifth step is held back from the fit. The law is that of schedule/step_time.py, which the engine learns while it runs;
-here it is fitted by policy/estimates/online_law.py with a long memory: non-negative, robust, of relative errors.
+here it is fitted by policy/estimates/online_linear_model.py with a long memory: non-negative, robust, of relative errors.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from penstock.errors import ConfigError
 from penstock.planning.step_time import StepShape, StepTime
-from penstock.policy.estimates.online_law import OnlineLaw
+from penstock.policy.estimates.online_linear_model import OnlineLinearModel
 
 FORMAT = "penstock-steps/1"
 COLUMNS = ("num_tokens", "num_sequences", "kv_read", "chunk_pairs", "step_ns")
@@ -58,10 +58,10 @@ class FitError(msgspec.Struct, frozen=True, kw_only=True):
     """Of the sum of all times: what a long run would be off."""
 
 
-class FittedLaw:
+class FittedModel:
     """`StepTime` by the fitted law."""
 
-    def __init__(self, law: OnlineLaw) -> None:
+    def __init__(self, law: OnlineLinearModel) -> None:
         self._coefficients = tuple(law.coefficient(index) for index in range(len(_UNITS)))
 
     @property
@@ -85,7 +85,7 @@ class FittedLaw:
         )
 
 
-def fit(steps: Sequence[Step]) -> tuple[FittedLaw, FitError]:
+def fit(steps: Sequence[Step]) -> tuple[FittedModel, FitError]:
     """The law of four fifths of the steps, and its error on the rest.
 
     Raises:
@@ -94,16 +94,16 @@ def fit(steps: Sequence[Step]) -> tuple[FittedLaw, FitError]:
     if len(steps) < STEPS_MIN:
         raise ConfigError(f"{len(steps)} measured steps are too few to fit; at least {STEPS_MIN} are needed")
     held = [step for index, step in enumerate(steps) if index % HELD_BACK == HELD_BACK - 1]
-    law = OnlineLaw(_UNITS, memory=_MEMORY)
+    law = OnlineLinearModel(_UNITS, memory=_MEMORY)
     for _ in range(PASSES):
         for index, step in enumerate(steps):
             if index % HELD_BACK != HELD_BACK - 1:
                 law.observe((1.0, *step[:4]), step[4])
-    fitted = FittedLaw(law)
+    fitted = FittedModel(law)
     return fitted, _error(fitted, held)
 
 
-def _error(law: FittedLaw, steps: Sequence[Step]) -> FitError:
+def _error(law: FittedModel, steps: Sequence[Step]) -> FitError:
     predicted = [law.predict_ns(*step[:4]) for step in steps]
     errors = sorted(abs(guess - step[4]) / step[4] for guess, step in zip(predicted, steps, strict=True))
     total = sum(step[4] for step in steps)
@@ -133,7 +133,7 @@ def read_steps(path: Path) -> StepsFile:
     return found
 
 
-def read_law(path: Path) -> StepTime:
+def read_model(path: Path) -> StepTime:
     """The law fitted to a file of samples.
 
     Raises:

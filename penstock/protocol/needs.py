@@ -111,9 +111,9 @@ def constraint_of(request: GenerationRequest) -> Constraint:
     asked: list[tuple[str, Mapping[str, Any]]] = []
     if structured := getattr(request, "structured_outputs", None):
         asked.append(("structured_outputs", structured))
-    for name, word in _GUIDED.items():
+    for name, keyword in _GUIDED.items():
         if (value := getattr(request, name, None)) is not None:
-            asked.append((name, {word: value}))
+            asked.append((name, {keyword: value}))
     if (form := _structured_format(request.response_format)) is not None:
         asked.append(("response_format", form))
     forced = None

@@ -444,10 +444,10 @@ def _innermost(node: msgspec.inspect.Type) -> msgspec.inspect.Type:
     return node
 
 
-def _too_big(param: str, most: int, got: int) -> NoReturn:
+def _too_big(param: str, limit: int, got: int) -> NoReturn:
     shown = got if got < 10**18 else "a larger number"
     _refuse(
-        f"Invalid '{param}': expected an integer of at most {most}, but got {shown}.", param, "invalid_value"
+        f"Invalid '{param}': expected an integer of at most {limit}, but got {shown}.", param, "invalid_value"
     )
 
 

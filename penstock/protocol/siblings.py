@@ -93,7 +93,7 @@ class ChildLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """Workers that are out of service by hand, and how many seconds their streams were given."""
 
 
-class ChildNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ChildReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the parent tells a running gateway process: a line of JSON."""
 
     config: bytes = b""

@@ -32,10 +32,10 @@ def sampling_problem(sampling: SamplingParams, vocab_size: int) -> tuple[str, st
 
 
 def _problems(sampling: SamplingParams, vocab_size: int) -> Iterator[tuple[str, str]]:
-    for name, (least, most) in _FLOATS.items():
+    for name, (low, high) in _FLOATS.items():
         value: float = getattr(sampling, name)
-        if not least <= value <= most:  # A NaN is in no range.
-            yield name, f"{name} is {value:g}, not between {least:g} and {most:g}"
+        if not low <= value <= high:  # A NaN is in no range.
+            yield name, f"{name} is {value:g}, not between {low:g} and {high:g}"
     integers = (
         ("top_k", sampling.top_k, 0, INT32_MAX),
         ("min_tokens", sampling.min_tokens, 0, INT32_MAX),
@@ -44,9 +44,9 @@ def _problems(sampling: SamplingParams, vocab_size: int) -> Iterator[tuple[str, 
         ("logprobs", sampling.logprobs or 0, 0, vocab_size),
         ("prompt_logprobs", sampling.prompt_logprobs or 0, 0, vocab_size),
     )
-    for name, number, least, most in integers:
-        if not least <= number <= most:
-            yield name, f"{name} is {number}, not between {least} and {most}"
+    for name, number, low, high in integers:
+        if not low <= number <= high:
+            yield name, f"{name} is {number}, not between {low} and {high}"
     if len(sampling.stop_token_ids) > STOPS_MAX:
         yield "stop_token_ids", f"stop_token_ids has {len(sampling.stop_token_ids)} entries, over {STOPS_MAX}"
     if any(not 0 <= token_id <= INT32_MAX for token_id in sampling.stop_token_ids):
@@ -59,6 +59,6 @@ def _problems(sampling: SamplingParams, vocab_size: int) -> Iterator[tuple[str, 
         yield "logit_bias", "logit_bias has a token id twice"
 
 
-def weight_of(said: float) -> float:
+def weight_of(weight: float) -> float:
     """The share of a fairness key that counts: what was said, if it is one."""
-    return said if math.isfinite(said) and 0 < said <= SCALE_MAX**2 else 1.0
+    return weight if math.isfinite(weight) and 0 < weight <= SCALE_MAX**2 else 1.0

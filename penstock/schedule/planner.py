@@ -82,7 +82,7 @@ class Planner:
             self._preempt(self._batch.running[-1], now_ns)
 
     def num_decode_only(self) -> int:
-        """How many of the next steps, planned at rest, start nobody and let nobody back as long as nobody ends: see `Leap`."""
+        """How many of the next steps, planned at rest, start nobody and let nobody back as long as nobody ends: see `DecodeFastForward`."""
         if len(self._quota) or self._cap.is_lowered or self._manager.host.limits.num_slots:
             return 0
         head = self._queue.peek()
@@ -93,7 +93,7 @@ class Planner:
         # While rho decays, its level may fall, and the head may ask again.
         return _NO_BOUND if not self.reserve.rho and self._is_blocked(head) else 0
 
-    def leap(self, num_steps: int) -> None:
+    def fast_forward(self, num_steps: int) -> None:
         """What planning so many steps leaves behind, at most `num_decode_only`."""
         assert num_steps > 0, num_steps
         self._plans += num_steps

@@ -158,11 +158,11 @@ def aged_order(ageing_ns: int, starvation_ns: int) -> Callable[[Request], Order]
     starvation clock: who came more than `starvation_ns` later never goes first, whatever the classes.
     """
     assert ageing_ns >= 0 <= starvation_ns, (ageing_ns, starvation_ns)
-    most = starvation_ns // 2
+    bound = starvation_ns // 2
 
     def key(request: Request) -> Order:
         priority, arrival_ns, number = request.order
-        handicap_ns = min(max(priority * ageing_ns, -most), most)
+        handicap_ns = min(max(priority * ageing_ns, -bound), bound)
         return arrival_ns + handicap_ns, arrival_ns, number
 
     return key

@@ -33,8 +33,8 @@ from penstock.clock import Clock
 from penstock.errors import InvalidRequest
 from penstock.kv.cache.manager import KVManager
 from penstock.schedule.batch import Batch
+from penstock.schedule.fast_forward import DecodeFastForward, Draw
 from penstock.schedule.flight import FLIGHTS_MAX, Flight
-from penstock.schedule.leap import Draw, Leap
 from penstock.schedule.limits import BatchLimits
 from penstock.schedule.plan import RequestOutput, Sampled, Scored, StepOutcome, StepPlan, StepResult
 from penstock.schedule.planner import Planner
@@ -73,7 +73,7 @@ class Scheduler:
         self._planner = Planner(
             limits, self._prefill, clock, queue, self._batch, self._counters, self._quota, self._cap
         )
-        self._leap = Leap(self._batch, self._planner, self._prefill, self._counters)
+        self._fast_forward = DecodeFastForward(self._batch, self._planner, self._prefill, self._counters)
         self._flights: deque[Flight] = deque()  # Oldest first, at most FLIGHTS_MAX.
         self._step = 0
         self._submitted = 0
@@ -198,18 +198,18 @@ class Scheduler:
         assert next(scored, None) is None, "more was scored than was asked for"
         return outcome
 
-    def leap_max(self, most: int) -> int:
-        """How many of the next steps, up to `most`, only decode the rows that run, so that `leap` may do them; see leap.py."""
-        return 0 if self._flights else self._leap.steps_max(most)
+    def fast_forward_max(self, limit: int) -> int:
+        """How many of the next steps, up to `most`, only decode the rows that run, so that `leap` may do them; see fast_forward.py."""
+        return 0 if self._flights else self._fast_forward.steps_max(limit)
 
-    def leap(self, times_ns: Sequence[int], draw: Draw) -> StepOutcome:
+    def fast_forward(self, times_ns: Sequence[int], draw: Draw) -> StepOutcome:
         """Do steps as `schedule` and `apply` would, each planned at one of `times_ns` and over at the next.
 
-        `draw` gives the tokens; only the last of a request may end its answer. No more steps than `leap_max` said. The
+        `draw` gives the tokens; only the last of a request may end its answer. No more steps than `fast_forward_max` said. The
         outcome has those that ended; now must be the last of the times.
         """
         assert not self._flights, "apply a plan in flight first"
-        ended = self._leap.over(self._step, times_ns, draw)
+        ended = self._fast_forward.over(self._step, times_ns, draw)
         self._step += len(times_ns) - 1
         return StepOutcome([self._ended_by(each, each.tokens[-1], None, times_ns[-1]) for each in ended])
 

@@ -282,11 +282,11 @@ def _solve_non_negative(matrix: Triangle, right: Vector, passive: int) -> tuple[
             continue
         if passive == _ALL:
             return solution, passive
-        best, most = -1, 0.0
+        best, largest = -1, 0.0
         for i in range(len(right)):
-            if not passive >> i & 1 and (pull := right[i] - _known(matrix, i, solution)) > most:
-                best, most = i, pull
-        if best < 0 or most <= 1e-9 * (1 + abs(right[best])):
+            if not passive >> i & 1 and (pull := right[i] - _known(matrix, i, solution)) > largest:
+                best, largest = i, pull
+        if best < 0 or largest <= 1e-9 * (1 + abs(right[best])):
             return solution, passive
         passive |= 1 << best
     x0, x1, x2, x3, x4 = _solve(matrix, right, passive)

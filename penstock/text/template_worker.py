@@ -122,8 +122,8 @@ def _answer(sink: IO[bytes], kind: bytes, text: str) -> None:
 def _bound_memory(num_bytes: int) -> None:
     """No more than this beyond what Python and Jinja take."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = pages * resource.getpagesize() + num_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    limit = pages * resource.getpagesize() + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

@@ -20,10 +20,10 @@ from engine_stand_ins import (
     text_of,
     until,
 )
-from test_foreign_conformance import tools
+from test_external_conformance import tools
 
 from penstock.backends.http.engine_metrics import LOAD_NAMES
-from penstock.backends.http.external import ForeignWorker, make_backend
+from penstock.backends.http.external import ExternalWorker, make_backend
 from penstock.backends.http.stream import Anomaly
 from penstock.config.checks import check
 from penstock.config.fleet import WorkerConfig
@@ -57,7 +57,7 @@ async def answer_of(config: WorkerConfig) -> str:
     if config.engine != "triton":
         server.MODEL = config.served_model
     async with serving(server):
-        worker = ForeignWorker(
+        worker = ExternalWorker(
             engine=config.engine, url=server.url, model=server.MODEL, max_model_len=config.max_model_len
         )
         backend = make_backend(worker, byte_tokenizer(), tools())

@@ -11,11 +11,11 @@ from conformance import Recorder, Requests
 from engine_stand_ins import OpenAIStandIn, StandIn, TritonStandIn, VllmStandIn, serving, text_of, until
 from msgspec.structs import replace
 from test_engine_metrics import ADAPTERS, TRITON, VLLM
-from test_foreign_conformance import opened, tools
+from test_external_conformance import opened, tools
 
 from penstock.backends.base import Adapters, GenerateRequest, Phase, ToolCallPiece
 from penstock.backends.http.backend import HttpBackend
-from penstock.backends.http.external import ForeignWorker, make_backend
+from penstock.backends.http.external import ExternalWorker, make_backend
 from penstock.backends.http.limits import HttpBackendLimits
 from penstock.errors import ConfigError, WorkerUnavailable
 from penstock.telemetry.metrics import Metrics
@@ -153,7 +153,7 @@ def test_what_is_known_of_a_worker_that_takes_nothing() -> None:
         server = VllmStandIn(step_s=0.001)
         await server.start()
         await server.kill()
-        worker = ForeignWorker(engine="vllm", url=server.url, model="served")
+        worker = ExternalWorker(engine="vllm", url=server.url, model="served")
         backend = make_backend(worker, byte_tokenizer(), tools())
         backend.open()
         try:
@@ -319,7 +319,7 @@ def test_the_key_goes_to_the_provider_and_a_refused_key_is_the_operators() -> No
 
     async def inside() -> None:
         async with serving(Guarded()) as server:
-            worker = ForeignWorker(engine="openai", url=server.url, model="served", api_key="sk-1")
+            worker = ExternalWorker(engine="openai", url=server.url, model="served", api_key="sk-1")
             backend = make_backend(worker, byte_tokenizer(), tools())
             backend.open()
             await until(lambda: backend.status.ready)
@@ -339,14 +339,14 @@ def test_the_key_goes_to_the_provider_and_a_refused_key_is_the_operators() -> No
 @pytest.mark.parametrize(
     ("worker", "words"),
     [
-        (ForeignWorker(engine="nonsuch", url="http://h:1", model="m"), "unknown engine"),
-        (ForeignWorker(engine="vllm", url="ftp://h:1", model="m"), "address"),
-        (ForeignWorker(engine="vllm", url="http://user:secret@h:1", model="m"), "no user"),
-        (ForeignWorker(engine="vllm", url="http://h:99999", model="m"), "address"),
-        (ForeignWorker(engine="triton", url="http://h:1", model="m"), "max_model_len"),
-        (ForeignWorker(engine="vllm", url="http://h:1", model="m", api_key="a\nb"), "header"),
+        (ExternalWorker(engine="nonsuch", url="http://h:1", model="m"), "unknown engine"),
+        (ExternalWorker(engine="vllm", url="ftp://h:1", model="m"), "address"),
+        (ExternalWorker(engine="vllm", url="http://user:secret@h:1", model="m"), "no user"),
+        (ExternalWorker(engine="vllm", url="http://h:99999", model="m"), "address"),
+        (ExternalWorker(engine="triton", url="http://h:1", model="m"), "max_model_len"),
+        (ExternalWorker(engine="vllm", url="http://h:1", model="m", api_key="a\nb"), "header"),
     ],
 )
-def test_what_can_never_work_is_refused_at_once(worker: ForeignWorker, words: str) -> None:
+def test_what_can_never_work_is_refused_at_once(worker: ExternalWorker, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make_backend(worker, byte_tokenizer(), tools())

@@ -17,7 +17,7 @@ from engine_stand_ins import StandIn, VllmStandIn, serving, until
 from penstock.backends.http.address import HttpAddress
 from penstock.backends.http.client import HttpClient, NoConnection
 from penstock.backends.http.fetch import ProbeFailed, fetch
-from penstock.backends.http.handler import HttpFailure, Trouble
+from penstock.backends.http.handler import FailureKind, HttpFailure
 from penstock.backends.http.limits import HttpLimits
 from penstock.clock import SystemClock
 from penstock.errors import ConfigError
@@ -139,7 +139,7 @@ def test_nobody_listens() -> None:
         await server.kill()
         failure = (await get(client)).failure
         assert failure is not None
-        assert failure.trouble is Trouble.CONNECT
+        assert failure.kind is FailureKind.CONNECT
         assert "refused" in failure.message
 
     run(check)
@@ -150,7 +150,7 @@ def test_an_answer_over_its_bound_ends() -> None:
         server.metrics = "x" * 5000
         failure = (await get(client, "/metrics")).failure
         assert failure is not None
-        assert failure.trouble is Trouble.TOO_LARGE
+        assert failure.kind is FailureKind.TOO_LARGE
         server.metrics = "x" * 900
         with pytest.raises(ProbeFailed, match="more than"):
             await fetch(client, "/metrics", 100)
@@ -170,7 +170,7 @@ def test_an_answer_that_is_held_is_not_silent_but_ends_in_time() -> None:
         exchange.hold()
         await until(lambda: listener.over.is_set())
         assert listener.failure is not None
-        assert listener.failure.trouble is Trouble.HELD
+        assert listener.failure.kind is FailureKind.HELD
         assert exchange.held_ns > 100_000_000
         await until(lambda: server.num_aborted == 1)
 
@@ -191,7 +191,7 @@ def test_a_connection_is_read_again_after_an_answer_that_was_held_at_its_end() -
             listener.on_body = hold
             while not listener.over.is_set():
                 await asyncio.sleep(0.001)
-                exchange.let_go() if ends and listener.body else exchange.go_on()
+                exchange.discard_rest() if ends and listener.body else exchange.go_on()
                 if ends and not client.num_exchanges:
                     break
             assert listener.failure is None

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from scripted_runner import scripted_text
 from scripted_worker import Bench, bench
 
-from penstock.backends.engine.backend import OwnBackend
-from penstock.backends.engine.heartbeat import HeartbeatTerms
+from penstock.backends.engine.backend import EngineBackend
+from penstock.backends.heartbeat import HeartbeatTerms
 from penstock.clock import SystemClock
 from penstock.errors import StreamBroken
 from penstock.protocol.address import UnixAddress
@@ -28,18 +28,18 @@ MANY = 400
 """Tokens of an answer that is cut at its first: twice as many as a worker makes until it is given up."""
 
 
-async def until(backend: OwnBackend, wanted: Callable[[], bool]) -> None:
+async def until(backend: EngineBackend, wanted: Callable[[], bool]) -> None:
     async with asyncio.timeout(TIMEOUT_S):
         while not wanted():
             await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
-async def behind_a_proxy(made: Bench) -> AsyncIterator[tuple[FaultProxy, OwnBackend, int]]:
+async def behind_a_proxy(made: Bench) -> AsyncIterator[tuple[FaultProxy, EngineBackend, int]]:
     """A worker process, reached through a proxy by a gateway of its own; and the process's id."""
     worker = await made.start()
     await worker.wait_ready()
-    backend = OwnBackend(byte_tokenizer(), SystemClock(), QUICK)
+    backend = EngineBackend(byte_tokenizer(), SystemClock(), QUICK)
     async with fault_proxy(worker.address) as proxy:
         backend.connect_to(proxy.address)
         await until(backend, lambda: backend.status.ready)
@@ -50,7 +50,7 @@ async def behind_a_proxy(made: Bench) -> AsyncIterator[tuple[FaultProxy, OwnBack
             await backend.close()
 
 
-def run(check: Callable[[FaultProxy, OwnBackend, int], Awaitable[None]]) -> None:
+def run(check: Callable[[FaultProxy, EngineBackend, int], Awaitable[None]]) -> None:
     async def main() -> None:
         async with bench() as made, behind_a_proxy(made) as parts:
             await check(*parts)
@@ -59,7 +59,7 @@ def run(check: Callable[[FaultProxy, OwnBackend, int], Awaitable[None]]) -> None
 
 
 async def goes_on(
-    backend: OwnBackend, requests: Requests, cut: Callable[[], object], heal: Callable[[], object]
+    backend: EngineBackend, requests: Requests, cut: Callable[[], object], heal: Callable[[], object]
 ) -> str:
     """Start a long answer, cut it, heal, and let it go on; why it was cut. The text is the same as without."""
     request = requests.make(seed=3, max_tokens=MANY)
@@ -80,7 +80,7 @@ async def goes_on(
 
 
 def test_a_stopped_worker_is_given_up_and_its_late_tokens_reach_nobody() -> None:
-    async def check(proxy: FaultProxy, backend: OwnBackend, pid: int) -> None:
+    async def check(proxy: FaultProxy, backend: EngineBackend, pid: int) -> None:
         why = await goes_on(
             backend, Requests(), lambda: os.kill(pid, signal.SIGSTOP), lambda: os.kill(pid, signal.SIGCONT)
         )  # `Recorder` asserts that nothing comes behind the finish.
@@ -91,7 +91,7 @@ def test_a_stopped_worker_is_given_up_and_its_late_tokens_reach_nobody() -> None
 
 
 def test_a_black_hole_is_given_up_and_the_stream_goes_on_when_it_is_healed() -> None:
-    async def check(proxy: FaultProxy, backend: OwnBackend, _: int) -> None:
+    async def check(proxy: FaultProxy, backend: EngineBackend, _: int) -> None:
         why = await goes_on(backend, Requests(), proxy.black_hole, proxy.heal)
         assert "no sign of life" in why
 
@@ -100,7 +100,7 @@ def test_a_black_hole_is_given_up_and_the_stream_goes_on_when_it_is_healed() -> 
 
 @pytest.mark.parametrize("how", ["reset", "half-close", "corrupt"])
 def test_what_ends_a_connection_is_seen_at_once(how: str) -> None:
-    async def check(proxy: FaultProxy, backend: OwnBackend, _: int) -> None:
+    async def check(proxy: FaultProxy, backend: EngineBackend, _: int) -> None:
         def corrupt() -> None:
             proxy.to_client.corrupt = lambda data: b"\xff" * len(data)
 
@@ -113,7 +113,7 @@ def test_what_ends_a_connection_is_seen_at_once(how: str) -> None:
 
 
 def test_a_slow_connection_that_comes_in_pieces_is_none_the_worse() -> None:
-    async def check(proxy: FaultProxy, backend: OwnBackend, _: int) -> None:
+    async def check(proxy: FaultProxy, backend: EngineBackend, _: int) -> None:
         for faults in (proxy.to_client, proxy.to_upstream):
             faults.latency_s, faults.slice_bytes, faults.bytes_per_s = 0.005, 7, 200_000.0
         recorder = Recorder()
@@ -127,7 +127,7 @@ def test_a_slow_connection_that_comes_in_pieces_is_none_the_worse() -> None:
 def test_a_worker_that_accepts_and_never_says_a_word_is_left_for_another_try() -> None:
     async def main() -> None:
         connections = asyncio.Queue[asyncio.StreamWriter]()
-        backend = OwnBackend(byte_tokenizer(), SystemClock(), HeartbeatTerms(interval_s=0.01))
+        backend = EngineBackend(byte_tokenizer(), SystemClock(), HeartbeatTerms(interval_s=0.01))
         with tempfile.TemporaryDirectory() as directory:
             path = f"{directory}/mute.sock"
             server = await asyncio.start_unix_server(lambda _, writer: connections.put_nowait(writer), path)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.cli.wiring.processes import GatewayProcesses, Numbers
+from penstock.cli.wiring.processes import GatewayProcesses, ProcessStats
 from penstock.clock import SystemClock
 from penstock.config.flow import SharedConfig
 from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig
@@ -59,14 +59,14 @@ def snapshot(counter: int, gauge: int) -> Snapshot:
 
 
 def test_counters_outlive_their_process_and_gauges_do_not() -> None:
-    numbers = Numbers()
-    numbers.told("a", snapshot(5, 2))
-    numbers.told("b", snapshot(7, 3))
-    numbers.told("a", snapshot(6, 4))
+    numbers = ProcessStats()
+    numbers.record("a", snapshot(5, 2))
+    numbers.record("b", snapshot(7, 3))
+    numbers.record("a", snapshot(6, 4))
     assert (numbers.sum().streams, numbers.sum().processes) == (7, 2)
     numbers.ended("a")
     numbers.ended("a")
-    numbers.told("c", snapshot(1, 1))
+    numbers.record("c", snapshot(1, 1))
     found = numbers.sum()
     assert b"a_total 14.0" in found.metrics
     assert b"\ng 4.0" in found.metrics

@@ -41,7 +41,7 @@ class World:
             keys = client.keys(f"penstock:spent:day:*:{tenant}")
             return sorted(int(value) // CENT for key in keys for value in client.hvals(key))
 
-    def wait_told(self, tenant: str, *cents: int) -> None:
+    def wait_reported(self, tenant: str, *cents: int) -> None:
         """Until both machines must have heard this."""
         self.one.server.until(lambda: self.told(tenant) == sorted(cents), f"{tenant}: {self.told(tenant)}")
         time.sleep(HEARD_S)
@@ -85,29 +85,29 @@ def buy(gateway: Serve, tenant: str, most: int = PAID + 1) -> int:
 
 def test_machines_hold_one_budget_together(world: World) -> None:
     assert buy(world.one, "acme", 40) == 40
-    world.wait_told("acme", 40)
+    world.wait_reported("acme", 40)
     assert buy(world.two, "acme", 1) == 1
-    world.wait_told("acme", 1, 40)
+    world.wait_reported("acme", 1, 40)
     assert buy(world.two, "acme") == PAID - 41
-    world.wait_told("acme", 20, 40)
+    world.wait_reported("acme", 20, 40)
     assert buy(world.one, "acme") == 0
 
 
 def test_a_restart_of_gateway_or_redis_forgets_nothing(world: World) -> None:
     assert buy(world.one, "umbrella", 30) == 30
-    world.wait_told("umbrella", 30)
+    world.wait_reported("umbrella", 30)
     world.two.kill()
     world.two.start()
     world.two.server.wait_ready()
     assert buy(world.two, "umbrella", 1) == 1
-    world.wait_told("umbrella", 1, 30)
+    world.wait_reported("umbrella", 1, 30)
     world.store.kill()
     assert buy(world.two, "umbrella", 9) == 9, "what was heard last still counts"
     world.one.server.wait_said("budgets do not hear of other machines")
     world.store.start()  # With nothing in it.
-    world.wait_told("umbrella", 10, 30)
+    world.wait_reported("umbrella", 10, 30)
     assert buy(world.one, "umbrella") == PAID - 40
-    world.wait_told("umbrella", 10, 50)
+    world.wait_reported("umbrella", 10, 50)
     assert buy(world.two, "umbrella") == 0
     world.one.kill()
     world.one.start()

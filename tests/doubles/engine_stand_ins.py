@@ -209,7 +209,7 @@ class VllmStandIn(StandIn):
     SENDS_IDS = True
 
     async def events(self, body: dict[str, Any]) -> AsyncIterator[Any]:
-        seed, most = body["seed"] or 0, body.get("logprobs")
+        seed, limit = body["seed"] or 0, body.get("logprobs")
         ids, why = self.tokens(seed, body["max_tokens"])
         head = {
             "id": "cmpl-1",
@@ -229,9 +229,9 @@ class VllmStandIn(StandIn):
             }
             if self.SENDS_IDS and body.get("return_token_ids"):
                 choice["token_ids"] = [token_id]
-            if most is not None:
+            if limit is not None:
                 shown = [*(body["prompt"] if echo and i == 0 else []), token_id]
-                choice["logprobs"] = self.logprobs(shown, most, first_is_null=bool(echo) and i == 0)
+                choice["logprobs"] = self.logprobs(shown, limit, first_is_null=bool(echo) and i == 0)
             yield head | {"choices": [choice]}
         if not self.faults.no_usage:
             prompt = len(body["prompt"])
@@ -248,15 +248,15 @@ class VllmStandIn(StandIn):
     def name(self, token_id: int) -> str:
         return f"token_id:{token_id}"
 
-    def logprobs(self, ids: list[int], most: int, *, first_is_null: bool) -> dict[str, Any]:
+    def logprobs(self, ids: list[int], limit: int, *, first_is_null: bool) -> dict[str, Any]:
         tops = [
             {
                 self.name(token_id): -0.5,
-                **{self.name(97 + j): -1.0 - j for j in range(most + 1) if 97 + j != token_id},
+                **{self.name(97 + j): -1.0 - j for j in range(limit + 1) if 97 + j != token_id},
             }
             for token_id in ids
         ]
-        tops = [dict(list(top.items())[: most + 1]) for top in tops]
+        tops = [dict(list(top.items())[: limit + 1]) for top in tops]
         values: list[float | None] = [-0.5] * len(ids)
         if first_is_null:
             values[0], tops[0] = None, None
@@ -380,7 +380,7 @@ class SglangStandIn(StandIn):
     async def events(self, body: dict[str, Any]) -> AsyncIterator[Any]:
         params, prompt = body["sampling_params"], body["input_ids"]
         ids, why = self.tokens(params.get("sampling_seed", 0), params["max_new_tokens"])
-        wants, most = body.get("return_logprob"), body.get("top_logprobs_num", 0)
+        wants, limit = body.get("return_logprob"), body.get("top_logprobs_num", 0)
         for i in range(len(ids)):
             last = i == len(ids) - 1
             sent = ids[i : i + 1] if self.incremental else ids[: i + 1]
@@ -397,13 +397,13 @@ class SglangStandIn(StandIn):
                 meta |= self.faults.usage or {}
             if wants:
                 meta["output_token_logprobs"] = [[-0.5, each, None] for each in sent]
-                meta["output_top_logprobs"] = [[[-1.0 - j, 97 + j, None] for j in range(most)] for _ in sent]
+                meta["output_top_logprobs"] = [[[-1.0 - j, 97 + j, None] for j in range(limit)] for _ in sent]
                 if body["logprob_start_len"] == 0:
                     meta["input_token_logprobs"] = [
                         [None if j == 0 else -0.7, each, None] for j, each in enumerate(prompt)
                     ]
                     tops = [
-                        [[-1.0 - k, 97 + k, None] for k in range(most)] if j else None
+                        [[-1.0 - k, 97 + k, None] for k in range(limit)] if j else None
                         for j in range(len(prompt))
                     ]
                     meta["input_top_logprobs"] = tops

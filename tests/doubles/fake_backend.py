@@ -153,7 +153,7 @@ class _FakeStream:
         self._started_ns = clock.now_ns()
         self._first_ns = 0
         self._done = False
-        for token in islice(tokens, len(request.resumed)):  # As `OwnStream` does.
+        for token in islice(tokens, len(request.resumed)):  # As `EngineStream` does.
             self.num_tokens += 1
             self._stop.push(token)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from byte_tokenizer import byte_tokenizer
 from step_gate import ENVIRONMENT
 
-from penstock.backends.engine.backend import OwnBackend
-from penstock.backends.engine.heartbeat import HeartbeatTerms
+from penstock.backends.engine.backend import EngineBackend
+from penstock.backends.heartbeat import HeartbeatTerms
 from penstock.clock import SystemClock
 from penstock.config.tree import EngineConfig
 from penstock.fleet.launchers.base import WorkerSpec
@@ -40,7 +40,7 @@ class Bench:
             engine=EngineConfig(**engine),
             runner=RUNNER,
         )
-        backend = OwnBackend(byte_tokenizer(), SystemClock(), self.heartbeat)
+        backend = EngineBackend(byte_tokenizer(), SystemClock(), self.heartbeat)
         return await self.launcher.start(spec, backend)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from conformance import Recorder
 
 from penstock.backends.base import GenerateRequest
-from penstock.backends.engine.backend import OwnBackend
+from penstock.backends.engine.backend import EngineBackend
 from penstock.clock import SystemClock
 from penstock.config.tree import EngineConfig
 from penstock.fleet.launchers.base import WorkerSpec
@@ -36,7 +36,7 @@ async def demo_worker() -> AsyncIterator[tuple[SupervisedWorker, Tokenizer, list
         engine=EngineConfig(threads=1, dtype="float32", kv_memory_bytes=64 * 1024 * 1024),
     )
     try:
-        yield await launcher.start(spec, OwnBackend(tokenizer, SystemClock())), tokenizer, lines
+        yield await launcher.start(spec, EngineBackend(tokenizer, SystemClock())), tokenizer, lines
     finally:
         await launcher.close(timeout_s=1)
 

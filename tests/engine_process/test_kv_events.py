@@ -11,8 +11,8 @@ from raw_worker import Client, raw_worker, submit
 
 from penstock.clock import NS_PER_S, ManualClock
 from penstock.config.tree import KVEventsConfig
-from penstock.engine.kv_feed import KVEventFeed
-from penstock.engine.kv_publisher import KVPublisher, open_publisher
+from penstock.engine.kv_event_publisher import KVEventPublisher
+from penstock.engine.zmq_publisher import ZmqPublisher, open_publisher
 from penstock.errors import ConfigError
 from penstock.kv.cache.block_pool import BlockPool
 from penstock.kv.cache.manager import KVManager
@@ -36,9 +36,9 @@ TOPIC = b"kv@here"
 # --- numbering and snapshots, without sockets --------------------------------------------------------
 
 
-def feed(**settings: object) -> tuple[BlockPool, KVEventFeed]:
+def feed(**settings: object) -> tuple[BlockPool, KVEventPublisher]:
     kv = KVManager.without_prefix_cache(8)
-    return kv.pool, KVEventFeed(kv, KVEventsConfig(**settings), ManualClock(wall_ns=5 * NS_PER_S))
+    return kv.pool, KVEventPublisher(kv, KVEventsConfig(**settings), ManualClock(wall_ns=5 * NS_PER_S))
 
 
 def name(number: int) -> BlockHash:
@@ -103,7 +103,7 @@ def test_what_is_not_known_any_more_becomes_a_snapshot(case: str) -> None:
 
 
 def test_a_large_snapshot_goes_out_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.engine.kv_feed.SNAPSHOT_HASHES_MAX", 2)
+    monkeypatch.setattr("penstock.engine.kv_event_publisher.SNAPSHOT_HASHES_MAX", 2)
     pool, kv = feed()
     for number in range(5):
         store(pool, number)
@@ -120,7 +120,7 @@ def test_a_snapshot_tells_of_the_host_tier_too(monkeypatch: pytest.MonkeyPatch) 
     kv = KVManager.without_prefix_cache(8)
     monkeypatch.setattr(type(kv.host), "names", lambda _tier: (name(7),))
     store(kv.pool, 1)
-    news = KVEventFeed(kv, KVEventsConfig(), ManualClock()).subscribe(9, 9)
+    news = KVEventPublisher(kv, KVEventsConfig(), ManualClock()).subscribe(9, 9)
     events = [event for each in news for event in decode_batch(each.payload).events]
     assert events == [AllBlocksCleared(), stored_event((name(1),)), stored_event((name(7),), medium=HOST)]
 
@@ -187,15 +187,15 @@ def endpoints() -> Iterator[tuple[str, str]]:
 
 
 @contextmanager
-def publishing(**settings: object) -> Iterator[KVPublisher]:
-    publisher = KVPublisher(KVEventsConfig(topic=TOPIC.decode(), **settings))
+def publishing(**settings: object) -> Iterator[ZmqPublisher]:
+    publisher = ZmqPublisher(KVEventsConfig(topic=TOPIC.decode(), **settings))
     try:
         yield publisher
     finally:
         publisher.close()
 
 
-def until_heard(publisher: KVPublisher, heard: Subscriber) -> tuple[int, int]:
+def until_heard(publisher: ZmqPublisher, heard: Subscriber) -> tuple[int, int]:
     """Publish until the subscription has arrived; returns the first number heard and the next to publish."""
     heard.sub.rcvtimeo = 50
     for number in range(1, 400):
@@ -256,16 +256,16 @@ def test_a_bad_address_names_its_key() -> None:
         port = free_port()
         other.sub.bind(f"tcp://127.0.0.1:{port}")
         with pytest.raises(ConfigError, match=rf"engine\.kv_events\.endpoint: tcp://127.0.0.1:{port}: Addr"):
-            KVPublisher(KVEventsConfig(endpoint=f"tcp://127.0.0.1:{port}"))
+            ZmqPublisher(KVEventsConfig(endpoint=f"tcp://127.0.0.1:{port}"))
         with pytest.raises(ConfigError, match=r"engine\.kv_events\.replay_endpoint: .*nowhere"):
-            KVPublisher(KVEventsConfig(endpoint=endpoint, replay_endpoint="ipc:///nowhere/at/all"))
+            ZmqPublisher(KVEventsConfig(endpoint=endpoint, replay_endpoint="ipc:///nowhere/at/all"))
     assert open_publisher(KVEventsConfig()) is None
 
 
 def test_without_pyzmq_the_operator_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "zmq", None)
     with pytest.raises(ConfigError, match=r"needs pyzmq; install penstock\[events\]"):
-        KVPublisher(KVEventsConfig(endpoint="ipc:///tmp/x"))
+        ZmqPublisher(KVEventsConfig(endpoint="ipc:///tmp/x"))
 
 
 # --- a real worker process ---------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from raw_worker import RawWorker, raw_worker, submit
 
 from penstock.backends.base import Phase
 from penstock.backends.engine.auth import WorkerKey
-from penstock.backends.engine.backend import OwnBackend
+from penstock.backends.engine.backend import EngineBackend
 from penstock.clock import SystemClock
 from penstock.protocol.worker import Challenge, Proof, Ready, Welcome
 from penstock.protocol.worker_auth import gateway_mac, worker_mac
@@ -84,11 +84,11 @@ def test_a_crowd_at_one_address_costs_other_addresses_nothing() -> None:
         prove(late)
 
 
-def run(worker: RawWorker, key: bytes | None, check: Callable[[OwnBackend], Awaitable[None]]) -> None:
+def run(worker: RawWorker, key: bytes | None, check: Callable[[EngineBackend], Awaitable[None]]) -> None:
     async def with_backend() -> None:
         worker.connect().close()  # It listens.
         credentials = WorkerKey(key, lambda: fresh_key(32)) if key is not None else None
-        backend = OwnBackend(byte_tokenizer(), SystemClock(), key=credentials)
+        backend = EngineBackend(byte_tokenizer(), SystemClock(), key=credentials)
         backend.connect_to(worker.address)
         try:
             async with asyncio.timeout(30):
@@ -100,7 +100,7 @@ def run(worker: RawWorker, key: bytes | None, check: Callable[[OwnBackend], Awai
 
 
 def test_who_has_the_key_is_served() -> None:
-    async def check(backend: OwnBackend) -> None:
+    async def check(backend: EngineBackend) -> None:
         while not backend.status.ready:
             await asyncio.sleep(0.005)
         recorder = Recorder()
@@ -119,7 +119,7 @@ def test_who_has_the_key_is_served() -> None:
     ],
 )
 def test_who_does_not_go_together_says_why(worker_key: bytes, key: bytes | None, why: str) -> None:
-    async def check(backend: OwnBackend) -> None:
+    async def check(backend: EngineBackend) -> None:
         while backend.status.phase is not Phase.REFUSED:
             await asyncio.sleep(0.005)
         assert backend.status.stage == why
@@ -129,7 +129,7 @@ def test_who_does_not_go_together_says_why(worker_key: bytes, key: bytes | None,
 
 
 def test_another_key_is_never_let_in() -> None:
-    async def check(backend: OwnBackend) -> None:
+    async def check(backend: EngineBackend) -> None:
         for _ in range(60):
             await asyncio.sleep(0.005)
             assert not backend.status.ready

@@ -17,12 +17,12 @@ from raw_worker import wait_gone
 from scripted_runner import DIE, scripted_text
 
 from penstock.backends.base import GenerateRequest
-from penstock.backends.engine.backend import OwnBackend
+from penstock.backends.engine.backend import EngineBackend
 from penstock.clock import SystemClock
 from penstock.config.tree import EngineConfig
 from penstock.errors import CheckpointError, StreamBroken, WorkerUnavailable
+from penstock.fleet.desired_worker import worker_key
 from penstock.fleet.launchers.base import LaunchedWorker, Launcher, WorkerSpec
-from penstock.fleet.wanted import worker_key
 from penstock.protocol.address import UnixAddress
 from penstock.types import FinishReason, ModelName, RequestId, SamplingParams, WorkerId
 
@@ -48,7 +48,7 @@ class Place:
             runner=RUNNER,
         )
         return await self.launcher.start(
-            spec, OwnBackend(byte_tokenizer(), SystemClock(), key=worker_key(self.launcher.link_key))
+            spec, EngineBackend(byte_tokenizer(), SystemClock(), key=worker_key(self.launcher.link_key))
         )
 
     def log_of(self, name: str) -> str:
@@ -119,7 +119,7 @@ class LauncherConformance:
         async def check(place: Place) -> None:
             worker = await place.start()
             await worker.wait_ready()
-            stranger = OwnBackend(byte_tokenizer(), SystemClock())
+            stranger = EngineBackend(byte_tokenizer(), SystemClock())
             stranger.connect_to(worker.address)
             try:
                 if isinstance(worker.address, UnixAddress):  # Its directory keeps strangers out.

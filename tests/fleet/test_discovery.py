@@ -15,7 +15,7 @@ from kube_api import KubeApi, make_slice
 from launcher_conformance import DOUBLES, Place
 from scripted_runner import scripted_text
 
-from penstock.cli.wiring.models import make_tools
+from penstock.cli.wiring.models import make_dependencies
 from penstock.clock import SystemClock
 from penstock.config.discover import DiscoverConfig, KubernetesConfig
 from penstock.config.tree import Config, LogConfig, ModelConfig
@@ -376,7 +376,7 @@ def test_a_worker_at_a_name_joins_answers_and_leaves(tmp_path, monkeypatch) -> N
         model = ModelConfig(path="scripted", replicas=0, discover=(where,))
         config = Config()
         await discovery.apply(
-            model, byte_tokenizer(), make_tools(config, Metrics(["scripted"], version=""), clock)
+            model, byte_tokenizer(), make_dependencies(config, Metrics(["scripted"], version=""), clock)
         )
         await until(lambda: registry.of("scripted").is_ready)
         (worker,) = registry
@@ -418,7 +418,7 @@ def test_sources_come_go_and_change_while_others_go_on(monkeypatch) -> None:
         registry = Registry(clock, log, workers_max=8)
         members = Members(registry, log, drain_timeout_s=5.0)
         discovery = Discovery(members, clock, log)
-        tools = make_tools(Config(), Metrics(["m"], version=""), clock)
+        tools = make_dependencies(Config(), Metrics(["m"], version=""), clock)
 
         def source(dns: str, **settings: object) -> DiscoverConfig:
             return DiscoverConfig(dns=dns, engine="vllm", **{"refresh_s": 60.0, **settings})

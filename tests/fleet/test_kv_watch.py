@@ -14,13 +14,13 @@ from scripted_worker import Bench, bench
 from penstock.backends.base import GenerateRequest
 from penstock.clock import SystemClock
 from penstock.config.tree import KVEventsConfig, LogConfig
-from penstock.engine.kv_publisher import KVPublisher
+from penstock.engine.zmq_publisher import ZmqPublisher
 from penstock.fleet.kv_watch import KVWatch
 from penstock.fleet.registry import Registry
 from penstock.kv.events import Numbered
 from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality
-from penstock.kv.index.residency import UNTOLD_MAX
+from penstock.kv.index.worker_cache_view import UNREPORTED_MAX
 from penstock.telemetry.log import Log
 from penstock.types import RequestId, SamplingParams, WorkerId
 
@@ -78,7 +78,7 @@ def test_a_worker_with_an_address_of_events_is_fed_by_them(tmp_path: Path) -> No
     async def check() -> None:
         made, talker, tokens = Made(), KVTalker(), tuple(range(64))
         events, replay = f"ipc://{tmp_path}/pub", f"ipc://{tmp_path}/replay"
-        publisher = KVPublisher(KVEventsConfig(endpoint=events, replay_endpoint=replay))
+        publisher = ZmqPublisher(KVEventsConfig(endpoint=events, replay_endpoint=replay))
         talker.cache(tokens)
         publisher.publish(Numbered(0, talker.publish()))
         worker = worker_of(made.registry, "m", FakeBackend(CLOCK))
@@ -141,23 +141,23 @@ def test_a_worker_whose_events_name_other_blocks_than_prompts_are_looked_up_by_i
     async def check() -> None:
         made, backend, talker = Made(), FakeBackend(CLOCK), KVTalker()
         made.registry.add(worker_of(made.registry, "m", backend))
-        residency = made.locality.get(WORKER)
-        assert residency is not None
+        cache_view = made.locality.get(WORKER)
+        assert cache_view is not None
 
         def ask(number: int, *, told_as: int) -> None:
             """A prompt of four blocks, all of them cached; its events tell of other tokens if `told_as` is not 0."""
             tokens = tuple(range(number, number + 64))
             talker.cache(tuple(token + told_as for token in tokens))
-            residency.live(len(talker.batches), talker.publish())
+            cache_view.live(len(talker.batches), talker.publish())
             keys = made.locality.maker("m").keys(tokens)
             made.locality.sent(CLOCK.now_ns(), WORKER, keys)
             made.locality.answered(CLOCK.now_ns(), WORKER, keys, 48)
             backend.on_change()
 
-        for number in range(UNTOLD_MAX - 1):
+        for number in range(UNREPORTED_MAX - 1):
             ask(number, told_as=1000)
         ask(100, told_as=0)
-        for number in range(200, 200 + UNTOLD_MAX - 1):
+        for number in range(200, 200 + UNREPORTED_MAX - 1):
             ask(number, told_as=1000)
         assert "warning" not in made.lines.getvalue(), "one of them was found"
         assert made.watch.statistics(CLOCK.now_ns()).unmatched_workers == 0
@@ -181,14 +181,14 @@ def test_a_prompt_that_is_cached_before_its_events_come_is_no_reason_to_warn() -
     async def check() -> None:
         made, backend, talker = Made(), FakeBackend(CLOCK), KVTalker()
         made.registry.add(worker_of(made.registry, "m", backend))
-        residency = made.locality.get(WORKER)
-        assert residency is not None
+        cache_view = made.locality.get(WORKER)
+        assert cache_view is not None
         tokens, now_ns = tuple(range(64)), CLOCK.now_ns()
-        prompts = [made.locality.maker("m").keys(tokens) for _ in range(2 * UNTOLD_MAX)]
+        prompts = [made.locality.maker("m").keys(tokens) for _ in range(2 * UNREPORTED_MAX)]
         for keys in prompts:
             made.locality.sent(now_ns, WORKER, keys)
         talker.cache(tokens)
-        residency.live(0, talker.publish())
+        cache_view.live(0, talker.publish())
         for keys in prompts:
             made.locality.answered(now_ns, WORKER, keys, 48)
             backend.on_change()

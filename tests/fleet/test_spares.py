@@ -9,7 +9,7 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from scripted_worker import DOUBLES, RUNNER
 
-from penstock.backends.engine.backend import OwnBackend
+from penstock.backends.engine.backend import EngineBackend
 from penstock.cli.wiring.early import early_threads
 from penstock.clock import SystemClock
 from penstock.config.fleet import FleetConfig
@@ -40,7 +40,7 @@ class Place:
             engine=EngineConfig(threads=threads),
             runner=RUNNER,
         )
-        worker = await self.launcher.start(spec, OwnBackend(byte_tokenizer(), SystemClock()))
+        worker = await self.launcher.start(spec, EngineBackend(byte_tokenizer(), SystemClock()))
         await worker.wait_ready(lambda _: None)
         return worker
 

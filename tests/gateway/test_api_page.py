@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from engine_stand_ins import OpenAIStandIn, until
 from fake_backend import FakeBackend
-from test_foreign_conformance import tools as backend_tools
+from test_external_conformance import tools as backend_tools
 
 from penstock.backends.http.dialects.openai import OpenAIDialect
 from penstock.backends.http.dialects.sglang import SglangDialect
@@ -17,7 +17,7 @@ from penstock.backends.http.dialects.tgi import TgiDialect
 from penstock.backends.http.dialects.triton import TritonDialect
 from penstock.backends.http.dialects.trtllm import TrtllmDialect
 from penstock.backends.http.dialects.vllm import VllmDialect
-from penstock.backends.http.external import ForeignWorker, make_backend
+from penstock.backends.http.external import ExternalWorker, make_backend
 from penstock.backends.http.limits import HttpBackendLimits
 from penstock.protocol.parameters import CHAT, COMPLETION
 from penstock.types import COMMON_CAPABILITIES, Capability
@@ -70,7 +70,7 @@ def served(kit: types.SimpleNamespace) -> Iterator[types.SimpleNamespace]:
             self._names = ("tiny", "provided")
             self.provider = OpenAIStandIn()
             await self.provider.start()
-            worker = ForeignWorker(engine="openai", url=self.provider.url, model="served")
+            worker = ExternalWorker(engine="openai", url=self.provider.url, model="served")
             provided = make_backend(worker, self.tokenizer, backend_tools(HttpBackendLimits(probe_s=0.05)))
             provided.open()
             await until(lambda: provided.status.ready)

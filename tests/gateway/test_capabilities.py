@@ -9,9 +9,9 @@ import openai
 import pytest
 from engine_stand_ins import EOS, OpenAIStandIn, VllmStandIn, until
 from fake_backend import FakeBackend
-from test_foreign_conformance import tools as backend_tools
+from test_external_conformance import tools as backend_tools
 
-from penstock.backends.http.external import ForeignWorker, make_backend
+from penstock.backends.http.external import ExternalWorker, make_backend
 from penstock.backends.http.limits import HttpBackendLimits
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo=", "detail": "low"}}
@@ -67,10 +67,10 @@ def served(kit: types.SimpleNamespace) -> Iterator[types.SimpleNamespace]:
                 await stand_in.start()
             made = backend_tools(HttpBackendLimits(probe_s=0.05))
             workers = [
-                ForeignWorker(engine="openai", url=self.provider.url, model="served"),
-                ForeignWorker(engine="vllm", url=self.vllm.url, model="served"),
-                ForeignWorker(engine="openai", url=self.provider.url, model="served"),
-                ForeignWorker(
+                ExternalWorker(engine="openai", url=self.provider.url, model="served"),
+                ExternalWorker(engine="vllm", url=self.vllm.url, model="served"),
+                ExternalWorker(engine="openai", url=self.provider.url, model="served"),
+                ExternalWorker(
                     engine="openai", url=self.provider.url, model="served", lacks=frozenset({"images"})
                 ),
             ]

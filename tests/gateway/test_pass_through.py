@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import openai
 import pytest
 from engine_stand_ins import OpenAIStandIn, text_of, until
-from test_foreign_conformance import tools
+from test_external_conformance import tools
 
-from penstock.backends.http.external import ForeignWorker, make_backend
+from penstock.backends.http.external import ExternalWorker, make_backend
 from penstock.backends.http.limits import HttpBackendLimits
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -24,7 +24,7 @@ def provided(kit: types.SimpleNamespace) -> Iterator[types.SimpleNamespace]:
         async def make_backends(self):
             self.provider = OpenAIStandIn()
             await self.provider.start()
-            worker = ForeignWorker(engine="openai", url=self.provider.url, model="served")
+            worker = ExternalWorker(engine="openai", url=self.provider.url, model="served")
             backend = make_backend(worker, self.tokenizer, tools(HttpBackendLimits(probe_s=0.05)))
             backend.open()
             await until(lambda: backend.status.ready)

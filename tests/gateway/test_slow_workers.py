@@ -7,9 +7,9 @@ import types
 import msgspec
 import pytest
 from engine_stand_ins import OpenAIStandIn, until
-from test_foreign_conformance import tools
+from test_external_conformance import tools
 
-from penstock.backends.http.external import ForeignWorker, make_backend
+from penstock.backends.http.external import ExternalWorker, make_backend
 from penstock.backends.http.limits import HttpBackendLimits, HttpLimits
 
 CHAT = "/v1/chat/completions"
@@ -53,7 +53,7 @@ def provided(kit, request):
             provider = FatStandIn()
             stand_ins.append(provider)
             await provider.start()
-            worker = ForeignWorker(engine="openai", url=provider.url, model="served", max_model_len=32768)
+            worker = ExternalWorker(engine="openai", url=provider.url, model="served", max_model_len=32768)
             http = HttpLimits(idle_timeout_s=SILENT_MAX_S)
             config = HttpBackendLimits(probe_s=0.05, http=http)
             backend = make_backend(worker, self.tokenizer, tools(config))
@@ -78,7 +78,7 @@ def deaf(provided, kit):
     raw = kit.Raw(running)
     raw.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL)
     running.wait_until(lambda: running.gateway._server.num_connections == 1)
-    (connection,) = running.gateway._server._surroundings.connections
+    (connection,) = running.gateway._server._context.connections
     ours = connection._transport.get_extra_info("socket")
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL)
     raw.send(

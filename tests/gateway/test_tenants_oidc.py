@@ -15,7 +15,7 @@ pytest.importorskip("jwt", reason="PyJWT is not installed (penstock[jwt])")
 
 from tenant_keys import ask
 
-from penstock.config.tenancy import JwtConfig
+from penstock.gateway.identity.jwt_terms import JwtTerms
 
 PACKAGE = "oidc-provider@9.13.3"
 PROVIDER = Path(__file__).parents[1] / "doubles" / "oidc_provider.mjs"
@@ -87,7 +87,7 @@ def provider(installed: Path) -> Iterator[RealProvider]:
 
 
 def gateway_for(provider: RealProvider, start, kit, **options):
-    jwt = JwtConfig(
+    jwt = JwtTerms(
         issuer=provider.issuer,
         audience=(AUDIENCE,),
         tier_claim="plan.tier",

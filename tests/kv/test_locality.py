@@ -2,13 +2,13 @@
 
 from kv_talker import KVTalker
 
-from penstock.kv.index.block_names import OwnNames
+from penstock.kv.index.block_names import EngineBlockNames
 from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.prefix_index import Held, Tier
 from penstock.kv.index.prompt_keys import PromptKeys
-from penstock.kv.index.residency import Residency
 from penstock.kv.index.vllm_events import Stored
+from penstock.kv.index.worker_cache_view import WorkerCacheView
 from penstock.types import WorkerId
 
 A, B, C = (WorkerId(name) for name in "abc")
@@ -22,21 +22,21 @@ def make(**settings: object) -> KVLocality:
 
 def add_own(
     locality: KVLocality, worker: WorkerId, *, model: str = "m", key: bytes = b"", identity: str = "one"
-) -> Residency:
+) -> WorkerCacheView:
     """A worker of ours that has announced what it computes."""
-    residency = locality.add(worker, model=model, is_own=True, key=key)
+    cache_view = locality.add(worker, model=model, is_own=True, key=key)
     locality.identify(worker, identity)
-    return residency
+    return cache_view
 
 
 def keys_in(locality: KVLocality, model: str = "m") -> PromptKeys:
     return locality.maker(model).keys(TOKENS, salt=b"s")
 
 
-def tell(residency: Residency, keys: PromptKeys, blocks: int, tier: Tier = Tier.DEVICE) -> None:
-    assert isinstance(residency.names, OwnNames)
-    assert residency.names.hasher is not None
-    residency.hear([Stored(list(keys.own(residency.names.hasher))[:blocks], None, b"", 16, tier)])
+def tell(cache_view: WorkerCacheView, keys: PromptKeys, blocks: int, tier: Tier = Tier.DEVICE) -> None:
+    assert isinstance(cache_view.names, EngineBlockNames)
+    assert cache_view.names.hasher is not None
+    cache_view.hear([Stored(list(keys.own(cache_view.names.hasher))[:blocks], None, b"", 16, tier)])
 
 
 def test_workers_of_both_makes_are_found_by_one_look() -> None:
@@ -67,28 +67,28 @@ def test_workers_of_ours_with_keys_of_their_own_are_found_by_the_same_look() -> 
 def test_of_a_worker_with_larger_blocks_only_whole_ones_are_counted_on() -> None:
     """A vLLM on a CPU has blocks of 128 tokens: of two prompts that are alike for 400 it reuses 384."""
     locality, talker = make(), KVTalker(block_tokens=128)
-    residency = locality.add(A, model="m", is_own=False)
+    cache_view = locality.add(A, model="m", is_own=False)
     talker.cache(tuple(range(600)))
-    residency.live(0, talker.publish())
+    cache_view.live(0, talker.publish())
     other = (*range(400), *range(1000, 1200))
     keys = locality.maker("m").keys(other)
     assert locality.match(0, keys).of(A) == Held(24, 0)
     locality.sent(0, A, keys)
     locality.answered(0, A, keys, talker.cache(other))
-    assert (residency.audited.num_expected, residency.audited.num_hit, residency.trust) == (24, 24, 1.0)
-    residency.live(1, talker.publish())
+    assert (cache_view.audited.num_expected, cache_view.audited.num_hit, cache_view.trust) == (24, 24, 1.0)
+    cache_view.live(1, talker.publish())
     again = locality.maker("m").keys(other)
     locality.sent(0, A, again)
     locality.answered(0, A, again, talker.cache(other))
-    assert residency.credit(1000 * NS_PER_S) == 1.0, (
+    assert cache_view.credit(1000 * NS_PER_S) == 1.0, (
         "nothing new is awaited: the rest of the prompt fills no block"
     )
 
 
 def test_prompts_of_other_models_and_requests_without_keys_find_nothing() -> None:
     locality = make()
-    residency = add_own(locality, A)
-    tell(residency, keys_in(locality), 3)
+    cache_view = add_own(locality, A)
+    tell(cache_view, keys_in(locality), 3)
     add_own(locality, B, model="n")
     assert locality.match(0, keys_in(locality, "n")).holders(9) == []
     assert locality.match(0, None).holders(9) == []
@@ -110,14 +110,14 @@ def test_a_workers_number_is_given_to_the_next_one_without_its_blocks() -> None:
 def test_requests_are_expected_where_they_were_sent_and_checked_when_answered() -> None:
     locality = make()
     keys = keys_in(locality)
-    residency = locality.add(A, model="m", is_own=False)
+    cache_view = locality.add(A, model="m", is_own=False)
     locality.sent(0, A, keys)
     assert locality.match(0, keys).holders(9) == [(A, Held(4, 0))]
     locality.answered(0, A, keys, 0)
     again = keys_in(locality)
     locality.sent(1, A, again)
     locality.answered(1, A, again, 48)
-    assert (residency.audited.num_expected, residency.audited.num_hit) == (3, 3)
+    assert (cache_view.audited.num_expected, cache_view.audited.num_hit) == (3, 3)
     locality.sent(0, WorkerId("unknown"), keys)
     locality.answered(0, WorkerId("unknown"), keys, 48)
 
@@ -125,9 +125,9 @@ def test_requests_are_expected_where_they_were_sent_and_checked_when_answered() 
 def test_doubts_take_blocks_off_the_end_the_host_first() -> None:
     locality = make(stale_s=10)
     keys = keys_in(locality)
-    residency = add_own(locality, A)
-    tell(residency, keys, 2)
-    tell(residency, keys, 4, Tier.HOST)
+    cache_view = add_own(locality, A)
+    tell(cache_view, keys, 2)
+    tell(cache_view, keys, 4, Tier.HOST)
     assert locality.match(0, keys).of(A) == Held(2, 2)
     other = locality.maker("m").keys(tuple(range(900, 932)))
     locality.sent(0, A, other)
@@ -152,26 +152,26 @@ def test_each_worker_is_looked_up_by_what_it_computes_whatever_its_model_is_call
 def test_nothing_of_ours_is_found_before_it_says_what_it_computes() -> None:
     locality = make()
     keys = keys_in(locality)
-    residency = locality.add(A, model="m", is_own=True)
+    cache_view = locality.add(A, model="m", is_own=True)
     locality.sent(0, A, keys)
     assert locality.match(0, keys).holders(9) == []
     locality.identify(A, "one")
-    tell(residency, keys, 3)
+    tell(cache_view, keys, 3)
     assert locality.match(0, keys).holders(9) == [(A, Held(3, 0))]
 
 
 def test_a_worker_that_computes_something_else_from_now_on_has_nothing() -> None:
     locality = make()
     keys = keys_in(locality)
-    residency = add_own(locality, A)
-    tell(residency, keys, 3)
+    cache_view = add_own(locality, A)
+    tell(cache_view, keys, 3)
     locality.identify(A, "one")
     assert locality.match(0, keys).of(A) == Held(3, 0), "as it was"
     locality.identify(A, "two")
     assert locality.match(0, keys).of(A) == Held(0, 0)
     locality.identify(A, "one")
     assert locality.match(0, keys).of(A) == Held(0, 0), "and it does not come back by itself"
-    tell(residency, keys, 2)
+    tell(cache_view, keys, 2)
     assert locality.match(0, keys).of(A) == Held(2, 0)
 
 

@@ -16,7 +16,7 @@ from penstock.kv.index.vllm_events import (
     Stored,
     Unknown,
     decode_events,
-    events_of_own,
+    events_of_engine,
 )
 
 ARRAY_OF_MAPS = (
@@ -104,7 +104,7 @@ def test_our_engines_batches_are_read_the_same_way_whether_they_come_encoded_or_
         AllBlocksCleared(),
     )
     read = decode_events(encode_batch(events, wall_ns=0))
-    assert read == events_of_own(KVEventBatch(0.0, events, 0))
+    assert read == events_of_engine(KVEventBatch(0.0, events, 0))
     assert len(read) == 4
 
 

@@ -6,7 +6,7 @@ from penstock.clock import NS_PER_S
 from penstock.policy.limits.accelerator_cost import (
     HOUR_NS,
     AcceleratorCost,
-    ToldCost,
+    ReportedCost,
     share_micros,
     work_weight,
 )
@@ -131,29 +131,29 @@ def test_a_new_price_counts_from_then_on() -> None:
 
 
 def test_told_time_is_busy_or_idle() -> None:
-    cost = ToldCost(0, DOLLAR_A_SECOND)
-    cost.told(1 * S, 7 * S, has_work=False)  # What it did before this gateway came is not on its bill.
-    cost.told(2 * S, 7 * S + S // 2, has_work=True)
+    cost = ReportedCost(0, DOLLAR_A_SECOND)
+    cost.report(1 * S, 7 * S, has_work=False)  # What it did before this gateway came is not on its bill.
+    cost.report(2 * S, 7 * S + S // 2, has_work=True)
     cost.pass_time(3 * S)
     assert (cost.busy, cost.idle) == (S // 2 * DOLLAR_A_SECOND, S * DOLLAR_A_SECOND), (
         "the rest is not told yet"
     )
-    cost.told(4 * S, 8 * S, has_work=False)
+    cost.report(4 * S, 8 * S, has_work=False)
     cost.pass_time(5 * S)
     assert (cost.busy, cost.idle) == (S * DOLLAR_A_SECOND, 4 * S * DOLLAR_A_SECOND)
-    cost.told(6 * S, S // 4, has_work=False)  # Another process.
+    cost.report(6 * S, S // 4, has_work=False)  # Another process.
     assert cost.busy + cost.idle == 6 * S * DOLLAR_A_SECOND
     assert share_micros(S // 2, DOLLAR_A_SECOND) == 500_000
 
 
 def test_idle_time_never_falls() -> None:
     """The report that work had begun comes late: the clock catches up before there is idle time again."""
-    cost = ToldCost(0, 1)
-    cost.told(0, 0, has_work=False)
+    cost = ReportedCost(0, 1)
+    cost.report(0, 0, has_work=False)
     cost.pass_time(100)
-    cost.told(101, 50, has_work=True)
+    cost.report(101, 50, has_work=True)
     assert (cost.busy, cost.idle) == (50, 100)
-    cost.told(200, 120, has_work=False)
+    cost.report(200, 120, has_work=False)
     assert (cost.busy, cost.idle) == (120, 100)
     cost.pass_time(300)
     assert (cost.busy, cost.idle) == (120, 180)

@@ -3,7 +3,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config.routing import AutoConfig, AutoModel, AutoTier
-from penstock.policy.extras.complexity import ComplexityChoice, ComplexityRouter, Features
+from penstock.policy.extras.complexity import ComplexityRouter, Features
+from penstock.policy.placement.decision_log import ComplexityChoice
 
 MODELS = (
     AutoModel(model="small", up_to=0.15),

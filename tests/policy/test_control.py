@@ -560,7 +560,7 @@ class Life(RuleBasedStateMachine):
         )
         queue = QueueConfig(
             bands=bands, requests_max=10, no_worker=no_worker, no_worker_wait_s=15, worker_credit=1,
-            foreign_concurrency=2, skips_max=3, skip_s=2, aside_max=2, retries_max=1, tenants_kept=2,
+            external_concurrency=2, skips_max=3, skip_s=2, aside_max=2, retries_max=1, tenants_kept=2,
         )  # fmt: skip
         self.control = FlowControl(queue, parts)
         self.waiting: set[str] = set()

@@ -2,7 +2,7 @@
 
 from penstock.clock import NS_PER_S
 from penstock.config.flow import QueueConfig
-from penstock.errors import InvalidRequest, PenstockError, PoisonRequest, StreamBroken, WorkerUnavailable
+from penstock.errors import CrashingRequest, InvalidRequest, PenstockError, StreamBroken, WorkerUnavailable
 from penstock.policy.answers import Evict, Refused, Requeued, Settled, Start
 from penstock.policy.extras.quarantine import Quarantine, QuarantineTerms, fingerprint
 from penstock.policy.flow import Arrival
@@ -167,7 +167,7 @@ def test_a_request_that_killed_two_workers_does_not_reach_the_third_and_is_refus
         made.failed(now_ns, RequestId("a"), died(), retry=True)
     (evict,) = made.dispatch(S)
     assert isinstance(evict, Evict)
-    assert (evict.reason, type(evict.error)) == ("quarantine", PoisonRequest)
+    assert (evict.reason, type(evict.error)) == ("quarantine", CrashingRequest)
     again = made.arrive(2 * S, arrival("b", (6, 6, 6)))
     assert isinstance(again, Refused)
     assert (again.reason, str(again.error)) == (

@@ -11,7 +11,7 @@ from penstock.policy.queueing.room import Room, Rooms, WorkerView
 from penstock.types import RequestId, TenantId, WorkerId
 
 A, B, C = WorkerId("a"), WorkerId("b"), WorkerId("c")
-CONFIG = QueueConfig(worker_credit=0, foreign_concurrency=2, aside_max=2, skips_max=2)
+CONFIG = QueueConfig(worker_credit=0, external_concurrency=2, aside_max=2, skips_max=2)
 
 
 class Warm(LeastLoaded):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.flow import QueueConfig
-from penstock.errors import PoisonRequest, StreamBroken, WorkerUnavailable
+from penstock.errors import CrashingRequest, StreamBroken, WorkerUnavailable
 from penstock.policy.answers import Evict, Settled, Start
 from penstock.policy.extras.quarantine import Quarantine
 from penstock.policy.flow import Arrival, State
@@ -60,7 +60,7 @@ class Fleet:
                 self.running[action.id] = action.worker_id
             else:
                 assert isinstance(action, Evict)
-                assert isinstance(action.error, PoisonRequest), action.error
+                assert isinstance(action.error, CrashingRequest), action.error
                 self.ends[action.id] = "quarantine"
         self.control.lane("m").check_invariants()
 

@@ -16,7 +16,7 @@ def test_one_that_is_alone_at_two_deaths_is_refused_for_a_while() -> None:
     assert made.refused_s(S, BAD) == 60
     assert made.refused_s(31 * S, BAD) == 30
     assert made.refused_s(61 * S, BAD) == 0
-    assert made.num_convicted == 1
+    assert made.num_blocked == 1
     made.strike(70 * S, [BAD])
     assert made.refused_s(70 * S, BAD) == 0, "it was forgotten"
 

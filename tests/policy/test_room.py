@@ -11,7 +11,7 @@ from penstock.policy.queueing.room import Rooms, WorkerView
 from penstock.types import RequestId, TenantId, WorkerId
 
 A, B = WorkerId("a"), WorkerId("b")
-CONFIG = QueueConfig(worker_credit=1, foreign_concurrency=3)
+CONFIG = QueueConfig(worker_credit=1, external_concurrency=3)
 
 
 def work(name: str, *, streams: int = 1, blocks: int = 0) -> Work:

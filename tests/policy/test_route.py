@@ -21,7 +21,7 @@ from penstock.policy.queueing.room import Room, Rooms, WorkerView
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
 A, B, C, D = (WorkerId(name) for name in "abcd")
-QUEUE = QueueConfig(worker_credit=0, foreign_concurrency=8)
+QUEUE = QueueConfig(worker_credit=0, external_concurrency=8)
 CALM = PlacementTerms(explore=0.0)
 
 
@@ -47,8 +47,8 @@ class Caches:
     def of(self, worker: WorkerId) -> Held:
         return self.held.get(worker, NOTHING_HELD)
 
-    def holders(self, most: int) -> list[tuple[WorkerId, Held]]:
-        return sorted(self.held.items(), key=lambda entry: (-entry[1].blocks, entry[0]))[:most]
+    def holders(self, limit: int) -> list[tuple[WorkerId, Held]]:
+        return sorted(self.held.items(), key=lambda entry: (-entry[1].blocks, entry[0]))[:limit]
 
 
 class World:

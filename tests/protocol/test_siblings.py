@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.protocol.siblings import (
     Ask,
     ChildLaunch,
-    ChildNews,
+    ChildReport,
     Done,
     ModelNumbers,
     Order,
@@ -85,6 +85,6 @@ def test_what_a_process_is_started_with_passes_through_json() -> None:
 
 
 def test_what_is_no_news_is_not_sent() -> None:
-    assert msgspec.json.encode(ChildNews()) == b"{}"
-    news = ChildNews(workers=(), held={"w": 1.0})
-    assert msgspec.json.decode(msgspec.json.encode(news), type=ChildNews) == news
+    assert msgspec.json.encode(ChildReport()) == b"{}"
+    news = ChildReport(workers=(), held={"w": 1.0})
+    assert msgspec.json.decode(msgspec.json.encode(news), type=ChildReport) == news

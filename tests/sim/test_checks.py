@@ -68,11 +68,11 @@ def test_what_is_public_is_everybodys() -> None:
 
 
 def test_a_stream_that_goes_to_another_gateway_is_found(monkeypatch) -> None:
-    told = World.told
+    on_messages = World.on_messages
     monkeypatch.setattr(
         World,
         "told",
-        lambda self, now_ns, worker, gateway, words: told(self, now_ns, worker, 1 - gateway, words),
+        lambda self, now_ns, worker, gateway, words: on_messages(self, now_ns, worker, 1 - gateway, words),
     )
     assert "which it did not ask for" in failure(crowd(8, gateways=2))
 

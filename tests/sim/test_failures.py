@@ -31,10 +31,14 @@ def fault(kind: FaultKind, from_s: float, to_s: float, *, target: int = 0, amoun
     return Fault(kind, int(from_s * NS_PER_S), int(to_s * NS_PER_S), target, amount)
 
 
-def run(requests, faults, *, config=SLICED, workers=3, leaps=True):
+def run(requests, faults, *, config=SLICED, workers=3, fast_forwards=True):
     spec = WorldSpec(
         config=config,
-        pools=(PoolSpec(count=workers, worker=SimWorkerSpec(leaps=leaps, cold_start_ns=NS_PER_S)),),
+        pools=(
+            PoolSpec(
+                count=workers, worker=SimWorkerSpec(fast_forwards=fast_forwards, cold_start_ns=NS_PER_S)
+            ),
+        ),
     )
     world = World(spec, requests)
     Chaos(world, faults)
@@ -65,7 +69,7 @@ def test_a_stream_whose_worker_is_lost_goes_on_behind_its_last_token(kind) -> No
     first_read = {record.id: record.cached_tokens for record in stayed.records}
     assert any(record.cached_tokens == first_read[record.id] for record in moved)
     assert not any(gateway.health.blocked(result.virtual_ns, "model") for gateway in world.gateways)
-    stepped = run(requests, lost, leaps=False)[1]
+    stepped = run(requests, lost, fast_forwards=False)[1]
     assert stepped.digest == result.digest
 
 

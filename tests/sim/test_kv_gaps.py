@@ -4,7 +4,7 @@ import pytest
 from sim_load import poisson
 
 from penstock.clock import NS_PER_S
-from penstock.kv.index.residency import StreamState
+from penstock.kv.index.worker_cache_view import StreamState
 from penstock.sim.checks.checks import Checks
 from penstock.sim.world.chaos import Chaos
 from penstock.sim.world.faults import Fault, FaultKind
@@ -32,17 +32,17 @@ def gap(from_s: float, to_s: float) -> Fault:
 def test_what_was_missed_is_heard_again(kept, to_s) -> None:
     world, believed, cached = run(kept, gap(0.5, to_s))
     assert believed == cached > 100
-    residency = world.gateways[0].caches.locality.get(next(iter(world.members)))
-    assert residency.num_gaps == (1 if kept else 0)
-    assert residency.state is StreamState.SYNCED
+    cache_view = world.gateways[0].caches.locality.get(next(iter(world.members)))
+    assert cache_view.num_gaps == (1 if kept else 0)
+    assert cache_view.state is StreamState.SYNCED
 
 
 def test_what_cannot_be_said_again_is_not_believed() -> None:
     world, believed, cached = run(2, gap(0.5, 1.7))
     assert 0 < believed < cached
-    residency = world.gateways[0].caches.locality.get(next(iter(world.members)))
-    assert residency.num_gaps == 1
-    assert residency.wanted is None
+    cache_view = world.gateways[0].caches.locality.get(next(iter(world.members)))
+    assert cache_view.num_gaps == 1
+    assert cache_view.wanted is None
 
 
 @pytest.mark.parametrize("kept", [0, 1000])

@@ -7,7 +7,7 @@ import pytest
 from penstock import rng
 from penstock.errors import ConfigError
 from penstock.planning.step_time import StepShape
-from penstock.planning.steps_file import Step, StepsFile, fit, read_law, write_steps
+from penstock.planning.steps_file import Step, StepsFile, fit, read_model, write_steps
 
 TRUE = (2_000_000.0, 30_000.0, 50_000.0, 40.0, 5.0)
 
@@ -44,10 +44,10 @@ def test_noise_is_told_as_error() -> None:
 def test_a_file_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "steps.json"
     write_steps(path, StepsFile(name="here", steps=steps(0.0)))
-    assert read_law(path).step_ns(StepShape(1, 0, 0, 100)) > 1_000_000
+    assert read_model(path).step_ns(StepShape(1, 0, 0, 100)) > 1_000_000
     path.write_text('{"format":"x","name":"","steps":[]}')
     with pytest.raises(ConfigError, match="penstock-steps/1"):
-        read_law(path)
+        read_model(path)
     write_steps(path, StepsFile(name="here", steps=steps(0.0, 5)))
     with pytest.raises(ConfigError, match="too few"):
-        read_law(path)
+        read_model(path)

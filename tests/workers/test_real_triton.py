@@ -7,12 +7,12 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from conformance import Requests
 from engine_stand_ins import StandIn, until
-from test_foreign_conformance import TestTriton as TritonConformance
-from test_foreign_conformance import tools
+from test_external_conformance import TestTriton as TritonConformance
+from test_external_conformance import tools
 
 from penstock.backends.base import Backend
 from penstock.backends.http.backend import HttpBackend
-from penstock.backends.http.external import ForeignWorker, make_backend
+from penstock.backends.http.external import ExternalWorker, make_backend
 from penstock.errors import WorkerUnavailable
 
 pytestmark = [pytest.mark.workers, pytest.mark.timeout(600)]
@@ -29,7 +29,7 @@ class TestRealTriton(TritonConformance):
     @asynccontextmanager
     async def open(self) -> AsyncIterator[HttpBackend]:
         url, metrics_url = self.urls
-        worker = ForeignWorker(
+        worker = ExternalWorker(
             engine="triton", url=url, metrics_url=metrics_url, model="letters", max_model_len=32768
         )
         backend = make_backend(worker, byte_tokenizer(), tools())
@@ -53,7 +53,7 @@ class TestRealTriton(TritonConformance):
 
     def test_a_model_that_is_not_there_is_said(self) -> None:
         async def check(backend: Backend, requests: Requests) -> None:
-            worker = ForeignWorker(engine="triton", url=self.urls[0], model="nonsuch", max_model_len=100)
+            worker = ExternalWorker(engine="triton", url=self.urls[0], model="nonsuch", max_model_len=100)
             other = make_backend(worker, byte_tokenizer(), tools())
             other.open()
             await until(lambda: "nonsuch" in other.status.stage, timeout_s=30)

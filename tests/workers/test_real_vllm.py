@@ -9,12 +9,12 @@ import pytest
 import uvloop
 from conformance import BackendConformance, Recorder, Requests
 from engine_stand_ins import until
-from test_foreign_conformance import tools
+from test_external_conformance import tools
 
 from penstock.backends.base import Backend, GenerateRequest
-from penstock.backends.engine.backend import OwnBackend
+from penstock.backends.engine.backend import EngineBackend
 from penstock.backends.http.backend import HttpBackend
-from penstock.backends.http.external import ForeignWorker, make_backend
+from penstock.backends.http.external import ExternalWorker, make_backend
 from penstock.clock import SystemClock
 from penstock.config.tree import EngineConfig
 from penstock.errors import ContextTooLong
@@ -41,7 +41,7 @@ class TestRealVllm(BackendConformance):
 
     @asynccontextmanager
     async def open(self, metrics: Metrics | None = None) -> AsyncIterator[HttpBackend]:
-        worker = ForeignWorker(engine="vllm", url=self.url, model="served")
+        worker = ExternalWorker(engine="vllm", url=self.url, model="served")
         backend = make_backend(worker, Tokenizer.load(self.model), tools(metrics=metrics))
         backend.open()
         try:
@@ -187,7 +187,7 @@ async def our_engine(model: Path) -> AsyncIterator[Backend]:
         worker_id=WorkerId("ours-0"), model_path=str(model), model_name=ModelName("served"), engine=engine
     )
     try:
-        worker = await launcher.start(spec, OwnBackend(Tokenizer.load(model), SystemClock()))
+        worker = await launcher.start(spec, EngineBackend(Tokenizer.load(model), SystemClock()))
         await worker.wait_ready()
         yield worker.backend
     finally:

@@ -9,18 +9,18 @@ import pytest
 import uvloop
 from conformance import Recorder
 from engine_stand_ins import until
-from test_foreign_conformance import tools
+from test_external_conformance import tools
 
 from penstock.backends.base import GenerateRequest
 from penstock.backends.http.backend import HttpBackend
-from penstock.backends.http.external import ForeignWorker, make_backend
+from penstock.backends.http.external import ExternalWorker, make_backend
 from penstock.clock import SystemClock
 from penstock.config.tree import LogConfig
-from penstock.fleet.kv_feed import KVFeed
+from penstock.fleet.kv_event_subscriber import KVEventSubscriber
 from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.prompt_keys import PromptKeys
-from penstock.kv.index.residency import StreamState
+from penstock.kv.index.worker_cache_view import StreamState
 from penstock.rng import fresh_seed
 from penstock.telemetry.log import Log
 from penstock.text.tokenizer import Tokenizer
@@ -41,10 +41,10 @@ class Fleet:
         config = KVIndexLimits(check_s=check_s)
         self.backend = backend
         self.locality = KVLocality(config, b"0123456789abcdef")
-        self.residency = self.locality.add(WORKER, model="served", is_own=False)
+        self.cache_view = self.locality.add(WORKER, model="served", is_own=False)
         log = Log(LogConfig(), CLOCK, stream=io.StringIO())
-        self.feed = KVFeed(
-            self.residency, events=KV_EVENTS, replay=KV_REPLAY, config=config, log=log, worker=WORKER
+        self.feed = KVEventSubscriber(
+            self.cache_view, events=KV_EVENTS, replay=KV_REPLAY, config=config, log=log, worker=WORKER
         )
         self._num_sent = 0
 
@@ -75,7 +75,7 @@ class Fleet:
 
 def run(url: str, model: Path, check: Callable[[Fleet], object]) -> None:
     async def main() -> None:
-        worker = ForeignWorker(engine="vllm", url=url, model="served")
+        worker = ExternalWorker(engine="vllm", url=url, model="served")
         backend = make_backend(worker, Tokenizer.load(model), tools())
         backend.open()
         await until(lambda: backend.status.ready, timeout_s=60)
@@ -95,7 +95,7 @@ def test_its_events_say_what_its_answers_say_was_cached(vllm_url: str, model_28m
     async def check(fleet: Fleet) -> None:
         tokens = tuple(FIRST + 100 + i % 700 for i in range(600))
         await fleet.ask(tokens)
-        await until(lambda: fleet.residency.state is StreamState.SYNCED, timeout_s=20)
+        await until(lambda: fleet.cache_view.state is StreamState.SYNCED, timeout_s=20)
         await until(lambda: fleet.locality.index.num_predicted == 0, timeout_s=20)
         told = fleet.blocks(tokens)
         assert told >= 32, "whole blocks of vLLM's size, cut into ours"
@@ -105,7 +105,7 @@ def test_its_events_say_what_its_answers_say_was_cached(vllm_url: str, model_28m
         expected = fleet.blocks(other)
         usage = await fleet.ask(other)
         assert usage.cached_tokens == 16 * expected > 0
-        audited = fleet.residency.audited
+        audited = fleet.cache_view.audited
         assert audited.num_hit == audited.num_expected > 0
 
     run(vllm_url, model_28m, check)
@@ -166,8 +166,8 @@ def test_a_batch_that_was_lost_is_replayed(vllm_url: str, model_28m: Path) -> No
 
     async def lose_one(fleet: Fleet) -> None:
         await fleet.ask(tuple(FIRST + 400 + i % 300 for i in range(600)))
-        await until(lambda: fleet.residency.state is StreamState.SYNCED, timeout_s=20)
-        take, lost, num_replays = fleet.residency.live, list[int](), fleet.feed.num_replays
+        await until(lambda: fleet.cache_view.state is StreamState.SYNCED, timeout_s=20)
+        take, lost, num_replays = fleet.cache_view.live, list[int](), fleet.feed.num_replays
 
         def live(sequence: int, payload: bytes) -> None:
             if lost:
@@ -175,16 +175,16 @@ def test_a_batch_that_was_lost_is_replayed(vllm_url: str, model_28m: Path) -> No
             else:
                 lost.append(sequence)
 
-        fleet.residency.live = live  # type: ignore[method-assign]
+        fleet.cache_view.live = live  # type: ignore[method-assign]
         gone, next_one = (tuple(FIRST + first + i % 300 for i in range(600)) for first in (500, 600))
-        num_gaps = fleet.residency.num_gaps
+        num_gaps = fleet.cache_view.num_gaps
         await fleet.ask(gone)
         await until(lambda: lost != [], timeout_s=20)
         await fleet.ask(next_one)
         await until(lambda: fleet.feed.num_replays > num_replays, timeout_s=20)
-        await until(lambda: fleet.residency.state is StreamState.SYNCED, timeout_s=20)
+        await until(lambda: fleet.cache_view.state is StreamState.SYNCED, timeout_s=20)
         await until(lambda: fleet.locality.index.num_predicted == 0, timeout_s=20)
-        assert fleet.residency.num_gaps == num_gaps + 1
+        assert fleet.cache_view.num_gaps == num_gaps + 1
         assert (await fleet.ask(gone)).cached_tokens == 16 * fleet.blocks(gone) > 0
 
     run(vllm_url, model_28m, lambda fleet: check(fleet.backend))

@@ -8,10 +8,10 @@ import pytest
 import uvloop
 from conformance import Recorder
 from engine_stand_ins import until
-from test_foreign_conformance import tools
+from test_external_conformance import tools
 
 from penstock.backends.base import GenerateRequest
-from penstock.backends.http.external import ForeignWorker, make_backend
+from penstock.backends.http.external import ExternalWorker, make_backend
 from penstock.config.flow import LimitsConfig
 from penstock.protocol.needs import constraint_of, rare_needs
 from penstock.protocol.openai_validate import parse_chat
@@ -38,7 +38,9 @@ def test_what_comes_back_obeys_its_schema(vllm_url: str, model_28m: Path) -> Non
 
     async def run() -> dict[str, str]:
         tokenizer = Tokenizer.load(model_28m)
-        backend = make_backend(ForeignWorker(engine="vllm", url=vllm_url, model="served"), tokenizer, tools())
+        backend = make_backend(
+            ExternalWorker(engine="vllm", url=vllm_url, model="served"), tokenizer, tools()
+        )
         backend.open()
         found: dict[str, str] = {}
         try:

@@ -13,10 +13,10 @@ from msgspec.structs import replace
 from penstock.backends.base import BackendStatus, GenerateRequest, Note, Phase, Sink, nothing
 from penstock.backends.draining import end_streams
 from penstock.backends.engine.auth import Handshake, LinkRefused, WorkerKey
-from penstock.backends.engine.heartbeat import HeartbeatTerms
 from penstock.backends.engine.kv import KVEventListener, KVSubscription
 from penstock.backends.engine.link import WorkerLink
-from penstock.backends.engine.stream import OwnStream
+from penstock.backends.engine.stream import EngineStream
+from penstock.backends.heartbeat import HeartbeatTerms
 from penstock.clock import Clock, sleep
 from penstock.errors import WorkerUnavailable
 from penstock.kv.hashing import token_bytes
@@ -50,7 +50,7 @@ NOTES_MAX = 20
 """Lines kept in `BackendStatus.notes`; older ones go first."""
 
 
-class OwnBackend:
+class EngineBackend:
     """One engine worker. `connect_to` an address, and it stays connected until drained or closed."""
 
     def __init__(
@@ -78,8 +78,8 @@ class OwnBackend:
         """Streams that ended here; the worker has been told, and has not said its last word."""
         self._num_again = 0
         self._link: WorkerLink | None = None
-        self._streams: dict[RequestId, OwnStream] = {}
-        self._gathered: list[OwnStream] = []
+        self._streams: dict[RequestId, EngineStream] = {}
+        self._gathered: list[EngineStream] = []
         """Streams with output of several steps to hand on."""
         self._kv: KVSubscription | None = None
         self._draining = False
@@ -109,12 +109,12 @@ class OwnBackend:
         """Nothing new is taken, and the worker's exit will be no accident."""
         return self._draining
 
-    def connect_to(self, address: Address, *, says_trouble: bool = False) -> None:
-        """Connect, now or as soon as somebody listens there, and again after every loss. `says_trouble`: that nobody listens is
+    def connect_to(self, address: Address, *, reports_connect_errors: bool = False) -> None:
+        """Connect, now or as soon as somebody listens there, and again after every loss. `reports_connect_errors`: that nobody listens is
         told as the stage, for nobody else knows more.
         """
         assert self._connecting is None, "already connected"
-        self._says_trouble = says_trouble
+        self._says_trouble = reports_connect_errors
         self._connecting = asyncio.create_task(self._stay_connected(address), name=f"connect {address}")
 
     async def move_to(self, address: Address) -> None:
@@ -136,7 +136,7 @@ class OwnBackend:
         if self._link is not None and self._handshake.is_over:
             self._link.send(self._kv.request())
 
-    def generate(self, request: GenerateRequest, sink: Sink) -> OwnStream:
+    def generate(self, request: GenerateRequest, sink: Sink) -> EngineStream:
         """See `Backend.generate`.
 
         Raises:
@@ -169,7 +169,7 @@ class OwnBackend:
                 fairness_weight=request.fairness_weight,
             )
         )
-        stream = OwnStream(request, sink, self._tokenizer, self._clock, self._leave)
+        stream = EngineStream(request, sink, self._tokenizer, self._clock, self._leave)
         self._streams[request.request_id] = stream
         return stream
 
@@ -257,7 +257,7 @@ class OwnBackend:
         if self._gathered:
             gathered, self._gathered = self._gathered, []
             for stream in gathered:
-                stream.let_go()
+                stream.release_buffered()
 
     def on_link_doubted(self, *, doubted: bool) -> None:
         """It gets nothing new while it does not answer; its streams wait for it, until the link is given up."""

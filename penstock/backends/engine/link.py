@@ -8,7 +8,7 @@ asked for a sign of life, then doubted, then given up: whatever it may say later
 import asyncio
 from typing import Protocol, cast
 
-from penstock.backends.engine.heartbeat import Beat, Heartbeat, HeartbeatTerms
+from penstock.backends.heartbeat import Beat, Heartbeat, HeartbeatTerms
 from penstock.protocol.address import Address, UnixAddress
 from penstock.protocol.worker import (
     MAX_FRAME_BYTES,
@@ -71,7 +71,7 @@ class WorkerLink(asyncio.Protocol):
         self._config = heartbeat
         self._heartbeat: Heartbeat | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._heard = False
+        self._received = False
         self._greeting_beats = 0
 
     @classmethod
@@ -145,7 +145,7 @@ class WorkerLink(asyncio.Protocol):
         """Bytes from the worker. A worker that breaks the protocol is disconnected."""
         if self._transport is None or self._transport.is_closing():
             return  # Given up: what it says now, after a pause perhaps, belongs to an epoch that is over.
-        self._heard = True
+        self._received = True
         try:
             bodies = list(self._decoder.feed(data))
             behind = len(bodies) > 1
@@ -175,7 +175,7 @@ class WorkerLink(asyncio.Protocol):
         self._timer = asyncio.get_running_loop().call_later(self._config.interval_s, self._beat)
 
     def _beat(self) -> None:
-        heard, self._heard = self._heard, False
+        heard, self._received = self._received, False
         self._beat_later()
         if self._heartbeat is None:
             self._await_greeting(heard=heard)

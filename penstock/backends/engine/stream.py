@@ -9,7 +9,7 @@
 Whichever comes first wins; everything after it is ignored. `push` runs once per stream and step: it is the
 relay's hot path, so all that is only needed at the ends stays out of it.
 
-Tokens may wait here for a moment: those of a read that brings several steps (`gather`, then `let_go`), and of an answer that nobody
+Tokens may wait here for a moment: those of a read that brings several steps (`gather`, then `release_buffered`), and of an answer that nobody
 reads before its end, in pieces. Whatever ends the stream tells them first.
 
 What the sink has heard is a function of the tokens alone, however they were cut into steps: so the detokenizer and the stop
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from penstock.backends.base import Delta, Finish, GenerateRequest, Sink
-from penstock.backends.shown import shown_logprob
+from penstock.backends.text_logprob import to_text_logprob
 from penstock.clock import Clock
 from penstock.errors import (
     ContextTooLong,
@@ -55,7 +55,7 @@ _KINDS: dict[str, type[PenstockError]] = {
 }
 
 
-class OwnStream:
+class EngineStream:
     """The `Generation` of one request. `leave` is called once, at the end: True if the worker must be told."""
 
     __slots__ = (
@@ -64,11 +64,11 @@ class OwnStream:
         "_device_ns",
         "_done",
         "_first_ns",
-        "_heard",
         "_held",
         "_leave",
         "_piece",
         "_push_text",
+        "_received",
         "_request",
         "_sink",
         "_stop",
@@ -93,7 +93,7 @@ class OwnStream:
         self._usage = Usage(prompt_tokens=len(request.prompt_token_ids))
         self._token_ids = array("i", request.resumed)
         """The answer so far."""
-        self._heard = False
+        self._received = False
         """The sink has heard the first output, and more may come in pieces."""
         self._held: list[int] = []
         """Tokens of the answer that the sink has not heard of yet."""
@@ -111,7 +111,7 @@ class OwnStream:
         return self._usage if self._first_ns else None
 
     def gather(self, output: Output) -> bool:
-        """One step's output, of which more came with it. True: what it gave is held until `let_go` is called."""
+        """One step's output, of which more came with it. True: what it gave is held until `release_buffered` is called."""
         plain = (
             output.finish is None and output.usage is None and output.logprobs is None and output.token_ids
         )
@@ -126,7 +126,7 @@ class OwnStream:
         """One step's output for this stream."""
         self._device_ns = output.device_ns
         if self._held and self._piece == 1:
-            self.let_go()
+            self.release_buffered()
         if output.usage is not None:
             self._usage, self._first_ns = output.usage, self._clock.now_ns()
         if output.finish is not None:
@@ -134,16 +134,16 @@ class OwnStream:
             return
         token_ids = output.token_ids
         if not token_ids:
-            found = tuple(shown_logprob(each, self._tokenizer) for each in output.prompt_logprobs)
+            found = tuple(to_text_logprob(each, self._tokenizer) for each in output.prompt_logprobs)
             self._sink.on_delta(Delta("", (), (), found))
             return
-        if self._heard and output.logprobs is None:
+        if self._received and output.logprobs is None:
             self._held.extend(token_ids)
-            told = len(self._token_ids)
-            if told // self._piece != (told + len(self._held)) // self._piece:
-                self.let_go()
+            num_reported = len(self._token_ids)
+            if num_reported // self._piece != (num_reported + len(self._held)) // self._piece:
+                self.release_buffered()
             return
-        self._heard = self._piece > 1
+        self._received = self._piece > 1
         self._token_ids.extend(token_ids)
         text = self._push_text(token_ids)
         if self._stop is not None:
@@ -155,7 +155,7 @@ class OwnStream:
 
     def abort(self) -> None:
         """The client left: tell the worker, and the sink at once."""
-        self.let_go()
+        self.release_buffered()
         if not self._done:
             finish = Finish(reason=FinishReason.ABORT, usage=self._usage_here(), resume=self._resume())
             self._end(finish, tell_worker=True)
@@ -169,7 +169,7 @@ class OwnStream:
 
     def break_off(self, why: str, *, died: bool = False) -> None:
         """The worker is lost; `died`: its process ended."""
-        self.let_go()
+        self.release_buffered()
         if self._done:
             return
         kind = StreamBroken if self._token_ids else WorkerUnavailable
@@ -177,7 +177,7 @@ class OwnStream:
         usage, resume = self._usage_here(), self._resume()
         self._end(Finish(reason=FinishReason.ERROR, usage=usage, error=error, resume=resume))
 
-    def let_go(self) -> None:
+    def release_buffered(self) -> None:
         """Tell the sink what was held back. It may end the stream."""
         if self._held and not self._done:
             token_ids = tuple(self._held)
@@ -197,7 +197,7 @@ class OwnStream:
 
     def _push_last(self, output: Output, finish: RequestFinished) -> None:
         """The engine says that this is the end: let go of what was held back."""
-        self.let_go()
+        self.release_buffered()
         if self._done:
             return
         self._token_ids.extend(output.token_ids)
@@ -245,4 +245,4 @@ class OwnStream:
 
     def _delta(self, text: str, output: Output) -> Delta:
         found = output.logprobs or ()
-        return Delta(text, output.token_ids, tuple(shown_logprob(each, self._tokenizer) for each in found))
+        return Delta(text, output.token_ids, tuple(to_text_logprob(each, self._tokenizer) for each in found))

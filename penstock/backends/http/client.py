@@ -20,7 +20,7 @@ from typing import Any, cast
 import httptools
 
 from penstock.backends.http.address import HttpAddress, reason_of, tls_context
-from penstock.backends.http.handler import NOBODY, HttpFailure, HttpHandler, Trouble
+from penstock.backends.http.handler import IGNORING_HANDLER, FailureKind, HttpFailure, HttpHandler
 from penstock.backends.http.limits import HttpLimits
 from penstock.clock import NS_PER_S, Clock
 from penstock.errors import ConfigError
@@ -101,10 +101,10 @@ class HttpExchange:
             if self._connection is not None:
                 self._connection.close()
 
-    def let_go(self) -> None:
+    def discard_rest(self) -> None:
         """The handler has all that it wants; what is left of the answer is read so that the connection can be used again."""
         if not self._over:
-            self.handler = NOBODY
+            self.handler = IGNORING_HANDLER
             self.go_on()
             self._deadline_ns = self._client.clock.now_ns() + _END_TIMEOUT_NS
             self._arm()
@@ -124,7 +124,7 @@ class HttpExchange:
     def not_connected(self, why: str) -> None:
         """There is no connection for it."""
         self._connecting = None
-        self.fail(HttpFailure(Trouble.CONNECT, why))
+        self.fail(HttpFailure(FailureKind.CONNECT, why))
 
     def run_on(self, connection: "_Connection") -> None:
         """Write the request."""
@@ -146,7 +146,7 @@ class HttpExchange:
         self.num_bytes += len(data)
         if self.num_bytes > self._client.config.response_bytes_max:
             most = self._client.config.response_bytes_max
-            self.fail(HttpFailure(Trouble.TOO_LARGE, f"the answer is over {most} bytes"))
+            self.fail(HttpFailure(FailureKind.TOO_LARGE, f"the answer is over {most} bytes"))
         else:
             self.handler.on_body(data)
 
@@ -163,14 +163,14 @@ class HttpExchange:
             self.abort()
             handler.on_failure(failure)
 
-    def lost(self, failure: HttpFailure, *, was_heard: bool) -> None:
+    def lost(self, failure: HttpFailure, *, was_received: bool) -> None:
         """Its connection ended. One that was idle may have been closed just as it was taken: then a new one is made, once.
 
         RFC 9110, section 9.2.2: a request may be sent again when it is known that it had no effect; generating text for
         nobody has none.
         """
         is_late = self._client.clock.now_ns() - self._sent_ns > _STALE_NS
-        if was_heard or is_late or self._fresh or self._over:
+        if was_received or is_late or self._fresh or self._over:
             self.fail(failure)
         else:
             self._connection = None
@@ -197,11 +197,11 @@ class HttpExchange:
         self._timer = None
         now_ns = self._client.clock.now_ns()
         if now_ns >= self._ends_ns:
-            trouble = Trouble.HELD if self._held_since_ns else Trouble.TIMEOUT
-            self.fail(HttpFailure(trouble, f"no end within {self._client.config.request_timeout_s:g} s"))
+            kind = FailureKind.HELD if self._held_since_ns else FailureKind.TIMEOUT
+            self.fail(HttpFailure(kind, f"no end within {self._client.config.request_timeout_s:g} s"))
         elif now_ns >= self._deadline_ns and not self._held_since_ns:
-            trouble = Trouble.CONNECT if self._connecting is not None else Trouble.TIMEOUT
-            self.fail(HttpFailure(trouble, f"timed out waiting for {self._what}"))
+            kind = FailureKind.CONNECT if self._connecting is not None else FailureKind.TIMEOUT
+            self.fail(HttpFailure(kind, f"timed out waiting for {self._what}"))
         else:
             self._arm()
 
@@ -331,7 +331,7 @@ class _Connection(asyncio.Protocol):
         self._parser = cast(Any, httptools).HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._exchange: HttpExchange | None = None
-        self._heard = False
+        self._received = False
         self._status = 0
         self._headers: dict[bytes, bytes] = {}
         self._head_bytes = 0
@@ -345,9 +345,11 @@ class _Connection(asyncio.Protocol):
         """Send a request, and bring its answer."""
         assert self._exchange is None, "one exchange at a time"
         if self._transport is None or self._transport.is_closing():
-            exchange.lost(HttpFailure(Trouble.BROKEN, "the worker closed the connection"), was_heard=False)
+            exchange.lost(
+                HttpFailure(FailureKind.BROKEN, "the worker closed the connection"), was_received=False
+            )
             return
-        self._exchange, self._heard, self._status = exchange, False, 0
+        self._exchange, self._received, self._status = exchange, False, 0
         self._transport.write(exchange.request)
 
     def read(self, *, on: bool) -> None:
@@ -374,13 +376,13 @@ class _Connection(asyncio.Protocol):
         if self._exchange is None:
             self.close()  # Nothing was asked: whatever this is, it must not become the next answer.
             return
-        self._heard = True
+        self._received = True
         try:
             self._parser.feed_data(data)
         except cast(Any, httptools).HttpParserUpgrade:
-            self._fail(Trouble.MALFORMED, "the worker wants another protocol")
+            self._fail(FailureKind.MALFORMED, "the worker wants another protocol")
         except cast(Any, httptools).HttpParserError as error:
-            self._fail(Trouble.MALFORMED, f"the answer is not HTTP/1.1: {error}")
+            self._fail(FailureKind.MALFORMED, f"the answer is not HTTP/1.1: {error}")
 
     def eof_received(self) -> bool:
         return False
@@ -398,7 +400,7 @@ class _Connection(asyncio.Protocol):
             exchange.complete()  # No length was given: the end of the connection is the end of the body.
             return
         why = f"the connection broke: {exc}" if exc else "the worker closed the connection"
-        exchange.lost(HttpFailure(Trouble.BROKEN, why), was_heard=self._heard)
+        exchange.lost(HttpFailure(FailureKind.BROKEN, why), was_received=self._received)
 
     # httptools calls these.
 
@@ -409,7 +411,7 @@ class _Connection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_bytes += len(name) + len(value)
         if self._head_bytes > HEAD_BYTES_MAX:
-            self._fail(Trouble.TOO_LARGE, f"the answer's head is over {HEAD_BYTES_MAX} bytes")
+            self._fail(FailureKind.TOO_LARGE, f"the answer's head is over {HEAD_BYTES_MAX} bytes")
             return
         name = name.lower()
         known = self._headers.get(name)
@@ -421,7 +423,7 @@ class _Connection(asyncio.Protocol):
             return  # 1xx: the real answer follows.
         self._status = status
         if self._headers.get(b"content-encoding", b"identity").lower() != b"identity":
-            self._fail(Trouble.MALFORMED, "the answer is compressed, which was not asked for")
+            self._fail(FailureKind.MALFORMED, "the answer is compressed, which was not asked for")
             return
         self._exchange.on_head(status, self._headers)
 
@@ -441,8 +443,8 @@ class _Connection(asyncio.Protocol):
             self.close()
         exchange.complete()
 
-    def _fail(self, trouble: Trouble, message: str) -> None:
+    def _fail(self, kind: FailureKind, message: str) -> None:
         exchange = self._exchange
         self.close()
         if exchange is not None:
-            exchange.fail(HttpFailure(trouble, message))
+            exchange.fail(HttpFailure(kind, message))

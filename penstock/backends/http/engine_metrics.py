@@ -189,22 +189,22 @@ def _told_tokens(samples: Samples, names: LoadNames) -> int | None:
     if names.kv_info is None:
         return None
     metric, blocks, tokens = names.kv_info
-    told = [sample.labels for sample in samples.get(metric, ())]
-    return sum(_digits(labels.get(blocks, "")) * _digits(labels.get(tokens, "")) for labels in told) or None
+    series = [sample.labels for sample in samples.get(metric, ())]
+    return sum(_digits(labels.get(blocks, "")) * _digits(labels.get(tokens, "")) for labels in series) or None
 
 
 def _adapters(samples: Samples, names: LoadNames) -> tuple[str, ...] | None:
     """What was used last, oldest first; None: it does not say."""
-    if names.adapters is None or not (told := samples.get(names.adapters[0])):
+    if names.adapters is None or not (series := samples.get(names.adapters[0])):
         return None
-    _, running, waiting, most = names.adapters
+    _, running, waiting, limit_label = names.adapters
     used: dict[str, None] = {}
-    for sample in sorted(told, key=_value):
+    for sample in sorted(series, key=_value):
         words = f"{sample.labels.get(waiting, '')},{sample.labels.get(running, '')}".split(",")
         for name in filter(None, words):
             used.pop(name, None)
             used[name] = None
-    count = _digits(told[0].labels.get(most, ""))
+    count = _digits(series[0].labels.get(limit_label, ""))
     return tuple(used)[-count:] if count else ()
 
 

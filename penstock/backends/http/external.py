@@ -6,7 +6,7 @@ A new engine is a dialect (dialect.py), its names for its load (engine_metrics.p
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from penstock.backends.engine.heartbeat import HeartbeatTerms
+from penstock.backends.heartbeat import HeartbeatTerms
 from penstock.backends.http.backend import HttpBackend
 from penstock.backends.http.client import HttpAddress, HttpClient
 from penstock.backends.http.dialects.base import Dialect
@@ -39,7 +39,7 @@ _MUST_SAY_CONTEXT = frozenset({"trtllm", "triton"})
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class ForeignWorker:
+class ExternalWorker:
     """A worker's entry in the configuration, with the key that it names."""
 
     engine: str
@@ -57,7 +57,7 @@ class ForeignWorker:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Tools:
+class BackendDependencies:
     """What every backend of one process is given."""
 
     config: HttpBackendLimits
@@ -70,7 +70,7 @@ class Tools:
     """For workers of our own that somebody else started."""
 
 
-def make_backend(worker: ForeignWorker, tokenizer: Tokenizer, tools: Tools) -> HttpBackend:
+def make_backend(worker: ExternalWorker, tokenizer: Tokenizer, tools: BackendDependencies) -> HttpBackend:
     """A backend for a worker; `open` it on the event loop. `tokenizer` is that of the model here.
 
     Raises:
@@ -103,7 +103,7 @@ def make_backend(worker: ForeignWorker, tokenizer: Tokenizer, tools: Tools) -> H
     )
 
 
-def _address(worker: ForeignWorker) -> HttpAddress:
+def _address(worker: ExternalWorker) -> HttpAddress:
     """Operators write addresses with and without OpenAI's `/v1`: only a provider's is part of its address."""
     found = HttpAddress.parse(worker.url)
     if worker.engine == "openai":
@@ -111,7 +111,7 @@ def _address(worker: ForeignWorker) -> HttpAddress:
     return replace(found, base=found.base.removesuffix("/v1"))
 
 
-def _dialect(worker: ForeignWorker, tokenizer: Tokenizer) -> Dialect:
+def _dialect(worker: ExternalWorker, tokenizer: Tokenizer) -> Dialect:
     model, has_priorities = worker.model, worker.has_priorities
     makers: Mapping[str, Callable[[], Dialect]] = {
         "openai": lambda: OpenAIDialect(
@@ -131,7 +131,7 @@ def _dialect(worker: ForeignWorker, tokenizer: Tokenizer) -> Dialect:
 
 
 def _metrics(
-    worker: ForeignWorker, address: HttpAddress, client: HttpClient, tools: Tools
+    worker: ExternalWorker, address: HttpAddress, client: HttpClient, tools: BackendDependencies
 ) -> tuple[HttpClient, str] | None:
     """Where an engine's metrics are: at its own address, except where they have a port of their own."""
     if worker.metrics_url:

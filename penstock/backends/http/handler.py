@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 
-class Trouble(enum.Enum):
+class FailureKind(enum.Enum):
     """What kind of failure an exchange met."""
 
     CONNECT = "connect"  # Nobody listens, TLS failed, or it took too long.
@@ -21,7 +21,7 @@ class Trouble(enum.Enum):
 class HttpFailure:
     """Why an exchange has no (whole) answer."""
 
-    trouble: Trouble
+    kind: FailureKind
     message: str
 
 
@@ -61,4 +61,4 @@ class _Nobody:
         """Not needed."""
 
 
-NOBODY = _Nobody()
+IGNORING_HANDLER = _Nobody()

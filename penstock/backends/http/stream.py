@@ -23,8 +23,8 @@ from penstock.backends.base import Delta, Finish, GenerateRequest, Sink, TextLog
 from penstock.backends.http.client import HttpExchange
 from penstock.backends.http.dialects.base import AnswerReader, Piece, ReportedUsage, SaidError
 from penstock.backends.http.dialects.worker_errors import error_of, said_in
-from penstock.backends.http.handler import HttpFailure, Trouble
-from penstock.backends.shown import shown_logprob
+from penstock.backends.http.handler import FailureKind, HttpFailure
+from penstock.backends.text_logprob import to_text_logprob
 from penstock.clock import Clock
 from penstock.errors import Overloaded, PenstockError, StreamBroken, WorkerUnavailable
 from penstock.protocol.sse import EventReader, EventTooLong
@@ -203,11 +203,11 @@ class HttpStream:
         """See `HttpHandler`."""
         if self._done:
             return
-        if failure.trouble is Trouble.HELD:
+        if failure.kind is FailureKind.HELD:
             self.fail(Overloaded(f"The answer was read too slowly: {failure.message}."))
             return
-        if failure.trouble in (Trouble.CONNECT, Trouble.BROKEN):
-            self._owner.lost(failure.message, unreachable=failure.trouble is Trouble.CONNECT)
+        if failure.kind in (FailureKind.CONNECT, FailureKind.BROKEN):
+            self._owner.lost(failure.message, unreachable=failure.kind is FailureKind.CONNECT)
         if not self._done:
             self._break(failure.message)
 
@@ -388,7 +388,7 @@ class HttpStream:
             if close:
                 self._exchange.abort()
             else:
-                self._exchange.let_go()
+                self._exchange.discard_rest()
         self._owner.leave(self, finish)
         self._sink.on_finish(finish)
 
@@ -441,4 +441,4 @@ class HttpStream:
     def _shown(self, found: Sequence[TokenLogprob]) -> tuple[TextLogprob, ...]:
         if not found:
             return ()
-        return tuple(shown_logprob(each, self._tokenizer) for each in found)
+        return tuple(to_text_logprob(each, self._tokenizer) for each in found)

@@ -24,7 +24,7 @@ from penstock.cli.output import check_place, screen_beside, write_to
 from penstock.clock import NS_PER_S
 from penstock.config.load import load_config
 from penstock.errors import ConfigError
-from penstock.planning.steps_file import read_law
+from penstock.planning.steps_file import read_model
 from penstock.sim.report.compare import Difference, compare
 from penstock.sim.report.html import compare_page, report_page
 from penstock.sim.scenarios.catalogue import SCENARIOS
@@ -135,7 +135,7 @@ def _knobs(args: argparse.Namespace, settings: Sequence[str]) -> Knobs:
     config = load_config(args.config) if args.config else None
     knobs = Knobs() if config is None else Knobs(config=config)
     if args.step_times is not None:
-        knobs = msgspec.structs.replace(knobs, step_time=read_law(args.step_times))
+        knobs = msgspec.structs.replace(knobs, step_time=read_model(args.step_times))
     return with_settings(knobs, _pairs(settings))
 
 

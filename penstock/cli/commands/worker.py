@@ -10,7 +10,7 @@ import uvloop
 from penstock import rng
 from penstock.backends.base import BackendStatus, Phase
 from penstock.backends.engine.auth import WorkerKey
-from penstock.backends.engine.backend import OwnBackend
+from penstock.backends.engine.backend import EngineBackend
 from penstock.cli import console
 from penstock.cli.flags import Commands, Help, number, size
 from penstock.cli.wiring.progress import loading_display
@@ -129,7 +129,7 @@ async def _serve(
     drain_timeout_s: float,
 ) -> int:
     key = WorkerKey(launch.key, lambda: rng.fresh_key(NONCE_BYTES)) if launch.key else None
-    backend = OwnBackend(tokenizer, clock, key=key)
+    backend = EngineBackend(tokenizer, clock, key=key)
     process = WorkerProcess(spec.worker_id, launch, address, {}, stderr_line)
     worker = SupervisedWorker(spec, backend, process, clock)
     stop, down = asyncio.Event(), asyncio.Event()

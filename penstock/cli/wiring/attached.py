@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from penstock.config.presets import served_name
 from penstock.config.tree import ModelConfig
+from penstock.fleet.desired_worker import worker_id_at
 from penstock.fleet.registry import Registry
-from penstock.fleet.wanted import worker_id_at
 from penstock.fleet.worker import Worker
 from penstock.telemetry.log import Log
 

@@ -14,24 +14,24 @@ from collections.abc import Sequence
 import msgspec
 import uvloop
 
-from penstock import __version__, collector, rng
-from penstock.backends.http.external import Tools
+from penstock import __version__, gc_tuning, rng
+from penstock.backends.http.external import BackendDependencies
 from penstock.cli.wiring.attached import wait_for_attached
 from penstock.cli.wiring.fleet_log import FleetLog
-from penstock.cli.wiring.models import ModelPart, make_part, make_tools
+from penstock.cli.wiring.models import ModelPart, make_dependencies, make_part
 from penstock.clock import SystemClock
 from penstock.config.fleet import WorkerConfig
 from penstock.config.reload import with_members
 from penstock.config.tree import Config, ModelConfig
 from penstock.errors import ConfigError
+from penstock.fleet.desired_worker import Attached, DesiredWorker
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry
 from penstock.fleet.sources.discovery import Discovery
 from penstock.fleet.sources.static import attached
-from penstock.fleet.wanted import Attached, Wanted
 from penstock.gateway.app import Gateway
 from penstock.gateway.shared.siblings import Siblings
-from penstock.protocol.siblings import ChildLaunch, ChildNews
+from penstock.protocol.siblings import ChildLaunch, ChildReport
 from penstock.protocol.worker_auth import link_key_of
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
@@ -58,7 +58,7 @@ async def _serve(launch: ChildLaunch) -> int:
     members = Members(registry, log, drain_timeout_s=config.fleet.drain_timeout_s)
     parts = [make_part(model, registry, clock) for model in config.models]
     metrics = Metrics([part.served.name for part in parts], version=__version__)
-    tools = make_tools(config, metrics, clock)
+    tools = make_dependencies(config, metrics, clock)
     gateway = Gateway(
         config,
         {part.served.name: part.served for part in parts},
@@ -81,7 +81,7 @@ async def _serve(launch: ChildLaunch) -> int:
     loop.add_reader(STDIN, parent.on_readable)
     await fleet.apply()
     await gateway.start()
-    collector.settle()
+    gc_tuning.freeze_gc()
     telling = asyncio.create_task(_tell_of_attached(config, registry, log)) if launch.index == 0 else None
     await stop.wait()
     if telling is not None:
@@ -114,7 +114,7 @@ class _Fleet:
         launch: ChildLaunch,
         members: Members,
         discovery: Discovery,
-        tools: Tools,
+        tools: BackendDependencies,
     ) -> None:
         self.models, self.launched, self.held = config.models, launch.workers, launch.held
         self._parts, self._members, self._discovery, self._tools = parts, members, discovery, tools
@@ -132,9 +132,9 @@ class _Fleet:
         for model, part in zip(self.models, self._parts, strict=True):
             await self._discovery.apply(model, part.served.tokenizer, self._tools)
 
-    def _wanted(self, model: ModelConfig, part: ModelPart) -> list[Wanted]:
+    def _wanted(self, model: ModelConfig, part: ModelPart) -> list[DesiredWorker]:
         name, tokenizer = part.served.name, part.served.tokenizer
-        found: list[Wanted] = [
+        found: list[DesiredWorker] = [
             Attached(
                 id=WorkerId(worker.id),
                 route=name,
@@ -169,11 +169,11 @@ class _Parent:
             return
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            task = asyncio.create_task(self._take(msgspec.json.decode(line, type=ChildNews)))
+            task = asyncio.create_task(self._take(msgspec.json.decode(line, type=ChildReport)))
             self._news.add(task)
             task.add_done_callback(self._news.discard)
 
-    async def _take(self, news: ChildNews) -> None:
+    async def _take(self, news: ChildReport) -> None:
         async with self._one_at_a_time:
             if news.config:
                 config = msgspec.json.decode(news.config, type=Config)

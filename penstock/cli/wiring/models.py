@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock import rng
-from penstock.backends.http.external import Tools
+from penstock.backends.http.external import BackendDependencies
 from penstock.backends.http.limits import HttpBackendLimits, HttpLimits
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.checkpoints import check_loads
@@ -53,9 +53,9 @@ def make_part(model: ModelConfig, registry: Registry, clock: Clock) -> ModelPart
     return ModelPart(served, str(directory))
 
 
-def make_tools(config: Config, metrics: Metrics, clock: Clock) -> Tools:
+def make_dependencies(config: Config, metrics: Metrics, clock: Clock) -> BackendDependencies:
     """What the backends of workers that are not ours share."""
-    return Tools(
+    return BackendDependencies(
         config=HttpBackendLimits(http=HttpLimits.of(config.backends)),
         clock=clock,
         meters=metrics.backend,

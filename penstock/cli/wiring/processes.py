@@ -31,7 +31,7 @@ from penstock.gateway.shared.local_store import LeaseServer
 from penstock.protocol.siblings import (
     Ask,
     ChildLaunch,
-    ChildNews,
+    ChildReport,
     Done,
     ModelNumbers,
     Order,
@@ -56,7 +56,7 @@ HELD_MAX = 4096
 """Workers that are remembered to be out of service by hand; of more the oldest come back."""
 
 
-class Numbers:
+class ProcessStats:
     """The last snapshot of every process, and what those who have ended leave behind."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Numbers:
         """Answers being generated in all processes."""
         return sum(each.streams for each in self._last.values())
 
-    def told(self, who: object, snapshot: Snapshot) -> None:
+    def record(self, who: object, snapshot: Snapshot) -> None:
         """A process told its numbers."""
         self._last[who] = snapshot
 
@@ -118,10 +118,10 @@ class GatewayProcesses:
         self._listeners: list[socket.socket] = []
         self._workers: tuple[WorkerAt, ...] = ()
         self._held: dict[str, float] = {}
-        self.on_order: Callable[[Order], Awaitable[None]] = _nobody
+        self.on_order: Callable[[Order], Awaitable[None]] = _ignore_order
         """Called when somebody has told one of the processes to take a worker out of service, or to bring it back, before the
         others hear of it."""
-        self._numbers = Numbers()
+        self._stats = ProcessStats()
         self._told = asyncio.Event()
         self._server: asyncio.Server | None = None
         self._running: dict[int, Process] = {}
@@ -131,7 +131,7 @@ class GatewayProcesses:
     @property
     def num_streams(self) -> int:
         """Answers that are being generated now, as of a second ago."""
-        return self._numbers.streams
+        return self._stats.streams
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -187,7 +187,7 @@ class GatewayProcesses:
         self._supervisors = [asyncio.create_task(self._supervise(index)) for index in range(count)]
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                while len(self._numbers) < count:
+                while len(self._stats) < count:
                     self._told.clear()
                     await self._told.wait()
         except TimeoutError:
@@ -196,14 +196,14 @@ class GatewayProcesses:
     async def reload(self, config: Config) -> bool:
         """Hand a new configuration to every process, and to those that come; each says in the log what it makes of it."""
         self._config = config = self._sharing(config)
-        self._tell(ChildNews(config=msgspec.json.encode(config)))
+        self._tell(ChildReport(config=msgspec.json.encode(config)))
         return True
 
     def take_workers(self, workers: Sequence[WorkerAt]) -> None:
         """The launched workers are others now, or somewhere else."""
         if self._workers != (workers := tuple(workers)):
             self._workers = workers
-            self._tell(ChildNews(workers=workers))
+            self._tell(ChildReport(workers=workers))
 
     async def _order(self, order: Order) -> None:
         """Let all processes know which workers are out of service, those that are yet to come too."""
@@ -213,9 +213,9 @@ class GatewayProcesses:
             if len(self._held) > HELD_MAX:
                 del self._held[next(iter(self._held))]
         await self.on_order(order)
-        self._tell(ChildNews(held=self._held))
+        self._tell(ChildReport(held=self._held))
 
-    def _tell(self, news: ChildNews) -> None:
+    def _tell(self, news: ChildReport) -> None:
         for process in self._running.values():
             if process.stdin is not None:
                 process.stdin.write(msgspec.json.encode(news) + b"\n")
@@ -297,19 +297,19 @@ class GatewayProcesses:
                 for body in decoder.feed(data):
                     message = decode_to_parent(body)
                     if isinstance(message, Ask):
-                        writer.write(frame(self._numbers.sum()))
+                        writer.write(frame(self._stats.sum()))
                     elif isinstance(message, Order):
                         await self._order(message)
                         writer.write(frame(Done()))
                     else:
-                        self._numbers.told(writer, message)
+                        self._stats.record(writer, message)
                         self._told.set()
         except (ConnectionError, ProtocolError, msgspec.DecodeError) as error:
             self._log.warning("a gateway process cannot be heard any more", error=error)
         finally:
-            self._numbers.ended(writer)
+            self._stats.ended(writer)
             writer.close()
 
 
-async def _nobody(_: Order) -> None:
+async def _ignore_order(_: Order) -> None:
     """Nobody launched anything."""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from penstock import collector, rng
+from penstock import gc_tuning, rng
 from penstock.cli import console
 from penstock.cli.wiring import banner
 from penstock.cli.wiring.keyfile import forget_key, save_key
@@ -93,7 +93,7 @@ class Serving:
                 is_loaded = await self._loaded(signals)
                 await self._spares.close()
                 if is_loaded:
-                    collector.settle()
+                    gc_tuning.freeze_gc()
                     self._show_banner(host, port)
                     await signals.drain.wait()
                     return await self._drained(signals)

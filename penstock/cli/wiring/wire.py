@@ -17,7 +17,7 @@ from penstock.backends.base import BackendStatus
 from penstock.cli.wiring.attached import wait_for_attached
 from penstock.cli.wiring.fleet_log import FleetLog
 from penstock.cli.wiring.launching import make_launcher, shared_cores
-from penstock.cli.wiring.models import ModelPart, make_part, make_tools
+from penstock.cli.wiring.models import ModelPart, make_dependencies, make_part
 from penstock.cli.wiring.processes import GatewayProcesses
 from penstock.cli.wiring.progress import LoadingDisplay
 from penstock.clock import Clock
@@ -25,13 +25,13 @@ from penstock.config.launch import promised, with_quota
 from penstock.config.reload import with_members
 from penstock.config.tree import Config, ModelConfig, ServerConfig
 from penstock.errors import ConfigError, OperatorError
+from penstock.fleet.desired_worker import DesiredWorker
 from penstock.fleet.launchers.base import LaunchedWorker
 from penstock.fleet.launchers.spares import Spares
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry
 from penstock.fleet.sources.discovery import Discovery
 from penstock.fleet.sources.static import attached, launched
-from penstock.fleet.wanted import Wanted
 from penstock.gateway.app import Gateway
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.siblings import Order, WorkerAt
@@ -59,7 +59,7 @@ class Stack:
         self._registry = Registry(clock, log, workers_max=config.fleet.workers_max)
         self._members = Members(self._registry, log, drain_timeout_s=config.fleet.drain_timeout_s)
         self._parts = [make_part(model, self._registry, clock) for model in config.models]
-        self._words = _WorkerWords(log)
+        self._words = _WorkerLogBuffer(log)
         hash_key = rng.fresh_key()
         self._launcher = make_launcher(config.fleet, clock, hash_key, self._words.say, spares.take)
         self._discovery = Discovery(self._members, clock, log)
@@ -67,7 +67,7 @@ class Stack:
         self._held_at: dict[WorkerId, WorkerAt] = {}
         models = {part.served.name: part.served for part in self._parts}
         metrics = Metrics(list(models), version=__version__)
-        self._tools = make_tools(config, metrics, clock)
+        self._tools = make_dependencies(config, metrics, clock)
         self._processes = (
             GatewayProcesses(config, clock, log, hash_key=hash_key) if config.server.processes > 1 else None
         )
@@ -136,13 +136,13 @@ class Stack:
         if self._processes is not None:
             self._processes.take_workers(self._launched_at())
 
-    def _wanted(self, model: ModelConfig, part: ModelPart) -> list[Wanted]:
+    def _wanted(self, model: ModelConfig, part: ModelPart) -> list[DesiredWorker]:
         """The workers of one model. In front of several gateway processes this one only keeps what it launches."""
         tokenizer = part.served.tokenizer
         engine = promised(with_quota(model.engine, self._config), self._config.admission)
         wanted = msgspec.structs.replace(model, engine=engine)
         cores = shared_cores(self._config.fleet)
-        found: list[Wanted] = [
+        found: list[DesiredWorker] = [
             *launched(wanted, part.path, self._launcher, tokenizer, self._clock, cores=cores)
         ]
         if self._processes is None:
@@ -238,7 +238,7 @@ class Stack:
         await self._launcher.close(timeout_s=timeout_s)
 
 
-class _WorkerWords:
+class _WorkerLogBuffer:
     """What workers print, held back while models load: a failure to load has a message of its own."""
 
     def __init__(self, log: Log) -> None:

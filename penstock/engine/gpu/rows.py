@@ -66,7 +66,7 @@ class HostRows:
 
     def __init__(self, state: RowState) -> None:
         self._state = state
-        max_running = state.nobody
+        max_running = state.unused_row
         self._num_blocks = [0] * max_running
         self.logprobs: list[int | None] = [None] * max_running
         """Alternatives wanted beside each drawn token's log-probability; None: not even that."""

@@ -86,7 +86,7 @@ class RowState:
         )
 
     @property
-    def nobody(self) -> int:
+    def unused_row(self) -> int:
         """The row that padding uses."""
         return self.token_ids.shape[0] - 1
 

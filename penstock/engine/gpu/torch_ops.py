@@ -38,7 +38,7 @@ class TorchOps:
         tokens = torch.arange(inputs.token_ids.shape[0], dtype=torch.int32, device=buffer.flat.device)
         live = tokens < buffer.counts[NUM_TOKENS]
         work = torch.searchsorted(buffer.starts[1:], tokens, right=True).clamp_(max=buffer.rows.shape[0] - 1)
-        rows = torch.where(live, buffer.rows[work], state.nobody)
+        rows = torch.where(live, buffer.rows[work], state.unused_row)
         positions = torch.where(live, buffer.computed[work] + tokens - buffer.starts[work], 0)
         blocks = state.block_tables[rows, positions // BLOCK_TOKENS].long()
         inputs.token_ids.copy_(torch.where(live, state.token_ids[rows, positions], 0))
@@ -50,7 +50,7 @@ class TorchOps:
         work = torch.where(drawing, buffer.sampled[: len(samples)], 0)
         ends = buffer.starts[work + 1]
         inputs.sample_tokens.copy_(torch.where(drawing, ends - 1, 0))
-        inputs.sample_rows.copy_(torch.where(drawing, buffer.rows[work], state.nobody))
+        inputs.sample_rows.copy_(torch.where(drawing, buffer.rows[work], state.unused_row))
         length = buffer.computed[work] + ends - buffer.starts[work]
         inputs.sample_positions.copy_(torch.where(drawing, length, 0))
 

@@ -81,7 +81,7 @@ class TritonOps:
         max_rows = buffer.rows.shape[0]
         prepare.prepare[(programs,)](
             buffer.counts, buffer.rows, buffer.computed, buffer.starts, buffer.sampled, max_rows, state.token_ids,
-            state.block_tables, state.nobody, state.token_ids.stride(0), state.block_tables.stride(0),
+            state.block_tables, state.unused_row, state.token_ids.stride(0), state.block_tables.stride(0),
             slots_per_block, inputs.token_ids, inputs.positions, inputs.slots, inputs.token_rows,
             inputs.sample_tokens, inputs.sample_rows, inputs.sample_positions, num_tokens, num_samples,
             BLOCK=_TOKENS_PER_PROGRAM, BLOCK_TOKENS=BLOCK_TOKENS, STEPS=max_rows.bit_length(),
@@ -170,7 +170,7 @@ class TritonOps:
         num_samples, size = logits.shape
         if num_samples > self._listed_logits.shape[0]:
             # The largest step runs first, so no graph is captured before the lists have their final place.
-            rows = max(num_samples, state.nobody)
+            rows = max(num_samples, state.unused_row)
             self._listed_logits = self._listed_logits.new_empty(rows, self._listed_logits.shape[1])
             self._listed_ids = self._listed_ids.new_empty(rows, self._listed_ids.shape[1])
         block = min(_SAMPLER_BLOCK, next_power_of_2(size))

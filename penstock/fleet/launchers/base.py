@@ -1,6 +1,6 @@
 """The contract of whatever can place an engine worker somewhere: processes here; or on a Ray cluster.
 
-A launcher owns the worker's life (start, watch, restart, stop). The `OwnBackend` that it is given owns the
+A launcher owns the worker's life (start, watch, restart, stop). The `EngineBackend` that it is given owns the
 connection; the launcher points it at the worker and tells it what a socket cannot know.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.backends.base import BackendStatus
-from penstock.backends.engine.backend import OwnBackend
+from penstock.backends.engine.backend import EngineBackend
 from penstock.config.launch import REAL_RUNNER
 from penstock.config.tree import EngineConfig
 from penstock.protocol.address import Address
@@ -42,7 +42,7 @@ class LaunchedWorker(Protocol):
         ...
 
     @property
-    def backend(self) -> OwnBackend:
+    def backend(self) -> EngineBackend:
         """How to reach it; its status says how it is."""
         ...
 
@@ -77,7 +77,7 @@ class Launcher(Protocol):
         """
         ...
 
-    async def start(self, spec: WorkerSpec, backend: OwnBackend) -> LaunchedWorker:
+    async def start(self, spec: WorkerSpec, backend: EngineBackend) -> LaunchedWorker:
         """Start a worker and return at once, usually before it is ready."""
         ...
 

@@ -7,7 +7,7 @@ and the end of its standard input tells it too.
 
 import tempfile
 
-from penstock.backends.engine.backend import OwnBackend
+from penstock.backends.engine.backend import EngineBackend
 from penstock.clock import Clock
 from penstock.config.launch import WorkerLaunch
 from penstock.errors import WorkerUnavailable
@@ -46,7 +46,7 @@ class LocalLauncher(SupervisingLauncher):
     async def open(self) -> None:
         """See `Launcher`: this machine is there."""
 
-    async def start(self, spec: WorkerSpec, backend: OwnBackend) -> SupervisedWorker:
+    async def start(self, spec: WorkerSpec, backend: EngineBackend) -> SupervisedWorker:
         """Start a worker process and return at once; see `SupervisedWorker.wait_ready`.
 
         Raises:

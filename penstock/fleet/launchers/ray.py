@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.backends.engine.backend import OwnBackend
+from penstock.backends.engine.backend import EngineBackend
 from penstock.clock import Clock
 from penstock.config.launch import WorkerLaunch
 from penstock.config.ray import RayConfig
@@ -76,7 +76,7 @@ class RayLauncher(SupervisingLauncher):
             message = f"fleet.ray.address: no cluster at {self._config.address!r}: {what}"
             raise ConfigError(message) from error
 
-    async def start(self, spec: WorkerSpec, backend: OwnBackend) -> SupervisedWorker:
+    async def start(self, spec: WorkerSpec, backend: EngineBackend) -> SupervisedWorker:
         """Find a place for a worker and start it there; returns as soon as it has one.
 
         Raises:

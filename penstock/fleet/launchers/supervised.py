@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from penstock.backends.engine.backend import OwnBackend
+from penstock.backends.engine.backend import EngineBackend
 from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.errors import CheckpointError, ConfigError, OperatorError, PenstockError, WorkerUnavailable
 from penstock.fleet.launchers.base import ProgressCallback, WorkerSpec
@@ -81,7 +81,7 @@ class Supervisable(Protocol):
 class SupervisedWorker:
     """One worker that is kept running. `start` it once, `stop` it once."""
 
-    def __init__(self, spec: WorkerSpec, backend: OwnBackend, process: Supervisable, clock: Clock) -> None:
+    def __init__(self, spec: WorkerSpec, backend: EngineBackend, process: Supervisable, clock: Clock) -> None:
         self.spec, self.backend = spec, backend
         self.on_move: Callable[[Address], None] = _ignored
         self._process, self._clock = process, clock
@@ -124,11 +124,11 @@ class SupervisedWorker:
         assert self._supervisor is not None
         until_ns = self._clock.now_ns() + int(timeout_s * NS_PER_S)
         was_ready = self.backend.status.ready
-        told = self.backend.end_worker()
+        was_asked = self.backend.end_worker()
         await self.backend.drain(timeout_s)
         left_s = (until_ns - self._clock.now_ns()) / NS_PER_S
         # Other gateways may have streams at one that was ready: it exits by itself after the last one.
-        if told and was_ready and left_s > 0:
+        if was_asked and was_ready and left_s > 0:
             await asyncio.wait([self._supervisor], timeout=left_s)
         self._supervisor.cancel()
         await asyncio.wait([self._supervisor])

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from penstock.backends.engine.backend import OwnBackend
+from penstock.backends.engine.backend import EngineBackend
 from penstock.clock import Clock
 from penstock.fleet.launchers.base import WorkerSpec
 from penstock.fleet.launchers.log_file import WorkerLogs
@@ -37,7 +37,7 @@ class SupervisingLauncher:
             *(self.stop(worker_id, timeout_s=timeout_s) for worker_id in list(self._workers))
         )
 
-    def _supervise(self, spec: WorkerSpec, backend: OwnBackend, process: Supervisable) -> SupervisedWorker:
+    def _supervise(self, spec: WorkerSpec, backend: EngineBackend, process: Supervisable) -> SupervisedWorker:
         """Start a worker that has its place."""
         worker = self._workers[spec.worker_id] = SupervisedWorker(spec, backend, process, self._clock)
         worker.start()

@@ -11,11 +11,11 @@ from penstock.config.discover import DiscoverConfig
 from penstock.config.fleet import WorkerConfig
 from penstock.config.presets import served_name
 from penstock.config.tree import ModelConfig
+from penstock.fleet.desired_worker import Attached, BackendDependencies, worker_id_at
 from penstock.fleet.members import Members
 from penstock.fleet.sources.dns import DnsSource, lookup_for
 from penstock.fleet.sources.found import DiscoveredWorkers
 from penstock.fleet.sources.kubernetes import KubernetesSource
-from penstock.fleet.wanted import Attached, Tools, worker_id_at
 from penstock.telemetry.log import Log
 from penstock.text.tokenizer import Tokenizer
 
@@ -42,7 +42,7 @@ class Discovery:
         self._running: dict[str, _Running] = {}
         """By name: the model's, and where its workers are looked for."""
 
-    async def apply(self, model: ModelConfig, tokenizer: Tokenizer, tools: Tools) -> None:
+    async def apply(self, model: ModelConfig, tokenizer: Tokenizer, tools: BackendDependencies) -> None:
         """From now on look for this model's workers where the configuration says, and nowhere else.
 
         A source that stays as it was goes on undisturbed. Of one whose settings changed the workers stay until the new one has
@@ -82,7 +82,7 @@ class Discovery:
             await asyncio.wait([running.task])
 
     def _source(
-        self, name: str, route: str, config: DiscoverConfig, tokenizer: Tokenizer, tools: Tools
+        self, name: str, route: str, config: DiscoverConfig, tokenizer: Tokenizer, tools: BackendDependencies
     ) -> Source:
         def make(worker: WorkerConfig) -> Attached:
             worker_id = worker_id_at(route, worker)

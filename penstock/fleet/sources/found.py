@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from penstock.config.discover import DiscoverConfig
 from penstock.config.fleet import WorkerConfig
+from penstock.fleet.desired_worker import DesiredWorker
 from penstock.fleet.members import Members
-from penstock.fleet.wanted import Wanted
 from penstock.telemetry.log import Log
 
 _SAME = frozenset(DiscoverConfig.__struct_fields__) & frozenset(WorkerConfig.__struct_fields__)
@@ -33,7 +33,7 @@ class DiscoveredWorkers:
         self,
         source: str,
         config: DiscoverConfig,
-        make: Callable[[WorkerConfig], Wanted],
+        make: Callable[[WorkerConfig], DesiredWorker],
         members: Members,
         log: Log,
     ) -> None:

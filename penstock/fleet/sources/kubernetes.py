@@ -44,7 +44,7 @@ _slices = msgspec.json.Decoder(Slice)
 _statuses = msgspec.json.Decoder(ApiStatus)
 
 
-class ApiTrouble(Exception):
+class ApiError(Exception):
     """The API server did not answer as it should. `is_gone`: the version that we know is too old."""
 
     def __init__(self, message: str, *, is_gone: bool = False) -> None:
@@ -98,8 +98,8 @@ class KubernetesSource:
                 return await self._watch(client)
             finally:
                 client.close()
-        except (ApiTrouble, WatchBroken, ConfigError, OSError) as error:
-            if isinstance(error, ApiTrouble) and error.is_gone:
+        except (ApiError, WatchBroken, ConfigError, OSError) as error:
+            if isinstance(error, ApiError) and error.is_gone:
                 self._version = ""
                 return True
             self._say(str(error))
@@ -116,7 +116,7 @@ class KubernetesSource:
         """All slices, page by page.
 
         Raises:
-            ApiTrouble: they cannot be had. What was known stays.
+            ApiError: they cannot be had. What was known stays.
         """
         slices: list[Slice] = []
         go_on, version = "", ""
@@ -135,7 +135,7 @@ class KubernetesSource:
         try:
             status, body = await fetch(client, path, client.config.response_bytes_max)
         except ProbeFailed as error:
-            raise ApiTrouble(f"{self._address}: {error}") from error
+            raise ApiError(f"{self._address}: {error}") from error
         if status != 200:
             raise _refusal(status, body)
         return body
@@ -144,7 +144,7 @@ class KubernetesSource:
         """Follow changes until the connection ends in good order; whether anything was heard.
 
         Raises:
-            ApiTrouble, WatchBroken: it ended otherwise.
+            ApiError, WatchBroken: it ended otherwise.
         """
         query = {
             "watch": 1,
@@ -156,7 +156,7 @@ class KubernetesSource:
         try:
             watch.exchange = client.start("GET", self._path(query), watch)
         except NoConnection as error:
-            raise ApiTrouble(str(error)) from error
+            raise ApiError(str(error)) from error
         try:
             await watch.over
         finally:
@@ -169,7 +169,7 @@ class KubernetesSource:
         """One event of the watch.
 
         Raises:
-            ApiTrouble: it says that something is wrong.
+            ApiError: it says that something is wrong.
         """
         event = _decoded(_events, line)
         if event.type == "ERROR":
@@ -237,14 +237,14 @@ def _decoded(decoder: "msgspec.json.Decoder[T]", data: bytes) -> T:
     try:
         return decoder.decode(data)
     except msgspec.DecodeError as error:
-        raise ApiTrouble(f"the API server's answer cannot be read: {error}") from error
+        raise ApiError(f"the API server's answer cannot be read: {error}") from error
 
 
-def _refusal(status: int, body: bytes) -> ApiTrouble:
+def _refusal(status: int, body: bytes) -> ApiError:
     """What a `ApiStatus` object says; `status` is HTTP's, 0 where there was none."""
     try:
         said = _statuses.decode(body)
     except msgspec.DecodeError:
         said = ApiStatus()
     message = f"the API server refuses ({status or said.code}): {said.message[:200]}"
-    return ApiTrouble(message, is_gone=GONE in (status, said.code))
+    return ApiError(message, is_gone=GONE in (status, said.code))

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 
-from penstock.backends.engine.heartbeat import HeartbeatTerms
-from penstock.backends.http.external import Tools
+from penstock.backends.heartbeat import HeartbeatTerms
+from penstock.backends.http.external import BackendDependencies
 from penstock.clock import Clock
 from penstock.config.launch import share_of
 from penstock.config.presets import served_name
 from penstock.config.tree import ModelConfig
+from penstock.fleet.desired_worker import Attached, Launched, worker_id_at
 from penstock.fleet.launchers.base import Launcher, WorkerSpec
-from penstock.fleet.wanted import Attached, Launched, worker_id_at
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import ModelName, WorkerId
 
@@ -43,7 +43,7 @@ def launched(
         )
 
 
-def attached(model: ModelConfig, tokenizer: Tokenizer, tools: Tools) -> Iterator[Attached]:
+def attached(model: ModelConfig, tokenizer: Tokenizer, tools: BackendDependencies) -> Iterator[Attached]:
     """The workers of one model that run somewhere already."""
     name = served_name(model)
     for config in model.workers:

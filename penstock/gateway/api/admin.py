@@ -73,10 +73,10 @@ class Admin:
             raise NotFound(
                 f"No decision about request {name[:128]!r} is known here (any more).", code="unknown_request"
             )
-        told: dict[str, Any] = {"request_id": name, "decisions": [explain(each) for each in decisions]}
+        body: dict[str, Any] = {"request_id": name, "decisions": [explain(each) for each in decisions]}
         if choice is not None:
-            told["model_choice"] = explain_choice(choice)
-        answer(exchange, told)
+            body["model_choice"] = explain_choice(choice)
+        answer(exchange, body)
 
     async def order(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /admin/workers/{id}/drain` and `/undrain`. The id may hold slashes."""

@@ -59,10 +59,10 @@ def _degrade(value: bytes) -> Degrade:
     return found
 
 
-def _session(value: bytes, most: int) -> str:
+def _session(value: bytes, len_max: int) -> str:
     name = value.strip()
-    if not 0 < len(name) <= most:
-        raise _wrong("x-penstock-session", f"1 to {most} characters", value)
+    if not 0 < len(name) <= len_max:
+        raise _wrong("x-penstock-session", f"1 to {len_max} characters", value)
     return name.decode("latin-1")
 
 

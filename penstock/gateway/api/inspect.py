@@ -41,7 +41,7 @@ PAGE_HEADERS = (
 )
 
 
-class ModelWord(msgspec.Struct, frozen=True, kw_only=True):
+class ModelReadiness(msgspec.Struct, frozen=True, kw_only=True):
     """One model in `/ready`, and in a tenant's `/status.json`: how far it is, and no number that tells of anyone's use."""
 
     name: str
@@ -51,7 +51,7 @@ class ModelWord(msgspec.Struct, frozen=True, kw_only=True):
     """From 0 to 1; null if it cannot be said."""
 
 
-class ModelState(ModelWord, frozen=True, kw_only=True):
+class ModelState(ModelReadiness, frozen=True, kw_only=True):
     """One model in `/status.json`."""
 
     done: int
@@ -82,7 +82,7 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True):
     """`GET /ready`."""
 
     status: str
-    models: list[ModelWord]
+    models: list[ModelReadiness]
 
 
 class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,7 +97,7 @@ class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
     spent_day_micros: int
     """Of its budget, in millionths of the price list's currency: this UTC day, and this month."""
     spent_month_micros: int
-    models: list[ModelWord]
+    models: list[ModelReadiness]
 
 
 class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,12 +176,12 @@ class Inspect:
 
     async def ready(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /ready`: 200 once every model takes requests, else 503 and why. Anyone may ask, so it has no counters."""
-        models = [_word(model) for model in self._services.models]
-        word = "ready" if all(model.ready for model in models) else "loading"
+        models = [_readiness(model) for model in self._services.models]
+        status = "ready" if all(model.ready for model in models) else "loading"
         if self._services.draining:
-            word = "draining"
-        body = msgspec.json.encode(Readiness(status=word, models=models))
-        exchange.respond(Response(status=200 if word == "ready" else 503, body=body))
+            status = "draining"
+        body = msgspec.json.encode(Readiness(status=status, models=models))
+        exchange.respond(Response(status=200 if status == "ready" else 503, body=body))
 
     async def metrics(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /metrics`, with the engines' numbers as of now; the sum of all gateway processes. Of all tenants.
@@ -252,7 +252,7 @@ class Inspect:
             streams=services.limiter.num_live(tenant.id),
             spent_day_micros=day_micros,
             spent_month_micros=month_micros,
-            models=[_word(model) for model in services.models if may_use_model(tenant, model.name)],
+            models=[_readiness(model) for model in services.models if may_use_model(tenant, model.name)],
         )
 
     async def landing(self, exchange: Exchange, caller: Caller) -> None:
@@ -322,9 +322,9 @@ def _line(worker: Worker) -> WorkerLine:
     )
 
 
-def _word(model: ServedModel) -> ModelWord:
+def _readiness(model: ServedModel) -> ModelReadiness:
     status = model.workers.summary()
-    return ModelWord(
+    return ModelReadiness(
         name=model.name, ready=status.ready, stage=status.stage, progress=_progress(status.done, status.total)
     )
 

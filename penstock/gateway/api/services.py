@@ -11,10 +11,9 @@ from penstock.gateway.models.served import ModelTable
 from penstock.gateway.models.tokenize_pool import TokenizePool
 from penstock.kv.index.locality import KVLocality
 from penstock.policy.admission.gate import Gate
-from penstock.policy.extras.complexity import ComplexityChoice
 from penstock.policy.limits.budget import TenantBudgets
 from penstock.policy.limits.rate_limit import Limiter
-from penstock.policy.placement.decision_log import DecisionLog
+from penstock.policy.placement.decision_log import ComplexityChoice, DecisionLog
 from penstock.policy.tenant import Tenant
 from penstock.rng import IdSource
 from penstock.telemetry.log import Log

@@ -12,7 +12,7 @@ from penstock.policy.flow import Flow
 from penstock.policy.limits.accelerator_cost import (
     HOUR_NS,
     AcceleratorCost,
-    ToldCost,
+    ReportedCost,
     share_micros,
     work_weight,
 )
@@ -50,7 +50,7 @@ class Meters:
         self._prices, self._is_shared = prices, is_shared
         self._routes: dict[WorkerId, str] = {}
         self._accounts: dict[WorkerId, AcceleratorCost] = {}
-        self._told: dict[WorkerId, ToldCost] = {}
+        self._reported: dict[WorkerId, ReportedCost] = {}
         """Of workers that count by themselves."""
         self._costs: dict[str, Costs] = {}
         """By model: what was charged, and what workers cost that are gone."""
@@ -64,29 +64,29 @@ class Meters:
         """A worker is there, and costs money from now on. `tells`: what each request took of its time, by itself."""
         price = self._prices.accelerator_micros_per_hour(route)
         self._left.discard(worker)
-        if not price or worker in self._accounts or worker in self._told:
+        if not price or worker in self._accounts or worker in self._reported:
             return
         self._routes[worker] = route
         self._costs.setdefault(route, Costs())
         if tells:
-            self._told[worker] = ToldCost(now_ns, price)
+            self._reported[worker] = ReportedCost(now_ns, price)
         else:
             self._accounts[worker] = AcceleratorCost(now_ns, price)
 
     def reported(self, now_ns: int, worker: WorkerId, *, busy_ns: int, num_requests: int) -> None:
         """What a worker says of itself: how long it had work since it was started, and what it has now."""
-        if (told := self._told.get(worker)) is not None:
-            told.told(now_ns, busy_ns, has_work=num_requests > 0)
+        if (cost := self._reported.get(worker)) is not None:
+            cost.report(now_ns, busy_ns, has_work=num_requests > 0)
         elif self._is_shared and (account := self._accounts.get(worker)) is not None:
             account.beside(now_ns, num_requests)
 
     def left(self, now_ns: int, worker: WorkerId) -> None:
         """A worker is gone: it costs nothing more once what it ran has been settled."""
-        if (told := self._told.pop(worker, None)) is not None:
-            told.pass_time(now_ns)
+        if (cost := self._reported.pop(worker, None)) is not None:
+            cost.pass_time(now_ns)
             costs = self._costs[self._routes.pop(worker)]
-            costs.busy += told.busy // HOUR_NS
-            costs.idle += told.idle // HOUR_NS
+            costs.busy += cost.busy // HOUR_NS
+            costs.idle += cost.idle // HOUR_NS
         if worker in self._accounts:
             self._left.add(worker)
             self._close(now_ns, worker)
@@ -154,7 +154,7 @@ class Meters:
         if now_ns - self._interval_ns < INTERVAL_NS:
             return
         self._interval_ns = now_ns
-        for worker, account in (*self._accounts.items(), *self._told.items()):
+        for worker, account in (*self._accounts.items(), *self._reported.items()):
             account.reprice(now_ns, self._prices.accelerator_micros_per_hour(self._routes[worker]))
             if isinstance(account, AcceleratorCost):
                 account.interval(now_ns)
@@ -162,10 +162,10 @@ class Meters:
     def costs(self, now_ns: int) -> Mapping[str, Costs]:
         """What the workers of each model have cost until now."""
         found = {route: Costs(each.busy, each.idle, each.charged) for route, each in self._costs.items()}
-        for worker, told in self._told.items():
+        for worker, cost in self._reported.items():
             costs = found[self._routes[worker]]
-            costs.busy += told.busy // HOUR_NS
-            costs.idle += told.idle // HOUR_NS
+            costs.busy += cost.busy // HOUR_NS
+            costs.idle += cost.idle // HOUR_NS
         for worker, account in self._accounts.items():
             _add(found[self._routes[worker]], account, now_ns)
         return found

@@ -81,7 +81,7 @@ class Application(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class Surroundings:
+class ServerContext:
     """What all connections of a server share."""
 
     app: Application
@@ -103,7 +103,7 @@ class Connection(asyncio.Protocol):
         "_url", "paused",
     )  # fmt: skip
 
-    def __init__(self, server: Surroundings) -> None:
+    def __init__(self, server: ServerContext) -> None:
         self._server = server
         self._parser = httptools.HttpRequestParser(self)
         self._state = ConnectionState.IDLE
@@ -388,8 +388,8 @@ class Connection(asyncio.Protocol):
         if self._state is ConnectionState.BODY:
             # The body proper is counted in `on_body`; this bounds chunk headers and trailers.
             self._raw_bytes += num_bytes
-            most = FRAMING_BYTES_PER_BYTE * len(self._body) + self._server.limits.header_bytes_max
-            if self._raw_bytes - num_bytes > most:
+            bytes_max = FRAMING_BYTES_PER_BYTE * len(self._body) + self._server.limits.header_bytes_max
+            if self._raw_bytes - num_bytes > bytes_max:
                 self._fail(HttpFault(400, "The body is nearly all chunk extensions or trailers."))
                 return False
         return True

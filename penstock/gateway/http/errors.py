@@ -7,7 +7,7 @@
     NotFound              404     invalid_request_error    no
     MethodNotAllowed      405     invalid_request_error    no, Allow
     TooLarge              413     invalid_request_error    no
-    PoisonRequest         422     invalid_request_error    no
+    CrashingRequest         422     invalid_request_error    no
     HttpFault             its own invalid_request_error    no
     BudgetExhausted       429     insufficient_quota       Retry-After
     Draining, Evicted     503     service_unavailable      Retry-After
@@ -28,6 +28,7 @@ import msgspec
 from penstock.errors import (
     BudgetExhausted,
     ClientError,
+    CrashingRequest,
     Draining,
     Evicted,
     Forbidden,
@@ -37,7 +38,6 @@ from penstock.errors import (
     NotFound,
     Overloaded,
     PenstockError,
-    PoisonRequest,
     StreamBroken,
     TooLarge,
     Unauthenticated,
@@ -67,7 +67,7 @@ _STATUS: tuple[tuple[type[PenstockError], int, str], ...] = (
     (NotFound, 404, "invalid_request_error"),
     (MethodNotAllowed, 405, "invalid_request_error"),
     (TooLarge, 413, "invalid_request_error"),
-    (PoisonRequest, 422, "invalid_request_error"),
+    (CrashingRequest, 422, "invalid_request_error"),
     (BudgetExhausted, 429, "insufficient_quota"),
     (Draining, 503, "service_unavailable"),
     (Evicted, 503, "service_unavailable"),
@@ -108,7 +108,7 @@ def error_body(error: Exception) -> bytes:
         kind = "invalid_request_error"
     code = error.code if isinstance(error, ClientError) else None
     if code is None:
-        code = next((word for type_, word in _FALLBACK_CODES if isinstance(error, type_)), None)
+        code = next((fallback for type_, fallback in _FALLBACK_CODES if isinstance(error, type_)), None)
     param = error.param if isinstance(error, ClientError) else None
     return _encode(ErrorBody(message=str(error), type=kind, param=param, code=code))
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from penstock.clock import Clock
 from penstock.config.tree import ServerConfig
 from penstock.errors import ConfigError
-from penstock.gateway.http.connection import Application, Connection, Surroundings
+from penstock.gateway.http.connection import Application, Connection, ServerContext
 from penstock.gateway.http.cors import Cors
 from penstock.gateway.http.flush import RelayTerms
 from penstock.gateway.http.wire_limits import WIRE_LIMITS, WireLimits
@@ -35,7 +35,7 @@ class HttpServer:
         self._config = config
         self._clock = clock
         self._connections: set[Connection] = set()
-        self._surroundings = Surroundings(
+        self._context = ServerContext(
             app=app,
             config=config,
             limits=limits,
@@ -83,7 +83,7 @@ class HttpServer:
 
     def begin_drain(self) -> None:
         """Accept nothing new, close idle connections, and let the others close after their answer."""
-        self._surroundings.draining = True
+        self._context.draining = True
         for listener in self._listeners:
             listener.close()
         for connection in list(self._connections):
@@ -100,7 +100,7 @@ class HttpServer:
             await listener.wait_closed()
 
     def _connection(self) -> Connection:
-        return Connection(self._surroundings)
+        return Connection(self._context)
 
     def _on_tick(self) -> None:
         now_ns = self._clock.now_ns()

@@ -17,9 +17,11 @@ import jwt
 import msgspec
 
 from penstock.clock import NS_PER_S, Clock, sleep
+from penstock.config.branch import extended
 from penstock.config.tenancy import JwtConfig
 from penstock.config.tenancy_checks import url_problem
 from penstock.errors import IdentityUnavailable
+from penstock.gateway.identity.jwt_terms import JwtTerms
 from penstock.telemetry.log import Log
 
 WELL_KNOWN = "/.well-known/openid-configuration"
@@ -77,15 +79,18 @@ def _key_of(jwk: dict[str, Any]) -> SigningKey | None:
         return None  # A provider that publishes its private key has other troubles; we do not trust it.
     if kind == "RSA" and made.key_size < RSA_BITS_MIN:
         return None
-    words = {name: str(jwk.get(name) or "") for name in ("kid", "crv", "alg")}
-    return SigningKey(kid=words["kid"], key=made, kind=str(kind), curve=words["crv"], algorithm=words["alg"])
+    fields = {name: str(jwk.get(name) or "") for name in ("kid", "crv", "alg")}
+    return SigningKey(
+        kid=fields["kid"], key=made, kind=str(kind), curve=fields["crv"], algorithm=fields["alg"]
+    )
 
 
 class ProviderKeys:
     """The provider's keys as they are known now. `run` must run for them to be."""
 
     def __init__(self, config: JwtConfig, *, clock: Clock, log: Log, fetch: Fetch | None = None) -> None:
-        self._config, self._clock, self._log = config, clock, log
+        self._config = extended(config, JwtTerms)
+        self._clock, self._log = clock, log
         self._fetch: Fetch = fetch or self._get
         self._keys: Mapping[str, SigningKey] = {}
         self._began_ns: int | None = None

@@ -47,7 +47,7 @@ def read_keys(path: Path, *, keys_max: int = KEYS_MAX) -> tuple[ApiKey, ...]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     lines = data.split(b"\n")
     if len(data) > keys_max * LINE_BYTES_MAX or len(lines) > keys_max + 1:
-        raise ConfigError(f"{path}: over the bound of {keys_max} keys (auth.keys_max)")
+        raise ConfigError(f"{path}: over the bound of {keys_max} keys")
     keys: dict[str, ApiKey] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():

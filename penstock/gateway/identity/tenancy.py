@@ -37,6 +37,9 @@ RELOADABLE = ("tenants", "tiers", "auth", "prices", "budgets")
 Subscriber = Callable[[Config], None]
 """Told of a new configuration that is in force: it has been checked, so this may not fail."""
 
+KEYS_FILE_CHECK_S = 2.0
+"""How often the keys file is looked at."""
+
 
 class Tenancy:
     """Answers who is calling. `start` it for tokens and for the keys file to be followed."""
@@ -217,7 +220,7 @@ class Tenancy:
     async def _follow(self) -> None:
         """Look at the keys file now and then, and take what is new in it."""
         while True:
-            await sleep(self._config.auth.keys_file_check_s)
+            await sleep(KEYS_FILE_CHECK_S)
             async with self._one_at_a_time:
                 await self._take_changed_keys()
 
@@ -239,8 +242,8 @@ class Tenancy:
             self._log.info("the changed keys file is in force", count=table.num_keys)
 
     def _check_shrinking(self, config: Config, table: TenantTable) -> None:
-        """Raises ConfigError: most keys are gone from the same file, and the configuration does not say that they may be."""
-        if config.auth.keys_file == self._config.auth.keys_file and not config.auth.keys_file_shrinks:
+        """Raises ConfigError: most keys are gone from the same file."""
+        if config.auth.keys_file == self._config.auth.keys_file:
             table.check_shrinking(self._table)
 
     def _read(self, config: Config) -> TenantTable:

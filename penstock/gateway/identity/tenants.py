@@ -74,7 +74,7 @@ class TenantTable:
         if not self._stored.active(now_s) or (num_gone > GONE_KEYS_MAX and 2 * num_gone > len(accepted)):
             raise ConfigError(
                 f"{num_gone} of {len(accepted)} keys are gone from the file, as after a copy that failed. If that is meant, "
-                "revoke them with `penstock keys revoke`, or set auth.keys_file_shrinks"
+                "revoke them with `penstock keys revoke`, or restart the server"
             )
 
     def accepted_keys(self, now_s: int) -> frozenset[bytes]:
@@ -152,7 +152,7 @@ def read_tenants(config: Config, *, clock: Clock, secret: bytes = b"") -> Tenant
         path = Path(auth.keys_file)
         if not path.exists():
             raise ConfigError(f"auth.keys_file: there is no {path}; `penstock keys create --file` makes it")
-        keys = read_keys(path, keys_max=auth.keys_max)
+        keys = read_keys(path)
     return TenantTable(config, clock=clock, keys=keys, secret=secret)
 
 

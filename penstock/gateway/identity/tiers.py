@@ -2,16 +2,20 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-import msgspec
-
-from penstock.config.tenancy import TenantConfig, TierConfig
+from penstock.config.tenancy import Allowance, TenantConfig, TierConfig
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId
 
 SALT_BYTES = 16
 MICROS = 1_000_000
-_NO_TIER = TierConfig(name="none")
+_DEFAULTS: Mapping[str, Any] = {
+    "requests_per_minute": 0, "tokens_per_minute": 0, "concurrent_max": 0, "input_tokens_max": 0, "output_tokens_max": 0,
+    "context_tokens_max": 0, "models": (), "adapters": (), "weight": 1.0, "band": "default", "budget_per_day": 0.0,
+    "budget_per_month": 0.0, "degrade": "allow", "trusted_special_tokens": False,
+}  # fmt: skip
+"""Holds where neither the tenant nor its tier says anything."""
 
 
 class Tenants:
@@ -23,10 +27,7 @@ class Tenants:
         self._tiers = {tier.name: tier for tier in tiers}
         # BLAKE2b takes keys of up to 64 bytes.
         self._secret = hashlib.blake2b(secret, person=b"penstock-secret").digest()
-        self._known = {
-            TenantId(tenant.id): self._make(tenant, self._tiers[tenant.tier] if tenant.tier else _NO_TIER)
-            for tenant in tenants
-        }
+        self._known = {TenantId(tenant.id): self._made(tenant.id, tenant.tier, tenant) for tenant in tenants}
 
     @property
     def tiers(self) -> frozenset[str]:
@@ -51,37 +52,41 @@ class Tenants:
         found = self._known.get(TenantId(tenant_id))
         if found is not None:
             return found
-        return self._made(tenant_id, tier, self._tiers[tier] if tier else _NO_TIER)
+        return self._made(tenant_id, tier)
 
-    def _make(self, tenant: TenantConfig, tier: TierConfig) -> Tenant:
-        given = {
-            field: value
-            for field in TierConfig.__struct_fields__
-            if field != "name" and (value := getattr(tenant, field)) is not None
-        }
-        return self._made(tenant.id, tenant.tier, msgspec.structs.replace(tier, **given))
-
-    def _made(self, tenant_id: str, tier: str, allowed: TierConfig) -> Tenant:
+    def _made(self, tenant_id: str, tier: str, own: Allowance | None = None) -> Tenant:
+        """A tenant; what it does not say itself (`own`) is its tier's."""
+        allowed = _first_given(own, self._tiers[tier] if tier else None)
         salt = hashlib.blake2b(
             tenant_id.encode(), digest_size=SALT_BYTES, key=self._secret, person=b"penstock-salt"
         )
         return Tenant(
             id=TenantId(tenant_id),
             tier=tier,
-            weight=allowed.weight,
-            band=allowed.band,
-            requests_per_minute=allowed.requests_per_minute,
-            tokens_per_minute=allowed.tokens_per_minute,
-            concurrent_max=allowed.concurrent_max,
-            input_tokens_max=allowed.input_tokens_max,
-            output_tokens_max=allowed.output_tokens_max,
-            context_tokens_max=allowed.context_tokens_max,
-            models=frozenset(allowed.models),
-            adapters=frozenset(allowed.adapters),
-            budget_day_micros=round(allowed.budget_per_day * MICROS),
-            budget_month_micros=round(allowed.budget_per_month * MICROS),
-            degrade=allowed.degrade,
-            trusted_special_tokens=allowed.trusted_special_tokens,
+            weight=allowed["weight"],
+            band=allowed["band"],
+            requests_per_minute=allowed["requests_per_minute"],
+            tokens_per_minute=allowed["tokens_per_minute"],
+            concurrent_max=allowed["concurrent_max"],
+            input_tokens_max=allowed["input_tokens_max"],
+            output_tokens_max=allowed["output_tokens_max"],
+            context_tokens_max=allowed["context_tokens_max"],
+            models=frozenset(allowed["models"]),
+            adapters=frozenset(allowed["adapters"]),
+            budget_day_micros=round(allowed["budget_per_day"] * MICROS),
+            budget_month_micros=round(allowed["budget_per_month"] * MICROS),
+            degrade=allowed["degrade"],
+            trusted_special_tokens=allowed["trusted_special_tokens"],
             cache_salt=salt.digest(),
             fairness_key=tenant_id,
         )
+
+
+def _first_given(*given: Allowance | None) -> dict[str, Any]:
+    """Of every field the first value that is not null, else the default."""
+    found = dict(_DEFAULTS)
+    for allowance in reversed(given):
+        if allowance is not None:
+            said = {name: getattr(allowance, name) for name in _DEFAULTS}
+            found |= {name: value for name, value in said.items() if value is not None}
+    return found

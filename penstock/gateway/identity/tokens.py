@@ -14,11 +14,13 @@ from typing import Any, cast
 import jwt
 
 from penstock.clock import NS_PER_S, Clock
+from penstock.config.branch import extended
 from penstock.config.tenancy import JwtConfig
 from penstock.config.tenancy_checks import id_problem
 from penstock.errors import Forbidden, Unauthenticated
 from penstock.gateway.identity.auth import Caller
 from penstock.gateway.identity.jwks import ProviderKeys, SigningKey
+from penstock.gateway.identity.jwt_terms import ALGORITHMS, JwtTerms
 from penstock.gateway.identity.tiers import Tenants
 from penstock.policy.tenant import Tenant
 from penstock.rng import fresh_key
@@ -40,7 +42,8 @@ class TokenVerifier:
     """Who tokens belong to."""
 
     def __init__(self, config: JwtConfig, keys: ProviderKeys, tenants: Tenants, *, clock: Clock) -> None:
-        self._config, self._keys, self._tenants, self._clock = config, keys, tenants, clock
+        self._config = extended(config, JwtTerms)
+        self._keys, self._tenants, self._clock = keys, tenants, clock
         self._hash_key = fresh_key()
         self._known: dict[bytes, _Known] = {}
 
@@ -92,7 +95,7 @@ class TokenVerifier:
             Unauthenticated: the header asks for what is not accepted.
         """
         algorithm = header.get("alg")
-        if algorithm not in self._config.algorithms:
+        if algorithm not in ALGORITHMS:
             raise _invalid("its signature algorithm is not accepted")
         if "crit" in header:
             raise _invalid("it has critical header fields that are not understood")

@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 from penstock.config.routing import RoutingConfig
 from penstock.errors import NotFound
-from penstock.policy.extras.complexity import ComplexityChoice, ComplexityRouter, Features
+from penstock.policy.extras.complexity import ComplexityRouter, Features
 from penstock.policy.limits.tenant_limits import check_model, may_use_model
+from penstock.policy.placement.decision_log import ComplexityChoice
 from penstock.policy.tenant import Tenant
 from penstock.protocol.openai import ChatRequest, CompletionRequest, GenerationRequest, Message, ModelCard
 

@@ -200,21 +200,21 @@ def _stop_token_ids(model: ServedModel, request: GenerationRequest) -> tuple[int
 
 
 def _room(asked: int | None, num_prompt: int, info: ModelInfo, tenant: Tenant, param: str) -> int:
-    most = info.max_model_len
-    if num_prompt >= most:
+    len_max = info.max_model_len
+    if num_prompt >= len_max:
         raise ContextTooLong(
-            f"This model's maximum context length is {most} tokens. However, your {param} resulted in "
+            f"This model's maximum context length is {len_max} tokens. However, your {param} resulted in "
             f"{num_prompt} tokens. Please reduce the length of the {param}.",
             param=param,
         )
-    if asked is not None and num_prompt + asked > most:
+    if asked is not None and num_prompt + asked > len_max:
         raise ContextTooLong(
-            f"This model's maximum context length is {most} tokens. However, you requested {num_prompt + asked} "
+            f"This model's maximum context length is {len_max} tokens. However, you requested {num_prompt + asked} "
             f"tokens ({num_prompt} in the {param}, {asked} in the completion). Please reduce the length of the "
             f"{param} or completion.",
             param=param,
         )
-    return asked if asked is not None else output_room(tenant, num_prompt, most - num_prompt)
+    return asked if asked is not None else output_room(tenant, num_prompt, len_max - num_prompt)
 
 
 def _first(asked: float | None, default: float | None, otherwise: float) -> Any:  # noqa: ANN401

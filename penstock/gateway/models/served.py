@@ -12,8 +12,8 @@ from penstock.errors import NotFound, WorkerUnavailable
 from penstock.fleet.route_workers import RouteWorkers
 from penstock.gateway.models.auto_model import AutoModels
 from penstock.gateway.models.public import NO_PUBLIC_PREFIXES, PublicPrefixes
-from penstock.policy.extras.complexity import ComplexityChoice
 from penstock.policy.limits.tenant_limits import check_adapter, check_model, may_use_adapter, may_use_model
+from penstock.policy.placement.decision_log import ComplexityChoice
 from penstock.policy.tenant import NOBODY, Tenant
 from penstock.protocol.openai import CallerLimits, GenerationRequest, ModelCard
 from penstock.protocol.worker import ModelInfo

@@ -89,10 +89,10 @@ class Spending:
     async def _exchange(self) -> None:
         assert self._store is not None
         try:
-            here, most = self._budgets.spent_here(self._clock.now_ns()), self._shared.asks_max
-            for first in range(0, len(here), most):
+            here, batch_size = self._budgets.spent_here(self._clock.now_ns()), self._shared.asks_max
+            for first in range(0, len(here), batch_size):
                 async with asyncio.timeout(self._shared.timeout_s):
-                    elsewhere = await self._store.exchange(here[first : first + most])
+                    elsewhere = await self._store.exchange(here[first : first + batch_size])
                 self._budgets.heed(self._clock.now_ns(), elsewhere)
         except (StoreError, TimeoutError, OSError) as error:
             if not self._is_away:

@@ -1,7 +1,7 @@
 """From a worker's own block ids to the keys of the prefix index.
 
-OwnNames      our engine's hashes are keys already
-ForeignNames  everybody else's ids mean nothing here: the key is made from the parent's key and the block's tokens, and
+EngineBlockNames      our engine's hashes are keys already
+ExternalBlockNames  everybody else's ids mean nothing here: the key is made from the parent's key and the block's tokens, and
               the id is kept to understand "removed" and "parent"
 """
 
@@ -52,7 +52,7 @@ class BlockNames(Protocol):
         ...
 
 
-class OwnNames:
+class EngineBlockNames:
     """Of a worker that runs our engine and names its blocks with a key that we have too."""
 
     __slots__ = ("hasher", "key", "num_orphans", "num_skipped", "refused", "unit")
@@ -86,7 +86,7 @@ _Keys = int | tuple[int, ...]
 _NO_GROUP = -1
 
 
-class ForeignNames:
+class ExternalBlockNames:
     """Of any other worker. Its blocks must be a whole number of ours."""
 
     __slots__ = (

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from itertools import islice
 
 from penstock.kv.hashing import BlockHasher
-from penstock.kv.index.block_names import BlockNames, ForeignNames, OwnNames
+from penstock.kv.index.block_names import BlockNames, EngineBlockNames, ExternalBlockNames
 from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.prefix_index import NOTHING_HELD, Held, Match, PrefixIndex
 from penstock.kv.index.prompt_keys import PromptKeyMaker, PromptKeys
-from penstock.kv.index.residency import Residency
+from penstock.kv.index.worker_cache_view import WorkerCacheView
 from penstock.types import WorkerId
 
 _LOOKS = 4
@@ -43,29 +43,29 @@ class PromptLocality:
 
     def of(self, worker: WorkerId) -> Held:
         """What this worker has, in blocks."""
-        if (residency := self._workers.get(worker)) is None:
+        if (cache_view := self._workers.get(worker)) is None:
             return NOTHING_HELD
-        held = self._match.of(residency.worker)
-        return held if held is NOTHING_HELD else _believed(held, residency, self._now_ns)
+        held = self._match.of(cache_view.worker)
+        return held if held is NOTHING_HELD else _believed(held, cache_view, self._now_ns)
 
-    def holders(self, most: int) -> list[tuple[WorkerId, Held]]:
+    def holders(self, limit: int) -> list[tuple[WorkerId, Held]]:
         """Up to `most` workers that have something, longest prefix first (before doubts are taken off).
 
         Where doubts leave nothing of the first ones, no more than a few others are looked at.
         """
         found: list[tuple[WorkerId, Held]] = []
-        if most:
+        if limit:
             model, numbers = self._model, self._numbers
             known = (
                 (numbers[number], held)
                 for number, held in self._match.holders()
                 if numbers[number][2] is model
             )
-            for (worker, residency, _), held in islice(known, _LOOKS * most):
-                believed = _believed(held, residency, self._now_ns)
+            for (worker, cache_view, _), held in islice(known, _LOOKS * limit):
+                believed = _believed(held, cache_view, self._now_ns)
                 if believed.device or believed.host:
                     found.append((worker, believed))
-                    if len(found) == most:
+                    if len(found) == limit:
                         break
         return found
 
@@ -92,17 +92,17 @@ class LocalityStatistics:
 class _Model:
     """One model's keys, and which of them its workers go by."""
 
-    __slots__ = ("maker", "num_foreign", "num_own")
+    __slots__ = ("maker", "num_external", "num_own")
 
     def __init__(self, maker: PromptKeyMaker) -> None:
         self.maker = maker
         self.num_own = Counter[BlockHasher]()
         """Workers of ours, by what names their blocks: a prompt is looked up once for each identity and secret."""
-        self.num_foreign = 0
+        self.num_external = 0
 
 
-_Workers = Mapping[WorkerId, Residency]
-_Numbers = Mapping[int, tuple[WorkerId, Residency, _Model]]
+_Workers = Mapping[WorkerId, WorkerCacheView]
+_Numbers = Mapping[int, tuple[WorkerId, WorkerCacheView, _Model]]
 
 
 class _Counters:
@@ -113,10 +113,10 @@ class _Counters:
     def __init__(self) -> None:
         self.gaps = self.unreadable = self.expected = self.hit = self.unexpected = 0
 
-    def add(self, residency: Residency) -> None:
-        audited = residency.audited
-        self.gaps += residency.num_gaps
-        self.unreadable += residency.num_unreadable + residency.num_unknown
+    def add(self, cache_view: WorkerCacheView) -> None:
+        audited = cache_view.audited
+        self.gaps += cache_view.num_gaps
+        self.unreadable += cache_view.num_unreadable + cache_view.num_unknown
         self.expected += audited.num_expected
         self.hit += audited.num_hit
         self.unexpected += audited.num_unexpected
@@ -140,7 +140,7 @@ class KVLocality:
         self._numbers: _Numbers = {}
         self._gone = _Counters()
 
-    def __iter__(self) -> Iterator[tuple[WorkerId, Residency]]:
+    def __iter__(self) -> Iterator[tuple[WorkerId, WorkerCacheView]]:
         """Every worker, in the order in which they came."""
         return iter(self._workers.items())
 
@@ -152,16 +152,16 @@ class KVLocality:
         """A worker of ours announced what it computes (identity.py): its blocks are looked up by names that start from that. Its
         name for the model is a label. If it was another identity before, what was believed of it is forgotten.
         """
-        residency = self._workers[worker]
-        names, entry = residency.names, self._models_of[worker]
-        assert isinstance(names, OwnNames), f"{worker} names its blocks in its own way"
+        cache_view = self._workers[worker]
+        names, entry = cache_view.names, self._models_of[worker]
+        assert isinstance(names, EngineBlockNames), f"{worker} names its blocks in its own way"
         hasher = self._hashers.get((names.key, identity))
         if hasher is None:
             hasher = self._hashers[names.key, identity] = BlockHasher(key=names.key, identity=identity)
         if names.hasher is hasher:
             return
         if names.hasher is not None:
-            self.index.cleared(residency.worker)
+            self.index.cleared(cache_view.worker)
             self._leave(entry, names)
         assert names.hasher is None, f"{worker} still goes by other names"
         names.hasher = hasher
@@ -169,7 +169,7 @@ class KVLocality:
 
     # --- who is there ----------------------------------------------------------------------------------
 
-    def add(self, worker: WorkerId, *, model: str, is_own: bool, key: bytes = b"") -> Residency:
+    def add(self, worker: WorkerId, *, model: str, is_own: bool, key: bytes = b"") -> WorkerCacheView:
         """A worker came: tell what is returned its KV events, if it has any. `is_own`: it runs our engine, and names its blocks
         with `key`; empty: with the launcher's.
         """
@@ -177,45 +177,45 @@ class KVLocality:
         entry, config = self._model(model), self._config
         names: BlockNames
         if is_own:
-            names = OwnNames(key or self._key)
+            names = EngineBlockNames(key or self._key)
         else:
-            entry.num_foreign += 1
-            names = ForeignNames(
+            entry.num_external += 1
+            names = ExternalBlockNames(
                 entry.maker.canonical, blocks_max=config.blocks_per_worker_max, parked_max=config.parked_max
             )
         number = next(i for i in range(len(self._numbers) + 1) if i not in self._numbers)
-        residency = Residency(self.index, number, names, config)
+        cache_view = WorkerCacheView(self.index, number, names, config)
         self._models_of[worker] = entry
-        self._workers = {**self._workers, worker: residency}
-        self._numbers = {**self._numbers, number: (worker, residency, entry)}
+        self._workers = {**self._workers, worker: cache_view}
+        self._numbers = {**self._numbers, number: (worker, cache_view, entry)}
         assert len(self._workers) == len(self._numbers) == len(self._models_of), "every worker has one number"
-        return residency
+        return cache_view
 
     def remove(self, worker: WorkerId) -> None:
         """The worker is gone; unknown ones are ignored."""
-        if (residency := self._workers.get(worker)) is None:
+        if (cache_view := self._workers.get(worker)) is None:
             return
-        self._gone.add(residency)
+        self._gone.add(cache_view)
         entry = self._models_of.pop(worker)
-        if isinstance(residency.names, OwnNames):
-            self._leave(entry, residency.names)
+        if isinstance(cache_view.names, EngineBlockNames):
+            self._leave(entry, cache_view.names)
         else:
-            entry.num_foreign -= 1
-            assert entry.num_foreign >= 0, f"more workers left {worker}'s model than came"
+            entry.num_external -= 1
+            assert entry.num_external >= 0, f"more workers left {worker}'s model than came"
         self._workers = {each: kept for each, kept in self._workers.items() if each != worker}
         self._numbers = {number: kept for number, kept in self._numbers.items() if kept[0] != worker}
-        self.index.forget(residency.worker)
+        self.index.forget(cache_view.worker)
         assert len(self._workers) == len(self._numbers) == len(self._models_of), "every worker has one number"
 
-    def get(self, worker: WorkerId) -> Residency | None:
+    def get(self, worker: WorkerId) -> WorkerCacheView | None:
         """One worker's part; None if it is not known."""
         return self._workers.get(worker)
 
     def statistics(self, now_ns: int, *, num_replays: int = 0) -> LocalityStatistics:
         """For metrics; takes a while."""
         total = copy(self._gone)
-        for residency in self._workers.values():
-            total.add(residency)
+        for cache_view in self._workers.values():
+            total.add(cache_view)
         return LocalityStatistics(
             entries=self.index.num_entries,
             predicted=self.index.num_predicted,
@@ -237,23 +237,23 @@ class KVLocality:
             return PromptLocality(now_ns, Match(), None, self._workers, self._numbers)
         entry = self._model(keys.model)
         names = [keys.own(hasher) for hasher in entry.num_own]
-        if entry.num_foreign:
+        if entry.num_external:
             names.append(keys.canonical)
         return PromptLocality(now_ns, self.index.match(now_ns, *names), entry, self._workers, self._numbers)
 
     def sent(self, now_ns: int, worker: WorkerId, keys: object) -> None:
         """The prompt was sent there, so the worker will soon have it."""
-        residency = self.get(worker)
-        if residency is not None and isinstance(keys, PromptKeys):
-            residency.sent(now_ns, keys)
+        cache_view = self.get(worker)
+        if cache_view is not None and isinstance(keys, PromptKeys):
+            cache_view.sent(now_ns, keys)
 
     def answered(self, now_ns: int, worker: WorkerId, keys: object, cached_tokens: int) -> None:
         """The prompt was computed there, and so many of its tokens were cached: checks what was believed."""
-        residency = self.get(worker)
-        if residency is not None and isinstance(keys, PromptKeys):
-            residency.audit(now_ns, keys, cached_tokens)
+        cache_view = self.get(worker)
+        if cache_view is not None and isinstance(keys, PromptKeys):
+            cache_view.audit(now_ns, keys, cached_tokens)
 
-    def _leave(self, entry: _Model, names: OwnNames) -> None:
+    def _leave(self, entry: _Model, names: EngineBlockNames) -> None:
         """One worker fewer goes by these names; those that nobody goes by are not made any more."""
         if (hasher := names.hasher) is None:
             return
@@ -272,9 +272,9 @@ class KVLocality:
         return found
 
 
-def _believed(held: Held, residency: Residency, now_ns: int) -> Held:
+def _believed(held: Held, cache_view: WorkerCacheView, now_ns: int) -> Held:
     """Doubts take blocks off the end, and so does what is no whole block of the worker's own."""
-    credit, unit = residency.credit(now_ns), residency.names.unit
+    credit, unit = cache_view.credit(now_ns), cache_view.names.unit
     if credit == 1.0 and unit == 1:
         return held
     device = held.device

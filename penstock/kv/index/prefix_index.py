@@ -10,7 +10,7 @@ last block of its run, and not the one after it. Most workers drop out where a c
 remembered by the chain's first key and looked at first. Looks cost misses of the processor's caches: their number is what counts.
 
 Entries are *stored* (a worker said so) or *predicted* (a request was sent there, so it soon will be): predicted ones
-end by themselves. Fed by residency.py; asked by placement and the simulator. Knows no tokens, no sockets and no clock.
+end by themselves. Fed by worker_cache_view.py; asked by placement and the simulator. Knows no tokens, no sockets and no clock.
 """
 
 from collections import OrderedDict

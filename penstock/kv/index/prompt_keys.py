@@ -113,7 +113,7 @@ class PromptKeys:
         assert public_tokens >= 0, public_tokens
         self.num_public = public_tokens // BLOCK_TOKENS
         self.expected_blocks = 0
-        """What the worker that it was sent to was expected to have of it (see residency.py)."""
+        """What the worker that it was sent to was expected to have of it (see worker_cache_view.py)."""
         self._maker = maker
         self._tokens = token_ids
         self._own: dict[BlockHasher, list[int]] = {}

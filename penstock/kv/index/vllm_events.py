@@ -92,7 +92,7 @@ def decode_events(payload: bytes) -> list[Event]:
         ) from None
 
 
-def events_of_own(batch: KVEventBatch) -> list[Event]:
+def events_of_engine(batch: KVEventBatch) -> list[Event]:
     """Our engine's events, which came decoded (backends/engine/kv.py)."""
     found: list[Event] = []
     for event in batch.events:

@@ -21,8 +21,8 @@ import msgspec
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.routing import AdmissionConfig, ModelRoute
-from penstock.policy.admission.comeback import ComebackTimes
 from penstock.policy.admission.promise import Promises
+from penstock.policy.admission.retry_after import RetryAfterSchedule
 from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Decision, Divert, Shed
 from penstock.policy.limits.tenant_limits import may_use_model
 from penstock.policy.tenant import Degrade, Tenant
@@ -59,7 +59,7 @@ class AdmissionControl:
         """`routes` without loops: the configuration is checked for them."""
         self._config, self._promises = config, Promises(config)
         self._routes = {route.model: route for route in routes}
-        self._comebacks = ComebackTimes(
+        self._comebacks = RetryAfterSchedule(
             wait_ns_max=round(config.retry_after_max_s * NS_PER_S), kept=config.retries_kept
         )
 

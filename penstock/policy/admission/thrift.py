@@ -29,5 +29,5 @@ class Thrift:
         usage = Usage(
             prompt_tokens=arrival.prompt_tokens, completion_tokens=arrival.max_tokens * arrival.choices
         )
-        most = self._prices.cost_micros(arrival.route, usage)
-        return lambda model: self._prices.cost_micros(model, usage) < most
+        cost_max = self._prices.cost_micros(arrival.route, usage)
+        return lambda model: self._prices.cost_micros(model, usage) < cost_max

@@ -12,7 +12,7 @@ them not, and together with a backlog would count them twice. Until enough was s
 import msgspec
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.policy.estimates.online_law import OnlineLaw
+from penstock.policy.estimates.online_linear_model import OnlineLinearModel
 from penstock.policy.placement_terms import PlacementTerms
 
 _PREFILL_UNITS = (1.0, 256.0, 2.0**18, 8.0, 8.0 * 256)
@@ -92,8 +92,10 @@ class _Kind:
 
     def __init__(self, config: PlacementTerms) -> None:
         token_ns, step_ns = NS_PER_S / config.prefill_tokens_per_s, config.step_ms * NS_PER_MS
-        self._prefill = OnlineLaw(_PREFILL_UNITS, memory=_MEMORY, prior=(0.0, token_ns, 0.0, 0.0, 0.0))
-        self._step = OnlineLaw(_STEP_UNITS, memory=_MEMORY, prior=(step_ns, 0.0))
+        self._prefill = OnlineLinearModel(
+            _PREFILL_UNITS, memory=_MEMORY, prior=(0.0, token_ns, 0.0, 0.0, 0.0)
+        )
+        self._step = OnlineLinearModel(_STEP_UNITS, memory=_MEMORY, prior=(step_ns, 0.0))
         self._learned_ns: int | None = None
         self._num_ended = 0
         self._service_s = _SERVICE_PRIOR_S

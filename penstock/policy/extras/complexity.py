@@ -9,7 +9,6 @@ response header and for whoever tunes the weights. bench/complexity.py measures 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -23,6 +22,7 @@ from penstock.policy.extras.complexity_marks import (
     tools_mark,
     words_of,
 )
+from penstock.policy.placement.decision_log import ComplexityChoice
 
 _CHARS_PER_TOKEN = 4
 """Good enough for one mark: the model, and so its tokenizer, is not chosen yet."""
@@ -39,23 +39,6 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
     """Tools that it defines."""
     num_tool_results: int = 0
     tier: str = ""
-
-
-@dataclass(slots=True, frozen=True)
-class ComplexityChoice:
-    """The model and why."""
-
-    model: str
-    complexity: float
-    parts: tuple[tuple[str, float], ...]
-    """What each mark added (or took off), those that did; largest first."""
-    passed_over: tuple[str, ...] = ()
-    """Models that would have come before, and may not answer: not allowed, without tools, not ready, or too small."""
-
-    def explain(self) -> str:
-        """For a log line or a header: `complexity=0.31 (code .20, tokens .05, simple -.05)`."""
-        parts = ", ".join(f"{name} {_short(value)}" for name, value in self.parts)
-        return f"complexity={self.complexity:.2f}" + (f" ({parts})" if parts else "")
 
 
 class ComplexityRouter:
@@ -129,7 +112,3 @@ def _bounds_of(config: AutoConfig) -> list[float]:
         bias = config.cost_bias * math.log10(max(larger.cost / model.cost, 1.0))
         bounds.append(min(1.0, model.up_to + bias))
     return [*bounds, 1.0]
-
-
-def _short(value: float) -> str:
-    return f"{value:.2f}".replace("0.", ".", 1)

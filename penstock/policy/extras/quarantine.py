@@ -26,7 +26,7 @@ import msgspec
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.branch import extended
 from penstock.config.health import HealthConfig
-from penstock.errors import PoisonRequest
+from penstock.errors import CrashingRequest
 from penstock.policy.flow import Arrival
 
 Fingerprint = int
@@ -62,7 +62,7 @@ class _Suspect(msgspec.Struct):
     """When that was."""
     until_ns: int = 0
     """When all of this is forgotten."""
-    is_convicted: bool = False
+    is_blocked: bool = False
 
 
 class QuarantineTerms(HealthConfig, frozen=True, kw_only=True):
@@ -81,22 +81,22 @@ class QuarantineTerms(HealthConfig, frozen=True, kw_only=True):
 class Quarantine:
     """One for a gateway."""
 
-    __slots__ = ("_config", "_suspects", "num_convicted")
+    __slots__ = ("_config", "_suspects", "num_blocked")
 
     def __init__(self, config: HealthConfig) -> None:
         self._config = extended(config, QuarantineTerms)
         self._suspects: dict[Fingerprint, _Suspect] = {}  # Least recently struck first.
-        self.num_convicted = 0
+        self.num_blocked = 0
         """Convictions so far."""
 
-    def refusal(self, now_ns: int, arrival: Arrival) -> PoisonRequest | None:
+    def refusal(self, now_ns: int, arrival: Arrival) -> CrashingRequest | None:
         """See `parts.Poison`. Looks at the prompt only while there are suspects, which is nearly never."""
         if not self._suspects or (name := fingerprint(arrival)) is None:
             return None
         left_s = self.refused_s(now_ns, name)
         if not left_s:
             return None
-        return PoisonRequest(
+        return CrashingRequest(
             f"Workers have ended while they computed this prompt. It is refused for another {math.ceil(left_s)} s."
         )
 
@@ -155,7 +155,7 @@ class Quarantine:
     def refused_s(self, now_ns: int, fingerprint: Fingerprint) -> float:
         """For how many seconds a request is refused; 0: it is not."""
         suspect = self._suspects.get(fingerprint)
-        if suspect is None or not suspect.is_convicted or now_ns >= suspect.until_ns:
+        if suspect is None or not suspect.is_blocked or now_ns >= suspect.until_ns:
             return 0.0
         return (suspect.until_ns - now_ns) / NS_PER_S
 
@@ -171,7 +171,7 @@ class Quarantine:
         suspect = self._suspects.get(name)
         if suspect is None or now_ns >= suspect.until_ns:
             return _Suspect()
-        if num_tokens > suspect.num_tokens + self._config.progress_tokens and not suspect.is_convicted:
+        if num_tokens > suspect.num_tokens + self._config.progress_tokens and not suspect.is_blocked:
             return _Suspect()
         return suspect
 
@@ -180,12 +180,12 @@ class Quarantine:
 
     def _blame(self, now_ns: int, suspect: _Suspect) -> bool:
         """Convict the likeliest cause if this was one death too many; whether it is convicted."""
-        if suspect.is_convicted:
+        if suspect.is_blocked:
             return True
         if self._is_same_cause(now_ns, suspect) or suspect.strikes + 1 < self._config.quarantine_crashes:
             return False
-        suspect.is_convicted = True
-        self.num_convicted += 1
+        suspect.is_blocked = True
+        self.num_blocked += 1
         return True
 
     def _count(self, now_ns: int, suspect: _Suspect, *, is_starting: bool, num_tokens: int) -> None:

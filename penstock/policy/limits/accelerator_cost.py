@@ -13,7 +13,7 @@ share is rounded down to whole millionths of the currency once, when it ends; wh
 
 Other gateways may use the same worker. Then a part of the time is theirs: as many of the requests that run there. That is an
 estimate, for the number is as old as the worker's last report. A worker that tells by itself what each request took needs none
-of this, and its shares are right however many gateways there are: `ToldCost`.
+of this, and its shares are right however many gateways there are: `ReportedCost`.
 
 The weight of work follows the law of step times (schedule/): w = a * tokens computed + b * KV tokens read, so that of two
 requests with equal tokens the one with the longer context costs more.
@@ -170,7 +170,7 @@ class AcceleratorCost:
         self._elsewhere += amount - mine
 
 
-class ToldCost:
+class ReportedCost:
     """The time of one worker that counts itself how long it had work, and what each request took of that.
 
     Every gateway hears the same, so each of them knows the bill and the idle part; a request's share is known to the one gateway
@@ -180,7 +180,7 @@ class ToldCost:
     def __init__(self, now_ns: int, micros_per_hour: int) -> None:
         self._price = micros_per_hour
         self._began_ns = now_ns
-        self._told_ns: int | None = None
+        self._reported_ns: int | None = None
         self._has_work = True
         self._counted_ns = 0
         self.busy = self.idle = 0
@@ -191,11 +191,11 @@ class ToldCost:
         self.pass_time(now_ns)
         self._price = micros_per_hour
 
-    def told(self, now_ns: int, busy_ns: int, *, has_work: bool) -> None:
+    def report(self, now_ns: int, busy_ns: int, *, has_work: bool) -> None:
         """It says that it had work for `busy_ns` since its start; less than before: it was started anew."""
-        before_ns = busy_ns if self._told_ns is None else self._told_ns
+        before_ns = busy_ns if self._reported_ns is None else self._reported_ns
         new_ns = busy_ns - before_ns if busy_ns >= before_ns else busy_ns
-        self._told_ns, self._has_work = busy_ns, has_work
+        self._reported_ns, self._has_work = busy_ns, has_work
         assert new_ns >= 0, "a worker's time only grows"
         self._counted_ns += new_ns
         self.busy += self._price * new_ns

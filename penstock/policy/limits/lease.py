@@ -391,14 +391,14 @@ class LeasedBucket:
     def _measure(self, now_ns: int) -> None:
         """Busy gateways lease more: twice what was spent in the last lease time, within bounds."""
         lease_ns = self._leases.lease_ns
-        most = self._leases.lease_max(self.rate, self.burst)
+        size_max = self._leases.lease_max(self.rate, self.burst)
         elapsed_ns = now_ns - self._window_ns
         if elapsed_ns >= lease_ns:
             spent = self._taken * lease_ns // elapsed_ns
             self._taken, self._window_ns = 0, now_ns
         else:
             spent = max(self._taken, self.size >> 1)
-        self.size = min(most, max(1, most >> 3, 2 * spent))
+        self.size = min(size_max, max(1, size_max >> 3, 2 * spent))
         assert 0 < self.size <= self.burst, self.size
 
     def _owed_pending(self) -> int:

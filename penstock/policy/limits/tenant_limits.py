@@ -90,16 +90,16 @@ def check_tokens(
         )
 
 
-def output_room(tenant: Tenant, prompt_tokens: int, most: int) -> int:
+def output_room(tenant: Tenant, prompt_tokens: int, limit: int) -> int:
     """How long an answer may get that nobody asked a length for: `most`, or what the tenant's limits leave of it.
 
     At least 1 after `check_tokens`, if `most` is.
     """
     if tenant.output_tokens_max:
-        most = min(most, tenant.output_tokens_max)
+        limit = min(limit, tenant.output_tokens_max)
     if tenant.context_tokens_max:
-        most = min(most, tenant.context_tokens_max - prompt_tokens)
-    return most
+        limit = min(limit, tenant.context_tokens_max - prompt_tokens)
+    return limit
 
 
 def _who(tenant: Tenant) -> str:

@@ -2,17 +2,34 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from penstock.policy.extras.complexity import ComplexityChoice
 from penstock.policy.placement.pick import Decision, score_all
 from penstock.policy.placement.score import score_policy
 from penstock.types import RequestId
 
 PER_REQUEST_MAX = 8
 """Decisions that are kept of one request (attempts, holds): the last so many."""
+
+
+@dataclass(slots=True, frozen=True)
+class ComplexityChoice:
+    """The model that was chosen for a request that named none, and why (extras/complexity.py)."""
+
+    model: str
+    complexity: float
+    parts: tuple[tuple[str, float], ...]
+    """What each mark added (or took off), those that did; largest first."""
+    passed_over: tuple[str, ...] = ()
+    """Models that would have come before, and may not answer: not allowed, without tools, not ready, or too small."""
+
+    def explain(self) -> str:
+        """For a log line or a header: `complexity=0.31 (code .20, tokens .05, simple -.05)`."""
+        parts = ", ".join(f"{name} {_short(value)}" for name, value in self.parts)
+        return f"complexity={self.complexity:.2f}" + (f" ({parts})" if parts else "")
 
 
 class DecisionLog:
@@ -120,3 +137,7 @@ def explain_choice(choice: ComplexityChoice) -> dict[str, Any]:
         "parts": {name: round(value, 6) for name, value in choice.parts},
         "passed_over": list(choice.passed_over),
     }
+
+
+def _short(value: float) -> str:
+    return f"{value:.2f}".replace("0.", ".", 1)

@@ -16,7 +16,7 @@ class Located(Protocol):
         """What this worker has, in blocks."""
         ...
 
-    def holders(self, most: int) -> Sequence[tuple[WorkerId, Held]]:
+    def holders(self, limit: int) -> Sequence[tuple[WorkerId, Held]]:
         """Up to `most` workers that have something, longest prefix first."""
         ...
 
@@ -46,8 +46,8 @@ class _NothingLocated:
         del worker
         return NOTHING_HELD
 
-    def holders(self, most: int) -> Sequence[tuple[WorkerId, Held]]:
-        del most
+    def holders(self, limit: int) -> Sequence[tuple[WorkerId, Held]]:
+        del limit
         return ()
 
 
@@ -74,11 +74,11 @@ class NoLocality:
 class LastWorkers:
     """By name (of a session, of an adapter) the worker that had it last, for a while. Bounded: the oldest are forgotten."""
 
-    __slots__ = ("_last", "_most", "_ttl_ns")
+    __slots__ = ("_last", "_limit", "_ttl_ns")
 
-    def __init__(self, *, ttl_s: float, most: int) -> None:
+    def __init__(self, *, ttl_s: float, limit: int) -> None:
         self._last: OrderedDict[str, tuple[WorkerId, int]] = OrderedDict()
-        self._ttl_ns, self._most = int(ttl_s * NS_PER_S), most
+        self._ttl_ns, self._limit = int(ttl_s * NS_PER_S), limit
 
     def of(self, now_ns: int, name: str) -> WorkerId | None:
         """None: nobody, or too long ago."""
@@ -88,7 +88,7 @@ class LastWorkers:
     def put(self, now_ns: int, name: str, worker: WorkerId) -> None:
         """This worker has it now."""
         self._last.pop(name, None)
-        if len(self._last) >= self._most:
+        if len(self._last) >= self._limit:
             self._last.popitem(last=False)
         self._last[name] = (worker, now_ns + self._ttl_ns)
 

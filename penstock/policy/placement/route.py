@@ -28,13 +28,13 @@ from penstock.policy.placement.pick import Choice, Decision, Draw, choose, choos
 from penstock.policy.placement.score import RequestFacts, WorkerFacts, score_policy
 from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.room import Room, Rooms, goes_on_at, uncached_tokens
+from penstock.policy.queueing.room import Room, Rooms, can_resume_at, uncached_tokens
 from penstock.types import BLOCK_TOKENS, RequestId, Usage, WorkerId
 
 _WIDE = 64
 """Workers that are looked at, least loaded first, when no candidate may have the request."""
 _ADAPTERS_MAX = 4096
-_NOBODY = WorkerId("")
+_NO_WORKERS = WorkerId("")
 _NOBODY_WAITS: Mapping[WorkerId, int] = MappingProxyType({})
 
 
@@ -74,8 +74,8 @@ class Router:
         self._locality = NoLocality() if locality is None else locality
         self._log = DecisionLog(kept_max=0) if log is None else log
         self.speeds = Speeds(config)
-        self._sessions = LastWorkers(ttl_s=config.session_ttl_s, most=config.sessions_max)
-        self._adapters = LastWorkers(ttl_s=config.session_ttl_s, most=_ADAPTERS_MAX)
+        self._sessions = LastWorkers(ttl_s=config.session_ttl_s, limit=config.sessions_max)
+        self._adapters = LastWorkers(ttl_s=config.session_ttl_s, limit=_ADAPTERS_MAX)
         self._held: dict[RequestId, Hold] = {}
         self._sent: dict[RequestId, _Sent] = {}
         self._drawn: list[int] = []
@@ -99,7 +99,7 @@ class Router:
         decision = self._decide(look) if (only := rooms.only) is None else self._decide_only(look, only)
         picked, choice = decision.picked, decision.choice
         if choice.reason == "none":
-            work.hold_for = picked.worker if picked is not None else _NOBODY
+            work.hold_for = picked.worker if picked is not None else _NO_WORKERS
             if not work.aside:
                 self._log.add(decision)
             return None
@@ -303,9 +303,9 @@ class Router:
                 del self._held[name]
         return waiting
 
-    def _drawing(self, most: int) -> int:
+    def _drawing(self, limit: int) -> int:
         """Draw by chance, and remember what for the replay."""
-        number = self._draw(most)
+        number = self._draw(limit)
         self._drawn.append(number)
         return number
 
@@ -337,7 +337,7 @@ def _filter(work: Work, room: Room, blocked: Collection[WorkerId]) -> str:
         return "not_ready"
     if blocked and room.id in blocked:
         return "blocked"
-    if work.goes_on and not goes_on_at(work, view):
+    if work.goes_on and not can_resume_at(work, view):
         return "resume"
     if 0 < view.max_model_len < work.context_tokens:
         return "context"

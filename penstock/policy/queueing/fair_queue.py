@@ -272,10 +272,10 @@ class FairQueue:
             return Full("band", "requests", config.requests_max)
         if band.num_bytes + work.num_bytes > config.bytes_max:
             return Full("band", "bytes", config.bytes_max)
-        if requests >= (most := max(1, int(share * config.requests_max))):
-            return Full("tenant", "requests", most)
-        if num_bytes + work.num_bytes > (most := max(work.num_bytes, int(share * config.bytes_max))):
-            return Full("tenant", "bytes", most)
+        if requests >= (limit := max(1, int(share * config.requests_max))):
+            return Full("tenant", "requests", limit)
+        if num_bytes + work.num_bytes > (limit := max(work.num_bytes, int(share * config.bytes_max))):
+            return Full("tenant", "bytes", limit)
         return None
 
     def _room(self, level: int, work: Work) -> Full | tuple[int, int] | None:

@@ -25,7 +25,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
 
     ready: bool = True
     max_running: int = 0
-    """Streams in one batch, as our engine tells; 0: a worker that does not tell, given `queue.foreign_concurrency`."""
+    """Streams in one batch, as our engine tells; 0: a worker that does not tell, given `queue.external_concurrency`."""
     running: int = 0
     waiting: int = 0
     kv_blocks_total: int = 0
@@ -98,7 +98,7 @@ class Room:
     def fits(self, work: Work) -> bool:
         """Whether it could be started now. An idle worker takes anything: what it cannot do at all it refuses itself."""
         view, taken = self.view, self.booked + self.others
-        if not view.ready or (work.goes_on and not goes_on_at(work, view)) or not self.is_able(work):
+        if not view.ready or (work.goes_on and not can_resume_at(work, view)) or not self.is_able(work):
             return False
         if not taken:
             return True
@@ -154,7 +154,7 @@ class Rooms:
         room.slots = (
             room.view.max_running + config.worker_credit
             if room.view.max_running
-            else config.foreign_concurrency
+            else config.external_concurrency
         )
         others = max(0, room.view.running + room.view.waiting - room.booked)
         self.num_running += others - room.others
@@ -258,7 +258,7 @@ class Rooms:
             room
             for room in self._rooms.values()
             if room.view.ready and room.id not in blocked and room.is_able(work)
-            if not work.goes_on or goes_on_at(work, room.view)
+            if not work.goes_on or can_resume_at(work, room.view)
         ]
         if not ready:
             return None
@@ -345,7 +345,7 @@ class Rooms:
             assert room.rank in (None, (_load(room), room.turn, room.number, room)), room.id
 
 
-def goes_on_at(work: Work, view: WorkerView) -> bool:
+def can_resume_at(work: Work, view: WorkerView) -> bool:
     """Whether what was begun elsewhere gets the very tokens there that would have followed: nothing else is promised of a stream."""
     return view.resumes and view.identity == work.identity
 

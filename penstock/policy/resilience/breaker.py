@@ -186,7 +186,7 @@ class Breaker:
 
     def failed(self, now_ns: int) -> None:
         """An attempt failed, before or after its first output, for the worker's reasons."""
-        self._count(now_ns, failed=True, slow=False, peers_fine=_nobody)
+        self._count(now_ns, failed=True, slow=False, peers_fine=_never)
 
     def forget(self) -> None:
         """An attempt ended that says nothing of the worker: its client left."""
@@ -252,6 +252,6 @@ class Breaker:
         assert self._passed + len(self._probes) <= max(self._allowed, 1) or self.state is BreakerState.CLOSED
 
 
-def _nobody() -> bool:
+def _never() -> bool:
     """Nobody's peers matter."""
     return False

@@ -28,7 +28,7 @@ from penstock.sim.checks.isolation import Isolation
 from penstock.sim.checks.order_checks import ObservedStart, OrderChecks
 from penstock.sim.traffic.request import RequestRecord, SimRequest
 from penstock.sim.world.gateway import SimGateway
-from penstock.sim.world.messages import Submission, Told
+from penstock.sim.world.messages import Submission, WorkerMessage
 from penstock.sim.world.result import SimResult
 from penstock.sim.world.worker import SimWorker
 from penstock.sim.world.world import World
@@ -110,10 +110,10 @@ class Checks:
         starts = self._starts.setdefault((submission.gateway, model), [])
         starts.append(ObservedStart(worker_id, submission))
 
-    def told(self, worker: SimWorker, gateway: int, told: Sequence[Told]) -> None:
+    def on_messages(self, worker: SimWorker, gateway: int, messages: Sequence[WorkerMessage]) -> None:
         """A worker says something of requests to a gateway."""
-        _none(self._isolation.told(worker.id, gateway, told))
-        _none(inverted_in_engine(worker, told))
+        _none(self._isolation.on_messages(worker.id, gateway, messages))
+        _none(inverted_in_engine(worker, messages))
 
     def happened(self, num_events: int) -> None:
         """An event is over."""
@@ -181,8 +181,8 @@ class Checks:
                 self._check_breakers(result.virtual_ns)
 
     def _check_counts(self, request: SimRequest, record: RequestRecord) -> None:
-        name, most = record.id, min(request.output_tokens, request.max_tokens or request.output_tokens)
-        _hold(record.completion_tokens <= most, f"{name}: {record.completion_tokens} tokens of {most}")
+        name, limit = record.id, min(request.output_tokens, request.max_tokens or request.output_tokens)
+        _hold(record.completion_tokens <= limit, f"{name}: {record.completion_tokens} tokens of {limit}")
         _hold(
             record.prompt_tokens in (0, request.prompt_tokens),
             f"{name}: {record.prompt_tokens} prompt tokens",
@@ -196,8 +196,8 @@ class Checks:
         _hold(same == mine, f"{name}: the ledger says {same}, the client saw {mine}")
         if record.outcome is Outcome.FINISHED and line.finish_reason != _BUDGET:
             _hold(
-                record.completion_tokens == most,
-                f"{name} finished with {record.completion_tokens} of {most} tokens",
+                record.completion_tokens == limit,
+                f"{name} finished with {record.completion_tokens} of {limit} tokens",
             )
             _hold(record.prompt_tokens == request.prompt_tokens, f"{name}: its prompt does not count")
         _hold(

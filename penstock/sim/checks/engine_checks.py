@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from penstock.clock import NS_PER_S
 from penstock.config.tree import EngineConfig
 from penstock.schedule.request import Request, Status
-from penstock.sim.world.messages import Began, Told
+from penstock.sim.world.messages import Began, WorkerMessage
 from penstock.sim.world.worker import SimWorker
 
 
@@ -20,12 +20,12 @@ def over_engine_cap(worker: SimWorker) -> str:
     return ""
 
 
-def inverted_in_engine(worker: SimWorker, told: Sequence[Told]) -> str:
+def inverted_in_engine(worker: SimWorker, messages: Sequence[WorkerMessage]) -> str:
     """A request that has begun was started before one of a better class that had come; empty: none was.
 
     A class goes before those below it until one of theirs has waited `priority_ageing_s` longer per class, or `starvation_s` in all.
     """
-    config, began = worker.spec.engine, {word.id for word in told if isinstance(word, Began)}
+    config, began = worker.spec.engine, {message.id for message in messages if isinstance(message, Began)}
     if not began or config.scheduling != "fair" or 0 < config.kv_quota_fraction < 1:
         return ""
     requests = list(worker.requests())
@@ -48,6 +48,6 @@ def inverted_in_engine(worker: SimWorker, told: Sequence[Told]) -> str:
 
 def _turn_ns(config: EngineConfig, request: Request) -> int:
     """When it came, later by what its class stands behind the best."""
-    most = int(config.starvation_s * NS_PER_S) // 2
+    bound = int(config.starvation_s * NS_PER_S) // 2
     behind_ns = int(request.order[0] * config.priority_ageing_s * NS_PER_S)
-    return request.arrival_ns + min(max(behind_ns, -most), most)
+    return request.arrival_ns + min(max(behind_ns, -bound), bound)

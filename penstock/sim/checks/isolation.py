@@ -8,7 +8,7 @@ or that somebody sent there as nobody's. So nothing here trusts the engine's nam
 from collections.abc import Iterator, Sequence
 
 from penstock.sim.traffic.request import Segment, SimRequest
-from penstock.sim.world.messages import Began, Finished, Submission, Told
+from penstock.sim.world.messages import Began, Finished, Submission, WorkerMessage
 from penstock.types import BLOCK_TOKENS, RequestId, WorkerId
 
 _SEVERAL = ("", 0)
@@ -38,23 +38,23 @@ class Isolation:
             if known.setdefault(block, who) != who:
                 known[block] = _SEVERAL
 
-    def told(self, worker_id: WorkerId, gateway: int, told: Sequence[Told]) -> str:
+    def on_messages(self, worker_id: WorkerId, gateway: int, messages: Sequence[WorkerMessage]) -> str:
         """A worker speaks of requests to a gateway. Returns what is wrong with that; empty: nothing."""
-        for word in told:
-            sent = self._sent.get((worker_id, word.id))
+        for message in messages:
+            sent = self._sent.get((worker_id, message.id))
             if sent is None or sent.gateway != gateway:
-                return f"{worker_id} tells gateway {gateway} of {word.id}, which it did not ask for"
-            if word.attempt > sent.attempt:
-                return f"{worker_id} tells of attempt {word.attempt} of {word.id}, the last there is {sent.attempt}"
-            if isinstance(word, Began):
-                cached = word.cached_tokens
-            elif isinstance(word, Finished):
-                cached = word.usage.cached_tokens
+                return f"{worker_id} tells gateway {gateway} of {message.id}, which it did not ask for"
+            if message.attempt > sent.attempt:
+                return f"{worker_id} tells of attempt {message.attempt} of {message.id}, the last there is {sent.attempt}"
+            if isinstance(message, Began):
+                cached = message.cached_tokens
+            elif isinstance(message, Finished):
+                cached = message.usage.cached_tokens
             else:
                 continue
-            if (where := self._stranger(worker_id, word.id, word.attempt, cached)) >= 0:
+            if (where := self._stranger(worker_id, message.id, message.attempt, cached)) >= 0:
                 return (
-                    f"{word.id} found {cached} cached tokens on {worker_id}, and those from {where} on "
+                    f"{message.id} found {cached} cached tokens on {worker_id}, and those from {where} on "
                     "were sent there by nobody who may share them"
                 )
         return ""

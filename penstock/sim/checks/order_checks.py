@@ -21,7 +21,7 @@ from penstock.policy.lifecycle.life import blocks_of
 from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.band import Band, Work
 from penstock.policy.queueing.lane import Lane
-from penstock.policy.queueing.room import Room, goes_on_at
+from penstock.policy.queueing.room import Room, can_resume_at
 from penstock.sim.world.gateway import SimGateway
 from penstock.sim.world.messages import Submission
 from penstock.types import RequestId, WorkerId
@@ -173,11 +173,11 @@ class OrderChecks:
                 if (beside := gateway.control.races.second_worker(flow.id)) is not None:
                     count[beside] = count.get(beside, 0) + 1
         for room in lane.rooms:
-            streams, most = count.get(room.id, 0), room.view.max_running + credit
+            streams, limit = count.get(room.id, 0), room.view.max_running + credit
             if streams != room.booked:
                 return f"{room.id} has {streams} streams of this gateway, {room.booked} are booked"
-            if room.view.ready and streams > most:
-                return f"{room.id} has {streams} streams of one gateway, and is to have {most}"
+            if room.view.ready and streams > limit:
+                return f"{room.id} has {streams} streams of one gateway, and is to have {limit}"
         return ""
 
     # --- inside -------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class OrderChecks:
         view, booked = room.view, room.booked - given
         if not view.ready or room.busy or room.held or 0 < view.max_model_len < work.context_tokens:
             return False
-        if work.goes_on and not goes_on_at(work, view):
+        if work.goes_on and not can_resume_at(work, view):
             return False
         avoided = room.id in look.blocked or room.id in look.lane.avoid.get(work.id, ())
         # A suspect of quarantine waits for a worker where no other one is being tried.

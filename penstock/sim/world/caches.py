@@ -10,15 +10,15 @@ from penstock.kv.hashing import BlockHasher
 from penstock.kv.index.limits import KV_INDEX_LIMITS
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.prompt_keys import PromptKeyMaker, PromptKeys, own_keys
-from penstock.kv.index.residency import Residency
-from penstock.kv.index.vllm_events import events_of_own
+from penstock.kv.index.vllm_events import events_of_engine
+from penstock.kv.index.worker_cache_view import WorkerCacheView
 from penstock.policy.parts import LeastLoaded, Placement
 from penstock.policy.placement.decision_log import DecisionLog
 from penstock.policy.placement.route import Router
 from penstock.policy.placement_terms import PlacementTerms
 from penstock.sim.traffic.prompts import BlockNames
 from penstock.sim.traffic.request import SimRequest
-from penstock.sim.world.kv_words import KVNews
+from penstock.sim.world.kv_event_channel import KVNews
 from penstock.types import WorkerId
 
 _HASHERS_MAX = 256
@@ -111,34 +111,34 @@ class Caches:
 
     def heard(self, worker: WorkerId, news: KVNews) -> Asked | None:
         """Words of a worker about its cache. Returns what to ask it for, if anything is missing that was not asked for."""
-        if (residency := self.locality.get(worker)) is None:
+        if (cache_view := self.locality.get(worker)) is None:
             return None
         if isinstance(news, Numbered):
-            residency.live(*news)
+            cache_view.live(*news)
         else:
-            residency.hear(events_of_own(KVEventBatch(ts=0.0, events=news)))
-        return self._ask(worker, residency)
+            cache_view.hear(events_of_engine(KVEventBatch(ts=0.0, events=news)))
+        return self._ask(worker, cache_view)
 
     def heard_again(self, worker: WorkerId, asked: Asked, batches: Sequence[Numbered]) -> Asked | None:
         """What it could say again; the same."""
-        residency = self.locality.get(worker)
-        if residency is None or self._asked.get(worker) is not asked:
+        cache_view = self.locality.get(worker)
+        if cache_view is None or self._asked.get(worker) is not asked:
             return None
         del self._asked[worker]
         for batch in batches:
-            residency.again(*batch)
-        residency.end_of_replay()
-        return self._ask(worker, residency)
+            cache_view.again(*batch)
+        cache_view.end_of_replay()
+        return self._ask(worker, cache_view)
 
     def reconnected(self, worker: WorkerId) -> Asked | None:
         """It was not heard for a while, and what was said last may be missing; the same."""
-        if (residency := self.locality.get(worker)) is None:
+        if (cache_view := self.locality.get(worker)) is None:
             return None
-        residency.reconnected()
-        return self._ask(worker, residency)
+        cache_view.reconnected()
+        return self._ask(worker, cache_view)
 
-    def _ask(self, worker: WorkerId, residency: Residency) -> Asked | None:
-        if residency.wanted is None or worker in self._asked:
+    def _ask(self, worker: WorkerId, cache_view: WorkerCacheView) -> Asked | None:
+        if cache_view.wanted is None or worker in self._asked:
             return None
-        asked = self._asked[worker] = Asked(residency.ask())
+        asked = self._asked[worker] = Asked(cache_view.ask())
         return asked

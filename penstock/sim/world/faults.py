@@ -29,7 +29,7 @@ class FaultKind(enum.StrEnum):
     NO_REPORTS = "lost-metrics"
     """What it says of itself is lost."""
     KV_GAP = "kv-event-gap"
-    """What it says of its cache is lost, until it is heard again: what the gateways miss then they are told, or ask for (kv_words.py)."""
+    """What it says of its cache is lost, until it is heard again: what the gateways miss then they are told, or ask for (kv_event_channel.py)."""
     STORE_LOSS = "store-loss"
     """The store of shared limits does not answer; with `amount` over 1 it comes back empty."""
     REGION_LOSS = "region-loss"
@@ -67,7 +67,7 @@ _AMOUNTS: dict[FaultKind, tuple[float, float]] = {
 }
 
 
-def draw_faults(seed: int, *, until_ns: int, requests: int, most: int = 3) -> tuple[Fault, ...]:
+def draw_faults(seed: int, *, until_ns: int, requests: int, count_max: int = 3) -> tuple[Fault, ...]:
     """The faults of one run, in order of time: each kind with even chance, then up to `most` of it.
 
     They begin in the first two thirds of the time until `until_ns`, and are over by then.
@@ -77,7 +77,7 @@ def draw_faults(seed: int, *, until_ns: int, requests: int, most: int = 3) -> tu
         if random.random() < 0.5:
             continue
         low, high = _AMOUNTS.get(kind, (1.0, 1.0))
-        for _ in range(random.randint(1, most)):
+        for _ in range(random.randint(1, count_max)):
             begin_ns = random.randrange(until_ns // 10, 2 * until_ns // 3)
             end_ns = begin_ns + random.randrange(1, until_ns - begin_ns)
             target = random.randrange(requests) if kind is FaultKind.POISON else random.randrange(1 << 16)

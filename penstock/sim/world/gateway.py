@@ -35,8 +35,16 @@ from penstock.sim.traffic.request import RequestRecord, SimRequest
 from penstock.sim.world.caches import Asked, Caches
 from penstock.sim.world.events import LocalClock, Rank, Timeline
 from penstock.sim.world.facts import Facts, Network, Witness
-from penstock.sim.world.kv_words import KVNews
-from penstock.sim.world.messages import Began, Failed, Finished, Sliced, Submission, Told, WorkerLoadReport
+from penstock.sim.world.kv_event_channel import KVNews
+from penstock.sim.world.messages import (
+    Began,
+    Failed,
+    Finished,
+    Sliced,
+    Submission,
+    WorkerLoadReport,
+    WorkerMessage,
+)
 from penstock.sim.world.store import SharedStore, SimLeaseKeeper
 from penstock.sim.world.ticket import Ticket
 from penstock.sim.world.worker import SimWorker
@@ -156,9 +164,9 @@ class SimGateway:
 
     # --- workers ------------------------------------------------------------------------------------
 
-    def heard(self, now_ns: int, worker_id: WorkerId, told: Sequence[Told]) -> None:
+    def heard(self, now_ns: int, worker_id: WorkerId, messages: Sequence[WorkerMessage]) -> None:
         """Words of a worker about requests."""
-        for word in told:
+        for word in messages:
             ticket = self.tickets.get(word.id)
             if ticket is None or not word.attempt or word.attempt not in (ticket.attempt, ticket.beside):
                 continue  # Of an attempt that is over.
@@ -286,7 +294,7 @@ class SimGateway:
             )
         )
 
-    def _race(self, now_ns: int, ticket: Ticket, word: Told) -> bool:
+    def _race(self, now_ns: int, ticket: Ticket, word: WorkerMessage) -> bool:
         """One of two attempts has said something; whether that counts for the request."""
         if isinstance(word, Failed):
             return not self._lost_one(now_ns, ticket, word.attempt, word.error)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from penstock.sim.world.kv_words import KVWords
+from penstock.sim.world.kv_event_channel import KVEventChannel
 from penstock.sim.world.spec import PoolSpec
 from penstock.sim.world.worker import SimWorker
 
@@ -14,7 +14,7 @@ class Member:
     worker: SimWorker
     pool: PoolSpec
     since_ns: int
-    kv: KVWords
+    kv: KVEventChannel
     ready: bool = False
     draining: bool = False
     left: bool = False

@@ -66,7 +66,7 @@ class Failed(msgspec.Struct, frozen=True):
     error: PenstockError
 
 
-Told = Began | Sliced | Finished | Failed
+WorkerMessage = Began | Sliced | Finished | Failed
 
 
 class WorkerLoadReport(msgspec.Struct, frozen=True, gc=False):

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from penstock.policy.record import UsageRecord
 from penstock.sim.traffic.request import RequestRecord, SimRequest
-from penstock.sim.world.messages import Submission, Told
+from penstock.sim.world.messages import Submission, WorkerMessage
 from penstock.sim.world.worker import SimWorker
 from penstock.types import WorkerId
 
@@ -29,7 +29,7 @@ class Watcher(Protocol):
         """A gateway sends a request to a worker of this model."""
         ...
 
-    def told(self, worker: SimWorker, gateway: int, told: Sequence[Told]) -> None:
+    def on_messages(self, worker: SimWorker, gateway: int, messages: Sequence[WorkerMessage]) -> None:
         """A worker says something of requests to the gateway with this number."""
         ...
 

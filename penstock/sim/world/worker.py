@@ -4,7 +4,7 @@
 
 What it tells of a request is what a gateway acts on: its first token, every full slice of its answer, and its end. A step
 that tells nothing is seen by nobody. So while all rows decode and nothing is due, the worker coasts: it knows when
-the next steps end, and does them in one leap when something is due or comes in (schedule/leap.py).
+the next steps end, and does them in one leap when something is due or comes in (schedule/fast_forward.py).
 """
 
 from array import array
@@ -29,10 +29,18 @@ from penstock.schedule.scheduler import Scheduler
 from penstock.sim.traffic.prompts import EOS, BlockNames, content_tokens, prompt_tokens
 from penstock.sim.traffic.request import Segment
 from penstock.sim.world.events import LocalClock, Rank, Timeline
-from penstock.sim.world.messages import Began, Failed, Finished, Sliced, Submission, Told, WorkerLoadReport
+from penstock.sim.world.messages import (
+    Began,
+    Failed,
+    Finished,
+    Sliced,
+    Submission,
+    WorkerLoadReport,
+    WorkerMessage,
+)
 from penstock.types import RequestId, SamplingParams, WorkerId
 
-_COAST_STEPS = 24
+_FAST_FORWARD_STEPS = 24
 """Steps whose times are worked out at once: whatever comes in before them makes the rest useless."""
 _STOPS = (EOS,)
 
@@ -54,7 +62,7 @@ class SimWorkerSpec:
     """Name of the accelerator, for reports and prices."""
     cold_start_ns: int = 0
     """From being asked for to being ready."""
-    leaps: bool = True
+    fast_forwards: bool = True
     """False does every step by itself: slower, and the same."""
 
     @property
@@ -78,7 +86,9 @@ class Listener(Protocol):
     report_ns: int
     """Time between two reports of a worker that has work."""
 
-    def told(self, now_ns: int, worker: "SimWorker", gateway: int, told: Sequence[Told]) -> None:
+    def on_messages(
+        self, now_ns: int, worker: "SimWorker", gateway: int, messages: Sequence[WorkerMessage]
+    ) -> None:
         """What a worker says of its requests, to the gateway with this number."""
         ...
 
@@ -151,8 +161,8 @@ class SimWorker:
         self._rows: dict[int, _Stream] = {}
         self._plan: StepPlan | None = None
         self._times: list[int] = []  # When the steps it coasts over begin, and the last of them ends.
-        self._coast_max = self._coast_rows = self._coast_kv = 0
-        self._news: dict[int, list[Told]] = {}
+        self._fast_forward_max = self._fast_forward_rows = self._fast_forward_kv = 0
+        self._outbox: dict[int, list[WorkerMessage]] = {}
         self._inbox: list[tuple[int, Submission | RequestId]] = []
         self._is_reporting = False
         self._last_gauges = self._gauges()
@@ -163,7 +173,7 @@ class SimWorker:
         """Nothing will be heard of the next request."""
         self._is_garbage = False
         self._slowness = 1.0
-        self._stuck: dict[RequestId, tuple[int, Told]] = {}
+        self._stuck: dict[RequestId, tuple[int, WorkerMessage]] = {}
         self.steps = 0
         self.busy_ns = 0
 
@@ -264,15 +274,15 @@ class SimWorker:
                     self._submit(arrived_ns, message)
                 else:
                     self._abort(message)
-        if self._news:
+        if self._outbox:
             self._flush(now_ns)
-        most = self._steps_to_due() if self.spec.leaps and not self._is_garbage else 0
-        if most and (most := self.scheduler.leap_max(most)):
+        steps_max = self._steps_to_due() if self.spec.fast_forwards and not self._is_garbage else 0
+        if steps_max and (steps_max := self.scheduler.fast_forward_max(steps_max)):
             running = self.scheduler.running
-            self._coast_max, self._coast_rows = most, len(running)
-            self._coast_kv = sum([request.num_planned for request in running])
+            self._fast_forward_max, self._fast_forward_rows = steps_max, len(running)
+            self._fast_forward_kv = sum([request.num_planned for request in running])
             self._times = [now_ns]
-            self._coast()
+            self._extend_fast_forward()
         elif self._streams:
             self._launch(now_ns)
 
@@ -283,11 +293,11 @@ class SimWorker:
             assert output is not None, "what has a stream has not ended"
             self._end(stream, output)
         elif (held := self._stuck.pop(request_id, None)) is not None:
-            self._say(*held)
+            self._send(*held)
 
     def _submit(self, arrived_ns: int, submission: Submission) -> None:
         if self.fails:
-            self._say(
+            self._send(
                 submission.gateway, Failed(submission.id, submission.attempt, WorkerUnavailable("it fails"))
             )
             return
@@ -306,7 +316,7 @@ class SimWorker:
         try:
             self.scheduler.submit(request, arrived_ns=arrived_ns)
         except PenstockError as error:
-            self._say(submission.gateway, Failed(submission.id, submission.attempt, error))
+            self._send(submission.gateway, Failed(submission.id, submission.attempt, error))
             return
         if self.spec.engine.prefix_cache:
             request.table.hashes += self._names_of(submission)
@@ -375,25 +385,25 @@ class SimWorker:
             least = min(least, left)
         return least if streams else 0
 
-    def _coast(self) -> None:
+    def _extend_fast_forward(self) -> None:
         """Work out when some more steps end."""
-        times, rows, kv_tokens = self._times, self._coast_rows, self._coast_kv
+        times, rows, kv_tokens = self._times, self._fast_forward_rows, self._fast_forward_kv
         step_ns, time_ns, slowness = self.spec.step_time.step_ns, self._times[-1], self._slowness
-        for _ in range(min(_COAST_STEPS, self._coast_max + 1 - len(times))):
+        for _ in range(min(_FAST_FORWARD_STEPS, self._fast_forward_max + 1 - len(times))):
             kv_tokens += rows
             each_ns = step_ns(StepShape(rows, 0, 0, kv_tokens))
             if slowness != 1.0:
                 each_ns = int(each_ns * slowness)
             time_ns += max(1, each_ns)
             times.append(time_ns)
-        self._coast_kv = kv_tokens
+        self._fast_forward_kv = kv_tokens
         self._timeline.at(time_ns, self.actor, Rank.STEP, self._on_coasted, times)
 
     def _on_coasted(self, now_ns: int, times: list[int]) -> None:
         if times is not self._times:
             return  # Something came in between.
-        if len(times) <= self._coast_max:
-            self._coast()
+        if len(times) <= self._fast_forward_max:
+            self._extend_fast_forward()
             return
         self._leap_to(len(times) - 1)
         self._times = []
@@ -402,7 +412,7 @@ class SimWorker:
     def _stop_coasting(self, end: int) -> None:
         """Let the step that ends at this one of the times be the last to coast over."""
         times = self._times
-        self._coast_max = min(self._coast_max, end)
+        self._fast_forward_max = min(self._fast_forward_max, end)
         if end < len(times) - 1:
             self._times = times[: end + 1]
             self._timeline.at(times[end], self.actor, Rank.STEP, self._on_coasted, self._times)
@@ -413,12 +423,12 @@ class SimWorker:
             return
         times = self._times[: index + 1]
         self.clock.time_ns = times[-1]
-        outcome = self.scheduler.leap(times, self._draw)
+        outcome = self.scheduler.fast_forward(times, self._draw)
         self.steps += index
         self.busy_ns += times[-1] - times[0]
         del self._times[:index]
-        self._coast_max -= index
-        if not self._coast_max:
+        self._fast_forward_max -= index
+        if not self._fast_forward_max:
             self._tell_of(outcome.outputs)
 
     def _draw(self, request: Request, count: int) -> "array[int]":
@@ -446,10 +456,10 @@ class SimWorker:
             return
         if num_tokens == 1:
             prefill_ns = request.usage(self.clock.now_ns()).prefill_ns
-            word = Began(submission.id, submission.attempt, request.num_cached, prefill_ns)
-            self._say(submission.gateway, word)
+            message = Began(submission.id, submission.attempt, request.num_cached, prefill_ns)
+            self._send(submission.gateway, message)
         else:
-            self._say(submission.gateway, Sliced(submission.id, submission.attempt, num_tokens))
+            self._send(submission.gateway, Sliced(submission.id, submission.attempt, num_tokens))
 
     def _end(self, stream: _Stream, output: RequestOutput) -> None:
         submission = stream.submission
@@ -457,19 +467,19 @@ class SimWorker:
         assert output.finish is not None
         assert output.usage is not None
         reason, error = output.finish.value, output.error or ""
-        word = Finished(submission.id, submission.attempt, reason, output.usage, error)
+        message = Finished(submission.id, submission.attempt, reason, output.usage, error)
         if stream.is_stuck:
-            self._stuck[submission.id] = (submission.gateway, word)
+            self._stuck[submission.id] = (submission.gateway, message)
         else:
-            self._say(submission.gateway, word)
+            self._send(submission.gateway, message)
 
-    def _say(self, gateway: int, word: Told) -> None:
-        self._news.setdefault(gateway, []).append(word)
+    def _send(self, gateway: int, message: WorkerMessage) -> None:
+        self._outbox.setdefault(gateway, []).append(message)
 
     def _flush(self, now_ns: int) -> None:
-        news, self._news = self._news, {}
-        for gateway, told in news.items():
-            self._listener.told(now_ns, self, gateway, told)
+        outbox, self._outbox = self._outbox, {}
+        for gateway, messages in outbox.items():
+            self._listener.on_messages(now_ns, self, gateway, messages)
         # Between two words about requests nobody hears of blocks: a leap over steps changes nothing that is seen.
         if self._kv_events is not None and (events := self._kv_events.take()):
             self._listener.cached(now_ns, self, events)

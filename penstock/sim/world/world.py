@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from msgspec import structs
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.collector import calm
 from penstock.config.branch import extended
+from penstock.gc_tuning import rare_gc
 from penstock.kv.events import KVEvent, Numbered
 from penstock.policy.limits.rate_limit import SLICE_TOKENS, RateTerms
 from penstock.policy.record import UsageRecord
@@ -24,9 +24,9 @@ from penstock.sim.world.comebacks import Comebacks
 from penstock.sim.world.events import Rank, Timeline
 from penstock.sim.world.facts import Facts
 from penstock.sim.world.gateway import SimGateway
-from penstock.sim.world.kv_words import KVNews, KVWords
+from penstock.sim.world.kv_event_channel import KVEventChannel, KVNews
 from penstock.sim.world.member import Member
-from penstock.sim.world.messages import Submission, Told, WorkerLoadReport
+from penstock.sim.world.messages import Submission, WorkerLoadReport, WorkerMessage
 from penstock.sim.world.result import RunTally, SimResult
 from penstock.sim.world.spec import PoolSpec, WorldSpec
 from penstock.sim.world.store import SharedStore
@@ -94,7 +94,7 @@ class World:
             for when_ns, count in pool.schedule:
                 self.timeline.at(when_ns, WORLD, Rank.FAULT, self._on_scale, (pool, count))
 
-    @calm()
+    @rare_gc()
     def run(self) -> SimResult:
         """Let everything happen."""
         self._take_next()
@@ -164,8 +164,8 @@ class World:
         member.kv.is_lost = False
         for number in self._fronts[member.pool.region]:
             gateway = self.gateways[number]
-            if (news := member.kv.anew()) is not None:
-                self._tell_cache(now_ns, gateway, member, news)
+            if (update := member.kv.anew()) is not None:
+                self._tell_cache(now_ns, gateway, member, update)
             elif not gateway.is_gone:
                 gateway.kv_reconnected(now_ns, member.worker.id)
 
@@ -238,13 +238,15 @@ class World:
 
     # --- Listener -----------------------------------------------------------------------------------
 
-    def told(self, now_ns: int, worker: SimWorker, gateway: int, told: Sequence[Told]) -> None:
+    def on_messages(
+        self, now_ns: int, worker: SimWorker, gateway: int, messages: Sequence[WorkerMessage]
+    ) -> None:
         """See `Listener`."""
         if self.watcher is not None:
-            self.watcher.told(worker, gateway, told)
+            self.watcher.on_messages(worker, gateway, messages)
         member = self.members[worker.id]
         to, when_ns = self.gateways[gateway], self._arrives_ns(now_ns, member.told_ns, member, gateway)
-        self.timeline.at(when_ns, to.actor, Rank.MESSAGE, self._on_told, (to, worker.id, told))
+        self.timeline.at(when_ns, to.actor, Rank.MESSAGE, self._on_messages, (to, worker.id, messages))
 
     def reported(self, now_ns: int, worker: SimWorker, report: WorkerLoadReport) -> None:
         """See `Listener`."""
@@ -261,9 +263,9 @@ class World:
     def cached(self, now_ns: int, worker: SimWorker, events: tuple[KVEvent, ...]) -> None:
         """See `Listener`."""
         member = self.members[worker.id]
-        if (news := member.kv.said(events)) is not None:
+        if (update := member.kv.said(events)) is not None:
             for number in self._fronts[member.pool.region]:
-                self._tell_cache(now_ns, self.gateways[number], member, news)
+                self._tell_cache(now_ns, self.gateways[number], member, update)
 
     # --- Witness ------------------------------------------------------------------------------------
 
@@ -375,40 +377,42 @@ class World:
         gateway, member = what
         if gateway.number in self._fronts[member.pool.region] and not member.worker.is_gone:
             ready = member.ready and not member.draining
-            told = (gateway, member, member.worker.report(now_ns), ready)
-            self.timeline.at(now_ns + self.spec.link_ns, gateway.actor, Rank.MESSAGE, self._on_state, told)
-            if (news := member.kv.anew()) is not None and member.worker.tells_kv:
-                self._tell_cache(now_ns, gateway, member, news)
+            messages = (gateway, member, member.worker.report(now_ns), ready)
+            self.timeline.at(
+                now_ns + self.spec.link_ns, gateway.actor, Rank.MESSAGE, self._on_state, messages
+            )
+            if (update := member.kv.anew()) is not None and member.worker.tells_kv:
+                self._tell_cache(now_ns, gateway, member, update)
 
     def _on_message(self, now_ns: int, what: tuple[Member, Submission | RequestId]) -> None:
         member, message = what
         member.worker.take(now_ns, message)
 
-    def _tell_cache(self, now_ns: int, to: SimGateway, member: Member, news: KVNews) -> None:
+    def _tell_cache(self, now_ns: int, to: SimGateway, member: Member, update: KVNews) -> None:
         when_ns = self._arrives_ns(now_ns, member.told_ns, member, to.number)
-        self.timeline.at(when_ns, to.actor, Rank.MESSAGE, self._on_cached, (to, member.worker.id, news))
+        self.timeline.at(when_ns, to.actor, Rank.MESSAGE, self._on_cached, (to, member.worker.id, update))
 
     def _on_cached(self, now_ns: int, what: tuple[SimGateway, WorkerId, KVNews]) -> None:
-        gateway, worker_id, news = what
+        gateway, worker_id, update = what
         if not gateway.is_gone:
-            gateway.cached(now_ns, worker_id, news)
+            gateway.cached(now_ns, worker_id, update)
 
     def _on_kv_asked(self, now_ns: int, what: tuple[SimGateway, Member, Asked]) -> None:
         gateway, member, asked = what
         if not member.worker.is_gone:
-            told = (gateway, member.worker.id, asked, member.kv.again(asked.first))
+            messages = (gateway, member.worker.id, asked, member.kv.again(asked.first))
             when_ns = self._arrives_ns(now_ns, member.told_ns, member, gateway.number)
-            self.timeline.at(when_ns, gateway.actor, Rank.MESSAGE, self._on_kv_again, told)
+            self.timeline.at(when_ns, gateway.actor, Rank.MESSAGE, self._on_kv_again, messages)
 
     def _on_kv_again(self, now_ns: int, what: tuple[SimGateway, WorkerId, Asked, Sequence[Numbered]]) -> None:
         gateway, worker_id, asked, batches = what
         if not gateway.is_gone:
             gateway.cached_again(now_ns, worker_id, asked, batches)
 
-    def _on_told(self, now_ns: int, what: tuple[SimGateway, WorkerId, Sequence[Told]]) -> None:
-        gateway, worker_id, told = what
+    def _on_messages(self, now_ns: int, what: tuple[SimGateway, WorkerId, Sequence[WorkerMessage]]) -> None:
+        gateway, worker_id, messages = what
         if not gateway.is_gone:
-            gateway.heard(now_ns, worker_id, told)
+            gateway.heard(now_ns, worker_id, messages)
 
     def _tell_state(self, now_ns: int, member: Member, report: WorkerLoadReport) -> None:
         """Let the region's gateways know what the worker says of itself, and whether it takes requests."""
@@ -431,7 +435,7 @@ class World:
         actor = 1 + len(self.gateways) + number
         spec, key, timeline = self.spec.worker_of(pool), self.facts.hash_key, self.timeline
         worker = SimWorker(worker_id, actor, spec, timeline, self, hash_key=key, tells_kv=self.spec.tells_kv)
-        kv = KVWords(worker.scheduler.kv.pool, kept=self.spec.kv_kept)
+        kv = KVEventChannel(worker.scheduler.kv.pool, kept=self.spec.kv_kept)
         return self.members.setdefault(worker_id, Member(worker, pool, now_ns, kv))
 
     def _ready(self, now_ns: int, member: Member) -> None:

@@ -236,5 +236,5 @@ def test_attention_behind_the_engines_contract_uses_either() -> None:
 
 def test_row_state_has_a_row_for_nobody() -> None:
     state = RowState.allocate(limits(), CPU)
-    assert state.nobody == 8
+    assert state.unused_row == 8
     assert len(state.temperature) == 9

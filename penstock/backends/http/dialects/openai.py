@@ -83,10 +83,10 @@ def models_of(body: bytes, model: str) -> ServerFacts:
     )
 
 
-def top_of(found: dict[str, float] | None, most: int) -> list[tuple[str, float]]:
+def top_of(found: dict[str, float] | None, num_top: int) -> list[tuple[str, float]]:
     """The `most` likeliest alternatives, best first: servers put the chosen token among them, or the worst first."""
     ranked = sorted((found or {}).items(), key=lambda item: (-item[1], item[0]))
-    return ranked[:most]
+    return ranked[:num_top]
 
 
 def token_id_of(name: str) -> int:
@@ -124,7 +124,7 @@ def completion_fields(request: GenerateRequest, model: str) -> dict[str, Any]:
     return fields
 
 
-def text_logprobs(found: CompletionLogprobs | None, most: int) -> tuple[TextLogprob, ...]:
+def text_logprobs(found: CompletionLogprobs | None, num_top: int) -> tuple[TextLogprob, ...]:
     """Log-probabilities of tokens that come as text."""
     if found is None:
         return ()
@@ -134,7 +134,7 @@ def text_logprobs(found: CompletionLogprobs | None, most: int) -> tuple[TextLogp
             token,
             token.encode(errors="replace"),
             value,
-            tuple((name, name.encode(errors="replace"), logprob) for name, logprob in top_of(top, most)),
+            tuple((name, name.encode(errors="replace"), logprob) for name, logprob in top_of(top, num_top)),
         )
         for token, value, top in zip(found.tokens, found.token_logprobs, tops, strict=False)
     )
@@ -143,11 +143,11 @@ def text_logprobs(found: CompletionLogprobs | None, most: int) -> tuple[TextLogp
 class CompletionReader:
     """Reads a stream of `/v1/completions` that has text, and perhaps token ids and log-probabilities."""
 
-    __slots__ = ("_most", "_reports_logprobs")
+    __slots__ = ("_num_top", "_reports_logprobs")
 
     def __init__(self, request: GenerateRequest) -> None:
         self._reports_logprobs = request.sampling.logprobs is not None
-        self._most = request.sampling.logprobs or 0
+        self._num_top = request.sampling.logprobs or 0
 
     def read(self, event: bytes) -> Piece:
         """See `AnswerReader`."""
@@ -167,7 +167,7 @@ class CompletionReader:
         return Piece(
             token_ids=tuple(choice.token_ids or ()),
             text="" if choice.token_ids else choice.text or "",
-            text_logprobs=text_logprobs(choice.logprobs, self._most) if self._reports_logprobs else (),
+            text_logprobs=text_logprobs(choice.logprobs, self._num_top) if self._reports_logprobs else (),
             finish=finish_of(choice.finish_reason),
             stop=choice.stop_reason,
             usage=usage,
@@ -182,10 +182,10 @@ class CompletionReader:
 class ChatReader:
     """Reads a stream of `/v1/chat/completions`."""
 
-    __slots__ = ("_most",)
+    __slots__ = ("_num_top",)
 
     def __init__(self, request: GenerateRequest) -> None:
-        self._most = request.sampling.logprobs or 0
+        self._num_top = request.sampling.logprobs or 0
 
     def read(self, event: bytes) -> Piece:
         """See `AnswerReader`."""
@@ -212,7 +212,7 @@ class ChatReader:
         return NOTHING
 
     def _logprob(self, found: ContentLogprob) -> TextLogprob:
-        top = found.top_logprobs[: self._most]
+        top = found.top_logprobs[: self._num_top]
         return TextLogprob(
             found.token,
             _bytes_of(found),

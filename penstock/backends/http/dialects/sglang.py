@@ -52,10 +52,10 @@ _decode = msgspec.json.Decoder(_Event).decode
 class SglangReader:
     """Reads one answer's events, whichever of the two kinds they are."""
 
-    __slots__ = ("_most", "_num_seen", "_prompt_most", "_text_seen")
+    __slots__ = ("_num_prompt_top", "_num_seen", "_num_top", "_text_seen")
 
     def __init__(self, request: GenerateRequest) -> None:
-        self._most, self._prompt_most = request.sampling.logprobs, request.sampling.prompt_logprobs
+        self._num_top, self._num_prompt_top = request.sampling.logprobs, request.sampling.prompt_logprobs
         self._num_seen = 0
         self._text_seen = ""
 
@@ -110,25 +110,25 @@ class SglangReader:
 
     def _logprobs(self, meta: _MetaInfo, num_new: int) -> tuple[TokenLogprob, ...]:
         found = meta.output_token_logprobs
-        if self._most is None or not found or not num_new:
+        if self._num_top is None or not found or not num_new:
             return ()
         tops = (meta.output_top_logprobs or [])[-num_new:] or [None] * num_new
         if len(found) < num_new or len(tops) != num_new:
             raise msgspec.DecodeError("the lists of log-probabilities do not fit the tokens")
         return tuple(
-            _logprob(each, top, self._most) for each, top in zip(found[-num_new:], tops, strict=True)
+            _logprob(each, top, self._num_top) for each, top in zip(found[-num_new:], tops, strict=True)
         )
 
     def _prompt_logprobs(self, meta: _MetaInfo) -> tuple[TokenLogprob, ...]:
         """Every event repeats them; they are wanted once."""
-        found, most = meta.input_token_logprobs, self._prompt_most
-        if most is None or not found:
+        found, num_top = meta.input_token_logprobs, self._num_prompt_top
+        if num_top is None or not found:
             return ()
-        self._prompt_most = None
+        self._num_prompt_top = None
         tops = meta.input_top_logprobs or [None] * len(found)
         if len(tops) != len(found):
             raise msgspec.DecodeError("the lists of the prompt's log-probabilities do not fit each other")
-        return tuple(_logprob(each, top, most) for each, top in list(zip(found, tops, strict=True))[1:])
+        return tuple(_logprob(each, top, num_top) for each, top in list(zip(found, tops, strict=True))[1:])
 
 
 class SglangDialect(EngineDialect):
@@ -171,8 +171,8 @@ class SglangDialect(EngineDialect):
         }
         if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
             start = 0 if sampling.prompt_logprobs is not None else -1
-            most = max(sampling.logprobs or 0, sampling.prompt_logprobs or 0)
-            fields |= {"return_logprob": True, "top_logprobs_num": most, "logprob_start_len": start}
+            num_top = max(sampling.logprobs or 0, sampling.prompt_logprobs or 0)
+            fields |= {"return_logprob": True, "top_logprobs_num": num_top, "logprob_start_len": start}
         if request.cache_salt:
             fields["extra_key"] = namespace_of(request.cache_salt)
         if self._has_priorities and request.priority:
@@ -194,9 +194,9 @@ def _usage(meta: _MetaInfo) -> ReportedUsage:
     )
 
 
-def _logprob(found: _Logprob, top: list[_Logprob] | None, most: int) -> TokenLogprob:
+def _logprob(found: _Logprob, top: list[_Logprob] | None, num_top: int) -> TokenLogprob:
     value, token_id, _ = found
     if value is None:
         raise msgspec.DecodeError("a token has no log-probability")
     ranked = sorted((-(each[0] or 0.0), each[1]) for each in top or () if each[0] is not None)
-    return TokenLogprob(token_id, value, tuple((other, -minus) for minus, other in ranked[:most]))
+    return TokenLogprob(token_id, value, tuple((other, -minus) for minus, other in ranked[:num_top]))

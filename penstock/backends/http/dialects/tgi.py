@@ -55,10 +55,10 @@ _decode_info = msgspec.json.Decoder(_Info).decode
 class TgiReader:
     """Reads one answer's events: one token each."""
 
-    __slots__ = ("_most",)
+    __slots__ = ("_num_top",)
 
     def __init__(self, request: GenerateRequest) -> None:
-        self._most = request.sampling.logprobs
+        self._num_top = request.sampling.logprobs
 
     def read(self, event: bytes) -> Piece:
         """See `AnswerReader`."""
@@ -71,8 +71,8 @@ class TgiReader:
         return Piece(
             token_ids=(found.token.id,),
             logprobs=()
-            if self._most is None
-            else (self._logprob(found.token, found.top_tokens, self._most),),
+            if self._num_top is None
+            else (self._logprob(found.token, found.top_tokens, self._num_top),),
             finish=finish_of(details.finish_reason) if details is not None else None,
             usage=_usage(details) if details is not None else None,
             done=details is not None,
@@ -82,10 +82,10 @@ class TgiReader:
         """See `AnswerReader`."""
         return NOTHING
 
-    def _logprob(self, token: _Token, top: list[_Token], most: int) -> TokenLogprob:
+    def _logprob(self, token: _Token, top: list[_Token], num_top: int) -> TokenLogprob:
         ranked = sorted((-each.logprob, each.id) for each in top if each.logprob is not None)
         return TokenLogprob(
-            token.id, token.logprob or 0.0, tuple((token_id, -minus) for minus, token_id in ranked[:most])
+            token.id, token.logprob or 0.0, tuple((token_id, -minus) for minus, token_id in ranked[:num_top])
         )
 
 

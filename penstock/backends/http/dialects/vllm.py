@@ -26,13 +26,13 @@ _encode = msgspec.json.Encoder().encode
 class VllmReader(CompletionReader):
     """Reads token ids, and log-probabilities by id; with an echo, the prompt's own first."""
 
-    __slots__ = ("_answer_most", "_echoes", "_num_prompt", "_prompt_most")
+    __slots__ = ("_answer_most", "_echoes", "_num_prompt", "_num_prompt_top")
 
     def __init__(self, request: GenerateRequest) -> None:
         super().__init__(request)
-        self._answer_most, self._prompt_most = request.sampling.logprobs, request.sampling.prompt_logprobs
+        self._answer_most, self._num_prompt_top = request.sampling.logprobs, request.sampling.prompt_logprobs
         self._num_prompt = len(request.prompt_token_ids)
-        self._echoes = self._prompt_most is not None
+        self._echoes = self._num_prompt_top is not None
 
     def piece(self, choice: CompletionEventChoice, usage: ReportedUsage | None, model: str) -> Piece:
         """What a choice says."""
@@ -43,7 +43,7 @@ class VllmReader(CompletionReader):
             num_prompt = self._num_prompt if self._echoes else 0
             self._echoes = False
             # The first token of a prompt has nothing before it, and no log-probability.
-            prompt = _logprobs(choice.logprobs, 1, num_prompt, self._prompt_most or 0)
+            prompt = _logprobs(choice.logprobs, 1, num_prompt, self._num_prompt_top or 0)
             if self._answer_most is not None:
                 answer = _logprobs(
                     choice.logprobs, num_prompt, len(choice.logprobs.tokens), self._answer_most
@@ -101,7 +101,7 @@ class VllmDialect(EngineDialect):
         return VllmReader(request)
 
 
-def _logprobs(found: CompletionLogprobs, start: int, end: int, most: int) -> tuple[TokenLogprob, ...]:
+def _logprobs(found: CompletionLogprobs, start: int, end: int, num_top: int) -> tuple[TokenLogprob, ...]:
     tops = found.top_logprobs or [None] * len(found.tokens)
     if not len(found.tokens) == len(found.token_logprobs) == len(tops) >= end:
         raise msgspec.DecodeError("the lists of log-probabilities do not fit each other")
@@ -110,6 +110,6 @@ def _logprobs(found: CompletionLogprobs, start: int, end: int, most: int) -> tup
         value = found.token_logprobs[i]
         if value is None:
             raise msgspec.DecodeError("a token has no log-probability")
-        top = tuple((token_id_of(name), logprob) for name, logprob in top_of(tops[i], most))
+        top = tuple((token_id_of(name), logprob) for name, logprob in top_of(tops[i], num_top))
         made.append(TokenLogprob(token_id_of(found.tokens[i]), value, top))
     return tuple(made)

@@ -15,7 +15,7 @@ _SERVED = (5_000, 20, 1000)
 """Of ten thousand streams there are a million objects, and a look at all of them holds everybody up for half a second."""
 
 
-def settle() -> None:
+def freeze_gc() -> None:
     """What is here stays as long as the process: never look at it again, and rarely at what comes. For servers that have started."""
     gc.collect()
     gc.freeze()
@@ -23,7 +23,7 @@ def settle() -> None:
 
 
 @contextmanager
-def calm() -> Generator[None]:
+def rare_gc() -> Generator[None]:
     """Let the collector look rarely, and never at what is there already. As before at the end."""
     thresholds = gc.get_threshold()
     gc.collect()

@@ -12,10 +12,10 @@ from fleets import fleet_of
 from msgspec.structs import replace
 
 from penstock.backends.base import Phase
-from penstock.backends.engine.backend import OwnBackend
-from penstock.backends.engine.heartbeat import HeartbeatTerms
+from penstock.backends.engine.backend import EngineBackend
 from penstock.backends.engine.link import WorkerLink
-from penstock.backends.engine.stream import OwnStream
+from penstock.backends.engine.stream import EngineStream
+from penstock.backends.heartbeat import HeartbeatTerms
 from penstock.clock import ManualClock
 from penstock.errors import (
     ContextTooLong,
@@ -124,7 +124,7 @@ class Peer:
         return message
 
 
-async def until(backend: OwnBackend, wanted: Callable[[], bool]) -> None:
+async def until(backend: EngineBackend, wanted: Callable[[], bool]) -> None:
     """Return when the backend's status is as wanted."""
     changed = asyncio.Event()
     backend.on_change = changed.set
@@ -137,9 +137,9 @@ async def until(backend: OwnBackend, wanted: Callable[[], bool]) -> None:
 @asynccontextmanager
 async def pair(
     *greeting: FromWorker, clock: ManualClock | None = None, heartbeat: HeartbeatTerms | None = None
-) -> AsyncIterator[tuple[Peer, OwnBackend]]:
+) -> AsyncIterator[tuple[Peer, EngineBackend]]:
     peer = Peer()
-    backend = OwnBackend(byte_tokenizer(), clock or ManualClock(), heartbeat or HeartbeatTerms())
+    backend = EngineBackend(byte_tokenizer(), clock or ManualClock(), heartbeat or HeartbeatTerms())
     peer.greeting = greeting or peer.greeting
     with tempfile.TemporaryDirectory() as directory:
         server = await asyncio.start_unix_server(peer.serve, f"{directory}/w.sock")
@@ -189,7 +189,7 @@ def test_a_whole_answer_comes_in_pieces_and_is_the_same(ending: str, cut: int) -
     for piece in (1, 8):
         recorder = Recorder()
         request = replace(requests.make(), piece_tokens=piece)
-        stream = OwnStream(request, recorder, tokenizer, ManualClock(), lambda _id, _tell: None)
+        stream = EngineStream(request, recorder, tokenizer, ManualClock(), lambda _id, _tell: None)
         last = len(tokens) - cut if ending == "finish" else len(tokens)
         for start in range(0, last, cut):
             stream.push(Output(request.request_id, tokens[start : min(start + cut, last)]))
@@ -552,7 +552,7 @@ def test_nothing_of_an_older_epoch_touches_a_stream() -> None:
     """A worker comes back from a pause and goes on with what it was asked before its connection was given up."""
 
     async def check() -> None:
-        backend, requests = OwnBackend(byte_tokenizer(), ManualClock()), Requests()
+        backend, requests = EngineBackend(byte_tokenizer(), ManualClock()), Requests()
         registry = fleet_of(ManualClock(), {"m": backend})
         worker = registry.get(WorkerId("m-0"))
         assert worker is not None

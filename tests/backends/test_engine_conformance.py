@@ -18,7 +18,7 @@ from byte_tokenizer import byte_tokenizer
 from conformance import TIMEOUT_S, BackendConformance
 from scripted_worker import DOUBLES, RUNNER
 
-from penstock.backends.engine.backend import OwnBackend
+from penstock.backends.engine.backend import EngineBackend
 from penstock.clock import SystemClock
 from penstock.config.launch import WorkerLaunch
 from penstock.config.tree import EngineConfig
@@ -75,8 +75,8 @@ class TestOwnBackend(BackendConformance):
             cls.workers.kill()
 
     @asynccontextmanager
-    async def open(self) -> AsyncIterator[OwnBackend]:
-        backend = OwnBackend(byte_tokenizer(), SystemClock())
+    async def open(self) -> AsyncIterator[EngineBackend]:
+        backend = EngineBackend(byte_tokenizer(), SystemClock())
         backend.connect_to(self.workers.address)
         async with asyncio.timeout(TIMEOUT_S):
             while not backend.status.ready:
@@ -84,5 +84,5 @@ class TestOwnBackend(BackendConformance):
         yield backend
         await backend.close()
 
-    async def lose_worker(self, backend: OwnBackend) -> None:
+    async def lose_worker(self, backend: EngineBackend) -> None:
         self.workers.kill()

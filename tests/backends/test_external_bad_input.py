@@ -17,7 +17,7 @@ from engine_stand_ins import (
     text_of,
     until,
 )
-from test_foreign_conformance import opened, tools
+from test_external_conformance import opened, tools
 
 from penstock.backends.base import Finish
 from penstock.backends.http.backend import HttpBackend

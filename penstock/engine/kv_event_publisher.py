@@ -1,6 +1,6 @@
 """KV events on their way out: collected from the pool after a step, numbered, and given to whoever listens.
 
-    BlockPool --> KVEventLog --flush--> KVEventHistory --+--> KVPublisher (ZeroMQ), if an endpoint is configured
+    BlockPool --> KVEventLog --flush--> KVEventHistory --+--> ZmqPublisher (ZeroMQ), if an endpoint is configured
                                                          +--> KVEvents for the gateways that subscribed
 
 All of it runs on the step thread. Nothing is collected before somebody wants it: what was cached by then is the
@@ -9,7 +9,7 @@ first batch, so every subscriber can know all that can be hit.
 
 from penstock.clock import Clock
 from penstock.config.tree import KVEventsConfig
-from penstock.engine.kv_publisher import KVPublisher
+from penstock.engine.zmq_publisher import ZmqPublisher
 from penstock.kv.cache.manager import KVManager
 from penstock.kv.events import (
     DEVICE,
@@ -29,11 +29,11 @@ SNAPSHOT_HASHES_MAX = 65_536
 """Hashes in one message of a snapshot: 2 MiB."""
 
 
-class KVEventFeed:
+class KVEventPublisher:
     """The events of one manager's blocks. Call `flush` after everything that may have changed it."""
 
     def __init__(
-        self, kv: KVManager, config: KVEventsConfig, clock: Clock, publisher: KVPublisher | None = None
+        self, kv: KVManager, config: KVEventsConfig, clock: Clock, publisher: ZmqPublisher | None = None
     ) -> None:
         self.epoch = fresh_seed() | 1
         """Names this numbering; never 0."""

@@ -1,7 +1,7 @@
 """When whoever was turned away is told to come back. Pure."""
 
 
-class ComebackTimes:
+class RetryAfterSchedule:
     """When whoever was turned away is to come back: one after the other, not all at once.
 
     By tenant, because one that hammers must not send all others away for a minute: what others have booked delays a

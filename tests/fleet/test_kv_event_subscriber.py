@@ -13,16 +13,16 @@ from kv_talker import KVTalker
 
 from penstock.clock import SystemClock
 from penstock.config.tree import KVEventsConfig, LogConfig
-from penstock.engine.kv_feed import KVEventFeed
-from penstock.engine.kv_publisher import KVPublisher
+from penstock.engine.kv_event_publisher import KVEventPublisher
+from penstock.engine.zmq_publisher import ZmqPublisher
 from penstock.errors import ConfigError
-from penstock.fleet.kv_feed import END_OF_REPLAY, KVFeed
+from penstock.fleet.kv_event_subscriber import END_OF_REPLAY, KVEventSubscriber
 from penstock.kv.cache.manager import KVManager
 from penstock.kv.events import Numbered
 from penstock.kv.hashing import BlockHasher
 from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality
-from penstock.kv.index.residency import Residency, StreamState
+from penstock.kv.index.worker_cache_view import StreamState, WorkerCacheView
 from penstock.telemetry.log import Log
 from penstock.types import WorkerId
 
@@ -43,11 +43,11 @@ class Heard:
         defaults: dict[str, object] = {"entries_max": 10_000, "check_s": 0.2, "replay_timeout_s": 0.5}
         config = KVIndexLimits(**(defaults | settings))  # type: ignore[arg-type]
         self.locality = KVLocality(config, KEY)
-        self.residency = self.locality.add(WORKER, model="m", is_own=False)
+        self.cache_view = self.locality.add(WORKER, model="m", is_own=False)
         self.lines = io.StringIO()
         log = Log(LogConfig(), SystemClock(), stream=self.lines)
-        self.feed = KVFeed(
-            self.residency,
+        self.feed = KVEventSubscriber(
+            self.cache_view,
             events=self.events,
             replay=self.again if replay else "",
             config=config,
@@ -57,12 +57,12 @@ class Heard:
 
     def blocks(self, tokens: tuple[int, ...]) -> int:
         keys = self.locality.maker("m").keys(tokens)
-        return self.locality.index.match(0, keys.canonical).of(self.residency.worker).blocks
+        return self.locality.index.match(0, keys.canonical).of(self.cache_view.worker).blocks
 
     @contextmanager
-    def publishing(self, **settings: object) -> Iterator[KVPublisher]:
+    def publishing(self, **settings: object) -> Iterator[ZmqPublisher]:
         """Our engine's publisher, at the addresses that the feed knows."""
-        publisher = KVPublisher(
+        publisher = ZmqPublisher(
             KVEventsConfig(endpoint=self.events, replay_endpoint=self.again, **settings)  # type: ignore[arg-type]
         )
         try:
@@ -95,7 +95,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(test())  # type: ignore[arg-type]
 
 
-def publish(publisher: KVPublisher, talker: KVTalker) -> None:
+def publish(publisher: ZmqPublisher, talker: KVTalker) -> None:
     """The next batch."""
     payload = talker.publish()
     publisher.publish(Numbered(len(talker.batches) - 1, payload))
@@ -104,15 +104,15 @@ def publish(publisher: KVPublisher, talker: KVTalker) -> None:
 class Lossy:
     """A residency that does not hear all of what is published; replays are lossless."""
 
-    def __init__(self, residency: Residency, is_lost: Callable[[int], bool]) -> None:
-        self._residency, self._is_lost = residency, is_lost
+    def __init__(self, cache_view: WorkerCacheView, is_lost: Callable[[int], bool]) -> None:
+        self._cache_view, self._is_lost = cache_view, is_lost
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._residency, name)
+        return getattr(self._cache_view, name)
 
     def live(self, sequence: int, payload: bytes) -> None:
         if not self._is_lost(sequence):
-            self._residency.live(sequence, payload)
+            self._cache_view.live(sequence, payload)
 
 
 def test_what_was_published_before_is_asked_for_and_what_comes_is_heard(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_what_was_published_before_is_asked_for_and_what_comes_is_heard(tmp_path
                 await until(lambda: heard.blocks(prompt(900, 2)) == 2)
                 talker.clear()
                 publish(publisher, talker)
-                await until(lambda: heard.residency.state is StreamState.CLEARED)
+                await until(lambda: heard.cache_view.state is StreamState.CLEARED)
                 assert heard.blocks(prompt(0, 3)) == 0
 
     run(test)
@@ -140,7 +140,7 @@ def test_lost_messages_are_replayed_until_the_index_is_as_without_loss(tmp_path:
 
     async def test() -> None:
         async with hearing(tmp_path) as heard:
-            heard.feed.residency = Lossy(heard.residency, lambda number: number % 3 == 0 or number > 57)  # type: ignore[assignment]
+            heard.feed.cache_view = Lossy(heard.cache_view, lambda number: number % 3 == 0 or number > 57)  # type: ignore[assignment]
             talker = KVTalker()
             with heard.publishing() as publisher:
                 for i in range(60):
@@ -154,8 +154,8 @@ def test_lost_messages_are_replayed_until_the_index_is_as_without_loss(tmp_path:
                         [heard.blocks(each) for each in tokens] == [talker.blocks_of(each) for each in tokens]
                     )
                 )
-                await until(lambda: heard.residency.wanted is None)
-                assert heard.residency.generation == 0
+                await until(lambda: heard.cache_view.wanted is None)
+                assert heard.cache_view.generation == 0
 
     run(test)
 
@@ -175,7 +175,7 @@ def test_a_restarted_worker_is_another_one(tmp_path: Path) -> None:
                     publish(publisher, new)
                 await until(lambda: heard.blocks(prompt(500, 6)) == 6)
                 assert heard.blocks(prompt(0, 5)) == 0
-                await until(lambda: heard.residency.state is StreamState.SYNCED)
+                await until(lambda: heard.cache_view.state is StreamState.SYNCED)
 
     run(test)
 
@@ -191,7 +191,7 @@ def test_without_a_replay_address_what_is_missing_costs_what_was_believed(tmp_pa
                     publish(publisher, talker)
                     await asyncio.get_running_loop().run_in_executor(None, _rest)
                 lost = len(talker.batches)
-                heard.feed.residency = Lossy(heard.residency, lambda number: number == lost)  # type: ignore[assignment]
+                heard.feed.cache_view = Lossy(heard.cache_view, lambda number: number == lost)  # type: ignore[assignment]
                 publish(publisher, talker)
                 talker.cache(prompt(700, 2))
                 publish(publisher, talker)
@@ -209,7 +209,7 @@ def test_our_engines_own_events_are_understood_by_their_tokens(tmp_path: Path) -
             manager = KVManager.with_prefix_cache(32, BlockHasher(key=KEY, identity="m float32"))
             settings = {"token_ids": "all"}
             with heard.publishing(**settings) as publisher:
-                feed = KVEventFeed(manager, KVEventsConfig(**settings), SystemClock(), publisher)  # type: ignore[arg-type]
+                feed = KVEventPublisher(manager, KVEventsConfig(**settings), SystemClock(), publisher)  # type: ignore[arg-type]
                 cache(manager, prompt(0, 5))
                 feed.flush()
                 await until(lambda: heard.blocks(prompt(0, 5)) == 5)
@@ -241,7 +241,7 @@ def test_a_worker_that_sends_nonsense_is_refused_loudly_and_once(tmp_path: Path)
                     each.linger = 0
                 pub.bind(heard.events)
                 router.bind(heard.again)
-                while not heard.residency.names.refused:
+                while not heard.cache_view.names.refused:
                     for frames in ([b"x"], [b"", b"12", b""], [b"", bytes(8), b"?"]):
                         pub.send_multipart(frames)
                     while router.poll(10):
@@ -249,7 +249,7 @@ def test_a_worker_that_sends_nonsense_is_refused_loudly_and_once(tmp_path: Path)
                         router.send_multipart([peer, b"", b"?", b"?"])
                     await asyncio.get_running_loop().run_in_executor(None, _rest)
                 await until(lambda: "of no use" in heard.lines.getvalue())
-                assert heard.residency.state is StreamState.UNKNOWN
+                assert heard.cache_view.state is StreamState.UNKNOWN
                 assert heard.lines.getvalue().count("of no use") == 1
 
     run(test)
@@ -278,15 +278,15 @@ def test_replies_of_older_publishers_have_no_topic(tmp_path: Path) -> None:
 def test_an_address_that_is_none_is_refused_by_its_key(tmp_path: Path) -> None:
     async def test() -> None:
         locality = KVLocality(KVIndexLimits(), KEY)
-        residency = locality.add(WORKER, model="m", is_own=False)
+        cache_view = locality.add(WORKER, model="m", is_own=False)
         log = Log(LogConfig(), SystemClock(), stream=io.StringIO())
         for events, replay, key in (
             ("nowhere", "", "kv_events"),
             (f"ipc://{tmp_path}/a", "nowhere", "kv_replay"),
         ):
             with pytest.raises(ConfigError, match=f"vllm-0: {key}: nowhere: Invalid argument"):
-                KVFeed(
-                    residency, events=events, replay=replay, config=KVIndexLimits(), log=log, worker=WORKER
+                KVEventSubscriber(
+                    cache_view, events=events, replay=replay, config=KVIndexLimits(), log=log, worker=WORKER
                 )
 
     run(test)

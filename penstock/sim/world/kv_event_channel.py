@@ -2,8 +2,8 @@
 
 | `WorldSpec.kv_kept` | as between | a gap |
 |---|---|---|
-| 0 | a gateway and our own workers: one connection, in order (backends/engine/kv.py, engine/kv_feed.py) | ends with all that can be hit now, when the connection is there again |
-| n | a gateway and a publisher over lossy messages (fleet/kv_feed.py, engine/kv_publisher.py) | is seen at the next batch; the gateway asks for what is missing, and hears it, or, if it is no longer among the last n, believes nothing of before |
+| 0 | a gateway and our own workers: one connection, in order (backends/engine/kv.py, engine/kv_event_publisher.py) | ends with all that can be hit now, when the connection is there again |
+| n | a gateway and a publisher over lossy messages (fleet/kv_event_subscriber.py, engine/zmq_publisher.py) | is seen at the next batch; the gateway asks for what is missing, and hears it, or, if it is no longer among the last n, believes nothing of before |
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ KVNews = tuple[KVEvent, ...] | Numbered
 """Events of a connection that keeps them in order, or one numbered batch of a publisher's."""
 
 
-class KVWords:
+class KVEventChannel:
     """Of one worker."""
 
     __slots__ = ("_history", "_next", "_pool", "is_lost")

@@ -9,9 +9,9 @@ from typing import Protocol
 
 from penstock.backends.base import Backend
 from penstock.backends.engine.auth import WorkerKey
-from penstock.backends.engine.backend import OwnBackend
-from penstock.backends.engine.heartbeat import HeartbeatTerms
-from penstock.backends.http.external import ForeignWorker, Tools, make_backend
+from penstock.backends.engine.backend import EngineBackend
+from penstock.backends.heartbeat import HeartbeatTerms
+from penstock.backends.http.external import BackendDependencies, ExternalWorker, make_backend
 from penstock.clock import Clock
 from penstock.config.fleet import WorkerConfig
 from penstock.config.tree import EngineConfig
@@ -26,7 +26,7 @@ from penstock.text.tokenizer import Tokenizer
 from penstock.types import WorkerId
 
 
-class Wanted(Protocol):
+class DesiredWorker(Protocol):
     """One worker that should be there. Equal ones are the same worker with the same settings."""
 
     @property
@@ -62,7 +62,7 @@ class Launched:
 
     async def open(self, registry: Registry) -> Worker:
         """See `Wanted`."""
-        backend = OwnBackend(
+        backend = EngineBackend(
             self.tokenizer, self.clock, self.heartbeat, key=worker_key(self.launcher.link_key)
         )
         launched = await self.launcher.start(self.spec, backend)
@@ -88,7 +88,7 @@ class Attached:
     route: str
     config: WorkerConfig
     tokenizer: Tokenizer = field(compare=False)
-    tools: Tools = field(compare=False)
+    tools: BackendDependencies = field(compare=False)
     shares_key: bool = False
     """It names its KV blocks with the launcher's key: this server's parent process has launched it."""
     link_key: bytes = field(default=b"", compare=False)
@@ -113,16 +113,16 @@ class Attached:
         config = self.config
         if config.engine == "penstock":
             key = self.link_key or _key_of(config).encode()
-            own = OwnBackend(
+            own = EngineBackend(
                 self.tokenizer,
                 self.tools.clock,
                 self.tools.heartbeat,
                 key=worker_key(key),
             )
             address = parse_address(config.url.replace("tcp://", "tcp:"))
-            own.connect_to(address, says_trouble=not self.shares_key)
+            own.connect_to(address, reports_connect_errors=not self.shares_key)
             return own
-        foreign = ForeignWorker(
+        foreign = ExternalWorker(
             engine=config.engine,
             url=config.url,
             model=config.served_model or self.route,

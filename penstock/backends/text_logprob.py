@@ -5,7 +5,7 @@ from penstock.text.tokenizer import Tokenizer
 from penstock.types import TokenLogprob
 
 
-def shown_logprob(logprob: TokenLogprob, tokenizer: Tokenizer) -> TextLogprob:
+def to_text_logprob(logprob: TokenLogprob, tokenizer: Tokenizer) -> TextLogprob:
     """A token's log-probability as clients see it."""
     return TextLogprob(
         token=tokenizer.token_text(logprob.token_id),

@@ -31,7 +31,7 @@ _FIRST = 8
 Vector = list[float]
 
 
-class OnlineLaw:
+class OnlineLinearModel:
     """The law and what it was learned from. Terms and values are numbers of any unit, the same at every call."""
 
     __slots__ = (

@@ -2,7 +2,7 @@
 
 For who drives the scheduler on virtual time (sim/world/worker.py): what a leap leaves behind is what so many calls of `schedule`
 and `apply` would have left, except for which free block went to whom. As many blocks are evicted as by those calls, in the same
-order, and nothing is named meanwhile (`Batch.release`); tests/sim/test_leap.py holds both ways side by side.
+order, and nothing is named meanwhile (`Batch.release`); tests/sim/test_fast_forward.py holds both ways side by side.
 """
 
 from array import array
@@ -22,7 +22,7 @@ Draw = Callable[[Request, int], "array[int]"]
 _RUNNING = Status.RUNNING
 
 
-class Leap:
+class DecodeFastForward:
     """The steps that one scheduler may leap over. It shares that scheduler's parts."""
 
     __slots__ = ("_batch", "_counters", "_manager", "_planner", "_prefill")
@@ -31,13 +31,13 @@ class Leap:
         self._batch, self._planner, self._prefill, self._counters = batch, planner, prefill, counters
         self._manager: KVManager = batch.manager
 
-    def steps_max(self, most: int) -> int:
+    def steps_max(self, limit: int) -> int:
         """How many of the next steps, at most `most`, do nothing but decode each running row once; 0 if the next does more.
 
         Nothing may be in flight. Whoever knows that an answer stops sooner asks for no more steps than until then. O(rows).
         """
-        most = min(most, self._planner.num_decode_only())
-        if most <= 0:
+        limit = min(limit, self._planner.num_decode_only())
+        if limit <= 0:
             return 0
         running = self._batch.running
         for request in running:
@@ -46,16 +46,16 @@ class Leap:
                 return 0
             left = request.num_tokens_max - num_tokens
             assert left > 0, f"{request.request_id} has all its tokens and runs on"
-            most = min(most, left)
+            limit = min(limit, left)
         available = self._manager.pool.num_available
-        if len(running) * (most // BLOCK_TOKENS + 1) <= available:
-            return most
+        if len(running) * (limit // BLOCK_TOKENS + 1) <= available:
+            return limit
         # Near the end of memory somebody may have to give way: count to the block.
         needed = sum(
-            (request.num_planned + most - 1) // BLOCK_TOKENS - (request.num_planned - 1) // BLOCK_TOKENS
+            (request.num_planned + limit - 1) // BLOCK_TOKENS - (request.num_planned - 1) // BLOCK_TOKENS
             for request in running
         )
-        return most if needed <= available else 0
+        return limit if needed <= available else 0
 
     def over(self, step: int, times_ns: Sequence[int], draw: Draw) -> list[Request]:
         """Do steps `step + 1` and so on; each is planned at one of the times and over at the next.
@@ -63,9 +63,9 @@ class Leap:
         At most `steps_max`, and nothing may have changed since that was asked. Returns those that stop, or are full. O(rows + blocks).
         """
         count, running = len(times_ns) - 1, self._batch.running
-        assert count > 0, "a leap is of one step at least"
+        assert count > 0, "at least one step is done at once"
         assert times_ns[0] <= times_ns[-1], "time runs back"
-        self._planner.leap(count)
+        self._planner.fast_forward(count)
         self._observe(step, times_ns)
         ended: list[Request] = []
         for request in running:

@@ -27,7 +27,7 @@ _STOP = b""
 _log = logging.getLogger(__name__)
 
 
-class KVPublisher:
+class ZmqPublisher:
     """Publishes numbered batches from a thread of its own. `publish` and `close` are for one other thread.
 
     Raises:
@@ -138,10 +138,10 @@ class KVPublisher:
         self._replay.send_multipart((peer, b"", b"", END_OF_REPLAY, b""))
 
 
-def open_publisher(config: KVEventsConfig) -> KVPublisher | None:
+def open_publisher(config: KVEventsConfig) -> ZmqPublisher | None:
     """The publisher that is configured, if one is.
 
     Raises:
-        ConfigError: see `KVPublisher`.
+        ConfigError: see `ZmqPublisher`.
     """
-    return KVPublisher(config) if config.endpoint else None
+    return ZmqPublisher(config) if config.endpoint else None

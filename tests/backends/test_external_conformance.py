@@ -22,16 +22,16 @@ from engine_stand_ins import (
 
 from penstock.backends.base import Backend
 from penstock.backends.http.backend import HttpBackend
-from penstock.backends.http.external import ForeignWorker, Tools, make_backend
+from penstock.backends.http.external import BackendDependencies, ExternalWorker, make_backend
 from penstock.backends.http.limits import HttpBackendLimits
 from penstock.clock import SystemClock
 from penstock.errors import InvalidRequest
 from penstock.telemetry.metrics import Metrics
 
 
-def tools(config: HttpBackendLimits | None = None, metrics: Metrics | None = None) -> Tools:
+def tools(config: HttpBackendLimits | None = None, metrics: Metrics | None = None) -> BackendDependencies:
     metrics = metrics or Metrics([], version="test")
-    return Tools(
+    return BackendDependencies(
         config=config or HttpBackendLimits(probe_s=0.05),
         clock=SystemClock(),
         meters=metrics.backend,
@@ -40,9 +40,11 @@ def tools(config: HttpBackendLimits | None = None, metrics: Metrics | None = Non
 
 
 @asynccontextmanager
-async def opened(engine: str, stand_in: StandIn, made: Tools | None = None) -> AsyncIterator[HttpBackend]:
+async def opened(
+    engine: str, stand_in: StandIn, made: BackendDependencies | None = None
+) -> AsyncIterator[HttpBackend]:
     """A ready backend for a stand-in that is served."""
-    worker = ForeignWorker(
+    worker = ExternalWorker(
         engine=engine, url=stand_in.url, model=stand_in.MODEL, metrics_url=stand_in.url, max_model_len=32768
     )
     backend = make_backend(worker, byte_tokenizer(), made or tools())
@@ -54,7 +56,7 @@ async def opened(engine: str, stand_in: StandIn, made: Tools | None = None) -> A
         await backend.close()
 
 
-class ForeignConformance(BackendConformance):
+class ExternalConformance(BackendConformance):
     loop_factory = staticmethod(uvloop.new_event_loop)  # As in production.
     ENDLESS = 20_000
     engine = ""
@@ -84,24 +86,24 @@ class NoPromptLogprobs:
         self.run(check)
 
 
-class TestVllm(ForeignConformance):
+class TestVllm(ExternalConformance):
     engine, stand_in = "vllm", VllmStandIn
 
 
-class TestSglang(ForeignConformance):
+class TestSglang(ExternalConformance):
     engine, stand_in = "sglang", SglangStandIn
     ENDLESS = 4_000  # Each event has all that came before.
 
 
-class TestTrtllm(NoPromptLogprobs, ForeignConformance):
+class TestTrtllm(NoPromptLogprobs, ExternalConformance):
     engine, stand_in = "trtllm", TrtllmStandIn
 
 
-class TestTgi(NoPromptLogprobs, ForeignConformance):
+class TestTgi(NoPromptLogprobs, ExternalConformance):
     engine, stand_in = "tgi", TgiStandIn
 
 
-class TestTriton(NoPromptLogprobs, ForeignConformance):
+class TestTriton(NoPromptLogprobs, ExternalConformance):
     engine, stand_in = "triton", TritonStandIn
 
     @pytest.mark.parametrize("wanted", [0, 2])
@@ -115,5 +117,5 @@ class TestTriton(NoPromptLogprobs, ForeignConformance):
         self.run(check)
 
 
-class TestOpenAI(NoPromptLogprobs, ForeignConformance):
+class TestOpenAI(NoPromptLogprobs, ExternalConformance):
     engine, stand_in = "openai", OpenAIStandIn

@@ -1,11 +1,11 @@
-"""A worker's KV events over ZeroMQ, from vLLM's publisher or any that speaks its protocol (ours: engine/kv_publisher.py).
+"""A worker's KV events over ZeroMQ, from vLLM's publisher or any that speaks its protocol (ours: engine/zmq_publisher.py).
 
     SUB     <- [topic, sequence, payload]            lossy, in order; a lost connection is told by the socket's monitor
     DEALER  -> ["", sequence]                        asked when something is missing, after a lost connection, at the start,
             <- ["", topic?, sequence, payload]*      and every `check_s`: the last messages may be the lost ones
             <- ["", "", -1, ""]                      the end
 
-Moves bytes; what they mean, what is missing and from where to ask is `kv/index/residency.py`'s to say. Runs on the event loop, which is given
+Moves bytes; what they mean, what is missing and from where to ask is `kv/index/worker_cache_view.py`'s to say. Runs on the event loop, which is given
 back after every few messages; what waits in the sockets is bounded, and what does not fit there is a gap like any other.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 from penstock.clock import sleep
 from penstock.errors import ConfigError
 from penstock.kv.index.limits import KVIndexLimits
-from penstock.kv.index.residency import Residency, StreamState
+from penstock.kv.index.worker_cache_view import StreamState, WorkerCacheView
 from penstock.telemetry.log import Log
 
 SEQUENCE_BYTES = 8
@@ -29,11 +29,18 @@ REPLAY_PAUSE_S = 0.05
 """Between two replays, so that a worker that never answers right is not asked without end."""
 
 
-class KVFeed:
+class KVEventSubscriber:
     """Keeps one worker's residency up to date. `start` it once; `close` it when the worker is gone."""
 
     def __init__(
-        self, residency: Residency, *, events: str, replay: str, config: KVIndexLimits, log: Log, worker: str
+        self,
+        cache_view: WorkerCacheView,
+        *,
+        events: str,
+        replay: str,
+        config: KVIndexLimits,
+        log: Log,
+        worker: str,
     ) -> None:
         """`events` and `replay` are ZeroMQ addresses; with an empty `replay` nobody can be asked for what was missed.
 
@@ -45,7 +52,7 @@ class KVFeed:
             import zmq.asyncio
         except ImportError as error:
             raise ConfigError(f"{worker}: kv_events: needs pyzmq; install penstock[events]") from error
-        self.residency = residency
+        self.cache_view = cache_view
         self.num_replays = 0
         self._zmq: Any = zmq
         self._config, self._log, self._worker = config, log, worker
@@ -106,7 +113,7 @@ class KVFeed:
             # First: what comes after a lost connection may be another process's.
             if self._monitor in ready:
                 await self._monitor.recv_multipart()
-                self.residency.reconnected()
+                self.cache_view.reconnected()
                 self._news.set()
             elif self._sub in ready:
                 await self._take_some()
@@ -114,17 +121,17 @@ class KVFeed:
             await sleep(0)
 
     async def _take_some(self) -> None:
-        zmq, residency = self._zmq, self.residency
+        zmq, cache_view = self._zmq, self.cache_view
         for _ in range(AT_ONCE_MAX):
             try:
                 frames = await self._sub.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             if len(frames) != 3 or len(frames[1]) != SEQUENCE_BYTES:
-                residency.nonsense()
+                cache_view.nonsense()
                 continue
-            residency.live(int.from_bytes(frames[1], "big"), frames[2])
-            if residency.wanted is not None:
+            cache_view.live(int.from_bytes(frames[1], "big"), frames[2])
+            if cache_view.wanted is not None:
                 self._news.set()
 
     # --- what is asked for -----------------------------------------------------------------------------
@@ -137,17 +144,17 @@ class KVFeed:
             except TimeoutError:
                 pass  # Nothing is known to be missing: that is what is checked.
             self._news.clear()
-            if self.residency.names.refused:
+            if self.cache_view.names.refused:
                 continue
-            first = self.residency.ask()
+            first = self.cache_view.ask()
             is_answered = False
             if self._replay_address:
                 is_answered = await self._replay(first)
-            elif self.residency.wanted is None:
+            elif self.cache_view.wanted is None:
                 continue
-            self.residency.end_of_replay(is_answered=is_answered)
+            self.cache_view.end_of_replay(is_answered=is_answered)
             self._tell()
-            if self.residency.wanted is not None:
+            if self.cache_view.wanted is not None:
                 self._news.set()
             await sleep(REPLAY_PAUSE_S)
 
@@ -162,11 +169,11 @@ class KVFeed:
                 async with asyncio.timeout(self._config.replay_timeout_s):
                     frames = await dealer.recv_multipart()
                 if len(frames) < 3 or len(frames[-2]) != SEQUENCE_BYTES:
-                    self.residency.nonsense()
+                    self.cache_view.nonsense()
                     return False
                 if frames[-2] == END_OF_REPLAY:
                     return True
-                self.residency.again(int.from_bytes(frames[-2], "big"), frames[-1])
+                self.cache_view.again(int.from_bytes(frames[-2], "big"), frames[-1])
                 num_batches += 1
                 if num_batches % AT_ONCE_MAX == 0:
                     await sleep(0)
@@ -177,7 +184,7 @@ class KVFeed:
 
     def _tell(self) -> None:
         """Say in the log what changed, once."""
-        state, refused = self.residency.state, self.residency.names.refused
+        state, refused = self.cache_view.state, self.cache_view.names.refused
         if state is self._told:
             return
         if refused and state is StreamState.UNKNOWN:
@@ -186,6 +193,6 @@ class KVFeed:
             )
         elif state is StreamState.SYNCED and self._told is not StreamState.SYNCED:
             self._log.info(
-                "a worker's KV events are heard", worker=self._worker, gaps=self.residency.num_gaps
+                "a worker's KV events are heard", worker=self._worker, gaps=self.cache_view.num_gaps
             )
         self._told = state

@@ -11,7 +11,7 @@ believed is dropped, and what comes after it is believed again. Block ids are tu
 Where the request was sent, its blocks are *predicted*. Every answer says how much of its prompt was cached (`audit`): that confirms
 predictions or ends them, tells how large a silent worker's cache is, and how far this worker's index can be trusted.
 
-Pure: told by backends/engine/kv.py, whose order is certain (`hear`), or by fleet/kv_feed.py (`live`, `again`, `end_of_replay`).
+Pure: told by backends/engine/kv.py, whose order is certain (`hear`), or by fleet/kv_event_subscriber.py (`live`, `again`, `end_of_replay`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ SHRINK, GROW = 0.9, 1.1
 """What one answer does to the size that a silent worker's cache is taken to have."""
 UNREADABLE_MAX = 16
 """Batches of one worker that may be nonsense before it is not listened to any more."""
-UNTOLD_MAX = 16
+UNREPORTED_MAX = 16
 """Answers in a row that found blocks of which the worker's events had not told. A few come with every gap; so many say that the
 events name blocks in another way than prompts are looked up by, so that none of them is ever found."""
 PREDICTED_MIN = 64
@@ -50,8 +50,8 @@ class StreamState(StrEnum):
 class StreamInput(Enum):
     """What can happen to a stream."""
 
-    HEARD = "a batch came in its turn"
-    WIPED = "a batch came in its turn, and after it nothing is believed"
+    APPLIED = "a batch came in its turn"
+    CLEARED = "a batch came in its turn, and after it nothing is believed"
     MISSED = "a batch is missing"
     FILLED = "no batch is missing any more"
     LOST = "batches are missing for good: nothing is believed"
@@ -60,8 +60,8 @@ class StreamInput(Enum):
 
 _U, _S, _G, _C = StreamState.UNKNOWN, StreamState.SYNCED, StreamState.GAP, StreamState.CLEARED
 TABLE: Mapping[tuple[StreamState, StreamInput], StreamState] = MappingProxyType({
-    (_U, StreamInput.HEARD): _S, (_S, StreamInput.HEARD): _S, (_C, StreamInput.HEARD): _S, (_G, StreamInput.HEARD): _G,
-    (_U, StreamInput.WIPED): _C, (_S, StreamInput.WIPED): _C, (_C, StreamInput.WIPED): _C, (_G, StreamInput.WIPED): _G,
+    (_U, StreamInput.APPLIED): _S, (_S, StreamInput.APPLIED): _S, (_C, StreamInput.APPLIED): _S, (_G, StreamInput.APPLIED): _G,
+    (_U, StreamInput.CLEARED): _C, (_S, StreamInput.CLEARED): _C, (_C, StreamInput.CLEARED): _C, (_G, StreamInput.CLEARED): _G,
     (_U, StreamInput.MISSED): _G, (_S, StreamInput.MISSED): _G, (_C, StreamInput.MISSED): _G,
     (_G, StreamInput.MISSED): _G, (_G, StreamInput.FILLED): _S, (_G, StreamInput.LOST): _C,
     (_U, StreamInput.SILENT): _U, (_S, StreamInput.SILENT): _U, (_C, StreamInput.SILENT): _U,
@@ -85,7 +85,7 @@ class Audit:
         """It had them, and the index did not know."""
 
 
-class Residency:
+class WorkerCacheView:
     """One worker's part of the index."""
 
     def __init__(self, index: PrefixIndex, worker: int, names: BlockNames, config: KVIndexLimits) -> None:
@@ -99,7 +99,7 @@ class Residency:
         self.audited = Audit()
         self.trust = 1.0
         """How much of what was expected of this worker lately came true, 0 to 1."""
-        self.num_untold = 0
+        self.num_unreported = 0
         """Answers in a row that found blocks in the cache, of which its events, though they are heard, had not told."""
         self.num_gaps = self.num_unreadable = self.num_unknown = 0
         self._index, self._config = index, config
@@ -210,7 +210,7 @@ class Residency:
         self._next, self._last_live, self._last_payload = 0, -1, b""
         self._held.clear()
         self.wanted, self._awaited_ns, self._start_asked = None, None, False
-        self.num_untold = 0
+        self.num_unreported = 0
         self._is_void = self._is_asked
         self._move(StreamInput.SILENT)
 
@@ -232,7 +232,7 @@ class Residency:
         """The batches before this one are lost."""
         if self._next:
             self._believe_nothing()
-        self._move(StreamInput.WIPED if self.wanted is None else StreamInput.LOST)
+        self._move(StreamInput.CLEARED if self.wanted is None else StreamInput.LOST)
         assert sequence >= self._next, "what was taken is not skipped"
         self.wanted = None
         self._next = sequence
@@ -261,7 +261,7 @@ class Residency:
             self._apply(decode_events(payload))
         except KVEventError:
             self._unreadable()
-            self._move(StreamInput.WIPED if not self.names.refused else StreamInput.SILENT)
+            self._move(StreamInput.CLEARED if not self.names.refused else StreamInput.SILENT)
         if self.names.num_orphans > orphans and not self._start_asked and self.wanted is None:
             self._ask_from_start()
 
@@ -293,7 +293,7 @@ class Residency:
             self._believe_nothing()
             self._move(StreamInput.SILENT)
         else:
-            self._move(StreamInput.WIPED if wiped else StreamInput.HEARD)
+            self._move(StreamInput.CLEARED if wiped else StreamInput.APPLIED)
 
     def _named(self, event: Stored) -> Named:
         try:
@@ -344,7 +344,7 @@ class Residency:
             self.trust += AUDIT_WEIGHT * (min(actual, expected) / expected - self.trust)
         assert 0.0 <= self.trust <= 1.0, self.trust
         if actual and self.state is not StreamState.UNKNOWN:
-            self.num_untold = 0 if self._index.was_told(self.worker, keys[0]) else self.num_untold + 1
+            self.num_unreported = 0 if self._index.was_told(self.worker, keys[0]) else self.num_unreported + 1
         if self.state is StreamState.UNKNOWN:
             self._resize(actual, expected)
             self._predict(now_ns, keys)
@@ -356,7 +356,7 @@ class Residency:
     @property
     def is_unmatched(self) -> bool:
         """Its events are heard, and name blocks by which no prompt is ever found."""
-        return self.num_untold >= UNTOLD_MAX
+        return self.num_unreported >= UNREPORTED_MAX
 
     def credit(self, now_ns: int) -> float:
         """By how much to believe what the index says of this worker, 0 to 1."""

@@ -26,10 +26,10 @@ SLICED = Config(
 """Nothing is promised, so that nothing is refused."""
 
 
-def run(leaps: bool, worker: SimWorkerSpec, seed: int, per_s: float, **fields):
+def run(fast_forwards: bool, worker: SimWorkerSpec, seed: int, per_s: float, **fields):
     spec = WorldSpec(
         config=SLICED,
-        pools=(PoolSpec(count=2, worker=replace(worker, leaps=leaps)),),
+        pools=(PoolSpec(count=2, worker=replace(worker, fast_forwards=fast_forwards)),),
         gateways=2,
         report_ns=NS_PER_S // 20,
     )
