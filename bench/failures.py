@@ -32,7 +32,6 @@ from penstock.backends.base import Delta, Finish, GenerateRequest
 from penstock.backends.engine.backend import EngineBackend
 from penstock.cli.wiring.wire import Stack
 from penstock.clock import NS_PER_S, SystemClock
-from penstock.config.flow import QueueConfig
 from penstock.config.health import HealthConfig
 from penstock.config.ledger import LedgerConfig
 from penstock.config.tree import AuthConfig, Config, EngineConfig, LogConfig, ModelConfig, ServerConfig
@@ -43,6 +42,7 @@ from penstock.policy.flow import Arrival
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.parts import AllHealthy, Health, Parts
 from penstock.policy.queueing.room import WorkerView
+from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome
 from penstock.policy.resilience.health import FleetHealth
 from penstock.protocol.address import parse_address
@@ -224,7 +224,7 @@ def offered(*, with_health: bool) -> dict[str, object]:
     health: Health = (
         FleetHealth(HealthConfig(), stream(1, "breakers").random) if with_health else AllHealthy()
     )
-    control = FlowControl(QueueConfig(worker_credit=0), Parts(health=health))
+    control = FlowControl(QueueTerms(worker_credit=0), Parts(health=health))
     for i in range(10):
         control.set_worker(0, "m", WorkerId(f"w{i}"), WorkerView(max_running=8))
     attempts = lost = 0

@@ -45,7 +45,7 @@ from penstock.clock import NS_PER_MS, NS_PER_S, SystemClock
 from penstock.config.routing import AdmissionConfig
 from penstock.gateway.identity import api_keys
 from penstock.gateway.identity.key_file import edit_keys
-from penstock.policy.admission.promise import Promise, Promises
+from penstock.policy.admission.promise import IDLE_FACTOR, Promise, Promises
 
 CLOCK = SystemClock()
 MODEL = "m"
@@ -159,9 +159,7 @@ class Judge:
     def promise(self, asked: Asked) -> Promise:
         """What the request was promised, on this machine."""
         configured = Promises(self.admission).of(tier="", band=asked.sender.band)
-        return configured.on(
-            self.admission.idle_factor, self.idle_ttft_ns[asked.kind.name], self.idle_tpot_ns
-        )
+        return configured.on(IDLE_FACTOR, self.idle_ttft_ns[asked.kind.name], self.idle_tpot_ns)
 
     def is_good(self, asked: Asked) -> bool:
         """Whether it was answered, and in time."""

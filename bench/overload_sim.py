@@ -21,7 +21,6 @@ from time import process_time_ns
 from provenance import write_result
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.config.flow import QueueConfig
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config, EngineConfig
 from penstock.planning.step_time import LinearStepTime
@@ -29,6 +28,7 @@ from penstock.policy.answers import Start
 from penstock.policy.flow import Arrival
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.queueing.room import WorkerView
+from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.policy.tenant import Tenant
 from penstock.schedule.fair_share import cost
@@ -53,7 +53,7 @@ def world_of(
     *,
     workers: int,
     slots: int,
-    queue: QueueConfig | None = None,
+    queue: QueueTerms | None = None,
     tenants: list[Tenant] | None = None,
 ) -> World:
     """A gateway and its workers, of `slots` rows each."""
@@ -63,7 +63,7 @@ def world_of(
         num_blocks=slots * 600,
     )
     spec = WorldSpec(
-        config=Config(queue=queue or QueueConfig(), admission=QUEUE_ONLY),
+        config=Config(queue=queue or QueueTerms(), admission=QUEUE_ONLY),
         pools=(PoolSpec(worker=worker, count=workers),),
         tenants={tenant.id: tenant for tenant in tenants or ()},
     )
@@ -198,7 +198,7 @@ def fairness(seed: int, seconds: float, *, slots: int = 64) -> dict[str, float]:
         for i, tenant in enumerate(tenants)
         for request in poisson(random, tenant, 20 if i else 4, seconds, prompt=200 if i else 8000)
     ]
-    world = world_of(requests, workers=2, slots=slots // 2, queue=QueueConfig(tenant_share=1.0))
+    world = world_of(requests, workers=2, slots=slots // 2, queue=QueueTerms(tenant_share=1.0))
     shares = Shares(world, tenants)
     world.run()
     largest = max(cost(each.prompt_tokens, 0, each.output_tokens) for each in requests) / 10
@@ -213,7 +213,7 @@ def host_time(seed: int, num_requests: int) -> dict[str, float]:
     """CPU microseconds per request through all of `FlowControl`, beside popping as many events from a heap."""
     random = Random(seed)
     tenants = [Tenant(id=TenantId(f"t{i}"), band="default" if i % 3 else "priority") for i in range(100)]
-    control = FlowControl(QueueConfig())
+    control = FlowControl(QueueTerms())
     workers = 64
     for i in range(workers):
         control.set_worker(0, ROUTE, WorkerId(f"w{i}"), WorkerView(max_running=16))

@@ -15,7 +15,6 @@ from random import Random
 from statistics import median, quantiles
 from time import process_time_ns
 
-from penstock.config.flow import QueueConfig
 from penstock.kv.hashing import BlockHasher
 from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality
@@ -28,6 +27,7 @@ from penstock.policy.placement.route import Router
 from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.room import Room, Rooms, WorkerView
+from penstock.policy.queueing.terms import QueueTerms
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
 KEY, IDENTITY = b"bench/router_decision", "bench"
@@ -96,7 +96,7 @@ def prompts_of(maker: PromptKeyMaker, count: int, seed: int) -> list[FixedKeys]:
 
 def rig(policy: str, num_workers: int, seed: int) -> Rig:
     """One router, or least-loaded."""
-    locality, rooms = KVLocality(KVIndexLimits(), KEY), Rooms(QueueConfig())
+    locality, rooms = KVLocality(KVIndexLimits(), KEY), Rooms(QueueTerms())
     prompts = prompts_of(locality.maker("m"), 2 * num_workers, seed)
     for i in range(num_workers):
         worker = WorkerId(f"w{i}")

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from statistics import median
 
-from penstock.config.flow import QueueConfig
 from penstock.config.placement import PlacementConfig
 from penstock.config.routing import RoutingConfig
 from penstock.config.tree import Config, EngineConfig
@@ -26,6 +25,7 @@ from penstock.kv.index.prompt_keys import PromptKeys, own_keys
 from penstock.policy.parts import LeastLoaded, Placement
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.room import Room, Rooms
+from penstock.policy.queueing.terms import QueueTerms
 from penstock.sim.traffic.arrivals import Poisson
 from penstock.sim.traffic.prompts import BlockNames
 from penstock.sim.traffic.request import Segment, SimRequest
@@ -107,7 +107,7 @@ def spec_of(policy: str, seed: int, worker: SimWorkerSpec) -> WorldSpec:
     once = None if made is None else made()
     config = Config(
         routing=RoutingConfig(placement=PlacementConfig(policy=named)),
-        queue=QueueConfig(requests_max=100_000, bands=QueueConfig().bands),
+        queue=QueueTerms(requests_max=100_000, bands=QueueTerms().bands),
     )
     return WorldSpec(
         seed=seed,

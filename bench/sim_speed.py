@@ -40,15 +40,15 @@ STEP = LinearStepTime(fixed_ns=10_000_000, row_ns=60_000, prefill_ns=40_000, kv_
 PROMPT, OUTPUT, LOAD = 1000, 200, 0.7
 ROUNDS, LOOKS, LOOK_EVERY, HEAP_EVENTS = 3, 16, 2000, 40_000
 PARTS = {
-    "schedule/step_time": "law of step times", "schedule/prefill_budget": "law of step times",
-    "schedule/overrun": "law of step times", "schedule/leap": "leaps", "sim/world/worker": "simulated worker, events, messages",
+    "schedule/step_time": "model of step times", "schedule/prefill_budget": "model of step times",
+    "schedule/overrun": "model of step times", "schedule/fast_forward": "decode fast-forward", "sim/world/worker": "simulated worker, events, messages",
     "sim/world/events": "simulated worker, events, messages", "sim/world/world": "simulated worker, events, messages",
     "sim/world/gateway": "simulated gateway", "sim/world/caches": "simulated gateway", "sim/traffic/prompts": "block names",
     "sim/traffic/streams": "block names", "sim/world/result": "records and digest", "sim/traffic/request": "records and digest",
     "kv/cache/block_pool": "blocks and prefix cache", "kv/cache/manager": "blocks and prefix cache",
     "kv/cache/prefix_cache": "blocks and prefix cache", "kv/hashing": "blocks and prefix cache", "policy/placement/route": "router",
-    "policy/placement/score": "router", "policy/placement/pick": "router", "policy/estimates/speed": "router", "policy/estimates/online_law": "laws of waiting and speed",
-    "policy/wait_time": "laws of waiting and speed", "schedule/": "scheduler", "kv/": "KV index and its events",
+    "policy/placement/score": "router", "policy/placement/pick": "router", "policy/estimates/speed": "router", "policy/estimates/online_linear_model": "models of waiting and speed",
+    "policy/wait_time": "models of waiting and speed", "schedule/": "scheduler", "kv/": "KV index and its events",
     "policy/": "flow control, limits, ledger",
 }  # fmt: skip
 

@@ -35,7 +35,7 @@ from penstock.backends.engine.backend import EngineBackend
 from penstock.cli.wiring.models import make_part
 from penstock.clock import SystemClock
 from penstock.config.flow import LimitsConfig
-from penstock.config.ledger import AcceleratorPrice, LedgerConfig, ModelPrice, PricesConfig
+from penstock.config.ledger import LedgerConfig, ModelPrice, PricesConfig
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tenancy import TierConfig
 from penstock.config.tree import AuthConfig, Config, LogConfig, ModelConfig, ServerConfig
@@ -65,7 +65,7 @@ BUDGETS = {"budget_per_day": 1e8, "budget_per_month": 1e9}
 PRICES = PricesConfig(
     version="bench",
     models=(ModelPrice(model="*", input=0.5, cached_input=0.1, output=1.5),),
-    accelerators=(AcceleratorPrice(model="*", per_hour=2.0),),
+    accelerators={"*": 2.0},
 )
 
 

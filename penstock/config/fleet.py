@@ -28,7 +28,7 @@ class WorkerConfig(Branch, frozen=True, kw_only=True):
     max_model_len: Count = 0
     """Its context, for engines that do not tell it; 0: as it says itself."""
     max_running: Count = 0
-    """Streams that it runs at once; 0: as it says itself, else `queue.external_concurrency`."""
+    """Streams that it runs at once; 0: as it says itself, else 64."""
     priorities: bool = False
     """It takes the request's priority (vLLM, SGLang and TensorRT-LLM, when they were started for it)."""
     lacks: tuple[Capability, ...] = ()

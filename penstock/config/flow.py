@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from penstock.config.branch import Branch, Count, Fraction, Positive, Seconds
+from penstock.config.branch import Branch, Count, Positive, Seconds
 
 Share = Annotated[float, Meta(ge=0, le=1)]
 
@@ -15,74 +15,43 @@ class BandConfig(Branch, frozen=True, kw_only=True):
     name: str
     """What a tier or a tenant names as its `band`."""
     order: Annotated[int, Meta(ge=-1000, le=1000)]
-    """Smaller goes first; also the priority that the engine is given."""
+    """Smaller goes first; also the priority that the engine is given. Running streams of bands below 0 are never stopped to make
+    room in KV memory."""
     floor: Count = 0
     """Streams that it may always run: under it, it goes before bands that are over theirs. Lent while it has no work."""
     share: Share = 0.0
     """The floor as a share of the model's slots; the larger of the two counts."""
-    starvation_s: Seconds = 60.0
-    """With work waiting and none started for this long, its next one starts before all other bands'."""
     requests_max: Positive = 1024
     """Requests that wait; one more is refused as overloaded."""
-    bytes_max: Positive = 64 * 1024 * 1024
-    """Their bodies and prompts together."""
     timeout_s: Annotated[float, Meta(gt=0, le=86_400)] = 60.0
     """A request that waits longer is dropped, with a 503."""
     discipline: Literal["fifo", "deadline"] = "fifo"
     """Order among one tenant's requests: arrival, or the earliest deadline: when its first token is wanted, by its header x-penstock-max-wait-ms
     or the promise to its tier and band (`admission`), else the end of its wait."""
-    protected: bool = False
-    """Its running streams are never stopped to make room in KV memory."""
 
 
 class QueueConfig(Branch, frozen=True, kw_only=True):
     """Where requests wait until a worker can start them: by model, band, tenant. docs/overload.md has the story."""
 
     bands: Annotated[tuple[BandConfig, ...], Meta(min_length=1, max_length=16)] = (
-        BandConfig(
-            name="system", order=-2, floor=2, starvation_s=5, requests_max=256, timeout_s=30, protected=True
-        ),
-        BandConfig(name="priority", order=-1, share=0.25, starvation_s=5, protected=True),
-        BandConfig(name="default", order=0, share=0.1, starvation_s=30, requests_max=2048),
-        BandConfig(name="bulk", order=1, starvation_s=120, requests_max=4096, timeout_s=300),
+        BandConfig(name="system", order=-2, floor=2, requests_max=256, timeout_s=30),
+        BandConfig(name="priority", order=-1, share=0.25),
+        BandConfig(name="default", order=0, share=0.1, requests_max=2048),
+        BandConfig(name="bulk", order=1, requests_max=4096, timeout_s=300),
     )
     """Tenants of a band that is not here get the last band that has order 0 or less, else the first."""
     requests_max: Positive = 4096
     """Requests that wait for one model, all bands together."""
-    bytes_max: Positive = 256 * 1024 * 1024
-    """Their bodies and prompts together."""
-    tenant_share: Fraction = 0.5
-    """What one tenant may fill of a band's bounds."""
-    when_full: Literal["evict", "refuse"] = "evict"
-    """With all bands together at the bound: drop the newest request of the lowest band below the new one's, or refuse
-    the new one. A band or a tenant at its own bound is always refused."""
-    tenants_kept: Positive = 4096
-    """Tenants without work whose counters are kept, by model and band; over it the least served are forgotten."""
-    skips_max: Positive = 16
-    """A request that is too large for the room there is lets so many pass; then a worker is kept free for it."""
-    skip_s: Seconds = 5.0
-    """And that also after it has been passed over for this long."""
-    aside_max: Positive = 16
-    """Requests of one band that wait aside at once because they are too large; more hold up their tenant only."""
     headroom: Annotated[float, Meta(ge=0, le=0.5)] = 0.08
     """Share of a model's rows that a tenant leaves free for others who are active too, once it runs half as much again as
     its part: their next request need not wait for one of its streams to end. 0 lends every row."""
-    retries_max: Annotated[int, Meta(ge=0, le=16)] = 2
-    """Other starts of a request whose worker failed before any output."""
-    worker_credit: Count = 4
-    """Streams that an engine of ours is given beyond its `max_running`, so that it never waits for us."""
-    external_concurrency: Positive = 64
-    """Streams that a worker is given which does not tell how many it runs."""
     no_worker: Literal["wait", "refuse"] = "wait"
     """What requests do while no worker of their model is ready."""
     no_worker_wait_s: Seconds = 30.0
     """How long they wait for one, then 503."""
-    shed_kv_above: Fraction = 0.97
-    """Share of a worker's KV blocks in use over which streams of lower bands end for the sake of higher ones; 1 never."""
-    shed_kv_to: Fraction = 0.9
-    """And down to which share."""
-    shed_max: Positive = 8
-    """Requests that one report of one worker ends at most."""
+    shed_kv_above: Annotated[float, Meta(ge=0.9, le=1)] = 0.97
+    """Share of a worker's KV blocks in use over which streams of lower bands end for the sake of higher ones, down to 0.9;
+    1 never."""
 
 
 class LimitsConfig(Branch, frozen=True, kw_only=True):

@@ -36,15 +36,6 @@ class ModelPrice(Branch, frozen=True, kw_only=True):
     """By length of the prompt, thresholds rising."""
 
 
-class AcceleratorPrice(Branch, frozen=True, kw_only=True):
-    """What the machine behind a model costs whoever runs it."""
-
-    model: str
-    """The served name; "*" stands for every model that has no entry of its own."""
-    per_hour: Money
-    """One worker's price."""
-
-
 class PricesConfig(Branch, frozen=True, kw_only=True):
     """What tokens and machines cost. Without entries every request costs 0."""
 
@@ -52,7 +43,8 @@ class PricesConfig(Branch, frozen=True, kw_only=True):
     version: str = ""
     """Stands in every record of the ledger; empty takes a fingerprint of this section, so that no change goes unseen."""
     models: Annotated[tuple[ModelPrice, ...], Meta(max_length=1024)] = ()
-    accelerators: Annotated[tuple[AcceleratorPrice, ...], Meta(max_length=1024)] = ()
+    accelerators: Annotated[dict[str, Money], Meta(max_length=1024)] = {}  # noqa: RUF012 - msgspec copies it.
+    """Model (its served name, or "*" for every other one) -> what one worker's machine costs the operator per hour."""
 
 
 class BudgetsConfig(Branch, frozen=True, kw_only=True):

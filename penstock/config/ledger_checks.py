@@ -9,15 +9,11 @@ MICROS = 1_000_000
 
 def price_problems(prices: PricesConfig) -> Iterator[str]:
     """What contradicts itself in the section `prices`."""
-    for name, entries in (("models", prices.models), ("accelerators", prices.accelerators)):
-        seen: dict[str, int] = {}
-        for i, entry in enumerate(entries):
-            if entry.model in seen:
-                yield (
-                    f"prices.{name}[{i}].model: {entry.model!r} has a price in prices.{name}[{seen[entry.model]}]"
-                )
-            seen.setdefault(entry.model, i)
+    seen: dict[str, int] = {}
     for i, model in enumerate(prices.models):
+        if model.model in seen:
+            yield f"prices.models[{i}].model: {model.model!r} has a price in prices.models[{seen[model.model]}]"
+        seen.setdefault(model.model, i)
         yield from _model_problems(model, f"prices.models[{i}]")
 
 

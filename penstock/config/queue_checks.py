@@ -16,5 +16,3 @@ def queue_problems(queue: QueueConfig) -> Iterator[str]:
         seen.setdefault(band.name, i)
     if sum(band.share for band in queue.bands) > 1:
         yield "queue.bands: their shares add up to more than 1, so not all floors could be honoured"
-    if queue.shed_kv_to > queue.shed_kv_above:
-        yield "queue.shed_kv_to: above queue.shed_kv_above, so nothing would ever be made free"

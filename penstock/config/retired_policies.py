@@ -6,6 +6,9 @@ _BREAKER = "constants of the breakers now (penstock/policy/resilience/breaker.py
 _RETRY = "constants of the retry budget now (penstock/policy/resilience/retry_budget.py)"
 _QUARANTINE = "a constant of the quarantine now (penstock/policy/extras/quarantine.py)"
 _HEDGE = "a constant of hedging now (penstock/policy/extras/hedge.py)"
+_QUEUE = "a constant of the queue now (penstock/policy/queueing/terms.py)"
+_ADMISSION = "a constant of admission now (penstock/policy/admission/admit.py and promise.py)"
+_COMPLEXITY = "a constant now (penstock/policy/extras/complexity.py)"
 
 RETIRED_POLICIES: dict[str, str] = {
     "routing.placement.ttft.*": _PLACEMENT,
@@ -53,4 +56,24 @@ RETIRED_POLICIES: dict[str, str] = {
             "keys_max", "tokens_max",
         )
     },
+    **{f"queue.bands[].{key}": "follows from `queue.bands[].order` now" for key in ("starvation_s", "protected")},
+    "queue.bands[].bytes_max": _QUEUE,
+    **{
+        f"queue.{key}": _QUEUE
+        for key in (
+            "bytes_max", "tenant_share", "when_full", "tenants_kept", "skips_max", "skip_s", "aside_max", "retries_max",
+            "worker_credit", "shed_kv_to", "shed_max",
+        )
+    },
+    "queue.foreign_concurrency": "a constant now: 64; a worker has `models[].workers[].max_running`",
+    "admission.idle_factor": _ADMISSION,
+    "admission.prefer_fraction": _ADMISSION,
+    "admission.prefer_saves_ms": _ADMISSION,
+    "admission.retry_after_max_s": _ADMISSION,
+    "admission.retry_after_default_s": _ADMISSION,
+    "admission.retries_kept": _ADMISSION,
+    "admission.max_wait_ms_max": "a constant now: ten minutes",
+    "routing.auto.name": "the name is always auto",
+    "routing.auto.weights.*": _COMPLEXITY,
+    **{f"routing.auto.{key}": _COMPLEXITY for key in ("tokens_full", "turns_full", "text_chars_max", "cost_bias")},
 }  # fmt: skip

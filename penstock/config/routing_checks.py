@@ -8,6 +8,9 @@ from penstock.config.presets import served_name
 from penstock.config.routing import AdmissionConfig, AutoConfig, ModelRoute
 from penstock.config.tree import Config
 
+AUTO = "auto"
+"""The name that asks for a choice of the model, listed in /v1/models."""
+
 
 def routing_problems(config: Config) -> Iterator[str]:
     """One line for each thing that is wrong."""
@@ -52,15 +55,10 @@ def _auto_problems(auto: AutoConfig, known: Sequence[str]) -> Iterator[str]:
     cuts = [model.up_to for model in auto.models[:-1]]
     if any(later <= earlier for earlier, later in pairwise(cuts)):
         yield "routing.auto.models: `up_to` must rise from each model to the next"
-    if names and auto.name in known:
-        yield f"routing.auto.name: {auto.name!r} is the name of a model"
-    if names and not auto.name:
-        yield "routing.auto.name: empty"
-    tiers = [tier.tier for tier in auto.tiers]
-    for i, tier in enumerate(auto.tiers):
-        yield from _unknown(f"routing.auto.tiers[{i}].model_min", tier.model_min, names)
-        if tier.tier in tiers[:i]:
-            yield f"routing.auto.tiers[{i}].tier: {tier.tier!r} is there twice"
+    if names and AUTO in known:
+        yield f"routing.auto.models: {AUTO!r} is the name of a model, and of the choice between them"
+    for tier, least in auto.tiers.items():
+        yield from _unknown(f"routing.auto.tiers.{tier}", least, names)
 
 
 def _target_problems(admission: AdmissionConfig) -> Iterator[str]:

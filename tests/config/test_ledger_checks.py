@@ -1,13 +1,14 @@
 import pytest
 
 from penstock.config.checks import check
-from penstock.config.ledger import AcceleratorPrice, ModelPrice, PricesConfig, PriceTier
+from penstock.config.ledger import ModelPrice, PricesConfig, PriceTier
+from penstock.config.load import parse_config
 from penstock.config.tree import Config
 from penstock.errors import ConfigError
 
 
-def prices(*models: ModelPrice, accelerators: tuple[AcceleratorPrice, ...] = ()) -> Config:
-    return Config(prices=PricesConfig(models=models, accelerators=accelerators))
+def prices(*models: ModelPrice) -> Config:
+    return Config(prices=PricesConfig(models=models))
 
 
 def tiered(*thresholds: int) -> Config:
@@ -28,15 +29,6 @@ def test_a_price_list_that_is_fine() -> None:
             r"prices\.models\[1\]\.model: 'm' has a price in",
         ),
         (
-            prices(
-                accelerators=(
-                    AcceleratorPrice(model="*", per_hour=1),
-                    AcceleratorPrice(model="*", per_hour=2),
-                )
-            ),
-            r"prices\.accelerators\[1\]\.model: '\*' has a price",
-        ),
-        (
             prices(ModelPrice(model="m", output=1e-7)),
             r"prices\.models\[0\]\.output: 1e-07 is less than a mill",
         ),
@@ -47,3 +39,11 @@ def test_a_price_list_that_is_fine() -> None:
 def test_what_is_wrong(config: Config, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check(config)
+
+
+def test_machines_have_prices_by_model() -> None:
+    assert parse_config("prices: {accelerators: {m: 2, '*': 1.5}}").prices.accelerators == {"m": 2, "*": 1.5}
+    with pytest.raises(ConfigError, match=r"prices\.accelerators"):
+        parse_config("prices: {accelerators: {m: -1}}")
+    with pytest.raises(ConfigError, match=r"prices\.accelerators: expected a mapping"):
+        parse_config("prices: {accelerators: [{model: m, per_hour: 2}]}")

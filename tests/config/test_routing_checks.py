@@ -22,7 +22,7 @@ routing:
   models: [{model: large, fallback: medium, data: [eu]}, {model: medium, fallback: small}]
   auto:
     models: [{model: small, up_to: 0.3}, {model: medium, up_to: 0.6}, {model: large, cost: 8}]
-    tiers: [{tier: enterprise, model_min: medium}]
+    tiers: {enterprise: medium}
 admission:
   ttft_target_ms: 2000
   targets: [{tier: free, ttft_ms: 5000}, {band: bulk, ttft_ms: 0}]
@@ -50,11 +50,13 @@ admission:
             "routing: {auto: {models: [{model: small, up_to: 0.5}, {model: medium, up_to: 0.5}, {model: large}]}}",
             "`up_to` must rise",
         ),
-        ("routing: {auto: {name: small, models: [{model: small}]}}", "'small' is the name of a model"),
-        ("routing: {auto: {name: '', models: [{model: small}]}}", "routing.auto.name: empty"),
         (
-            "routing: {auto: {models: [{model: small}], tiers: [{tier: pro, model_min: large}]}}",
-            "routing.auto.tiers[0].model_min: no model 'large' here",
+            "routing: {auto: {name: smart, models: [{model: small}]}}",
+            "`routing.auto.name` is no longer a setting",
+        ),
+        (
+            "routing: {auto: {models: [{model: small}], tiers: {pro: large}}}",
+            "routing.auto.tiers.pro: no model 'large' here",
         ),
         ("admission: {targets: [{ttft_ms: 5}]}", "admission.targets[0]: names neither"),
         ("admission: {targets: [{band: a, ttft_ms: 5}, {band: a, ttft_ms: 6}]}", "is there twice"),
@@ -62,3 +64,9 @@ admission:
 )
 def test_what_is_wrong_is_said(text: str, said: str) -> None:
     assert said in problems(text)
+
+
+def test_no_model_may_be_called_as_the_choice_between_models() -> None:
+    text = "models: [{path: ./a, name: auto}]\nrouting: {auto: {models: [{model: auto}]}}"
+    with pytest.raises(ConfigError, match="'auto' is the name of a model"):
+        check(parse_config(text))

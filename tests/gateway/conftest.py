@@ -24,6 +24,7 @@ from penstock.gateway.app import Gateway
 from penstock.gateway.http.wire_limits import WireLimits
 from penstock.gateway.models.public import PublicPrefixes
 from penstock.gateway.models.served import ServedModel
+from penstock.policy.queueing.terms import queue_terms
 from penstock.rng import IdSource
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
@@ -188,9 +189,8 @@ def make_config(**server: object) -> Config:
 def replace(config: Config, **branches: object) -> Config:
     """The config with some branches' fields changed: `replace(config, server={"flush_ms": 1})`."""
     for name, fields in branches.items():
-        config = msgspec.structs.replace(
-            config, **{name: msgspec.structs.replace(getattr(config, name), **fields)}
-        )
+        branch = queue_terms(config.queue) if name == "queue" else getattr(config, name)
+        config = msgspec.structs.replace(config, **{name: msgspec.structs.replace(branch, **fields)})
     return config
 
 

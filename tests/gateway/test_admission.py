@@ -16,9 +16,9 @@ from tenant_keys import add
 from told_script import NEVER_S
 
 from penstock.clock import NS_PER_MS, NS_PER_S, ManualClock
-from penstock.config.flow import QueueConfig
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig, TtftTarget
 from penstock.config.tenancy import TenantConfig, TierConfig
+from penstock.policy.queueing.terms import QueueTerms
 
 PAGE = Path(__file__).parents[2] / "docs" / "overload.md"
 STEP_MS = 80
@@ -74,7 +74,7 @@ class World:
                 TierConfig(name="strict", degrade="never"),
             ),
             tenants=tuple(TenantConfig(id=tenant, tier=tier) for tenant, tier in TENANTS.items()),
-            queue=QueueConfig(worker_credit=0),
+            queue=QueueTerms(worker_credit=0),
             routing=RoutingConfig(models=(ModelRoute(model=LARGE, fallback=SMALL),)),
             admission=AdmissionConfig(
                 ttft_target_ms=0,

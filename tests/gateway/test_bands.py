@@ -11,8 +11,8 @@ import pytest
 from tenant_keys import add
 from told_script import NEVER_S, JumpingClock, ToldScript
 
-from penstock.config.flow import QueueConfig
 from penstock.config.tenancy import TenantConfig
+from penstock.policy.queueing.terms import QueueTerms, band_terms
 
 PAGE = Path(__file__).parents[2] / "docs" / "overload.md"
 
@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "overload.md"
 class Crowd:
     """Tenants with keys, and their requests; each request is known by its seed."""
 
-    def __init__(self, kit, start, path, tenants, *, slots: int, queue: QueueConfig | None = None) -> None:
+    def __init__(self, kit, start, path, tenants, *, slots: int, queue: QueueTerms | None = None) -> None:
         self._kit, self._keys = kit, {}
         path /= "keys"
         for tenant in tenants:
@@ -31,7 +31,7 @@ class Crowd:
             limits={"concurrent_max": 100},
             admission={"ttft_target_ms": 0, "targets": ()},
         )
-        queue = msgspec.structs.replace(queue or QueueConfig(), worker_credit=0)
+        queue = msgspec.structs.replace(queue or QueueTerms(), worker_credit=0)
         config = msgspec.structs.replace(config, tenants=tuple(tenants), queue=queue)
         self.script, self.clock = ToldScript(), JumpingClock()
         self.running = start(config, self.script, step_s=NEVER_S, max_running=slots, clock=self.clock)
@@ -92,7 +92,7 @@ class Crowd:
 def crowd(kit, start, tmp_path):
     made = []
 
-    def make(*tenants: TenantConfig, slots: int, queue: QueueConfig | None = None) -> Crowd:
+    def make(*tenants: TenantConfig, slots: int, queue: QueueTerms | None = None) -> Crowd:
         made.append(Crowd(kit, start, tmp_path, tenants, slots=slots, queue=queue))
         return made[-1]
 
@@ -101,12 +101,12 @@ def crowd(kit, start, tmp_path):
         one.close()
 
 
-def patient(**bands) -> QueueConfig:
+def patient(**bands) -> QueueTerms:
     """The default bands, in which nobody's wait ends; and what a band has of its own."""
-    return QueueConfig(
+    return QueueTerms(
         bands=tuple(
             msgspec.structs.replace(band, timeout_s=10_000, **bands.get(band.name, {}))
-            for band in QueueConfig().bands
+            for band in map(band_terms, QueueTerms().bands)
         )
     )
 

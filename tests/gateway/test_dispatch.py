@@ -9,12 +9,12 @@ import openai
 import pytest
 
 from penstock.clock import SystemClock
-from penstock.config.flow import QueueConfig
-from penstock.config.ledger import AcceleratorPrice, LedgerConfig, ModelPrice, PricesConfig
+from penstock.config.ledger import LedgerConfig, ModelPrice, PricesConfig
 from penstock.config.routing import ModelRoute, RoutingConfig
 from penstock.config.tenancy import TenantConfig
 from penstock.gateway.identity.api_keys import issue
 from penstock.gateway.identity.key_file import edit_keys
+from penstock.policy.queueing.terms import QueueTerms
 
 DAY_S = 24 * 3600
 
@@ -66,7 +66,7 @@ def test_what_has_no_room_waits_and_is_started_late(kit, start) -> None:
 
 
 def test_a_wait_that_is_too_long_ends_with_503_and_a_time_to_come_back(kit, start) -> None:
-    bands = tuple(msgspec.structs.replace(band, timeout_s=0.05) for band in QueueConfig().bands)
+    bands = tuple(msgspec.structs.replace(band, timeout_s=0.05) for band in QueueTerms().bands)
     config = kit.replace(kit.make_config(), queue={"worker_credit": 0, "bands": bands})
     running = start(config, step_s=0.2, max_running=1)
     holder = kit.openai_client(running)
@@ -223,9 +223,7 @@ def test_when_the_large_model_is_full_the_small_one_answers_and_says_so(kit, sta
 
 
 def test_machine_time_is_shared_out_to_the_requests(kit, start, tmp_path) -> None:
-    prices = PricesConfig(
-        accelerators=(AcceleratorPrice(model="*", per_hour=3600.0),)
-    )  # A millionth is a microsecond.
+    prices = PricesConfig(accelerators={"*": 3600.0})  # A millionth is a microsecond.
     config = msgspec.structs.replace(
         kit.make_config(), prices=prices, ledger=LedgerConfig(directory=str(tmp_path / "ledger"))
     )

@@ -6,9 +6,9 @@ import threading
 import msgspec
 import pytest
 
-from penstock.config.flow import QueueConfig
 from penstock.config.ledger import LedgerConfig
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig
+from penstock.policy.queueing.terms import QueueTerms
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -16,7 +16,7 @@ def test_who_waits_is_answered_by_the_fallback_and_whoever_may_not_is_told(kit, 
     config = msgspec.structs.replace(
         kit.make_config(),
         routing=RoutingConfig(models=(ModelRoute(model="tiny", fallback="small"),)),
-        queue=QueueConfig(worker_credit=0, no_worker_wait_s=0.5),
+        queue=QueueTerms(worker_credit=0, no_worker_wait_s=0.5),
         admission=AdmissionConfig(**kit.NO_PROMISES),
         ledger=LedgerConfig(directory=str(tmp_path / "ledger")),
     )

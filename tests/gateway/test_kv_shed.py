@@ -8,9 +8,9 @@ import pytest
 from tenant_keys import add
 from told_script import NEVER_S
 
-from penstock.config.flow import QueueConfig
 from penstock.config.ledger import LedgerConfig
 from penstock.config.tenancy import TenantConfig
+from penstock.policy.queueing.terms import QueueTerms
 from penstock.protocol.worker import Stats
 
 BANDS = ("system", "priority", "default", "bulk")
@@ -28,7 +28,7 @@ class Streams:
         config = msgspec.structs.replace(
             config,
             tenants=tuple(TenantConfig(id=band, band=band) for band in BANDS),
-            queue=QueueConfig(worker_credit=0),
+            queue=QueueTerms(worker_credit=0),
             ledger=LedgerConfig(directory=str(self.directory)),
         )
         self.running = start(config, step_s=NEVER_S, max_running=4)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from scripted_runner import ScriptedRunner
 
 from penstock.clock import NS_PER_S, ManualClock
-from penstock.config.ledger import AcceleratorPrice, PricesConfig
+from penstock.config.ledger import PricesConfig
 from penstock.config.tree import EngineConfig
 from penstock.engine.core import EngineCore, build_core
 from penstock.gateway.dispatch.meters import Meters
@@ -22,7 +22,7 @@ from penstock.telemetry.metrics import Metrics
 from penstock.types import RequestId, SamplingParams, Usage, WorkerId
 
 WORKER = WorkerId("w")
-PRICES = PriceList(PricesConfig(accelerators=(AcceleratorPrice(model="m", per_hour=3600.0),)))
+PRICES = PriceList(PricesConfig(accelerators={"m": 3600.0}))
 """A millionth is a microsecond."""
 MS = 10**6
 

@@ -4,12 +4,13 @@ import json
 
 import pytest
 
-from penstock.config.flow import BandConfig, LimitsConfig
+from penstock.config.flow import LimitsConfig
 from penstock.config.routing import AdmissionConfig, AutoConfig, AutoModel, ModelRoute, RoutingConfig
 from penstock.errors import Forbidden, InvalidRequest, NotFound
 from penstock.gateway.api.hints import Hints, read_hints
 from penstock.gateway.http.served_headers import Served
 from penstock.gateway.models.auto_model import AutoModels, features_of
+from penstock.policy.queueing.terms import BandTerms
 from penstock.policy.tenant import NOBODY, Tenant
 from penstock.protocol.openai import ChatRequest, CompletionRequest, FunctionSpec, Message, ToolSpec
 from penstock.types import TenantId
@@ -246,7 +247,7 @@ def test_a_model_that_was_asked_for_by_name(kit, auto_gateway) -> None:
 
 
 def test_in_a_band_of_deadlines_who_waits_less_long_starts_first(kit) -> None:
-    bands = (BandConfig(name="default", order=0, discipline="deadline"),)
+    bands = (BandTerms(name="default", order=0, discipline="deadline"),)
     config = kit.replace(
         kit.make_config(), queue={"bands": bands, "worker_credit": 0}, admission=kit.NO_PROMISES
     )

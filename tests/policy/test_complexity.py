@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config.routing import AutoConfig, AutoModel, AutoTier
-from penstock.policy.extras.complexity import ComplexityRouter, Features
+from penstock.config.routing import AutoConfig, AutoModel
+from penstock.policy.extras.complexity import AutoTerms, ComplexityRouter, Features
 from penstock.policy.placement.decision_log import ComplexityChoice
 
 MODELS = (
@@ -13,8 +13,8 @@ MODELS = (
 )
 
 
-def router(**settings) -> ComplexityRouter:
-    return ComplexityRouter(AutoConfig(**{"models": MODELS, **settings}))
+def router(terms: AutoTerms | None = None, **settings) -> ComplexityRouter:
+    return ComplexityRouter(AutoConfig(**{"models": MODELS, **settings}), terms or AutoTerms())
 
 
 def asked(*texts: str, **facts) -> Features:
@@ -68,7 +68,7 @@ def test_explains_itself_on_one_ascii_line() -> None:
 
 
 def test_a_tier_gets_no_less_than_its_model() -> None:
-    deciding = router(tiers=(AutoTier(tier="enterprise", model_min="medium"),))
+    deciding = router(tiers={"enterprise": "medium"})
     assert choose(deciding, asked("hi", tier="enterprise")).model == "medium"
     assert choose(deciding, asked("hi", tier="free")).model == "small"
 
@@ -90,7 +90,7 @@ def test_a_dear_model_is_asked_later() -> None:
     bounds = {}
     for cost in (1, 1000):
         models = (AutoModel(model="small", up_to=0.0), AutoModel(model="large", cost=cost))
-        deciding = router(models=models, cost_bias=1.0)
+        deciding = router(AutoTerms(cost_bias=1.0), models=models)
         bounds[cost] = choose(deciding, text).model
     assert bounds == {1: "large", 1000: "small"}
 
@@ -118,8 +118,7 @@ def test_any_request_has_one_answer(
 
 def test_what_is_looked_at_is_bounded() -> None:
     """Text beyond the bound changes nothing, and megabytes of hostile text cost what the bound costs."""
-    config = AutoConfig(models=MODELS, text_chars_max=1000)
-    deciding = ComplexityRouter(config)
+    deciding = router(AutoTerms(text_chars_max=1000))
     short = Features(texts=["x " * 500], num_chars=10)
     long = Features(texts=["x " * 500 + "prove compare ``` " * 50_000], num_chars=10)
     assert deciding.parts(short) == deciding.parts(long)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from penstock.clock import NS_PER_S
-from penstock.config.flow import BandConfig, LimitsConfig, QueueConfig
+from penstock.config.flow import LimitsConfig
 from penstock.errors import Draining, Evicted, Overloaded, StreamBroken, WorkerUnavailable
 from penstock.policy.answers import Abort, Diverted, Evict, Queued, Refused, Requeued, Settled, Start, Stop
 from penstock.policy.estimates.output_length import OutputLengths
@@ -15,6 +15,7 @@ from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.parts import AdmitAll, Parts, Pass
 from penstock.policy.queueing.room import WorkerView
+from penstock.policy.queueing.terms import BandTerms, QueueTerms
 from penstock.policy.record import Outcome
 from penstock.policy.tenant import Tenant
 from penstock.types import RequestId, TenantId, Usage, WorkerId
@@ -31,7 +32,7 @@ def arrival(name: str, **facts) -> Arrival:
 
 def control(*, running: int = 1, parts: Parts | None = None, **queue) -> FlowControl:
     """With one worker `w` of one slot, unless told otherwise."""
-    made = FlowControl(QueueConfig(**{"worker_credit": 0, **queue}), parts)
+    made = FlowControl(QueueTerms(**{"worker_credit": 0, **queue}), parts)
     if running:
         made.set_worker(0, "m", W, WorkerView(max_running=running))
     return made
@@ -308,7 +309,7 @@ def test_a_worker_that_comes_back_counts_anew() -> None:
 
 
 def test_a_full_queue_says_so_and_when_to_come_back() -> None:
-    made = control(bands=(BandConfig(name="default", order=0, requests_max=2),), tenant_share=1.0)
+    made = control(bands=(BandTerms(name="default", order=0, requests_max=2),), tenant_share=1.0)
     accept(made, "a", "b")
     refused = made.arrive(0, arrival("c"))
     assert isinstance(refused, Refused)
@@ -440,7 +441,7 @@ def test_limits_are_reserved_before_the_queue_and_settled_at_the_end() -> None:
 
 def test_a_refusal_by_the_queue_leaves_nothing_reserved() -> None:
     limiter = Limiter(LimitsConfig())
-    band = BandConfig(name="default", order=0, requests_max=1)
+    band = BandTerms(name="default", order=0, requests_max=1)
     made = control(parts=Parts(limits=limiter), bands=(band,))
     accept(made, "a")
     before = limiter.outstanding
@@ -543,9 +544,9 @@ class Life(RuleBasedStateMachine):
     def open(self, seed, no_worker) -> None:
         self.random, self.now_ns, self.count = Random(seed), 0, 0
         bands = (
-            BandConfig(name="priority", order=-1, share=0.25, starvation_s=5, requests_max=6, protected=True),
-            BandConfig(name="default", order=0, floor=1, starvation_s=10, requests_max=6, timeout_s=40),
-            BandConfig(
+            BandTerms(name="priority", order=-1, share=0.25, starvation_s=5, requests_max=6, protected=True),
+            BandTerms(name="default", order=0, floor=1, starvation_s=10, requests_max=6, timeout_s=40),
+            BandTerms(
                 name="bulk", order=1, starvation_s=20, requests_max=6, timeout_s=60, discipline="deadline"
             ),
         )
@@ -558,7 +559,7 @@ class Life(RuleBasedStateMachine):
             prices=self.purse,
             slice_tokens=8,
         )
-        queue = QueueConfig(
+        queue = QueueTerms(
             bands=bands, requests_max=10, no_worker=no_worker, no_worker_wait_s=15, worker_credit=1,
             external_concurrency=2, skips_max=3, skip_s=2, aside_max=2, retries_max=1, tenants_kept=2,
         )  # fmt: skip

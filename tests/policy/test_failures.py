@@ -1,7 +1,6 @@
 """Flow control with its health parts: what fails is tried elsewhere, within bounds, and what kills is not passed on."""
 
 from penstock.clock import NS_PER_S
-from penstock.config.flow import QueueConfig
 from penstock.errors import CrashingRequest, InvalidRequest, PenstockError, StreamBroken, WorkerUnavailable
 from penstock.policy.answers import Evict, Refused, Requeued, Settled, Start
 from penstock.policy.extras.quarantine import Quarantine, QuarantineTerms, fingerprint
@@ -9,6 +8,7 @@ from penstock.policy.flow import Arrival
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.parts import Parts
 from penstock.policy.queueing.room import WorkerView
+from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome
 from penstock.policy.resilience.health import FleetHealth, HealthTerms
 from penstock.policy.resilience.retry_budget import RetryTerms
@@ -22,7 +22,7 @@ GONE = WorkerUnavailable("gone")
 def control(*workers: WorkerId, slots: int = 100, **health) -> FlowControl:
     quarantine = health.pop("quarantine", QuarantineTerms())
     parts = Parts(health=FleetHealth(HealthTerms(**health), lambda: 0.0), poison=Quarantine(quarantine))
-    made = FlowControl(QueueConfig(worker_credit=0, retries_max=2), parts)
+    made = FlowControl(QueueTerms(worker_credit=0, retries_max=2), parts)
     for worker in workers:
         made.set_worker(0, "m", worker, WorkerView(max_running=slots))
     return made

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.clock import NS_PER_S
-from penstock.config.flow import BandConfig, QueueConfig
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.fair_queue import FairQueue, Full
+from penstock.policy.queueing.terms import BandTerms, QueueTerms
 from penstock.schedule.fair_share import UNIT, cost
 from penstock.types import RequestId, TenantId
 
@@ -43,7 +43,7 @@ def taken(queue: FairQueue, now_ns: int = 0, fits=always, limit: int = 1000) -> 
 
 
 def test_the_tenant_that_was_served_least_goes_next() -> None:
-    queue = FairQueue(QueueConfig())
+    queue = FairQueue(QueueTerms())
     pushed(queue, *(work(f"big{i}", "big", prompt_tokens=1000) for i in range(2)))
     pushed(queue, *(work(f"small{i}", "small", prompt_tokens=300) for i in range(5)))
     # big 1000; small 300, 600, 900, 1200; big 2000.
@@ -61,14 +61,14 @@ def test_the_tenant_that_was_served_least_goes_next() -> None:
     ],
 )
 def test_what_counts_how_much(facts, counted) -> None:
-    queue = FairQueue(QueueConfig())
+    queue = FairQueue(QueueTerms())
     pushed(queue, work(**facts))
     taken(queue)
     assert queue.served("default", TenantId("a")) == counted
 
 
 def test_twice_the_weight_is_twice_the_service() -> None:
-    queue = FairQueue(QueueConfig())
+    queue = FairQueue(QueueTerms())
     for tenant, weight in (("one", 1.0), ("two", 2.0)):
         pushed(queue, *(work(tenant=tenant, weight=weight) for _ in range(40)))
     served = Counter()
@@ -80,7 +80,7 @@ def test_twice_the_weight_is_twice_the_service() -> None:
 
 
 def test_an_idle_tenant_gets_no_credit() -> None:
-    queue = FairQueue(QueueConfig())
+    queue = FairQueue(QueueTerms())
     pushed(queue, *(work(f"busy{i}", "busy") for i in range(100)))
     taken(queue, limit=90)
     pushed(queue, *(work(f"late{i}", "late") for i in range(10)))
@@ -90,7 +90,7 @@ def test_an_idle_tenant_gets_no_credit() -> None:
 
 
 def test_corrections_move_the_counter_to_what_was_used() -> None:
-    queue = FairQueue(QueueConfig())
+    queue = FairQueue(QueueTerms())
     first, second = work("a0", "a", output_tokens=1000), work("b0", "b", output_tokens=100)
     pushed(queue, first, second, work("a1", "a"), work("b1", "b"))
     taken(queue, limit=2)
@@ -101,7 +101,7 @@ def test_corrections_move_the_counter_to_what_was_used() -> None:
 
 
 def test_who_is_tried_again_stands_where_it_stood_and_is_not_charged_twice() -> None:
-    queue = FairQueue(QueueConfig())
+    queue = FairQueue(QueueTerms())
     first = work("a0", arrived_ns=1)
     pushed(queue, first, work("a1", arrived_ns=2), now_ns=5)
     assert taken(queue, limit=1) == ["a0"]
@@ -112,7 +112,7 @@ def test_who_is_tried_again_stands_where_it_stood_and_is_not_charged_twice() -> 
 
 
 def test_earliest_deadline_first_within_a_tenant() -> None:
-    queue = FairQueue(QueueConfig(bands=(BandConfig(name="default", order=0, discipline="deadline"),)))
+    queue = FairQueue(QueueTerms(bands=(BandTerms(name="default", order=0, discipline="deadline"),)))
     pushed(queue, work("none"), work("late", deadline_ns=50 * S), work("soon", deadline_ns=2 * S))
     assert taken(queue) == ["soon", "late", "none"]
 
@@ -120,20 +120,20 @@ def test_earliest_deadline_first_within_a_tenant() -> None:
 # --- between bands --------------------------------------------------------------------------------
 
 BANDS = (
-    BandConfig(name="low", order=5, floor=2, starvation_s=100),
-    BandConfig(name="high", order=1, starvation_s=5),
+    BandTerms(name="low", order=5, floor=2, starvation_s=100),
+    BandTerms(name="high", order=1, starvation_s=5),
 )
 
 
 def test_higher_bands_first_but_never_at_the_cost_of_a_floor() -> None:
-    queue = FairQueue(QueueConfig(bands=BANDS))
+    queue = FairQueue(QueueTerms(bands=BANDS))
     pushed(queue, *(work(f"low{i}", band="low") for i in range(4)))
     pushed(queue, *(work(f"high{i}", band="high") for i in range(3)))
     assert taken(queue) == ["low0", "low1", "high0", "high1", "high2", "low2", "low3"]
 
 
 def test_a_floor_may_be_a_share_of_the_slots() -> None:
-    queue = FairQueue(QueueConfig(bands=(BandConfig(name="low", order=5, share=0.25), BANDS[1])))
+    queue = FairQueue(QueueTerms(bands=(BandTerms(name="low", order=5, share=0.25), BANDS[1])))
     queue.set_slots(12)
     pushed(queue, *(work(f"low{i}", band="low") for i in range(4)))
     pushed(queue, *(work(f"high{i}", band="high") for i in range(2)))
@@ -141,7 +141,7 @@ def test_a_floor_may_be_a_share_of_the_slots() -> None:
 
 
 def test_the_starvation_clock_moves_a_band_by_one_request_a_time() -> None:
-    queue = FairQueue(QueueConfig(bands=(BandConfig(name="low", order=5, starvation_s=10), BANDS[1])))
+    queue = FairQueue(QueueTerms(bands=(BandTerms(name="low", order=5, starvation_s=10), BANDS[1])))
     pushed(queue, *(work(f"low{i}", band="low") for i in range(3)))
     pushed(queue, *(work(f"high{i}", band="high") for i in range(9)))
     assert taken(queue, now_ns=10 * S - 1, limit=2) == ["high0", "high1"]
@@ -151,7 +151,7 @@ def test_the_starvation_clock_moves_a_band_by_one_request_a_time() -> None:
 
 
 def test_an_unknown_band_is_the_default_one() -> None:
-    queue = FairQueue(QueueConfig())
+    queue = FairQueue(QueueTerms())
     mystery = work(band="mystery")
     pushed(queue, mystery)
     assert queue.band_of(mystery).config.name == "default"
@@ -160,14 +160,14 @@ def test_an_unknown_band_is_the_default_one() -> None:
 # --- bounds ---------------------------------------------------------------------------------------
 
 
-def bounded(**bounds) -> QueueConfig:
+def bounded(**bounds) -> QueueTerms:
     band = {key: value for key, value in bounds.items() if key.startswith("band_")}
     rest = {key: value for key, value in bounds.items() if not key.startswith("band_")}
-    low = BandConfig(name="low", order=1)
-    top = BandConfig(
+    low = BandTerms(name="low", order=1)
+    top = BandTerms(
         name="default", order=0, **{key.removeprefix("band_"): value for key, value in band.items()}
     )
-    return QueueConfig(bands=(top, low), **rest)
+    return QueueTerms(bands=(top, low), **rest)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_nothing_is_dropped_where_that_would_not_help() -> None:
 
 
 def test_a_wait_ends_by_band_or_by_its_own_bound() -> None:
-    queue = FairQueue(QueueConfig())
+    queue = FairQueue(QueueTerms())
     pushed(queue, work("plain"), work("bulk", band="bulk"), work("short", max_wait_ns=S))
     assert queue.next_ns() == S
     seen = []
@@ -233,7 +233,7 @@ def small(each: Work) -> bool:
 
 
 def test_a_large_request_does_not_hold_up_the_rest_and_is_not_passed_over_for_ever() -> None:
-    queue = FairQueue(QueueConfig(skips_max=3))
+    queue = FairQueue(QueueTerms(skips_max=3))
     large = work("large", blocks=100)
     pushed(queue, large, *(work(f"s{i}") for i in range(5)))
     assert taken(queue, fits=small, limit=2) == ["s0", "s1"]
@@ -246,7 +246,7 @@ def test_a_large_request_does_not_hold_up_the_rest_and_is_not_passed_over_for_ev
 
 
 def test_it_is_overdue_after_its_time_too_and_goes_first_once_it_fits() -> None:
-    queue = FairQueue(QueueConfig(skip_s=2.0))
+    queue = FairQueue(QueueTerms(skip_s=2.0))
     pushed(queue, work("large", blocks=100), work("s0"))
     assert taken(queue, now_ns=S, fits=small) == ["s0"]
     assert queue.next_overdue_ns() == 3 * S
@@ -257,7 +257,7 @@ def test_it_is_overdue_after_its_time_too_and_goes_first_once_it_fits() -> None:
 
 
 def test_with_too_many_aside_only_their_own_tenant_waits() -> None:
-    queue = FairQueue(QueueConfig(aside_max=2))
+    queue = FairQueue(QueueTerms(aside_max=2))
     pushed(queue, *(work(f"large{i}", "greedy", blocks=100) for i in range(4)), work("behind", "greedy"))
     pushed(queue, work("other", "other"))
     assert taken(queue, fits=small) == ["other"]
@@ -290,7 +290,7 @@ def test_backlogged_tenants_differ_by_two_charges_over_any_window(seed, misjudge
     Served is what a request really used, counted from its start. Where estimates are wrong the counters know it only at
     the end, which adds twice the error of what runs.
     """
-    random, queue = Random(seed), FairQueue(QueueConfig(tenant_share=1.0))
+    random, queue = Random(seed), FairQueue(QueueTerms(tenant_share=1.0))
     running: list[tuple[Work, int]] = []
     served, largest, error = Counter(), 0, 0
     gaps: dict[tuple[str, str], list[int]] = {}
@@ -333,11 +333,11 @@ class Queueing(RuleBasedStateMachine):
     )
     def open(self, discipline, when_full, aside_max) -> None:
         bands = (
-            BandConfig(name="top", order=0, share=0.25, starvation_s=3, requests_max=8, bytes_max=60),
-            BandConfig(name="mid", order=1, floor=1, starvation_s=4, requests_max=8, discipline=discipline),
-            BandConfig(name="low", order=2, starvation_s=5, requests_max=9, timeout_s=7),
+            BandTerms(name="top", order=0, share=0.25, starvation_s=3, requests_max=8, bytes_max=60),
+            BandTerms(name="mid", order=1, floor=1, starvation_s=4, requests_max=8, discipline=discipline),
+            BandTerms(name="low", order=2, starvation_s=5, requests_max=9, timeout_s=7),
         )
-        self.config = QueueConfig(
+        self.config = QueueTerms(
             bands=bands,
             requests_max=14,
             when_full=when_full,

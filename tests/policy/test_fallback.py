@@ -1,7 +1,6 @@
 """What waits for a model whose last worker vanishes: another model answers where that is allowed, the rest waits and then is told."""
 
 from penstock.clock import NS_PER_S
-from penstock.config.flow import QueueConfig
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig
 from penstock.errors import StreamBroken, WorkerUnavailable
 from penstock.policy.admission.gate import Gate, ModelFacts
@@ -11,6 +10,7 @@ from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.fallback import ASKED_MAX
 from penstock.policy.parts import Parts
 from penstock.policy.queueing.room import WorkerView
+from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome
 from penstock.types import RequestId, Usage, WorkerId
 
@@ -20,7 +20,7 @@ W, V = WorkerId("w"), WorkerId("v")
 
 def made(*, small: int = 4, **queue) -> FlowControl:
     """`large` has a worker of one stream and falls back to `small`, whose context is 100 tokens, and which has no tools."""
-    config = QueueConfig(worker_credit=0, no_worker_wait_s=30, **queue)
+    config = QueueTerms(worker_credit=0, no_worker_wait_s=30, **queue)
     routing = RoutingConfig(
         models=(ModelRoute(model="large", fallback="small"), ModelRoute(model="small", tools=False))
     )

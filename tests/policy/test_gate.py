@@ -1,7 +1,6 @@
 import pytest
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.config.flow import BandConfig, QueueConfig
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig, TtftTarget
 from penstock.errors import Evicted, Overloaded, WorkerUnavailable
 from penstock.policy.admission.gate import Gate, ModelFacts
@@ -10,6 +9,7 @@ from penstock.policy.flow import Arrival
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.parts import Parts
 from penstock.policy.queueing.room import WorkerView
+from penstock.policy.queueing.terms import BandTerms, QueueTerms
 from penstock.policy.record import Outcome
 from penstock.policy.tenant import Tenant
 from penstock.types import RequestId, TenantId, Usage, WorkerId
@@ -34,7 +34,7 @@ class Rig:
     """Flow control with a gate, and one worker for each model."""
 
     def __init__(self, *, slots: int = 4, small: bool = True, queue=None, **admission) -> None:
-        config = QueueConfig(**{"worker_credit": 0, "tenant_share": 1.0, **(queue or {})})
+        config = QueueTerms(**{"worker_credit": 0, "tenant_share": 1.0, **(queue or {})})
         self.gate = Gate(AdmissionConfig(**admission), ROUTING, config, SERVED.get)
         self.flow = FlowControl(config, Parts(admission=self.gate))
         self.flow.set_worker(0, "large", W, WorkerView(max_running=slots))
@@ -125,7 +125,7 @@ def test_without_a_worker() -> None:
 
 def test_in_a_band_of_deadlines_whoever_is_wanted_first_goes_first() -> None:
     """What the client says, or the promise to its tier; then whoever only has the end of its wait."""
-    bands = (BandConfig(name="default", order=0, discipline="deadline", timeout_s=60),)
+    bands = (BandTerms(name="default", order=0, discipline="deadline", timeout_s=60),)
     targets = (TtftTarget(tier="pro", ttft_ms=5000),)
     rig = Rig(slots=1, small=False, queue={"bands": bands}, targets=targets, ttft_target_ms=0)
     pro = tenant(tier="pro")

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.config.flow import QueueConfig
 from penstock.config.health import HealthConfig
 from penstock.errors import StreamBroken, WorkerUnavailable
 from penstock.policy.answers import Abort, Evict, Requeued, Settled, Start
@@ -16,6 +15,7 @@ from penstock.policy.flow import Arrival, State
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.parts import Parts
 from penstock.policy.queueing.room import WorkerView
+from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome
 from penstock.policy.resilience.health import FleetHealth
 from penstock.types import RequestId, Usage, WorkerId
@@ -50,7 +50,7 @@ class Made:
             self.hedges.started(0, "elsewhere", RequestId("x"), prompt_tokens=8, first=False)
         self.health = Watched(HealthConfig(), lambda: 0.0)
         parts = Parts(hedges=self.hedges, health=self.health)
-        self.control = FlowControl(QueueConfig(worker_credit=0, retries_max=2), parts)
+        self.control = FlowControl(QueueTerms(worker_credit=0, retries_max=2), parts)
         for worker in workers:
             self.control.set_worker(0, "m", worker, WorkerView(max_running=slots))
 

@@ -3,15 +3,15 @@
 from collections.abc import Collection
 
 from penstock.clock import NS_PER_MS
-from penstock.config.flow import QueueConfig
 from penstock.policy.parts import AllHealthy, Hold, LeastLoaded
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.lane import Lane
 from penstock.policy.queueing.room import Room, Rooms, WorkerView
+from penstock.policy.queueing.terms import QueueTerms
 from penstock.types import RequestId, TenantId, WorkerId
 
 A, B, C = WorkerId("a"), WorkerId("b"), WorkerId("c")
-CONFIG = QueueConfig(worker_credit=0, external_concurrency=2, aside_max=2, skips_max=2)
+CONFIG = QueueTerms(worker_credit=0, external_concurrency=2, aside_max=2, skips_max=2)
 
 
 class Warm(LeastLoaded):

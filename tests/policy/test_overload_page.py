@@ -6,10 +6,10 @@ import re
 
 import pages
 
-from penstock.config.flow import QueueConfig
-from penstock.config.routing import AdmissionConfig
+from penstock.policy.admission import admit, promise
 from penstock.policy.admission.admit import AdmissionControl
 from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Divert, Shed
+from penstock.policy.queueing.terms import QueueTerms, band_terms
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId
 
@@ -19,8 +19,10 @@ PAGE = pages.text_of("overload")
 
 def test_the_bands_are_as_the_table_says() -> None:
     rows = pages.table("overload", "band")
-    assert [row[0] for row in rows] == [band.name for band in QueueConfig().bands]
-    for band, (_, order, floor, starvation, waiting, wait) in zip(QueueConfig().bands, rows, strict=True):
+    assert [row[0] for row in rows] == [band.name for band in QueueTerms().bands]
+    for band, (_, order, floor, starvation, waiting, wait) in zip(
+        map(band_terms, QueueTerms().bands), rows, strict=True
+    ):
         assert int(order) == band.order
         shown = {"none": (0, 0.0)}.get(floor) or (
             (0, int(floor.split("%")[0]) / 100) if "%" in floor else (int(floor.split()[0]), 0.0)
@@ -32,12 +34,13 @@ def test_the_bands_are_as_the_table_says() -> None:
 
 
 def test_every_number_in_the_prose_is_the_default_of_its_setting() -> None:
+    constants = {name.lower(): value for part in (admit, promise) for name, value in vars(part).items()}
     told = re.findall(r"`(\w+)` \((\d+(?:\.\d+)?)(%| %)?\)", PAGE)
     assert len(told) >= 8
     for name, value, percent in told:
-        config = next(part for part in (QueueConfig(), AdmissionConfig()) if hasattr(part, name))
-        assert getattr(config, name) == float(value) / (100 if percent else 1), name
-    queue = QueueConfig()
+        default = getattr(QueueTerms(), name, constants.get(name))
+        assert default == float(value) / (100 if percent else 1), name
+    queue = QueueTerms()
     assert f"more than {queue.shed_kv_above:.0%} full" in PAGE
     assert f"until {queue.shed_kv_to:.0%}" in PAGE
 

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.config.flow import QueueConfig
 from penstock.errors import CrashingRequest, StreamBroken, WorkerUnavailable
 from penstock.policy.answers import Evict, Settled, Start
 from penstock.policy.extras.quarantine import Quarantine
@@ -14,6 +13,7 @@ from penstock.policy.flow import Arrival, State
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.parts import Parts
 from penstock.policy.queueing.room import WorkerView
+from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome
 from penstock.policy.resilience.health import FleetHealth, HealthTerms
 from penstock.policy.resilience.retry_budget import RetryTerms
@@ -30,7 +30,7 @@ class Fleet:
     def __init__(self, seed: int, *, workers: int, slots: int, at: int) -> None:
         config = HealthTerms(retry=RetryTerms(floor_per_s=1000))
         parts = Parts(health=FleetHealth(config, lambda: 0.0), poison=Quarantine(config))
-        self.control = FlowControl(QueueConfig(worker_credit=0), parts)
+        self.control = FlowControl(QueueTerms(worker_credit=0), parts)
         self.random, self.at, self.slots, self.now_ns = Random(seed), at, slots, 0
         self.running: dict[RequestId, WorkerId] = {}
         self.given: dict[RequestId, int] = {}

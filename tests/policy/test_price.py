@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.config.ledger import AcceleratorPrice, ModelPrice, PricesConfig, PriceTier
+from penstock.config.ledger import ModelPrice, PricesConfig, PriceTier
 from penstock.policy.limits.price import PriceList
 from penstock.types import Usage
 
@@ -60,7 +60,7 @@ def test_a_star_prices_what_has_no_entry() -> None:
 
 
 def test_machines_have_a_price_by_the_hour() -> None:
-    prices = PriceList(PricesConfig(accelerators=(AcceleratorPrice(model="m", per_hour=2.5),)))
+    prices = PriceList(PricesConfig(accelerators={"m": 2.5}))
     assert prices.accelerator_micros_per_hour("m") == 2_500_000
     assert prices.accelerator_micros_per_hour("other") == 0
 

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config.flow import QueueConfig
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.room import Rooms, WorkerView
+from penstock.policy.queueing.terms import QueueTerms
 from penstock.types import RequestId, TenantId, WorkerId
 
 A, B = WorkerId("a"), WorkerId("b")
-CONFIG = QueueConfig(worker_credit=1, external_concurrency=3)
+CONFIG = QueueTerms(worker_credit=1, external_concurrency=3)
 
 
 def work(name: str, *, streams: int = 1, blocks: int = 0) -> Work:

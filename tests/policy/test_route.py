@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.config.flow import QueueConfig
 from penstock.kv.index.prefix_index import NOTHING_HELD, Held
 from penstock.policy.parts import Hold
 from penstock.policy.placement.decision_log import PER_REQUEST_MAX, DecisionLog, explain
@@ -18,10 +17,11 @@ from penstock.policy.placement.score import score_policy
 from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.room import Room, Rooms, WorkerView
+from penstock.policy.queueing.terms import QueueTerms
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
 A, B, C, D = (WorkerId(name) for name in "abcd")
-QUEUE = QueueConfig(worker_credit=0, external_concurrency=8)
+QUEUE = QueueTerms(worker_credit=0, external_concurrency=8)
 CALM = PlacementTerms(explore=0.0)
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from penstock.config.flow import QueueConfig
 from penstock.config.ledger import BudgetsConfig, ModelPrice, PricesConfig
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig
 from penstock.policy.admission.gate import Gate, ModelFacts
@@ -14,6 +13,7 @@ from penstock.policy.limits.budget import Spent, TenantBudgets
 from penstock.policy.limits.price import PriceList
 from penstock.policy.parts import Parts
 from penstock.policy.queueing.room import WorkerView
+from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.tenant import Tenant
 from penstock.types import RequestId, TenantId, WorkerId
 
@@ -43,7 +43,7 @@ class Rig:
             0, [Spent(tenant=TenantId("acme"), day=0, day_micros=spent_micros, month_micros=month)]
         )
         facts = {name: ModelFacts(max_model_len=4096) for name in ("large", "odd", "small")}
-        queue = QueueConfig(worker_credit=0, tenant_share=1.0)
+        queue = QueueTerms(worker_credit=0, tenant_share=1.0)
         routing = RoutingConfig(models=ROUTES)
         gate = Gate(AdmissionConfig(), routing, queue, facts.get, Thrift(budgets, prices))
         self.flow = FlowControl(queue, Parts(admission=gate, budgets=budgets, prices=prices))

@@ -71,8 +71,8 @@ def test_a_stream_that_goes_to_another_gateway_is_found(monkeypatch) -> None:
     on_messages = World.on_messages
     monkeypatch.setattr(
         World,
-        "told",
-        lambda self, now_ns, worker, gateway, words: on_messages(self, now_ns, worker, 1 - gateway, words),
+        "on_messages",
+        lambda self, now_ns, worker, gateway, sent: on_messages(self, now_ns, worker, 1 - gateway, sent),
     )
     assert "which it did not ask for" in failure(crowd(8, gateways=2))
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.flow import QueueConfig
 from penstock.config.routing import RoutingConfig
 from penstock.config.tree import Config
 from penstock.errors import ConfigError
 from penstock.policy.placement_terms import PlacementTerms
+from penstock.policy.queueing.terms import QueueTerms
 from penstock.sim.report.html import compare_page, report_page
 from penstock.sim.scenarios.catalogue import SCENARIOS
 from penstock.sim.scenarios.scenario import find, run_scenario
@@ -58,10 +58,10 @@ def test_a_quota_refuses_the_one_who_is_over_it() -> None:
 
 def test_settings_reach_knobs_and_the_configuration() -> None:
     knobs = with_settings(
-        Knobs(), {"load": "2", "workers": "3", "queue.headroom": "0.2", "admission.idle_factor": "3"}
+        Knobs(), {"load": "2", "workers": "3", "queue.headroom": "0.2", "admission.ttft_target_ms": "3"}
     )
     assert (knobs.load, knobs.workers, knobs.config.queue.headroom) == (2.0, 3, 0.2)
-    assert knobs.config.admission.idle_factor == 3
+    assert knobs.config.admission.ttft_target_ms == 3
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,8 @@ def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "config", "words"),
     [
-        ("kv-full", Config(queue=QueueConfig(shed_kv_above=1)), "requests that were shed for memory"),
-        ("kv-full", Config(queue=QueueConfig(requests_max=4)), "requests that were lost in any other way"),
+        ("kv-full", Config(queue=QueueTerms(shed_kv_above=1)), "requests that were shed for memory"),
+        ("kv-full", Config(queue=QueueTerms(requests_max=4)), "requests that were lost in any other way"),
         (
             "rollout-bad",
             Config(routing=RoutingConfig(placement=PlacementTerms(policy="weighted", explore=1))),

@@ -13,6 +13,7 @@ from penstock.fleet.registry import Registry
 from penstock.fleet.worker import Worker
 from penstock.gateway.http.exchange import Exchange
 from penstock.gateway.models.served import ServedModel
+from penstock.policy.queueing.terms import queue_terms
 from penstock.types import TenantId
 
 
@@ -31,7 +32,7 @@ class ColdStarts:
     """See the module. One per gateway."""
 
     def __init__(self, config: QueueConfig, registry: Registry) -> None:
-        self._config = config
+        self._config = queue_terms(config)
         self._lines: dict[str, _Line] = {}
         self._closed = False
         registry.listen(self._changed)

@@ -2,6 +2,7 @@
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.routing import AdmissionConfig
+from penstock.policy.admission.promise import IDLE_FACTOR
 from penstock.policy.queueing.lane import Lane
 from penstock.telemetry.log import Log
 
@@ -21,7 +22,7 @@ class StretchedPromises:
         target_ms = self._config.ttft_target_ms
         if lane is None or not target_ms or model in self._said:
             return
-        holds_ns = self._config.idle_factor * lane.pace.idle_ttft_ns(PROMPT_TOKENS, PROMPT_TOKENS)
+        holds_ns = IDLE_FACTOR * lane.pace.idle_ttft_ns(PROMPT_TOKENS, PROMPT_TOKENS)
         if holds_ns > target_ms * NS_PER_MS:
             self._said.add(model)
             self._log.warning(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from penstock.config.routing import RoutingConfig
+from penstock.config.routing_checks import AUTO
 from penstock.errors import NotFound
 from penstock.policy.extras.complexity import ComplexityRouter, Features
 from penstock.policy.limits.tenant_limits import check_model, may_use_model
@@ -24,7 +25,7 @@ class AutoModels:
 
     def __init__(self, routing: RoutingConfig, *, created_s: int = 0) -> None:
         assert routing.auto.models, "without models there is no auto"
-        self.name = routing.auto.name
+        self.name = AUTO
         self.models = tuple(model.model for model in routing.auto.models)
         self._router = ComplexityRouter(routing.auto)
         self._without_tools = {route.model for route in routing.models if not route.tools}

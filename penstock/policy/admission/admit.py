@@ -21,7 +21,7 @@ import msgspec
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.routing import AdmissionConfig, ModelRoute
-from penstock.policy.admission.promise import Promises
+from penstock.policy.admission.promise import IDLE_FACTOR, Promises
 from penstock.policy.admission.retry_after import RetryAfterSchedule
 from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Decision, Divert, Shed
 from penstock.policy.limits.tenant_limits import may_use_model
@@ -35,6 +35,13 @@ LET_IN_SHARE = 0.6
 PROTECTED_SHARE = 0.35
 """Of the promise, what a request of a protected band may wait, and is let in for: what comes after it does not go before it."""
 _AT_ONCE = Admit()
+PREFER_FRACTION, PREFER_SAVES_MS = 0.5, 200.0
+"""`prefer` diverts when the smaller model's first token is expected within this share of the larger one's time, and when that
+saves at least so much."""
+RETRY_AFTER_MAX_S, RETRY_AFTER_DEFAULT_S = 60.0, 2.0
+"""The second is for refused clients while nothing is known of how fast the queue drains."""
+RETRIES_KEPT = 4096
+"""Tenants and models whose promised times to come back are kept, so that those do not all come back at once."""
 
 
 class _Verdict(msgspec.Struct, frozen=True):
@@ -53,14 +60,14 @@ class _Verdict(msgspec.Struct, frozen=True):
 class AdmissionControl:
     """Decides, and remembers when whoever was turned away is to come back."""
 
-    __slots__ = ("_comebacks", "_config", "_promises", "_routes")
+    __slots__ = ("_comebacks", "_promises", "_routes")
 
     def __init__(self, config: AdmissionConfig, routes: tuple[ModelRoute, ...]) -> None:
         """`routes` without loops: the configuration is checked for them."""
-        self._config, self._promises = config, Promises(config)
+        self._promises = Promises(config)
         self._routes = {route.model: route for route in routes}
         self._comebacks = RetryAfterSchedule(
-            wait_ns_max=round(config.retry_after_max_s * NS_PER_S), kept=config.retries_kept
+            wait_ns_max=round(RETRY_AFTER_MAX_S * NS_PER_S), kept=RETRIES_KEPT
         )
 
     def decide(self, now_ns: int, facts: AdmitFacts) -> Decision:
@@ -96,7 +103,7 @@ class AdmissionControl:
     def _times(self, facts: AdmitFacts, route: Candidate) -> tuple[int, int, int]:
         """In nanoseconds: when the first token is due, when a start is too late for that, and the longest wait that is let in."""
         promise = self._promises.of(tier=facts.tenant.tier, band=facts.band)
-        due_ns = facts.max_wait_ns or promise.on(self._config.idle_factor, route.idle_ttft_ns, 0).ttft_ns
+        due_ns = facts.max_wait_ns or promise.on(IDLE_FACTOR, route.idle_ttft_ns, 0).ttft_ns
         if not due_ns:
             return 0, 0, facts.queue_wait_max_ns
         if facts.max_wait_ns:
@@ -146,9 +153,7 @@ class AdmissionControl:
     def _much_sooner(self, facts: AdmitFacts) -> Divert | None:
         """A fallback that answers in a fraction of the time: only where both times are known."""
         mine_ns = _expected_ns(facts.requested)
-        most_ns = min(
-            mine_ns * self._config.prefer_fraction, mine_ns - self._config.prefer_saves_ms * NS_PER_MS
-        )
+        most_ns = min(mine_ns * PREFER_FRACTION, mine_ns - PREFER_SAVES_MS * NS_PER_MS)
         for candidate in self._fallbacks(facts):
             if not candidate.is_full and 0 < _expected_ns(candidate) <= most_ns:
                 return Divert(candidate.model, "slo")
@@ -161,11 +166,11 @@ class AdmissionControl:
             return Divert(found.model, "unavailable")
         if facts.waits_for_worker and not facts.requested.is_full:
             return _AT_ONCE
-        return Shed(503, round(self._config.retry_after_default_s * NS_PER_S), "no_worker")
+        return Shed(503, round(RETRY_AFTER_DEFAULT_S * NS_PER_S), "no_worker")
 
     def _shed(self, now_ns: int, facts: AdmitFacts, verdict: _Verdict) -> Shed:
         route = facts.requested
-        each_ns = route.each_ns or round(self._config.retry_after_default_s * NS_PER_S)
+        each_ns = route.each_ns or round(RETRY_AFTER_DEFAULT_S * NS_PER_S)
         wait_ns = max(each_ns, route.wait_ns - verdict.wait_max_ns)
         at_ns = self._comebacks.book(now_ns, (route.model, facts.tenant.id), wait_ns, each_ns)
         assert at_ns > now_ns, "who is turned away is to come later"

@@ -67,8 +67,8 @@ class Gate:
         self._waits_for_worker = queue.no_worker == "wait"
         bands = ordered_bands(queue.bands)
         self._default = bands[default_level(bands)].name
-        self._timeouts = {band.name: int(band.timeout_s * NS_PER_S) for band in queue.bands}
-        self._protected = {band.name for band in queue.bands if band.protected}
+        self._timeouts = {band.name: int(band.timeout_s * NS_PER_S) for band in bands}
+        self._protected = {band.name for band in bands if band.protected}
 
     def decide(
         self, now_ns: int, arrival: Arrival, look: Callable[[str], RouteLoad]

@@ -1,7 +1,7 @@
 """What a request is promised: when its first token comes, and how fast the others follow.
 
     promise     by band and tier, as configured: 500 ms to the first token, 50 ms per further one
-    on a worker never less than `idle_factor` times what the same request takes on an idle one
+    on a worker never less than `IDLE_FACTOR` times what the same request takes on an idle one
 
 So the promise to a long prompt grows with its own computation, and a slow machine promises what it was measured to do:
 one rule for both. Goodput is what was answered within the promise.
@@ -11,6 +11,10 @@ import msgspec
 
 from penstock.clock import NS_PER_MS
 from penstock.config.routing import AdmissionConfig, TtftTarget
+
+IDLE_FACTOR = 2.5
+"""No promise is shorter than this many times what the same request takes on an idle worker, as measured: what a long prompt or a
+slow machine is promised."""
 
 
 class Promise(msgspec.Struct, frozen=True, gc=False):

@@ -9,6 +9,7 @@ response header and for whoever tunes the weights. bench/complexity.py measures 
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -41,17 +42,52 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
     tier: str = ""
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ComplexityWeights:
+    """How much each mark of a request counts towards its complexity, which is their sum, cut at 1."""
+
+    tokens: float = 0.15
+    """Length of the conversation."""
+    code: float = 0.3
+    """Code in it, or asked for."""
+    reasoning: float = 0.5
+    """Proof, analysis, comparison, planning, calculation, constraints."""
+    tools: float = 0.25
+    """Tools defined, called and answered."""
+    turns: float = 0.1
+    """Turns of the conversation."""
+    question: float = 0.5
+    """The shape of the last message: its length, requirements, several questions, numbers and lists."""
+    simple: float = 0.3
+    """Taken off for greetings, thanks, look-ups, translations, summaries and extractions."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class AutoTerms:
+    """The constants behind the section `routing.auto`."""
+
+    weights: ComplexityWeights = ComplexityWeights()
+    tokens_full: int = 2048
+    """Prompt tokens that count as long: the whole of `weights.tokens`."""
+    turns_full: int = 8
+    """Turns that count as many."""
+    text_chars_max: int = 8192
+    """Characters of a request's text that are looked at: of the last user message first, then of those before it."""
+    cost_bias: float = 0.05
+    """How much further the bounds of a model reach where the next one costs ten times as much."""
+
+
 class ComplexityRouter:
     """Chooses among the models of `routing.auto`."""
 
-    __slots__ = ("_bounds", "_config", "_least", "_models")
+    __slots__ = ("_bounds", "_least", "_models", "_terms")
 
-    def __init__(self, config: AutoConfig) -> None:
+    def __init__(self, config: AutoConfig, terms: AutoTerms = AutoTerms()) -> None:
         assert config.models, "without models there is no auto"
-        self._config = config
+        self._terms = terms
         self._models = [model.model for model in config.models]
-        self._bounds = _bounds_of(config)
-        self._least = {tier.tier: self._models.index(tier.model_min) for tier in config.tiers}
+        self._bounds = _bounds_of(config, terms.cost_bias)
+        self._least = {tier: self._models.index(least) for tier, least in config.tiers.items()}
 
     def choose(self, features: Features, may: Callable[[str], bool]) -> ComplexityChoice | None:
         """The model for a request, among those that `may` answer it; None if none may.
@@ -72,20 +108,20 @@ class ComplexityRouter:
 
     def parts(self, features: Features) -> tuple[tuple[str, float], ...]:
         """What each mark adds, largest first. O(`text_chars_max`)."""
-        config, weights = self._config, self._config.weights
-        last = features.texts[-1][: config.text_chars_max] if features.texts else ""
-        before = _before(features.texts, config.text_chars_max - len(last))
+        terms, weights = self._terms, self._terms.weights
+        last = features.texts[-1][: terms.text_chars_max] if features.texts else ""
+        before = _before(features.texts, terms.text_chars_max - len(last))
         instruction = instruction_of(last)
         words = words_of(instruction)
         everything = f"{before}\n{last}"
         num_tokens = features.num_chars / _CHARS_PER_TOKEN
         reasoning = reasoning_mark(instruction, words)
         found = {
-            "tokens": weights.tokens * min(1.0, num_tokens / config.tokens_full),
+            "tokens": weights.tokens * min(1.0, num_tokens / terms.tokens_full),
             "code": weights.code * code_mark(everything, words_of(everything.lower())),
             "reasoning": weights.reasoning * reasoning,
             "tools": weights.tools * tools_mark(features.num_tools, features.num_tool_results),
-            "turns": weights.turns * min(1.0, max(0, len(features.texts) - 1) / config.turns_full),
+            "turns": weights.turns * min(1.0, max(0, len(features.texts) - 1) / terms.turns_full),
             "question": weights.question * question_mark(instruction, words),
             # A simple task that is argued about is not simple any more.
             "simple": -weights.simple * simple_mark(instruction, words) * (1 - reasoning),
@@ -105,10 +141,10 @@ def _before(texts: Sequence[str], room: int) -> str:
     return "\n".join(reversed(kept))
 
 
-def _bounds_of(config: AutoConfig) -> list[float]:
+def _bounds_of(config: AutoConfig, cost_bias: float) -> list[float]:
     """Up to which complexity each model answers: further, the more the next one costs."""
     bounds: list[float] = []
     for model, larger in zip(config.models, config.models[1:], strict=False):
-        bias = config.cost_bias * math.log10(max(larger.cost / model.cost, 1.0))
+        bias = cost_bias * math.log10(max(larger.cost / model.cost, 1.0))
         bounds.append(min(1.0, model.up_to + bias))
     return [*bounds, 1.0]

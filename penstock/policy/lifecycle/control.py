@@ -37,6 +37,7 @@ from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.fair_queue import Full
 from penstock.policy.queueing.lane import Lane
 from penstock.policy.queueing.room import WorkerView
+from penstock.policy.queueing.terms import queue_terms
 from penstock.policy.record import Outcome
 from penstock.types import RequestId, Usage, WorkerId
 
@@ -67,7 +68,7 @@ class FlowControl:
     )
 
     def __init__(self, config: QueueConfig, parts: Parts | None = None) -> None:
-        self._config, self._parts = config, parts or Parts()
+        self._config, self._parts = queue_terms(config), parts or Parts()
         self._accounts = Accounts(self._parts)
         self._lives: dict[RequestId, Life] = {}
         self._fallbacks = Fallbacks(self._parts, self._accounts, self._lives, self._look)

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.config.flow import QueueConfig
 from penstock.policy.flow import Arrival, Flow, State
 from penstock.policy.lifecycle.account import Account
 from penstock.policy.parts import Pass
@@ -12,6 +11,7 @@ from penstock.policy.queueing.band import Work, cost
 from penstock.policy.queueing.kv_pressure import RunningStream, blocks_to_free, choose_victims
 from penstock.policy.queueing.lane import Lane
 from penstock.policy.queueing.room import Room
+from penstock.policy.queueing.terms import QueueTerms
 from penstock.types import BLOCK_TOKENS, Usage, WorkerId
 
 NO_PROMISE = Pass()
@@ -132,7 +132,7 @@ def blocks_held(life: Life) -> int:
     return -(-tokens // BLOCK_TOKENS)
 
 
-def victims(config: QueueConfig, lane: Lane, room: Room, lives: Sequence[Life]) -> Sequence[str]:
+def victims(config: QueueTerms, lane: Lane, room: Room, lives: Sequence[Life]) -> Sequence[str]:
     """Whom to end at a worker whose KV memory is nearly full, for the sake of a higher band there or in the queue."""
     view = room.view
     need = blocks_to_free(

@@ -58,7 +58,7 @@ class PriceList:
         self.version = config.version or _fingerprint(config)
         """Stands in every record that was priced with this list; empty if nothing has a price."""
         self._models = {price.model: _model(price) for price in config.models}
-        self._accelerators = {price.model: _micros(price.per_hour) for price in config.accelerators}
+        self._accelerators = {model: _micros(per_hour) for model, per_hour in config.accelerators.items()}
 
     def cost_micros(self, model: str, usage: TokenCounts) -> int:
         """What these tokens of one request cost, in millionths; 0 for a model without a price, and for no tokens at all."""

@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 import msgspec
 
 from penstock.clock import NS_PER_S
-from penstock.config.flow import BandConfig
+from penstock.policy.queueing.terms import BandTerms
 from penstock.schedule.fair_share import ServiceCounter, cost, share
 from penstock.types import RequestId, TenantId, WorkerId
 
@@ -133,7 +133,7 @@ class Band:
         "num_running", "num_tenants", "served_ns", "starvation_ns", "timeout_ns", "waiting",
     )  # fmt: skip
 
-    def __init__(self, config: BandConfig, level: int) -> None:
+    def __init__(self, config: BandTerms, level: int) -> None:
         self.config, self.level = config, level
         self.timeout_ns = int(config.timeout_s * NS_PER_S)
         self.starvation_ns = int(config.starvation_s * NS_PER_S)

@@ -21,6 +21,7 @@ import msgspec
 from penstock.clock import NS_PER_S
 from penstock.config.flow import BandConfig, QueueConfig
 from penstock.policy.queueing.band import Band, Work
+from penstock.policy.queueing.terms import BandTerms, band_terms, queue_terms
 from penstock.types import TenantId
 
 
@@ -34,9 +35,9 @@ class Full(msgspec.Struct, frozen=True):
     limit: int
 
 
-def ordered_bands(bands: Sequence[BandConfig]) -> list[BandConfig]:
+def ordered_bands(bands: Sequence[BandConfig]) -> list[BandTerms]:
     """First to last; equal orders as they are written."""
-    return sorted(bands, key=lambda band: band.order)
+    return sorted(map(band_terms, bands), key=lambda band: band.order)
 
 
 def default_level(bands: Sequence[BandConfig]) -> int:
@@ -53,7 +54,7 @@ class FairQueue:
     )  # fmt: skip
 
     def __init__(self, config: QueueConfig) -> None:
-        self._config = config
+        config = self._config = queue_terms(config)
         ordered = ordered_bands(config.bands)
         self.bands = [Band(band, level) for level, band in enumerate(ordered)]
         self._levels = {band.name: level for level, band in enumerate(ordered)}

@@ -14,6 +14,7 @@ from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.fair_queue import FairQueue, Full
 from penstock.policy.queueing.pace import Pace
 from penstock.policy.queueing.room import Room, Rooms, WorkerView, uncached_tokens
+from penstock.policy.queueing.terms import queue_terms
 from penstock.types import RequestId, Usage, WorkerId
 
 _HEADROOM_ROWS = 8
@@ -51,7 +52,8 @@ class Lane:
         health: Health,
         pace: Pace | None = None,
     ) -> None:
-        self._config, self.route, self.placement, self._health = config, route, placement, health
+        config = self._config = queue_terms(config)
+        self.route, self.placement, self._health = route, placement, health
         self.pace = pace or Pace()
         self.queue, self.rooms = FairQueue(config), Rooms(config, self.pace.is_busy)
         self.held: Work | None = None

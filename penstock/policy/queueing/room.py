@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.config.flow import QueueConfig
 from penstock.policy.queueing.band import Work
+from penstock.policy.queueing.terms import queue_terms
 from penstock.types import RequestId, WorkerId
 
 _LOOKS_MAX = 8
@@ -25,7 +26,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
 
     ready: bool = True
     max_running: int = 0
-    """Streams in one batch, as our engine tells; 0: a worker that does not tell, given `queue.external_concurrency`."""
+    """Streams in one batch, as our engine tells; 0: a worker that does not tell, given `external_concurrency` of terms.py."""
     running: int = 0
     waiting: int = 0
     kv_blocks_total: int = 0
@@ -124,7 +125,7 @@ class Rooms:
 
     def __init__(self, config: QueueConfig, is_busy: Callable[[Room], bool] = lambda _: False) -> None:
         """`is_busy`: whether a worker has prompts enough for now."""
-        self._config, self._is_busy = config, is_busy
+        self._config, self._is_busy = queue_terms(config), is_busy
         self._rooms: dict[WorkerId, Room] = {}
         # Sorted. Moving one in a list of a thousand takes less than one comparison of tuples, and the first ones are a slice.
         self._open: list[_Rank] = []

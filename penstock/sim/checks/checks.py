@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from penstock.clock import NS_PER_S
 from penstock.policy.flow import State
+from penstock.policy.queueing.terms import queue_terms
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.sim.checks.engine_checks import inverted_in_engine, over_engine_cap
 from penstock.sim.checks.isolation import Isolation
@@ -117,7 +118,7 @@ class Checks:
 
     def happened(self, num_events: int) -> None:
         """An event is over."""
-        config = self._world.spec.config.queue
+        config = queue_terms(self._world.spec.config.queue)
         now_ns, starts, self._starts = self._world.timeline.now_ns(), self._starts, {}
         for gateway in self._world.gateways:
             if gateway.is_gone:

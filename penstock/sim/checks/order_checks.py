@@ -22,6 +22,7 @@ from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.band import Band, Work
 from penstock.policy.queueing.lane import Lane
 from penstock.policy.queueing.room import Room, can_resume_at
+from penstock.policy.queueing.terms import queue_terms
 from penstock.sim.world.gateway import SimGateway
 from penstock.sim.world.messages import Submission
 from penstock.types import RequestId, WorkerId
@@ -134,7 +135,7 @@ class OrderChecks:
         return None
 
     def _is_overdue(self, now_ns: int, work: Work) -> bool:
-        queue = self._config.queue
+        queue = queue_terms(self._config.queue)
         return work.skips >= queue.skips_max or now_ns - work.aside_ns >= queue.skip_s * NS_PER_S
 
     # --- now and then -------------------------------------------------------------------------------
@@ -161,7 +162,7 @@ class OrderChecks:
         lane = gateway.control.lane(route)
         if lane is None:
             return ""
-        credit, count = self._config.queue.worker_credit, dict[WorkerId, int]()
+        credit, count = queue_terms(self._config.queue).worker_credit, dict[WorkerId, int]()
         live: dict[str, int] = {}
         for ticket in gateway.tickets.values():
             flow, tenant = gateway.control.flow(ticket.arrival.id), ticket.arrival.tenant
@@ -185,7 +186,7 @@ class OrderChecks:
     def _looked_at(self, band: Band) -> list[Work]:
         """Those that the queue must look at: aside, or next in their tenant's line; all of a line's while aside has a place."""
         waiting = [work for work, _ in zip(band.waiting.values(), range(_LOOKED_MAX), strict=False)]
-        if len(band.aside) < self._config.queue.aside_max:
+        if len(band.aside) < queue_terms(self._config.queue).aside_max:
             return waiting
         heads = {line.head() for work in waiting if (line := band.line(work.tenant)) is not None}
         return [work for work in waiting if work.aside or work in heads]
@@ -202,7 +203,10 @@ class OrderChecks:
         if avoided or work.hold_ns > look.now_ns or look.lane.is_suspect(work):
             return False
         if booked or room.others:
-            if view.max_running + self._config.queue.worker_credit - booked - room.others < work.streams:
+            if (
+                view.max_running + queue_terms(self._config.queue).worker_credit - booked - room.others
+                < work.streams
+            ):
                 return False
             free = view.kv_blocks_total - view.kv_blocks_used - (room.pending_blocks - blocks)
             if view.kv_blocks_total and work.blocks > free:
@@ -211,7 +215,7 @@ class OrderChecks:
 
     def _is_over_its_part(self, lane: Lane, work: Work) -> bool:
         """Whether its tenant leaves the last rows to others (`queue.headroom`)."""
-        queue, rooms, band = self._config.queue, lane.rooms, lane.queue.band_of(work)
+        queue, rooms, band = queue_terms(self._config.queue), lane.rooms, lane.queue.band_of(work)
         line = band.line(work.tenant)
         if band.config.protected or line is None or not line.num_running:
             return False

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from penstock.config.routing import AdmissionConfig
 from penstock.planning.step_time import StepShape, StepTime
-from penstock.policy.admission.promise import Promise, Promises
+from penstock.policy.admission.promise import IDLE_FACTOR, Promise, Promises
 from penstock.policy.record import Outcome
 from penstock.policy.tenant import NOBODY, Tenant
 from penstock.sim.traffic.request import RequestRecord
@@ -26,7 +26,7 @@ class Judge:
         self, promised: AdmissionConfig, pools: Iterable[PoolSpec], tenants: Mapping[str, Tenant]
     ) -> None:
         """`promised` is what the requests are held against, whatever the gateways were told."""
-        self._factor, self._promises, self._tenants = promised.idle_factor, Promises(promised), tenants
+        self._factor, self._promises, self._tenants = IDLE_FACTOR, Promises(promised), tenants
         self._workers = {pool.model: pool.worker for pool in pools}
         self._tpots = {
             model: worker.step_time.step_ns(StepShape(1, 0, 0, _CONTEXT, 0))

@@ -236,8 +236,6 @@ class World:
         """See `Network`."""
         self._send(now_ns, gateway, worker_id, request_id)
 
-    # --- Listener -----------------------------------------------------------------------------------
-
     def on_messages(
         self, now_ns: int, worker: SimWorker, gateway: int, messages: Sequence[WorkerMessage]
     ) -> None:
@@ -377,10 +375,8 @@ class World:
         gateway, member = what
         if gateway.number in self._fronts[member.pool.region] and not member.worker.is_gone:
             ready = member.ready and not member.draining
-            messages = (gateway, member, member.worker.report(now_ns), ready)
-            self.timeline.at(
-                now_ns + self.spec.link_ns, gateway.actor, Rank.MESSAGE, self._on_state, messages
-            )
+            state = (gateway, member, member.worker.report(now_ns), ready)
+            self.timeline.at(now_ns + self.spec.link_ns, gateway.actor, Rank.MESSAGE, self._on_state, state)
             if (update := member.kv.anew()) is not None and member.worker.tells_kv:
                 self._tell_cache(now_ns, gateway, member, update)
 
@@ -400,9 +396,9 @@ class World:
     def _on_kv_asked(self, now_ns: int, what: tuple[SimGateway, Member, Asked]) -> None:
         gateway, member, asked = what
         if not member.worker.is_gone:
-            messages = (gateway, member.worker.id, asked, member.kv.again(asked.first))
+            replay = (gateway, member.worker.id, asked, member.kv.again(asked.first))
             when_ns = self._arrives_ns(now_ns, member.told_ns, member, gateway.number)
-            self.timeline.at(when_ns, gateway.actor, Rank.MESSAGE, self._on_kv_again, messages)
+            self.timeline.at(when_ns, gateway.actor, Rank.MESSAGE, self._on_kv_again, replay)
 
     def _on_kv_again(self, now_ns: int, what: tuple[SimGateway, WorkerId, Asked, Sequence[Numbered]]) -> None:
         gateway, worker_id, asked, batches = what
