@@ -36,7 +36,7 @@ import psutil
 from provenance import write_result
 
 from penstock import rng
-from penstock.bench.client import CannotConnect, Client, ClientLimits, Endpoint, EndpointError
+from penstock.bench.client import ApiAddress, CannotConnect, Client, ClientLimits, EndpointError
 from penstock.clock import NS_PER_S, SystemClock, sleep
 from penstock.config.ledger import ModelPrice, PricesConfig
 from penstock.config.tenancy import TierConfig
@@ -122,7 +122,7 @@ class Server:
             )
 
     async def ready(self) -> None:
-        client = Client(Endpoint("http", "127.0.0.1", self.port, ""))
+        client = Client(ApiAddress("http", "127.0.0.1", self.port, ""))
         deadline_ns = CLOCK.now_ns() + int(START_S * NS_PER_S)
         while CLOCK.now_ns() < deadline_ns:
             with contextlib.suppress(EndpointError):
@@ -157,7 +157,7 @@ class Load:
 
     def __init__(self, server: Server, num: int, seed: int) -> None:
         self._client = Client(
-            Endpoint.parse(f"http://127.0.0.1:{server.port}/v1"),
+            ApiAddress.parse(f"http://127.0.0.1:{server.port}/v1"),
             key=server.key,
             # A connection that is used again may make the client send a request twice.
             limits=ClientLimits(idle_connections_max=0, request_timeout_s=120.0),

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from penstock import rng
-from penstock.bench.client import Client, EndpointError, Response
+from penstock.bench.client import ApiResponse, Client, EndpointError
 from penstock.bench.prompts import sentence
 from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.protocol.openai import UsageBody, decode_chat_event, error_text
@@ -206,7 +206,7 @@ class OpenLoad:
                 return  # The load is over before it may come back.
             await sleep(pause_s)
 
-    async def attempt(self, asked: Asked, body: bytes, due_ns: int) -> Response | None:
+    async def attempt(self, asked: Asked, body: bytes, due_ns: int) -> ApiResponse | None:
         """Send a request, due at this time, and read its answer into `asked`. None: there was none."""
         answer = _Answer(asked, self.clock)
         asked.due_ns, asked.attempts, asked.status = due_ns, asked.attempts + 1, 0

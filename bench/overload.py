@@ -39,7 +39,7 @@ import uvloop
 from open_load import MANNERS, Asked, Kind, OpenLoad, Sender
 from provenance import add_json_option, write_result
 
-from penstock.bench.client import Client, ClientLimits, Endpoint
+from penstock.bench.client import ApiAddress, Client, ClientLimits
 from penstock.bench.stats import percentile
 from penstock.clock import NS_PER_MS, NS_PER_S, SystemClock
 from penstock.config.routing import AdmissionConfig
@@ -133,7 +133,7 @@ class Stack:
 
     def clients(self) -> dict[str, Client]:
         """One for each tenant."""
-        endpoint = Endpoint("http", "127.0.0.1", self.port, "/v1")
+        endpoint = ApiAddress("http", "127.0.0.1", self.port, "/v1")
         limits = ClientLimits(request_timeout_s=120)
         return {name: Client(endpoint, key=key, limits=limits) for name, key in self._keys.items()}
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 Round = dict[str, float]
 Results = dict[str, dict[str, list[Round]]]
 """Gateway -> shape -> its rounds, in order."""
-STREAMED = ("chunks", "paced")
 
 
 @dataclass(frozen=True)

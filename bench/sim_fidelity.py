@@ -28,7 +28,7 @@ import uvloop
 from modelled_runner import VOCAB_SIZE, Modelled, OnDevice
 
 from penstock import rng
-from penstock.bench.client import Client, ClientLimits, Endpoint
+from penstock.bench.client import ApiAddress, Client, ClientLimits
 from penstock.bench.measure import LoadTally, Stopwatch
 from penstock.clock import NS_PER_MS, NS_PER_S, SystemClock, sleep
 from penstock.config.launch import WorkerLaunch
@@ -123,7 +123,7 @@ def body(request: SimRequest, *, has_answers: bool) -> bytes:
 
 async def real_load(args: argparse.Namespace, url: str) -> dict[str, float]:
     clock, tally = SystemClock(), LoadTally(args.seed)
-    client = Client(Endpoint.parse(url), limits=ClientLimits(request_timeout_s=600))
+    client = Client(ApiAddress.parse(url), limits=ClientLimits(request_timeout_s=600))
     requests = [
         (each.at_ns, body(each, has_answers=args.trace is None))
         for each in merged([source(args)], args.seed, args.seconds)
@@ -190,7 +190,7 @@ def free_port() -> int:
 
 
 async def wait_ready(url: str, place: Path) -> None:
-    client = Client(Endpoint.parse(url))
+    client = Client(ApiAddress.parse(url))
     for _ in range(600):
         with contextlib.suppress(Exception):
             response = await client.post(

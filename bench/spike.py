@@ -30,7 +30,7 @@ import uvloop
 from modelled_runner import Linear, Modelled
 
 from penstock import rng
-from penstock.bench.client import Client, ClientLimits, Endpoint
+from penstock.bench.client import ApiAddress, Client, ClientLimits
 from penstock.bench.load import Level, LoadRun, RequestShape
 from penstock.bench.prompts import Prompt, PromptPlan, made
 from penstock.clock import SystemClock
@@ -130,7 +130,7 @@ class Stack:
     def client(self, tenant: int) -> Client:
         """A client with the tenant's key."""
         limits = ClientLimits(request_timeout_s=120)
-        return Client(Endpoint("http", "127.0.0.1", self.port, "/v1"), key=self.keys[tenant], limits=limits)
+        return Client(ApiAddress("http", "127.0.0.1", self.port, "/v1"), key=self.keys[tenant], limits=limits)
 
     def _is_ready(self) -> bool:
         try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from peers.figures import Arrival, Level, PrefixTimes
-from penstock.bench.client import Client, Endpoint, Response
+from penstock.bench.client import ApiAddress, ApiResponse, Client
 from penstock.bench.load import Level as LoadLevel
 from penstock.bench.load import LoadRun, RequestShape, probe
 from penstock.bench.prompts import Prompt, PromptPlan, made, sentence
@@ -59,7 +59,7 @@ class Bench:
     """Measures the server at `url`, whose model is called `model`."""
 
     def __init__(self, url: str, model: str, plan: Plan, tag: str) -> None:
-        self._client = Client(Endpoint.parse(url))
+        self._client = Client(ApiAddress.parse(url))
         self._clock = SystemClock()
         self._plan, self._tag = plan, tag
         self._shape = RequestShape(model=model, output_tokens=OUTPUT_TOKENS)
@@ -160,7 +160,7 @@ class Bench:
         )
         return made(plan)
 
-    async def _stream(self, text: str, max_tokens: int, sink: "Gaps") -> Response:
+    async def _stream(self, text: str, max_tokens: int, sink: "Gaps") -> ApiResponse:
         prompt = Prompt(({"role": "user", "content": text},), max_tokens)
         response = await self._client.post("/chat/completions", self._shape.body(prompt), sink)
         if response.status != 200 or not sink.stamps:
@@ -197,7 +197,7 @@ def gaps_around(sinks: list[Gaps], sent_ns: int, first_ns: int) -> tuple[list[in
     return sorted(before), sorted(during)
 
 
-async def _until(reached: Callable[[], bool], streams: list["asyncio.Task[Response]"]) -> None:
+async def _until(reached: Callable[[], bool], streams: list["asyncio.Task[ApiResponse]"]) -> None:
     """Wait for it while the streams run.
 
     Raises:

@@ -191,6 +191,8 @@ class BackendStatus:
     done: int = 0
     total: int = 0
     restarts: int = 0
+    is_given_up: bool = False
+    """Another process of this server launched it, and will not start it again."""
     notes: list[Note] = field(default_factory=list[Note])
 
     @property

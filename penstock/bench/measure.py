@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from penstock import rng
-from penstock.bench.client import Response
+from penstock.bench.client import ApiResponse
 from penstock.bench.stats import Samples
 from penstock.clock import Clock
 from penstock.policy.admission.promise import Promise
@@ -128,7 +128,7 @@ class Stopwatch:
             self._tally.itl.add(now_ns - self._last_ns)
         self._last_ns = now_ns
 
-    def settle(self, response: Response) -> bool:
+    def settle(self, response: ApiResponse) -> bool:
         """Book the finished request, and say whether it went well."""
         tally, end_ns = self._tally, self._clock.now_ns()
         trouble = self._trouble or ("" if self._done else "the stream ended early")

@@ -48,9 +48,6 @@ from penstock.telemetry.log import AccessLine, Log
 from penstock.telemetry.metrics import Metrics
 from penstock.types import ModelName
 
-HEARTBEAT_LOOKS = 4
-"""Looks at a silent stream within one heartbeat."""
-
 
 class Gateway:
     """The OpenAI-compatible front door of this process."""

@@ -95,7 +95,15 @@ def read_config(directory: Path) -> HfConfig:
     Raises:
         CheckpointError: there is no such directory or file, or a field has the wrong type or an absurd size.
     """
-    path = directory / CONFIG_FILE
+    return read_config_file(directory / CONFIG_FILE)
+
+
+def read_config_file(path: Path) -> HfConfig:
+    """The configuration in one file: for the engine's loader and for the planner, which needs no weights beside it.
+
+    Raises:
+        CheckpointError: it cannot be read, or a field has the wrong type or an absurd size.
+    """
     try:
         if (size := path.stat().st_size) > CONFIG_BYTES_MAX:
             raise CheckpointError(f"{path}: {size} bytes is over the bound of {CONFIG_BYTES_MAX}")

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from penstock.config.model_sizes import CONFIG_BYTES_MAX, check_sizes
-from penstock.errors import CheckpointError, ConfigError
+from penstock.errors import ConfigError
+from penstock.models.config import CONFIG_FILE, positive, read_config_file
 from penstock.planning.accelerators import unknown
 
 BYTES_PER_WEIGHT: Mapping[str, float] = {"fp32": 4, "bf16": 2, "fp8": 1, "int8": 1, "fp4": 0.5, "int4": 0.5}
+MAX_MODEL_LEN = 131_072
+"""Where a model does not say how long its context is."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class ModelShape:
     num_experts: int = 0
     top_k: int = 0
     tied_head: bool = False
-    max_model_len: int = 131_072
+    max_model_len: int = MAX_MODEL_LEN
 
     @property
     def attention_parameters(self) -> int:
@@ -70,7 +70,7 @@ class ModelShape:
 
 def _shape(
     name: str, layers: int, hidden: int, inner: int, heads: int, kv_heads: int, dim: int, vocab: int,
-    *, experts: int = 0, top_k: int = 0, tied: bool = False, length: int = 131_072,
+    *, experts: int = 0, top_k: int = 0, tied: bool = False, length: int = MAX_MODEL_LEN,
 ) -> ModelShape:  # fmt: skip
     return ModelShape(
         name=name, num_layers=layers, hidden_size=hidden, intermediate_size=inner, num_heads=heads,
@@ -104,26 +104,10 @@ def model_shape(name: str) -> ModelShape:
     if (found := MODELS.get(name.lower())) is not None:
         return found
     path = Path(name).expanduser()
-    path = path / "config.json" if path.is_dir() else path
+    path = path / CONFIG_FILE if path.is_dir() else path
     if path.suffix == ".json" and path.is_file():
         return shape_of_config(path)
     raise ConfigError(f"model: {unknown(name, MODELS)} (or give a directory with a config.json)")
-
-
-class _Config(msgspec.Struct, frozen=True, kw_only=True):
-    num_hidden_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    vocab_size: int
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    moe_intermediate_size: int | None = None
-    num_local_experts: int | None = None
-    num_experts: int | None = None
-    num_experts_per_tok: int | None = None
-    tie_word_embeddings: bool = False
-    max_position_embeddings: int = 131_072
 
 
 def shape_of_config(path: Path) -> ModelShape:
@@ -132,25 +116,25 @@ def shape_of_config(path: Path) -> ModelShape:
     Raises:
         CheckpointError: it cannot be read, or a number is missing or absurd.
     """
-    try:
-        if (size := path.stat().st_size) > CONFIG_BYTES_MAX:
-            raise CheckpointError(f"{path}: {size} bytes is over the bound of {CONFIG_BYTES_MAX}")
-        config = msgspec.json.decode(path.read_bytes(), type=_Config)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    check_sizes(config, str(path))
-    experts = config.num_local_experts or config.num_experts or 0
+    whole = read_config_file(path)
+    config = whole.text_config or whole
+    num_experts = config.num_local_experts or config.num_experts or 0
+    num_heads = positive(config, "num_attention_heads")
+    hidden_size = positive(config, "hidden_size")
+    intermediate_size = (config.moe_intermediate_size if num_experts else None) or positive(
+        config, "intermediate_size"
+    )
     return ModelShape(
         name=path.parent.name,
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        intermediate_size=(config.moe_intermediate_size if experts else None) or config.intermediate_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
-        vocab_size=config.vocab_size,
-        num_experts=experts,
-        top_k=(config.num_experts_per_tok or 1) if experts else 0,
-        tied_head=config.tie_word_embeddings,
-        max_model_len=config.max_position_embeddings,
+        num_layers=positive(config, "num_hidden_layers"),
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_heads=num_heads,
+        num_kv_heads=config.num_key_value_heads or num_heads,
+        head_dim=config.head_dim or hidden_size // num_heads,
+        vocab_size=positive(config, "vocab_size"),
+        num_experts=num_experts,
+        top_k=(config.num_experts_per_tok or 1) if num_experts else 0,
+        tied_head=bool(config.tie_word_embeddings),
+        max_model_len=config.max_position_embeddings or MAX_MODEL_LEN,
     )

@@ -32,6 +32,10 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """What it would take to its first token on an idle worker."""
     backlog_ns: int = 0
     """What its worker may be busy with when it starts."""
+    first_ns: int = 0
+    """What nine of the last ten requests took there from their start to their first token."""
+    is_late: bool = False
+    """Whether a request left its queue a short while ago because its start would have been too late."""
     context_tokens: int = 0
     """Prompt and answer, by this model's tokenizer."""
     max_model_len: int = 0

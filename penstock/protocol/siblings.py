@@ -65,6 +65,14 @@ class Sum(msgspec.Struct, frozen=True, kw_only=True, tag="sum"):
     """Workers that were taken out of service and that no process has streams at any more."""
 
 
+class LaunchNote(msgspec.Struct, frozen=True):
+    """Something that happened to a worker's process, as the parent saw it."""
+
+    text: str
+    at_ns: int
+    """By the wall clock."""
+
+
 class WorkerAt(msgspec.Struct, frozen=True):
     """A worker that the parent has launched."""
 
@@ -72,6 +80,12 @@ class WorkerAt(msgspec.Struct, frozen=True):
     route: str
     """Its model."""
     address: str
+    restarts: int = 0
+    notes: tuple[LaunchNote, ...] = ()
+    stage: str = ""
+    """What the parent says of a process that is not ready."""
+    is_down: bool = False
+    """It will not be started again."""
 
 
 class ChildLaunch(msgspec.Struct, frozen=True, kw_only=True):

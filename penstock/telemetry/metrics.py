@@ -6,93 +6,22 @@ counting on the hot path is one method call; nothing here is called per token.
 
 from collections import Counter as Counts
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.exposition import generate_latest
 
 from penstock.clock import NS_PER_S
+from penstock.kv.index.locality import LocalityStatistics
 from penstock.policy.limits.price import MICROS
 from penstock.policy.resilience.worker_state import WorkerState
+from penstock.protocol.worker import Stats
 from penstock.telemetry.backend_metrics import BackendMeters
 from penstock.telemetry.catalog import CATALOG, BlockState, Endpoint, Metric, OutcomeLabel
+from penstock.telemetry.ledger import LedgerStatistics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-
-class EngineStats(Protocol):
-    """What an engine tells of itself: gauges of now and counters since its process started.
-
-    `protocol.worker.Stats` has this shape.
-    """
-
-    @property
-    def step(self) -> int: ...  # noqa: D102
-    @property
-    def running(self) -> int: ...  # noqa: D102
-    @property
-    def waiting(self) -> int: ...  # noqa: D102
-    @property
-    def blocks_total(self) -> int: ...  # noqa: D102
-    @property
-    def blocks_used(self) -> int: ...  # noqa: D102
-    @property
-    def blocks_cached(self) -> int: ...  # noqa: D102
-    @property
-    def host_blocks_used(self) -> int: ...  # noqa: D102
-    @property
-    def host_stores(self) -> int: ...  # noqa: D102
-    @property
-    def host_loads(self) -> int: ...  # noqa: D102
-    @property
-    def preemptions(self) -> int: ...  # noqa: D102
-    @property
-    def step_ns(self) -> int: ...  # noqa: D102
-    @property
-    def host_ns(self) -> int: ...  # noqa: D102
-
-
-class KVIndexStats(Protocol):
-    """What the router's KV index tells of itself. `kv.locality.LocalityStatistics` has this shape."""
-
-    @property
-    def entries(self) -> int: ...  # noqa: D102
-    @property
-    def predicted(self) -> int: ...  # noqa: D102
-    @property
-    def staleness_ns(self) -> int: ...  # noqa: D102
-    @property
-    def gaps(self) -> int: ...  # noqa: D102
-    @property
-    def replays(self) -> int: ...  # noqa: D102
-    @property
-    def unreadable(self) -> int: ...  # noqa: D102
-    @property
-    def blocks_hit(self) -> int: ...  # noqa: D102
-    @property
-    def blocks_missed(self) -> int: ...  # noqa: D102
-    @property
-    def blocks_unexpected(self) -> int: ...  # noqa: D102
-    @property
-    def unmatched_workers(self) -> int: ...  # noqa: D102
-
-
-class LedgerStats(Protocol):
-    """What the ledger tells of itself. `telemetry.ledger.LedgerStatistics` has this shape."""
-
-    @property
-    def closed(self) -> int: ...  # noqa: D102
-    @property
-    def pending(self) -> int: ...  # noqa: D102
-    @property
-    def lost(self) -> int: ...  # noqa: D102
-    @property
-    def sink_errors(self) -> int: ...  # noqa: D102
-    @property
-    def journal_bytes(self) -> int: ...  # noqa: D102
-    @property
-    def open(self) -> int: ...  # noqa: D102
 
 
 class RequestMeasurement(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -183,7 +112,7 @@ class Metrics:
             child = self._by_code[code] = self._responses.labels(str(code))
         child.inc()
 
-    def ledger_stats(self, stats: LedgerStats) -> None:
+    def ledger_stats(self, stats: LedgerStatistics) -> None:
         """Take over what the ledger says."""
         self._ledger_closed.follow(stats.closed)
         self._ledger_lost.follow(stats.lost)
@@ -198,7 +127,7 @@ class Metrics:
         self._store_failures.follow(failures)
         self._store_gateways.set(num_gateways)
 
-    def kv_index_stats(self, stats: KVIndexStats) -> None:
+    def kv_index_stats(self, stats: LocalityStatistics) -> None:
         """Take over what the router's KV index says."""
         self._kv_entries.set(stats.entries)
         self._kv_predicted.set(stats.predicted)
@@ -310,7 +239,7 @@ class ModelMetrics:
             "host_ns": _Followed(table.counter("penstock_engine_host_seconds_total").labels(model), NS_PER_S),
             "preemptions": _Followed(table.counter("penstock_engine_preemptions_total").labels(model)),
         }
-        """By the field of `EngineStats`."""
+        """By the field of `Stats`."""
         self._restarts = table.counter("penstock_engine_restarts_total").labels(model)
         states = table.gauge("penstock_workers")
         self._workers = {state: states.labels(model, state.value) for state in WorkerState}
@@ -338,7 +267,7 @@ class ModelMetrics:
         for state, gauge in self._workers.items():
             gauge.set(counts[state])
 
-    def engine_stats(self, by_worker: Mapping[str, EngineStats | None]) -> None:
+    def engine_stats(self, by_worker: Mapping[str, Stats | None]) -> None:
         """Take over what the engines say (None: nothing now); gauges are their sums.
 
         Their counters may start again at 0; ours go on. A worker that is not named any more is forgotten.

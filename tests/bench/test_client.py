@@ -3,7 +3,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from penstock.bench.client import CannotConnect, Client, ClientLimits, Endpoint, EndpointError
+from penstock.bench.client import ApiAddress, CannotConnect, Client, ClientLimits, EndpointError
 from penstock.bench.stand_in import Script, StandIn
 from penstock.errors import ConfigError
 
@@ -34,7 +34,8 @@ async def with_raw(
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     client = Client(
-        Endpoint("http", "127.0.0.1", port, "/v1"), limits=ClientLimits(request_timeout_s=0.2 if hang else 5)
+        ApiAddress("http", "127.0.0.1", port, "/v1"),
+        limits=ClientLimits(request_timeout_s=0.2 if hang else 5),
     )
     async with server:
         await use(client)
@@ -46,13 +47,13 @@ async def with_raw(
     ("url", "canonical"),
     [
         ("http://127.0.0.1:8000/v1/", "http://127.0.0.1:8000/v1"),
-        ("http://host", "http://host:80/v1"),
-        ("https://host/api", "https://host:443/api"),
+        ("http://host", "http://host/v1"),
+        ("https://host/api", "https://host/api"),
         ("http://[::1]:9", "http://[::1]:9/v1"),
     ],
 )
 def test_urls(url: str, canonical: str) -> None:
-    assert Endpoint.parse(url).url == canonical
+    assert ApiAddress.parse(url).url == canonical
 
 
 @pytest.mark.parametrize(
@@ -60,19 +61,19 @@ def test_urls(url: str, canonical: str) -> None:
 )
 def test_wrong_urls(url: str) -> None:
     with pytest.raises(ConfigError, match="--url"):
-        Endpoint.parse(url)
+        ApiAddress.parse(url)
 
 
 def test_a_key_that_breaks_headers_is_refused() -> None:
     with pytest.raises(ConfigError, match="key"):
-        Client(Endpoint("http", "h", 1, ""), key="a\r\nx: y")
+        Client(ApiAddress("http", "h", 1, ""), key="a\r\nx: y")
 
 
 def test_connections_are_reused() -> None:
     async def main() -> None:
         stand_in = StandIn()
         async with stand_in.listening() as url:
-            client = Client(Endpoint.parse(url))
+            client = Client(ApiAddress.parse(url))
             for _ in range(3):
                 assert (await client.get("/models")).status == 200
             assert stand_in.connections == 1
@@ -97,7 +98,7 @@ def test_a_stale_connection_is_replaced() -> None:
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         async with server:
-            client = Client(Endpoint("http", "127.0.0.1", server.sockets[0].getsockname()[1], "/v1"))
+            client = Client(ApiAddress("http", "127.0.0.1", server.sockets[0].getsockname()[1], "/v1"))
             assert (await client.get("/a")).body == b"ok"
             assert (await client.get("/b")).body == b"ok"
             await client.close()
@@ -111,7 +112,7 @@ def test_a_200_goes_to_the_sink_and_errors_do_not() -> None:
     async def main() -> None:
         stand_in = StandIn(Script(refuse_status=429))
         async with stand_in.listening() as url:
-            client, sink = Client(Endpoint.parse(url)), Collect()
+            client, sink = Client(ApiAddress.parse(url)), Collect()
             response = await client.post("/chat/completions", b'{"messages": []}', sink)
             assert (response.status, sink.data) == (429, b"")
             assert b"refused" in response.body
@@ -167,7 +168,7 @@ def test_nobody_there() -> None:
         async with StandIn().listening() as url:
             pass
         with pytest.raises(CannotConnect, match="connection refused"):
-            await Client(Endpoint.parse(url)).get("/models")
+            await Client(ApiAddress.parse(url)).get("/models")
 
     asyncio.run(main())
 
@@ -176,7 +177,7 @@ def test_cancelling_hangs_up() -> None:
     async def main() -> None:
         stand_in = StandIn(Script(gap_s=0.01))
         async with stand_in.listening() as url:
-            client, seen = Client(Endpoint.parse(url)), asyncio.Event()
+            client, seen = Client(ApiAddress.parse(url)), asyncio.Event()
 
             class Sink:
                 def on_bytes(self, data: bytes) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from penstock.bench.client import Client, ClientLimits, Endpoint
+from penstock.bench.client import ApiAddress, Client, ClientLimits
 from penstock.bench.load import Level, LoadRun, ProbeRefused, RequestShape, probe
 from penstock.bench.measure import ERROR_KINDS_MAX, LoadTally, Stopwatch
 from penstock.bench.prompts import Prompt
@@ -24,7 +24,7 @@ def run_level(
     async def main() -> tuple[LevelReport, StandIn]:
         stand_in = StandIn(script)
         async with stand_in.listening() as url:
-            client = Client(Endpoint.parse(url), limits=ClientLimits(request_timeout_s=10))
+            client = Client(ApiAddress.parse(url), limits=ClientLimits(request_timeout_s=10))
             load = LoadRun(client, SHAPE, level, seed=1, clock=SystemClock(), promise=promise)
             supply: Iterator[Prompt] = iter([PROMPT] * prompts)
             await load.run(supply)
@@ -111,7 +111,7 @@ def event(fields: object) -> bytes:
 
 
 def test_the_stopwatch_runs_from_the_intended_time() -> None:
-    from penstock.bench.client import Response
+    from penstock.bench.client import ApiResponse
 
     clock, tally = ManualClock(now_ns=1000 * NS_PER_MS), LoadTally(1)
     watch = Stopwatch(tally, clock, intended_ns=900 * NS_PER_MS)
@@ -123,7 +123,7 @@ def test_the_stopwatch_runs_from_the_intended_time() -> None:
     watch.on_bytes(
         event({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 4}}) + b"data: [DONE]\n\n"
     )
-    assert watch.settle(Response(200, b""))
+    assert watch.settle(ApiResponse(200, b""))
     assert tally.ttft.summary().p50 == 150 * NS_PER_MS
     assert tally.tpot.summary().p50 == 10 * NS_PER_MS  # 30 ms for the three tokens after the first.
     assert tally.itl.summary().max == 20 * NS_PER_MS
@@ -172,7 +172,7 @@ def test_error_kinds_are_bounded() -> None:
 def test_the_probe_explains_refusals() -> None:
     async def ask(script: Script) -> int:
         async with StandIn(script).listening() as url:
-            client = Client(Endpoint.parse(url))
+            client = Client(ApiAddress.parse(url))
             try:
                 return (await probe(client, SHAPE, PROMPT)).prompt_tokens
             finally:

@@ -8,7 +8,7 @@ import overload
 import pytest
 from open_load import Asked, Kind, OpenLoad, Sender
 
-from penstock.bench.client import Client, ClientLimits, Endpoint
+from penstock.bench.client import ApiAddress, Client, ClientLimits
 from penstock.bench.stand_in import Script, StandIn
 from penstock.clock import NS_PER_MS, SystemClock
 from penstock.config.routing import AdmissionConfig
@@ -24,7 +24,7 @@ def offer(
         stand_in = StandIn(script)
         async with stand_in.listening() as url:
             limits = ClientLimits(request_timeout_s=10)
-            clients = {each.name: Client(Endpoint.parse(url), limits=limits) for each in SENDERS}
+            clients = {each.name: Client(ApiAddress.parse(url), limits=limits) for each in SENDERS}
             load = OpenLoad(clients, "scripted", SENDERS, KINDS, SystemClock())
             await load.run("x", seed=1, rate=rate, seconds=seconds, manners=manners, drain_s=drain_s)
             for client in clients.values():

@@ -1,6 +1,8 @@
 import json
+import shutil
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,7 @@ from penstock.cli.commands.torch_facts import TorchFacts
 from penstock.cli.main import main
 from penstock.engine.native import KernelsUnavailable, NativeLibrary
 
+DEMO = Path(__file__).parents[2] / "models" / "penstock-demo-mini"
 FACTS = TorchFacts(version="2.13.0", threads=2, bfloat16_speedup=7.0, gpus=(), cuda_build="")
 
 
@@ -117,3 +120,31 @@ def test_a_broken_torch_is_survived(
 def test_open_files() -> None:
     assert checks.check_open_files(1).state == CheckState.OK
     assert checks.check_open_files(2**62).state == CheckState.WARN
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"num_hidden_layers": "many"}, "num_hidden_layers"),
+        ({"hidden_size": 10**15}, "hidden_size"),
+        ({"model_type": "unheard-of", "architectures": ["UnheardOf"]}, "UnheardOf"),
+    ],
+)
+def test_a_model_with_an_absurd_configuration_is_refused_in_words(
+    fields, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "absurd"
+    shutil.copytree(DEMO, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | fields))
+    assert main(["doctor", "--json", str(model)]) == 1
+    last = json.loads(capsys.readouterr().out)["checks"][-1]
+    assert (last["name"], last["state"]) == (f"model {model}", "fail")
+    assert complaint in last["detail"]
+
+
+def test_a_model_that_can_be_loaded_is_described(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json", str(DEMO)]) == 0
+    last = json.loads(capsys.readouterr().out)["checks"][-1]
+    assert (last["state"], last["detail"]) == ("ok", "5 layers of 192, vocabulary 4096")

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from served import COMMAND, PATIENCE_S, Server
 
-from penstock.bench.client import Client, Endpoint, Response
+from penstock.bench.client import ApiAddress, ApiResponse, Client
 from penstock.cli.main import main
 from penstock.cli.wiring.keyfile import load_key
 from penstock.config.presets import resolve
@@ -87,7 +87,7 @@ def long_answer(server: Server, num_tokens: int, then: Callable[[], None]) -> St
     """Stream an answer, call `then` at its first token, and wait for its end."""
 
     async def main() -> Stream:
-        client, stream = Client(Endpoint.parse(server.url), key=server.key), Stream()
+        client, stream = Client(ApiAddress.parse(server.url), key=server.key), Stream()
         body = ask("Count.", stream=True, max_tokens=num_tokens, ignore_eos=True)
         task = asyncio.create_task(client.post("/chat/completions", body, stream))
         async with asyncio.timeout(PATIENCE_S):
@@ -101,11 +101,11 @@ def long_answer(server: Server, num_tokens: int, then: Callable[[], None]) -> St
     return asyncio.run(main())
 
 
-def get(server: Server, path: str, key: str = "") -> Response:
-    async def main() -> Response:
+def get(server: Server, path: str, key: str = "") -> ApiResponse:
+    async def main() -> ApiResponse:
         url = server.url.removesuffix("/v1")
-        at = Endpoint.parse(url)
-        client = Client(Endpoint(at.scheme, at.host, at.port, ""), key=key or server.key)
+        at = ApiAddress.parse(url)
+        client = Client(ApiAddress(at.scheme, at.host, at.port, ""), key=key or server.key)
         try:
             return await client.get(path)
         finally:
@@ -125,7 +125,7 @@ def test_one_command_to_a_streamed_answer_and_a_clean_end(serve: Callable[..., S
     assert "Traceback" not in err
 
     # `chat` finds the key of our own server by itself.
-    port = Endpoint.parse(server.url).port
+    port = ApiAddress.parse(server.url).port
     assert load_key("127.0.0.1", port) == server.key != ""
     said = subprocess.run(
         [
@@ -174,7 +174,7 @@ def test_a_second_ctrl_c_stops_at_once(serve: Callable[..., Server]) -> None:
     workers = server.workers
 
     async def main() -> None:
-        client, stream = Client(Endpoint.parse(server.url), key="sk-of-the-operator"), Stream()
+        client, stream = Client(ApiAddress.parse(server.url), key="sk-of-the-operator"), Stream()
         body = ask("Count.", stream=True, max_tokens=2000, ignore_eos=True)
         task = asyncio.create_task(client.post("/chat/completions", body, stream))
         async with asyncio.timeout(PATIENCE_S):
@@ -306,7 +306,7 @@ def num_sockets(pid: int) -> int:
 
 async def spread_streams(
     server: Server, client: Client, num_tokens: int
-) -> list[tuple["asyncio.Task[Response]", Stream]]:
+) -> list[tuple["asyncio.Task[ApiResponse]", Stream]]:
     """Start streams until both processes have taken some."""
     before = {pid: num_sockets(pid) for pid in gateways(server)}
     started = []
@@ -337,7 +337,7 @@ def test_one_gateway_process_dies_and_the_others_streams_go_on(serve: Callable[.
     victim, survivor = gateways(server)
 
     async def main() -> None:
-        client = Client(Endpoint.parse(server.url), key=KEY)
+        client = Client(ApiAddress.parse(server.url), key=KEY)
         async with asyncio.timeout(PATIENCE_S):
             started = await spread_streams(server, client, 600)
             os.kill(victim, signal.SIGKILL)
@@ -373,3 +373,31 @@ def test_no_gateway_process_outlives_its_parent(serve: Callable[..., Server]) ->
     pids = server.workers
     server.process.kill()
     server.until(lambda: all(gone(pid) for pid in pids), "a process was left behind")
+
+
+def test_all_gateway_processes_say_why_a_worker_died(serve: Callable[..., Server], tmp_path: Path) -> None:
+    file = tmp_path / "p.yaml"
+    file.write_text(f"models: [{{path: {DEMO}, engine: {{restarts_max: 1}}}}]")
+    server = serve(
+        *QUICK, "-c", str(file), "--processes", "2", "--api-key", KEY, PENSTOCK_SCRAPE_KEY=SCRAPE_KEY
+    )
+    server.wait_ready()
+
+    def kill_the_worker() -> None:
+        os.kill(next(pid for pid in server.workers if b"gateway_process" not in cmdline(pid)), signal.SIGKILL)
+
+    def all_say(path: str, words: bytes, key: str = "") -> Callable[[], bool]:
+        """Each of many new connections may be another process's."""
+        return lambda: all(words in get(server, path, key).body for _ in range(12))
+
+    kill_the_worker()
+    note = b"UTC: the worker was killed by SIGKILL"
+    server.until(all_say("/status.json", note, SCRAPE_KEY), "a process has no note of it")
+    server.until(lambda: get(server, "/ready").status == 200, "the worker never came back")
+    kill_the_worker()
+    server.until(all_say("/ready", b"SIGKILL, and 1 restarts were in vain"), "a process does not say why")
+    assert get(server, "/health").status == 503
+
+
+def cmdline(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -12,7 +12,7 @@ from served import Server
 from tiny_models import FAMILIES, PHI3, WHOLES, save, tiny_model
 from transformers import PreTrainedModel
 
-from penstock.bench.client import Client, Endpoint
+from penstock.bench.client import ApiAddress, Client
 from penstock.config.presets import resolve
 from penstock.rng import stream
 from penstock.text.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ class Served:
 
     def post(self, path: str, body: object) -> dict:
         async def main() -> dict:
-            client = Client(Endpoint.parse(self.server.url), key=self.server.key)
+            client = Client(ApiAddress.parse(self.server.url), key=self.server.key)
             try:
                 response = await client.post(path, msgspec.json.encode(body))
             finally:

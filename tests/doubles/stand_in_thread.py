@@ -11,7 +11,7 @@ from engine_stand_ins import StandIn, VllmStandIn
 from served import Server
 from tenant_keys import add
 
-from penstock.bench.client import Client, ClientLimits, Endpoint
+from penstock.bench.client import ApiAddress, Client, ClientLimits
 
 MODEL = "m"
 
@@ -83,7 +83,7 @@ class Serve:
     def client(self, tenant: str, *, fresh: bool = False) -> Client:
         """A client with that tenant's key; `fresh`: a connection of its own for each request."""
         limits = ClientLimits(idle_connections_max=0) if fresh else None
-        return Client(Endpoint.parse(self.server.url), key=self.keys[tenant], limits=limits)
+        return Client(ApiAddress.parse(self.server.url), key=self.keys[tenant], limits=limits)
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples."""
@@ -95,8 +95,8 @@ class Serve:
         )
 
     async def _metrics(self) -> str:
-        at = Endpoint.parse(self.server.url)
-        client = Client(Endpoint(at.scheme, at.host, at.port, ""))
+        at = ApiAddress.parse(self.server.url)
+        client = Client(ApiAddress(at.scheme, at.host, at.port, ""))
         try:
             return (await client.get("/metrics")).body.decode()
         finally:

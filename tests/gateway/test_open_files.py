@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from stand_in_thread import MODEL, Serve, stand_in_engine
 
-from penstock.bench.client import Endpoint
+from penstock.bench.client import ApiAddress
 from penstock.protocol.openai import decode_chat_event
 from penstock.protocol.sse import EventReader
 
@@ -42,7 +42,7 @@ def body_of(max_tokens: int) -> bytes:
     return msgspec.json.encode({"model": MODEL, **fields})
 
 
-def answer_of(at: Endpoint) -> tuple[int, bytes, dict]:
+def answer_of(at: ApiAddress) -> tuple[int, bytes, dict]:
     """Status, head and body of a request on a connection of its own."""
     with socket.create_connection((at.host, at.port), timeout=20) as wire:
         wire.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
@@ -58,7 +58,7 @@ def test_without_free_files_newcomers_get_503_and_streams_go_on(tmp_path: Path) 
         gateway = Serve(tmp_path, engine, {TENANT: "tier: ''"}, "ledger: {enabled: false}")
         stack.callback(gateway.kill)
         gateway.server.wait_ready()
-        at, pid = Endpoint.parse(gateway.server.url), gateway.server.process.pid
+        at, pid = ApiAddress.parse(gateway.server.url), gateway.server.process.pid
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (FILES, FILES))
 
         def crowd() -> None:

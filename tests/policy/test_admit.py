@@ -23,6 +23,7 @@ def at(model: str, *, ahead_s: float = 0.0, **facts) -> Candidate:
         "has_ahead": wait_ns > 0,
         "wait_ns": wait_ns,
         "each_ns": NS_PER_S // 10,
+        "is_late": True,
     }
     return Candidate(model=model, **{**known, **facts})
 
@@ -52,6 +53,20 @@ def decide(deciding: AdmissionControl, requested: Candidate, **facts):
 def test_what_starts_at_once_is_let_in_whatever_it_takes() -> None:
     slow = at("large", start_ns=60 * NS_PER_S)
     assert isinstance(decide(admission(), slow), Admit)
+
+
+def test_no_one_is_refused_for_a_wait_that_is_only_expected() -> None:
+    quiet = at("large", ahead_s=3, is_late=False, first_ns=NS_PER_S // 10)
+    alone = admission(chain=())
+    verdict = decide(alone, quiet)
+    assert isinstance(verdict, Admit)
+    assert verdict.start_by_ns == pytest.approx(
+        0.9 * NS_PER_S
+    )  # What the rest took lately is left of the promise.
+    assert isinstance(decide(alone, at("large", ahead_s=3, first_ns=NS_PER_S // 10)), Shed)
+    assert isinstance(decide(alone, at("large", ahead_s=3, is_late=False, is_full=True)), Shed)
+    assert isinstance(decide(alone, at("large", ahead_s=3, is_late=False), max_wait_ns=NS_PER_S), Shed)
+    assert decide(admission(), quiet) == Divert("medium", "slo")
 
 
 @pytest.mark.parametrize(

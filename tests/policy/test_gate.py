@@ -41,26 +41,38 @@ class Rig:
         if small:
             self.flow.set_worker(0, "small", W, WorkerView(max_running=slots))
 
-    def fill(self, num: int, who: Tenant | None = None) -> None:
-        """Let requests come until `num` run or wait."""
-        for number in range(num):
-            assert isinstance(self.flow.arrive(0, ask(10_000 + number, who)), Queued), number
-            self.flow.dispatch(0)
+    def fill(self, num: int, *, at_ns: int = 0, first: int = 10_000) -> None:
+        """Let `num` requests come, to run or wait."""
+        for number in range(first, first + num):
+            assert isinstance(self.flow.arrive(at_ns, ask(number)), Queued), number
+            self.flow.dispatch(at_ns)
 
 
 def crowded(**admission) -> Rig:
-    """Four run, and two have waited for so long that one more would wait too long."""
+    """Four run, one has waited too long and left at `BUSY`, and since then two wait: at `LATE` one more would wait too long."""
     rig = Rig(**admission)
-    rig.fill(6)
+    rig.fill(5)
+    rig.flow.dispatch(BUSY)
+    rig.fill(2, at_ns=BUSY, first=20_000)
     return rig
 
 
-LATE = 130 * NS_PER_MS
+BUSY = 600 * NS_PER_MS
+LATE = BUSY + 130 * NS_PER_MS
+
+
+def test_nobody_is_refused_for_an_expected_wait_while_nothing_was_too_late() -> None:
+    rig = Rig()
+    rig.fill(6)
+    assert isinstance(rig.flow.arrive(200 * NS_PER_MS, ask(1, degrade="never")), Queued)
+    left = rig.flow.dispatch(BUSY)
+    assert [action.id for action in left] == ["r10004", "r10005"]
+    assert {action.reason for action in left if isinstance(action, Evict)} == {"late"}
 
 
 def test_behind_who_waits_too_long_best_effort_goes_to_the_smaller_model() -> None:
     rig = crowded()
-    assert isinstance(rig.flow.arrive(0, ask(2)), Queued), "nobody has waited yet"
+    assert isinstance(rig.flow.arrive(BUSY, ask(2)), Queued), "nobody has waited yet"
     assert rig.flow.arrive(LATE, ask(1)) == Diverted(RequestId("r1"), "small", "slo")
     assert isinstance(rig.flow.arrive(LATE, ask(1, route="small", diverted="slo")), Queued)
 
@@ -85,10 +97,10 @@ def test_who_says_that_it_waits_is_let_in() -> None:
 
 def test_what_is_too_late_leaves_the_queue_and_is_told_when_to_come_back() -> None:
     rig = crowded()
-    assert not rig.flow.dispatch(145 * NS_PER_MS)
-    evicted, _ = rig.flow.dispatch(155 * NS_PER_MS)
+    assert not rig.flow.dispatch(BUSY + 145 * NS_PER_MS)
+    evicted, _ = rig.flow.dispatch(BUSY + 155 * NS_PER_MS)
     assert isinstance(evicted, Evict)
-    assert (evicted.id, evicted.reason) == ("r10004", "late")
+    assert (evicted.id, evicted.reason) == ("r20000", "late")
     assert isinstance(evicted.error, Evicted)
     assert evicted.error.retry_after_s == 1
     assert "could not be answered in time any more" in str(evicted.error)

@@ -1,4 +1,3 @@
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -7,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.worker import Stats
 from penstock.telemetry.catalog import CATALOG, Endpoint, OutcomeLabel
-from penstock.telemetry.metrics import CONTENT_TYPE, EngineStats, Metrics, RequestMeasurement
+from penstock.telemetry.metrics import Metrics, RequestMeasurement
 from penstock.types import FinishReason
 
 GOLDEN = Path(__file__).with_name("golden_metrics.txt")
@@ -200,24 +199,3 @@ def test_two_registries_share_nothing() -> None:
     first, second = Metrics(["m"], version="0"), Metrics(["m"], version="0")
     first.connections.inc()
     assert value(second, "penstock_connections") == 0
-
-
-def test_any_object_of_the_right_shape_will_do() -> None:
-    @dataclass
-    class Shape:
-        step: int = 1
-        running: int = 0
-        waiting: int = 0
-        blocks_total: int = 1
-        blocks_used: int = 0
-        blocks_cached: int = 0
-        host_blocks_used: int = 0
-        host_stores: int = 0
-        host_loads: int = 0
-        preemptions: int = 0
-        step_ns: int = 0
-        host_ns: int = 0
-
-    shape: EngineStats = Shape()
-    Metrics(["m"], version="0").model("m").engine_stats({"m-0": shape})
-    assert CONTENT_TYPE.startswith("text/plain")

@@ -6,7 +6,7 @@ cannot tell.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
@@ -210,6 +210,16 @@ class EngineBackend:
         if restarts is not None:
             self._status.restarts = restarts
         self._change(Phase.DOWN if is_down else self._status.phase, stage)
+
+    def report_from_parent(self, *, stage: str, notes: Sequence[Note], restarts: int, is_down: bool) -> None:
+        """For one of several gateway processes: what their parent, which launched the worker, knows of it. A connected worker speaks for itself."""
+        status = self._status
+        if not stage or self._link is not None:
+            stage = status.stage
+        news = (stage, restarts, is_down, [*notes])
+        if news != (status.stage, status.restarts, status.is_given_up, status.notes):
+            status.restarts, status.is_given_up, status.notes[:] = restarts, is_down, notes
+            self._change(status.phase, stage)
 
     # --- the link ------------------------------------------------------------------------------------
 

@@ -280,7 +280,7 @@ class HttpClient:
 
     def connect(self, exchange: HttpExchange) -> None:
         """Make a connection for it."""
-        exchange.wait("a connection", self.config.connect_timeout_s)
+        exchange.wait(f"a connection to {self.address.authority}", self.config.connect_timeout_s)
         exchange.connecting(asyncio.create_task(self._connect(exchange), name=f"connect {self.address}"))
 
     def ended(self, exchange: HttpExchange) -> None:
@@ -346,7 +346,7 @@ class _Connection(asyncio.Protocol):
         assert self._exchange is None, "one exchange at a time"
         if self._transport is None or self._transport.is_closing():
             exchange.lost(
-                HttpFailure(FailureKind.BROKEN, "the worker closed the connection"), was_received=False
+                HttpFailure(FailureKind.BROKEN, "the server closed the connection"), was_received=False
             )
             return
         self._exchange, self._received, self._status = exchange, False, 0
@@ -380,7 +380,7 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except cast(Any, httptools).HttpParserUpgrade:
-            self._fail(FailureKind.MALFORMED, "the worker wants another protocol")
+            self._fail(FailureKind.MALFORMED, "the server wants another protocol")
         except cast(Any, httptools).HttpParserError as error:
             self._fail(FailureKind.MALFORMED, f"the answer is not HTTP/1.1: {error}")
 
@@ -399,7 +399,7 @@ class _Connection(asyncio.Protocol):
         ):
             exchange.complete()  # No length was given: the end of the connection is the end of the body.
             return
-        why = f"the connection broke: {exc}" if exc else "the worker closed the connection"
+        why = f"the connection broke: {exc}" if exc else "the server closed the connection"
         exchange.lost(HttpFailure(FailureKind.BROKEN, why), was_received=self._received)
 
     # httptools calls these.

@@ -16,9 +16,12 @@ import msgspec
 
 from penstock.bench.environment import cpu_info, cpu_name, installed_version
 from penstock.cli.commands.torch_facts import TorchFacts
+from penstock.config.checkpoints import check_loads
 from penstock.config.presets import DEMO_MODELS, REPOSITORY, resolve
-from penstock.errors import OperatorError
+from penstock.errors import CheckpointError, ConfigError, OperatorError
 from penstock.gateway.http.wire_limits import WIRE_LIMITS
+from penstock.models.registry import read_spec
+from penstock.text.tokenizer import Tokenizer
 
 PROBE_TIMEOUT_S = 120
 MEMORY_WARN_BYTES = 2 << 30
@@ -56,8 +59,9 @@ class Check(msgspec.Struct, frozen=True):
     hint: str = ""
 
 
-def run_all(port: int) -> tuple[Check, ...]:
-    """Every check, in the order in which they are shown."""
+def run_all(port: int, model: str | None = None) -> tuple[Check, ...]:
+    """Every check, in the order in which they are shown; the last is of `model`, if one is named."""
+    of_model = (check_model(model),) if model is not None else ()
     return (
         check_python(),
         check_os(),
@@ -73,6 +77,7 @@ def run_all(port: int) -> tuple[Check, ...]:
         check_port(port),
         check_temp(),
         check_open_files(WIRE_LIMITS.connections_max),
+        *of_model,
     )
 
 
@@ -271,6 +276,21 @@ def check_port(port: int) -> Check:
             detail = "in use (perhaps by a running server)" if taken else str(error.strerror)
             return Check(name, CheckState.WARN, detail, "take another one with --port or PENSTOCK_PORT")
     return Check(name, CheckState.OK, "free")
+
+
+def check_model(model: str) -> Check:
+    """Our engine has an architecture for the model, and its files are of a form that it reads. Loads no weights."""
+    name = f"model {model}"
+    try:
+        directory = resolve(model)
+        check_loads(directory)
+        spec, _ = read_spec(directory)
+        Tokenizer.load(directory)
+    except (ConfigError, CheckpointError) as error:
+        return Check(name, CheckState.FAIL, str(error), "penstock serve would say the same")
+    return Check(
+        name, CheckState.OK, f"{spec.num_layers} layers of {spec.hidden_size}, vocabulary {spec.vocab_size}"
+    )
 
 
 def check_temp() -> Check:

@@ -19,6 +19,7 @@ exit code:
 
 examples:
   penstock doctor
+  penstock doctor ./my-model
   penstock doctor --json | jq '.checks[] | select(.state != "ok")'"""
 
 _MARKS = {
@@ -48,6 +49,12 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
         allow_abbrev=False,
     )
     parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a model directory, hub id or demo model: say whether our engine could load it, without loading it",
+    )
+    parser.add_argument(
         "--port",
         type=number(int, 0, 65_535),
         metavar="N",
@@ -63,9 +70,9 @@ def run(args: argparse.Namespace) -> int:
     screen = console.err()
     if screen.is_terminal and not args.json:
         with screen.status("looking around"):
-            found = checks.run_all(port)
+            found = checks.run_all(port, args.model)
     else:
-        found = checks.run_all(port)
+        found = checks.run_all(port, args.model)
     diagnosis = Diagnosis(__version__, all(check.state != CheckState.FAIL for check in found), found)
     if args.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(diagnosis), indent=2).decode() + "\n")

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from penstock.bench.client import CannotConnect, Client, ClientLimits, Endpoint
+from penstock.bench.client import ApiAddress, CannotConnect, Client, ClientLimits
 from penstock.cli.commands.remote import Unusable, no_server
 from penstock.cli.flags import default_url
 from penstock.cli.wiring.keyfile import load_key
@@ -78,7 +78,7 @@ def connect_admin(args: argparse.Namespace) -> FleetClient:
     Raises:
         ConfigError: the URL or the key is malformed.
     """
-    endpoint = Endpoint.parse(args.url or default_url())
+    endpoint = ApiAddress.parse(args.url or default_url())
     endpoint = dataclasses.replace(endpoint, base=endpoint.base.removesuffix("/v1"))
     named = os.environ.get("PENSTOCK_ADMIN_KEY") or os.environ.get("PENSTOCK_API_KEY")
     key = args.key or named or load_key(endpoint.host, endpoint.port)

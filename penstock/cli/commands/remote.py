@@ -5,7 +5,7 @@ import os
 
 import msgspec
 
-from penstock.bench.client import CannotConnect, Client, ClientLimits, Endpoint
+from penstock.bench.client import ApiAddress, CannotConnect, Client, ClientLimits
 from penstock.cli.flags import default_url
 from penstock.cli.wiring.keyfile import load_key
 from penstock.errors import PenstockError
@@ -35,7 +35,7 @@ def connect(args: argparse.Namespace, limits: ClientLimits | None = None) -> Cli
     Raises:
         ConfigError: the URL or the key is malformed.
     """
-    endpoint = Endpoint.parse(args.url or default_url())
+    endpoint = ApiAddress.parse(args.url or default_url())
     key = args.key or os.environ.get("PENSTOCK_API_KEY") or load_key(endpoint.host, endpoint.port)
     return Client(endpoint, key=key.strip(), limits=limits)
 

@@ -15,6 +15,8 @@ import msgspec
 import uvloop
 
 from penstock import __version__, gc_tuning, rng
+from penstock.backends.base import Note
+from penstock.backends.engine.backend import EngineBackend
 from penstock.backends.http.external import BackendDependencies
 from penstock.cli.wiring.attached import wait_for_attached
 from penstock.cli.wiring.fleet_log import FleetLog
@@ -31,7 +33,7 @@ from penstock.fleet.sources.discovery import Discovery
 from penstock.fleet.sources.static import attached
 from penstock.gateway.app import Gateway
 from penstock.gateway.shared.siblings import Siblings
-from penstock.protocol.siblings import ChildLaunch, ChildReport
+from penstock.protocol.siblings import ChildLaunch, ChildReport, WorkerAt
 from penstock.protocol.worker_auth import link_key_of
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
@@ -74,7 +76,7 @@ async def _serve(launch: ChildLaunch) -> int:
     )
     stop = asyncio.Event()
     discovery = Discovery(members, clock, log)
-    fleet = _Fleet(config, parts, launch, members, discovery, tools)
+    fleet = _Fleet(config, parts, launch, registry, members, discovery, tools)
     parent = _Parent(gateway, fleet, stop, log)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
@@ -112,12 +114,19 @@ class _Fleet:
         config: Config,
         parts: Sequence[ModelPart],
         launch: ChildLaunch,
+        registry: Registry,
         members: Members,
         discovery: Discovery,
         tools: BackendDependencies,
     ) -> None:
         self.models, self.launched, self.held = config.models, launch.workers, launch.held
-        self._parts, self._members, self._discovery, self._tools = parts, members, discovery, tools
+        self._parts, self._registry, self._members, self._discovery, self._tools = (
+            parts,
+            registry,
+            members,
+            discovery,
+            tools,
+        )
         self._link_key = link_key_of(launch.hash_key)
 
     async def apply(self) -> None:
@@ -129,8 +138,19 @@ class _Fleet:
         await self._members.out_of_service({WorkerId(name): each for name, each in self.held.items()})
         for model, part in zip(self.models, self._parts, strict=True):
             await self._members.apply(f"models.{part.served.name}", self._wanted(model, part))
+        for worker in self.launched:
+            self._report(worker)
         for model, part in zip(self.models, self._parts, strict=True):
             await self._discovery.apply(model, part.served.tokenizer, self._tools)
+
+    def _report(self, told: WorkerAt) -> None:
+        """What the parent saw of the process: this one only sees that its connection is lost."""
+        worker = self._registry.get(WorkerId(told.id))
+        if worker is not None and isinstance(worker.backend, EngineBackend):
+            notes = [Note(note.text, note.at_ns) for note in told.notes]
+            worker.backend.report_from_parent(
+                stage=told.stage, notes=notes, restarts=told.restarts, is_down=told.is_down
+            )
 
     def _wanted(self, model: ModelConfig, part: ModelPart) -> list[DesiredWorker]:
         name, tokenizer = part.served.name, part.served.tokenizer

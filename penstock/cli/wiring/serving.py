@@ -165,7 +165,7 @@ class Serving:
     def _show_banner(self, host: str, port: int) -> None:
         shown = reachable(host)
         authority = f"[{shown}]:{port}" if ":" in shown else f"{shown}:{port}"
-        facts = banner.Facts(
+        facts = banner.BannerFacts(
             url=f"http://{authority}/v1",
             models=self._stack.model_names,
             key=self._new_key,

@@ -13,7 +13,7 @@ from collections import deque
 import msgspec
 
 from penstock import __version__, rng
-from penstock.backends.base import BackendStatus
+from penstock.backends.base import BackendStatus, Phase
 from penstock.cli.wiring.attached import wait_for_attached
 from penstock.cli.wiring.fleet_log import FleetLog
 from penstock.cli.wiring.launching import make_launcher, shared_cores
@@ -32,9 +32,10 @@ from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry
 from penstock.fleet.sources.discovery import Discovery
 from penstock.fleet.sources.static import attached, launched
+from penstock.fleet.worker import Worker
 from penstock.gateway.app import Gateway
 from penstock.policy.resilience.worker_state import WorkerState
-from penstock.protocol.siblings import Order, WorkerAt
+from penstock.protocol.siblings import LaunchNote, Order, WorkerAt
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 from penstock.types import WorkerId
@@ -115,7 +116,7 @@ class Stack:
     def _launched_at(self) -> list[WorkerAt]:
         """The launched workers that gateway processes are to know; those that are out of service by hand are known as such."""
         there = [
-            WorkerAt(worker.id, worker.route, worker.address)
+            _at(worker)
             for worker in self._registry
             if worker.stop is not None and worker.state is not WorkerState.DRAINING
         ]
@@ -129,7 +130,7 @@ class Stack:
             self._tell_processes()
             await self._members.release(worker_id)
         elif (worker := self._registry.get(worker_id)) is not None:
-            self._held_at.setdefault(worker_id, WorkerAt(worker.id, worker.route, worker.address))
+            self._held_at.setdefault(worker_id, _at(worker))
             self._members.hold(worker_id, order.timeout_s)
 
     def _tell_processes(self) -> None:
@@ -262,6 +263,15 @@ class _WorkerLogBuffer:
         held, self._held = self._held, None
         for line in held or ():
             self._log.info(line)
+
+
+def _at(worker: Worker) -> WorkerAt:
+    """What gateway processes are told of a launched worker."""
+    status = worker.backend.status
+    notes = tuple(LaunchNote(note.text, note.at_ns) for note in status.notes)
+    stage = "" if status.ready else status.stage
+    is_down = status.phase is Phase.DOWN
+    return WorkerAt(worker.id, worker.route, worker.address, status.restarts, notes, stage, is_down)
 
 
 def _friendlier(error: ConfigError, server: ServerConfig) -> ConfigError:

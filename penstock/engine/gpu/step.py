@@ -23,8 +23,8 @@ from penstock.types import BLOCK_TOKENS
 
 Int32Array = npt.NDArray[np.int32]
 
-NUM_ROWS, NUM_TOKENS, NUM_SAMPLES, NUM_ITEMS, NUM_COMBINES, NUM_CHUNKS = range(6)
-"""Places in `counts`."""
+NUM_TOKENS, NUM_SAMPLES, NUM_ITEMS, NUM_COMBINES, NUM_CHUNKS = range(1, 6)
+"""Places in `counts`; the first holds the number of rows."""
 _COUNTS = 8
 
 

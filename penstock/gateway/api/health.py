@@ -79,4 +79,4 @@ _RIGHT = (WorkerState.READY, WorkerState.DRAINING)
 
 def _is_lost(worker: Worker) -> bool:
     """Whether it will not serve again by itself, as far as can be known from here."""
-    return worker.state in (WorkerState.GONE, WorkerState.SUSPECT)
+    return worker.state in (WorkerState.GONE, WorkerState.SUSPECT) or worker.backend.status.is_given_up

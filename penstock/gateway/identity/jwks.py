@@ -4,7 +4,9 @@
       ^                                   └─ failed: the last keys stay, up to stale_s_max
       └── wait_for(): a token names a key that is not there; fetch sooner, but not sooner than refresh_s_min allows
 
-Fetching is a few kilobytes every few minutes, so the standard library does it, in a thread.
+Fetching is a few kilobytes every few minutes, so the standard library does it, in a thread, and not the HTTP client of the
+workers: the provider is often outside the network and then reached through the proxy that the environment names, which
+`urllib` follows.
 """
 
 import asyncio

@@ -24,8 +24,6 @@ class BlockNames(Protocol):
 
     num_orphans: int
     """Events whose parent was not known when they came."""
-    num_skipped: int
-    """Events whose blocks could not be named for another reason."""
     refused: str
     """Why none of this worker's blocks can be named; empty: they can."""
     unit: int
@@ -55,13 +53,13 @@ class BlockNames(Protocol):
 class EngineBlockNames:
     """Of a worker that runs our engine and names its blocks with a key that we have too."""
 
-    __slots__ = ("hasher", "key", "num_orphans", "num_skipped", "refused", "unit")
+    __slots__ = ("hasher", "key", "num_orphans", "refused", "unit")
 
     def __init__(self, key: bytes) -> None:
         self.key = key
         self.hasher: BlockHasher | None = None
         """Of what it computes (identity.py); None until it has announced that."""
-        self.num_orphans = self.num_skipped = 0
+        self.num_orphans = 0
         self.refused = ""
         self.unit = 1
 
@@ -91,7 +89,7 @@ class ExternalBlockNames:
 
     __slots__ = (
         "_blocks_max", "_group", "_hasher", "_known", "_num_parked", "_parked", "_parked_max", "num_orphans",
-        "num_skipped", "refused", "unit",
+        "refused", "unit",
     )  # fmt: skip
 
     def __init__(self, hasher: CanonicalHasher, *, blocks_max: int, parked_max: int) -> None:
@@ -100,7 +98,7 @@ class ExternalBlockNames:
         self._group: int | None = _NO_GROUP
         self._parked: OrderedDict[int, list[Stored]] = OrderedDict()  # By the parent that they wait for.
         self._num_parked = 0
-        self.num_orphans = self.num_skipped = 0
+        self.num_orphans = 0
         self.refused = ""
         self.unit = 1  # Until it has told of a block.
 
@@ -173,20 +171,16 @@ class ExternalBlockNames:
     def _is_whole(self, event: Stored) -> bool:
         tokens = event.block_tokens
         if not tokens or tokens % BLOCK_TOKENS:
-            self.num_skipped += 1
             if not any(self._known):
                 self.refused = f"its KV blocks have {tokens} tokens, which is no multiple of {BLOCK_TOKENS}"
             return False
         lengths = {len(event.ids)} if event.extra is None else {len(event.ids), len(event.extra)}
-        if lengths == {len(event.tokens) // (tokens * TOKEN_BYTES)}:
-            return True
-        self.num_skipped += 1  # Some of the blocks are left out: nobody says which.
-        return False
+        # Otherwise the event leaves some of the blocks out, and does not say which.
+        return lengths == {len(event.tokens) // (tokens * TOKEN_BYTES)}
 
     def _copied(self, event: Stored, tier: Tier) -> Sequence[int]:
         """Blocks that were told of before can be had from another tier too: nothing but their ids is told."""
         found = {block_id: keys for block_id in event.ids if (keys := self._find(block_id)) is not None}
-        self.num_skipped += len(found) < len(event.ids)
         self._known[tier].update(found)
         return [key for keys in found.values() for key in ((keys,) if isinstance(keys, int) else keys)]
 

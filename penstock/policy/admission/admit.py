@@ -3,14 +3,17 @@
 | the requested model | protected band | other bands, degrade allowed | other bands, never |
 |---|---|---|---|
 | starts it at once, or in time | admit | admit (`prefer`: divert if much sooner) | admit |
-| would start too late | divert if allowed, else 429 | divert, else 429 | 429 |
+| would start too late, and others did | divert if allowed, else 429 | divert, else 429 | 429 |
+| would start too late, and nothing did lately | divert if allowed, else admit | divert, else admit | admit |
 | its queue is full | divert if allowed, else 429 | divert, else 429 | 429 |
 | costs more than a fallback that would start it in time, and the budget nears its end | divert if allowed, else as above | divert | as above |
 | has no worker | wait if the queue does, else divert, else 503 | divert, else as the queue does | as the queue does |
 
 "In time" is what the request says itself, else the promise to its band and tier (promise.py). Its wait is what goes before it in
-its band, at the pace at which the band's requests start now: nothing is predicted that is not seen. A refusal says when to
-come back: when the queue will have drained so far that such a request fits.
+its band, at the pace at which the band's requests start now: nothing is predicted that is not seen. A request is refused for
+its expected wait only while requests of its band do leave the queue too late: a pace that was seen in a quiet time says little of
+a burst on an idle machine, so there the request waits, and its deadline decides. A refusal says when to come back: when the
+queue will have drained so far that such a request fits.
 
 Pure and deterministic; the facts are handed in, and a fallback's are asked for only when it comes into question.
 """
@@ -49,6 +52,8 @@ class _Verdict(msgspec.Struct, frozen=True):
 
     fits: bool
     why: Literal["slo", "queue_full"] = "slo"
+    is_proven: bool = True
+    """That it does not fit is more than an estimate from a quiet time: requests did leave the queue too late to be started."""
     promised_ns: int = 0
     """By when the first token is due; 0: at no certain time."""
     start_by_ns: int = 0
@@ -84,7 +89,10 @@ class AdmissionControl:
         if not verdict.fits:
             why = "slo" if verdict.why == "slo" else "queue_depth"
             found = self._first_that_fits(facts) if may_divert else None
-            return Divert(found.model, why) if found else self._shed(now_ns, facts, verdict)
+            if found:
+                return Divert(found.model, why)
+            if verdict.is_proven:
+                return self._shed(now_ns, facts, verdict)
         if facts.tried:  # It was sent here, and here it fits: no further down for anything else.
             may_divert = False
         if may_divert and _degrade_of(facts) == "prefer" and (sooner := self._much_sooner(facts)):
@@ -98,7 +106,14 @@ class AdmissionControl:
             return _Verdict(fits=False, why="queue_full", wait_max_ns=wait_max_ns)
         # With nothing ahead turning it away would gain nobody anything.
         fits = not route.has_ahead or not wait_max_ns or route.wait_ns <= wait_max_ns
-        return _Verdict(fits=fits, promised_ns=promised_ns, start_by_ns=start_by_ns, wait_max_ns=wait_max_ns)
+        is_proven = route.is_late or facts.max_wait_ns > 0 or not promised_ns
+        return _Verdict(
+            fits=fits,
+            is_proven=is_proven,
+            promised_ns=promised_ns,
+            start_by_ns=start_by_ns,
+            wait_max_ns=wait_max_ns,
+        )
 
     def _times(self, facts: AdmitFacts, route: Candidate) -> tuple[int, int, int]:
         """In nanoseconds: when the first token is due, when a start is too late for that, and the longest wait that is let in."""
@@ -110,7 +125,10 @@ class AdmissionControl:
             # Half of what a worker may be busy with is what it is busy with on average.
             start_by_ns = max(round(QUEUE_SHARE * due_ns), due_ns - route.start_ns - route.backlog_ns // 2)
         else:
-            start_by_ns = round((PROTECTED_SHARE if facts.is_protected else QUEUE_SHARE) * promise.ttft_ns)
+            share = PROTECTED_SHARE if facts.is_protected else QUEUE_SHARE
+            start_by_ns = round(share * promise.ttft_ns)
+            if not route.is_late:
+                start_by_ns = max(start_by_ns, promise.ttft_ns - route.first_ns)
         start_by_ns = max(1, start_by_ns)
         share = 1.0 if facts.is_protected else LET_IN_SHARE
         wait_max_ns = max(1, round(share * start_by_ns))

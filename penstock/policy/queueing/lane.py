@@ -196,6 +196,7 @@ class Lane:
                     work, work.deadline_ns - work.queued_ns
                 )  # It waits for memory, not for others.
             else:
+                self.pace.too_late(now_ns, work)
                 return work, "late"
         oldest = self._oldest()
         if oldest is not None and self._no_worker_until(oldest) <= now_ns:
@@ -258,6 +259,8 @@ class Lane:
             start_ns=self.pace.start_ns(tokens, prompt, rooms.num_running / max(1, rooms.num_ready)),
             idle_ttft_ns=self.pace.idle_ttft_ns(tokens, prompt),
             backlog_ns=self.pace.backlog_ns,
+            first_ns=self.pace.first_ns(),
+            is_late=self.pace.is_late(now_ns, level),
         )
 
     def _share(self) -> float | None:

@@ -18,6 +18,7 @@ Pure and deterministic: gateway and simulator use the same object.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.clock import NS_PER_S
@@ -35,6 +36,8 @@ BACKLOG_SHARE = 0.5
 its way to them; more is time that the queue's order cannot decide about any more."""
 OVERDUE = 1.5
 """Times that a prompt may wait at its worker before that is given no other one."""
+LATE_NS = 10 * NS_PER_S
+"""So long after a request was too late the next ones are refused by what is expected of their wait."""
 _SCORED = 64
 """First tokens that the margin looks back on."""
 _SCORED_MIN = 16
@@ -58,7 +61,18 @@ class _Sent:
 class Pace:
     """Of one model's workers."""
 
-    __slots__ = ("_backlog_s", "_kinds", "_margin", "_overdue", "_ratios", "_sent", "_speeds", "_unbegun")
+    __slots__ = (
+        "_backlog_s",
+        "_firsts_ns",
+        "_kinds",
+        "_late_ns",
+        "_margin",
+        "_overdue",
+        "_ratios",
+        "_sent",
+        "_speeds",
+        "_unbegun",
+    )
 
     def __init__(
         self, admission: AdmissionConfig | None = None, placement: PlacementConfig | None = None
@@ -73,6 +87,9 @@ class Pace:
         """Those that have waited at their worker for longer than its prompts may take."""
         self._ratios: deque[float] = deque(maxlen=_SCORED)
         self._margin = 1.0
+        self._firsts_ns: deque[int] = deque(maxlen=_SCORED)
+        self._late_ns: dict[int, int] = {}
+        """By band: when a request of it last left the queue because it was too late to start it."""
         self._kinds: dict[str, None] = {}
         """Those that have answered, oldest first."""
 
@@ -95,6 +112,19 @@ class Pace:
     def start_ns(self, tokens: int, prompt_tokens: int, streams: float) -> int:
         """What nine of ten such requests take from their start to their first token beside so many streams, with nothing ahead."""
         return round(self._margin * self._slowest_ns(tokens, prompt_tokens, streams))
+
+    def first_ns(self) -> int:
+        """What nine of the last ten requests took from their start to their first token; a worker's whole backlog while none is known."""
+        return round(_p90(self._firsts_ns)) if self._firsts_ns else self.backlog_ns
+
+    def is_late(self, now_ns: int, level: int) -> bool:
+        """Whether requests of this band were too late a short while ago."""
+        late_ns = self._late_ns.get(level)
+        return late_ns is not None and now_ns - late_ns <= LATE_NS
+
+    def too_late(self, now_ns: int, work: Work) -> None:
+        """It left the queue because its start would have been too late."""
+        self._late_ns[work.level] = now_ns
 
     def is_busy(self, room: Room) -> bool:
         """Whether a worker has prompts enough for now."""
@@ -153,6 +183,7 @@ class Pace:
         self._kinds[kind] = None
         first_ns = now_ns - sent.at_ns
         assert first_ns >= 0, "no output comes before its start"
+        self._firsts_ns.append(first_ns)
         self._ratios.append(first_ns / NS_PER_S / max(sent.said_s, _SHORTEST_S))
         if len(self._ratios) >= _SCORED_MIN:
             self._margin = min(_MARGIN_MAX, max(1.0, _p90(self._ratios)))
@@ -181,7 +212,7 @@ def _first_s(speed: Speed, work: Work, backlog: int, streams: int) -> float:
     return speed.prefill_s(uncached_tokens(work), prompt, streams) + speed.backlog_s(backlog, streams)
 
 
-def _p90(values: deque[float]) -> float:
-    assert values, "nothing has no quantile"
+def _p90(values: Iterable[float]) -> float:
     ordered = sorted(values)
+    assert ordered, "nothing has no quantile"
     return ordered[(9 * len(ordered) - 1) // 10]

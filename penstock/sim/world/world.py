@@ -63,7 +63,7 @@ class World:
         self._on_record = on_record or self._records.append
         self._requests: Iterator[SimRequest] = iter(requests)
         self._next: SimRequest | None = None
-        self._comebacks = Comebacks(self._ask_at)
+        self._comebacks = Comebacks(self.ask_at)
         models = {pool.model: pool.worker for pool in spec.pools}
         self.facts = Facts(spec.config, models, spec.tenants, spec.link_ns)
         self.facts.skews_ns = {
@@ -322,9 +322,10 @@ class World:
         for request in requests:
             leaves_ns = request.cancel_at_ns and now_ns + max(0, request.cancel_at_ns - request.at_ns)
             again = structs.replace(request, id=f"{request.id}~", at_ns=now_ns, cancel_at_ns=leaves_ns)
-            self._ask_at(now_ns, again)
+            self.ask_at(now_ns, again)
 
-    def _ask_at(self, when_ns: int, request: SimRequest) -> None:
+    def ask_at(self, when_ns: int, request: SimRequest) -> None:
+        """Let a client send a request then, beside those of the workload: one that comes again, or that waited for an answer."""
         number = self.tally.counters.arrived
         self.tally.counters.arrived = number + 1
         self.timeline.at(when_ns, WORLD, Rank.MESSAGE, self._on_again, (request, number))
