@@ -102,10 +102,10 @@ def fill(world: World, worker: WorkerId, streams: int, tokens: int = 0) -> None:
 
 def test_streams_of_other_gateways_count_as_beside_a_first_output() -> None:
     """What a step took is put down to all that ran in it: half of those at the first output and at the end."""
-    world = World().workers(A, running=5)
+    world = World().workers(A, B, running=5)
     each, learned = work(), []
-    world.start(each)
-    room = world.rooms.get(A)
+    worker = world.start(each)
+    room = world.rooms.get(worker)
     assert room is not None
     assert room.others == 5
     world.router.began(100, each, room)
@@ -115,7 +115,7 @@ def test_streams_of_other_gateways_count_as_beside_a_first_output() -> None:
             learned.append(ran)
 
     world.router.speeds = Recorder()  # type: ignore[assignment]
-    world.end(each, A, 1_000_000, completion_tokens=11, decode_ns=500_000)
+    world.end(each, worker, 1_000_000, completion_tokens=11, decode_ns=500_000)
     (ran,) = learned
     assert ran.step_streams == 6
 
