@@ -7,8 +7,12 @@ export VENV
 # The whole suite runs in a process per core. A worker takes about half a GB, so four are enough.
 WHOLE_SUITE := -n logical --maxprocesses 4 --dist worksteal
 
+# What decides, and the simulator that tries it: measured and gated by `make coverage`.
+COVERED := protocol kv schedule policy sim
+COVERAGE_MIN := 90
+
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test test-workers test-wheel check format bench bench-engine bench-relay soak train-demo clean
+.PHONY: help serve chat test coverage mutants test-workers test-wheel check format bench bench-engine bench-relay soak train-demo clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,6 +28,19 @@ chat:  ## talk to a running server in the terminal
 test:  ## install what is needed and run the test suite (ARGS="tests/kv -k pool" for a part, in one process)
 	@$(DEV)
 	@$(BIN)/pytest $(or $(ARGS),$(WHOLE_SUITE))
+
+coverage:  ## branch coverage of the packages that decide and of the simulator, by their own tests: at least 90 % each (minutes)
+	@$(DEV)
+	@mkdir -p bench/out/coverage && $(BIN)/coverage erase
+	@$(BIN)/coverage run -m pytest -p no:cacheprovider $(WHOLE_SUITE) $(COVERED:%=tests/%)
+	@$(BIN)/coverage combine --quiet
+	@failed=0; for package in $(COVERED); do echo; \
+		$(BIN)/coverage report --include="penstock/$$package/**" --fail-under=$(COVERAGE_MIN) || failed=1; \
+	done; exit $$failed
+
+mutants:  ## a seeded sample of mutants of policy, schedule and kv before their tests: at most 10 % survive (an hour; ARGS="--count 5 kv")
+	@$(DEV)
+	@$(BIN)/python scripts/mutants.py $(ARGS)
 
 test-workers:  ## the tests with real servers of others: vLLM, Triton, Ray (installs those first; ARGS="-k ray" for a part)
 	@$(DEV)

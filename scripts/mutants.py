@@ -7,7 +7,7 @@ Every mutation (mutations.py says which there are) has a rank, made from the see
 package are the sample: the same ones on every machine, and nearly the same ones after a change of the code. Each mutant is imported
 by a pytest of its own (mutant_import.py; no file is changed), which runs the test files of the package that import the mutated
 module, those with its name first, up to the first failure. A mutant that survives them meets every other test file of the
-package that reaches the module by whatever imports (`--wider`).
+package that reaches the module by whatever imports (unless `--narrow`).
 
 The result is a JSON file, written after every mutant. A mutant in it is not run again unless it survived and has no verdict
 (`--again`: all survivors). "verdict" is written by hand into a survivor's row: why no test can notice it. The exit status
@@ -92,7 +92,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="which sample (1)")
     parser.add_argument("--count", type=int, default=60, help="mutants per package (60)")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many minutes")
-    parser.add_argument("--wider", action="store_true", help="survivors meet the package's other tests too")
+    parser.add_argument(
+        "--narrow", action="store_true", help="survivors do not meet the package's other tests"
+    )
     parser.add_argument("--again", action="store_true", help="run survivors again, even those with a verdict")
     parser.add_argument("--out", type=Path, default=RESULT, help=f"the result ({RESULT.relative_to(ROOT)})")
     args = parser.parse_args()
@@ -108,7 +110,7 @@ def main() -> int:
             print("out of time: run again to go on")
             break
         tests = fitting(each)
-        wider = others(each, tests) if args.wider else []
+        wider = [] if args.narrow else others(each, tests)
         known[each.name] = row = run(each, (tests, wider), result.unchanged_s, row.verdict if row else "")
         print(f"{row.outcome:9} {row.name}  {row.by}", flush=True)
         write(args.out, result)

@@ -9,6 +9,8 @@ ROOT = Path(__file__).parents[1] / "penstock"
 PAGE = ROOT.parent / "docs" / "architecture.md"
 FUNCTION_LINES_MAX = 70
 FILE_LINES_MAX = 500
+ASSERTS_PER_FUNCTION_MIN = 0.3
+DECIDING = {"kv", "policy", "protocol", "schedule"}
 
 # A package may import the packages to its right, and nothing else of ours.
 ALLOWED = {
@@ -227,3 +229,14 @@ def test_functions_and_files_stay_small() -> None:
                 if size > FUNCTION_LINES_MAX:
                     wrong.append(f"{here}:{node.lineno}: {node.name} has {size} lines")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_deciding_floor_states_what_must_hold() -> None:
+    """At least three assertions for ten functions: what a caller owes, what is conserved, what only grows."""
+    functions = asserts = 0
+    for path, tree in modules():
+        if path.relative_to(ROOT).parts[0] in DECIDING:
+            nodes = list(ast.walk(tree))
+            functions += sum(isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) for node in nodes)
+            asserts += sum(isinstance(node, ast.Assert) for node in nodes)
+    assert asserts >= ASSERTS_PER_FUNCTION_MIN * functions, f"{asserts} assertions in {functions} functions"

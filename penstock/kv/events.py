@@ -156,6 +156,7 @@ class KVEventLog:
         self, hashes: Sequence[BlockHash], first: int, end: int, tokens: "array[int]", *, owner: bytes
     ) -> None:
         """See `KVEventSink`."""
+        assert 0 <= first < end <= len(hashes), f"blocks {first} to {end} of {len(hashes)}"
         with_ids = self._token_ids == "all" or (self._token_ids == "public" and owner == PUBLIC)
         ids = tuple(tokens[first * BLOCK_TOKENS : end * BLOCK_TOKENS]) if with_ids else ()
         self._close_removed()
@@ -187,6 +188,7 @@ class KVEventLog:
     def cleared(self) -> None:
         """See `KVEventSink`."""
         self._close_removed()
+        assert not self._removed, "what is told first was told before"
         self._events.append(AllBlocksCleared())
 
     def take(self) -> tuple[KVEvent, ...]:
@@ -237,6 +239,7 @@ class KVEventHistory:
     __slots__ = ("_batches", "next_sequence")
 
     def __init__(self, batches_max: int) -> None:
+        assert batches_max >= 0, batches_max
         self._batches: deque[Numbered] = deque(maxlen=batches_max)
         self.next_sequence = 0
         """The number of the next batch."""
@@ -250,6 +253,9 @@ class KVEventHistory:
 
     def since(self, sequence: int) -> tuple[Numbered, ...] | None:
         """Every batch from this number on (none if it is the next); None if one of them is not known here."""
+        assert not self._batches or self._batches[-1].sequence == self.next_sequence - 1, (
+            "numbers have no gaps"
+        )
         missing = self.next_sequence - sequence
         if not 0 <= missing <= len(self._batches):
             return None

@@ -98,6 +98,7 @@ class BlockHasher:
     def enter(self, parent: BlockHash, *, salt: bytes) -> BlockHash:
         """The parent of the first private block after `parent`, the last public one. It names no block."""
         hasher = hashlib.blake2b(key=self._key, digest_size=DIGEST_BYTES, person=b"penstock enter")
+        assert len(parent) == DIGEST_BYTES, "only a block's hash can be entered from"
         hasher.update(parent + salt)
         return BlockHash(hasher.digest())
 
@@ -106,6 +107,7 @@ class BlockHasher:
 
         A last, partial block has no hash: its tokens are ignored.
         """
+        assert len(parent) == DIGEST_BYTES, "a chain goes on from a hash of this kind"
         fresh, digest = self._block.copy, parent
         hashes: list[BlockHash] = []
         for start in range(0, len(tokens) - BLOCK_BYTES + 1, BLOCK_BYTES):
@@ -125,6 +127,7 @@ class BlockHasher:
                 if done and done == lineage.num_public:
                     parent = self.enter(parent, salt=lineage.owner)
                 hashes += self.extend(parent, token_bytes(tokens[done * BLOCK_TOKENS : end * BLOCK_TOKENS]))
+                assert len(hashes) == end, f"{len(tokens)} tokens are not {end} blocks"
 
     def root_of(self, *, salt: bytes, adapter: str, num_public: int) -> BlockHash:
         """Where the chain of a prompt with so many leading public blocks starts."""

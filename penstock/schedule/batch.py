@@ -24,6 +24,7 @@ class Batch:
         self.manager.adopt(request.table, match)
         request.restart_from(match.num_tokens)
         request.num_found = match.num_tokens
+        assert request.num_computed <= len(request.tokens), "more was found than it has"
         request.move_to(Status.LOADING if request.table.awaits else Status.RUNNING)
         self.rows.assign(request)
         insort(self.running, request, key=_order)
@@ -48,6 +49,7 @@ class Batch:
         self.manager.release(request.table, last_used=request.last_used, bad=bad, preempted=preempted)
         self.rows.release(request)
         self.releases += 1
+        assert not request.table.blocks, f"{request.request_id} holds blocks without a row"
 
 
 def _order(request: Request) -> tuple[int, int, int]:

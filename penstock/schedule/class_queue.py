@@ -119,9 +119,13 @@ class ClassQueue:
         found.ages.requeue(request)
         self._waiting[request.order[0]] = found
         self._count += 1
+        assert len(found.shares) == len(found.ages), "both orders of a class hold the same requests"
 
     def _leave(self, found: _Class, request: Request) -> None:
         found.ages.remove(request)
         self._count -= 1
+        assert len(found.shares) == len(found.ages) <= self._count, (
+            "both orders of a class hold the same requests"
+        )
         if not len(found.shares):
             del self._waiting[request.order[0]]

@@ -77,6 +77,7 @@ class FairWaitingQueue:
         key = request.fairness_key
         self._waiting[key].remove(request)
         self._count -= 1
+        assert self._count >= len(self._waiting) - 1, "every key but perhaps this one has something waiting"
         if not len(self._waiting[key]):
             del self._waiting[key]
         if len(self._heads) > 2 * self._count + 16:
@@ -85,6 +86,7 @@ class FairWaitingQueue:
 
     def charge(self, request: Request, *, prompt: int = 0, cached: int = 0, generated: int = 0) -> None:
         """See `WaitingQueue.charge`."""
+        assert min(prompt, cached, generated) >= 0, "service is not taken back: counters only grow"
         key = request.fairness_key
         tenths = cost(prompt, cached, generated)
         self._counter(key).served += share(tenths, self._weights.get(key, request.fairness_weight))

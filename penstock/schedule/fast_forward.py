@@ -45,6 +45,7 @@ class DecodeFastForward:
             if num_tokens != request.num_planned + 1 or request.status is not _RUNNING:
                 return 0
             left = request.num_tokens_max - num_tokens
+            assert left > 0, f"{request.request_id} has all its tokens and runs on"
             limit = min(limit, left)
         available = self._manager.pool.num_available
         if len(running) * (limit // BLOCK_TOKENS + 1) <= available:
@@ -62,6 +63,8 @@ class DecodeFastForward:
         At most `steps_max`, and nothing may have changed since that was asked. Returns those that stop, or are full. O(rows + blocks).
         """
         count, running = len(times_ns) - 1, self._batch.running
+        assert count > 0, "at least one step is done at once"
+        assert times_ns[0] <= times_ns[-1], "time runs back"
         self._planner.fast_forward(count)
         self._observe(step, times_ns)
         ended: list[Request] = []

@@ -31,6 +31,7 @@ class Flight:
     def count_in(self) -> None:
         """Let every request know what this step will do for it."""
         epoch, num_decoding = self.epoch, self.num_decoding
+        assert num_decoding <= len(self.requests) == len(self.plan.work), "every row's work is somebody's"
         for request in self.requests[:num_decoding]:
             request.num_planned += 1
             request.num_drawing += 1
@@ -53,6 +54,7 @@ class Flight:
         ]
         for _, num_computed, num_tokens in others:
             total += chunk_pairs(num_computed, num_tokens) - num_computed - num_tokens
+        assert total > 0 <= time_ns, "a step has work, and takes time"
         for request, num_computed, num_tokens in others:
             weight = TOKEN_WEIGHT * num_tokens + chunk_pairs(num_computed, num_tokens)
             request.device_ns += time_ns * weight // total

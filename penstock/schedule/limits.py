@@ -33,6 +33,10 @@ class BatchLimits:
     kv_quota_fraction: float = 1.0
     """Share of the KV blocks that one tenant may hold."""
 
+    def __post_init__(self) -> None:
+        assert 0 < self.max_running <= self.step_tokens, "a decode row is never skipped"
+        assert 0 < self.kv_quota_fraction <= 1, self.kv_quota_fraction
+
     @classmethod
     def of(cls, config: EngineConfig, max_model_len: int) -> "BatchLimits":
         """The bounds that a config asks for, with the model length that was settled on."""

@@ -74,6 +74,7 @@ class Planner:
         self.reserve.step_over(preempted=preempted)
         if not preempted and not self.wants_rest:
             self._admit(step)
+        assert len(self._batch.running) <= self._limits.max_running, "more requests run than may"
 
     def _shrink_batch(self, now_ns: int) -> None:
         """A step ran out of memory, and not even the rows that decode fit in half of it: fewer must run."""
@@ -94,6 +95,7 @@ class Planner:
 
     def fast_forward(self, num_steps: int) -> None:
         """What planning so many steps leaves behind, at most `num_decode_only`."""
+        assert num_steps > 0, num_steps
         self._plans += num_steps
         self.wants_rest, self._at_rest = False, True
         self._unparked_at = self._batch.releases
@@ -108,6 +110,7 @@ class Planner:
     def charge_generated(self, request: Request) -> None:
         """The same for one request."""
         if news := request.num_generated - request.num_charged:
+            assert news > 0, f"{request.request_id} was charged for more than it has drawn"
             request.num_charged += news
             self._queue.charge(request, generated=news)
 
@@ -174,6 +177,7 @@ class Planner:
         While a step is in flight or freed blocks are still in use, the request is left out instead, and the next
         plan is made at rest: this happens once per preemption, so the pause costs nothing that counts.
         """
+        assert num_tokens > 0, num_tokens
         end = request.num_planned + num_tokens
         while (blocks := self._manager.extend(request.table, end)) is None:
             if not self._at_rest or self._manager.pool.num_draining:
@@ -197,6 +201,7 @@ class Planner:
 
         It is not admitted again in the same step: it needs all that it gave up, and somebody took of that.
         """
+        assert self._at_rest, "what a step in flight computes or draws would be lost"
         victim.num_preemptions += 1
         self._counters.preemptions += 1
         self._send_back(victim, now_ns, preempted=True)
@@ -207,6 +212,7 @@ class Planner:
         self._batch.leave(request)
         self._batch.release(request, preempted=preempted)
         request.move_to(Status.PREEMPTED)
+        assert request.num_computed >= request.num_found, "what was found counts as computed"
         request.num_run_before += request.num_computed - request.num_found
         request.restart_from(0)
         request.num_found = 0
@@ -228,6 +234,7 @@ class Planner:
             if reserved < 0:
                 self.row_bound.open(self._batch.running)
                 reserved = sum(map(self.reserve.blocks_owed, self._batch.running))
+            assert reserved >= 0, reserved
             if not self.row_bound.admits(head):
                 self._held = (
                     head.request_id,
@@ -321,6 +328,9 @@ class Planner:
         request.num_cached = min(request.num_computed, request.num_prompt)
         # What was resumed may be cached too, but is not of the prompt.
         request.num_host_cached = min(request.num_host_cached, request.num_cached)
+        assert 0 <= request.num_host_cached <= request.num_cached <= request.num_prompt, (
+            "found where it was not"
+        )
         self._queue.charge(request, prompt=request.num_prompt - request.num_cached, cached=request.num_cached)
         self._counters.prompt_tokens += request.num_prompt
         self._counters.cached_tokens += request.num_cached

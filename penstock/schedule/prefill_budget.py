@@ -131,6 +131,7 @@ class PrefillBudget:
 
     def step_over(self, now_ns: int) -> None:
         """A step that is not learnt from is over."""
+        assert now_ns >= self._last_ns, "steps end in order"
         self._last_ns = now_ns
 
     @property
@@ -152,6 +153,7 @@ class PrefillBudget:
 
         `num_prompts` is how many prompts are not finished or not started, at least 1; the oldest has waited for `waited_ns`.
         """
+        assert num_prompts > 0, "a step without prompts has nothing to share"
         base_ns = self.model.predict_ns(decoding)
         automatic_ns = base_ns * (1 + self.stretch + STRETCH * (num_prompts - 1))
         if self.targets.tpot_ns:
@@ -193,12 +195,15 @@ class PromptShare:
 
         At most `tokens_left`, which must not be 0. The first prompt of a step gets at least one; 0 closes.
         """
+        assert not self.closed, "no prompt gets anything after the last"
         wanted = min(num_pending, tokens_left)
+        assert wanted > 0, "there is nothing to grant"
         num_tokens = wanted if self._limit_ns == inf else self._within_limit(num_computed, wanted)
         if not self._ending:
             num_tokens = max(num_tokens, min(self._tokens_min, wanted))
         elif num_tokens and not self._pays(num_computed, num_tokens):
             num_tokens = 0
+        assert 0 <= num_tokens <= wanted, (num_tokens, wanted)
         if num_tokens:
             self._load = self._load.plus(num_computed, num_tokens)
             self._cautious -= num_tokens

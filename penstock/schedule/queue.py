@@ -101,13 +101,15 @@ class OrderedQueue:
         """See `WaitingQueue.pop`."""
         request = self.peek()
         assert request is not None, "the queue is empty"
-        heappop(self._heap)
+        _, name = heappop(self._heap)
+        assert name == request.request_id, "`peek` leaves the head's entry on top"
         del self._waiting[request.request_id]
         return request
 
     def remove(self, request: Request) -> None:
         """See `WaitingQueue.remove`. Amortised O(log n)."""
         del self._waiting[request.request_id]
+        assert len(self._heap) > len(self._waiting), "everything that waits has an entry"
         if len(self._heap) > 2 * len(self._waiting) + 16:
             # Most entries are of requests that left: rebuild, so that aborts cannot grow the heap.
             self._heap = [(self._key(waiting), name) for name, waiting in self._waiting.items()]
@@ -155,6 +157,7 @@ def aged_order(ageing_ns: int, starvation_ns: int) -> Callable[[Request], Order]
     a request of class 2 that has waited for 2 x `ageing_ns` stands level with a fresh one of class 0. The
     starvation clock: who came more than `starvation_ns` later never goes first, whatever the classes.
     """
+    assert ageing_ns >= 0 <= starvation_ns, (ageing_ns, starvation_ns)
     bound = starvation_ns // 2
 
     def key(request: Request) -> Order:

@@ -55,6 +55,7 @@ class KVQuota:
         """
         if self.blocks_max >= self._pool.num_blocks:
             return True
+        assert num_blocks >= 0, num_blocks
         held = self._pool.num_used_by(request.salt)
         return not held or held + num_blocks <= self.blocks_max
 
@@ -82,6 +83,8 @@ class KVQuota:
             return None
         _, request = heappop(parked)
         self._num_parked -= 1
+        assert request.salt == salt, f"{request.request_id} is parked with another tenant's requests"
+        assert self._num_parked >= 0, "more is let back than was parked"
         if not parked:
             del self._parked[salt]
         return request
@@ -92,6 +95,7 @@ class KVQuota:
         if (request.order, request) not in parked:
             return False
         kept = sorted(entry for entry in parked if entry[1] is not request)
+        assert len(kept) == len(parked) - 1, f"{request.request_id} is parked twice"
         self._num_parked -= 1
         if kept:
             self._parked[request.salt] = kept  # Sorted is a heap.

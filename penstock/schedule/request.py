@@ -99,6 +99,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens) - self.num_resumed
+        assert self.num_prompt >= 0 <= self.num_resumed, "more was resumed than there is"
         if self.num_resumed:
             self.num_scored = self.num_prompt  # All scores are told before the first token is.
             self.num_charged = self.num_resumed
@@ -119,6 +120,7 @@ class Request:
 
     def restart_from(self, num_computed: int) -> None:
         """Start to plan again behind `num_computed` tokens; nothing of it is in flight, or nothing that counts."""
+        assert 0 <= num_computed <= len(self.tokens), f"{num_computed} tokens of {len(self.tokens)}"
         self.num_computed = self.num_planned = num_computed
         self.num_drawing = 0
 
@@ -140,6 +142,7 @@ class Request:
         """Count in what a chunk from position `first` on scored; what was not told before (it may resume)."""
         news = logprobs[self.num_scored - 1 - first :]
         self.num_scored += len(news)
+        assert self.num_scored <= self.num_prompt, "more was scored than the prompt has"
         return news
 
     @property
@@ -154,6 +157,8 @@ class Request:
 
     def count_blocks(self, now_ns: int, num_held: int) -> None:
         """From now on the request holds `num_held` blocks."""
+        assert num_held >= 0, num_held
+        assert now_ns >= self.held_since_ns, "block-nanoseconds only grow"
         self.kv_block_ns += self.num_held * (now_ns - self.held_since_ns)
         self.num_held, self.held_since_ns = num_held, now_ns
 

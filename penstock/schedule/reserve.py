@@ -41,6 +41,7 @@ class OutputEstimate:
         An answer that has outlived the estimate is expected to go on for another block, again and again.
         """
         may = request.num_tokens_max - len(request.tokens)
+        assert may >= 0, f"{request.request_id} has more tokens than it may"
         mean = self._means.get(self._key(request.priority), PRIOR_TOKENS)
         return min(may, max(round(mean) - request.num_generated, BLOCK_TOKENS))
 
@@ -61,6 +62,7 @@ class AdmissionReserve:
     def step_over(self, *, preempted: bool) -> None:
         """Adapt to a step that was planned."""
         self.rho = min(self.rho + RISE, 1.0) if preempted else self.rho * DECAY
+        assert 0.0 <= self.rho <= 1.0, self.rho
 
     @property
     def level(self) -> int:

@@ -68,6 +68,7 @@ class RowBound:
         each_ns = cost.token_ns + cost.sequence_ns + cost.kv_read_ns * kv_read / rows
         further = left_ns // each_ns if each_ns > 0 else self._max_running
         self.rows_max = int(min(max(rows + further, 1), self._max_running)) if is_known else self._max_running
+        assert 1 <= self.rows_max <= self._max_running, self.rows_max
         return left_ns >= 0 and (is_known or self._started < UNTRUSTED_ROWS)
 
     def started(self, request: Request) -> None:
@@ -79,6 +80,7 @@ class RowBound:
         self._growth += self._growth_of(request)
         self._rows += 1
         self._started += 1
+        assert self._started <= self._rows <= self._max_running, "more requests run than there are rows"
 
     def _limit(self, running: Sequence[Request]) -> float:
         """What a step may take."""

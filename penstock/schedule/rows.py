@@ -21,7 +21,9 @@ class RowTable:
 
     def assign(self, request: Request) -> int:
         """Give the request a row. There must be one: no more requests run than there are rows."""
+        assert request.row < 0, f"{request.request_id} has row {request.row} already"
         row = heappop(self._free)
+        assert self._requests[row] is None, f"row {row} is taken"
         self._requests[row] = request
         request.row = row
         return row

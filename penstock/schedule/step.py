@@ -65,6 +65,7 @@ class StepBuilder:
     def add(self, request: Request, num_tokens: int, blocks: tuple[int, ...]) -> None:
         """Compute the request's next `num_tokens` tokens, after adding `blocks` to its table."""
         start, scores = request.num_planned, request.scores_after(request.num_planned)
+        assert 0 < num_tokens <= request.num_pending, f"{num_tokens} of {request.num_pending} pending tokens"
         samples = num_tokens == request.num_pending
         self.budget -= num_tokens
         self.scored_budget -= num_tokens * scores
@@ -107,6 +108,7 @@ class StepBuilder:
         self._enter(request, tuple(request.table.blocks))
 
     def _enter(self, request: Request, blocks: tuple[int, ...]) -> None:
+        assert request.row >= 0, f"{request.request_id} has no row"
         tokens = request.tokens[:]
         self._new_rows.append(
             NewRow(request.request_id, request.row, tokens, request.num_prompt, request.sampling, blocks)
@@ -120,6 +122,7 @@ class StepBuilder:
                 self.scored_budget += work.num_tokens * work.scores
                 self._count(work.num_computed, work.num_tokens, -1)
                 self._num_decoding -= index < self._num_decoding
+                assert self._requests[index].row == work.row, "work and requests are in one order"
                 del self._work[index], self._requests[index]
                 return
 
@@ -128,6 +131,7 @@ class StepBuilder:
     ) -> Flight:
         """The finished plan, ready to be handed to the runner."""
         new_rows, work = tuple(self._new_rows), tuple(self._work)
+        assert len(self._requests) == len(work), "every row's work is somebody's"
         plan = StepPlan(step, new_rows, work, freed_rows, self.planned_ns, copies.out, copies.into)
         return Flight(plan, tuple(self._requests), self._num_decoding, epoch, self.load())
 
@@ -135,5 +139,6 @@ class StepBuilder:
         """Put a row's work to the load, or take it out."""
         self._num_tokens += sign * num_tokens
         self._kv_read += sign * (num_computed + num_tokens)
+        assert self._num_tokens >= 0 <= self._kv_read, "more is taken out than was put in"
         if num_tokens > 1:
             self._pairs += sign * chunk_pairs(num_computed, num_tokens)

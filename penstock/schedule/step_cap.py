@@ -25,6 +25,7 @@ class StepCap:
 
     def step_failed(self, num_tokens: int) -> bool:
         """A step of `num_tokens` ran out of memory. False if it was of a single token: no smaller step exists."""
+        assert 0 < num_tokens <= self._limit, f"a step of {num_tokens} tokens was never allowed"
         self.tokens, self._fitted = max(1, num_tokens // 2), 0
         return num_tokens > 1
 

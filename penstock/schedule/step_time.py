@@ -131,6 +131,7 @@ class StepTimeModel:
             (u0, u1, u2, u3, u4), self._passive = _solve_non_negative(
                 self._information, self._target, self._passive
             )
+            assert min(u0, u1, u2, u3, u4) >= 0, "no part of a step takes less than no time"
             unit_ns, (s0, s1, s2, s3, s4) = self._unit_ns, _SCALES
             self._cost = StepCost(
                 u0 * s0 * unit_ns, u1 * s1 * unit_ns, u2 * s2 * unit_ns, u3 * s3 * unit_ns, u4 * s4 * unit_ns
@@ -156,6 +157,7 @@ class StepTimeModel:
         i2 = a20 * r0 + a21 * r1 + a22 * r2 + a32 * r3 + a42 * r4
         i3 = a30 * r0 + a31 * r1 + a32 * r2 + a33 * r3 + a43 * r4
         i4 = a40 * r0 + a41 * r1 + a42 * r2 + a43 * r3 + a44 * r4
+        assert weight > 0, weight
         forget = (1 - _MEMORY) / (r0 * i0 + r1 * i1 + r2 * i2 + r3 * i3 + r4 * i4)
         t0, t1, t2, t3, t4 = self._target
         along = forget * (r0 * t0 + r1 * t1 + r2 * t2 + r3 * t3 + r4 * t4)

@@ -41,10 +41,12 @@ class VictimChoice:
         grain: int,
     ) -> None:
         self._pool, self._preemptions_max, self._is_over_quota = pool, preemptions_max, is_over_quota
+        assert grain > 0, grain
         self._served, self._grain = served, grain
 
     def choose(self, running: Sequence[Request]) -> Request:
         """One of the running requests, which are in order and at least one. O(rows x log blocks)."""
+        assert running, "nobody runs who could give way"
         if len(running) == 1:
             return running[0]
         others, least = running[1:], dict[int, int]()

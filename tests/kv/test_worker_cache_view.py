@@ -15,6 +15,7 @@ from penstock.kv.index.vllm_events import Cleared, Stored
 from penstock.kv.index.worker_cache_view import (
     TABLE,
     UNREADABLE_MAX,
+    UNREPORTED_MAX,
     StreamInput,
     StreamState,
     WorkerCacheView,
@@ -441,3 +442,41 @@ def test_our_engines_events_need_no_tokens() -> None:
     assert (cache_view.state, held(cache_view, prompt(0, 4))) == (StreamState.SYNCED, 4)
     cache_view.hear([Cleared(), Stored(list(keys.own(OWN))[:1], None, b"", 16, Tier.HOST)])
     assert (cache_view.state, held(cache_view, prompt(0, 4))) == (StreamState.SYNCED, 1)
+
+
+def test_a_message_that_is_no_batch_costs_what_was_believed_and_too_many_end_the_trust() -> None:
+    cache_view, talker = make(), KVTalker()
+    talker.cache(prompt(0, 4))
+    cache_view.live(0, talker.publish())
+    cache_view.nonsense()
+    assert (cache_view.state, held(cache_view, prompt(0, 4))) == (StreamState.SYNCED, 0)
+    for _ in range(UNREADABLE_MAX):
+        cache_view.nonsense()
+    assert cache_view.state is StreamState.UNKNOWN
+    assert cache_view.names.refused
+    cache_view.nonsense()
+    assert cache_view.num_unreadable == UNREADABLE_MAX + 1, "nobody listens any more"
+
+
+def test_an_orphan_of_a_stream_that_was_heard_late_is_counted_and_not_guessed() -> None:
+    cache_view, talker = make(), KVTalker()
+    for i in range(3):
+        talker.cache(prompt(0, i + 1))
+        talker.publish()
+    cache_view.live(2, talker.batches[2])
+    for sequence in range(cache_view.ask(), 3):
+        if sequence == 2:
+            cache_view.again(sequence, talker.batches[sequence])
+    cache_view.end_of_replay()
+    assert cache_view.names.num_orphans > 0
+    assert held(cache_view, prompt(0, 3)) == 0, "its place is not guessed"
+
+
+def test_a_new_process_has_told_of_all_that_its_answers_found() -> None:
+    cache_view, talker = make(), KVTalker()
+    cache_view.live(0, talker.publish())
+    for _ in range(UNREPORTED_MAX):
+        cache_view.audit(0, keys_of(prompt(0, 4)), 64)
+    assert cache_view.is_unmatched
+    cache_view.restarted()
+    assert not cache_view.is_unmatched

@@ -50,6 +50,20 @@ def test_the_tenant_that_was_served_least_goes_next() -> None:
     assert taken(queue) == ["big0", "small0", "small1", "small2", "small3", "big1", "small4"]
 
 
+@given(st.permutations(range(60)), st.sets(st.integers(0, 59), max_size=12))
+@settings(max_examples=50)
+def test_those_that_stay_keep_their_order_when_most_have_left(arrivals, staying) -> None:
+    queue = FairQueue(QueueTerms())
+    works = [work(f"r{arrived}", arrived_ns=arrived) for arrived in arrivals]
+    first_come = [work for work in works if work.arrived_ns in staying]
+    pushed(queue, *works)
+    for each in works:
+        if each.arrived_ns not in staying:
+            queue.remove(each)
+    in_order = sorted(first_come, key=lambda each: (each.order_ns, each.number))
+    assert taken(queue) == [each.id for each in in_order]
+
+
 @pytest.mark.parametrize(
     ("facts", "counted"),
     [

@@ -95,9 +95,29 @@ def fill(world: World, worker: WorkerId, streams: int, tokens: int = 0) -> None:
     """Let a worker run so many streams, with so many prompt tokens to compute in all."""
     room = world.rooms.get(worker)
     assert room is not None
-    for i in range(streams):
+    for i in range(len(room.begun), len(room.begun) + streams):
         each = work(f"{worker}{i}", prompt_tokens=tokens // streams, blocks=0)
         world.rooms.book(room, each)
+
+
+def test_streams_of_other_gateways_count_as_beside_a_first_output() -> None:
+    """What a step took is put down to all that ran in it: half of those at the first output and at the end."""
+    world = World().workers(A, B, running=5)
+    each, learned = work(), []
+    worker = world.start(each)
+    room = world.rooms.get(worker)
+    assert room is not None
+    assert room.others == 5
+    world.router.began(100, each, room)
+
+    class Recorder:
+        def learn(self, kind, ran):
+            learned.append(ran)
+
+    world.router.speeds = Recorder()  # type: ignore[assignment]
+    world.end(each, worker, 1_000_000, completion_tokens=11, decode_ns=500_000)
+    (ran,) = learned
+    assert ran.step_streams == 6
 
 
 def test_the_worker_that_has_the_prompt_is_preferred() -> None:

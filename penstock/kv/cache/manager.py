@@ -106,6 +106,8 @@ class KVManager:
         fresh = iter(new)
         table.blocks.extend(next(fresh) if block == ABSENT else block for block in match.blocks)
         table.num_published = len(match.blocks)
+        assert len(table.blocks) == len(match.blocks), "every block of the match has a place"
+        assert next(fresh, None) is None, "every new block has a place"
         for slot, block in zip(match.loads, new, strict=True):
             self.host.load(slot, block)
         for slot in (*match.loads, *match.awaits):
@@ -117,6 +119,7 @@ class KVManager:
 
         None, and nothing changes, if the pool has not enough blocks.
         """
+        assert not table.awaits, "what is still loading is not extended"
         missing = blocks_for(num_tokens) - len(table.blocks)
         if missing <= 0:
             return ()
@@ -151,6 +154,7 @@ class KVManager:
         self.pool.free(table.blocks)
         self.host.offer(table.blocks, urgent=preempted)
         table.blocks.clear()
+        assert not table.awaits, "nothing of it is on its way"
         table.num_published, table.clears = 0, self._clears
 
     def take_copies(self) -> Copies:
@@ -162,6 +166,7 @@ class KVManager:
         for copy in copied:
             self.host.finish(copy)
             for table in self._waiting.pop(copy.slot, ()):
+                assert copy.slot in table.awaits, f"slot {copy.slot} comes twice"
                 table.awaits.remove(copy.slot)
                 table.broken |= not copy.ok
 

@@ -119,6 +119,7 @@ class HashedPrefixCache:
         self._hash(table, tokens, num_blocks)
         hashes = table.hashes[:num_blocks]
         hits = self._pool.lookup(hashes, owner=table.owner)
+        assert len(hits) <= num_blocks, "more was found than was asked for"
         if len(hits) == num_blocks or not self._host.limits.num_slots:
             return PrefixMatch(hits)
         return self._match_further(hits, hashes[len(hits) :], table.owner)
@@ -134,11 +135,15 @@ class HashedPrefixCache:
                 (loads if found.block is None else awaits).append(found.slot)
             else:
                 break
+        assert blocks.count(ABSENT) == len(loads), "what is on no device is loaded"
         return PrefixMatch(tuple(blocks), tuple(loads), tuple(awaits))
 
     def publish(self, table: BlockTable, tokens: "array[int]", num_computed: int) -> None:
         """Name every block that became full since the last call."""
         num_full = num_computed // BLOCK_TOKENS
+        assert table.num_published <= num_full <= len(table.blocks), (
+            "full blocks of the table are published once"
+        )
         self._hash(table, tokens, num_full)
         first = table.num_published
         if self._pool.publish_new(table.blocks[first:num_full], table.hashes[first:num_full]):
@@ -154,6 +159,7 @@ class HashedPrefixCache:
 
     def _announce(self, table: BlockTable, tokens: "array[int]", first: int, end: int) -> None:
         """Tell who listens that these blocks can be hit: those of the public region by themselves."""
+        assert first <= end <= len(table.hashes), "only named blocks are announced"
         border = min(max(first, table.num_public), end)
         if first < border:
             self._pool.events.stored(table.hashes, first, border, tokens, owner=PUBLIC)
@@ -164,6 +170,7 @@ class HashedPrefixCache:
         """Extend the table's chain to `num_blocks`; what was hashed before is not hashed again."""
         if len(table.hashes) < num_blocks:
             self._hasher.grow(table.hashes, tokens, num_blocks, lineage=table)
+        assert len(table.hashes) >= num_blocks, "a hash for each of the blocks"
 
 
 class NoPrefixCache:

@@ -140,6 +140,7 @@ class ExternalBlockNames:
             known.clear()
         self._parked.clear()
         self._num_parked = 0
+        assert not any(self._known), "no id of the process before is known"
 
     def _take(self, event: Stored) -> Sequence[int]:
         """Name one event's blocks; empty if that cannot be done (now)."""
@@ -147,6 +148,7 @@ class ExternalBlockNames:
             return ()
         if not event.tokens:
             return self._copied(event, event.tier)
+        assert self._group != _NO_GROUP, "the first event settles the group that counts"
         if not self._is_whole(event):
             return ()
         if event.parent is None:
@@ -192,11 +194,14 @@ class ExternalBlockNames:
                 parent = self._hasher.mark(parent, marks[i])
             keys += self._hasher.extend(parent, event.tokens[i * size : (i + 1) * size])
             parent = keys[-1]
+        assert len(keys) * BLOCK_TOKENS == len(event.ids) * event.block_tokens, "a key for each of our blocks"
         return keys
 
     def _keep(self, event: Stored, tier: Tier, keys: list[int]) -> None:
         known = self._known[tier]
         self.unit = each = event.block_tokens // BLOCK_TOKENS
+        assert each > 0, "blocks that are no whole number of ours are skipped before"
+        assert len(keys) == each * len(event.ids), "every block of the worker has all its keys"
         if each == 1:
             known.update(zip(event.ids, keys, strict=True))
         else:
@@ -219,10 +224,12 @@ class ExternalBlockNames:
         self._num_parked += 1
         while self._num_parked > self._parked_max:
             self._num_parked -= len(self._parked.popitem(last=False)[1])
+        assert 0 <= self._num_parked <= self._parked_max, self._num_parked
 
     def _unpark(self, block_id: int) -> list[Stored]:
         events = self._parked.pop(block_id, [])
         self._num_parked -= len(events)
+        assert self._num_parked >= 0, "more go on than had waited"
         return events
 
 

@@ -163,6 +163,7 @@ class KVLocality:
         if names.hasher is not None:
             self.index.cleared(cache_view.worker)
             self._leave(entry, names)
+        assert names.hasher is None, f"{worker} still goes by other names"
         names.hasher = hasher
         entry.num_own[hasher] += 1
 
@@ -187,6 +188,7 @@ class KVLocality:
         self._models_of[worker] = entry
         self._workers = {**self._workers, worker: cache_view}
         self._numbers = {**self._numbers, number: (worker, cache_view, entry)}
+        assert len(self._workers) == len(self._numbers) == len(self._models_of), "every worker has one number"
         return cache_view
 
     def remove(self, worker: WorkerId) -> None:
@@ -199,9 +201,11 @@ class KVLocality:
             self._leave(entry, cache_view.names)
         else:
             entry.num_external -= 1
+            assert entry.num_external >= 0, f"more workers left {worker}'s model than came"
         self._workers = {each: kept for each, kept in self._workers.items() if each != worker}
         self._numbers = {number: kept for number, kept in self._numbers.items() if kept[0] != worker}
         self.index.forget(cache_view.worker)
+        assert len(self._workers) == len(self._numbers) == len(self._models_of), "every worker has one number"
 
     def get(self, worker: WorkerId) -> WorkerCacheView | None:
         """One worker's part; None if it is not known."""
@@ -255,6 +259,7 @@ class KVLocality:
             return
         names.hasher = None
         entry.num_own[hasher] -= 1
+        assert entry.num_own[hasher] >= 0, "more workers gave the names up than went by them"
         if not entry.num_own[hasher]:
             del entry.num_own[hasher]
             if not any(hasher in each.num_own for each in self._models.values()):
@@ -275,4 +280,5 @@ def _believed(held: Held, cache_view: WorkerCacheView, now_ns: int) -> Held:
     device = held.device
     blocks = int((device + held.host) * credit)
     blocks -= blocks % unit
+    assert 0 <= blocks <= held.blocks, "doubt adds nothing"
     return Held(device, blocks - device) if blocks > device else Held(blocks, 0)

@@ -128,6 +128,7 @@ class PrefixIndex:
 
     def __init__(self, *, entries_max: int, predicted_max: int) -> None:
         """Keep at most about `entries_max` blocks per tier, and `predicted_max` predictions per worker."""
+        assert entries_max > 0 <= predicted_max, (entries_max, predicted_max)
         num_shards = 1 << max(0, (entries_max // SHARD_ENTRIES).bit_length() - 1)
         self._shard_max = max(2, entries_max // num_shards)
         self._low_bits = num_shards - 1
@@ -213,6 +214,7 @@ class PrefixIndex:
         if (holder := self._holders.pop(worker, None)) is not None:
             self._retire(holder)
             self._relist()
+            assert not self._live & self._retired, "a bit that waits to be swept out is nobody's"
 
     def predict(self, worker: int, keys: Sequence[int], until_ns: int, *, known: int = 0) -> bool:
         """A request with these blocks was sent there: count on them until then, or until the worker says otherwise.
@@ -224,6 +226,7 @@ class PrefixIndex:
         until_ns = holder.last_until_ns = max(
             until_ns, holder.last_until_ns
         )  # In order, so the first one ends first.
+        assert 0 <= known <= len(keys), f"{known} of {len(keys)} keys are known"
         predicted = holder.predicted
         old, new = (keys[:known], keys[known:]) if known else ((), keys)
         is_new = bool(new) and self._predict_new(holder, new, until_ns)
@@ -235,6 +238,7 @@ class PrefixIndex:
         if predicted:
             self._forget_over(holder)
             self._put_due(holder)
+        assert len(predicted) <= holder.predicted_max, "the bound of predictions holds"
         return is_new
 
     def _predict_new(self, holder: _Holder, keys: Sequence[int], until_ns: int) -> bool:
@@ -267,6 +271,7 @@ class PrefixIndex:
     def limit_predictions(self, worker: int, predicted_max: int) -> None:
         """Believe that the worker's cache has room for so many predicted blocks."""
         holder = self._holders.get(worker) or self._enter(worker)
+        assert predicted_max >= 0, predicted_max
         holder.predicted_max = predicted_max
         self._forget_over(holder)
 
@@ -303,6 +308,7 @@ class PrefixIndex:
         if not either:
             return NOTHING_HELD
         blocks = device[0][0] if device else 0
+        assert blocks <= either[0][0] <= len(keys), "who is found on the device is found in either tier"
         return Held(blocks, either[0][0] - blocks)
 
     def holds(self, worker: int, key: int, tier: Tier = Tier.DEVICE) -> bool:
@@ -357,6 +363,7 @@ class PrefixIndex:
         """Remember where most workers dropped out."""
         if len(self._forks) >= FORKS_MAX:
             del self._forks[next(iter(self._forks))]
+        assert len(self._forks) < FORKS_MAX, "there is room for one more"
         self._forks[first] = max([(mask.bit_count(), blocks) for blocks, mask in runs if blocks < num])[1]
 
     # --- bits ------------------------------------------------------------------------------------------
@@ -366,10 +373,12 @@ class PrefixIndex:
         used = self._live | self._retired
         holder = self._holders[worker] = _Holder(~used & (used + 1), self._predicted_max)
         self._relist()
+        assert not holder.bit & used, "the bit is somebody else's"
         return holder
 
     def _retire(self, holder: _Holder) -> None:
         holder.predicted.clear()
+        assert self._live & holder.bit, "a bit is retired once"
         self._retired |= holder.bit
         self._live &= ~holder.bit
         self._swept = 0
@@ -384,12 +393,14 @@ class PrefixIndex:
             workers[bit.bit_length() - 1] = worker
         self._workers = tuple(workers)
         self._live = sum(self._bits.values())
+        assert self._live.bit_count() == len(self._bits), "two workers share a bit"
 
     def _sweep(self) -> None:
         """Take the retired bits out of one more shard; after the last shard they may be given out again."""
         for shards in self._tiers:
             self._clean(shards[self._swept])
         self._swept += 1
+        assert self._swept <= self._low_bits + 1, "there is no such shard"
         if self._swept > self._low_bits:
             self._retired = self._swept = 0
 
@@ -410,6 +421,7 @@ class PrefixIndex:
             for key in list(islice(shard, excess)):
                 del shard[key]
             self.num_dropped += excess
+        assert len(shard) <= self._shard_max, "a shard keeps its bound"
 
     def _forget_over(self, holder: _Holder) -> None:
         excess = len(holder.predicted) - holder.predicted_max
@@ -430,6 +442,8 @@ class PrefixIndex:
                 del predicted[key]
                 gone.append(key)
             left -= len(gone)
+            assert holder.is_due, "it stood among those that are due"
+            assert left >= 0, "one call ends no more than its bound"
             self._drop(self._tiers[Tier.DEVICE], gone, holder.bit)
             holder.is_due = False
             self._put_due(holder)

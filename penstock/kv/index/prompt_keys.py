@@ -110,6 +110,7 @@ class PromptKeys:
     ) -> None:
         self.num_tokens = len(token_ids)
         self.owner, self.adapter = salt, adapter
+        assert public_tokens >= 0, public_tokens
         self.num_public = public_tokens // BLOCK_TOKENS
         self.expected_blocks = 0
         """What the worker that it was sent to was expected to have of it (see worker_cache_view.py)."""
@@ -141,6 +142,7 @@ class PromptKeys:
             )
             hasher.grow(hashes, self._array(), self.num_blocks, lineage=lineage)
             self._own[hasher] = found = own_keys(hashes)
+            assert len(found) == self.num_blocks, "a key for each whole block"
         return found
 
     @property
@@ -150,6 +152,7 @@ class PromptKeys:
             hasher = self._maker.canonical
             root = hasher.root(namespace=namespace_of(self.owner), adapter=self.adapter)
             self._canonical = hasher.extend(root, token_bytes(self._array()))
+            assert len(self._canonical) == self.num_blocks, "a key for each whole block"
         return self._canonical
 
     def _array(self) -> "array[int]":

@@ -215,12 +215,14 @@ class WorkerCacheView:
         self._move(StreamInput.SILENT)
 
     def _miss(self) -> None:
+        assert self.wanted is None, "it is missed already"
         self.num_gaps += 1
         self.wanted = self._next
         self._move(StreamInput.MISSED)
 
     def _hold(self, sequence: int, payload: bytes) -> None:
         """It waits for those before it. What finds no room is missed later, and asked for again."""
+        assert sequence >= self._next, "what was taken does not wait"
         if len(self._held) < self._config.held_batches_max:
             self._held[sequence] = payload
         if self.wanted is None:
@@ -231,6 +233,7 @@ class WorkerCacheView:
         if self._next:
             self._believe_nothing()
         self._move(StreamInput.CLEARED if self.wanted is None else StreamInput.LOST)
+        assert sequence >= self._next, "what was taken is not skipped"
         self.wanted = None
         self._next = sequence
         self._drop_held(sequence)
@@ -250,6 +253,7 @@ class WorkerCacheView:
             self._move(StreamInput.FILLED)
 
     def _take(self, sequence: int, payload: bytes) -> None:
+        assert sequence == self._next, "batches are taken in order"
         self._start_asked |= sequence == 0
         self._next, self._last_payload = sequence + 1, payload
         orphans = self.names.num_orphans
@@ -263,6 +267,7 @@ class WorkerCacheView:
 
     def _ask_from_start(self) -> None:
         """A block's parent was told before this stream was heard, perhaps within what can be sent again. Tried once."""
+        assert not self._start_asked, "it is tried once"
         self._start_asked = True
         self._believe_nothing()
         self._next = 0
@@ -319,6 +324,7 @@ class WorkerCacheView:
             keys = keys[: len(keys) - len(keys) % unit]  # It caches no part of its blocks, and tells of none.
         held = self._index.prefix_of(now_ns, self.worker, keys)
         expected = min(held.blocks, _usable_blocks(prompt))
+        assert 0 <= expected <= len(keys), f"{expected} of {len(keys)} blocks are expected"
         prompt.expected_blocks = expected - expected % unit
         is_new = self._index.predict(self.worker, keys, now_ns + self._ttl_ns(), known=held.device)
         if is_new and self._awaited_ns is None and self.state is not StreamState.UNKNOWN:
@@ -333,8 +339,10 @@ class WorkerCacheView:
         audited.num_expected += expected
         audited.num_hit += min(actual, expected)
         audited.num_unexpected += max(0, actual - expected)
+        assert audited.num_hit <= audited.num_expected, "more came true than was expected"
         if expected:
             self.trust += AUDIT_WEIGHT * (min(actual, expected) / expected - self.trust)
+        assert 0.0 <= self.trust <= 1.0, self.trust
         if actual and self.state is not StreamState.UNKNOWN:
             self.num_unreported = 0 if self._index.was_told(self.worker, keys[0]) else self.num_unreported + 1
         if self.state is StreamState.UNKNOWN:
@@ -378,6 +386,7 @@ class WorkerCacheView:
             believed = max(PREDICTED_MIN, int(believed * SHRINK))
         elif actual > expected:
             believed = min(self._config.predicted_max, int(believed * GROW))
+        assert believed > 0, believed
         if believed != self._predicted_max:
             self._predicted_max = believed
             self._index.limit_predictions(self.worker, believed)

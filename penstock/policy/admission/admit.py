@@ -132,6 +132,7 @@ class AdmissionControl:
         start_by_ns = max(1, start_by_ns)
         share = 1.0 if facts.is_protected else LET_IN_SHARE
         wait_max_ns = max(1, round(share * start_by_ns))
+        assert 0 < wait_max_ns <= start_by_ns, "who waits as long as may be starts in time"
         return due_ns, start_by_ns, _least(wait_max_ns, facts.queue_wait_max_ns)
 
     def _first_that_fits(self, facts: AdmitFacts) -> Candidate | None:
@@ -190,6 +191,7 @@ class AdmissionControl:
         each_ns = route.each_ns or round(RETRY_AFTER_DEFAULT_S * NS_PER_S)
         wait_ns = max(each_ns, route.wait_ns - verdict.wait_max_ns)
         at_ns = self._comebacks.book(now_ns, (route.model, facts.tenant.id), wait_ns, each_ns)
+        assert at_ns > now_ns, "who is turned away is to come later"
         return Shed(429, at_ns - now_ns, verdict.why)
 
 

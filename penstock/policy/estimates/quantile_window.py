@@ -29,9 +29,11 @@ class QuantileWindow:
             self._ring[self._next] = amount
             self._next = (self._next + 1) % self._size
         insort(self._sorted, amount)
+        assert len(self._sorted) == len(self._ring) <= self._size, "both hold the same amounts"
 
     def quantile(self, share: float) -> int:
         """The smallest amount that at least `share` of the window does not exceed (nearest rank). The window is not empty."""
         count = len(self._sorted)
+        assert count, "an empty window has no quantile"
         rank = -int(-share * count // 1)
         return self._sorted[min(count, max(1, rank)) - 1]

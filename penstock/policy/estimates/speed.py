@@ -108,6 +108,7 @@ class _Kind:
             service_s = ran.service_ns / NS_PER_S
             if self._num_ended > 1:
                 service_s = min(service_s, _SERVICE_MAX * self._service_s)
+            assert service_s > 0, service_s
             self._service_s += max(_SERVICE_PACE, 1 / self._num_ended) * (service_s - self._service_s)
         if self._learned_ns is not None and ran.at_ns < self._learned_ns + _LEARN_EVERY_NS:
             return
@@ -161,4 +162,5 @@ class Speeds:
         if len(self._kinds) >= _KINDS_MAX:
             del self._kinds[next(iter(self._kinds))]
         found = self._kinds[kind] = _Kind(self._config)
+        assert len(self._kinds) <= _KINDS_MAX, "the bound of kinds holds"
         return found

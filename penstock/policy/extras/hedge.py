@@ -95,6 +95,7 @@ class Hedges:
 
     def began(self, route: str, ttft_ns: int, *, prompt_tokens: int) -> None:
         """A request had its first output so long after it was first started: hedged or not."""
+        assert ttft_ns >= 0, ttft_ns
         key = (route, prompt_tokens.bit_length())
         window = self._windows.get(key)
         if window is None:  # As many as there are models, times the bits of a prompt's length.
@@ -120,6 +121,7 @@ class Hedges:
             return False
         self._level -= _UNIT
         self.num_taken += 1
+        assert self._level >= 0, "hedges are paid for"
         return True
 
     def tell(self, route: str, outcome: HedgeOutcome) -> None:

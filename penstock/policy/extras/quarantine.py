@@ -144,6 +144,7 @@ class Quarantine:
             self._suspects.pop(name, None)
             self._suspects[name] = suspect
             self._count(now_ns, suspect, is_starting=name in fresh, num_tokens=tokens[name])
+        assert fresh <= tokens.keys(), "those that were starting were on board"
         while len(self._suspects) > self._config.suspects_max:
             del self._suspects[next(iter(self._suspects))]
 
@@ -194,6 +195,7 @@ class Quarantine:
             suspect.starts += is_starting
         elif is_starting:
             suspect.starts = max(suspect.starts, 1)
+        assert 0 <= suspect.starts <= suspect.strikes, "it was present where it was starting"
         suspect.num_tokens = num_tokens
         suspect.until_ns = now_ns + round(self._config.refuse_s * NS_PER_S)
 

@@ -119,6 +119,7 @@ class AcceleratorCost:
             running.weight = 0
             self._pot -= share
         self._weight = 0
+        assert self._pot >= 0, "shares add up to no more than the pot"
         self._platform += self._pot  # What dividing whole numbers left.
         self._pot = 0
 
@@ -132,6 +133,7 @@ class AcceleratorCost:
             share = self._pot
         self._pot -= share
         self._weight -= running.weight
+        assert self._pot >= 0 <= self._weight, "a share is a part of the pot"
         total = running.share + share
         if running.is_platform:
             self._platform += total
@@ -163,6 +165,7 @@ class AcceleratorCost:
             self._idle += amount
             return
         mine = amount * len(self._running) // (len(self._running) + self._others)
+        assert 0 <= mine <= amount, "others pay for their part"
         self._pot += mine
         self._elsewhere += amount - mine
 
@@ -193,6 +196,7 @@ class ReportedCost:
         before_ns = busy_ns if self._reported_ns is None else self._reported_ns
         new_ns = busy_ns - before_ns if busy_ns >= before_ns else busy_ns
         self._reported_ns, self._has_work = busy_ns, has_work
+        assert new_ns >= 0, "a worker's time only grows"
         self._counted_ns += new_ns
         self.busy += self._price * new_ns
         self.pass_time(now_ns)

@@ -55,6 +55,7 @@ class TokenSource(Protocol):
 
 def ceil_div(dividend: int, divisor: int) -> int:
     """The quotient, rounded up."""
+    assert divisor > 0, divisor
     return -(-dividend // divisor)
 
 
@@ -80,6 +81,7 @@ class Line:
         if self._end_ns > now_ns:
             end_ns = max(end_ns, min(self._end_ns + length_ns, now_ns + ahead_max_ns))
         self._end_ns = end_ns
+        assert end_ns - now_ns >= wait_ns, "nobody is told to come before there is enough"
         return end_ns - now_ns
 
 
@@ -101,6 +103,7 @@ class Bucket:
         if elapsed_ns > 0:
             self._level = min(self._cap, self._level + elapsed_ns * self._rate)
             self._seen_ns = now_ns
+        assert self._level <= self._cap, "a bucket is never more than full"
         return self._level
 
     def has(self, now_ns: int, amount: int) -> bool:
@@ -109,10 +112,12 @@ class Bucket:
 
     def take(self, now_ns: int, amount: int) -> None:
         """See `TokenSource.take`."""
+        assert amount >= 0, amount
         self._level = self.level(now_ns) - amount * UNIT
 
     def give(self, now_ns: int, amount: int) -> None:
         """See `TokenSource.give`."""
+        assert amount >= 0, amount
         self._level = min(self._cap, self.level(now_ns) + amount * UNIT)
 
     def wait_ns(self, now_ns: int, amount: int) -> int:
@@ -132,6 +137,7 @@ class Bucket:
     def change(self, now_ns: int, rate: int, burst: int) -> None:
         """See `TokenSource.change`. A smaller burst can empty the bucket; it makes no debt that was not there."""
         assert rate > 0, rate
+        assert burst > 0, burst
         level, cap = self.level(now_ns), burst * UNIT
         self._level = max(level + cap - self._cap, min(level, 0))
         self.burst, self._rate, self._cap = burst, rate, cap

@@ -150,6 +150,9 @@ class BudgetReservation:
             return False
         self.reserved += extra
         self._account.reserved += extra
+        assert self.reserved == total_micros <= self._account.reserved, (
+            "a request holds a part of what its tenant does"
+        )
         return True
 
     def settle(self, now_ns: int, actual_micros: int) -> None:
@@ -168,6 +171,7 @@ class BudgetReservation:
         self.ended = True
         self._account.live -= 1
         self._account.reserved -= self.reserved
+        assert self._account.live >= 0 <= self._account.reserved, "more ended than was reserved"
 
 
 class BudgetTerms(BudgetsConfig, frozen=True, kw_only=True):
@@ -210,6 +214,7 @@ class TenantBudgets:
             return self._refusal(now_ns, account, period, micros)
         account.live += 1
         account.reserved += micros
+        assert account.reserved >= micros, "what runs holds nothing below zero"
         return BudgetReservation(self, account, micros)
 
     def nears_end(self, now_ns: int, tenant: Tenant) -> bool:
@@ -303,6 +308,7 @@ class TenantBudgets:
     def spend(self, now_ns: int, account: _Account, micros: int) -> None:
         """Count what a request has cost."""
         self._enter(now_ns, account)
+        assert micros >= 0, "what was spent stays spent"
         self.settled_micros += micros
         for period in account.periods:
             period.spent += micros
@@ -319,6 +325,7 @@ class TenantBudgets:
     def _warn(self, account: _Account, period: _Period, share: float) -> None:
         if share <= period.warned or share not in self._config.warn_at:
             return
+        assert period.limit > 0, "a budget that is not there has no share"
         period.warned = share
         self._events.append(
             BudgetEvent(
@@ -337,6 +344,7 @@ class TenantBudgets:
             account.month.enter(month_of(day))
 
     def _refusal(self, now_ns: int, account: _Account, period: _Period, micros: int) -> BudgetRefusal:
+        assert period in account.periods, "the budget is its tenant's"
         next_day = account.day.number + 1 if period is account.day else first_day(account.month.number + 1)
         return BudgetRefusal(
             kind="budget_day" if period is account.day else "budget_month",

@@ -20,6 +20,8 @@ def month_of(day: int) -> int:
     year_of_era = (day_of_era - day_of_era // 1460 + day_of_era // 36_524 - day_of_era // 146_096) // 365
     day_of_year = day_of_era - (365 * year_of_era + year_of_era // 4 - year_of_era // 100)
     from_march = (5 * day_of_year + 2) // 153
+    assert 0 <= day_of_year < 366, day_of_year
+    assert 0 <= from_march < 12, from_march
     return 12 * (era * 400 + year_of_era) + from_march + 2
 
 

@@ -129,10 +129,15 @@ class Leases:
                 del self._wanting[bucket]
                 if bucket.ask(now_ns) is not None:
                     self._in_flight.append(bucket)
-        return [bucket.pending for bucket in self._in_flight if bucket.pending is not None]
+        asks = [bucket.pending for bucket in self._in_flight if bucket.pending is not None]
+        assert len(asks) == len(self._in_flight) <= self.config.asks_max, (
+            "a question of each bucket that asks"
+        )
+        return asks
 
     def granted(self, now_ns: int, reply: LeaseReply) -> None:
         """The store answered the last `asks` (or an empty batch, which only says who is there)."""
+        assert len(reply.grants) == len(self._in_flight), "a grant for each question"
         buckets, self._in_flight = self._in_flight, []
         was_down, self.down_ns = self.down_ns is not None, None
         if self._joined_ns is None or was_down:
@@ -181,6 +186,7 @@ class Leases:
     def lease_max(self, rate: int, burst: int) -> int:
         """What one gateway may have on lease, and on credit: a second's worth, or its part of a quarter of the bucket."""
         worth = rate * self.lease_ns // UNIT
+        assert self.num_gateways > 0, "this gateway is one of them"
         part = burst // (_CREDIT_SHARE * self.num_gateways) if self.is_counted else 0
         return min(burst, max(1, worth, part))
 
@@ -272,6 +278,7 @@ class LeasedBucket:
 
     def take(self, now_ns: int, amount: int) -> None:
         """See `Tokens.take`."""
+        assert amount >= 0, amount
         self.balance -= amount
         self._taken += amount
         leases = self._leases
@@ -283,6 +290,7 @@ class LeasedBucket:
 
     def give(self, now_ns: int, amount: int) -> None:
         """See `Tokens.give`."""
+        assert amount >= 0, amount
         self.balance += amount
         if self.balance > self.size << 1:
             self._leases.want(self)
@@ -351,7 +359,9 @@ class LeasedBucket:
         if not (owed or returned or want or offline or self.recall):
             return None
         self.recall = False
+        assert not (owed and returned), "what is owed is not there to give back"
         self.balance += owed - returned
+        assert self.balance >= 0, "what was on credit is told to the store"
         self.pending = LeaseAsk(
             key=self.key,
             rate=self.rate,
@@ -389,6 +399,7 @@ class LeasedBucket:
         else:
             spent = max(self._taken, self.size >> 1)
         self.size = min(size_max, max(1, size_max >> 3, 2 * spent))
+        assert 0 < self.size <= self.burst, self.size
 
     def _owed_pending(self) -> int:
         return 0 if self.pending is None else self.pending.owed
@@ -414,6 +425,7 @@ class LeasedBucket:
         self._lent_units += self.rate * (self._lent_ns - since_ns)
         gained, self._lent_units = divmod(self._lent_units, share)
         gained = min(gained, max(0, cap - self.balance))
+        assert gained >= 0, "time gives"
         self.balance += gained
         self.offline += gained
         if gained:

@@ -41,6 +41,7 @@ class LeaseTable:
         """Answer one batch of a gateway's questions."""
         self._gateways[gateway] = now_ns
         grants = tuple(self._grant(now_ns, gateway, ask) for ask in asks)
+        assert len(grants) == len(asks), "a grant for each question"
         return LeaseReply(num_gateways=self._num_gateways(now_ns), grants=grants)
 
     def left(self, now_ns: int, gateway: str) -> None:
@@ -86,6 +87,7 @@ class LeaseTable:
                 self._collect(now_ns)
             shared = self._shared[ask.key] = _Shared(now_ns, ask.rate, ask.burst, self._epoch)
             self._epoch += 1
+            assert shared.epoch < self._epoch, "every life of a bucket has a number of its own"
         elif (shared.rate, shared.burst) != (ask.rate, ask.burst):
             shared.bucket.change(now_ns, ask.rate, ask.burst)
             shared.rate, shared.burst = ask.rate, ask.burst

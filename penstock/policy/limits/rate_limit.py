@@ -138,6 +138,7 @@ class LimitReservation:
         slice_tokens = self._limiter.config.slice_tokens
         extra = ceil_div(num_output_tokens - self.covered, slice_tokens) * slice_tokens
         self.covered += extra
+        assert self.covered >= num_output_tokens, "the answer is paid for"
         self.reserved += extra
         self._limiter.outstanding += extra
         if self._tokens is not None:
@@ -145,6 +146,7 @@ class LimitReservation:
 
     def settle(self, now_ns: int, actual_tokens: int) -> None:
         """The request ended, however it did, and used `actual_tokens` of prompt and answer: put back or charge the rest."""
+        assert actual_tokens >= 0, actual_tokens
         use = self._end()
         hold_ns = max(0, now_ns - self._started_ns)
         use.hold_ns = hold_ns if use.hold_ns == 0 else use.hold_ns + (hold_ns - use.hold_ns) // 8
@@ -170,6 +172,7 @@ class LimitReservation:
         self.ended = True
         self._use.live -= 1
         self._limiter.outstanding -= self.reserved
+        assert self._use.live >= 0 <= self._limiter.outstanding, "more ended than was reserved"
         return self._use
 
 
@@ -219,6 +222,7 @@ class Limiter:
             num_requests: what it counts as.
             request_id: spreads the time that refused clients are told.
         """
+        assert prompt_tokens >= 0 <= output_tokens, (prompt_tokens, output_tokens)
         use = self._of(now_ns, tenant)
         tokens, requests = use.tokens, use.requests
         if tokens is not None:
@@ -242,6 +246,7 @@ class Limiter:
             tokens.take(now_ns, needed)
         use.live += 1
         self.outstanding += needed
+        assert tokens is None or needed <= tokens.burst, "what never fits is refused as too large"
         return LimitReservation(self, use, now_ns, prompt_tokens, output_tokens, num_requests)
 
     def headers(self, now_ns: int, tenant: Tenant) -> Headers:
@@ -317,6 +322,7 @@ class Limiter:
         """A guess, since nobody knows when answers end: one place per ending, at the pace of the last ones."""
         gap_ns = max(1, (use.hold_ns or _FIRST_HOLD_NS) // max(1, use.tenant.concurrent_max))
         use.line_ns = min(max(use.line_ns, now_ns) + gap_ns, now_ns + ahead_max_ns)
+        assert use.line_ns >= now_ns, "nobody is told to have come before"
         return use.line_ns - now_ns
 
     def _collect(self, now_ns: int) -> None:

@@ -58,6 +58,7 @@ def check_tokens(
         ContextTooLong: the prompt is too long, or it is together with `max_tokens`.
         InvalidRequest: `max_tokens` is too large.
     """
+    assert prompt_tokens >= 0, prompt_tokens
     if 0 < tenant.input_tokens_max < prompt_tokens:
         raise ContextTooLong(
             f"The maximum prompt length of {_who(tenant)} is {tenant.input_tokens_max} tokens (input_tokens_max). "

@@ -112,6 +112,7 @@ def choose(
             open_now.append(i)
             if total < best or (total == best and _is_next(worker, candidates[index])):
                 index, best = i, total
+    assert (index < 0) == (not open_now), "the best of those that have room"
     if index < 0:
         return _again(candidates, scores, wanted)
     if wanted != index and not request.was_held:
@@ -182,6 +183,7 @@ def _worth_holding_s(
 
 def _less_loaded(candidates: Sequence[WorkerFacts], near: Sequence[int], draw: Draw) -> int:
     """Of two that are drawn by chance."""
+    assert len(near) > 1, "there is nothing to draw"
     first = draw(len(near))
     second = draw(len(near) - 1)
     second += second >= first

@@ -160,6 +160,7 @@ class FairQueue:
         self.bands[work.level].leave(work)
         self.num_waiting -= 1
         self.num_bytes -= work.num_bytes
+        assert self.num_waiting >= 0 <= self.num_bytes, "more left than came"
 
     def charge(self, work: Work, tenths: int) -> None:
         """Correct what a started request counts for its tenant: `band.cost` of what is known by now."""
@@ -223,6 +224,7 @@ class FairQueue:
 
     def _enter(self, now_ns: int, work: Work, *, lift: bool) -> None:
         self.bands[work.level].push(now_ns, work, kept_max=self._config.tenants_kept, lift=lift)
+        assert work.expires_ns >= work.queued_ns, f"{work.id} would wait for no time"
         self.num_waiting += 1
         self.num_bytes += work.num_bytes
         if len(self._expiries) > 2 * self.num_waiting + 64:
@@ -234,6 +236,7 @@ class FairQueue:
     def _started(self, now_ns: int, band: Band, work: Work) -> None:
         self.num_waiting -= 1
         self.num_bytes -= work.num_bytes
+        assert self.num_waiting >= 0 <= self.num_bytes, "more started than came"
         band.start(now_ns, work)
         for passed in self.bands[
             : band.level + 1
@@ -258,7 +261,9 @@ class FairQueue:
             else:
                 rest.append(band)
         starved.sort()
-        return [*(entry[2] for entry in starved), *under, *rest]
+        turn = [*(entry[2] for entry in starved), *under, *rest]
+        assert len(turn) == len(waiting), "every band with work has its turn"
+        return turn
 
     def _own_bound(self, band: Band, work: Work) -> Full | None:
         """The bound of the band or of the tenant's share of it that one more would break."""
@@ -291,6 +296,7 @@ class FairQueue:
 
     def _drop_newest(self, level: int, requests: int, num_bytes: int) -> Sequence[Work]:
         """The newest of the lowest band, until so much is free."""
+        assert requests > 0 or num_bytes > 0, "nothing is dropped while there is room"
         dropped: list[Work] = []
         while requests > 0 or num_bytes > 0:
             victim = next(band for band in reversed(self.bands[level + 1 :]) if band.waiting).newest()

@@ -145,6 +145,7 @@ class Pace:
             if now_ns - at_ns <= OVERDUE * self.backlog_ns:
                 break
             del self._unbegun[request_id, worker]
+            assert (request_id, worker) in self._sent, "who has no output was sent"
             self._overdue.setdefault(worker, set()).add(request_id)
             found.append(worker)
         return found
@@ -167,6 +168,7 @@ class Pace:
         backlog, streams = room.pending_tokens - tokens, running - work.streams
         said_s = _first_s(self._speeds.of(room.view.kind), work, backlog, streams)
         waited = 0 < room.view.max_running < running
+        assert backlog >= 0 <= streams, "it is booked where it was sent"
         self._sent[work.id, room.id] = _Sent(now_ns, backlog, streams, waited, said_s)
         self._unbegun[work.id, room.id] = now_ns
 
@@ -180,6 +182,7 @@ class Pace:
             del self._kinds[next(iter(self._kinds))]
         self._kinds[kind] = None
         first_ns = now_ns - sent.at_ns
+        assert first_ns >= 0, "no output comes before its start"
         self._firsts_ns.append(first_ns)
         self._ratios.append(first_ns / NS_PER_S / max(sent.said_s, _SHORTEST_S))
         if len(self._ratios) >= _SCORED_MIN:
@@ -211,4 +214,5 @@ def _first_s(speed: Speed, work: Work, backlog: int, streams: int) -> float:
 
 def _p90(values: Iterable[float]) -> float:
     ordered = sorted(values)
+    assert ordered, "nothing has no quantile"
     return ordered[(9 * len(ordered) - 1) // 10]

@@ -160,6 +160,7 @@ class Rooms:
         others = max(0, room.view.running + room.view.waiting - room.booked)
         self.num_running += others - room.others
         room.others = others
+        assert self.num_running >= others, "the sum counts every worker's streams"
         self.num_ready += room.view.ready - before[0]
         self.num_slots += (room.slots if room.view.ready else 0) - before[1]
         if not room.view.ready and room.held:
@@ -217,6 +218,7 @@ class Rooms:
     def book(self, room: Room, work: Work) -> None:
         """It was started there."""
         work.identity = room.view.identity
+        assert work.id not in room.begun, f"{work.id} is booked there already"
         room.booked += work.streams
         self.num_running += work.streams
         room.pending_blocks += work.blocks
@@ -232,6 +234,7 @@ class Rooms:
             room.begun[work.id] = True
             room.pending_blocks -= work.blocks
             room.pending_tokens -= uncached_tokens(work)
+            assert room.pending_blocks >= 0 <= room.pending_tokens, f"{room.id}: more begun than was booked"
             if room.busy and self._rooms.get(room.id) is room:
                 self._enter(room)
 
@@ -241,6 +244,7 @@ class Rooms:
         del room.begun[work.id]
         room.booked -= work.streams
         self.num_running -= work.streams
+        assert room.booked >= 0 <= self.num_running, f"{room.id}: more released than was booked"
         if self._rooms.get(room.id) is not room:
             return
         if room.gone and not room.begun:
@@ -293,7 +297,9 @@ class Rooms:
 
     def _leave(self, room: Room) -> None:
         if room.rank is not None:
-            del self._open[bisect_left(self._open, room.rank)]
+            index = bisect_left(self._open, room.rank)
+            assert self._open[index][3] is room, f"{room.id} stands where it was put"
+            del self._open[index]
             room.rank = None
 
     def _count_alone(self) -> None:
@@ -313,6 +319,7 @@ class Rooms:
             self._adapters.setdefault(adapter, {})[worker] = None
 
     def _drop(self, room: Room) -> None:
+        assert not room.begun, f"{room.id} has requests"
         self._leave(room)
         self.num_running -= room.others
         del self._rooms[room.id]

@@ -91,6 +91,7 @@ class AttemptWindow:
     __slots__ = ("_bucket_ns", "_counts", "_epochs", "_num")
 
     def __init__(self, *, window_ns: int, buckets: int) -> None:
+        assert buckets > 0 < window_ns, (buckets, window_ns)
         self._num, self._bucket_ns = buckets, max(1, window_ns // buckets)
         self._epochs = [-1] * buckets
         self._counts = [(0, 0, 0)] * buckets
@@ -101,6 +102,7 @@ class AttemptWindow:
         index = epoch % self._num
         attempts, failures, slows = self._counts[index] if self._epochs[index] == epoch else (0, 0, 0)
         self._epochs[index] = epoch
+        assert failures + slows <= attempts, "an attempt counts as one thing"
         self._counts[index] = (attempts + 1, failures + failed, slows + slow)
 
     def sums(self, now_ns: int) -> tuple[int, int, int]:
@@ -173,6 +175,7 @@ class Breaker:
     def began(self, now_ns: int, ttft_ns: int, *, peers_fine: Callable[[], bool]) -> None:
         """An attempt has had its first output after so long: it counts as good, or as slow, which trips only if its peers are fine."""
         config, usual_ns = self._config, self._usual_ns
+        assert ttft_ns >= 0, ttft_ns
         self.recent_ns += (ttft_ns - self.recent_ns) // _RECENT if self.recent_ns else ttft_ns
         bound_ns = max(round(usual_ns * config.slow_factor), config.slow_min_ms * NS_PER_MS)
         slow = usual_ns > 0 and ttft_ns > bound_ns
@@ -223,6 +226,7 @@ class Breaker:
                 self._move(now_ns, BreakerEvent.PASS)
 
     def _move(self, now_ns: int, event: BreakerEvent) -> None:
+        assert (self.state, event) in TABLE, f"a breaker that is {self.state.name} has no {event.name}"
         was, self.state = self.state, TABLE[self.state, event]
         if self.state is BreakerState.OPEN:
             self._open_ns = self._next_open_ns(now_ns, was)
@@ -237,6 +241,7 @@ class Breaker:
         first_ns, last_ns = round(config.open_s * NS_PER_S), self._open_ns
         was_well = was is BreakerState.CLOSED and now_ns - self._since_ns > 2 * last_ns
         base_ns = first_ns if not last_ns or was_well else 2 * last_ns
+        assert base_ns > 0, "an open breaker is open for a while"
         jittered_ns = base_ns + int(base_ns * config.jitter * self._draw())
         return min(jittered_ns, round(config.open_max_s * NS_PER_S))
 

@@ -64,6 +64,7 @@ class FleetHealth:
             for worker_id, breaker in found.unwell.items()
             if worker_id in found.ready and breaker.blocks(now_ns)
         )
+        assert len(blocked) <= len(found.ready), "only ready workers are left alone"
         if len(blocked) > self._config.panic_above * len(found.ready):
             return _NONE
         return blocked
@@ -91,6 +92,7 @@ class FleetHealth:
             found.known.discard(worker_id)
             found.breakers.pop(worker_id, None)
             found.unwell.pop(worker_id, None)
+        assert (worker_id in found.ready) <= (worker_id in found.known), "a worker that is gone is not ready"
 
     def started(self, now_ns: int, route: str, worker_id: WorkerId) -> None:
         """An attempt begins there."""
@@ -146,6 +148,7 @@ class FleetHealth:
 
     def _note(self, route: str, worker_id: WorkerId, breaker: Breaker) -> None:
         unwell = self._routes[route].unwell
+        assert self._routes[route].breakers[worker_id] is breaker, f"{worker_id} has another breaker"
         if breaker.state is BreakerState.CLOSED:
             unwell.pop(worker_id, None)
         else:

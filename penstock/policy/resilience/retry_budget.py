@@ -40,6 +40,7 @@ class RetryBudget:
 
     def succeeded(self) -> None:
         """A request has ended well."""
+        assert self._share >= 0, self._share
         self._level = min(self._cap, self._level + self._share)
 
     def take(self, now_ns: int) -> bool:
@@ -48,6 +49,7 @@ class RetryBudget:
         if self._level < _UNIT:
             return False
         self._level -= _UNIT
+        assert 0 <= self._level <= self._cap, "a retry is taken from those that are there"
         return True
 
     def level(self, now_ns: int) -> float:

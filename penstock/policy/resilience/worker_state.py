@@ -95,6 +95,7 @@ class WorkerLife:
         before, self.state = self.state, TABLE[self.state][event]
         if self.state is before:
             return False
+        assert now_ns >= self.since_ns, "time goes forward"
         self.since_ns = now_ns
         self.epoch += self.state is WorkerState.STARTING
         return True
