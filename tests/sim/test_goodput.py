@@ -1,6 +1,9 @@
 """Goodput with default settings: requests per second that were answered as promised, at multiples of what can be served."""
 
 import functools
+from collections import Counter
+
+import pytest
 
 from penstock.policy.record import Outcome
 from penstock.sim.scenarios.goodput import (
@@ -58,6 +61,15 @@ def test_no_band_is_starved_and_no_length_is() -> None:
     done = [r for r in played.records if played.good(r)]
     assert any(r.prompt_tokens >= LONG for r in done)
     assert any(r.prompt_tokens < LONG / 4 for r in done)
+
+
+@pytest.mark.parametrize("times", [5, 20])
+def test_every_band_and_every_tenant_gets_something_in_time(times: float) -> None:
+    played = run(times)
+    good = Counter(record.tenant for record in played.records if played.good(record))
+    tenants = {record.tenant for record in played.records}
+    assert len(tenants) == 15
+    assert set(good) == tenants, f"nothing in time: {sorted(tenants - set(good))}"
 
 
 def test_priority_alone_above_the_capacity_has_a_bound_too() -> None:
