@@ -97,7 +97,6 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Step, ...]]] = {
     (State.STARTED, Event.FIRST_OUTPUT): (State.STREAMING, ()),
     (State.STARTED, Event.CANCEL): (State.STOPPING, _ABORT),
     (State.STARTED, Event.EVICT): (State.STOPPING, _ABORT),
-    (State.STARTED, Event.STOP): (State.STOPPING, _ABORT),
     (State.STARTED, Event.FINISH): (State.ENDED, _END),  # An answer without a token.
     (State.STARTED, Event.FAIL): (State.ENDED, _END),
     (State.STREAMING, Event.FIRST_OUTPUT): (State.STREAMING, ()),  # Another of its choices.
@@ -113,7 +112,6 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Step, ...]]] = {
     (State.STOPPING, Event.OUTPUT): (State.STOPPING, ()),
     (State.STOPPING, Event.CANCEL): (State.STOPPING, ()),
     (State.STOPPING, Event.EVICT): (State.STOPPING, ()),
-    (State.STOPPING, Event.STOP): (State.STOPPING, ()),
     (State.STOPPING, Event.FINISH): (State.ENDED, _END),
     (State.STOPPING, Event.FAIL): (State.ENDED, _END),
 }

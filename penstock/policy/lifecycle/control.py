@@ -191,9 +191,10 @@ class FlowControl:
             return None
         if self._accounts.next_slice(now_ns, request.facts, holds, total, request.cached_tokens):
             return None
-        self._advance(now_ns, request, Event.STOP)
+        answer = self._advance(now_ns, request, Event.STOP)
+        assert isinstance(answer, Abort), f"{request.id} is not aborted"
         request.finish_reason = "budget"
-        return Stop(request.id, request.worker)
+        return Stop(request.id, answer.worker_id)
 
     def ended(
         self,
@@ -412,7 +413,8 @@ class FlowControl:
         if isinstance(answer, Settled):
             actions.append(Evict(request.id, reason, error, settled=answer))
         else:
-            actions.append(Evict(request.id, reason, error, worker_id=request.worker))
+            assert isinstance(answer, Abort), f"{request.id} neither ends nor is aborted"
+            actions.append(Evict(request.id, reason, error, worker_id=answer.worker_id))
 
     def _lost(
         self,

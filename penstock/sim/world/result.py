@@ -98,5 +98,7 @@ class RunTally:
     def digest(self) -> str:
         """Over all that was told, and the counters as they are now."""
         final = self._hash.copy()
-        final.update(repr(self.counters).encode())
+        # Under the name that the class had first: digests on record outlive renames.
+        counters = repr(self.counters).removeprefix(type(self.counters).__name__)
+        final.update(f"Counters{counters}".encode())
         return final.hexdigest()
