@@ -1,6 +1,7 @@
 """A budget that machines share, over HTTP: real `penstock serve` processes, each with a ledger of its own, and a real Redis."""
 
 import asyncio
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,19 @@ PAID = 60
 CENT = 10_000
 REFRESH_S = 0.1
 HEARD_S = 10 * REFRESH_S
+OFTEN = (
+    sys.executable,
+    "-c",
+    f"""
+import sys
+from penstock.cli.main import main
+from penstock.gateway.shared import spending
+spending.REFRESH_S = {REFRESH_S}
+sys.exit(main(sys.argv[1:]))
+""",
+    "serve",
+)
+"""`penstock serve`, of which the machines hear of each other every tenth of a second."""
 TENANTS = dict.fromkeys(("acme", "umbrella"), f"budget_per_day: {PAID / 100}")
 
 
@@ -29,9 +43,10 @@ class World:
         sections = (
             f"shared: {{store: redis, url: '{store.url}', timeout_s: 0.5, retry_s: 0.1}}",
             f"prices: {{models: [{{model: {MODEL}, request: 0.01}}]}}",
-            f"budgets: {{refresh_s: {REFRESH_S}}}",
         )
-        self.one, self.two = (Serve(path / name, engine, TENANTS, *sections) for name in ("one", "two"))
+        self.one, self.two = (
+            Serve(path / name, engine, TENANTS, *sections, command=OFTEN) for name in ("one", "two")
+        )
         for gateway in (self.one, self.two):
             gateway.server.wait_ready()
 

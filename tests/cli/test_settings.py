@@ -47,7 +47,7 @@ def test_flag_then_environment_then_file_then_default(
 
 
 def test_engine_flags_count_for_every_model(tmp_path: Path) -> None:
-    file = write(tmp_path, "models: [{path: a, engine: {seed: 5}}, {path: b}]")
+    file = write(tmp_path, "models: [{path: a, engine: {restarts_max: 5}}, {path: b}]")
     argv = (
         "-c",
         file,
@@ -74,7 +74,7 @@ def test_engine_flags_count_for_every_model(tmp_path: Path) -> None:
             2,
             512,
         )
-    assert effective_config(flags(*argv), {}).models[0].engine.seed == 5
+    assert effective_config(flags(*argv), {}).models[0].engine.restarts_max == 5
 
 
 def test_a_model_on_the_command_line_replaces_those_of_the_file(tmp_path: Path) -> None:

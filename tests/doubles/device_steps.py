@@ -90,7 +90,7 @@ def sampling_state(state: RowState, rows: list[tuple[float, int, float, float, i
     """Write (temperature, top k, top p, min p, seed) to the last rows, downwards; the same for the engine's sampler."""
     columns = [np.array(column) for column in zip(*rows, strict=True)]
     seeds = np.array([row[4] for row in rows], np.uint64)
-    places = torch.arange(state.nobody - 1, state.nobody - 1 - len(rows), -1)
+    places = torch.arange(state.unused_row - 1, state.unused_row - 1 - len(rows), -1)
     for table, column in zip(
         (state.temperature, state.top_k, state.top_p, state.min_p), columns, strict=False
     ):

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 PATIENCE_S = 90.0
@@ -16,11 +16,11 @@ COMMAND = (sys.executable, "-m", "penstock", "serve")
 class Server:
     """A `penstock serve` process; its output goes to files, so that it never blocks on us."""
 
-    def __init__(self, place: Path, *argv: str, **environment: str) -> None:
+    def __init__(self, place: Path, *argv: str, command: Sequence[str] = COMMAND, **environment: str) -> None:
         self.out, self.err = place / "out", place / "err"
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = subprocess.Popen(
-                [*COMMAND, *argv], stdout=out, stderr=err, env={**os.environ, **environment}
+                [*command, *argv], stdout=out, stderr=err, env={**os.environ, **environment}
             )
 
     def until(self, happened: Callable[[], object], what: str) -> None:

@@ -4,11 +4,11 @@ import asyncio
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from engine_stand_ins import StandIn, VllmStandIn
-from served import Server
+from served import COMMAND, Server
 from tenant_keys import add
 
 from penstock.bench.client import ApiAddress, Client, ClientLimits
@@ -52,8 +52,10 @@ class Serve:
         *sections: str,
         port: int = 0,
         processes: int = 1,
+        command: Sequence[str] = COMMAND,
     ) -> None:
         """`tenants`: what the configuration says of each, in YAML's flow style; `sections`: more lines of it."""
+        self._command = command
         place.mkdir(exist_ok=True, parents=True)
         self._place, self.config = place, place / "penstock.yaml"
         keys = place / "keys.jsonl"
@@ -77,7 +79,11 @@ class Serve:
     def start(self) -> None:
         """Does not wait until it is ready."""
         self.server = Server(
-            self._place, "-c", str(self.config), PENSTOCK_STATE_DIR=str(self._place / "state")
+            self._place,
+            "-c",
+            str(self.config),
+            command=self._command,
+            PENSTOCK_STATE_DIR=str(self._place / "state"),
         )
 
     def client(self, tenant: str, *, fresh: bool = False) -> Client:

@@ -113,9 +113,17 @@ class World:
             assert self.running.gateway.num_accepted == 0
 
     def saturate(self, num: int) -> None:
-        """The large model's worker is busy, and so many of a protected band wait for it."""
-        for _ in range(num + 1):
+        """A request was answered too late just now; the large model's worker is busy, and so many of a protected band wait for it."""
+        for _ in range(30):
             self.send("vip")
+        late = self.send("pro", degrade="never")
+        while not late.is_here():
+            self.step()
+        assert late.answer()[0] == 503
+        while self.running.gateway.num_accepted < num + 1:
+            self.send("vip")
+        while self.running.gateway.num_accepted > num + 1:
+            self.step()
 
     def _turns(self, steps: int) -> None:
         async def run() -> None:

@@ -3,8 +3,8 @@
 import pytest
 
 from penstock.clock import NS_PER_MS, NS_PER_S
+from penstock.config.engine_settings import EngineSettings
 from penstock.config.routing import TTFT_TARGET_MS
-from penstock.config.tree import EngineConfig
 from penstock.planning.step_time import LinearStepTime
 from penstock.policy.record import Outcome
 from penstock.sim.traffic.request import RequestRecord, Segment, SimRequest
@@ -27,7 +27,7 @@ class Callers:
         step_time = LinearStepTime(
             fixed_ns=FIXED_NS, row_ns=10_000, prefill_ns=max(1, round(token_ns)), kv_ps=20
         )
-        engine = EngineConfig(step_tokens=STEP_TOKENS, max_running=256)
+        engine = EngineSettings(step_tokens=STEP_TOKENS, max_running=256)
         worker = SimWorkerSpec(step_time=step_time, engine=engine, num_blocks=65_536, kind="fast")
         self._left = dict.fromkeys((f"c{i}" for i in range(count)), EACH)
         self._num_asked, self.records = 0, list[RequestRecord]()
