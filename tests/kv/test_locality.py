@@ -183,3 +183,12 @@ def test_workers_of_another_model_that_computes_the_same_are_no_candidates() -> 
     tell(add_own(locality, B, model="n"), keys, 3)
     assert locality.match(0, keys).holders(1) == [(A, Held(4, 0))]
     assert locality.match(0, keys_in(locality, "n")).holders(1) == [(B, Held(3, 0))]
+
+
+def test_without_external_workers_no_prompt_is_hashed_for_them() -> None:
+    locality = make()
+    locality.add(A, model="m", is_own=False)
+    locality.remove(A)
+    keys = keys_in(locality)
+    assert locality.match(0, keys).holders(9) == []
+    assert keys._canonical is None

@@ -480,3 +480,33 @@ def test_a_new_process_has_told_of_all_that_its_answers_found() -> None:
     assert cache_view.is_unmatched
     cache_view.restarted()
     assert not cache_view.is_unmatched
+
+
+def test_a_batch_that_waits_from_before_a_gap_makes_room_for_those_after_it() -> None:
+    cache_view, talker = make(held_batches_max=1), KVTalker()
+    for i in range(9):
+        talker.cache(prompt(1000 * i, 1))
+        talker.publish()
+    cache_view.live(0, talker.batches[0])
+    cache_view.live(3, talker.batches[3])
+    cache_view.ask()
+    cache_view.again(5, talker.batches[5])  # 1 to 4 are not kept there any more: 3 waits for nothing.
+    cache_view.end_of_replay()
+    assert cache_view.wanted is None
+    cache_view.live(8, talker.batches[8])
+    cache_view.ask()
+    for sequence in (5, 6, 7):
+        cache_view.again(sequence, talker.batches[sequence])
+    cache_view.end_of_replay()
+    assert cache_view.wanted is None
+    assert [held(cache_view, prompt(1000 * i, 1)) for i in range(9)] == [0] * 5 + [1] * 4
+
+
+def test_an_orphan_in_the_very_first_batch_has_nothing_before_it_to_ask_for() -> None:
+    cache_view = make()
+    orphan = {
+        "type": "BlockStored", "block_hashes": [2], "parent_block_hash": 1, "token_ids": list(range(16)), "block_size": 16,
+    }  # fmt: skip
+    cache_view.live(0, msgspec.msgpack.encode([0.0, [orphan]]))
+    assert cache_view.names.num_orphans == 1
+    assert (cache_view.wanted, cache_view.state) == (None, StreamState.SYNCED)
