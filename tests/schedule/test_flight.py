@@ -63,3 +63,25 @@ def test_a_step_that_computes_nothing_charges_nobody() -> None:
         seen_empty |= not plan.work
         engine.finish_step()
     assert seen_empty
+
+
+def test_a_later_chunk_pays_for_what_it_reads_of_the_ones_before() -> None:
+    engine = ScheduledEngine(step_tokens=32, num_blocks=128)
+    engine.submit("row", range(10), max_tokens=50)
+    engine.step()
+    engine.submit("prompt", range(500, 600), max_tokens=50)
+    engine.step()
+    plan = engine.plan()
+    assert plan is not None
+    (row, chunk), time_ns = plan.work, 1_000_000
+    assert chunk.num_computed > 0
+    weights = (
+        TOKEN_WEIGHT + row.num_computed + 1,
+        TOKEN_WEIGHT * chunk.num_tokens + chunk_pairs(chunk.num_computed, chunk.num_tokens),
+    )
+    before = [engine.requests[name].device_ns for name in ("row", "prompt")]
+    assert engine.scheduler.share_time(time_ns)
+    shared = [
+        engine.requests[name].device_ns - was for name, was in zip(("row", "prompt"), before, strict=True)
+    ]
+    assert shared == [time_ns * weight // sum(weights) for weight in weights]
