@@ -26,7 +26,7 @@ from penstock.policy.placement.decision_log import DecisionLog
 from penstock.policy.placement.route import Router
 from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.room import Room, Rooms, WorkerView
+from penstock.policy.queueing.room import CapacityTable, WorkerCapacity, WorkerView
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
@@ -55,9 +55,11 @@ class FixedKeys(PromptKeys):
 class Rig:
     """Workers with their rooms and what they have cached, under one placement."""
 
-    def __init__(self, placement: Placement, rooms: Rooms, prompts: list[FixedKeys], seed: int) -> None:
+    def __init__(
+        self, placement: Placement, rooms: CapacityTable, prompts: list[FixedKeys], seed: int
+    ) -> None:
         self.placement, self.rooms, self._prompts = placement, rooms, prompts
-        self._random, self._running = Random(seed), list[tuple[Work, Room]]()
+        self._random, self._running = Random(seed), list[tuple[Work, WorkerCapacity]]()
         self._next = 0
         self.decisions: list[int] = []
 
@@ -79,7 +81,7 @@ class Rig:
         began = process_time_ns()
         room = self.placement.place(now_ns, work, self.rooms, (), ())
         self.decisions.append(process_time_ns() - began)
-        assert isinstance(room, Room)
+        assert isinstance(room, WorkerCapacity)
         self.rooms.book(room, work)
         self.placement.started(now_ns, work, room)
         self._running.append((work, room))
@@ -96,7 +98,7 @@ def prompts_of(maker: PromptKeyMaker, count: int, seed: int) -> list[FixedKeys]:
 
 def rig(policy: str, num_workers: int, seed: int) -> Rig:
     """One router, or least-loaded."""
-    locality, rooms = KVLocality(KVIndexLimits(), KEY), Rooms(QueueTerms())
+    locality, rooms = KVLocality(KVIndexLimits(), KEY), CapacityTable(QueueTerms())
     prompts = prompts_of(locality.maker("m"), 2 * num_workers, seed)
     for i in range(num_workers):
         worker = WorkerId(f"w{i}")

@@ -25,7 +25,7 @@ from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.prompt_keys import PromptKeys, own_keys
 from penstock.policy.parts import LeastLoaded, Placement
 from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.room import Room, Rooms
+from penstock.policy.queueing.room import CapacityTable, WorkerCapacity
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.sim.traffic.arrivals import Poisson
 from penstock.sim.traffic.prompts import BlockNames
@@ -52,10 +52,10 @@ class RoundRobin(LeastLoaded):
         self,
         now_ns: int,
         work: Work,
-        rooms: Rooms,
+        rooms: CapacityTable,
         avoid: Collection[WorkerId],
         blocked: Collection[WorkerId],
-    ) -> Room | None:
+    ) -> WorkerCapacity | None:
         rooms_now = list(rooms)
         for i in range(len(rooms_now)):
             room = rooms_now[(self._next + i) % len(rooms_now)]
@@ -76,10 +76,10 @@ class Approximate(LeastLoaded):
         self,
         now_ns: int,
         work: Work,
-        rooms: Rooms,
+        rooms: CapacityTable,
         avoid: Collection[WorkerId],
         blocked: Collection[WorkerId],
-    ) -> Room | None:
+    ) -> WorkerCapacity | None:
         assert isinstance(work.keys, PromptKeys)
         for room in rooms:
             if self._seen.get(room.id) is None:
@@ -97,7 +97,7 @@ class Approximate(LeastLoaded):
                 return room
         return super().place(now_ns, work, rooms, avoid, blocked)
 
-    def started(self, now_ns: int, work: Work, room: Room) -> None:
+    def started(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
         self._seen.sent(now_ns, room.id, work.keys)
 
 

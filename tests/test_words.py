@@ -7,6 +7,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("penstock", "tests", "bench", "training", "scripts")
 RETIRED = {
+    "Rooms": "CapacityTable",
+    "Thrift": "BudgetDowngrade",
     "_coast_max": "_fast_forward_max",
     "_coast_rows": "_fast_forward_rows",
     "_leap": "_fast_forward",
@@ -28,6 +30,7 @@ RETIRED = {
     "KVFeed": "KVEventSubscriber",
     "KVPublisher": "ZmqPublisher",
     "KVWords": "KVEventChannel",
+    "Lane": "ModelQueue",
     "Leap": "DecodeFastForward",
     "leap_max": "fast_forward_max",
     "ModelWord": "ModelReadiness",

@@ -13,12 +13,12 @@ import msgspec
 from penstock.errors import PenstockError
 from penstock.policy.answers import Diverted, Refused
 from penstock.policy.extras.hedge import Hedges
-from penstock.policy.extras.quarantine import OnBoard, Trial
+from penstock.policy.extras.quarantine import IsolatedRetry, OnBoard
 from penstock.policy.flow import RequestFacts
 from penstock.policy.limits.rate_limit import SLICE_TOKENS
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.pace import Pace
-from penstock.policy.queueing.room import Room, Rooms
+from penstock.policy.queueing.room import CapacityTable, WorkerCapacity
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId, Usage, WorkerId
 
@@ -162,10 +162,10 @@ class Placement(Protocol):
         self,
         now_ns: int,
         work: Work,
-        rooms: Rooms,
+        rooms: CapacityTable,
         avoid: Collection[WorkerId],
         blocked: Collection[WorkerId],
-    ) -> Room | Hold | None:
+    ) -> WorkerCapacity | Hold | None:
         """A worker that the request fits on now; None if there is none.
 
         Never one that is `blocked`; one to `avoid`, where the request failed, only if there is no other. Sets
@@ -173,15 +173,15 @@ class Placement(Protocol):
         """
         ...
 
-    def started(self, now_ns: int, work: Work, room: Room) -> None:
+    def started(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
         """It was sent there, and is booked in `room`."""
         ...
 
-    def began(self, now_ns: int, work: Work, room: Room) -> None:
+    def began(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
         """Its first output came."""
         ...
 
-    def ended(self, now_ns: int, work: Work, room: Room, usage: Usage | None) -> None:
+    def ended(self, now_ns: int, work: Work, room: WorkerCapacity, usage: Usage | None) -> None:
         """It runs there no more, and used so much; None: it failed, or nothing is known."""
         ...
 
@@ -229,7 +229,7 @@ class Poison(Protocol):
         """Why it is refused; None if it is not."""
         ...
 
-    def trial(self, now_ns: int, facts: RequestFacts) -> Trial | None:
+    def trial(self, now_ns: int, facts: RequestFacts) -> IsolatedRetry | None:
         """How it is started if it is under suspicion; None if it is not."""
         ...
 
@@ -346,21 +346,21 @@ class LeastLoaded:
         self,
         now_ns: int,
         work: Work,
-        rooms: Rooms,
+        rooms: CapacityTable,
         avoid: Collection[WorkerId],
         blocked: Collection[WorkerId],
-    ) -> Room | None:
+    ) -> WorkerCapacity | None:
         """The least loaded that it fits on."""
         del now_ns
         return rooms.place(work, avoid, blocked)
 
-    def started(self, now_ns: int, work: Work, room: Room) -> None:
+    def started(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
         """Nothing is learned."""
 
-    def began(self, now_ns: int, work: Work, room: Room) -> None:
+    def began(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
         """Nothing is learned."""
 
-    def ended(self, now_ns: int, work: Work, room: Room, usage: Usage | None) -> None:
+    def ended(self, now_ns: int, work: Work, room: WorkerCapacity, usage: Usage | None) -> None:
         """Nothing is learned."""
 
 

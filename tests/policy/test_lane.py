@@ -5,8 +5,8 @@ from collections.abc import Collection
 from penstock.clock import NS_PER_MS
 from penstock.policy.parts import AllHealthy, Hold, LeastLoaded
 from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.lane import Lane
-from penstock.policy.queueing.room import Room, Rooms, WorkerView
+from penstock.policy.queueing.lane import ModelQueue
+from penstock.policy.queueing.room import CapacityTable, WorkerCapacity, WorkerView
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.types import RequestId, TenantId, WorkerId
 
@@ -21,10 +21,10 @@ class Warm(LeastLoaded):
         self,
         now_ns: int,
         work: Work,
-        rooms: Rooms,
+        rooms: CapacityTable,
         avoid: Collection[WorkerId],
         blocked: Collection[WorkerId],
-    ) -> Room | Hold | None:
+    ) -> WorkerCapacity | Hold | None:
         wanted = rooms.get(A)
         if wanted is None or not work.id.startswith("warm"):
             return super().place(now_ns, work, rooms, avoid, blocked)
@@ -47,20 +47,20 @@ def work(name: str, tenant: str = "t") -> Work:
     return Work(id=RequestId(name), band="default", tenant=TenantId(tenant), arrived_ns=0)
 
 
-def make(placement=None, health=None, views: Collection[WorkerId] = (A, B)) -> Lane:
-    lane = Lane(CONFIG, "m", 0, placement or Warm(), health or AllHealthy())
+def make(placement=None, health=None, views: Collection[WorkerId] = (A, B)) -> ModelQueue:
+    lane = ModelQueue(CONFIG, "m", 0, placement or Warm(), health or AllHealthy())
     for worker in views:
         lane.set_worker(0, worker, WorkerView(max_running=2))
     return lane
 
 
-def start(lane: Lane, now_ns: int = 0) -> tuple[str, WorkerId] | None:
+def start(lane: ModelQueue, now_ns: int = 0) -> tuple[str, WorkerId] | None:
     started = lane.next_start(now_ns)
     lane.check_invariants()
     return None if started is None else (started[0].id, started[1].id)
 
 
-def filled(lane: Lane, now_ns: int = 0) -> list[Work]:
+def filled(lane: ModelQueue, now_ns: int = 0) -> list[Work]:
     """Fill worker A."""
     mine = [work("warm-1"), work("warm-2")]
     for each in mine:

@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.policy.extras.quarantine import Quarantine, QuarantineTerms, Trial
+from penstock.policy.extras.quarantine import IsolatedRetry, Quarantine, QuarantineTerms
 
 S = NS_PER_S
 BAD = 99
@@ -33,7 +33,7 @@ def test_who_was_only_there_is_not_convicted_and_who_always_was_is() -> None:
 def test_who_was_starting_is_tried_alone_and_who_was_streaming_only_after_a_second_death() -> None:
     made = Quarantine(QuarantineTerms())
     made.strike(0, [BAD, 1], {2: 50, 3: 7})
-    alone, together = Trial.ALONE, Trial.TOGETHER
+    alone, together = IsolatedRetry.ALONE, IsolatedRetry.TOGETHER
     assert [made.trial_of(0, each) for each in (BAD, 1, 2, 3, 4)] == [alone, alone, together, together, None]
     made.strike(S, [2, 3], {2: 50, 3: 7})
     assert [made.trial_of(S, each) for each in (2, 3)] == [alone, alone]
@@ -72,7 +72,7 @@ def test_deaths_at_the_same_moment_count_once() -> None:
     for now_ns in (0, 3 * NS_PER_MS, 9 * NS_PER_MS):
         made.strike(now_ns, [1])
     assert not made.refused_s(9 * NS_PER_MS, 1)
-    assert made.trial_of(9 * NS_PER_MS, 1) is Trial.ALONE
+    assert made.trial_of(9 * NS_PER_MS, 1) is IsolatedRetry.ALONE
     made.strike(11 * NS_PER_MS, [1])
     assert made.refused_s(11 * NS_PER_MS, 1), "the first of them is the one that counts"
 

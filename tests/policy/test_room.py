@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.room import Rooms, WorkerView
+from penstock.policy.queueing.room import CapacityTable, WorkerView
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.types import RequestId, TenantId, WorkerId
 
@@ -20,7 +20,7 @@ def work(name: str, *, streams: int = 1, blocks: int = 0) -> Work:
     )
 
 
-def start(rooms: Rooms, each: Work, avoid: Collection[WorkerId] = ()) -> WorkerId | None:
+def start(rooms: CapacityTable, each: Work, avoid: Collection[WorkerId] = ()) -> WorkerId | None:
     room = rooms.place(each, avoid)
     if room is None:
         return None
@@ -29,7 +29,7 @@ def start(rooms: Rooms, each: Work, avoid: Collection[WorkerId] = ()) -> WorkerI
 
 
 def test_streams_go_to_the_least_loaded_up_to_the_credit() -> None:
-    rooms = Rooms(CONFIG)
+    rooms = CapacityTable(CONFIG)
     rooms.set(A, WorkerView(max_running=1))
     rooms.set(B, WorkerView(max_running=3))
     assert rooms.num_slots == 6
@@ -42,13 +42,13 @@ def test_streams_go_to_the_least_loaded_up_to_the_credit() -> None:
     ("view", "slots"), [(WorkerView(max_running=8), 9), (WorkerView(), 3), (WorkerView(ready=False), 0)]
 )
 def test_how_many_streams_a_worker_is_given(view, slots) -> None:
-    rooms = Rooms(CONFIG)
+    rooms = CapacityTable(CONFIG)
     rooms.set(A, view)
     assert rooms.num_slots == slots
 
 
 def test_streams_of_others_count_and_ours_are_not_counted_twice() -> None:
-    rooms = Rooms(CONFIG)
+    rooms = CapacityTable(CONFIG)
     rooms.set(A, WorkerView(max_running=4))
     mine = [work(f"r{i}") for i in range(2)]
     for each in mine:
@@ -62,7 +62,7 @@ def test_streams_of_others_count_and_ours_are_not_counted_twice() -> None:
 
 
 def test_kv_blocks_count_from_the_start_until_the_first_output_and_then_by_report() -> None:
-    rooms = Rooms(CONFIG)
+    rooms = CapacityTable(CONFIG)
     rooms.set(A, WorkerView(max_running=8, kv_blocks_total=100))
     first = work("first", blocks=70)
     assert start(rooms, first) == A
@@ -76,13 +76,13 @@ def test_kv_blocks_count_from_the_start_until_the_first_output_and_then_by_repor
 
 
 def test_an_idle_worker_takes_anything() -> None:
-    rooms = Rooms(CONFIG)
+    rooms = CapacityTable(CONFIG)
     rooms.set(A, WorkerView(max_running=2, kv_blocks_total=10))
     assert start(rooms, work("huge", streams=99, blocks=1000)) == A
 
 
 def test_a_retry_goes_elsewhere_if_it_can() -> None:
-    rooms = Rooms(CONFIG)
+    rooms = CapacityTable(CONFIG)
     rooms.set(A, WorkerView(max_running=4))
     assert start(rooms, work("only one"), avoid=[A]) == A
     rooms.set(B, WorkerView(max_running=1, running=1))
@@ -90,7 +90,7 @@ def test_a_retry_goes_elsewhere_if_it_can() -> None:
 
 
 def test_a_worker_that_is_kept_free_takes_nothing_else() -> None:
-    rooms = Rooms(CONFIG)
+    rooms = CapacityTable(CONFIG)
     for worker in (A, B):
         rooms.set(worker, WorkerView(max_running=4, kv_blocks_total=10, kv_blocks_used=9, running=1))
     rooms.set(B, WorkerView(max_running=4, kv_blocks_total=10, kv_blocks_used=5, running=1))
@@ -103,7 +103,7 @@ def test_a_worker_that_is_kept_free_takes_nothing_else() -> None:
 
 
 def test_a_worker_that_left_is_forgotten_once_nothing_of_it_is_open() -> None:
-    rooms = Rooms(CONFIG)
+    rooms = CapacityTable(CONFIG)
     rooms.set(A, WorkerView(max_running=4))
     mine = work("r")
     start(rooms, mine)
@@ -117,7 +117,7 @@ def test_a_worker_that_left_is_forgotten_once_nothing_of_it_is_open() -> None:
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=80, deadline=None)
 def test_the_sums_agree_whatever_happens(seed) -> None:
-    random, rooms = Random(seed), Rooms(CONFIG)
+    random, rooms = Random(seed), CapacityTable(CONFIG)
     here: list[tuple[WorkerId, Work]] = []
     for step in range(120):
         kind = random.randrange(6)

@@ -16,7 +16,7 @@ from penstock.policy.placement.route import Router
 from penstock.policy.placement.score import score_policy
 from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.room import Room, Rooms, WorkerView
+from penstock.policy.queueing.room import CapacityTable, WorkerCapacity, WorkerView
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
@@ -57,7 +57,7 @@ class World:
     def __init__(
         self, config: PlacementTerms = CALM, *, seed: int = 1, held: Mapping[WorkerId, Held] | None = None
     ) -> None:
-        self.rooms, self.caches = Rooms(QUEUE), Caches(held)
+        self.rooms, self.caches = CapacityTable(QUEUE), Caches(held)
         self.log = DecisionLog(kept_max=64)
         self.router = Router("m", config, Random(seed).randrange, locality=self.caches, log=self.log)
 
@@ -66,12 +66,12 @@ class World:
             self.rooms.set(name, WorkerView(**{"max_running": 8, "kv_blocks_total": 4096, **view}))
         return self
 
-    def place(self, each: Work, now_ns: int = 0, *, avoid=(), blocked=()) -> Room | Hold | None:
+    def place(self, each: Work, now_ns: int = 0, *, avoid=(), blocked=()) -> WorkerCapacity | Hold | None:
         return self.router.place(now_ns, each, self.rooms, avoid, blocked)
 
     def start(self, each: Work, now_ns: int = 0) -> WorkerId:
         room = self.place(each, now_ns)
-        assert isinstance(room, Room), room
+        assert isinstance(room, WorkerCapacity), room
         self.rooms.book(room, each)
         self.router.started(now_ns, each, room)
         return room.id
@@ -268,7 +268,7 @@ def test_what_is_filtered_is_never_picked_however_warm_it_is(why, view, facts) -
     able = {"capabilities": frozenset({"images", "files"})}
     world = World(held={A: Held(100, 0)}).workers(A, **view).workers(B, **able)
     room = world.place(work(**facts), blocked={A} if why == "blocked" else ())
-    assert isinstance(room, Room)
+    assert isinstance(room, WorkerCapacity)
     assert room.id == B
     assert {each.worker: each.filtered for each in world.log.of(RequestId("r"))[-1].candidates}[A] == why
 
@@ -276,10 +276,10 @@ def test_what_is_filtered_is_never_picked_however_warm_it_is(why, view, facts) -
 def test_a_retry_avoids_all_workers_where_it_failed_while_there_is_another() -> None:
     world = World(held={A: Held(100, 0)}).workers(A, B, C)
     room = world.place(work(), avoid={A, B})
-    assert isinstance(room, Room)
+    assert isinstance(room, WorkerCapacity)
     assert room.id == C
     room = world.place(work(), avoid={A, B, C})
-    assert isinstance(room, Room)
+    assert isinstance(room, WorkerCapacity)
     assert room.id == A
     assert world.reason("r") == "avoid"
 
@@ -288,7 +288,7 @@ def test_where_no_candidate_may_have_it_the_next_ones_are_looked_at() -> None:
     names = [WorkerId(f"w{i:02}") for i in range(20)]
     world = World().workers(*names)
     room = world.place(work(), blocked=set(names[:15]))
-    assert isinstance(room, Room)
+    assert isinstance(room, WorkerCapacity)
     assert room.id in names[15:]
     assert world.place(work(), blocked=set(names)) is None
 
@@ -305,7 +305,7 @@ def test_a_worker_that_is_alone_gets_everything_without_a_look_at_caches() -> No
     assert (told["worker"], told["reason"], len(told["candidates"])) == (A, "only", 1)
     assert told["candidates"][0]["parts"]["prefill_s"] == pytest.approx(1600 / 4000)
     room = world.place(work("again"), avoid={A})
-    assert isinstance(room, Room)
+    assert isinstance(room, WorkerCapacity)
     assert world.reason("again") == "avoid"
     fill(world, A, 8)
     assert world.place(work("late")) is None
@@ -352,7 +352,7 @@ def test_a_request_is_held_for_a_warm_worker_when_that_saves_more_than_the_wait(
     assert 0 < hold.until_ns - 5 * NS_PER_S <= 500 * NS_PER_MS
     large.hold_ns, large.hold_for = hold.until_ns, A
     room = world.place(large, hold.until_ns)
-    assert isinstance(room, Room)
+    assert isinstance(room, WorkerCapacity)
     assert room.id == B, "it is released to all"
     assert world.reason("r") == "released"
 
@@ -360,7 +360,7 @@ def test_a_request_is_held_for_a_warm_worker_when_that_saves_more_than_the_wait(
 def test_a_small_saving_is_not_waited_for() -> None:
     world = busy()
     room = world.place(work(prompt_tokens=200), 5 * NS_PER_S)
-    assert isinstance(room, Room)
+    assert isinstance(room, WorkerCapacity)
     assert room.id == B
 
 
@@ -378,7 +378,7 @@ def test_who_is_held_already_makes_the_next_wait_longer() -> None:
 )
 def test_holds_can_be_switched_off(config) -> None:
     room = busy(config).place(work(prompt_tokens=24_000), 5 * NS_PER_S)
-    assert isinstance(room, Room)
+    assert isinstance(room, WorkerCapacity)
     assert room.id == B
 
 
@@ -476,7 +476,9 @@ def run(seed: int) -> list[tuple[str, str]]:
             assert now_ns < answer.until_ns <= now_ns + decision.config.hold_ms_max * NS_PER_MS
             each.hold_ns = answer.until_ns
             answer = world.place(each, answer.until_ns, blocked=blocked)
-            assert isinstance(answer, Room), "what is held could start elsewhere, and nobody is held twice"
+            assert isinstance(answer, WorkerCapacity), (
+                "what is held could start elsewhere, and nobody is held twice"
+            )
         told.append((each.id, "" if answer is None else answer.id))
         if answer is None:
             continue

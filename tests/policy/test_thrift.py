@@ -5,7 +5,7 @@ import pytest
 from penstock.config.ledger import BudgetsConfig, ModelPrice, PricesConfig
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig
 from penstock.policy.admission.gate import Gate, ModelFacts
-from penstock.policy.admission.thrift import Thrift
+from penstock.policy.admission.thrift import BudgetDowngrade
 from penstock.policy.answers import Diverted, Queued, Refused
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.control import FlowControl
@@ -45,7 +45,7 @@ class Rig:
         facts = {name: ModelFacts(max_model_len=4096) for name in ("large", "odd", "small")}
         queue = QueueTerms(worker_credit=0, tenant_share=1.0)
         routing = RoutingConfig(models=ROUTES)
-        gate = Gate(AdmissionConfig(), routing, queue, facts.get, Thrift(budgets, prices))
+        gate = Gate(AdmissionConfig(), routing, queue, facts.get, BudgetDowngrade(budgets, prices))
         self.flow = FlowControl(queue, Parts(admission=gate, budgets=budgets, prices=prices))
         for name in facts:
             self.flow.set_worker(0, name, WorkerId(name), WorkerView(max_running=1))

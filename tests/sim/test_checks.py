@@ -8,8 +8,8 @@ import pytest
 from penstock.clock import NS_PER_MS
 from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.queueing.fair_queue import FairQueue
-from penstock.policy.queueing.lane import Lane
-from penstock.policy.queueing.room import Room
+from penstock.policy.queueing.lane import ModelQueue
+from penstock.policy.queueing.room import WorkerCapacity
 from penstock.policy.tenant import Tenant
 from penstock.schedule.class_queue import ClassQueue
 from penstock.sim.checks import case
@@ -113,24 +113,26 @@ def test_a_lower_class_that_an_engine_starts_first_is_found(monkeypatch) -> None
 def test_room_that_nobody_is_given_is_found(monkeypatch, workers) -> None:
     """With two streams on a worker, the queue takes it for full."""
     monkeypatch.setattr(
-        Room, "num_free", property(lambda room: max(0, 2 - room.booked) if room.view.ready else 0)
+        WorkerCapacity, "num_free", property(lambda room: max(0, 2 - room.booked) if room.view.ready else 0)
     )
     assert "has room for it" in failure(crowd(workers=workers))
 
 
 def test_a_request_that_is_forgotten_by_the_placement_is_found(monkeypatch) -> None:
     """Whoever was passed over once is not looked at again while anybody runs."""
-    fits = Lane._fits
+    fits = ModelQueue._fits
     monkeypatch.setattr(
-        Lane, "_fits", lambda self, work: not (work.aside and self.rooms.num_running) and fits(self, work)
+        ModelQueue,
+        "_fits",
+        lambda self, work: not (work.aside and self.rooms.num_running) and fits(self, work),
     )
     assert "has room for it" in failure(crowd(blocks=40))
 
 
 def test_more_streams_than_a_worker_has_room_for_are_found(monkeypatch) -> None:
-    free = Room.num_free.fget
-    monkeypatch.setattr(Room, "num_free", property(lambda room: free(room) + 3 * room.view.ready))
-    monkeypatch.setattr(Room, "fits", lambda room, _: room.num_free > 0)
+    free = WorkerCapacity.num_free.fget
+    monkeypatch.setattr(WorkerCapacity, "num_free", property(lambda room: free(room) + 3 * room.view.ready))
+    monkeypatch.setattr(WorkerCapacity, "fits", lambda room, _: room.num_free > 0)
     assert "is to have 8" in failure(crowd())
 
 

@@ -3,7 +3,7 @@
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.routing import AdmissionConfig
 from penstock.policy.admission.promise import IDLE_FACTOR
-from penstock.policy.queueing.lane import Lane
+from penstock.policy.queueing.lane import ModelQueue
 from penstock.telemetry.log import Log
 
 PROMPT_TOKENS = 256
@@ -17,7 +17,7 @@ class StretchedPromises:
         self._config, self._log = config, log
         self._said: set[str] = set()
 
-    def look(self, model: str, lane: Lane | None) -> None:
+    def look(self, model: str, lane: ModelQueue | None) -> None:
         """See what the model's requests have taken so far."""
         target_ms = self._config.ttft_target_ms
         if lane is None or not target_ms or model in self._said:

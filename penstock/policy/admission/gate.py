@@ -13,7 +13,7 @@ from penstock.config.flow import QueueConfig
 from penstock.config.routing import AdmissionConfig, RoutingConfig
 from penstock.errors import Overloaded, PenstockError, WorkerUnavailable
 from penstock.policy.admission.admit import AdmissionControl, effective_degrade
-from penstock.policy.admission.thrift import Thrift
+from penstock.policy.admission.thrift import BudgetDowngrade
 from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Divert, Shed
 from penstock.policy.answers import Diverted, Refused
 from penstock.policy.flow import RequestFacts
@@ -58,7 +58,7 @@ class Gate:
         routing: RoutingConfig,
         queue: QueueConfig,
         facts: Callable[[str], ModelFacts | None],
-        thrift: Thrift | None = None,
+        thrift: BudgetDowngrade | None = None,
     ) -> None:
         """`facts` tells of a model; None if it is not served. `thrift`: tenants whose budget nears its end go to cheaper fallbacks."""
         self._thrift = thrift if any(route.fallback for route in routing.models) else None

@@ -11,7 +11,7 @@ _CHOSEN = ("", "complexity")
 """A request that was sent on for another reason stays where that put it."""
 
 
-class Thrift:
+class BudgetDowngrade:
     """Knows the budgets and the prices."""
 
     __slots__ = ("_budgets", "_prices")

@@ -15,7 +15,7 @@ from penstock.policy.answers import Abort, Start
 from penstock.policy.extras.hedge import HedgeOutcome, Hedges
 from penstock.policy.flow import State
 from penstock.policy.parts import Health
-from penstock.policy.queueing.lane import Lane
+from penstock.policy.queueing.lane import ModelQueue
 from penstock.policy.queueing.room import uncached_tokens
 from penstock.policy.requests.extra import Extra
 from penstock.policy.requests.request import Hedge, Request
@@ -34,7 +34,7 @@ class Hedging(Extra):
         requests: Mapping[RequestId, Request],
         *,
         on_lost: Callable[[int, Request, WorkerId, PenstockError | None], None],
-        on_change: Callable[[Lane], None],
+        on_change: Callable[[ModelQueue], None],
     ) -> None:
         """`requests` are all accepted ones, by reference; `on_lost` is called for an attempt that failed, `on_change` for a model whose
         workers have capacity again.

@@ -42,7 +42,7 @@ class OnBoard(msgspec.Struct, frozen=True, gc=False):
     """What it has given in all."""
 
 
-class Trial(enum.Enum):
+class IsolatedRetry(enum.Enum):
     """How a suspect is started again."""
 
     ALONE = "alone"
@@ -100,7 +100,7 @@ class Quarantine:
             f"Workers have ended while they computed this prompt. It is refused for another {math.ceil(left_s)} s."
         )
 
-    def trial(self, now_ns: int, facts: RequestFacts) -> Trial | None:
+    def trial(self, now_ns: int, facts: RequestFacts) -> IsolatedRetry | None:
         """See `parts.Poison`."""
         if not self._suspects or (name := fingerprint(facts)) is None:
             return None
@@ -159,12 +159,12 @@ class Quarantine:
             return 0.0
         return (suspect.until_ns - now_ns) / NS_PER_S
 
-    def trial_of(self, now_ns: int, fingerprint: Fingerprint) -> Trial | None:
+    def trial_of(self, now_ns: int, fingerprint: Fingerprint) -> IsolatedRetry | None:
         """How it is tried again; None if nothing is held against it."""
         suspect = self._suspects.get(fingerprint)
         if suspect is None or now_ns >= suspect.until_ns:
             return None
-        return Trial.ALONE if suspect.starts or suspect.strikes > 1 else Trial.TOGETHER
+        return IsolatedRetry.ALONE if suspect.starts or suspect.strikes > 1 else IsolatedRetry.TOGETHER
 
     def _before(self, now_ns: int, name: Fingerprint, num_tokens: int) -> _Suspect:
         """What is held against it from earlier deaths; nothing of one that has come further since."""

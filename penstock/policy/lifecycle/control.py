@@ -24,7 +24,7 @@ from penstock.policy.lifecycle.transitions import Change, Transitions
 from penstock.policy.parts import Parts, Pass, RouteLoad
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.fair_queue import Full
-from penstock.policy.queueing.lane import Lane
+from penstock.policy.queueing.lane import ModelQueue
 from penstock.policy.queueing.room import WorkerView
 from penstock.policy.queueing.terms import queue_terms
 from penstock.policy.record import Outcome
@@ -51,9 +51,9 @@ class FlowControl:
         self._accounts = Accounts(self._parts)
         self._requests: dict[RequestId, Request] = {}
         self._fallbacks = Fallbacks(self._parts, self._accounts, self._requests, self._look)
-        self._lanes: dict[str, Lane] = {}
-        self._dirty: dict[str, Lane] = {}
-        self._timers: list[tuple[int, int, Lane]] = []
+        self._lanes: dict[str, ModelQueue] = {}
+        self._dirty: dict[str, ModelQueue] = {}
+        self._timers: list[tuple[int, int, ModelQueue]] = []
         self._timers_set = 0
         self._pending: list[Action] = []
         self._drain_ns: int | None = None
@@ -325,7 +325,7 @@ class FlowControl:
         """All of them, in the order in which they came."""
         return list(self._requests.values())
 
-    def lane(self, route: str) -> Lane | None:
+    def lane(self, route: str) -> ModelQueue | None:
         """A model's queue and workers, for gauges."""
         return self._lanes.get(route)
 
@@ -335,11 +335,11 @@ class FlowControl:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _lane(self, now_ns: int, route: str) -> Lane:
+    def _lane(self, now_ns: int, route: str) -> ModelQueue:
         lane = self._lanes.get(route)
         if lane is None:
             parts = self._parts
-            lane = self._lanes[route] = Lane(
+            lane = self._lanes[route] = ModelQueue(
                 self._config, route, now_ns, parts.placement(route), parts.health, parts.pace()
             )
         return lane
@@ -354,7 +354,7 @@ class FlowControl:
         """The request that is booked at a worker under a name."""
         return self._requests.get(name) or self._requests[RequestId(name.rpartition(MARK)[0])]
 
-    def _serve(self, now_ns: int, lane: Lane, actions: list[Action]) -> None:
+    def _serve(self, now_ns: int, lane: ModelQueue, actions: list[Action]) -> None:
         while (late := lane.next_expired(now_ns)) is not None:
             work, reason = late
             waited_s = (now_ns - work.queued_ns) / NS_PER_S
@@ -382,7 +382,7 @@ class FlowControl:
             self._timers_set += 1
             heappush(self._timers, (due_ns, self._timers_set, lane))
 
-    def _look_elsewhere(self, now_ns: int, lane: Lane, down_ns: int, actions: list[Action]) -> None:
+    def _look_elsewhere(self, now_ns: int, lane: ModelQueue, down_ns: int, actions: list[Action]) -> None:
         """No worker is left: what waits falls back to another model under the rules of admission, else it waits on."""
         found, stay, more = self._fallbacks.ask(now_ns, lane, down_ns)
         actions += found
@@ -432,7 +432,7 @@ class FlowControl:
         aborts = [extra.ending(now_ns, request) for extra in self._extras]
         actions.extend(abort for abort in aborts if abort is not None)
 
-    def _touch(self, lane: Lane) -> None:
+    def _touch(self, lane: ModelQueue) -> None:
         self._dirty[lane.route] = lane
 
 

@@ -12,7 +12,7 @@ from penstock.policy.answers import Diverted, FallBack, Refused
 from penstock.policy.flow import RequestFacts, State
 from penstock.policy.parts import Parts, Pass, RouteLoad
 from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.lane import Lane
+from penstock.policy.queueing.lane import ModelQueue
 from penstock.policy.requests.account import Accounts, Holds
 from penstock.policy.requests.request import Request, work_of
 from penstock.types import RequestId
@@ -27,7 +27,7 @@ class Moved(msgspec.Struct, frozen=True, gc=False):
     """What a request that waits becomes for another model."""
 
     facts: RequestFacts
-    lane: Lane
+    lane: ModelQueue
     work: Work
     holds: Holds
 
@@ -43,7 +43,7 @@ class Fallbacks:
         """`requests` are all accepted ones, by reference."""
         self._parts, self._accounts, self._requests, self._look = parts, accounts, requests, look
 
-    def ask(self, now_ns: int, lane: Lane, down_ns: int) -> tuple[list[FallBack], list[Request], bool]:
+    def ask(self, now_ns: int, lane: ModelQueue, down_ns: int) -> tuple[list[FallBack], list[Request], bool]:
         """What waits for a model that has had no worker since `down_ns`: which requests could go elsewhere, which could not, and whether
         there are more to ask. Each is asked once while the model is down.
         """
@@ -62,7 +62,7 @@ class Fallbacks:
                 stay.append(request)
         return found, stay, False
 
-    def move(self, now_ns: int, facts: RequestFacts, lane: Lane) -> Moved | None:
+    def move(self, now_ns: int, facts: RequestFacts, lane: ModelQueue) -> Moved | None:
         """What it becomes to wait in that queue; None if it has a worker by now, has ended, or is not let in there."""
         request = self._requests.get(facts.id)
         if request is None or request.state is not State.QUEUED or request.has_begun:

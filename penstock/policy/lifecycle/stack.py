@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from penstock.config.tree import Config
 from penstock.policy.admission.gate import Gate, ModelFacts
-from penstock.policy.admission.thrift import Thrift
+from penstock.policy.admission.thrift import BudgetDowngrade
 from penstock.policy.estimates.output_length import OutputLengths
 from penstock.policy.extras.hedge import Hedges, Tell
 from penstock.policy.extras.quarantine import Quarantine
@@ -54,7 +54,7 @@ def build_policies(
     """
     prices = PriceList(config.prices)
     budgets = TenantBudgets(config.budgets, wall_offset_ns=wall_offset_ns)
-    gate = Gate(config.admission, config.routing, config.queue, facts, Thrift(budgets, prices))
+    gate = Gate(config.admission, config.routing, config.queue, facts, BudgetDowngrade(budgets, prices))
     health = FleetHealth(config.health, random)
     hedges = Hedges(config.health, on_hedge) if config.health.hedge_share else None
     parts = Parts(

@@ -11,7 +11,7 @@ from penstock.policy.lifecycle.fallback import Moved
 from penstock.policy.parts import Parts
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.fair_queue import Full
-from penstock.policy.queueing.lane import Lane
+from penstock.policy.queueing.lane import ModelQueue
 from penstock.policy.record import Outcome
 from penstock.policy.requests.account import Accounts
 from penstock.policy.requests.endings import Settled
@@ -48,7 +48,7 @@ class Transitions:
         requests: MutableMapping[RequestId, Request],
         extras: Sequence[Extra],
         *,
-        on_change: Callable[[Lane], None],
+        on_change: Callable[[ModelQueue], None],
         on_dropped: Callable[[int, Sequence[Work]], None],
     ) -> None:
         """`requests` are all accepted ones, from which those that have ended are removed; `on_change` is called for a model whose queue

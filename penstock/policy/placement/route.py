@@ -6,7 +6,7 @@
     learn        speed.py: what requests took at their workers
 
 One per model; fulfils `parts.Placement`. A decision looks at a bounded number of workers, however large the fleet is.
-Load is what `Rooms` has booked since dispatch; what workers report only corrects it.
+Load is what `CapacityTable` has booked since dispatch; what workers report only corrects it.
 
 A worker that is alone gets what fits on it: no prompt is hashed, looked up, predicted or audited, and nothing is learned,
 because nothing could be chosen by it. Its own events keep the index up to date for the day when another worker comes.
@@ -28,7 +28,7 @@ from penstock.policy.placement.pick import Choice, Decision, Draw, choose, choos
 from penstock.policy.placement.score import RequestFacts, WorkerFacts, score_policy
 from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.room import Room, Rooms, can_resume_at, uncached_tokens
+from penstock.policy.queueing.room import CapacityTable, WorkerCapacity, can_resume_at, uncached_tokens
 from penstock.types import BLOCK_TOKENS, RequestId, Usage, WorkerId
 
 _WIDE = 64
@@ -86,10 +86,10 @@ class Router:
         self,
         now_ns: int,
         work: Work,
-        rooms: Rooms,
+        rooms: CapacityTable,
         avoid: Collection[WorkerId],
         blocked: Collection[WorkerId],
-    ) -> Room | Hold | None:
+    ) -> WorkerCapacity | Hold | None:
         """See `parts.Placement`."""
         look = _Look(now_ns, work, rooms, avoid, blocked)
         if work.aside and not self._may_fit(look):
@@ -111,7 +111,7 @@ class Router:
         work.matched_tokens = picked.device_tokens + picked.host_tokens
         return rooms.get(picked.worker)
 
-    def started(self, now_ns: int, work: Work, room: Room) -> None:
+    def started(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
         """See `parts.Placement`."""
         if work.session:
             self._sessions.put(now_ns, work.session, room.id)
@@ -130,13 +130,13 @@ class Router:
         if work.keys is not None:
             self._locality.sent(now_ns, room.id, work.keys)
 
-    def began(self, now_ns: int, work: Work, room: Room) -> None:
+    def began(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
         """See `parts.Placement`."""
         sent = self._sent.get(work.id)
         if sent is not None and not sent.began_ns:
             sent.began_ns, sent.began_streams = now_ns, room.booked + room.others
 
-    def ended(self, now_ns: int, work: Work, room: Room, usage: Usage | None) -> None:
+    def ended(self, now_ns: int, work: Work, room: WorkerCapacity, usage: Usage | None) -> None:
         """See `parts.Placement`."""
         sent = self._sent.pop(work.id, None)
         if sent is None or usage is None:
@@ -185,7 +185,7 @@ class Router:
                 found[room.id] = self._facts(look, room, look.located.of(room.id))
         return list(found.values())
 
-    def _facts(self, look: "_Look", room: Room, held: Held) -> WorkerFacts:
+    def _facts(self, look: "_Look", room: WorkerCapacity, held: Held) -> WorkerFacts:
         """What is known of a worker for this request."""
         work, view, worker = look.work, room.view, room.id
         device = host = 0
@@ -214,7 +214,7 @@ class Router:
             self.speeds.of(view.kind),
         )
 
-    def _decide_only(self, look: "_Look", room: Room) -> Decision:
+    def _decide_only(self, look: "_Look", room: WorkerCapacity) -> Decision:
         """There is nothing to choose: whether the worker that is alone can start it now."""
         request, worker = self._request(look), self._facts(look, room, NOTHING_HELD)
         return self._decision(look, request, [worker], choose_only(request, worker), looked_up=False)
@@ -319,7 +319,7 @@ class _Look:
         self,
         now_ns: int,
         work: Work,
-        rooms: Rooms,
+        rooms: CapacityTable,
         avoid: Collection[WorkerId],
         blocked: Collection[WorkerId],
     ) -> None:
@@ -330,7 +330,7 @@ class _Look:
         """Requests that are held for a worker."""
 
 
-def _filter(work: Work, room: Room, blocked: Collection[WorkerId]) -> str:
+def _filter(work: Work, room: WorkerCapacity, blocked: Collection[WorkerId]) -> str:
     """Why a worker cannot have a request, however long it waited; empty: it can."""
     view = room.view
     if not view.ready:

@@ -86,7 +86,7 @@ class Work(msgspec.Struct, eq=False, kw_only=True):
     """Of the prompt, what the placement expects in the cache of the worker that it chose."""
 
 
-class Line(ServiceCounter):
+class TenantQueue(ServiceCounter):
     """One tenant's requests in the band, and its counter."""
 
     __slots__ = ("entry", "heap", "num_bytes", "num_running", "num_waiting", "number", "tenant")
@@ -151,13 +151,13 @@ class Band:
         """Those with something waiting."""
         self.served_ns = 0
         """When it last started something, or began to wait."""
-        self._lines: dict[TenantId, Line] = {}
-        self._heap: list[tuple[int, int, int, int, Line]] = []
+        self._lines: dict[TenantId, TenantQueue] = {}
+        self._heap: list[tuple[int, int, int, int, TenantQueue]] = []
         self._last = 0
         """Counter of whoever left the band last, for those that come when nobody waits."""
         self._next_line = 0
 
-    def line(self, tenant: TenantId) -> Line | None:
+    def line(self, tenant: TenantId) -> TenantQueue | None:
         """The tenant's line, if it is known."""
         return self._lines.get(tenant)
 
@@ -166,7 +166,7 @@ class Band:
         line = self._lines.get(work.tenant)
         if line is None:
             self._forget_idle(kept_max)
-            line = self._lines[work.tenant] = Line(work.tenant, self._next_line)
+            line = self._lines[work.tenant] = TenantQueue(work.tenant, self._next_line)
             self._next_line += 1
         if not self.waiting:
             self.served_ns = now_ns
@@ -197,7 +197,7 @@ class Band:
             if fits(work):
                 self.leave(work)
                 return work
-        passed: list[Line] = []
+        passed: list[TenantQueue] = []
         found: Work | None = None
         while len(passed) < _PASSED_MAX and (line := self._first()) is not None:
             work = line.head()
@@ -312,7 +312,7 @@ class Band:
         line = self._lines.get(tenant)
         return 0.0 if line is None else line.prompt_tokens
 
-    def _enter(self, line: Line) -> None:
+    def _enter(self, line: TenantQueue) -> None:
         """Put the line where it belongs now; its other entry, if it has one, is stale from here."""
         head = line.head()
         assert head is not None, "only lines with a head are in the heap"
@@ -322,7 +322,7 @@ class Band:
             heapify(self._heap)
         heappush(self._heap, (line.served, head.order_ns, line.number, line.entry, line))
 
-    def _first(self) -> Line | None:
+    def _first(self) -> TenantQueue | None:
         """The line with the smallest counter; ties go to the earlier head."""
         heap = self._heap
         while heap:

@@ -8,12 +8,12 @@ from heapq import heappop, heappush
 from penstock.clock import NS_PER_S
 from penstock.config.flow import QueueConfig
 from penstock.errors import Overloaded
-from penstock.policy.extras.quarantine import Trial
+from penstock.policy.extras.quarantine import IsolatedRetry
 from penstock.policy.parts import Health, Hold, Placement, RouteLoad
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.fair_queue import FairQueue, Full
 from penstock.policy.queueing.pace import Pace
-from penstock.policy.queueing.room import Room, Rooms, WorkerView, uncached_tokens
+from penstock.policy.queueing.room import CapacityTable, WorkerCapacity, WorkerView, uncached_tokens
 from penstock.policy.queueing.terms import queue_terms
 from penstock.types import RequestId, Usage, WorkerId
 
@@ -30,12 +30,12 @@ _NOBODY: Collection[WorkerId] = ()
 class _Tried:
     """A request under suspicion."""
 
-    trial: Trial
+    trial: IsolatedRetry
     worker: WorkerId | None = None
     """Where it is starting; None while it waits."""
 
 
-class Lane:
+class ModelQueue:
     """What waits for one model, and who could run it."""
 
     __slots__ = (
@@ -55,7 +55,7 @@ class Lane:
         config = self._config = queue_terms(config)
         self.route, self.placement, self._health = route, placement, health
         self.pace = pace or Pace()
-        self.queue, self.rooms = FairQueue(config), Rooms(config, self.pace.is_busy)
+        self.queue, self.rooms = FairQueue(config), CapacityTable(config, self.pace.is_busy)
         self.held: Work | None = None
         """Too large for the room there was for too long: a worker is kept free for it."""
         self.avoid: dict[RequestId, set[WorkerId]] = {}
@@ -70,7 +70,7 @@ class Lane:
         self._down_ns = now_ns
         self._no_worker_ns = int(config.no_worker_wait_s * NS_PER_S)
         self._now_ns = now_ns
-        self._found: Room | None = None
+        self._found: WorkerCapacity | None = None
         self._holds: list[tuple[int, int, Work]] = []
         """When what is held for a warm worker is released to all."""
 
@@ -92,7 +92,7 @@ class Lane:
             self._down_ns = now_ns
         self.queue.set_slots(self.rooms.num_slots)
 
-    def next_start(self, now_ns: int) -> tuple[Work, Room] | None:
+    def next_start(self, now_ns: int) -> tuple[Work, WorkerCapacity] | None:
         """The next request to start and where, taken from the queue and booked; None when nothing can start."""
         queue, rooms = self.queue, self.rooms
         self._now_ns = now_ns
@@ -118,13 +118,13 @@ class Lane:
         self._pace(now_ns)
         return work, room
 
-    def book(self, now_ns: int, work: Work, room: Room) -> None:
+    def book(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
         """It is started there."""
         self.rooms.book(room, work)
         self.pace.started(now_ns, work, room)
         self.placement.started(now_ns, work, room)
 
-    def place_beside(self, now_ns: int, work: Work, worker: WorkerId) -> Room | None:
+    def place_beside(self, now_ns: int, work: Work, worker: WorkerId) -> WorkerCapacity | None:
         """Where a request that runs at `worker` could be started a second time: only if nobody waits, and there is room for it in
         another worker's batch. Books nothing.
         """
@@ -146,7 +146,7 @@ class Lane:
         if work.id in self._suspects:
             self._suspects[work.id].worker = None
 
-    def suspect(self, work: Work, trial: Trial | None) -> None:
+    def suspect(self, work: Work, trial: IsolatedRetry | None) -> None:
         """It waits, and may be what a worker died of: until its next output it is beside others only as `trial` says."""
         if trial is not None:
             self._suspects[work.id] = _Tried(trial)
@@ -303,8 +303,8 @@ class Lane:
         blocked = self._health.blocked(now_ns, self.route)
         if not self._suspects or (tried := self._suspects.get(work.id)) is None:
             return blocked
-        alone = tried.trial is Trial.ALONE
-        others = (each for each in self._suspects.values() if alone or each.trial is Trial.ALONE)
+        alone = tried.trial is IsolatedRetry.ALONE
+        others = (each for each in self._suspects.values() if alone or each.trial is IsolatedRetry.ALONE)
         return blocked.union(each.worker for each in others if each.worker is not None)
 
     def _is_held(self, work: Work, blocked: Collection[WorkerId]) -> bool:
@@ -312,7 +312,7 @@ class Lane:
         room = self.rooms.get(work.hold_for)
         return room is not None and room.view.ready and room.id not in blocked and not room.fits(work)
 
-    def _held_fits(self, now_ns: int) -> tuple[Work | None, Room | None]:
+    def _held_fits(self, now_ns: int) -> tuple[Work | None, WorkerCapacity | None]:
         """Keep a worker free for whoever was passed over too long, until it fits there."""
         if self.held is not None:
             kept = self.rooms.held
@@ -331,7 +331,7 @@ class Lane:
         self._unhold()
         return held, room
 
-    def _pass_held(self, now_ns: int, held: Work) -> tuple[Work | None, Room | None]:
+    def _pass_held(self, now_ns: int, held: Work) -> tuple[Work | None, WorkerCapacity | None]:
         """Nobody of its band or below takes the worker that is kept free; those above may, until its band is starved."""
         room, band = self.rooms.held, self.queue.band_of(held)
         if room is None or room.num_free < 1 or now_ns - held.aside_ns >= band.starvation_ns:
@@ -371,5 +371,7 @@ class Lane:
         self.rooms.check_invariants()
         for one in self._suspects.values():
             beside = sum(each.worker == one.worker for each in self._suspects.values())
-            assert one.worker is None or one.trial is not Trial.ALONE or beside == 1, "it is not alone"
+            assert one.worker is None or one.trial is not IsolatedRetry.ALONE or beside == 1, (
+                "it is not alone"
+            )
         assert (self.held is None) == (self.rooms.held is None) or self.held is not None

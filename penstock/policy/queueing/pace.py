@@ -28,7 +28,7 @@ from penstock.config.routing import AdmissionConfig
 from penstock.policy.estimates.speed import Ran, Speed, Speeds
 from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.room import Room, uncached_tokens
+from penstock.policy.queueing.room import WorkerCapacity, uncached_tokens
 from penstock.types import RequestId, WorkerId
 
 BACKLOG_SHARE = 0.5
@@ -126,7 +126,7 @@ class Pace:
         """It left the queue because its start would have been too late."""
         self._late_ns[work.level] = now_ns
 
-    def is_busy(self, room: Room) -> bool:
+    def is_busy(self, room: WorkerCapacity) -> bool:
         """Whether a worker has prompts enough for now."""
         if not self._backlog_s or not room.pending_tokens:
             return False
@@ -162,7 +162,7 @@ class Pace:
 
     # --- what it learns from ------------------------------------------------------------------------
 
-    def started(self, now_ns: int, work: Work, room: Room) -> None:
+    def started(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
         """It was sent there, and is booked in `room`."""
         running, tokens = room.booked + room.others, uncached_tokens(work)
         backlog, streams = room.pending_tokens - tokens, running - work.streams
@@ -172,7 +172,7 @@ class Pace:
         self._sent[work.id, room.id] = _Sent(now_ns, backlog, streams, waited, said_s)
         self._unbegun[work.id, room.id] = now_ns
 
-    def began(self, now_ns: int, work: Work, room: Room) -> None:
+    def began(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
         """Its first output came."""
         self._has_output(work.id, room.id)
         sent, kind = self._sent.pop((work.id, room.id), None), room.view.kind
@@ -200,7 +200,7 @@ class Pace:
             ),
         )
 
-    def ended(self, work: Work, room: Room) -> None:
+    def ended(self, work: Work, room: WorkerCapacity) -> None:
         """It runs there no more."""
         self._has_output(work.id, room.id)
         self._sent.pop((work.id, room.id), None)

@@ -51,7 +51,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """What it can do beyond plain text."""
 
 
-class Room:
+class WorkerCapacity:
     """One worker's."""
 
     __slots__ = (
@@ -112,38 +112,40 @@ class Room:
         return not total or work.blocks <= total - view.kv_blocks_used - self.pending_blocks
 
 
-_Rank = tuple[int, int, int, Room]
+_Rank = tuple[int, int, int, WorkerCapacity]
 """Load, turn and number: who is least loaded, then waited longest; of equals the one that came first."""
 
 
-class Rooms:
+class CapacityTable:
     """The workers of one model, least loaded first. O(log n) for all but `hold`, which is rare, and joining when there was one."""
 
     __slots__ = (
         "_adapters", "_config", "_fresh", "_is_busy", "_next", "_open", "_rooms", "_starts", "held", "num_ready", "num_running", "num_slots",
     )  # fmt: skip
 
-    def __init__(self, config: QueueConfig, is_busy: Callable[[Room], bool] = lambda _: False) -> None:
+    def __init__(
+        self, config: QueueConfig, is_busy: Callable[[WorkerCapacity], bool] = lambda _: False
+    ) -> None:
         """`is_busy`: whether a worker has prompts enough for now."""
         self._config, self._is_busy = queue_terms(config), is_busy
-        self._rooms: dict[WorkerId, Room] = {}
+        self._rooms: dict[WorkerId, WorkerCapacity] = {}
         # Sorted. Moving one in a list of a thousand takes less than one comparison of tuples, and the first ones are a slice.
         self._open: list[_Rank] = []
         self._next = self._starts = 0
         self._adapters: dict[str, dict[WorkerId, None]] = {}
-        self._fresh: dict[WorkerId, Room] = {}
-        self.held: Room | None = None
+        self._fresh: dict[WorkerId, WorkerCapacity] = {}
+        self.held: WorkerCapacity | None = None
         self.num_ready = self.num_slots = 0
         self.num_running = 0
         """Streams given by us and not ended, and those of others."""
 
-    def set(self, worker_id: WorkerId, view: WorkerView | None) -> Room | None:
+    def set(self, worker_id: WorkerId, view: WorkerView | None) -> WorkerCapacity | None:
         """Take a worker's report; None if it is gone, or will be given nothing more."""
         room = self._rooms.get(worker_id)
         if room is None:
             if view is None:
                 return None
-            room = self._rooms[worker_id] = Room(worker_id, self._next)
+            room = self._rooms[worker_id] = WorkerCapacity(worker_id, self._next)
             self._next += 1
             self._count_alone()
         before = (room.view.ready, room.slots if room.view.ready else 0)
@@ -176,12 +178,12 @@ class Rooms:
         if (room := self._rooms.get(worker_id)) is not None:
             self._enter(room)
 
-    def get(self, worker_id: WorkerId) -> Room | None:
+    def get(self, worker_id: WorkerId) -> WorkerCapacity | None:
         """The worker's room; None if it is not known."""
         return self._rooms.get(worker_id)
 
     @property
-    def only(self) -> Room | None:
+    def only(self) -> WorkerCapacity | None:
         """The worker that has no other beside it, ready or not; None if there are several, or none."""
         return next(iter(self._rooms.values())) if len(self._rooms) == 1 else None
 
@@ -195,9 +197,9 @@ class Rooms:
 
     def place(
         self, work: Work, avoid: Collection[WorkerId] = (), blocked: Collection[WorkerId] = ()
-    ) -> Room | None:
+    ) -> WorkerCapacity | None:
         """The least loaded worker on which a request fits now: never one that is `blocked`, if possible none to `avoid`."""
-        other: Room | None = None
+        other: WorkerCapacity | None = None
         # Of workers that can do what few can, none may be among the first.
         looks = _LOOKS_MAX + len(avoid) + len(blocked) if not work.needs else len(self._open)
         for *_, room in self._open[:looks]:
@@ -207,15 +209,15 @@ class Rooms:
                 other = other or room
         return other
 
-    def least_loaded(self, count: int) -> list[Room]:
+    def least_loaded(self, count: int) -> list[WorkerCapacity]:
         """Up to `count` workers that could start a stream, least loaded first. O(count)."""
         return [rank[3] for rank in self._open[:count]]
 
-    def all_open(self) -> Iterator[Room]:
+    def all_open(self) -> Iterator[WorkerCapacity]:
         """All workers that could start a stream, least loaded first."""
         return (rank[3] for rank in self._open)
 
-    def book(self, room: Room, work: Work) -> None:
+    def book(self, room: WorkerCapacity, work: Work) -> None:
         """It was started there."""
         work.identity = room.view.identity
         assert work.id not in room.begun, f"{work.id} is booked there already"
@@ -228,7 +230,7 @@ class Rooms:
         room.turn = self._starts
         self._enter(room)
 
-    def begin(self, room: Room, work: Work) -> None:
+    def begin(self, room: WorkerCapacity, work: Work) -> None:
         """Its first output was seen: its blocks are in what the worker reports from here on."""
         if room.begun.get(work.id) is False:
             room.begun[work.id] = True
@@ -238,7 +240,7 @@ class Rooms:
             if room.busy and self._rooms.get(room.id) is room:
                 self._enter(room)
 
-    def release(self, room: Room, work: Work) -> None:
+    def release(self, room: WorkerCapacity, work: Work) -> None:
         """It holds nothing there any more."""
         self.begin(room, work)
         del room.begun[work.id]
@@ -252,7 +254,7 @@ class Rooms:
         else:
             self._enter(room)
 
-    def hold(self, work: Work, blocked: Collection[WorkerId] = ()) -> Room | None:
+    def hold(self, work: Work, blocked: Collection[WorkerId] = ()) -> WorkerCapacity | None:
         """Keep one worker free for a large request: the one with the most free KV memory, then the least loaded."""
         assert self.held is None, "one at a time"
         ready = [
@@ -278,16 +280,16 @@ class Rooms:
             room.held = False
             self._enter(room)
 
-    def take_fresh(self) -> list[Room]:
+    def take_fresh(self) -> list[WorkerCapacity]:
         """Workers that reported since this was last asked, if they tell of KV blocks."""
         fresh, self._fresh = self._fresh, {}
         return [room for room in fresh.values() if room.view.kv_blocks_total and room.view.ready]
 
-    def __iter__(self) -> Iterator[Room]:
+    def __iter__(self) -> Iterator[WorkerCapacity]:
         """All workers, also those that are not ready."""
         return iter(self._rooms.values())
 
-    def _enter(self, room: Room) -> None:
+    def _enter(self, room: WorkerCapacity) -> None:
         """Put it where it belongs now: its load, its turn or whether it has room may have changed."""
         self._leave(room)
         room.busy = self._is_busy(room)
@@ -295,7 +297,7 @@ class Rooms:
             room.rank = (_load(room), room.turn, room.number, room)
             insort(self._open, room.rank)
 
-    def _leave(self, room: Room) -> None:
+    def _leave(self, room: WorkerCapacity) -> None:
         if room.rank is not None:
             index = bisect_left(self._open, room.rank)
             assert self._open[index][3] is room, f"{room.id} stands where it was put"
@@ -318,7 +320,7 @@ class Rooms:
         for adapter in sorted(has - had):
             self._adapters.setdefault(adapter, {})[worker] = None
 
-    def _drop(self, room: Room) -> None:
+    def _drop(self, room: WorkerCapacity) -> None:
         assert not room.begun, f"{room.id} has requests"
         self._leave(room)
         self.num_running -= room.others
@@ -356,11 +358,11 @@ def uncached_tokens(work: Work) -> int:
     return max(0, work.prompt_tokens - work.matched_tokens)
 
 
-def _load(room: Room) -> int:
+def _load(room: WorkerCapacity) -> int:
     return (room.booked + room.others) * _LOAD_UNIT // max(1, room.slots)
 
 
-def _blocks_short(room: Room, work: Work) -> int:
+def _blocks_short(room: WorkerCapacity, work: Work) -> int:
     """KV blocks that must become free before the request fits."""
     view = room.view
     free = view.kv_blocks_total - view.kv_blocks_used - room.pending_blocks

@@ -8,8 +8,8 @@ from penstock.policy.flow import TABLE, Event, RequestFacts, State, Step
 from penstock.policy.parts import Pass
 from penstock.policy.queueing.band import Work, cost
 from penstock.policy.queueing.kv_pressure import RunningStream, blocks_to_free, choose_victims
-from penstock.policy.queueing.lane import Lane
-from penstock.policy.queueing.room import Room
+from penstock.policy.queueing.lane import ModelQueue
+from penstock.policy.queueing.room import WorkerCapacity
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.policy.requests.account import Holds
@@ -50,7 +50,7 @@ class Request:
         "usage", "usages", "work", "worker",
     )  # fmt: skip
 
-    def __init__(self, facts: RequestFacts, now_ns: int, lane: Lane, work: Work, holds: Holds) -> None:
+    def __init__(self, facts: RequestFacts, now_ns: int, lane: ModelQueue, work: Work, holds: Holds) -> None:
         self.facts, self.lane, self.work, self.holds = facts, lane, work, holds
         self.io: object = None
         """The driver's: its streams on workers, and its client."""
@@ -255,7 +255,9 @@ def blocks_held(request: Request) -> int:
     return -(-tokens // BLOCK_TOKENS)
 
 
-def victims(config: QueueTerms, lane: Lane, room: Room, requests: Sequence[Request]) -> Sequence[str]:
+def victims(
+    config: QueueTerms, lane: ModelQueue, room: WorkerCapacity, requests: Sequence[Request]
+) -> Sequence[str]:
     """Whom to end at a worker whose KV memory is nearly full, for the sake of a higher band there or in the queue."""
     view = room.view
     need = blocks_to_free(

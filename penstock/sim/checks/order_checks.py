@@ -19,8 +19,8 @@ from penstock.config.tree import Config
 from penstock.policy.flow import State
 from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.band import Band, Work
-from penstock.policy.queueing.lane import Lane
-from penstock.policy.queueing.room import Room, can_resume_at
+from penstock.policy.queueing.lane import ModelQueue
+from penstock.policy.queueing.room import WorkerCapacity, can_resume_at
 from penstock.policy.queueing.terms import queue_terms
 from penstock.policy.requests.request import blocks_of
 from penstock.sim.world.gateway import SimGateway
@@ -45,7 +45,7 @@ class _Look(NamedTuple):
     """One lane at one time."""
 
     now_ns: int
-    lane: Lane
+    lane: ModelQueue
     blocked: Collection[WorkerId]
     """Workers that are left alone."""
 
@@ -191,7 +191,9 @@ class OrderChecks:
         heads = {line.head() for work in waiting if (line := band.line(work.tenant)) is not None}
         return [work for work in waiting if work.aside or work in heads]
 
-    def _could_start(self, look: _Look, work: Work, room: Room, *, given: int = 0, blocks: int = 0) -> bool:
+    def _could_start(
+        self, look: _Look, work: Work, room: WorkerCapacity, *, given: int = 0, blocks: int = 0
+    ) -> bool:
         """Whether a request that waits could run there, were the last `given` starts with so many `blocks` not."""
         view, booked = room.view, room.booked - given
         if not view.ready or room.busy or room.held or 0 < view.max_model_len < work.context_tokens:
@@ -213,7 +215,7 @@ class OrderChecks:
                 return False
         return not self._is_over_its_part(look.lane, work)
 
-    def _is_over_its_part(self, lane: Lane, work: Work) -> bool:
+    def _is_over_its_part(self, lane: ModelQueue, work: Work) -> bool:
         """Whether its tenant leaves the last rows to others (`queue.headroom`)."""
         queue, rooms, band = queue_terms(self._config.queue), lane.rooms, lane.queue.band_of(work)
         line = band.line(work.tenant)
