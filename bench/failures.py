@@ -37,6 +37,7 @@ from penstock.config.ledger import LedgerConfig
 from penstock.config.tree import AuthConfig, Config, EngineConfig, LogConfig, ModelConfig, ServerConfig
 from penstock.errors import WorkerUnavailable
 from penstock.fleet.launchers.base import LaunchedWorker
+from penstock.fleet.launchers.spares import Spares
 from penstock.policy.answers import Start
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.control import FlowControl
@@ -261,7 +262,7 @@ async def measure(options: argparse.Namespace) -> dict[str, object]:
         log=LogConfig(),
     )
     with io.StringIO() as nowhere:
-        stack = Stack(config, SystemClock(), Log(config.log, SystemClock(), stream=nowhere))
+        stack = Stack(config, SystemClock(), Log(config.log, SystemClock(), stream=nowhere), Spares())
         host, port = await stack.start()
         try:
             await all_ready(stack)

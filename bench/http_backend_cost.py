@@ -28,7 +28,6 @@ from penstock.backends.http.dialects.vllm import VllmDialect
 from penstock.backends.http.limits import HttpLimits
 from penstock.backends.http.stream import HttpStream
 from penstock.clock import SystemClock
-from penstock.protocol.openai import ChatRequest
 from penstock.text.piece_tokens import PieceTokens
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import RequestId, SamplingParams
@@ -146,7 +145,8 @@ def request(engine: str, number: int) -> GenerateRequest:
         request_id=RequestId(f"r{number}"),
         prompt_token_ids=(1, 2, 3),
         sampling=SamplingParams(max_tokens=TOKENS),
-        chat=msgspec.convert(chat, ChatRequest) if engine == "openai" else None,
+        body=msgspec.json.encode(chat) if engine == "openai" else b"",
+        is_chat=engine == "openai",
     )
 
 

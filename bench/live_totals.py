@@ -16,6 +16,7 @@ from typing import TypeVar, cast
 import msgspec
 
 from penstock.cli import main as cli
+from penstock.clock import SystemClock
 from penstock.gateway import app
 from penstock.gateway.dispatch import assemble
 from penstock.policy.lifecycle.driver import Driver
@@ -80,7 +81,7 @@ def watch(path: Path) -> None:
 
     async def watched_start(self: assemble.Decisions) -> None:
         await start(self)
-        _, life.restored_micros = self.budgets.spent(self.clock.now_ns(), TENANT)
+        _, life.restored_micros = self.budgets.spent(SystemClock().now_ns(), TENANT)
         file.write(life)
 
     def watched(end: Callable[..., T]) -> Callable[..., T]:

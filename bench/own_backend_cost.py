@@ -19,6 +19,7 @@ from typing import cast
 from penstock.backends.base import Delta, Finish, GenerateRequest
 from penstock.backends.engine.backend import EngineBackend
 from penstock.backends.engine.link import WorkerLink
+from penstock.backends.heartbeat import HeartbeatTerms
 from penstock.clock import SystemClock
 from penstock.protocol.worker import (
     ModelInfo,
@@ -49,6 +50,9 @@ INFO = ModelInfo(
 
 class NoTransport:
     """Takes what is written and forgets it."""
+
+    def is_closing(self) -> bool:
+        return False
 
     def write(self, data: bytes) -> None:
         pass
@@ -89,7 +93,7 @@ def frames(case: Case, ids: list[RequestId], tokens: tuple[int, ...]) -> list[by
 
 def connect(tokenizer: Tokenizer) -> tuple[EngineBackend, WorkerLink]:
     backend = EngineBackend(tokenizer, SystemClock())
-    link = WorkerLink(backend)
+    link = WorkerLink(backend, HeartbeatTerms())
     link.connection_made(cast(asyncio.Transport, NoTransport()))
     link.data_received(encode(Ready(INFO)))
     return backend, link

@@ -194,8 +194,10 @@ class Dispatcher:
             self._dispatch_soon()
 
     def on_ended(self, reply: Reply) -> None:
-        """See `ReplyListener`."""
-        request, tally = _request_of(reply), reply.tally
+        """See `ReplyListener`. A request that goes to another model has a reply that was never accepted."""
+        request, tally = reply.request, reply.tally
+        if request is None:
+            return
         cancelled = tally.outcome is Answer.ABORT
         outcome = Outcome.CANCELLED if cancelled else Outcome.FAILED if reply.error else Outcome.FINISHED
         reason = tally.outcome.value if tally.outcome else ""
