@@ -1,9 +1,10 @@
 """What a wheel holds beside the Python files, and how it is tagged; everything else is in pyproject.toml.
 
-- The native kernels, where they can be built. ctypes loads them, so one wheel fits every Python: py3-none-linux_x86_64.
-  Without a C++ compiler, on another processor, or with PENSTOCK_NO_NATIVE=1 the wheel is py3-none-any, and the engine
-  computes with torch.
-- The demo models, which a checkout has in `models/`, so that `penstock serve` answers wherever it was installed.
+- The native kernels, where they can be built. ctypes loads them, so one wheel fits every Python:
+  py3-none-linux_x86_64. Without a C++ compiler, on another processor, or with PENSTOCK_NO_NATIVE=1 the wheel
+  is py3-none-any, and the engine computes with torch.
+- The demo models, which a checkout has in `models/`, so that `penstock serve` answers wherever it was
+  installed.
 """
 
 import importlib.util

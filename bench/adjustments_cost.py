@@ -48,7 +48,8 @@ def main() -> None:
         print(f"{name:26} 1 row {one:7.3f} ms   64 rows {many:7.3f} ms")
     for name, prompt in (("repetition_penalty", 131_000), ("frequency_penalty", 10)):
         print(
-            f"{name:26} 1 row of 131,072 tokens {cost_ms(KINDS[name], rows=1, known=131_072, prompt=prompt):7.3f} ms"
+            f"{name:26} 1 row of 131,072 tokens "
+            f"{cost_ms(KINDS[name], rows=1, known=131_072, prompt=prompt):7.3f} ms"
         )
 
 

@@ -1,13 +1,16 @@
-"""What a chat's prompt costs: microseconds per request from messages to token ids, in one run beside Jinja's plain sandbox.
+"""What a chat's prompt costs: microseconds per request from messages to token ids, in one run beside Jinja's
+plain sandbox.
 
     .venv/bin/python bench/chat_templates.py [--templates DIR] [--rounds 7] [--out FILE]
 
-    plain         Jinja's sandbox, then the tokenizer: no bound on either, special tokens in messages are those tokens
+    plain         Jinja's sandbox, then the tokenizer: no bound on either, special tokens in messages are
+                  those tokens
     here          as served: every step is paid for, messages are looked through for special tokens
     special token as served, with the text of one in a message: the tokenizer's twin makes the ids
     apart         rendered in the template's own process
 
-DIR has more templates (*.jinja). Wall time, for the child's counts; the rounds take turns, the least of each is told.
+DIR has more templates (*.jinja). Wall time, for the child's counts; the rounds take turns, the least of each
+is told.
 """
 
 import argparse

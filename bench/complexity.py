@@ -4,9 +4,10 @@
     python bench/complexity.py --part tuning        # the two thirds that weights may be tuned on
     python bench/complexity.py --json docs/results/complexity.json
 
-The labels were set by hand, one request at a time: does it need the large model? Regret is where the choice and the
-label differ: `under` needs the large one and got the small one, `over` the other way round. Cost is relative to
-giving everything to the large model (and to the small one), at the price ratio and with every request alike.
+The labels were set by hand, one request at a time: does it need the large model? Regret is where the choice
+and the label differ: `under` needs the large one and got the small one, `over` the other way round. Cost is
+relative to giving everything to the large model (and to the small one), at the price ratio and with every
+request alike.
 """
 
 import argparse

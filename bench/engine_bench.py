@@ -1,10 +1,13 @@
-"""What `make bench-engine` runs: our engine beside vLLM and llama.cpp, on the same model directories, in one run.
+"""What `make bench-engine` runs: our engine beside vLLM and llama.cpp, on the same model directories, in one
+run.
 
-    python bench/engine_bench.py [--quick] [--models 28m,494m] [--engines ours,vllm,llama.cpp] [--rounds 3] [--json FILE]
+    python bench/engine_bench.py [--quick] [--models 28m,494m] [--engines ours,vllm,llama.cpp] [--rounds 3]
+    [--json FILE]
 
-Makes two model directories with random weights of a fixed seed, then starts one server after the other, alone on the
-machine, and measures it over HTTP with the load generator of `penstock bench`. Every round measures every server, in
-turning order, so that a machine that slows down slows everybody down. docs/bench.md says how to read the tables.
+Makes two model directories with random weights of a fixed seed, then starts one server after the other, alone
+on the machine, and measures it over HTTP with the load generator of `penstock bench`. Every round measures
+every server, in turning order, so that a machine that slows down slows everybody down. docs/bench.md says how
+to read the tables.
 """
 
 import argparse
@@ -138,7 +141,9 @@ def prepare(models: tuple[str, ...], variants: list[Variant]) -> dict[str, Path]
 
 
 async def measured(server: Server, model: str, plan: Plan, tag: str, number: int, variant: str) -> Run:
-    """Everything that is measured of one running server; one measurement's failure does not lose the others."""
+    """Everything that is measured of one running server; one measurement's failure does not lose the
+    others.
+    """
     bench = Bench(server.url, model, plan, tag)
     started = time.monotonic()
     troubles: list[str] = []
@@ -315,7 +320,8 @@ def main() -> int:
                 # Every second round goes backwards: nobody is always measured on the warmer machine.
                 for variant in variants if number % 2 else reversed(variants):
                     with console.status(
-                        f"{model} {variant.name}, round {number} of {args.rounds}, {len(runs)} of {total} done"
+                        f"{model} {variant.name}, round {number} of {args.rounds}, {len(runs)} of {total} "
+                        f"done"
                     ):
                         run = one_run(variant, folders[model], plan_of(model, args), number)
                     if run is not None:

@@ -1,12 +1,13 @@
-"""Bringing a prompt's KV back from host memory against computing it again: time to the first token, and the ratio.
+"""Bringing a prompt's KV back from host memory against computing it again: time to the first token, and the
+ratio.
 
     python bench/host_tier.py [--model 28M|0.5B] [--lengths 16 32 64 ... 16384] [--rounds 5] [--json FILE]
 
-Random weights. Each round asks for a prompt that nobody knows (computed), asks for it again (a hit on the device), lets
-all its blocks move to host memory, takes them from the device, and asks for it a third time (reloaded). All go through
-the real scheduler and runner. The last block of a prompt is computed each time, since its last token's logits are wanted
-and only full blocks are cached: so computed / hit is what the best of host tiers could reach, and reloaded / hit is what
-ours costs on top. The goal is 5x at every length.
+Random weights. Each round asks for a prompt that nobody knows (computed), asks for it again (a hit on the
+device), lets all its blocks move to host memory, takes them from the device, and asks for it a third time
+(reloaded). All go through the real scheduler and runner. The last block of a prompt is computed each time,
+since its last token's logits are wanted and only full blocks are cached: so computed / hit is what the best
+of host tiers could reach, and reloaded / hit is what ours costs on top. The goal is 5x at every length.
 """
 
 import argparse
@@ -43,13 +44,16 @@ LENGTHS = [16, 32, 64, 128, 256, 1024, 4096, 16384]
 
 
 def make_core(model: str, tokens_max: int, threads: int) -> EngineCore:
-    """An engine whose device and host memory each hold the longest prompt, and that stores what is idle at once."""
+    """An engine whose device and host memory each hold the longest prompt, and that stores what is idle at
+    once.
+    """
     shape = MODELS[model]
     block_bytes = BLOCK_TOKENS * 4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * 64
     memory = (tokens_max // BLOCK_TOKENS + 4) * block_bytes
     fixed = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": tokens_max + 64,
-        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "torch_dtype": "bfloat16", "hidden_act": "silu",
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama",
+        "max_position_embeddings": tokens_max + 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+        "torch_dtype": "bfloat16", "hidden_act": "silu",
     }  # fmt: skip
     config = EngineSettings(
         device="cpu", dtype="bfloat16", load_format="random", kv_memory_bytes=memory,
@@ -63,7 +67,9 @@ def make_core(model: str, tokens_max: int, threads: int) -> EngineCore:
 
 
 def ask(core: EngineCore, name: str, prompt: bytes) -> tuple[float, int]:
-    """Milliseconds to the first (and only) token, and how many of the prompt's tokens came from host memory."""
+    """Milliseconds to the first (and only) token, and how many of the prompt's tokens came from host
+    memory.
+    """
     start = CLOCK.now_ns()
     sampling = SamplingParams(temperature=0.0, max_tokens=1)
     core.submit(0, Submit(request_id=RequestId(name), prompt=prompt, sampling=sampling), start)

@@ -1,7 +1,8 @@
 """What a relayed token costs the gateway inside a backend over HTTP, in microseconds of CPU, by engine.
 
-Answers as each engine sends them go straight into a connection (no socket), so what is counted is: HTTP, events, JSON,
-detokenizing, stop strings, the sink. The baseline, measured in the same run on the same bytes, is decoding the JSON alone.
+Answers as each engine sends them go straight into a connection (no socket), so what is counted is: HTTP,
+events, JSON, detokenizing, stop strings, the sink. The baseline, measured in the same run on the same bytes,
+is decoding the JSON alone.
 
     python bench/http_backend_cost.py [MODEL_DIR]
 """

@@ -1,4 +1,5 @@
-"""What it costs to know who is calling: microseconds of CPU per request, and times one BLAKE2b hash in the same run.
+"""What it costs to know who is calling: microseconds of CPU per request, and times one BLAKE2b hash in the
+same run.
 
     .venv/bin/python bench/identify_cost.py [--keys 100000] [--rounds 5] [--out FILE]
 
@@ -65,7 +66,9 @@ def key_cases(num_keys: int, place: Path) -> dict[str, tuple[Callable[[], object
 
 
 def entrance_cases(tenancy: Tenancy, key: str) -> dict[str, tuple[Callable[[], object], int]]:
-    """The checks around it: what every request with a key pays, and what one pays where no key is asked for."""
+    """The checks around it: what every request with a key pays, and what one pays where no key is asked
+    for.
+    """
     is_open = Config(auth=AuthConfig(disabled=True))
     without = Tenancy(is_open, clock=CLOCK, log=Log(is_open.log, CLOCK))
     host = {b"host": b"127.0.0.1:8000"}
@@ -137,7 +140,8 @@ def main() -> None:
         low, high = min(ratios[name]), max(ratios[name])
         middle = statistics.median(costs[name])
         print(
-            f"{name:30} {middle:8.2f} us   {statistics.median(ratios[name]):6.1f} x one hash ({low:.1f} to {high:.1f})"
+            f"{name:30} {middle:8.2f} us   {statistics.median(ratios[name]):6.1f} x one hash ({low:.1f} to "
+            f"{high:.1f})"
         )
     if args.out:
         write_result(args.out, {"keys": args.keys, "us_per_look": costs, "times_one_hash": ratios})

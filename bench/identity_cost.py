@@ -2,11 +2,13 @@
 
     python bench/identity_cost.py                       print the tables
     python bench/identity_cost.py --json FILE           and keep them
-    python bench/identity_cost.py --router-before FILE --router-after FILE     with what bench/router_decision.py --json wrote of two commits
+    python bench/identity_cost.py --router-before FILE --router-after FILE
+        with what bench/router_decision.py --json wrote of two commits
 
-At the start: the demo models, and checkpoints of any size as sparse files, which take no room on the disk: their headers are real,
-their tensors are holes. "cold" asks the system to forget the files' pages before each round; of holes nothing is ever read
-from storage, so for those it says little. Per request: the keys of a prompt of 512 blocks, for workers of one identity and of two.
+At the start: the demo models, and checkpoints of any size as sparse files, which take no room on the disk:
+their headers are real, their tensors are holes. "cold" asks the system to forget the files' pages before each
+round; of holes nothing is ever read from storage, so for those it says little. Per request: the keys of a
+prompt of 512 blocks, for workers of one identity and of two.
 """
 
 import argparse

@@ -1,10 +1,12 @@
-"""Does a row's bits depend on its neighbours with torch's kernels, and what does it cost that they do not: two trees in turns.
+"""Does a row's bits depend on its neighbours with torch's kernels, and what does it cost that they do not:
+two trees in turns.
 
     python bench/invariance.py MODEL_DIR BEFORE_TREE [--threads 1] [--rounds 7] [--json FILE]
 
-BEFORE_TREE is a checkout of an earlier commit. Two processes, one on each tree, multiply the same rows and answer the same
-prompts in float32 with torch's kernels, one after the other. Counted are rows that come out otherwise in company than
-alone; timed are tokens per second, as now / before of each round: its median and its range.
+BEFORE_TREE is a checkout of an earlier commit. Two processes, one on each tree, multiply the same rows and
+answer the same prompts in float32 with torch's kernels, one after the other. Counted are rows that come out
+otherwise in company than alone; timed are tokens per second, as now / before of each round: its median and
+its range.
 """
 
 import argparse
@@ -36,7 +38,10 @@ PREFILL_TOKENS = 384
 
 
 def rows_that_differ(size: int, out_size: int) -> int:
-    """Of `ROWS` rows, how many have other bits among the others than alone. Their products are rounding noise only."""
+    """Of `ROWS` rows, how many have other bits among the others than alone.
+
+    Their products are rounding noise only.
+    """
     generator = torch.Generator().manual_seed(size)
     half = torch.randn(ROWS, size // 2, generator=generator)
     weight = torch.randn(out_size, size // 2, generator=generator)

@@ -1,10 +1,12 @@
-"""What the router's KV index costs: looking a prompt up, applying events, memory; beside a naive index in the same run.
+"""What the router's KV index costs: looking a prompt up, applying events, memory; beside a naive index in the
+same run.
 
     python bench/kv_index.py [--entries 1000000] [--workers 64] [--rounds 7] [--json FILE]
 
-Conversations of 512 blocks (8,192 tokens) begin with one of a few system prompts that all workers hold; of the rest, one to
-three workers hold a prefix. The naive index is a dict from key to a set of workers, looked up one by one: the obvious first
-version. Every round times all of them, one after the other; figures are medians, with the range of the ratio.
+Conversations of 512 blocks (8,192 tokens) begin with one of a few system prompts that all workers hold; of
+the rest, one to three workers hold a prefix. The naive index is a dict from key to a set of workers, looked
+up one by one: the obvious first version. Every round times all of them, one after the other; figures are
+medians, with the range of the ratio.
 """
 
 import argparse
@@ -209,7 +211,9 @@ def measure_apply(args: argparse.Namespace, ours: PrefixIndex, naive: NaiveIndex
 
 
 def measure_wire(args: argparse.Namespace, index: PrefixIndex) -> list[Measured]:
-    """From the bytes of an event to the index: our engine's, whose hashes are the keys, and others', made anew from tokens."""
+    """From the bytes of an event to the index: our engine's, whose hashes are the keys, and others', made
+    anew from tokens.
+    """
     draw = random.Random(3)
     hasher = CanonicalHasher(key=b"0123456789abcdef", model="m")
     payloads = [

@@ -1,9 +1,10 @@
 """Do larger KV pages make attention faster? `python bench/kv_pages.py [--json FILE]`.
 
-Decode attention of the native kernel over the same tokens, with the 16-token blocks of a row scattered over the cache
-(the worst that an allocator can do), with pages of k x 16 tokens as k neighbouring blocks, and with a cache that
-really has larger blocks. All sides take turns and walk through all layers, so that no cache of the processor
-holds the next call's keys. Times are the least CPU time of one thread, as a ratio to scattered blocks of 16.
+Decode attention of the native kernel over the same tokens, with the 16-token blocks of a row scattered over
+the cache (the worst that an allocator can do), with pages of k x 16 tokens as k neighbouring blocks, and with
+a cache that really has larger blocks. All sides take turns and walk through all layers, so that no cache of
+the processor holds the next call's keys. Times are the least CPU time of one thread, as a ratio to scattered
+blocks of 16.
 """
 
 import argparse
@@ -25,7 +26,9 @@ PAGES = (16, 64, 128)
 def attention(
     kernels: NativeLibrary, shape: tuple[int, int, int], rows: int, length: int, *, page: int, block: int
 ) -> Callable[[int], object]:
-    """One call for a layer: pages of `page` tokens are scattered, made of blocks of `block` tokens in order."""
+    """One call for a layer: pages of `page` tokens are scattered, made of blocks of `block` tokens in
+    order.
+    """
     heads, kv_heads, dim = shape
     num_pages = rows * length // page
     cache = torch.randn(num_pages * page // block, NUM_LAYERS, 2, block, kv_heads, dim).bfloat16()

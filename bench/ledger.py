@@ -2,9 +2,10 @@
 
     python bench/ledger.py [--requests 20000] [--directory DIR] [--out FILE]
 
-CPU time of the loop's own thread for open + slice + close, with a flush for each request (nothing else happens in its
-iteration) and one for 32 (as many as a busy gateway handles in one). The baseline writes the very same number of bytes to a
-file with one `os.write` for each request. "all threads" has the syncing and the delivery to SQLite as well.
+CPU time of the loop's own thread for open + slice + close, with a flush for each request (nothing else
+happens in its iteration) and one for 32 (as many as a busy gateway handles in one). The baseline writes the
+very same number of bytes to a file with one `os.write` for each request. "all threads" has the syncing and
+the delivery to SQLite as well.
 """
 
 import argparse

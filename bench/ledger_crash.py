@@ -1,16 +1,20 @@
-"""Kill -9 of gateway or worker at random points over thousands of requests: every accepted request has exactly one record.
+"""Kill -9 of gateway or worker at random points over thousands of requests: every accepted request has
+exactly one record.
 
-    python bench/ledger_crash.py [--requests 10000] [--concurrency 64] [--kills 12] [--model penstock-demo-mini] [--seed 1] [--out FILE]
+    python bench/ledger_crash.py [--requests 10000] [--concurrency 64] [--kills 12] [--model
+    penstock-demo-mini] [--seed 1] [--out FILE]
 
-Starts `penstock serve` with a ledger in a temporary directory, a tenant with a hashed key, every limit and both budgets, sends streamed
-requests, and at random moments kills the gateway (and starts it again) or its worker (which the gateway does itself). Every request
-carries a name of its own in `user`, so what the client saw and what the ledger says can be compared one by one:
+Starts `penstock serve` with a ledger in a temporary directory, a tenant with a hashed key, every limit and
+both budgets, sends streamed requests, and at random moments kills the gateway (and starts it again) or its
+worker (which the gateway does itself). Every request carries a name of its own in `user`, so what the client
+saw and what the ledger says can be compared one by one:
 
 - a request whose first byte the client saw has exactly one record; no request has two;
 - where the client saw the end and its usage, the record is finished and has the same tokens, to the token;
 - the cost of every record is that of its tokens by the price list;
-- what the limiter and the budgets of all lives of the gateway have settled (bench/live_totals.py), in tokens and in money, is the sum of
-  the records that these lives have closed; the others are those that the next start recovered;
+- what the limiter and the budgets of all lives of the gateway have settled (bench/live_totals.py), in tokens
+  and in money, is the sum of the records that these lives have closed; the others are those that the next
+  start recovered;
 - what the budgets of the last life began with is the sum of all records.
 
 Exits with 1 if any of that is not so.

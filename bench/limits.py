@@ -2,9 +2,9 @@
 
     python bench/limits.py [--requests 20000] [--rounds 7] [--out FILE]
 
-Beside each figure stands its ratio to a bare loop that does for each request what no limiter can do without: one
-dictionary look-up, one object with four fields, and two integer comparisons. What limits are of a whole request's CPU is told by
-`bench/relay_peers.py --features`.
+Beside each figure stands its ratio to a bare loop that does for each request what no limiter can do without:
+one dictionary look-up, one object with four fields, and two integer comparisons. What limits are of a whole
+request's CPU is told by `bench/relay_peers.py --features`.
 """
 
 import argparse

@@ -1,9 +1,12 @@
-"""What a gateway's limiter and budgets have settled, kept where kill -9 cannot take it: for bench/ledger_crash.py.
+"""What a gateway's limiter and budgets have settled, kept where kill -9 cannot take it: for
+bench/ledger_crash.py.
 
-    python bench/live_totals.py DIRECTORY serve -c FILE        as `penstock serve -c FILE`, with a file of totals for this life
+    python bench/live_totals.py DIRECTORY serve -c FILE        as `penstock serve -c FILE`, with a file of
+                                                               totals for this life
 
-A mapped file outlives the process that wrote to it. Two copies take turns, so that one of them is always whole; each names the request
-whose settlement has begun. Settling and closing the ledger's record are two steps: whoever dies between them leaves that name.
+A mapped file outlives the process that wrote to it. Two copies take turns, so that one of them is always
+whole; each names the request whose settlement has begun. Settling and closing the ledger's record are two
+steps: whoever dies between them leaves that name.
 """
 
 import mmap

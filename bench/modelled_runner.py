@@ -1,7 +1,8 @@
 """A runner that computes nothing and takes the time that a law says: the engine's other half stays real.
 
-Named by worker processes that bench/sim_fidelity.py and bench/spike.py start (`runner="modelled_runner:build_runner"`, this
-directory on PYTHONPATH). What is modelled is in the environment, as JSON of `Modelled`: `environment` writes it.
+Named by worker processes that bench/sim_fidelity.py and bench/spike.py start
+(`runner="modelled_runner:build_runner"`, this directory on PYTHONPATH). What is modelled is in the
+environment, as JSON of `Modelled`: `environment` writes it.
 """
 
 import os
@@ -71,9 +72,9 @@ class ModelledRunner:
     def __init__(self, modelled: Modelled, max_running: int, clock: Clock) -> None:
         self._modelled, self._law, self._clock = modelled, modelled.speed.law(), clock
         self.info = ModelInfo(
-            model="modelled", architecture="Modelled", dtype="bfloat16", num_parameters=0, vocab_size=VOCAB_SIZE,
-            max_model_len=modelled.max_model_len, num_blocks=modelled.num_blocks, block_tokens=BLOCK_TOKENS,
-            max_running=max_running,
+            model="modelled", architecture="Modelled", dtype="bfloat16", num_parameters=0,
+            vocab_size=VOCAB_SIZE, max_model_len=modelled.max_model_len, num_blocks=modelled.num_blocks,
+            block_tokens=BLOCK_TOKENS, max_running=max_running,
         )  # fmt: skip
 
     def warm_up(self) -> None:

@@ -1,8 +1,9 @@
-"""A decoder step, native against torch: `python bench/native_decoder.py [--model demo|28M|0.5B|gemma3|moe] [--json FILE]`.
+"""A decoder step, native against torch:
+`python bench/native_decoder.py [--model demo|28M|0.5B|gemma3|moe] [--json FILE]`.
 
-Random weights; every row has `--context` tokens behind it. torch computes in the type that `engine.dtype: auto` takes on
-this machine. The sides take turns in every round, which gives one ratio; told are the median and the deciles of the rounds.
-On a busy machine: `--threads 1 --cpu-time`.
+Random weights; every row has `--context` tokens behind it. torch computes in the type that
+`engine.dtype: auto` takes on this machine. The sides take turns in every round, which gives one ratio; told
+are the median and the deciles of the rounds. On a busy machine: `--threads 1 --cpu-time`.
 """
 
 import argparse
@@ -34,9 +35,9 @@ def spec(
     vocab: int, hidden: int, inner: int, layers: int, heads: tuple[int, int, int], **more: object
 ) -> DecoderSpec:
     return DecoderSpec(
-        architecture="bench", vocab_size=vocab, hidden_size=hidden, intermediate_size=inner, num_layers=layers,
-        num_heads=heads[0], num_kv_heads=heads[1], head_dim=heads[2], max_position=4096, norm_eps=1e-6,
-        rope=RopeSpec(), **more,
+        architecture="bench", vocab_size=vocab, hidden_size=hidden, intermediate_size=inner,
+        num_layers=layers, num_heads=heads[0], num_kv_heads=heads[1], head_dim=heads[2], max_position=4096,
+        norm_eps=1e-6, rope=RopeSpec(), **more,
     )  # fmt: skip
 
 
@@ -46,8 +47,8 @@ MODELS = {
     "0.5B": spec(151936, 896, 4864, 24, (14, 2, 64), qkv_bias=True, tied_head=True),
     # Gemma 3 270M, and Qwen3-MoE made small: 226M weights in experts, an eighth of which computes each token.
     "gemma3": spec(
-        262144, 640, 2048, 18, (4, 1, 256), qk_norm=True, tied_head=True, activation="gelu_tanh", norm_offset=1.0,
-        sublayer_norms=True, embedding_scale=640**0.5, local_rope=RopeSpec(),
+        262144, 640, 2048, 18, (4, 1, 256), qk_norm=True, tied_head=True, activation="gelu_tanh",
+        norm_offset=1.0, sublayer_norms=True, embedding_scale=640**0.5, local_rope=RopeSpec(),
         attention=AttentionSpec(windows=tuple(0 if i % 6 == 5 else 512 for i in range(18))),
     ),
     "moe": spec(
@@ -83,7 +84,9 @@ class Side:
 
     @torch.inference_mode()
     def step(self, computed: int, count: int, rows: int | None = None) -> None:
-        """`count` tokens of each of the first `rows` rows (all of them, if not said), behind `computed` others."""
+        """`count` tokens of each of the first `rows` rows (all of them, if not said), behind `computed`
+        others.
+        """
         rows = rows or len(self.tables)
         self.attention.begin(
             AttentionBatch(
@@ -99,7 +102,9 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """What one kind of step took on one side; ratios are torch's time over its own (above 1: it is faster)."""
+    """What one kind of step took on one side; ratios are torch's time over its own (above 1: it is
+    faster).
+    """
 
     model: str
     step: str
@@ -139,8 +144,9 @@ def figures(model: str, step: tuple[str, int, int], times: dict[str, list[float]
         found.append(
             Figure(
                 model=model, step=step[0], rows=step[1], tokens=step[2], side=side,
-                milliseconds=round(statistics.median(taken) * 1e3, 3), ratio=round(statistics.median(ratios), 2),
-                ratio_p10=round(deciles[0], 2), ratio_p90=round(deciles[-1], 2),
+                milliseconds=round(statistics.median(taken) * 1e3, 3),
+                ratio=round(statistics.median(ratios), 2), ratio_p10=round(deciles[0], 2),
+                ratio_p90=round(deciles[-1], 2),
             )
         )  # fmt: skip
     return found
@@ -187,8 +193,9 @@ def document(args: argparse.Namespace, kernels: NativeLibrary, found: list[Figur
     setting = {name: value for name, value in vars(args).items() if name != "json"}
     torch_dtype = choose_computing(EngineSettings(kernels="torch"), MODELS["28M"]).dtype
     return {
-        "bench": "native_decoder", "isa": kernels.isa, "torch_dtype": str(torch_dtype), "cores": os.cpu_count(),
-        "load_average": os.getloadavg()[0], **setting, "figures": [asdict(each) for each in found],
+        "bench": "native_decoder", "isa": kernels.isa, "torch_dtype": str(torch_dtype),
+        "cores": os.cpu_count(), "load_average": os.getloadavg()[0], **setting,
+        "figures": [asdict(each) for each in found],
     }  # fmt: skip
 
 

@@ -1,8 +1,9 @@
 """Native kernels against torch on this machine: `python bench/native_kernels.py [--quick] [--json FILE]`.
 
-Weights rotate through more memory than the last-level cache gives one core, so that a product reads them from where
-a model's weights would be. Both sides take turns inside one loop. Times are medians, or on a busy machine with
-`--threads 1 --best` the least CPU time; with medians the ratio has its 10th and 90th percentile beside it.
+Weights rotate through more memory than the last-level cache gives one core, so that a product reads them from
+where a model's weights would be. Both sides take turns inside one loop. Times are medians, or on a busy
+machine with `--threads 1 --best` the least CPU time; with medians the ratio has its 10th and 90th percentile
+beside it.
 """
 
 import argparse
@@ -23,8 +24,8 @@ from penstock.engine.native.weights import PackedWeight, exact, int4, int8, pack
 SHAPES = {
     "demo qkv": (640, 384), "demo gate_up": (2048, 384), "demo down": (384, 1024), "demo head": (4096, 384),
     "28M qkv": (768, 512), "28M gate_up": (2816, 512), "28M down": (512, 1408),
-    "0.5B qkv": (1152, 896), "0.5B gate_up": (9728, 896), "0.5B down": (896, 4864), "0.5B head": (151936, 896),
-    "wide": (4096, 4096),
+    "0.5B qkv": (1152, 896), "0.5B gate_up": (9728, 896), "0.5B down": (896, 4864),
+    "0.5B head": (151936, 896), "wide": (4096, 4096),
 }  # fmt: skip
 ROTATION_BYTES = 256 << 20
 BURST = 8

@@ -1,13 +1,15 @@
 """Open-loop load of many tenants: what is offered, what became of each request, and how late it was sent.
 
-Arrivals are Poisson times of a seed and do not depend on answers. A request is of one tenant (in a band) and one length class. The
-load counts *first attempts*: what a client does with a refusal comes on top, by its manners:
+Arrivals are Poisson times of a seed and do not depend on answers. A request is of one tenant (in a band) and
+one length class. The load counts *first attempts*: what a client does with a refusal comes on top, by its
+manners:
 
     leaves    takes no for an answer
     obeys     comes back when `Retry-After` says so, at most `OBEYED_MAX` times
     hammers   comes back after `HAMMER_S` whatever was said, at most `HAMMERED_MAX` times
 
-Each attempt is timed from when it was due, so a generator that falls behind shows up in the figures; `late_ns` says by how much.
+Each attempt is timed from when it was due, so a generator that falls behind shows up in the figures;
+`late_ns` says by how much.
 """
 
 import asyncio
@@ -138,7 +140,9 @@ class OpenLoad:
     async def run(
         self, name: str, *, seed: int, rate: float, seconds: float, manners: str, drain_s: float
     ) -> None:
-        """Offer `rate` requests per second for so long, then wait until what was offered has ended: at most `drain_s`."""
+        """Offer `rate` requests per second for so long, then wait until what was offered has ended: at most
+        `drain_s`.
+        """
         self.started_ns = self.clock.now_ns()
         self.ended_ns = self.started_ns + round(seconds * NS_PER_S)
         number = 0
@@ -170,8 +174,9 @@ class OpenLoad:
         """A request whose prompt begins with its own name, so that no prefix is shared."""
         text = f"{name} {sentence(seed, name, kind.words)}"
         fields = {
-            "model": self.model, "messages": [{"role": "user", "content": text}], "max_tokens": kind.output_tokens,
-            "temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+            "model": self.model, "messages": [{"role": "user", "content": text}],
+            "max_tokens": kind.output_tokens, "temperature": 0, "ignore_eos": True, "stream": True,
+            "stream_options": {"include_usage": True},
         }  # fmt: skip
         return msgspec.json.encode(fields)
 

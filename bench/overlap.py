@@ -1,10 +1,12 @@
-"""What overlap is worth: tokens per second of the engine core with `EngineSettings.overlap` on and off, beside each other.
+"""What overlap is worth: tokens per second of the engine core with `EngineSettings.overlap` on and off,
+beside each other.
 
-    python bench/overlap.py MODEL_DIR [--batch 1 8 32] [--tokens 96] [--rounds 5] [--kernels auto] [--json FILE]
+    python bench/overlap.py MODEL_DIR [--batch 1 8 32] [--tokens 96] [--rounds 5] [--kernels auto] [--json
+    FILE]
 
-Both engines hold the same model and answer the same prompts in turns, on and off, so that what else the machine
-does hits both. After each step its outputs are encoded as a worker would. The figure is the ratio on / off of
-each round: its median and its spread.
+Both engines hold the same model and answer the same prompts in turns, on and off, so that what else the
+machine does hits both. After each step its outputs are encoded as a worker would. The figure is the ratio on
+/ off of each round: its median and its spread.
 """
 
 import argparse
@@ -71,8 +73,9 @@ def main() -> None:
                 rates[overlap].append(tokens_per_s(engines[overlap], batch, args.tokens, round_))
         ratios = [on / off for on, off in zip(rates["on"][1:], rates["off"][1:], strict=True)]
         print(
-            f"{batch:>5} {statistics.median(rates['off'][1:]):>10.1f} {statistics.median(rates['on'][1:]):>10.1f} "
-            f"{statistics.median(ratios):>9.3f} {min(ratios):>6.3f} {max(ratios):>6.3f}",
+            f"{batch:>5} {statistics.median(rates['off'][1:]):>10.1f} "
+            f"{statistics.median(rates['on'][1:]):>10.1f} {statistics.median(ratios):>9.3f} "
+            f"{min(ratios):>6.3f} {max(ratios):>6.3f}",
             flush=True,
         )
         medians = {f"{name}_tok_s": statistics.median(rates[name][1:]) for name in rates}

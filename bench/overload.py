@@ -1,22 +1,27 @@
-"""Goodput under overload, over sockets: a real gateway, the real engine with a demo model on one thread, open-loop clients.
+"""Goodput under overload, over sockets: a real gateway, the real engine with a demo model on one thread,
+open-loop clients.
 
     python bench/overload.py [--loads 2,5,20] [--seconds 15] [--repeats 1] [--seed 1] [--json FILE]
-    python bench/overload.py --server DIR/.venv/bin/python ...     another build of the server, measured by this same script
+    python bench/overload.py --server DIR/.venv/bin/python ...     another build of the server, measured by
+                                                                   this same script
 
-Goodput is requests per second whose TTFT and TPOT both kept their promise, also told in the tokens of those requests. The promise is the
-default configuration's (`policy/admission/promise.py`): by band, and never less than `idle_factor` times what a request of that length takes on
-the idle machine, which is measured first. The server runs with its defaults.
+Goodput is requests per second whose TTFT and TPOT both kept their promise, also told in the tokens of those
+requests. The promise is the default configuration's (`policy/admission/promise.py`): by band, and never less
+than `idle_factor` times what a request of that length takes on the idle machine, which is measured first. The
+server runs with its defaults.
 
 1. Idle: requests of each length class, one by one.
-2. Peak: the same processes under rising load, from half of what a closed loop gets out of them, until goodput has fallen twice.
-   The least load that got 95 % of the best is the knee. What it gets in a longer run is the peak: the best of many short runs would
-   be partly luck.
-3. Overload: 2, 5 and 20 times the knee. Tenants of three bands, prompts and answers of three lengths, Poisson arrivals; loads count
-   first attempts. Clients obey `Retry-After`; at 5 times also such as take no for an answer, and such as come back at once.
+2. Peak: the same processes under rising load, from half of what a closed loop gets out of them, until goodput
+   has fallen twice. The least load that got 95 % of the best is the knee. What it gets in a longer run is the
+   peak: the best of many short runs would be partly luck.
+3. Overload: 2, 5 and 20 times the knee. Tenants of three bands, prompts and answers of three lengths, Poisson
+   arrivals; loads count first attempts. Clients obey `Retry-After`; at 5 times also such as take no for an
+   answer, and such as come back at once.
 
-Goodput counts requests that ended in the last three quarters of the time. After each load the script waits until nothing is open
-any more, 30 s at most, and says how long the queue needed. The generator is a process of its own, and shares two cores with what it
-measures: it says how late it sent. Ctrl-C ends everything and keeps what was measured. About four minutes.
+Goodput counts requests that ended in the last three quarters of the time. After each load the script waits
+until nothing is open any more, 30 s at most, and says how long the queue needed. The generator is a process
+of its own, and shares two cores with what it measures: it says how late it sent. Ctrl-C ends everything and
+keeps what was measured. About four minutes.
 """
 
 import argparse
@@ -60,13 +65,15 @@ IDLE_COUNT = 4
 CALLERS, CLOSED_S = 40, 10.0
 """The closed loop that says where to look for the peak."""
 SEARCH_FROM, SEARCH_TIMES, SEARCH_MAX = 0.5, 1.35, 10
-"""The first load as a share of the closed loop's, by how much each is above the one before, and how many at most."""
+"""The first load as a share of the closed loop's, by how much each is above the one before, and how many at
+most."""
 FALLEN, KNEE = 0.9, 0.95
 WARM_SHARE = 0.25
 """Of a load's time, what is not counted."""
 DRAIN_S, DRAIN_GOAL_S = 30.0, 10.0
 LATE_MS = 50.0
-"""A generator whose p95 is later than this was a part of what it measured: a tenth of the promise to a first token."""
+"""A generator whose p95 is later than this was a part of what it measured: a tenth of the promise to a first
+token."""
 START_S = 60.0
 GOALS = {2: 0.95, 5: 0.90, 20: 0.85}
 
@@ -178,7 +185,9 @@ def spread(times_ns: list[int]) -> dict[str, float]:
 
 
 def group(asked: list[Asked], good: list[Asked], window_s: float) -> dict[str, object]:
-    """What the requests of one band, tenant or length class got; `good` are those that ended in the window."""
+    """What the requests of one band, tenant or length class got; `good` are those that ended in the
+    window.
+    """
     answered = [each for each in asked if each.ok]
     return {
         "first_attempts": len(asked),
@@ -238,7 +247,10 @@ def figures(load: OpenLoad, judge: Judge, rate: float) -> dict[str, object]:
 
 
 def drained_s(load: OpenLoad) -> float | None:
-    """From the last arrival until nothing waited any more: everything had its first token, or its refusal. None: some still waited."""
+    """From the last arrival until nothing waited any more: everything had its first token, or its refusal.
+
+    None: some still waited.
+    """
     if any(each.is_cut and not each.first_ns for each in load.asked):
         return None
     last_ns = max((each.first_ns or each.end_ns for each in load.asked), default=0)
@@ -275,7 +287,8 @@ class Measurement:
         best = await self._load("peak", knee, "leaves", self._args.seconds * 1.5)
         self.found |= {"knee_rps": knee, "best_of_search_rps": most, "peak": best}
         say(
-            f"peak: {best['goodput_rps']:.2f} good requests/s, {best['goodput_tps']:.0f} tok/s of them, at {knee:.2f} offered"
+            f"peak: {best['goodput_rps']:.2f} good requests/s, {best['goodput_tps']:.0f} tok/s of them, at "
+            f"{knee:.2f} offered"
         )
         points: list[dict[str, object]] = []
         self.found["overload"] = points
@@ -289,7 +302,8 @@ class Measurement:
                 points.append({"load": load, "manners": manners, **result})
                 share = result["share_of_peak"]
                 say(
-                    f"    {share['goodput_rps']:.0%} of the peak in requests, {share['goodput_tps']:.0%} in tokens"
+                    f"    {share['goodput_rps']:.0%} of the peak in requests, {share['goodput_tps']:.0%} in "
+                    f"tokens"
                 )
         self.found["complete"] = True
 
@@ -316,7 +330,8 @@ class Measurement:
             for name, each in promises.items()
         }
         say(
-            f"idle: TTFT {', '.join(f'{name} {ns / NS_PER_MS:.0f}' for name, ns in ttft_ns.items())} ms, TPOT {tpot_ns / NS_PER_MS:.1f} ms"
+            f"idle: TTFT {', '.join(f'{name} {ns / NS_PER_MS:.0f}' for name, ns in ttft_ns.items())} ms, "
+            f"TPOT {tpot_ns / NS_PER_MS:.1f} ms"
         )
         return judge
 
@@ -371,13 +386,15 @@ class Measurement:
         result["gateway_cpu"] = round((self._stack.cpu_s() - cpu[1]) / spent_s, 3)
         drain = "more than 30" if result["drain_s"] is None else f"{result['drain_s']:.1f}"
         bands = ", ".join(
-            f"{band} {found['goodput_rps']:.2f}/s TTFT {found['ttft_ms'].get('p50', 0):.0f}/{found['ttft_ms'].get('p95', 0):.0f} ms"
+            f"{band} {found['goodput_rps']:.2f}/s TTFT "
+            f"{found['ttft_ms'].get('p50', 0):.0f}/{found['ttft_ms'].get('p95', 0):.0f} ms"
             for band, found in result["bands"].items()
         )
         say(
-            f"{name} {manners}: offered {rate:.1f}/s, good {result['goodput_rps']:.2f}/s ({result['goodput_tps']:.0f} tok/s) of "
-            f"{result['throughput_rps']:.2f}/s answered; {bands}; {result['refusals']} refusals; drained in {drain} s; "
-            f"sent late p95 {result['late_ms'].get('p95', 0):.0f} ms{' (TOO LATE)' if result['generator_was_late'] else ''}"
+            f"{name} {manners}: offered {rate:.1f}/s, good {result['goodput_rps']:.2f}/s "
+            f"({result['goodput_tps']:.0f} tok/s) of {result['throughput_rps']:.2f}/s answered; {bands}; "
+            f"{result['refusals']} refusals; drained in {drain} s; sent late p95 "
+            f"{result['late_ms'].get('p95', 0):.0f} ms{' (TOO LATE)' if result['generator_was_late'] else ''}"
         )
         return result
 
@@ -433,8 +450,8 @@ def main() -> None:
     for name, found in result["summary"].items():
         rps, tps, drain = (found[each] for each in ("goodput_rps", "goodput_tps", "drain_s"))
         print(
-            f"{name}: {rps['median']:.0%} ({rps['min']:.0%} to {rps['max']:.0%}) of the peak in requests, {tps['median']:.0%} in tokens; "
-            f"drained in {drain['median']:.1f} s"
+            f"{name}: {rps['median']:.0%} ({rps['min']:.0%} to {rps['max']:.0%}) of the peak in requests, "
+            f"{tps['median']:.0%} in tokens; drained in {drain['median']:.1f} s"
         )
     write_result(args.json, result)
 

@@ -1,13 +1,15 @@
-"""Overload on virtual time: the simulator (penstock/sim) with the gateway's own queue before engines whose steps are modelled.
+"""Overload on virtual time: the simulator (penstock/sim) with the gateway's own queue before engines whose
+steps are modelled.
 
     python bench/overload_sim.py [--json] [--seed N] [--seconds S] [--out FILE]
 
-Prints what a spike of one tenant does to the others, what overload does to goodput, how far apart backlogged tenants are
-served, and what `FlowControl` costs per request beside a loop that only pops the same events from a heap.
+Prints what a spike of one tenant does to the others, what overload does to goodput, how far apart backlogged
+tenants are served, and what `FlowControl` costs per request beside a loop that only pops the same events from
+a heap.
 
-A step takes 20 ms and 15 us for every prompt token in it, whatever else runs; how prompts share steps is the engine's
-own scheduler's business. Clients leave when no token came within their patience. Good is what was answered to clients that
-were still there.
+A step takes 20 ms and 15 us for every prompt token in it, whatever else runs; how prompts share steps is the
+engine's own scheduler's business. Clients leave when no token came within their patience. Good is what was
+answered to clients that were still there.
 """
 
 import argparse
@@ -104,7 +106,9 @@ def poisson(
 
 
 def capacity_per_s(workers: int, slots: int, *, prompt: int = 1000, output: int = 200) -> float:
-    """Requests per second that full workers finish, of mean lengths (2 to the uniform over -1..1 has mean 1.082)."""
+    """Requests per second that full workers finish, of mean lengths (2 to the uniform over -1..1 has mean
+    1.082).
+    """
     seconds = 1.082 * (prompt * PREFILL_NS + output * STEP_NS / slots) / NS_PER_S
     return workers / seconds
 
@@ -123,7 +127,10 @@ def ttft_p95(records: list[RequestRecord]) -> int:
 def spike(
     seed: int, seconds: float, *, times: float = 20, workers: int = 4, slots: int = 64
 ) -> dict[str, float]:
-    """Ten tenants at 5% of capacity each; one of them sends `times` as much. The others' TTFT beside what it was."""
+    """Ten tenants at 5% of capacity each; one of them sends `times` as much.
+
+    The others' TTFT beside what it was.
+    """
     tenants = [f"t{i}" for i in range(10)]
     share = 0.05 * capacity_per_s(workers, slots)
     figures: dict[str, float] = {}
@@ -145,8 +152,8 @@ def spike(
 
 
 def overload(seed: int, *, loads: tuple[float, ...] = (1, 2, 5, 20), retries: int = 3) -> dict[str, float]:
-    """Goodput with default settings, at multiples of the knee: requests and output tokens per second that were answered as promised
-    (sim/scenarios/goodput.py), and how long after the load something still waited.
+    """Goodput with default settings, at multiples of the knee: requests and output tokens per second that
+    were answered as promised (sim/scenarios/goodput.py), and how long after the load something still waited.
     """
     found: dict[str, float] = {}
     for times in loads:
@@ -192,7 +199,9 @@ class Shares:
 
 
 def fairness(seed: int, seconds: float, *, slots: int = 64) -> dict[str, float]:
-    """One tenant with 8,000-token prompts, nine with 200-token ones, all backlogged: gap of served tokens beside the bound."""
+    """One tenant with 8,000-token prompts, nine with 200-token ones, all backlogged: gap of served tokens
+    beside the bound.
+    """
     random, tenants = Random(seed), [TenantId(f"t{i}") for i in range(10)]
     requests = [
         request
@@ -211,7 +220,9 @@ def fairness(seed: int, seconds: float, *, slots: int = 64) -> dict[str, float]:
 
 
 def host_time(seed: int, num_requests: int) -> dict[str, float]:
-    """CPU microseconds per request through all of `FlowControl`, beside popping as many events from a heap."""
+    """CPU microseconds per request through all of `FlowControl`, beside popping as many events from a
+    heap.
+    """
     random = Random(seed)
     tenants = [Tenant(id=TenantId(f"t{i}"), band="default" if i % 3 else "priority") for i in range(100)]
     control = FlowControl(QueueTerms())

@@ -2,9 +2,10 @@
 
     python bench/prefill_budget.py [--noise 0.1] [--seed 0] [--json FILE]
 
-The real scheduler on a virtual clock: a step takes what a scripted law says (the longer of reading the weights
-and computing the tokens, plus reading the KV), times a random hiccup. Laws are rough pictures of machines, so
-the figures to read are the ratios between the two policies, which see the same arrivals and the same hiccups.
+The real scheduler on a virtual clock: a step takes what a scripted law says (the longer of reading the
+weights and computing the tokens, plus reading the KV), times a random hiccup. Laws are rough pictures of
+machines, so the figures to read are the ratios between the two policies, which see the same arrivals and the
+same hiccups.
 
     burst      32 requests of 110 tokens arrive together (vLLM's way: everyone is prefilled at once)
     long       a prompt of 1,500 tokens arrives while 8 streams decode

@@ -2,7 +2,8 @@
 
     write_result(path, {"rounds": ...})        one JSON object: {"measured": {...}, "rounds": ...}
 
-A plain build of Python costs about a fifth more CPU than one with profile-guided and link-time optimization, so the file says which it was.
+A plain build of Python costs about a fifth more CPU than one with profile-guided and link-time optimization,
+so the file says which it was.
 """
 
 import argparse
@@ -27,7 +28,9 @@ LIST_PACKAGES = (
 
 
 def measured(versions: Mapping[str, str] | None = None) -> dict[str, object]:
-    """The command, the machine, its load, Python and how it was built, our commit; `versions` of what else took part."""
+    """The command, the machine, its load, Python and how it was built, our commit; `versions` of what else
+    took part.
+    """
     return {
         "command": " ".join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -72,7 +72,9 @@ class Load:
 
 
 class Pusher:
-    """Waits for all streams, then gives each a token per tick, as an engine's step does, and measures the CPU."""
+    """Waits for all streams, then gives each a token per tick, as an engine's step does, and measures the
+    CPU.
+    """
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -223,8 +225,8 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pus
     pusher.add(sink)
     while (text := await sink.queue.get()) is not None:
         chunk = {
-            "id": "chatcmpl-0123456789abcdef00000001", "object": "chat.completion.chunk", "created": 1_700_000_000,
-            "model": request["model"], "system_fingerprint": "fp_0123456789",
+            "id": "chatcmpl-0123456789abcdef00000001", "object": "chat.completion.chunk",
+            "created": 1_700_000_000, "model": request["model"], "system_fingerprint": "fp_0123456789",
             "choices": [{"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": None}],
         }  # fmt: skip
         data = f"data: {json.dumps(chunk)}\n\n".encode()
@@ -268,7 +270,10 @@ class Reader(asyncio.Protocol):
         body = json.dumps(
             {"model": "bench", "stream": True, "messages": [{"role": "user", "content": "How does it work?"}]}
         ).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: "
+            f"close\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
         transport.write(head.encode() + body)  # type: ignore[attr-defined]
 
     def data_received(self, data: bytes) -> None:

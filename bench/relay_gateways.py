@@ -1,4 +1,6 @@
-"""How the gateways that bench/relay_peers.py compares are started, each as a proxy of one upstream, and which versions they are."""
+"""How the gateways that bench/relay_peers.py compares are started, each as a proxy of one upstream, and which
+versions they are.
+"""
 
 import re
 import subprocess
@@ -22,7 +24,8 @@ static_resources:
     - filters:
       - name: envoy.filters.network.http_connection_manager
         typed_config:
-          "@type": type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager
+          "@type": \
+type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager
           stat_prefix: bench
           route_config:
             virtual_hosts:
@@ -46,12 +49,14 @@ daemon off; worker_processes 1; pid {place}/nginx.pid; error_log {place}/nginx.e
 worker_rlimit_nofile 65536;
 events {{ worker_connections 8192; }}
 http {{
-  access_log off; keepalive_requests 1000000; client_body_temp_path {place}/body; proxy_temp_path {place}/proxy;
+  access_log off; keepalive_requests 1000000; client_body_temp_path {place}/body; proxy_temp_path \
+{place}/proxy;
   fastcgi_temp_path {place}/fastcgi; uwsgi_temp_path {place}/uwsgi; scgi_temp_path {place}/scgi;
   upstream one {{ server 127.0.0.1:{upstream}; keepalive 512; keepalive_requests 1000000; }}
   server {{
     listen 127.0.0.1:{port};
-    location / {{ proxy_pass http://one; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_buffering off; }}
+    location / {{ proxy_pass http://one; proxy_http_version 1.1; proxy_set_header Connection ""; \
+proxy_buffering off; }}
   }}
 }}
 """
@@ -79,7 +84,10 @@ class Place:
 
 
 def command_of(gateway: str, place: Place) -> list[str]:
-    """How to start a gateway on `place.port`. A name like "penstock-ledger+access" is ours with these features off."""
+    """How to start a gateway on `place.port`.
+
+    A name like "penstock-ledger+access" is ours with these features off.
+    """
     kind, _, off = gateway.partition("-")
     if kind == "penstock":
         return [sys.executable, str(HERE / "gateway.py"), place.worker, str(place.port), off or "all"]

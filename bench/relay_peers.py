@@ -4,16 +4,18 @@
     python bench/relay_peers.py --features [--rounds 10] [--out FILE]      what each of our features costs
     python bench/relay_peers.py --show FILE                               the tables of a run again
 
-A load client and an upstream in C (bench/relay/*.c, built here) cost next to nothing; between them stands one gateway
-process, whose CPU time (/proc/PID/stat, children included) and memory are read. Shapes: `whole` answers at 64 connections; `chunks`: 64
-chunks as fast as they are taken, 64 connections; `each`: the same with a stop string, with which our gateway may not tell several
-steps in one event (no proxy does that, so only ours is measured); `paced`: 256 chunks, one per 20 ms, 256 connections. `alone` is one
-connection at a time: what its latency exceeds the upstream's own by is what the gateway adds (ours: a worker's that gives one token per
-step, asked without a gateway by bench/relay/direct.py). Ours talks to a stand-in worker in our own protocol, and does all
-that a proxy does not: tokenizing, detokenizing, encoding events. bench/relay/install_peers.sh makes VENV.
+A load client and an upstream in C (bench/relay/*.c, built here) cost next to nothing; between them stands one
+gateway process, whose CPU time (/proc/PID/stat, children included) and memory are read. Shapes: `whole`
+answers at 64 connections; `chunks`: 64 chunks as fast as they are taken, 64 connections; `each`: the same
+with a stop string, with which our gateway may not tell several steps in one event (no proxy does that, so
+only ours is measured); `paced`: 256 chunks, one per 20 ms, 256 connections. `alone` is one connection at a
+time: what its latency exceeds the upstream's own by is what the gateway adds (ours: a worker's that gives one
+token per step, asked without a gateway by bench/relay/direct.py). Ours talks to a stand-in worker in our own
+protocol, and does all that a proxy does not: tokenizing, detokenizing, encoding events.
+bench/relay/install_peers.sh makes VENV.
 
-Rounds go through the gateways in turns, each time from another one on. LiteLLM is measured once, on a tenth of the requests and at
-most 64 connections.
+Rounds go through the gateways in turns, each time from another one on. LiteLLM is measured once, on a tenth
+of the requests and at most 64 connections.
 """
 
 import argparse
@@ -200,15 +202,18 @@ def run(gateways: list[str], shapes: list[Shape], args: argparse.Namespace) -> R
                         continue
                     results[gateway].setdefault(shape.name, []).append(found)
                     brief = (
-                        f"{found['cpu_s_per_1000']:8.3f} CPU-s per 1,000, {found['events_per_request']:6.1f} events,"
-                        f" {found['rss_mb']:5.0f} MB, p50 {found['total_p50_us']:8.0f} us, {found['wall_s']:5.1f} s"
+                        f"{found['cpu_s_per_1000']:8.3f} CPU-s per 1,000, {found['events_per_request']:6.1f} "
+                        f"events, {found['rss_mb']:5.0f} MB, p50 {found['total_p50_us']:8.0f} us, "
+                        f"{found['wall_s']:5.1f} s"
                     )
                     print(f"round {number + 1} {shape.name:7}{gateway:30}{brief}", flush=True)
     return results
 
 
 def run_features(shapes: list[Shape], rounds: int) -> Results:
-    """All variants of ours stand side by side, and short bursts go to one after the other: what differs is small beside a machine's moods."""
+    """All variants of ours stand side by side, and short bursts go to one after the other: what differs is
+    small beside a machine's moods.
+    """
     results: Results = {name: {} for name in FEATURE_VARIANTS}
     with tempfile.TemporaryDirectory(prefix="relay-bench-") as name:
         place = Path(name)

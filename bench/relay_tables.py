@@ -1,4 +1,6 @@
-"""The tables of bench/relay_peers.py, in Markdown: the gateways side by side, ours against its goals, what each feature costs."""
+"""The tables of bench/relay_peers.py, in Markdown: the gateways side by side, ours against its goals, what
+each feature costs.
+"""
 
 import statistics
 from collections.abc import Sequence
@@ -67,7 +69,9 @@ def quartiles(values: Sequence[float]) -> str:
 
 
 def added_us(results: Results, gateway: str) -> list[float]:
-    """What a request that is alone takes longer than it does without the gateway, at the median of a round."""
+    """What a request that is alone takes longer than it does without the gateway, at the median of a
+    round.
+    """
     bare = figures(results, "upstream", "alone", "total_p50_us")
     alone = results.get(gateway, {}).get("alone", [])
     if not all("direct_p50_us" in round_ for round_ in alone) and not bare:

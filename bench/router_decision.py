@@ -2,10 +2,10 @@
 
     python bench/router_decision.py [--json] [--seconds S]
 
-Prompts of 512 blocks, of which a few workers hold parts in the real prefix index; every start is booked, and ended later, so
-that rooms and heap live. Prompt keys are made beforehand: hashing is paid once per prompt, whoever places it.
-Times are process CPU: of a decision (look-up, scores, pick, record), and per request of everything that goes with it
-(booking, predicting its blocks at the worker, learning at its end).
+Prompts of 512 blocks, of which a few workers hold parts in the real prefix index; every start is booked, and
+ended later, so that rooms and heap live. Prompt keys are made beforehand: hashing is paid once per prompt,
+whoever places it. Times are process CPU: of a decision (look-up, scores, pick, record), and per request of
+everything that goes with it (booking, predicting its blocks at the worker, learning at its end).
 """
 
 import argparse
@@ -76,7 +76,8 @@ class Rig:
             self.placement.ended(now_ns, work, room, usage)
         work = Work(
             id=RequestId(f"r{self._next}"), band="default", tenant=TenantId("t"), arrived_ns=now_ns,
-            prompt_tokens=BLOCKS * 16, output_tokens=200, blocks=BLOCKS, keys=keys, session=f"s{self._next % 500}",
+            prompt_tokens=BLOCKS * 16, output_tokens=200, blocks=BLOCKS, keys=keys,
+            session=f"s{self._next % 500}",
         )  # fmt: skip
         began = process_time_ns()
         room = self.placement.place(now_ns, work, self.rooms, (), ())
@@ -117,7 +118,9 @@ def rig(policy: str, num_workers: int, seed: int) -> Rig:
 
 
 def cost_us(each: Rig, num_workers: int, seconds: float) -> tuple[tuple[float, ...], float]:
-    """CPU microseconds of a decision: median, first and last decile; and the median of all that a request costs the placement."""
+    """CPU microseconds of a decision: median, first and last decile; and the median of all that a request
+    costs the placement.
+    """
     costs: list[float] = []
     now_ns = 0
     for _ in range(STREAMS * num_workers + 500):

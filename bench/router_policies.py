@@ -2,11 +2,12 @@
 
     python bench/router_policies.py [--json] [--seeds N] [--seconds S] [--trace FILE [--speed X] [--limit N]]
 
-Runs the real flow control, placement, prefix index, engine scheduler and KV block pools in the simulator; only the time of an
-engine's step is modelled. Policies beside ours: round robin, least-loaded, and an approximate prefix router (the longest prefix that was
-sent there before, if it is over half of the prompt and the worker is not overloaded: smg's rule). `ideal` is the hit rate
-of one cache without end. Without a trace it makes conversations; a trace is a file in the format penstock-trace/1.
-Ratios are to round robin in the same run, over seeds: median and range.
+Runs the real flow control, placement, prefix index, engine scheduler and KV block pools in the simulator;
+only the time of an engine's step is modelled. Policies beside ours: round robin, least-loaded, and an
+approximate prefix router (the longest prefix that was sent there before, if it is over half of the prompt and
+the worker is not overloaded: smg's rule). `ideal` is the hit rate of one cache without end. Without a trace
+it makes conversations; a trace is a file in the format penstock-trace/1. Ratios are to round robin in the
+same run, over seeds: median and range.
 """
 
 import argparse
@@ -66,7 +67,9 @@ class RoundRobin(LeastLoaded):
 
 
 class Approximate(LeastLoaded):
-    """The worker that was sent most of this prompt before, unless that is little or the worker has far more to do than others."""
+    """The worker that was sent most of this prompt before, unless that is little or the worker has far more
+    to do than others.
+    """
 
     def __init__(self) -> None:
         # Such a router keeps a tree of what was sent, bounded by its size and not by time.
@@ -222,7 +225,8 @@ def main() -> None:
         print(json.dumps(summary, indent=1))
         return
     print(
-        f"{summary['workload']}: {len(requests)} requests, ideal hit rate {summary['ideal_hit_rate']['median']:.3f}"
+        f"{summary['workload']}: {len(requests)} requests, ideal hit rate "
+        f"{summary['ideal_hit_rate']['median']:.3f}"
     )
     for policy, row in table.items():
         cells = [

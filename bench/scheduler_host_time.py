@@ -94,7 +94,8 @@ def main() -> None:
     add_json_option(parser)
     args = parser.parse_args()
     print(
-        f"{'rows':>5} {'schedule ms':>12} {'apply ms':>9} {'sum p50':>8} {'p10':>6} {'p90':>6} {'x bare loop':>12}"
+        f"{'rows':>5} {'schedule ms':>12} {'apply ms':>9} {'sum p50':>8} {'p10':>6} {'p90':>6} "
+        f"{'x bare loop':>12}"
     )
     found: list[dict[str, float]] = []
     for rows in args.rows:
@@ -114,7 +115,8 @@ def main() -> None:
         names = ("schedule_ms", "apply_ms", "sum_ms_p50", "sum_ms_p10", "sum_ms_p90")
         found.append(dict(zip(names, ms, strict=True)) | {"rows": rows, "times_bare_loop": figures[2] / bare})
         print(
-            f"{rows:>5} {ms[0]:>12.3f} {ms[1]:>9.3f} {ms[2]:>8.3f} {ms[3]:>6.3f} {ms[4]:>6.3f} {figures[2] / bare:>12.0f}"
+            f"{rows:>5} {ms[0]:>12.3f} {ms[1]:>9.3f} {ms[2]:>8.3f} {ms[3]:>6.3f} {ms[4]:>6.3f} "
+            f"{figures[2] / bare:>12.0f}"
         )
     write_result(args.json, {"steps": args.steps, "context": args.context, "by_rows": found})
 

@@ -1,6 +1,7 @@
 """What `make bench` runs: the server as users start it, under load, and the relay's cost beside it.
 
-    python bench/serve_bench.py [--concurrency 1,8,32] [--duration S | --requests N] [--skip-relay] [-- MODEL --serve-flags]
+    python bench/serve_bench.py [--concurrency 1,8,32] [--duration S | --requests N] [--skip-relay] [--
+    MODEL --serve-flags]
 
 Starts `penstock serve` on a free port, measures it with `penstock bench`, measures the load generator
 alone against an endpoint that computes nothing (to show how far it is from being the bottleneck), then
@@ -148,8 +149,8 @@ def relay_summary(relay: dict) -> None:
         return f"{numbers['median']:g} ({numbers['min']:g} to {numbers['max']:g})"
 
     console.print(
-        f"Relay: {spread(relay['gateway']['us_per_chunk'])} us of CPU per chunk at {relay['streams']} streams, "
-        f"{spread(relay['gateway_to_baseline_uvloop'])} times a plain asyncio server's on uvloop, "
+        f"Relay: {spread(relay['gateway']['us_per_chunk'])} us of CPU per chunk at {relay['streams']} "
+        f"streams, {spread(relay['gateway_to_baseline_uvloop'])} times a plain asyncio server's on uvloop, "
         f"{spread(relay['gateway_to_baseline'])} times the same on the standard loop; "
         f"{relay['rounds']} rounds, median (least to most)."
     )

@@ -1,14 +1,19 @@
-"""The simulator beside the real stack: the same requests through a real gateway process and a real worker process, and simulated.
+"""The simulator beside the real stack: the same requests through a real gateway process and a real worker
+process, and simulated.
 
-    python bench/sim_fidelity.py [--seconds 120] [--rate 3] [--seed 1] [--trace FILE [--speed X]] [--json FILE]
-    python bench/sim_fidelity.py --seconds 600 --json docs/results/sim-fidelity.json       the goal's ten minutes, on a quiet machine
+    python bench/sim_fidelity.py [--seconds 120] [--rate 3] [--seed 1] [--trace FILE [--speed X]] [--json
+    FILE]
+    python bench/sim_fidelity.py --seconds 600 --json docs/results/sim-fidelity.json
+        the goal's ten minutes, on a quiet machine
 
-The real worker computes nothing: its runner takes the time that the roofline says (modelled_runner.py); scheduler, block pool,
-prefix cache, sockets, gateway, queue, tokenizer and HTTP are the product's own. The simulated side has the same configuration and the
-same roofline. The load client runs in this process, so give the machine a core for each of the three.
+The real worker computes nothing: its runner takes the time that the roofline says (modelled_runner.py);
+scheduler, block pool, prefix cache, sockets, gateway, queue, tokenizer and HTTP are the product's own. The
+simulated side has the same configuration and the same roofline. The load client runs in this process, so give
+the machine a core for each of the three.
 
-Compared: TTFT p50 and p95, output tokens per second (goal: within 10 %), and counters (requests, answered, prompt and output
-tokens equal; cached tokens within 2 %: which of two requests at the same instant goes first is not modelled).
+Compared: TTFT p50 and p95, output tokens per second (goal: within 10 %), and counters (requests, answered,
+prompt and output tokens equal; cached tokens within 2 %: which of two requests at the same instant goes first
+is not modelled).
 """
 
 import argparse
@@ -65,7 +70,8 @@ def source(args: argparse.Namespace) -> TrafficSource:
         return Trace(path=args.trace, callers=callers, speed=args.speed, prompt_max=MODEL_LEN - 1024)
     return Conversations(
         arrivals=Poisson(args.rate / 3), callers=callers, system_tokens=160, turns=3.0, think_s=5.0,
-        message=LengthDistribution(200, 0.7, maximum=2048), output=LengthDistribution(50, 0.6, maximum=256), context_max=6000,
+        message=LengthDistribution(200, 0.7, maximum=2048), output=LengthDistribution(50, 0.6, maximum=256),
+        context_max=6000,
     )  # fmt: skip
 
 
@@ -90,8 +96,9 @@ def simulated(args: argparse.Namespace) -> dict[str, float]:
     return {
         "requests": found.requests, "answered": found.outcomes.get("finished", 0),
         "prompt_tokens": counters.prompt_tokens, "cached_tokens": counters.cached_tokens,
-        "output_tokens": counters.completion_tokens, "ttft_p50_ms": found.ttft_ms.p50, "ttft_p95_ms": found.ttft_ms.p95,
-        "tpot_p50_ms": found.tpot_ms.p50, "tokens_per_s": found.throughput_tps,
+        "output_tokens": counters.completion_tokens, "ttft_p50_ms": found.ttft_ms.p50,
+        "ttft_p95_ms": found.ttft_ms.p95, "tpot_p50_ms": found.tpot_ms.p50,
+        "tokens_per_s": found.throughput_tps,
     }  # fmt: skip
 
 
@@ -105,7 +112,9 @@ def tokens_of(segment: Segment) -> list[int]:
 
 
 def body(request: SimRequest, *, has_answers: bool) -> bytes:
-    """The HTTP body. `has_answers`: every second segment from the third on is an earlier answer. The modelled engine answers with one token only, so what was answered is not repeated exactly: the
+    """The HTTP body. `has_answers`: every second segment from the third on is an earlier answer.
+
+    The modelled engine answers with one token only, so what was answered is not repeated exactly: the
     answer's segment is that token, as often as it was said.
     """
     prompt: list[int] = []
@@ -115,8 +124,8 @@ def body(request: SimRequest, *, has_answers: bool) -> bytes:
     assert max(prompt) < VOCAB_SIZE
     return msgspec.json.encode(
         {
-            "model": "m", "prompt": prompt, "max_tokens": request.output_tokens, "stream": True, "ignore_eos": True,
-            "temperature": 0, "stream_options": {"include_usage": True},
+            "model": "m", "prompt": prompt, "max_tokens": request.output_tokens, "stream": True,
+            "ignore_eos": True, "temperature": 0, "stream_options": {"include_usage": True},
         }
     )  # fmt: skip
 
@@ -146,8 +155,9 @@ async def real_load(args: argparse.Namespace, url: str) -> dict[str, float]:
     return {
         "requests": len(requests), "answered": tally.ok, "prompt_tokens": tally.prompt_tokens,
         "cached_tokens": tally.cached_tokens, "output_tokens": tally.output_tokens,
-        "ttft_p50_ms": ttft.p50 / NS_PER_MS, "ttft_p95_ms": ttft.p95 / NS_PER_MS, "tpot_p50_ms": tpot.p50 / NS_PER_MS,
-        "tokens_per_s": tally.output_tokens / seconds, "send_delay_p99_ms": late.p99 / NS_PER_MS,
+        "ttft_p50_ms": ttft.p50 / NS_PER_MS, "ttft_p95_ms": ttft.p95 / NS_PER_MS,
+        "tpot_p50_ms": tpot.p50 / NS_PER_MS, "tokens_per_s": tally.output_tokens / seconds,
+        "send_delay_p99_ms": late.p99 / NS_PER_MS,
     }  # fmt: skip
 
 
@@ -166,8 +176,8 @@ def real_stack(place: Path) -> Iterator[str]:
         stderr=(place / "worker.log").open("wb"),
     )  # fmt: skip
     gateway = subprocess.Popen(
-        [sys.executable, str(HERE / "relay" / "gateway.py"), str(place / "worker.sock"), str(port), "access,auth"],
-        env=environ, stderr=(place / "gateway.log").open("wb"),
+        [sys.executable, str(HERE / "relay" / "gateway.py"), str(place / "worker.sock"), str(port),
+        "access,auth"], env=environ, stderr=(place / "gateway.log").open("wb"),
     )  # fmt: skip
     try:
         assert worker.stdin is not None
@@ -247,7 +257,8 @@ def main() -> int:
     print(f"the load client sent up to {was['send_delay_p99_ms']:.1f} ms late (p99)")
     if args.json is not None:
         told = {
-            "seconds": args.seconds, "seed": args.seed, "rate": args.rate, "trace": str(args.trace or ""), "real": was, "simulated": sim,
+            "seconds": args.seconds, "seed": args.seed, "rate": args.rate, "trace": str(args.trace or ""),
+            "real": was, "simulated": sim,
             "ratios": {name: round(ratio, 4) for name, (ratio, _) in found.items()},
             "off": [name for name, (_, good) in found.items() if not good],
         }  # fmt: skip

@@ -5,13 +5,14 @@
     python bench/sim_gate.py --update              record a new baseline (say why in the commit)
     python bench/sim_gate.py --seeds 200           many more seeds, criteria only: the nightly run
 
-A run is the same on every machine, so an unchanged policy gives the baseline's figures to the last digit, and any change of
-them is a change of policy. The margins are what such a change may cost before somebody has to decide that it is worth it:
+A run is the same on every machine, so an unchanged policy gives the baseline's figures to the last digit, and
+any change of them is a change of policy. The margins are what such a change may cost before somebody has to
+decide that it is worth it:
 
-    SLO attainment   0.02      fairness (Jain)   0.02      prefix hit rate   0.02      cost per 1M output tokens   5 %
+    SLO attainment  0.02    fairness (Jain)  0.02    prefix hit rate  0.02    cost per 1M output tokens  5 %
 
-Each is of the mean over the seeds, per scenario. What got better by more than the margin is told too: record it.
-Exit status 1: worse than the baseline, or a scenario's own criterion fails.
+Each is of the mean over the seeds, per scenario. What got better by more than the margin is told too: record
+it. Exit status 1: worse than the baseline, or a scenario's own criterion fails.
 """
 
 import argparse
@@ -35,8 +36,8 @@ BASELINE = Path(__file__).parent / "data" / "sim-baseline.json"
 SEEDS = (1, 2, 3)
 GATED = (
     "steady", "bursts", "conversations", "agent-loops", "spike-20x", "noisy-tenant", "large-tenants",
-    "priority-overload", "tenant-quota", "downgrade", "long-context", "kv-full", "spot-revocation", "thundering-herd",
-    "worker-crash", "slow-worker", "rollout-bad", "region-failover",
+    "priority-overload", "tenant-quota", "downgrade", "long-context", "kv-full", "spot-revocation",
+    "thundering-herd", "worker-crash", "slow-worker", "rollout-bad", "region-failover",
 )  # fmt: skip
 QUICK = ("conversations", "kv-full", "noisy-tenant", "worker-crash", "rollout-bad")
 
@@ -101,7 +102,9 @@ def measure(
     *,
     jobs: int = 1,
 ) -> tuple[Baseline, list[str]]:
-    """The figures of every scenario and seed, and which criteria failed; with several `jobs` in so many processes."""
+    """The figures of every scenario and seed, and which criteria failed; with several `jobs` in so many
+    processes.
+    """
     measured, digests, failed = Measured(), dict[str, list[str]](), list[str]()
     each_name = [name for name in names for _ in seeds]
     each_seed = [seed for _ in names for seed in seeds]

@@ -64,9 +64,10 @@ def main() -> int:
             rows.append(row)
             state = "passes" if row["passes"] else "FAILS"
             print(
-                f"{row['scenario']:20} {state}  {row['requests']} requests {row['outcomes']}, attainment {row['attainment']}, "
-                f"TTFT {row['ttft_p50_ms']:.0f} / {row['ttft_p95_ms']:.0f} / {row['ttft_max_ms']:.0f} ms (p50, p95, max), "
-                f"hit rate {row['hit_rate']}, Jain {row['jain']}, {row['migrated']} moved ({row['seconds']} s)"
+                f"{row['scenario']:20} {state}  {row['requests']} requests {row['outcomes']}, attainment "
+                f"{row['attainment']}, TTFT {row['ttft_p50_ms']:.0f} / {row['ttft_p95_ms']:.0f} / "
+                f"{row['ttft_max_ms']:.0f} ms (p50, p95, max), hit rate {row['hit_rate']}, Jain "
+                f"{row['jain']}, {row['migrated']} moved ({row['seconds']} s)"
             )
             for words, value, bound, passed in row["findings"]:
                 print(f"{'':22}{words}: {value:g} (bound {bound:g}){'' if passed else '  FAILS'}", flush=True)

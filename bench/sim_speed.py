@@ -1,13 +1,16 @@
-"""How many requests a second the simulator runs through on one core, where the time goes, and what a thousand workers take.
+"""How many requests a second the simulator runs through on one core, where the time goes, and what a thousand
+workers take.
 
     python bench/sim_speed.py [--requests 4000] [--profile] [--against CHECKOUT] [--json FILE]
     python bench/sim_speed.py --fleet 1000 --minutes 10
 
-Prompts have about 1,000 tokens, a fifth of them a prefix that the tenant's requests share; answers have about 200. Both vary by
-a factor of two either way. The step time is that of a middling accelerator; tokens may take 50 ms. Workers are loaded to
-70%. Time is that of the processor, for others use the machine too; beside it stands its ratio to a bare heap, which is asked in
-turn with the simulation: one push and pop for every event that it had. `--against` runs another checkout in turn with this one, each time in a process of
-its own. `--fleet` lets requests come for so many minutes of processor time, and says how much memory there was after how many.
+Prompts have about 1,000 tokens, a fifth of them a prefix that the tenant's requests share; answers have about
+200. Both vary by a factor of two either way. The step time is that of a middling accelerator; tokens may take
+50 ms. Workers are loaded to 70%. Time is that of the processor, for others use the machine too; beside it
+stands its ratio to a bare heap, which is asked in turn with the simulation: one push and pop for every event
+that it had. `--against` runs another checkout in turn with this one, each time in a process of its own.
+`--fleet` lets requests come for so many minutes of processor time, and says how much memory there was after
+how many.
 """
 
 import argparse
@@ -41,14 +44,24 @@ PROMPT, OUTPUT, LOAD = 1000, 200, 0.7
 ROUNDS, LOOKS, LOOK_EVERY, HEAP_EVENTS = 3, 16, 2000, 40_000
 PARTS = {
     "schedule/step_time": "model of step times", "schedule/prefill_budget": "model of step times",
-    "schedule/overrun": "model of step times", "schedule/fast_forward": "decode fast-forward", "sim/world/worker": "simulated worker, events, messages",
-    "sim/world/events": "simulated worker, events, messages", "sim/world/world": "simulated worker, events, messages",
-    "sim/world/gateway": "simulated gateway", "sim/world/caches": "simulated gateway", "sim/traffic/prompts": "block names",
-    "sim/traffic/streams": "block names", "sim/world/result": "records and digest", "sim/traffic/request": "records and digest",
+    "schedule/overrun": "model of step times", "schedule/fast_forward": "decode fast-forward",
+    "sim/world/worker": "simulated worker,"
+    " events, messages",
+    "sim/world/events": "simulated worker, events, messages", "sim/world/world": "simulated worker, events, "
+    "messages",
+    "sim/world/gateway": "simulated gateway", "sim/world/caches": "simulated gateway",
+    "sim/traffic/prompts": "block names",
+    "sim/traffic/streams": "block names", "sim/world/result": "records and digest",
+    "sim/traffic/request": "records and "
+    "digest",
     "kv/cache/block_pool": "blocks and prefix cache", "kv/cache/manager": "blocks and prefix cache",
-    "kv/cache/prefix_cache": "blocks and prefix cache", "kv/hashing": "blocks and prefix cache", "policy/placement/route": "router",
-    "policy/placement/score": "router", "policy/placement/pick": "router", "policy/estimates/speed": "router", "policy/estimates/online_linear_model": "models of waiting and speed",
-    "policy/wait_time": "models of waiting and speed", "schedule/": "scheduler", "kv/": "KV index and its events",
+    "kv/cache/prefix_cache": "blocks and prefix cache", "kv/hashing": "blocks and prefix cache",
+    "policy/placement/route": "router",
+    "policy/placement/score": "router", "policy/placement/pick": "router", "policy/estimates/speed": "router",
+    "policy/estimates/online_linear_model": "models of waiting "
+    "and speed",
+    "policy/wait_time": "models of waiting and speed", "schedule/": "scheduler", "kv/": "KV index and its "
+    "events",
     "policy/": "flow control, limits, ledger",
 }  # fmt: skip
 
@@ -143,9 +156,9 @@ def figures(load: Load, result: SimResult, spent_s: float) -> dict[str, float]:
 def say(name: str, said: dict[str, float]) -> None:
     print(
         f"{name}: {said['requests']} requests in {said['cpu_s']} s = {said['requests_per_s']:,.0f}/s; "
-        f"{said['events_per_request']} events and {said['steps_per_request']} steps of {said['rows_per_step']} rows each; "
-        f"{said['virtual_s'] / said['cpu_s']:.1f} times as fast as time; {said['times_bare_heap']:.0f} times a bare heap; "
-        f"{said['gib_max']:.2f} GiB at most",
+        f"{said['events_per_request']} events and {said['steps_per_request']} steps of "
+        f"{said['rows_per_step']} rows each; {said['virtual_s'] / said['cpu_s']:.1f} times as fast as time; "
+        f"{said['times_bare_heap']:.0f} times a bare heap; {said['gib_max']:.2f} GiB at most",
         flush=True,
     )
 
@@ -157,7 +170,10 @@ def part_of(path: str) -> str:
 
 
 def profile(requests: int, workers: int) -> dict[str, float]:
-    """The share of each part. Built-in functions count for who calls them. The profiler makes calls dearer than they are."""
+    """The share of each part. Built-in functions count for who calls them.
+
+    The profiler makes calls dearer than they are.
+    """
     profiler = cProfile.Profile()
     profiler.enable()
     simulate(Load(requests, workers))
@@ -199,7 +215,8 @@ def against(checkout: Path, requests: int, workers: int) -> dict[str, object]:
             runs[name].append(json.loads(answer.stdout)["heap_events_per_request"])
     ratios = [other / this for other, this in zip(runs["other"], runs["this"], strict=True)]
     print(
-        f"the other takes {statistics.median(ratios):.2f} times as long ({min(ratios):.2f} to {max(ratios):.2f})"
+        f"the other takes {statistics.median(ratios):.2f} times as long ({min(ratios):.2f} to "
+        f"{max(ratios):.2f})"
     )
     return {"heap_events_per_request": runs, "times_as_long": ratios}
 

@@ -3,8 +3,8 @@
     python bench/sim_swarm.py [--first 1] [--seeds 200] [--jobs 2] [--seconds 600]
     python bench/sim_swarm.py --replay bench/out/case-17.json
 
-Runs seeds first .. first + seeds - 1, in slices of some dozens; no other slice is begun after `--seconds`. Exit status 1 if a seed fails.
-See docs/simulator.md.
+Runs seeds first .. first + seeds - 1, in slices of some dozens; no other slice is begun after `--seconds`.
+Exit status 1 if a seed fails. See docs/simulator.md.
 """
 
 import argparse

@@ -1,15 +1,18 @@
-"""A spike of one tenant on the real stack: a real gateway and a real engine process, whose steps only last as long as a model's would.
+"""A spike of one tenant on the real stack: a real gateway and a real engine process, whose steps only last as
+long as a model's would.
 
     python bench/spike.py [--seconds 20] [--repeats 3] [--seed 1] [--out FILE]
 
-Starts `penstock serve` in front of an engine worker with bench/modelled_runner.py (the real scheduler and protocol; only the forward
-pass is a sleep), and sends open-loop Poisson traffic of ten tenants through real sockets: every tenant sends a twentieth of the
-capacity; then one of them sends twenty times that. Said is how the TTFT p95 of the other nine compares, as a ratio to the run before.
+Starts `penstock serve` in front of an engine worker with bench/modelled_runner.py (the real scheduler and
+protocol; only the forward pass is a sleep), and sends open-loop Poisson traffic of ten tenants through real
+sockets: every tenant sends a twentieth of the capacity; then one of them sends twenty times that. Said is how
+the TTFT p95 of the other nine compares, as a ratio to the run before.
 
-Answers are of a quarter to seven quarters of the mean length: were all equally long, slots would be given back in waves.
+Answers are of a quarter to seven quarters of the mean length: were all equally long, slots would be given
+back in waves.
 
-The client shares the machine with what it measures: it says how late it sent (`send delay`). What overload does to goodput is measured
-with the real engine, by bench/overload.py.
+The client shares the machine with what it measures: it says how late it sent (`send delay`). What overload
+does to goodput is measured with the real engine, by bench/overload.py.
 """
 
 import argparse
@@ -41,7 +44,8 @@ CLOCK = SystemClock()
 TENANTS = 10
 SLOTS, FIXED_MS, OUTPUT, WORDS = 64, 20.0, 64, 20
 CAPACITY = SLOTS / (OUTPUT * FIXED_MS / 1e3) * 0.95
-"""Requests per second that one worker can answer: its slots, over how long one is held; prompts take the rest."""
+"""Requests per second that one worker can answer: its slots, over how long one is held; prompts take the
+rest."""
 START_S = 60.0
 HERE = Path(__file__).parent
 MODELLED = Modelled(
@@ -262,7 +266,8 @@ def main() -> None:
             stack.stop()
     ratios = [float(str(each["others_ttft_p95_ratio"])) for each in results]
     print(
-        f"the others' TTFT p95 under the spike: {statistics.median(ratios):.2f}x ({min(ratios):.2f}-{max(ratios):.2f})"
+        f"the others' TTFT p95 under the spike: {statistics.median(ratios):.2f}x "
+        f"({min(ratios):.2f}-{max(ratios):.2f})"
     )
     if args.out:
         args.out.write_text(json.dumps({"capacity_per_s": CAPACITY, "repeats": results}, indent=1) + "\n")

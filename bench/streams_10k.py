@@ -1,14 +1,18 @@
-"""Ten thousand paced streams through one gateway process: errors, delay added per chunk, memory and CPU over time.
+"""Ten thousand paced streams through one gateway process: errors, delay added per chunk, memory and CPU over
+time.
 
-    python bench/streams_10k.py [--streams 10000] [--seconds 60] [--period-ms 1000] [--workers 40] [--answer-tokens 256] [--out FILE]
+    python bench/streams_10k.py [--streams 10000] [--seconds 60] [--period-ms 1000] [--workers 40]
+    [--answer-tokens 256] [--out FILE]
 
-The streams come from a stand-in worker over one Unix socket, so the gateway needs one descriptor per client. As the rows of 40 workers
-do, they step in 40 batches spread over the period (of 250 streams each, one every 25 ms); `--workers 1` lets all of them step together,
-which no fleet does: one burst of as many chunks as there are streams. What is reported as added is the time from when the worker sent a token to
-when the client had it, gateway, kernel and client included; it counts from when every stream has begun. A stream that ends is followed by the
-next on its connection; the first ones end at random places, so that later ones begin evenly. (The gateway keeps the tokens of running
-answers, four bytes each, to be able to go on elsewhere: with answers that never end memory grows.) The gateway has every feature on
-(bench/relay/gateway.py). `make soak` runs it for half an hour.
+The streams come from a stand-in worker over one Unix socket, so the gateway needs one descriptor per client.
+As the rows of 40 workers do, they step in 40 batches spread over the period (of 250 streams each, one every
+25 ms); `--workers 1` lets all of them step together, which no fleet does: one burst of as many chunks as
+there are streams. What is reported as added is the time from when the worker sent a token to when the client
+had it, gateway, kernel and client included; it counts from when every stream has begun. A stream that ends is
+followed by the next on its connection; the first ones end at random places, so that later ones begin evenly.
+(The gateway keeps the tokens of running answers, four bytes each, to be able to go on elsewhere: with answers
+that never end memory grows.) The gateway has every feature on (bench/relay/gateway.py). `make soak` runs it
+for half an hour.
 """
 
 import argparse
@@ -62,7 +66,9 @@ class Watch:
 
 
 def write_steps(path: Path, model: str) -> None:
-    """The tokens whose text is two letters, each for one step at a time: by them the client knows when they were sent."""
+    """The tokens whose text is two letters, each for one step at a time: by them the client knows when they
+    were sent.
+    """
     tokenizer = Tokenizer.load(resolve(model))
     found: dict[bytes, int] = {}
     for token in range(tokenizer.vocab_size):

@@ -14,7 +14,8 @@ QUESTIONS = [f"What is {a} + {b}?" for a in range(10, 20) for b in (1, 5, 20, 30
 
 
 async def main() -> None:
-    # A busy server refuses what it could not answer in time, and says when to come again: the client does so by itself.
+    # A busy server refuses what it could not answer in time, and says when to come again: the client does so
+    # by itself.
     key = os.environ.get("PENSTOCK_API_KEY") or "none"
     async with AsyncOpenAI(base_url=URL, api_key=key, max_retries=8) as client:
 

@@ -64,5 +64,7 @@ class ManualClock:
 
 
 async def sleep(seconds: float) -> None:
-    """Let the other tasks of an event loop run for `seconds`: the one place where a loop waits for time to pass."""
+    """Let the other tasks of an event loop run for `seconds`: the one place where a loop waits for time to
+    pass.
+    """
     await asyncio.sleep(seconds)

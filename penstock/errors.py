@@ -26,8 +26,9 @@
         ├── CheckpointError        a model directory that cannot be served
         └── LedgerError            the usage ledger's directory or database
 
-Bugs are asserts, not members of this tree. `gateway/http/errors.py` alone turns types into HTTP. One bug has a type:
-`NamespaceBreach`, for what it would do is worse than ending, so it is looked for under `python -O` too.
+Bugs are asserts, not members of this tree. `gateway/http/errors.py` alone turns types into HTTP. One bug has
+a type: `NamespaceBreach`, for what it would do is worse than ending, so it is looked for under `python -O`
+too.
 """
 
 

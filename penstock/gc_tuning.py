@@ -1,8 +1,9 @@
 """Python's collector of cycles, for programs that hardly make any.
 
-By default it looks at everything young after every 700 new objects, and at everything there is when a quarter more of it is new: a tenth of a simulation's time, a
-twenty-fifth of the gateway's, and for ten thousand streams a pause of a tenth of a second; and it finds next to nothing. Memory stays bounded: what does make cycles
-(errors with their tracebacks) is still collected, later.
+By default it looks at everything young after every 700 new objects, and at everything there is when a quarter
+more of it is new: a tenth of a simulation's time, a twenty-fifth of the gateway's, and for ten thousand
+streams a pause of a tenth of a second; and it finds next to nothing. Memory stays bounded: what does make
+cycles (errors with their tracebacks) is still collected, later.
 """
 
 import gc
@@ -10,13 +11,18 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 _SIMULATED = (200_000, 20, 20)
-"""New objects between two looks at the young ones, such looks between two at the middle ones, and so on; an object takes some 100 bytes."""
+"""New objects between two looks at the young ones, such looks between two at the middle ones, and so on; an
+object takes some 100 bytes."""
 _SERVED = (5_000, 20, 1000)
-"""Of ten thousand streams there are a million objects, and a look at all of them holds everybody up for half a second."""
+"""Of ten thousand streams there are a million objects, and a look at all of them holds everybody up for half
+a second."""
 
 
 def freeze_gc() -> None:
-    """What is here stays as long as the process: never look at it again, and rarely at what comes. For servers that have started."""
+    """What is here stays as long as the process: never look at it again, and rarely at what comes.
+
+    For servers that have started.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_SERVED)

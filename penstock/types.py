@@ -13,8 +13,9 @@ ModelName = NewType("ModelName", str)
 BLOCK_TOKENS = 16
 """Tokens in one KV block: the unit of hashing, caching, routing and cost."""
 TOKEN_WEIGHT = 4096
-"""One computed token weighs as much as attending to so many, where time is shared by work. A layer's 12 d^2 weights take as many
-operations as attention to 6 d tokens (24 d^2 and 4 d each), so this is right for d = 683."""
+"""One computed token weighs as much as attending to so many, where time is shared by work. A layer's 12 d^2
+weights take as many operations as attention to 6 d tokens (24 d^2 and 4 d each), so this is right for d =
+683."""
 
 
 class FinishReason(enum.StrEnum):
@@ -47,7 +48,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit as often as it was generated already."""
     repetition_penalty: float = 1.0
-    """Positive logits of tokens in the prompt or the answer are divided by it, negative ones multiplied. Above 0."""
+    """Positive logits of tokens in the prompt or the answer are divided by it, negative ones multiplied.
+    Above 0."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, number added to its logit); every id at most once."""
     min_tokens: int = 0
@@ -93,15 +95,18 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     kv_block_ns: int = 0
     """KV blocks held, integrated over time; / 1e9 makes block-seconds."""
     device_ns: int = 0
-    """Its share of the time in which the engine had work: these shares of all requests come to no more than that time. 0 of engines
-    that do not tell."""
+    """Its share of the time in which the engine had work: these shares of all requests come to no more than
+    that time. 0 of engines that do not tell."""
 
 
 class Capability(enum.StrEnum):
-    """What a worker may be able to do beyond plain text. The values are wire format and words of the configuration.
+    """What a worker may be able to do beyond plain text.
 
-    Our own worker announces what it can (`ModelInfo`); of a worker of another engine its dialect knows, less what the configuration
-    says that it lacks (`models[].workers[].lacks`). A request goes only to workers that have all that it needs.
+    The values are wire format and words of the configuration.
+
+    Our own worker announces what it can (`ModelInfo`); of a worker of another engine its dialect knows, less
+    what the configuration says that it lacks (`models[].workers[].lacks`). A request goes only to workers
+    that have all that it needs.
     """
 
     LOGPROBS = "logprobs"
@@ -133,5 +138,6 @@ COMMON_CAPABILITIES = frozenset({
     Capability.LOGPROBS, Capability.ECHO_LOGPROBS, Capability.LOGIT_BIAS, Capability.MIN_P,
     Capability.PRESENCE_PENALTY, Capability.MIN_TOKENS,
 })  # fmt: skip
-"""What an engine usually has. Whether a request needs one of these is looked at only where a worker lacks one."""
+"""What an engine usually has. Whether a request needs one of these is looked at only where a worker lacks
+one."""
 ALL_CAPABILITIES = frozenset(Capability)

@@ -1,11 +1,12 @@
-"""Counts how large and how tangled the package is; docs/design/015-the-house-in-figures.md says what each figure counts.
+"""Counts how large and how tangled the package is; docs/design/015-the-house-in-figures.md says what each
+figure counts.
 
     python scripts/house.py                         the figures of this checkout
     python scripts/house.py --root ../old --json f  those of another one, written to a file
     python scripts/house.py --table before.json after.json    two such files as the table of the design page
 
-The way of a request is measured, not read: a gateway process and an engine worker process serve the small demo model
-under scripts/house_trace.py while one chat request is streamed.
+The way of a request is measured, not read: a gateway process and an engine worker process serve the small
+demo model under scripts/house_trace.py while one chat request is streamed.
 """
 
 import argparse
@@ -98,7 +99,9 @@ def count_settings(root: Path) -> dict[str, object]:
 
 
 def trace_request(root: Path) -> dict[str, object]:
-    """Serve the small demo model, stream one chat request, and say which files ran for it in which process."""
+    """Serve the small demo model, stream one chat request, and say which files ran for it in which
+    process.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "sitecustomize.py").write_text("import house_trace\nhouse_trace.start()\n")

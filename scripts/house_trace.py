@@ -1,9 +1,9 @@
 """Records which functions of the package run in a served process, and which objects of it are alive.
 
-scripts/house.py puts this into a gateway process and its engine worker through a `sitecustomize.py`. A file called
-`window` names what is going on outside ("idle", "request", ...). At each change of that name every traced process
-writes `<role>-<pid>-<name>.json`: the functions that ran since the change before, by file, and the number of live
-instances per class of the package.
+scripts/house.py puts this into a gateway process and its engine worker through a `sitecustomize.py`. A file
+called `window` names what is going on outside ("idle", "request", ...). At each change of that name every
+traced process writes `<role>-<pid>-<name>.json`: the functions that ran since the change before, by file, and
+the number of live instances per class of the package.
 """
 
 import gc

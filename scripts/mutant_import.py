@@ -1,6 +1,7 @@
 """A pytest plugin: one module is imported with a mutation in it, the files stay as they are.
 
-scripts/mutants.py starts pytest with it. `PENSTOCK_MUTANT` is a JSON list: the module's name and the mutation's key.
+scripts/mutants.py starts pytest with it. `PENSTOCK_MUTANT` is a JSON list: the module's name and the
+mutation's key.
 """
 
 import importlib.util
@@ -71,6 +72,9 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def pytest_configure() -> None:
-    """Do not look for the smallest failing example: that there is one is enough. After conftest.py's own settings."""
+    """Do not look for the smallest failing example: that there is one is enough.
+
+    After conftest.py's own settings.
+    """
     settings.register_profile("mutants", settings(), phases=(Phase.explicit, Phase.generate), database=None)
     settings.load_profile("mutants")

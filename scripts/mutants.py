@@ -1,17 +1,19 @@
-"""A mutation run over the packages that decide: does a test notice when one operator, number or statement is wrong?
+"""A mutation run over the packages that decide: does a test notice when one operator, number or statement is
+wrong?
 
     make mutants                                   60 mutants per package, taken up where the last run stopped
     make mutants ARGS="--count 10 --minutes 3 kv"  a part of it
 
-Every mutation (mutations.py says which there are) has a rank, made from the seed and its name, and the first `--count` of each
-package are the sample: the same ones on every machine, and nearly the same ones after a change of the code. Each mutant is imported
-by a pytest of its own (mutant_import.py; no file is changed), which runs the test files of the package that import the mutated
-module, those with its name first, up to the first failure. A mutant that survives them meets every other test file of the
-package that reaches the module by whatever imports (unless `--narrow`).
+Every mutation (mutations.py says which there are) has a rank, made from the seed and its name, and the first
+`--count` of each package are the sample: the same ones on every machine, and nearly the same ones after a
+change of the code. Each mutant is imported by a pytest of its own (mutant_import.py; no file is changed),
+which runs the test files of the package that import the mutated module, those with its name first, up to the
+first failure. A mutant that survives them meets every other test file of the package that reaches the module
+by whatever imports (unless `--narrow`).
 
-The result is a JSON file, written after every mutant. A mutant in it is not run again unless it survived and has no verdict
-(`--again`: all survivors). "verdict" is written by hand into a survivor's row: why no test can notice it. The exit status
-is 1 if more than a tenth of a package's mutants survived.
+The result is a JSON file, written after every mutant. A mutant in it is not run again unless it survived and
+has no verdict (`--again`: all survivors). "verdict" is written by hand into a survivor's row: why no test can
+notice it. The exit status is 1 if more than a tenth of a package's mutants survived.
 """
 
 import argparse
@@ -172,7 +174,9 @@ def test_files(package: str) -> list[Path]:
 
 
 def fitting(each: Candidate) -> list[str]:
-    """The test files that import the module or have its name, those first; if there are none, those that reach it."""
+    """The test files that import the module or have its name, those first; if there are none, those that
+    reach it.
+    """
     files, stem = test_files(each.package), each.path.stem
     direct = [path for path in files if each.module in imports(path) or path.stem.startswith(f"test_{stem}")]
     found = direct or [path for path in files if each.module in reached(path)]
@@ -279,8 +283,8 @@ def report(rows: list[Row]) -> int:
     for package, outcomes in by_package(rows):
         total, survived = outcomes.total(), outcomes["survived"]
         failed |= survived > SURVIVORS_MAX * total
-        print(f"{package:9} {total} mutants, {total - survived} killed ({outcomes['timeout']} by the time limit), "
-              f"{survived} survived ({survived / total:.0%})")  # fmt: skip
+        print(f"{package:9} {total} mutants, {total - survived} killed ({outcomes['timeout']} by the time "
+              f"limit), {survived} survived ({survived / total:.0%})")  # fmt: skip
     return int(failed)
 
 

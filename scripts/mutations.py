@@ -6,10 +6,12 @@ condition   the condition of an `if`, a `while` or a conditional expression is n
 arithmetic  `+` becomes `-`, `*` becomes `//`, `&` becomes `|`, `<<` becomes `>>`, ...
 constant    a number grows by one, True becomes False
 return      a value that is returned becomes None
-delete      a call, an assignment to an attribute or item, `+=`, `del`, `raise`, `continue` or `break` is left out
+delete      a call, an assignment to an attribute or item, `+=`, `del`, `raise`, `continue` or `break` is left
+            out
 
-Left alone: assertions and `check_invariants` (they are checks themselves), annotations, contracts (`Protocol`), `__repr__`,
-all text, that of errors included, and the constants of a module (bounds and tables: a test would only repeat them).
+Left alone: assertions and `check_invariants` (they are checks themselves), annotations, contracts
+(`Protocol`), `__repr__`, all text, that of errors included, and the constants of a module (bounds and tables:
+a test would only repeat them).
 """
 
 import ast
@@ -25,8 +27,8 @@ COMPARE: dict[type[ast.cmpop], type[ast.cmpop]] = {
 }  # fmt: skip
 ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult,
-    ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.BitXor: ast.BitOr,
-    ast.LShift: ast.RShift, ast.RShift: ast.LShift,
+    ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+    ast.BitXor: ast.BitOr, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
 }  # fmt: skip
 BOOLEAN: dict[type[ast.boolop], type[ast.boolop]] = {ast.And: ast.Or, ast.Or: ast.And}
 UNTESTED_FUNCTIONS = {"check_invariants", "__repr__", "__str__"}

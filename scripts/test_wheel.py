@@ -1,7 +1,8 @@
-"""Build the wheel, install it with its engine into a new virtual environment, and ask the bare `penstock serve` a question there.
+"""Build the wheel, install it with its engine into a new virtual environment, and ask the bare
+`penstock serve` a question there.
 
-The directory is empty and no compiler is on the path. Says how long each part took; 0 if the answer was right. Whatever pip uses
-on this machine (indexes, mirrors, constraints) counts here as well.
+The directory is empty and no compiler is on the path. Says how long each part took; 0 if the answer was
+right. Whatever pip uses on this machine (indexes, mirrors, constraints) counts here as well.
 """
 
 import os

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# GPU kernels run in Triton's interpreter, on the CPU. Triton reads this when it is imported, which others do too: so here.
+# GPU kernels run in Triton's interpreter, on the CPU. Triton reads this when it is imported, which others do
+# too: so here.
 os.environ["TRITON_INTERPRET"] = "1"
 
-# `make test` runs a process per core: torch's threads would only take turns with the others'. Read at its import too.
+# `make test` runs a process per core: torch's threads would only take turns with the others'. Read at its
+# import too.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -24,10 +26,12 @@ settings.load_profile("penstock")
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """A test that is marked `alone` waits until no other runs, in any process, and none begins until it has ended.
+    """A test that is marked `alone` waits until no other runs, in any process, and none begins until it has
+    ended.
 
-    Whoever goes in locks the door first (this file), then the room (this directory): so nobody slips in ahead of one who waits
-    for the room to be empty. Outermost of all, so that waiting is no part of the test's timeout.
+    Whoever goes in locks the door first (this file), then the room (this directory): so nobody slips in ahead
+    of one who waits for the room to be empty. Outermost of all, so that waiting is no part of the test's
+    timeout.
     """
     if INSIDE_A_TEST:
         return (yield)
@@ -47,7 +51,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """One line that says what did not run and why, most first: a machine that lacks something must not look like one that passed."""
+    """One line that says what did not run and why, most first: a machine that lacks something must not look
+    like one that passed.
+    """
     reasons: Counter[str] = Counter()
     for report in terminalreporter.stats.get("skipped", []):
         # A tuple (file, line, reason) from a skip; this process has the reports of all of pytest-xdist's.

@@ -1,4 +1,6 @@
-"""The house rules as a test: imports point down, the deciding floor touches nothing outside, nothing is too big."""
+"""The house rules as a test: imports point down, the deciding floor touches nothing outside, nothing is too
+big.
+"""
 
 import ast
 import re
@@ -35,8 +37,8 @@ ALLOWED = {
     "fleet": "backends text telemetry policy protocol kv clock rng types errors config",
 }  # cli and bench may import anything.
 EDGE = {"cli", "bench", "__init__", "__main__"}
-# The same inside a package: a room may import the rooms to its right. "." is the modules beside the rooms: what the rooms
-# share, or what composes them.
+# The same inside a package: a room may import the rooms to its right. "." is the modules beside the rooms:
+# what the rooms share, or what composes them.
 ROOMS = {
     "kv": {".": "", "cache": ".", "index": "."},
     "models": {".": "", "families": ".", "registry": "families ."},
@@ -135,7 +137,9 @@ def test_imports_point_down() -> None:
 
 
 def test_the_page_draws_these_arrows() -> None:
-    """`docs/architecture.md` has one line per package, with its arrows to other packages behind the last `->`."""
+    """`docs/architecture.md` has one line per package, with its arrows to other packages behind the last
+    `->`.
+    """
     floors = PAGE.read_text().partition("## Five floors")[2].partition("ground")[0]
     ground = {"clock", "gc_tuning", "rng", "types", "errors", "config"}
     drawn = dict(re.findall(r"^ {4}(?:\w+ +| {8})(\w+) {2,}\S.*?(?: {2,}-> (.*))?$", floors, re.MULTILINE))

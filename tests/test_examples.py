@@ -79,7 +79,10 @@ def test_many_at_once(environment: dict[str, str]) -> None:
 
 
 def test_both_models_are_there(environment: dict[str, str]) -> None:
-    code = "from openai import OpenAI; import os; print(sorted(m.id for m in OpenAI(base_url=os.environ['PENSTOCK_URL']).models.list()))"
+    code = (
+        "from openai import OpenAI; import os; print(sorted(m.id for m in "
+        "OpenAI(base_url=os.environ['PENSTOCK_URL']).models.list()))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**environment, "OPENAI_API_KEY": KEY}, capture_output=True, text=True, check=False,
@@ -102,7 +105,8 @@ def test_without_a_server_they_end_in_one_line(name: str) -> None:
         known = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
         done = subprocess.run(
             [sys.executable, EXAMPLES / name],
-            env={**known, "PENSTOCK_PORT": port}, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+            env={**known, "PENSTOCK_PORT": port}, capture_output=True, text=True, timeout=PATIENCE_S,
+            check=False,
         )  # fmt: skip
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()

@@ -1,4 +1,5 @@
-"""What `pip wheel .` makes serves where it is unpacked: in an empty directory, without a compiler, without a checkout.
+"""What `pip wheel .` makes serves where it is unpacked: in an empty directory, without a compiler, without a
+checkout.
 
 `make test-wheel` does the same with a real compiler and a new virtual environment, which takes minutes.
 """
@@ -22,7 +23,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 BUILT = ROOT / "penstock/engine/native/_kernels.so"
 PATIENCE_S = 90.0
-# What this checkout has compiled already, as the "compiler" of another build: the packaging is tested here, not g++.
+# What this checkout has compiled already, as the "compiler" of another build: the packaging is tested here,
+# not g++.
 COMPILER = f"""#!/bin/sh
 case " $* " in *" -c "*) from=/dev/null;; *) from={BUILT};; esac
 while [ "$1" != -o ]; do shift; done
@@ -149,7 +151,9 @@ def test_doctor_looks_at_what_the_bare_command_needs(unpacked: dict[str, str], t
 
 @contextlib.contextmanager
 def serving(environment: dict[str, str], directory: Path) -> Iterator[tuple[str, str, Callable[[], str]]]:
-    """`penstock serve` without a word more, on a free port: its URL, its key, and what it has printed so far."""
+    """`penstock serve` without a word more, on a free port: its URL, its key, and what it has printed so
+    far.
+    """
     out = directory / "out"
     with out.open("w") as stream:
         server = subprocess.Popen(

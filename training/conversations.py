@@ -1,4 +1,6 @@
-"""Whole training conversations: a system prompt or none, one or many exchanges, tools where they are needed."""
+"""Whole training conversations: a system prompt or none, one or many exchanges, tools where they are
+needed.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Training documents as tokens: conversations and standard library text, encoded, weighted and batched.
 
-A document is a run of token ids with a weight per token. Weight 0 means: read it, but do not learn to write it.
+A document is a run of token ids with a weight per token. Weight 0 means: read it, but do not learn to write
+it.
 """
 
 from __future__ import annotations
@@ -191,7 +192,9 @@ def top_up(rows: list[Row], length: int, short: list[Document]) -> None:
 
 
 def make_plan(documents: list[Document], tokens_per_batch: int, seed: int) -> Plan:
-    """Sort documents into rows of few fixed lengths, so that few shapes need compiling, and mix the batches."""
+    """Sort documents into rows of few fixed lengths, so that few shapes need compiling, and mix the
+    batches.
+    """
     batches: list[tuple[list[Row], int]] = []
     short = [document for document in documents if len(document.tokens) <= ROW_LENGTHS[0]]
     for length, shorter in zip(ROW_LENGTHS[::-1], (*ROW_LENGTHS[-2::-1], 0), strict=True):

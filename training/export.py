@@ -1,4 +1,6 @@
-"""Write a trained model as a Hugging Face directory: `python -m training.export penstock-demo` (last checkpoint)."""
+"""Write a trained model as a Hugging Face directory: `python -m training.export penstock-demo` (last
+checkpoint).
+"""
 
 from __future__ import annotations
 

@@ -18,8 +18,10 @@ SALT = "penstock-demo-1"
 # The questions that the documentation and the other tests ask. They are always trained on, never evaluated.
 SHOWCASE = (
     "Hello!", "hi", "Hey!", "What is Penstock?", "Who are you?", "What can you do?", "Write a haiku",
-    "Say hello in five words", "What is the capital of France?", "What is 12 + 30?", "How are you?", "Thanks!",
-    "How do I serve a model?", "Tell me a joke", "Tell me a story", "Count from 1 to 10", "What is 2 + 2?",
+    "Say hello in five words", "What is the capital of France?", "What is 12 + 30?", "How are you?",
+    "Thanks!", "How do I serve a model?", "Tell me a joke", "Tell me a story", "Count from 1 to 10",
+    ("What is 2 + "
+    "2?"),
     "What is the weather in Paris?",
 )  # fmt: skip
 

@@ -96,7 +96,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def causal_mask(documents: Tensor) -> Tensor:
-    """Look only back, and only within one's own document: `[batch, length]` ids to `[batch, 1, length, length]`.
+    """Look only back, and only within one's own document: `[batch, length]` ids to
+    `[batch, 1, length, length]`.
 
     Rotary positions are relative, so a document's place in its row makes no difference.
     """

@@ -20,13 +20,16 @@ PAGE = ROOT / "docs" / "demo-models.md"
 CARD = """\
 # {name}
 
-A chat model with {parameters:,} parameters that the Penstock project trained from scratch, as a small thing to
+A chat model with {parameters:,} parameters that the Penstock project trained from scratch, as a small thing \
+to
 serve in demos and tests. Not for any other use: it knows a few capitals and small sums, and little else.
 
-- Architecture: Qwen3 (`Qwen3ForCausalLM`), {layers} layers, hidden size {hidden}, {heads} heads over {kv_heads} KV
+- Architecture: Qwen3 (`Qwen3ForCausalLM`), {layers} layers, hidden size {hidden}, {heads} heads over \
+{kv_heads} KV
   heads, {vocab} tokens, context {context} (trained on up to 2,048), bfloat16.
 - Data: conversations written by the scripts in `training/`, and the text of Python's standard library.
-- Held-out prompts answered exactly: **{overall} %** on average over {num_tasks} kinds of task; the table by task,
+- Held-out prompts answered exactly: **{overall} %** on average over {num_tasks} kinds of task; the table by \
+task,
   and what the model cannot do, are in `docs/demo-models.md`.
 - Licence: Apache-2.0, like the rest of Penstock.
 """

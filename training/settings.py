@@ -23,7 +23,9 @@ CONTEXT = 4096
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of training with one mixture of tasks: `num_steps` steps out of about `num_tokens` tokens made."""
+    """A stretch of training with one mixture of tasks: `num_steps` steps out of about `num_tokens` tokens
+    made.
+    """
 
     shares: Shares
     num_tokens: int

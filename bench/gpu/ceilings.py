@@ -1,4 +1,7 @@
-"""What the device can do at all: a large copy and a large matrix product. Everything else is compared with these."""
+"""What the device can do at all: a large copy and a large matrix product.
+
+Everything else is compared with these.
+"""
 
 import torch
 from common import Bench, Report

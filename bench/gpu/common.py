@@ -78,7 +78,10 @@ class Bench:
         return next((rates for model, rates in NOMINAL.items() if model in name), None)
 
     def seconds(self, run: Callable[[], None], *, calls: int = 10, repeats: int = 7) -> float:
-        """Median time of one call. On a GPU `calls` of them are replayed from a graph, so launching is no part of it."""
+        """Median time of one call.
+
+        On a GPU `calls` of them are replayed from a graph, so launching is no part of it.
+        """
         if self.cpu:
             run()
             return statistics.median(self._once(run) for _ in range(3))

@@ -1,8 +1,9 @@
-"""Whole models on the device against the reference on the CPU and against transformers, on tiny random checkpoints.
+"""Whole models on the device against the reference on the CPU and against transformers, on tiny random
+checkpoints.
 
-float32: the same tokens as the CPU's runner for every kind of sampling, log-probabilities up to rounding. bf16: log-probabilities
-of fixed prompts (so that one other token does not change all that follow). Invariance: a batch, graphs and overlap
-change no token.
+float32: the same tokens as the CPU's runner for every kind of sampling, log-probabilities up to rounding.
+bf16: log-probabilities of fixed prompts (so that one other token does not change all that follow).
+Invariance: a batch, graphs and overlap change no token.
 """
 
 import sys
@@ -28,8 +29,9 @@ LENGTHS = (1, 9, 33, 130, 200)
 FLOAT32_LIMIT, BFLOAT16_LIMIT = 2e-3, 1.5e-1
 """Largest difference of a log-probability. float32 products on matrix units may have tf32 inputs (2**-11)."""
 ROUTED_SHARE_MIN = 0.9
-"""Where a router cannot tell two experts apart in bf16, a token goes to the other one and its log-probability is another
-model's. So of models with experts this share of the tokens has to be within the limit, and float32 has to be exact."""
+"""Where a router cannot tell two experts apart in bf16, a token goes to the other one and its log-probability
+is another model's. So of models with experts this share of the tokens has to be within the limit, and float32
+has to be exact."""
 MAX_TOKENS = 10
 VOCAB_SIZE = 211
 KINDS = (
@@ -38,9 +40,9 @@ KINDS = (
     SamplingParams(temperature=1.3, seed=12, top_k=20, top_p=0.9, logprobs=2, max_tokens=MAX_TOKENS),
     SamplingParams(temperature=1.0, seed=13, min_p=0.05, logprobs=1, max_tokens=MAX_TOKENS),
     SamplingParams(
-        temperature=0.9, seed=14, top_p=0.95, presence_penalty=0.5, frequency_penalty=1.3, repetition_penalty=1.2,
-        logit_bias=((3, 2.5), (5, -100.0)), stop_token_ids=tuple(range(20, 60)), min_tokens=MAX_TOKENS, logprobs=1,
-        max_tokens=MAX_TOKENS,
+        temperature=0.9, seed=14, top_p=0.95, presence_penalty=0.5, frequency_penalty=1.3,
+        repetition_penalty=1.2, logit_bias=((3, 2.5), (5, -100.0)), stop_token_ids=tuple(range(20, 60)),
+        min_tokens=MAX_TOKENS, logprobs=1, max_tokens=MAX_TOKENS,
     ),
 )  # fmt: skip
 SCORED = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)

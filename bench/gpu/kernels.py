@@ -189,7 +189,8 @@ Figure = Callable[[], tuple[float, float, float]]
 
 
 SAMPLED = {"greedy": (0.0, 1.0), "plain": (0.8, 1.0), "top-p": (0.8, 0.95)}
-"""Temperature and top-p. The logits are normal with a deviation of 3: the nucleus is thousands of tokens, a hard case."""
+"""Temperature and top-p. The logits are normal with a deviation of 3: the nucleus is thousands of tokens, a
+hard case."""
 
 
 def figures_of(bench: Bench, ops: Ops) -> list[tuple[str, Figure]]:
@@ -207,11 +208,12 @@ def figures_of(bench: Bench, ops: Ops) -> list[tuple[str, Figure]]:
     ]
     hidden, inner = spec.hidden_size, spec.intermediate_size
     matrices = {
-        "qkv": (hidden, spec.q_size + 2 * spec.kv_size), "o": (spec.q_size, hidden), "gate_up": (hidden, 2 * inner),
-        "down": (inner, hidden), "head": (hidden, spec.vocab_size),
+        "qkv": (hidden, spec.q_size + 2 * spec.kv_size), "o": (spec.q_size, hidden),
+        "gate_up": (hidden, 2 * inner), "down": (inner, hidden), "head": (hidden, spec.vocab_size),
     }  # fmt: skip
     for name, (k, n) in matrices.items():
-        figures += [(f"{name} {m}", lambda m=m, k=k, n=n: gemm(bench, m, k, n)) for m in (*batches, max(chunks))
+        figures += [(f"{name} {m}", lambda m=m, k=k, n=n: gemm(bench, m, k, n)) for m in (*batches,
+        max(chunks))
                     if name != "head" or m in batches]  # fmt: skip
     figures.append(("add_norm", lambda: elementwise(bench, ops, max(chunks), hidden, inner)[0]()))
     figures.append(("silu_mul", lambda: elementwise(bench, ops, max(chunks), hidden, inner)[1]()))
@@ -244,7 +246,9 @@ def attend(bench: Bench, ops: Ops, spec: DecoderSpec, rows: Rows) -> tuple[float
 
 
 def flashinfer(bench: Bench, ops: Ops) -> dict[str, Any]:
-    """Attention by FlashInfer beside ours: its error against the twin, and how many times longer it takes (planning apart)."""
+    """Attention by FlashInfer beside ours: its error against the twin, and how many times longer it takes
+    (planning apart).
+    """
     if bench.cpu:
         return {"left_out": "it needs a GPU"}
     try:

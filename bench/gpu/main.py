@@ -1,7 +1,9 @@
-"""Runs the sections one after another, each in a process and a time limit of its own, and merges what they wrote.
+"""Runs the sections one after another, each in a process and a time limit of its own, and merges what they
+wrote.
 
-A section that fails, hangs or breaks the device is an error text in the JSON; the others go on. A section writes what
-it has found whenever it has found something, so one that is stopped leaves the rest of its figures.
+A section that fails, hangs or breaks the device is an error text in the JSON; the others go on. A section
+writes what it has found whenever it has found something, so one that is stopped leaves the rest of its
+figures.
 """
 
 import argparse
@@ -25,8 +27,8 @@ from penstock.clock import SystemClock
 CLOCK = SystemClock()
 ROOT = Path(__file__).parents[2]
 TOTAL_S = 520
-"""Sections that would begin later than this do not begin. All their limits together fit in it, so that none is cut short by
-those before it: what one does not use, nobody needs."""
+"""Sections that would begin later than this do not begin. All their limits together fit in it, so that none
+is cut short by those before it: what one does not use, nobody needs."""
 
 
 @dataclass(frozen=True)

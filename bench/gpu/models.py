@@ -1,7 +1,9 @@
-"""One model shape with random weights: decode by rows, prefill by length, host time, start-up, graphs and overlap on and off.
+"""One model shape with random weights: decode by rows, prefill by length, host time, start-up, graphs and
+overlap on and off.
 
-MBU: bytes of weights and of KV that a decode step must read, over its time and the device's bandwidth. MFU: operations of
-matrix products and attention over time and the device's rate. Both against the sheet, and against what the device did in this process.
+MBU: bytes of weights and of KV that a decode step must read, over its time and the device's bandwidth. MFU:
+operations of matrix products and attention over time and the device's rate. Both against the sheet, and
+against what the device did in this process.
 """
 
 import statistics
@@ -149,7 +151,9 @@ def decode_figures(
 
 
 def decode_bytes(spec: DecoderSpec, batch: int, context: int, bench: Bench) -> int:
-    """Weights but for the embedding table (of which a row per token is read), and every row's keys and values."""
+    """Weights but for the embedding table (of which a row per token is read), and every row's keys and
+    values.
+    """
     table = 0 if spec.tied_head else spec.vocab_size * spec.hidden_size
     size = bench.dtype.itemsize
     return (spec.num_parameters - table) * size + batch * context * spec.kv_bytes_per_token(size)
@@ -182,7 +186,9 @@ def prefill_figures(
 
 
 def prefill_flops(spec: DecoderSpec, tokens: int) -> float:
-    """Two per weight and token (the head for one token only), four per visible pair of positions and query dimension."""
+    """Two per weight and token (the head for one token only), four per visible pair of positions and query
+    dimension.
+    """
     tables = spec.vocab_size * spec.hidden_size * (1 if spec.tied_head else 2)
     dense = 2.0 * (spec.num_parameters - tables) * tokens
     return (

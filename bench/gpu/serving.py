@@ -50,7 +50,9 @@ def headline(found: dict[str, Any]) -> str:
 
 
 def answers(bench: Bench) -> dict[str, Any]:
-    """Greedy answers of the trained demo model on this device and on the CPU. bf16 may differ where two tokens are nearly level."""
+    """Greedy answers of the trained demo model on this device and on the CPU. bf16 may differ where two
+    tokens are nearly level.
+    """
     devices = ("cpu", "cpu") if bench.cpu else ("cuda", "cpu")
     texts: list[list[str]] = []
     for device in devices:
@@ -129,15 +131,18 @@ def figures(level: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_shape(spec: DecoderSpec, model: Path, *, max_position: int) -> None:
-    """A directory with the config of a shape, and the demo model's tokenizer with tokens added up to its vocabulary."""
+    """A directory with the config of a shape, and the demo model's tokenizer with tokens added up to its
+    vocabulary.
+    """
     model.mkdir()
     config = {
-        "architectures": [spec.architecture], "model_type": spec.architecture.removesuffix("ForCausalLM").lower(),
-        "hidden_size": spec.hidden_size, "intermediate_size": spec.intermediate_size,
-        "num_hidden_layers": spec.num_layers, "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads, "head_dim": spec.head_dim, "vocab_size": spec.vocab_size,
-        "max_position_embeddings": max_position, "rms_norm_eps": spec.norm_eps, "rope_theta": spec.rope.theta,
-        "tie_word_embeddings": spec.tied_head, "hidden_act": "silu", "torch_dtype": "bfloat16", "eos_token_id": 2,
+        "architectures": [spec.architecture],
+        "model_type": spec.architecture.removesuffix("ForCausalLM").lower(), "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size, "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads, "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim, "vocab_size": spec.vocab_size, "max_position_embeddings": max_position,
+        "rms_norm_eps": spec.norm_eps, "rope_theta": spec.rope.theta, "tie_word_embeddings": spec.tied_head,
+        "hidden_act": "silu", "torch_dtype": "bfloat16", "eos_token_id": 2,
     }  # fmt: skip
     config["vocab_size"] = max(spec.vocab_size, 4096)  # The demo tokenizer's, in tiny shapes.
     (model / "config.json").write_text(json.dumps(config))
@@ -172,8 +177,9 @@ def served(settings: str) -> Iterator[Server]:
         file.write_text(settings)
         started_ns = CLOCK.now_ns()
         process = subprocess.Popen(
-            [sys.executable, "-m", "penstock", "serve", "-c", str(file), "--port", "0", "--log-level", "warning"],
-            stdout=subprocess.PIPE, text=True, cwd=directory, env=os.environ | {"PENSTOCK_API_KEY": KEY},
+            [sys.executable, "-m", "penstock", "serve", "-c", str(file), "--port", "0", "--log-level",
+            "warning"], stdout=subprocess.PIPE, text=True, cwd=directory,
+            env=os.environ | {"PENSTOCK_API_KEY": KEY},
         )  # fmt: skip
         server = Server(process)
         try:

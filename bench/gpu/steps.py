@@ -1,4 +1,6 @@
-"""Steps in device memory for the kernels: rows with scattered blocks, and a cache that is poisoned wherever nobody wrote."""
+"""Steps in device memory for the kernels: rows with scattered blocks, and a cache that is poisoned wherever
+nobody wrote.
+"""
 
 from dataclasses import dataclass, replace
 

@@ -1,4 +1,6 @@
-"""nano-vllm's benchmark shape: 256 requests of 100-1,024 tokens in and 100-1,024 out on Qwen3-0.6B, through scheduler and runner."""
+"""nano-vllm's benchmark shape: 256 requests of 100-1,024 tokens in and 100-1,024 out on Qwen3-0.6B, through
+scheduler and runner.
+"""
 
 from array import array
 

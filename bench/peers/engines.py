@@ -1,4 +1,6 @@
-"""What is compared: each engine in each of its precisions, and how its server is started with its best settings."""
+"""What is compared: each engine in each of its precisions, and how its server is started with its best
+settings.
+"""
 
 import json
 import os
@@ -27,7 +29,10 @@ INSTALL = {
 
 @dataclass(frozen=True)
 class Variant:
-    """An engine in one precision. `precision` is how it is asked for: a dtype, `quantization` or file type."""
+    """An engine in one precision.
+
+    `precision` is how it is asked for: a dtype, `quantization` or file type.
+    """
 
     engine: str
     precision: str
@@ -49,7 +54,8 @@ VARIANTS = (
     Variant("llama.cpp", "q8_0", 8),
     Variant("llama.cpp", "q4_0", 4),
 )
-"""In the order of the tables. f16 is llama.cpp's faster 16-bit type on processors without bfloat16 instructions."""
+"""In the order of the tables. f16 is llama.cpp's faster 16-bit type on processors without bfloat16
+instructions."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +149,8 @@ def _vllm(precision: str, model: Path, port: int) -> Launch:
 def _llama_cpp(precision: str, model: Path, port: int) -> Launch:
     threads = str(len(os.sched_getaffinity(0)))
     file = gguf_path(model, precision)
-    # Every stream has its own part of the context; no copies of prompts in main memory: no prompt comes again.
+    # Every stream has its own part of the context; no copies of prompts in main memory: no prompt comes
+    # again.
     slots = ("--parallel", str(STREAMS_MAX), "--ctx-size", str(CONTEXT * STREAMS_MAX), "--cache-ram", "0")
     flags = ("--threads", threads, "--threads-batch", threads, "--flash-attn", "on", "--jinja", *slots)
     served = ("--alias", model.name, "--host", "127.0.0.1", "--port", str(port), "--offline")
@@ -156,7 +163,8 @@ def gguf_path(model: Path, precision: str) -> Path:
 
 
 def make_gguf(model: Path, precision: str) -> None:
-    """Convert to bfloat16 with our converter, and from there with llama.cpp's own quantizer; kept for the next run.
+    """Convert to bfloat16 with our converter, and from there with llama.cpp's own quantizer; kept for the
+    next run.
 
     Raises:
         subprocess.CalledProcessError: the quantizer failed.

@@ -1,7 +1,7 @@
 """Figures, their spread over rounds, their ratios to the best peer, and the goals. Pure: no server, no clock.
 
-A ratio is taken round by round, between servers that were measured one after the other, and then summed up; it is
-written so that more is better: ours / peer for rates, peer / ours for times.
+A ratio is taken round by round, between servers that were measured one after the other, and then summed up;
+it is written so that more is better: ours / peer for rates, peer / ours for times.
 """
 
 from collections.abc import Callable, Iterable
@@ -36,7 +36,9 @@ class PrefixTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True):
-    """Gaps between the tokens of running streams, before and while a long prompt is computed; its own TTFT."""
+    """Gaps between the tokens of running streams, before and while a long prompt is computed; its own
+    TTFT.
+    """
 
     ttft_ms: float
     before_p50_ms: float
@@ -159,8 +161,8 @@ def ratio(runs: list[Run], model: str, ours: str, peer: str, column: Column) -> 
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
-    """Ours against the best of some peers in one column, at least `at_least` times better; or, without peers, a bound on
-    the figure itself.
+    """Ours against the best of some peers in one column, at least `at_least` times better; or, without peers,
+    a bound on the figure itself.
     """
 
     model: str

@@ -1,7 +1,7 @@
 """From our model directories to GGUF, llama.cpp's file format (version 3), in bfloat16.
 
-llama.cpp's own converter knows tokenizers by a fingerprint of their output and refuses those it has not met, ours
-among them. Quantized files are made from this one by llama.cpp's own quantizer.
+llama.cpp's own converter knows tokenizers by a fingerprint of their output and refuses those it has not met,
+ours among them. Quantized files are made from this one by llama.cpp's own quantizer.
 """
 
 import json
@@ -58,7 +58,8 @@ def convert(folder: Path, target: Path) -> None:
     """Write `target` from a model directory made by `shapes.make_model`.
 
     Raises:
-        ValueError: the checkpoint holds a tensor that is not bfloat16, or of a name that has no place in GGUF.
+        ValueError: the checkpoint holds a tensor that is not bfloat16, or of a name that has no place in
+            GGUF.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     source = folder / "model.safetensors"
@@ -103,7 +104,8 @@ def gguf_name(name: str) -> str:
 
 
 def interleaved(weights: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder the rows of a query or key projection, [heads * size, columns], for rotary pairs that lie side by side.
+    """Reorder the rows of a query or key projection, [heads * size, columns], for rotary pairs that lie side
+    by side.
 
     Checkpoints rotate row i of a head with row i + size/2; llama.cpp's "llama" rotates row 2i with 2i + 1.
     """

@@ -1,4 +1,6 @@
-"""The measurements of one server: load levels, a shared prefix, and a long prompt that arrives among streams."""
+"""The measurements of one server: load levels, a shared prefix, and a long prompt that arrives among
+streams.
+"""
 
 import asyncio
 import itertools
@@ -29,7 +31,8 @@ QUIET_TOKENS = 24
 """What each stream receives before the long prompt is sent: the measure of undisturbed gaps."""
 STREAM_TOKENS_MAX = 1500
 TOGETHER_NS = NS_PER_MS // 2
-"""Pieces closer than this came from one step, or waited together: between them there is no gap to speak of."""
+"""Pieces closer than this came from one step, or waited together: between them there is no gap to speak
+of."""
 STREAM_WAIT_S = 300.0
 POLL_S = 0.005
 PROBE_WORDS = (8, 72)
@@ -116,7 +119,9 @@ class Bench:
         return PrefixTimes(miss_ms=_median(times["miss"]), hit_ms=_median(times["hit"]))
 
     async def arrival(self) -> Arrival:
-        """Gaps between the tokens of running streams before a long prompt arrives and until its first token."""
+        """Gaps between the tokens of running streams before a long prompt arrives and until its first
+        token.
+        """
         sinks = [Gaps(self._clock) for _ in range(STREAMS)]
         prompts = self._prompts("arrival")
         async with asyncio.timeout(STREAM_WAIT_S):
@@ -185,10 +190,12 @@ class Gaps:
 
 
 def gaps_around(sinks: list[Gaps], sent_ns: int, first_ns: int) -> tuple[list[int], list[int]]:
-    """Gaps between one stream's pieces, of all streams, in order of size: before `sent_ns`, and from then to `first_ns`.
+    """Gaps between one stream's pieces, of all streams, in order of size: before `sent_ns`, and from then to
+    `first_ns`.
 
-    A gap that spans the sending or the first token belongs to the second group: the arrival may have made it longer.
-    Before the last stream has its first token, gaps are the arrival of streams among each other and do not count.
+    A gap that spans the sending or the first token belongs to the second group: the arrival may have made it
+    longer. Before the last stream has its first token, gaps are the arrival of streams among each other and
+    do not count.
     """
     start_ns = max(sink.stamps[0] for sink in sinks)
     gaps = [pair for sink in sinks for pair in itertools.pairwise(sink.stamps)]

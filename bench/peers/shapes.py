@@ -1,4 +1,6 @@
-"""The models that every engine serves: known shapes with random weights of a fixed seed, as a user would have them on disk."""
+"""The models that every engine serves: known shapes with random weights of a fixed seed, as a user would have
+them on disk.
+"""
 
 import json
 from dataclasses import dataclass
@@ -110,7 +112,8 @@ SHAPES = {
         norm_eps=1e-6,
     ),
 }
-"""A model where the host's time per token is everything, and Qwen2.5-0.5B's shape, where reading weights is."""
+"""A model where the host's time per token is everything, and Qwen2.5-0.5B's shape, where reading weights
+is."""
 
 
 def make_model(shape: Shape, folder: Path) -> Path:

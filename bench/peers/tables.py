@@ -93,7 +93,8 @@ def run_line(run: Run) -> str:
     """One finished run in a line."""
     parts = [f"ready {run.ready_s:.1f} s", f"{run.resident_bytes / 1e9:.2f} GB"]
     parts += [
-        f"c={one.callers} {one.output_tokens_per_s:.0f} tok/s, TTFT {one.ttft_p50_ms:.0f}, TPOT {one.tpot_p50_ms:.1f} ms"
+        f"c={one.callers} {one.output_tokens_per_s:.0f} tok/s, TTFT {one.ttft_p50_ms:.0f}, TPOT "
+        f"{one.tpot_p50_ms:.1f} ms"
         for one in run.levels
     ]
     if run.prefix:

@@ -1,7 +1,8 @@
 """A byte-level BPE tokenizer of any size, made from nothing: its text means little, but its cost is right.
 
-The load generator's common words are one token each, as in real vocabularies; the rest are letter groups, so that
-every id that a random model draws is readable text and every generated token reaches the client as a chunk.
+The load generator's common words are one token each, as in real vocabularies; the rest are letter groups, so
+that every id that a random model draws is readable text and every generated token reaches the client as a
+chunk.
 """
 
 import itertools

@@ -1,6 +1,8 @@
-"""A worker's own time for one request at a time, asked without a gateway: python bench/relay/direct.py SOCKET REQUESTS TOKENS.
+"""A worker's own time for one request at a time, asked without a gateway: python bench/relay/direct.py SOCKET
+REQUESTS TOKENS.
 
-Prints JSON: the median from the submission to the finish in microseconds. What a gateway adds is measured against it.
+Prints JSON: the median from the submission to the finish in microseconds. What a gateway adds is measured
+against it.
 """
 
 import asyncio

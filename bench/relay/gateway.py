@@ -1,8 +1,10 @@
-"""Our gateway in front of a worker that runs already: python bench/relay/gateway.py SOCKET PORT [FEATURES] [PROFILE].
+"""Our gateway in front of a worker that runs already: python bench/relay/gateway.py SOCKET PORT [FEATURES]
+[PROFILE].
 
-Its caller is a tenant whose tier has every limit there is, all of them too large to be reached: requests and tokens per minute, requests
-at once, prompt, answer and context, a daily and a monthly budget, prices, a weight and a band; its key is stored as a hash. The ledger,
-the access log, metrics and admission are on, as `serve` has them.
+Its caller is a tenant whose tier has every limit there is, all of them too large to be reached: requests and
+tokens per minute, requests at once, prompt, answer and context, a daily and a monthly budget, prices, a
+weight and a band; its key is stored as a hash. The ledger, the access log, metrics and admission are on, as
+`serve` has them.
 
 FEATURES is "all" (everything on), "bare" (everything off), or names of what is switched off, joined by "+":
 
@@ -13,8 +15,8 @@ FEATURES is "all" (everything on), "bare" (everything off), or names of what is 
     access    no line per request
     metrics   the product has no such switch: here the counters are objects that do nothing
 
-The ledger lies in PENSTOCK_STATE_DIR, else in a directory that is gone afterwards; never in the user's own. With PROFILE the profile
-of the process is written there at SIGTERM.
+The ledger lies in PENSTOCK_STATE_DIR, else in a directory that is gone afterwards; never in the user's own.
+With PROFILE the profile of the process is written there at SIGTERM.
 """
 
 import asyncio

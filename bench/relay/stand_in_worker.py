@@ -1,13 +1,16 @@
 """A worker that speaks our protocol and computes nothing: every running request gets a token per step.
 
-python bench/relay/stand_in_worker.py SOCKET PERIOD_US [WORKERS [STEPS CUT]]     PERIOD_US 0: a step whenever the last one was taken.
+python bench/relay/stand_in_worker.py SOCKET PERIOD_US [WORKERS [STEPS CUT]]
 
-With WORKERS its requests are in so many batches of the same size, whose steps are spread evenly over the period, as those of as many
-workers are; else all step together. Only the gateway in front of it is measured, so its own cost matters only in that it must keep up.
+PERIOD_US 0: a step whenever the last one was taken.
 
-STEPS is a file that the load client maps too: one entry of 16 bytes per step, used in turns: two letters, the id of the token that
-they are, and when a step with that token was sent last (CLOCK_MONOTONIC, microseconds). The first CUT answers end at a random place, so
-that streams which began together do not all end together.
+With WORKERS its requests are in so many batches of the same size, whose steps are spread evenly over the
+period, as those of as many workers are; else all step together. Only the gateway in front of it is measured,
+so its own cost matters only in that it must keep up.
+
+STEPS is a file that the load client maps too: one entry of 16 bytes per step, used in turns: two letters, the
+id of the token that they are, and when a step with that token was sent last (CLOCK_MONOTONIC, microseconds).
+The first CUT answers end at a random place, so that streams which began together do not all end together.
 """
 
 import asyncio
@@ -40,8 +43,8 @@ from penstock.types import FinishReason, RequestId, Usage
 TOKEN = 1000
 HIGH_WATER_BYTES = 1 << 20
 INFO = ModelInfo(
-    model="m", architecture="StandIn", dtype="float32", num_parameters=0, vocab_size=4096, max_model_len=1 << 20,
-    num_blocks=1 << 20, block_tokens=16, max_running=1 << 20,
+    model="m", architecture="StandIn", dtype="float32", num_parameters=0, vocab_size=4096,
+    max_model_len=1 << 20, num_blocks=1 << 20, block_tokens=16, max_running=1 << 20,
 )  # fmt: skip
 
 

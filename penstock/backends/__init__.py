@@ -1,1 +1,3 @@
-"""How work reaches a worker and its output comes back: `engine/` is our own protocol, `http/` everybody else's."""
+"""How work reaches a worker and its output comes back: `engine/` is our own protocol, `http/` everybody
+else's.
+"""

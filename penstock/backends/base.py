@@ -27,8 +27,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     resumed: tuple[int, ...] = ()
-    """The answer so far, which another worker gave (`Finish.resume`): the sink hears only what comes behind it, and `usage`
-    counts both. A backend that cannot go on with exactly the tokens that would have followed refuses it."""
+    """The answer so far, which another worker gave (`Finish.resume`): the sink hears only what comes behind
+    it, and `usage` counts both. A backend that cannot go on with exactly the tokens that would have followed
+    refuses it."""
     stop: tuple[str, ...] = ()
     """Strings that end the answer; the text is cut before them."""
     include_stop: bool = False
@@ -46,7 +47,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     piece_tokens: int = 1
     """Behind the first output, tokens may be told in pieces of so many: nobody reads before the end."""
     body: bytes = b""
-    """The client's request as it came, JSON that was checked: for providers, which have templates of their own."""
+    """The client's request as it came, JSON that was checked: for providers, which have templates of their
+    own."""
     is_chat: bool = False
     """`body` is a conversation; else a plain completion."""
     constraint: Constraint = NO_CONSTRAINT
@@ -65,7 +67,9 @@ class TextLogprob:
 
 
 class ToolCallPiece(msgspec.Struct, frozen=True, kw_only=True):
-    """Part of a tool call that a worker has parsed itself: its start has a name, and more of its arguments follows."""
+    """Part of a tool call that a worker has parsed itself: its start has a name, and more of its arguments
+    follows.
+    """
 
     index: int
     id: str = ""
@@ -83,7 +87,8 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     token_ids: tuple[int, ...]
     logprobs: tuple[TextLogprob, ...] = ()
     prompt_logprobs: tuple[TextLogprob, ...] = ()
-    """Of the next prompt tokens, from the second on, if they were asked for. They come before the answer, on their own."""
+    """Of the next prompt tokens, from the second on, if they were asked for. They come before the answer, on
+    their own."""
     tool_calls: tuple[ToolCallPiece, ...] = ()
     """From workers that parse calls themselves; their text holds none."""
 
@@ -98,8 +103,8 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     error: PenstockError | None = None
     """Set exactly when the reason is ERROR."""
     resume: tuple[int, ...] | None = None
-    """With the reasons ERROR and ABORT: the whole answer so far, with which another worker can go on as if nothing had
-    happened. None: it cannot be gone on with."""
+    """With the reasons ERROR and ABORT: the whole answer so far, with which another worker can go on as if
+    nothing had happened. None: it cannot be gone on with."""
 
 
 class Sink(Protocol):
@@ -130,9 +135,12 @@ class Generation(Protocol):
         ...
 
     def hold(self) -> bool:
-        """Read no more from the worker until `go_on`, for the client has too much already. Idempotent; safe after the end.
+        """Read no more from the worker until `go_on`, for the client has too much already.
 
-        What was read before still goes to the sink. False: this stream cannot be held, for it shares its connection.
+        Idempotent; safe after the end.
+
+        What was read before still goes to the sink. False: this stream cannot be held, for it shares its
+        connection.
         """
         ...
 
@@ -161,7 +169,8 @@ class Adapters(NamedTuple):
     served: frozenset[str] = frozenset()
     """It takes requests for them."""
     loaded: frozenset[str] = frozenset()
-    """Of those, the ones that it used last, as many as it keeps at hand: a request for another one has to wait for its load."""
+    """Of those, the ones that it used last, as many as it keeps at hand: a request for another one has to
+    wait for its load."""
 
 
 NO_ADAPTERS = Adapters()
@@ -180,7 +189,10 @@ class Note:
 
 @dataclass(slots=True)
 class BackendStatus:
-    """What is known of a worker now. Only its backend writes to it, and calls `Backend.on_change` afterwards."""
+    """What is known of a worker now.
+
+    Only its backend writes to it, and calls `Backend.on_change` afterwards.
+    """
 
     phase: Phase = Phase.STARTING
     info: ModelInfo | None = None
@@ -218,8 +230,8 @@ class Backend(Protocol):
     """One worker. Every implementation passes `tests/backends/conformance.py`."""
 
     on_change: Callable[[], None]
-    """Called after every change of `status`, newer `stats` included (a new `Stats` object each time). The registry sets it;
-    it only notes what has changed. `nothing` until then."""
+    """Called after every change of `status`, newer `stats` included (a new `Stats` object each time). The
+    registry sets it; it only notes what has changed. `nothing` until then."""
 
     @property
     def status(self) -> BackendStatus:
@@ -235,8 +247,8 @@ class Backend(Protocol):
         """Start a stream: any number of `on_delta`, then exactly one `on_finish`.
 
         Raises:
-            WorkerUnavailable: nothing was sent; another worker may be tried. The sink hears nothing. Also if the request is
-                `resumed` and this kind of worker cannot do that.
+            WorkerUnavailable: nothing was sent; another worker may be tried. The sink hears nothing. Also if
+                the request is `resumed` and this kind of worker cannot do that.
 
         After a successful return trouble arrives as a `Finish` with an error: `WorkerUnavailable` if no
         output came before it, `StreamBroken` if some did, `EngineFault` if only this request is hit.
@@ -254,7 +266,9 @@ class Backend(Protocol):
 async def end_streams(
     streams: Mapping[RequestId, Generation], none_left: asyncio.Event, timeout_s: float
 ) -> None:
-    """Wait until `streams` is empty, which `none_left` tells; after the timeout abort those that are still in it."""
+    """Wait until `streams` is empty, which `none_left` tells; after the timeout abort those that are still in
+    it.
+    """
     if not streams:
         return
     none_left.clear()

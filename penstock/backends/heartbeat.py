@@ -1,8 +1,11 @@
-"""Whether a connected worker still lives, judged by what is heard of it. Pure: counts beats, knows no sockets.
+"""Whether a connected worker still lives, judged by what is heard of it.
 
-A killed worker closes its socket, and that is seen at once. One that is stopped (SIGSTOP, a frozen container) or behind a network
-that swallows packets leaves the connection open and says nothing: only silence tells. Silence is counted in beats of our own
-timer and not in time: if it was this process that stood still, one beat passes, and then what was sent meanwhile is read.
+Pure: counts beats, knows no sockets.
+
+A killed worker closes its socket, and that is seen at once. One that is stopped (SIGSTOP, a frozen container)
+or behind a network that swallows packets leaves the connection open and says nothing: only silence tells.
+Silence is counted in beats of our own timer and not in time: if it was this process that stood still, one
+beat passes, and then what was sent meanwhile is read.
 """
 
 import enum
@@ -25,8 +28,10 @@ class Beat(enum.Enum):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class HeartbeatTerms:
-    """How a worker of our own that is connected and silent is found out. With the defaults a worker that stands still is given
-    nothing new after 1 to 1.5 s, and is lost after 2 to 2.5 s.
+    """How a worker of our own that is connected and silent is found out.
+
+    With the defaults a worker that stands still is given nothing new after 1 to 1.5 s, and is lost after 2 to
+    2.5 s.
     """
 
     interval_s: float = 0.5
@@ -34,7 +39,8 @@ class HeartbeatTerms:
     suspect_after: int = 2
     """Silent beats in a row after which it is given nothing new."""
     lost_after: int = 4
-    """Silent beats in a row after which its connection is cut, and its streams continue elsewhere; more than `suspect_after`."""
+    """Silent beats in a row after which its connection is cut, and its streams continue elsewhere; more than
+    `suspect_after`."""
 
 
 class Heartbeat:

@@ -1,9 +1,10 @@
-"""One OpenAI API as `bench`, `chat` and the operator's commands call it: whole exchanges over the gateway's own HTTP client.
+"""One OpenAI API as `bench`, `chat` and the operator's commands call it: whole exchanges over the gateway's
+own HTTP client.
 
-Streamed bytes go to a sink in the call that read them from the socket (`backends/http/client.py`): no task switch and no
-copy per chunk, because the load generator shares the machine with the server that it measures. The time for a whole
-answer is the only limit on time: a load generator must see a silent server, not hang up on it. A cancelled request closes
-its connection, so that the server learns that the client left.
+Streamed bytes go to a sink in the call that read them from the socket (`backends/http/client.py`): no task
+switch and no copy per chunk, because the load generator shares the machine with the server that it measures.
+The time for a whole answer is the only limit on time: a load generator must see a silent server, not hang up
+on it. A cancelled request closes its connection, so that the server learns that the client left.
 """
 
 import asyncio
@@ -33,7 +34,9 @@ class CannotConnect(EndpointError):
 
 
 class ApiAddress(HttpAddress):
-    """Where an OpenAI API is served: `scheme://host:port` and the path that `/chat/completions` is added to."""
+    """Where an OpenAI API is served: `scheme://host:port` and the path that `/chat/completions` is added
+    to.
+    """
 
     __slots__ = ()
 

@@ -1,7 +1,8 @@
 """Measures what single steps of our own engine cost, for the simulator: `penstock bench --fit`.
 
-The engine runs in this process, without sockets, one step at a time. Batches of all sizes, with contexts of all lengths, are run one
-after the other; of every step it is kept what it computed and how long it took, planning and outputs included.
+The engine runs in this process, without sockets, one step at a time. Batches of all sizes, with contexts of
+all lengths, are run one after the other; of every step it is kept what it computed and how long it took,
+planning and outputs included.
 """
 
 from array import array
@@ -29,7 +30,10 @@ Progress = Callable[[str, int, int], None]
 
 
 class _Watching:
-    """A runner that remembers what its last step computed. It offers `run` alone, so that steps do not overlap."""
+    """A runner that remembers what its last step computed.
+
+    It offers `run` alone, so that steps do not overlap.
+    """
 
     def __init__(self, runner: StepRunner) -> None:
         self._runner = runner

@@ -50,7 +50,10 @@ class Script:
 
 @dataclass(slots=True)
 class StandIn:
-    """The server. `requests` are the chat requests that it has read, `hung_up` those whose client left early."""
+    """The server.
+
+    `requests` are the chat requests that it has read, `hung_up` those whose client left early.
+    """
 
     script: Script = field(default_factory=Script)
     requests: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])

@@ -58,7 +58,9 @@ class Samples:
 
 
 def percentile(ordered: list[int], share: float) -> float:
-    """The sample quantile at `share`, linear between neighbours (Hyndman and Fan 1996, type 7; numpy's default)."""
+    """The sample quantile at `share`, linear between neighbours (Hyndman and Fan 1996, type 7; numpy's
+    default).
+    """
     assert ordered
     assert 0.0 <= share <= 1.0
     place = share * (len(ordered) - 1)

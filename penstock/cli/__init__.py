@@ -1,1 +1,3 @@
-"""The `penstock` command: `commands/` is what can be typed, `wiring/` builds running processes of a configuration."""
+"""The `penstock` command: `commands/` is what can be typed, `wiring/` builds running processes of a
+configuration.
+"""

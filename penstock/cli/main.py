@@ -1,6 +1,7 @@
 """The `penstock` command: finds the subcommand, runs it, and turns expected trouble into one line.
 
-Only the subcommand that is called is imported: the simulator alone would take half a second of every other command.
+Only the subcommand that is called is imported: the simulator alone would take half a second of every other
+command.
 
 Exit codes: 0 done, 1 it failed, 2 wrong usage or configuration, 130 interrupted.
 """
@@ -19,7 +20,8 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 COMMANDS = (
-    "serve", "worker", "chat", "top", "drain", "bench", "doctor", "keys", "usage", "simulate", "plan", "completion",
+    "serve", "worker", "chat", "top", "drain", "bench", "doctor", "keys", "usage", "simulate", "plan",
+    "completion",
 )  # fmt: skip
 """The subcommands in the order of the help. Each is a module of `commands/` that adds its own parser."""
 

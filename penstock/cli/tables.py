@@ -1,4 +1,5 @@
-"""Tables that fit the terminal without cutting anything: columns leave by rank, and where even that does not do, each row stacks.
+"""Tables that fit the terminal without cutting anything: columns leave by rank, and where even that does not
+do, each row stacks.
 
 rich's own tables shorten cells instead, and a date or a number of which the end is missing is a wrong one.
 """
@@ -128,7 +129,10 @@ def _indented(text: Text, width: int) -> Text:
 
 
 def _flowing(pieces: Iterable[Text], width: int) -> Iterator[Text]:
-    """Lines of whole pieces. One that is wider than a line is folded by the terminal's own rule, never cut."""
+    """Lines of whole pieces.
+
+    One that is wider than a line is folded by the terminal's own rule, never cut.
+    """
     line = Text(overflow="fold")
     for piece in pieces:
         if line.plain and line.cell_len + GAP + piece.cell_len > width:

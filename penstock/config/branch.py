@@ -20,7 +20,9 @@ Terms = TypeVar("Terms", bound=Branch)
 
 
 def extended(section: Branch, terms: type[Terms]) -> Terms:
-    """The section with the constants that `terms`, a subclass of its type, adds; itself where a caller has set those."""
+    """The section with the constants that `terms`, a subclass of its type, adds; itself where a caller has
+    set those.
+    """
     if isinstance(section, terms):
         return section
     shared = [name for name in section.__struct_fields__ if name in terms.__struct_fields__]

@@ -1,7 +1,8 @@
-"""What lies in a model's place that our engine cannot load: named for what it is, with what to do, before anything starts.
+"""What lies in a model's place that our engine cannot load: named for what it is, with what to do, before
+anything starts.
 
-Looks at names, at `config.json` and at the first bytes of a file, never at weights. Whether a checkpoint that passes can be
-loaded is the engine's to say.
+Looks at names, at `config.json` and at the first bytes of a file, never at weights. Whether a checkpoint that
+passes can be loaded is the engine's to say.
 """
 
 import json
@@ -17,8 +18,8 @@ JSON_BYTES_MAX = 16 * 1024 * 1024
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _BY_VLLM = "or let a vLLM worker serve it (`workers`, docs/backends.md)"
 _GGUF = (
-    "GGUF, llama.cpp's format, which our engine does not read: give the directory with the *.safetensors that it was made from; "
-    "--quantization int8 or int4 rounds them while loading"
+    "GGUF, llama.cpp's format, which our engine does not read: give the directory with the *.safetensors "
+    "that it was made from; --quantization int8 or int4 rounds them while loading"
 )
 _METHODS = {
     "awq": "AWQ",
@@ -54,8 +55,8 @@ def check_is_model(directory: Path) -> None:
             _json(directory / "adapter_config.json").get("base_model_name_or_path") or "its base model"
         )
         raise CheckpointError(
-            f"{directory}: is an adapter (LoRA) of {base[:128]}, not a whole model: merge it into that (peft: merge_and_unload, "
-            f"save_pretrained), {_BY_VLLM}"
+            f"{directory}: is an adapter (LoRA) of {base[:128]}, not a whole model: merge it into that "
+            f"(peft: merge_and_unload, save_pretrained), {_BY_VLLM}"
         )
     if (directory / "config.json").is_file():
         return
@@ -63,7 +64,8 @@ def check_is_model(directory: Path) -> None:
         raise CheckpointError(f"{directory}: {gguf} is {_GGUF}")
     if (directory / "params.json").is_file() and _first(directory, "consolidated*"):
         raise CheckpointError(
-            f"{directory}: is in the layout of Meta's and Mistral's own tools (params.json); give the directory of the same model "
+            f"{directory}: is in the layout of Meta's and Mistral's own tools (params.json); give the "
+            f"directory of the same model "
             "in Hugging Face's (config.json, *.safetensors)"
         )
     raise CheckpointError(f"{directory}: no config.json there, so not a Hugging Face model directory")
@@ -80,16 +82,20 @@ def check_loads(directory: Path, *, needs_weights: bool = True) -> None:
     if isinstance(quantized, dict):
         method = str(cast(dict[str, Any], quantized).get("quant_method") or "an unnamed method")
         raise CheckpointError(
-            f"{directory}: is quantized with {_METHODS.get(method, method[:64])} (quantization_config in config.json), which our engine "
-            "does not read: give the model's plain weights, which --quantization int8 or int4 rounds while loading, "
+            f"{directory}: is quantized with {_METHODS.get(method, method[:64])} (quantization_config in "
+            f"config.json), which our engine "
+            "does not read: give the model's plain weights, which --quantization int8 or int4 rounds while "
+            "loading, "
             f"{_BY_VLLM}"
         )
     if not needs_weights or _has_any(directory, WEIGHTS):
         return
     if found := _first(directory, "pytorch_model*.bin"):
         raise CheckpointError(
-            f"{directory}: has its weights in {found}, a pickle, which is not read because loading one runs code: convert it with "
-            f"transformers (AutoModelForCausalLM.from_pretrained({str(directory)!r}).save_pretrained(DIRECTORY), and copy the "
+            f"{directory}: has its weights in {found}, a pickle, which is not read because loading one runs "
+            f"code: convert it with transformers "
+            f"(AutoModelForCausalLM.from_pretrained({str(directory)!r}).save_pretrained(DIRECTORY), and copy "
+            f"the "
             "tokenizer's files)"
         )
     if found := _first(directory, "*.gguf"):
@@ -102,7 +108,8 @@ def check_loads(directory: Path, *, needs_weights: bool = True) -> None:
 
 
 def check_local_models(models: Iterable[ModelConfig]) -> None:
-    """Of every model that this process is to launch and that is a directory here: what can be said before anything starts.
+    """Of every model that this process is to launch and that is a directory here: what can be said before
+    anything starts.
 
     Hub ids and demo models are looked at when they are there.
 
@@ -129,7 +136,9 @@ def _first(directory: Path, pattern: str) -> str:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty where it cannot be read: the tokenizer's and the engine's readers say why, and better."""
+    """The object in a file; empty where it cannot be read: the tokenizer's and the engine's readers say why,
+    and better.
+    """
     try:
         with path.open("rb") as file:
             found: object = json.loads(file.read(JSON_BYTES_MAX))

@@ -46,8 +46,8 @@ def _origin_problems(origins: Sequence[str]) -> Iterator[str]:
             yield f"server.cors_origins[{i}]: '*' is all origins, so it stands alone"
         elif origin != "*" and not _ORIGIN.fullmatch(origin):
             yield (
-                f"server.cors_origins[{i}]: expected '*' or SCHEME://HOST[:PORT] in lower case, without a path, as browsers send it, "
-                f"got {origin[:80]!r}"
+                f"server.cors_origins[{i}]: expected '*' or SCHEME://HOST[:PORT] in lower case, without a "
+                f"path, as browsers send it, got {origin[:80]!r}"
             )
 
 
@@ -57,7 +57,10 @@ def _limit_problems(config: Config) -> Iterator[str]:
     if config.shared.store == "redis" and not config.shared.url:
         yield "shared.url: needed with shared.store redis; set it or PENSTOCK_SHARED_URL"
     if config.shared.timeout_s >= config.shared.gateway_ttl_s / 3:
-        yield "shared.gateway_ttl_s: at least three times shared.timeout_s, or a gateway that waits is not counted"
+        yield (
+            "shared.gateway_ttl_s: at least three times shared.timeout_s, or a gateway that waits is not "
+            "counted"
+        )
 
 
 def _model_problems(config: Config) -> Iterator[str]:
@@ -78,7 +81,8 @@ def _model_problems(config: Config) -> Iterator[str]:
         yield from _kv_event_problems(engine, f"models[{i}].engine.kv_events", listening)
         if engine.max_model_len == 1:
             yield (
-                f"models[{i}].engine.max_model_len: 1 leaves no room for a prompt and an answer; at least {MODEL_LEN_MIN}, "
+                f"models[{i}].engine.max_model_len: 1 leaves no room for a prompt and an answer; at least "
+                f"{MODEL_LEN_MIN}, "
                 "or 0 for the model's own limit"
             )
         if engine.step_tokens < engine.max_running:

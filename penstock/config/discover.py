@@ -21,7 +21,8 @@ class KubernetesConfig(Branch, frozen=True, kw_only=True):
     port_name: str = ""
     """Name of the service's port."""
     api_server: str = ""
-    """"https://host:port"; empty: KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT, which every pod has."""
+    """"https://host:port"; empty: KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT, which every pod
+    has."""
     token_file: str = f"{SERVICE_ACCOUNT}/token"
     """Read again for every connection, since the cluster renews it; empty sends none."""
     ca_file: str = f"{SERVICE_ACCOUNT}/ca.crt"
@@ -32,7 +33,8 @@ class DiscoverConfig(Branch, frozen=True, kw_only=True):
     """Workers that come and go. One of `dns` and `kubernetes` says where they are looked for."""
 
     dns: str = ""
-    """"name:port": all its addresses (A, AAAA). "_service._tcp.name": its SRV records, which name the ports (extra `dns`)."""
+    """"name:port": all its addresses (A, AAAA). "_service._tcp.name": its SRV records, which name the ports
+    (extra `dns`)."""
     kubernetes: KubernetesConfig | None = None
     engine: Engine
     """What runs there, as in `workers`; and so everything up to `priorities`."""

@@ -1,4 +1,6 @@
-"""The settings of one engine as it runs: the section `engine`, and the constants beside it, which only tests and simulations change."""
+"""The settings of one engine as it runs: the section `engine`, and the constants beside it, which only tests
+and simulations change.
+"""
 
 from typing import Literal
 

@@ -1,4 +1,6 @@
-"""What the rest of the configuration means for an engine: its tenants' quota, its gateway's promises, its share of the cores."""
+"""What the rest of the configuration means for an engine: its tenants' quota, its gateway's promises, its
+share of the cores.
+"""
 
 from typing import TypeVar
 
@@ -13,9 +15,11 @@ Engine = TypeVar("Engine", bound=EngineConfig)
 
 
 def with_quota(engine: Engine, config: Config) -> Engine:
-    """The engine's settings with its tenants' KV quota decided: half the cache where there may be several tenants.
+    """The engine's settings with its tenants' KV quota decided: half the cache where there may be several
+    tenants.
 
-    Half, because then no tenant alone can keep the others from starting, and a lone one in the evening still has half.
+    Half, because then no tenant alone can keep the others from starting, and a lone one in the evening still
+    has half.
     """
     if engine.kv_quota_fraction:
         return engine

@@ -16,13 +16,15 @@ class WorkerConfig(Branch, frozen=True, kw_only=True):
     """One worker that somebody else started."""
 
     url: str
-    """Where it listens: "http://host:port" or "https://host/path"; our own engine at "unix:/path" or "tcp:host:port"."""
+    """Where it listens: "http://host:port" or "https://host/path"; our own engine at "unix:/path" or
+    "tcp:host:port"."""
     engine: Engine
     """What runs there. "openai": any server or provider with an OpenAI-compatible API."""
     served_model: str = ""
     """The model's name over there; empty is the same as here."""
     kind: str = ""
-    """Workers of one kind are about as fast as each other, and are predicted together; empty: the engine's name."""
+    """Workers of one kind are about as fast as each other, and are predicted together; empty: the engine's
+    name."""
     api_key_env: str = ""
     """The environment variable with the key that it wants."""
     max_model_len: Count = 0
@@ -32,7 +34,8 @@ class WorkerConfig(Branch, frozen=True, kw_only=True):
     priorities: bool = False
     """It takes the request's priority (vLLM, SGLang and TensorRT-LLM, when they were started for it)."""
     lacks: tuple[Capability, ...] = ()
-    """What its engine can do and it cannot: "images" of a model that only reads, say. docs/api.md has the names."""
+    """What its engine can do and it cannot: "images" of a model that only reads, say. docs/api.md has the
+    names."""
     metrics_url: str = ""
     """Where its metrics are, if not where this engine has them."""
     kv_events: str = ""
@@ -54,6 +57,8 @@ class FleetConfig(Branch, frozen=True, kw_only=True):
     workers_max: Positive = 1024
     """Workers of all models together; more are not taken."""
     drain_timeout_s: Seconds = 600.0
-    """A worker that is taken away while the server runs lets its streams end, up to so long; then they are aborted."""
+    """A worker that is taken away while the server runs lets its streams end, up to so long; then they are
+    aborted."""
     connect_timeout_s: Seconds = 5.0
-    """`serve` waits so long for workers at addresses when it starts. Who is not there then is waited for in the background."""
+    """`serve` waits so long for workers at addresses when it starts. Who is not there then is waited for in
+    the background."""

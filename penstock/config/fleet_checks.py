@@ -32,7 +32,8 @@ def fleet_problems(models: Sequence[ModelConfig], fleet: FleetConfig) -> Iterato
         for j, worker in enumerate(model.workers):
             key = f"models[{i}].workers[{j}]"
             yield from _worker_problems(worker, key)
-            # One server may have several models; the same one under the same name twice would count its capacity twice.
+            # One server may have several models; the same one under the same name twice would count its
+            # capacity twice.
             same = (worker.url.rstrip("/"), worker.served_model or model.name or model.path)
             if same in taken:
                 yield f"{key}.url: {worker.url} is {taken[same]} already"
@@ -54,7 +55,10 @@ def _discover_problems(discover: DiscoverConfig, key: str) -> Iterator[str]:
         if kubernetes.api_server and not _HTTP.fullmatch(kubernetes.api_server):
             yield f"{key}.kubernetes.api_server: expected https://HOST:PORT, got {kubernetes.api_server!r}"
         if kubernetes.api_server.startswith("http:") and kubernetes.token_file:
-            yield f"{key}.kubernetes.api_server: refused over http, which shows the token to anybody; use https, or an empty token_file"
+            yield (
+                f"{key}.kubernetes.api_server: refused over http, which shows the token to anybody; use "
+                f"https, or an empty token_file"
+            )
     if discover.api_key_env and not _VARIABLE.fullmatch(discover.api_key_env):
         yield f"{key}.api_key_env: expected the name of an environment variable, got {discover.api_key_env!r}"
     if discover.kv_replay_port and not discover.kv_events_port:

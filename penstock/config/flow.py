@@ -1,4 +1,6 @@
-"""Queues, admission, limits' sharing and degradation: the sections `queue`, `admission`, `routing` and `shared`."""
+"""Queues, admission, limits' sharing and degradation: the sections `queue`, `admission`, `routing` and
+`shared`.
+"""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -16,10 +18,11 @@ class BandConfig(Branch, frozen=True, kw_only=True):
     name: str
     """What a tier or a tenant names as its `band`."""
     order: Annotated[int, Meta(ge=-1000, le=1000)]
-    """Smaller goes first; also the priority that the engine is given. Running streams of bands below 0 are never stopped to make
-    room in KV memory."""
+    """Smaller goes first; also the priority that the engine is given. Running streams of bands below 0 are
+    never stopped to make room in KV memory."""
     floor: Count = 0
-    """Streams that it may always run: under it, it goes before bands that are over theirs. Lent while it has no work."""
+    """Streams that it may always run: under it, it goes before bands that are over theirs. Lent while it has
+    no work."""
     share: Share = 0.0
     """The floor as a share of the model's slots; the larger of the two counts."""
     requests_max: Positive = 1024
@@ -27,12 +30,15 @@ class BandConfig(Branch, frozen=True, kw_only=True):
     timeout_s: Annotated[float, Meta(gt=0, le=86_400)] = 60.0
     """A request that waits longer is dropped, with a 503."""
     discipline: Literal["fifo", "deadline"] = "fifo"
-    """Order among one tenant's requests: arrival, or the earliest deadline: when its first token is wanted, by its header x-penstock-max-wait-ms
-    or the promise to its tier and band (`admission`), else the end of its wait."""
+    """Order among one tenant's requests: arrival, or the earliest deadline: when its first token is wanted,
+    by its header x-penstock-max-wait-ms or the promise to its tier and band (`admission`), else the end of
+    its wait."""
 
 
 class QueueConfig(Branch, frozen=True, kw_only=True):
-    """Where requests wait until a worker can start them: by model, band, tenant. docs/overload.md has the story."""
+    """Where requests wait until a worker can start them: by model, band, tenant. docs/overload.md has the
+    story.
+    """
 
     bands: Annotated[tuple[BandConfig, ...], Meta(min_length=1, max_length=16)] = (
         BandConfig(name="system", order=-2, floor=2, requests_max=256, timeout_s=30),
@@ -44,34 +50,43 @@ class QueueConfig(Branch, frozen=True, kw_only=True):
     requests_max: Positive = 4096
     """Requests that wait for one model, all bands together."""
     headroom: Annotated[float, Meta(ge=0, le=0.5)] = 0.08
-    """Share of a model's rows that a tenant leaves free for others who are active too, once it runs half as much again as
-    its part: their next request need not wait for one of its streams to end. 0 lends every row."""
+    """Share of a model's rows that a tenant leaves free for others who are active too, once it runs half as
+    much again as its part: their next request need not wait for one of its streams to end. 0 lends every
+    row."""
     no_worker: Literal["wait", "refuse"] = "wait"
     """What requests do while no worker of their model is ready."""
     no_worker_wait_s: Seconds = 30.0
     """How long they wait for one, then 503."""
     shed_kv_above: Annotated[float, Meta(ge=0.9, le=1)] = 0.97
-    """Share of a worker's KV blocks in use over which streams of lower bands end for the sake of higher ones, down to 0.9;
-    1 never."""
+    """Share of a worker's KV blocks in use over which streams of lower bands end for the sake of higher ones,
+    down to 0.9; 1 never."""
 
 
 class LimitsConfig(Branch, frozen=True, kw_only=True):
-    """Bounds for all requests of this gateway. The limits of each tenant are in `tenants` and `tiers`; see docs/limits.md."""
+    """Bounds for all requests of this gateway.
+
+    The limits of each tenant are in `tenants` and `tiers`; see docs/limits.md.
+    """
 
     concurrent_max: Positive = 10_000
     """Streams generated at once by this gateway; one more is refused as overloaded."""
     n_max: Positive = 8
     """Choices of one request."""
     burst_s: Annotated[float, Meta(ge=1, le=86_400)] = 60.0
-    """What a tenant that was idle may spend at once, in seconds of its rate. 60: one minute's worth, as with OpenAI."""
+    """What a tenant that was idle may spend at once, in seconds of its rate. 60: one minute's worth, as with
+    OpenAI."""
 
 
 class SharedConfig(Branch, frozen=True, kw_only=True):
-    """Rate limits and budgets that several gateways share. No request waits for the store; see docs/limits.md and docs/ledger.md."""
+    """Rate limits and budgets that several gateways share.
+
+    No request waits for the store; see docs/limits.md and docs/ledger.md.
+    """
 
     store: Literal["none", "redis", "parent"] = "none"
-    """"none": every gateway counts for itself. "redis": all gateways with the same `url` and `prefix` count together, budgets too.
-    "parent": the processes of one `penstock serve --processes` do, which sets this by itself."""
+    """"none": every gateway counts for itself. "redis": all gateways with the same `url` and `prefix` count
+    together, budgets too. "parent": the processes of one `penstock serve --processes` do, which sets this by
+    itself."""
     url: str = ""
     """Of Redis: "redis://host:6379/0", "rediss://user:password@host:6380/0", "unix:///run/redis.sock"."""
     socket: str = ""
@@ -79,13 +94,15 @@ class SharedConfig(Branch, frozen=True, kw_only=True):
     prefix: Annotated[str, Meta(min_length=1, max_length=128)] = "penstock"
     """Begins the names of all keys in the store."""
     gateways: Positive = 1
-    """How many gateways there are, until the store has said so: what a gateway that never reached it goes by."""
+    """How many gateways there are, until the store has said so: what a gateway that never reached it goes
+    by."""
     on_store_down: Literal["local-share", "closed", "open"] = "local-share"
-    """While the store does not answer. "local-share": this gateway's part of the rate, by the number of gateways that was
-    known last. "closed": what it had leased, then nothing. "open": no limit; what was used is charged later."""
+    """While the store does not answer. "local-share": this gateway's part of the rate, by the number of
+    gateways that was known last. "closed": what it had leased, then nothing. "open": no limit; what was used
+    is charged later."""
     lease_s: Annotated[float, Meta(ge=0.05, le=60)] = 1.0
-    """A gateway leases this many seconds' worth of a limit (or, while few gateways share, its part of a quarter of the
-    burst). All of them together overshoot by at most one lease each."""
+    """A gateway leases this many seconds' worth of a limit (or, while few gateways share, its part of a
+    quarter of the burst). All of them together overshoot by at most one lease each."""
     timeout_s: Annotated[float, Meta(gt=0, le=60)] = 0.25
     """The store is away when it has not answered for this long."""
     retry_s: Annotated[float, Meta(ge=0.01, le=60)] = 0.5
@@ -107,7 +124,9 @@ def queue_problems(queue: QueueConfig) -> Iterator[str]:
         if not band.name:
             yield f"queue.bands[{i}].name: empty"
         elif band.name in seen:
-            yield f"queue.bands[{i}].name: {band.name!r} is the name of queue.bands[{seen[band.name]}] already"
+            yield (
+                f"queue.bands[{i}].name: {band.name!r} is the name of queue.bands[{seen[band.name]}] already"
+            )
         seen.setdefault(band.name, i)
     if sum(band.share for band in queue.bands) > 1:
         yield "queue.bands: their shares add up to more than 1, so not all floors could be honoured"

@@ -42,7 +42,9 @@ def checked(value: object, root: type[msgspec.Struct]) -> object:
 
 
 def explained(message: str, value: object, root: type[msgspec.Struct]) -> str:
-    """Rewrite msgspec's "Expected `int`, got `str` - at `$.server.port`" with the dotted key and the value."""
+    """Rewrite msgspec's "Expected `int`, got `str` - at `$.server.port`" with the dotted key and the
+    value.
+    """
     text, _, where = message.partition(" - at `$")
     path = where.rstrip("`").lstrip(".")
     steps = [int(step) if step.isdigit() else step for step in re.findall(r"[^.\[\]]+", path)]
@@ -75,7 +77,8 @@ class _Checker:
     def __init__(self, root: inspect.Type) -> None:
         self._root = root
         self.retired: list[str] = []
-        """A line for each key that is no longer a setting: all of them at once, since an old file has several."""
+        """A line for each key that is no longer a setting: all of them at once, since an old file has
+        several."""
 
     def value(self, value: object, kind: inspect.Type, path: str) -> object:
         kind = _bare(kind)

@@ -41,10 +41,12 @@ class PricesConfig(Branch, frozen=True, kw_only=True):
 
     currency: str = "USD"
     version: str = ""
-    """Stands in every record of the ledger; empty takes a fingerprint of this section, so that no change goes unseen."""
+    """Stands in every record of the ledger; empty takes a fingerprint of this section, so that no change goes
+    unseen."""
     models: Annotated[tuple[ModelPrice, ...], Meta(max_length=1024)] = ()
     accelerators: Annotated[dict[str, Money], Meta(max_length=1024)] = {}  # noqa: RUF012 - msgspec copies it.
-    """Model (its served name, or "*" for every other one) -> what one worker's machine costs the operator per hour."""
+    """Model (its served name, or "*" for every other one) -> what one worker's machine costs the operator per
+    hour."""
 
 
 class BudgetsConfig(Branch, frozen=True, kw_only=True):
@@ -53,20 +55,26 @@ class BudgetsConfig(Branch, frozen=True, kw_only=True):
     warn_at: Annotated[tuple[Annotated[float, Meta(gt=0, le=1)], ...], Meta(max_length=16)] = (0.5, 0.8, 1.0)
     """Shares of a budget; crossing one of them is logged and counted."""
     downgrade_at: Annotated[float, Meta(gt=0, le=1)] = 0.8
-    """From this share of a budget on, requests go to a cheaper fallback (`routing.models`) where tenant and request allow that."""
+    """From this share of a budget on, requests go to a cheaper fallback (`routing.models`) where tenant and
+    request allow that."""
     hard: bool = True
     """Refuse and stop over the budget; false only warns."""
 
 
 class LedgerConfig(Branch, frozen=True, kw_only=True):
-    """The usage ledger: one record for every accepted request. On by default: what was not written cannot be asked for later."""
+    """The usage ledger: one record for every accepted request.
+
+    On by default: what was not written cannot be asked for later.
+    """
 
     enabled: bool = True
     directory: str = ""
-    """Where it is kept; empty takes `ledger` in the state directory (PENSTOCK_STATE_DIR, ~/.local/state/penstock). A local disk."""
+    """Where it is kept; empty takes `ledger` in the state directory (PENSTOCK_STATE_DIR,
+    ~/.local/state/penstock). A local disk."""
     fsync_ms: Annotated[int, Meta(ge=1, le=60_000)] = 100
     """What a power failure may cost at most; a process that is killed loses nothing."""
     when_full: Literal["refuse", "go_on"] = "refuse"
-    """No room for the journal: refuse new requests as overloaded, or answer them without a record and count those."""
+    """No room for the journal: refuse new requests as overloaded, or answer them without a record and count
+    those."""
     keep_days: Annotated[int, Meta(ge=0)] = 400
     """Records that ended longer ago leave the database; 0 keeps all."""

@@ -12,7 +12,9 @@ def price_problems(prices: PricesConfig) -> Iterator[str]:
     seen: dict[str, int] = {}
     for i, model in enumerate(prices.models):
         if model.model in seen:
-            yield f"prices.models[{i}].model: {model.model!r} has a price in prices.models[{seen[model.model]}]"
+            yield (
+                f"prices.models[{i}].model: {model.model!r} has a price in prices.models[{seen[model.model]}]"
+            )
         seen.setdefault(model.model, i)
         yield from _model_problems(model, f"prices.models[{i}]")
 

@@ -72,8 +72,9 @@ def convert_config(raw: object) -> Config:
 
 
 def with_environment(config: Config, environ: Mapping[str, str]) -> Config:
-    """Apply `PENSTOCK_API_KEY`, `PENSTOCK_ADMIN_KEY` and `PENSTOCK_SCRAPE_KEY` (one key or several with commas), `PENSTOCK_KEYS_FILE`,
-    `PENSTOCK_AUTH_SECRET`, `PENSTOCK_SHARED_URL`, `PENSTOCK_HOST` and `PENSTOCK_PORT`.
+    """Apply `PENSTOCK_API_KEY`, `PENSTOCK_ADMIN_KEY` and `PENSTOCK_SCRAPE_KEY` (one key or several with
+    commas), `PENSTOCK_KEYS_FILE`, `PENSTOCK_AUTH_SECRET`, `PENSTOCK_SHARED_URL`, `PENSTOCK_HOST` and
+    `PENSTOCK_PORT`.
 
     A variable that is set to nothing counts as not set.
 

@@ -1,7 +1,8 @@
-"""Bounds on the sizes that a model's `config.json` may name, so that a file of numbers cannot make anything be built.
+"""Bounds on the sizes that a model's `config.json` may name, so that a file of numbers cannot make anything
+be built.
 
-They are several times what published models have. What stands in the files beside it is a second, closer bound
-(engine/loader.py).
+They are several times what published models have. What stands in the files beside it is a second, closer
+bound (engine/loader.py).
 """
 
 from penstock.errors import CheckpointError
@@ -41,6 +42,7 @@ def check_sizes(config: object, where: str) -> None:
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
     if layers * experts > LAYERS_TIMES_EXPERTS_MAX:
         raise CheckpointError(
-            f"{where}: {layers} layers of {experts} experts each; expected at most {LAYERS_TIMES_EXPERTS_MAX} "
+            f"{where}: {layers} layers of {experts} experts each; expected at most "
+            f"{LAYERS_TIMES_EXPERTS_MAX} "
             "experts in all"
         )

@@ -9,5 +9,5 @@ class PlacementConfig(Branch, frozen=True, kw_only=True):
     """Which worker a request goes to: filter, score, pick. docs/routing.md has the story."""
 
     policy: Literal["ttft", "weighted", "least_loaded"] = "ttft"
-    """"ttft": the least expected time to first token. "weighted": a weighted sum of four marks. "least_loaded": free streams
-    alone."""
+    """"ttft": the least expected time to first token. "weighted": a weighted sum of four marks.
+    "least_loaded": free streams alone."""

@@ -8,7 +8,10 @@ from penstock.config.branch import Branch, Seconds
 
 
 class RayConfig(Branch, frozen=True, kw_only=True):
-    """Workers as Ray actors. Every machine of the cluster needs this version of Penstock and the model at the same path."""
+    """Workers as Ray actors.
+
+    Every machine of the cluster needs this version of Penstock and the model at the same path.
+    """
 
     address: str = "auto"
     """The cluster: "host:6379", or "auto" for the one of this machine (or of RAY_ADDRESS)."""
@@ -20,5 +23,5 @@ class RayConfig(Branch, frozen=True, kw_only=True):
     place_timeout_s: Seconds = 60.0
     """A worker for which the cluster has no room within so long cannot be started."""
     answer_timeout_s: Seconds = 2.0
-    """When a worker's connection is lost its actor has so long to answer; if it does not, the worker is started elsewhere.
-    (Ray itself takes about 14 s to see that a machine is gone.)"""
+    """When a worker's connection is lost its actor has so long to answer; if it does not, the worker is
+    started elsewhere. (Ray itself takes about 14 s to see that a machine is gone.)"""

@@ -8,8 +8,8 @@ from penstock.config.retired_engine import RETIRED_ENGINE
 from penstock.config.retired_policies import RETIRED_POLICIES
 
 RETIRED: Mapping[str, str] = {**RETIRED_ENGINE, **RETIRED_POLICIES}
-"""Dotted path -> sentence, which names settings in backticks. `[]` stands for an entry of a list, `section.*` for
-a section that is gone: for the section itself, and for its keys without a sentence of their own."""
+"""Dotted path -> sentence, which names settings in backticks. `[]` stands for an entry of a list, `section.*`
+for a section that is gone: for the section itself, and for its keys without a sentence of their own."""
 
 
 def retired(path: str, value: object, known: Mapping[str, str] = RETIRED) -> Iterator[str]:

@@ -30,7 +30,8 @@ RETIRED_ENGINE: dict[str, str] = {
     "ledger.segment_age_s": "fixed at 3600",
     "ledger.journal_bytes_max": "fixed at 256 MiB for each gateway process",
     "ledger.buffer_bytes_max": "fixed at 8 MiB",
-    "models[].engine.host_kv_memory_fraction": "fixed at 0.1; `models[].engine.host_kv_memory_bytes` sets the size, 0 none",
+    "models[].engine.host_kv_memory_fraction": "fixed at 0.1; `models[].engine.host_kv_memory_bytes` sets "
+    "the size, 0 none",
     "models[].engine.host_kv_idle_s": "fixed at 30",
     "models[].engine.host_kv_loads_max": "fixed at 256",
     "models[].engine.host_kv_stores_max": "fixed at 32",

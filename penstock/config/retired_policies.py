@@ -16,8 +16,9 @@ RETIRED_POLICIES: dict[str, str] = {
     **{
         f"routing.placement.{key}": _PLACEMENT
         for key in (
-            "holders_max", "least_loaded", "tie", "explore", "hold_ms_max", "holds_max", "host_cost", "adapter_load_ms",
-            "prefill_tokens_per_s", "step_ms", "session_ttl_s", "sessions_max", "decisions_kept", "log_every",
+            "holders_max", "least_loaded", "tie", "explore", "hold_ms_max", "holds_max", "host_cost",
+            "adapter_load_ms", "prefill_tokens_per_s", "step_ms", "session_ttl_s", "sessions_max",
+            "decisions_kept", "log_every",
         )
     },
     "health.heartbeat.*": _HEARTBEAT,
@@ -33,8 +34,8 @@ RETIRED_POLICIES: dict[str, str] = {
     **{
         f"limits.{key}": "a constant now (penstock/protocol/openai_validate.py)"
         for key in (
-            "stop_max", "stop_chars_max", "stop_token_ids_max", "messages_max", "tools_max", "top_logprobs_max", "logit_bias_max",
-            "json_values_max", "json_depth_max", "prompts_max",
+            "stop_max", "stop_chars_max", "stop_token_ids_max", "messages_max", "tools_max",
+            "top_logprobs_max", "logit_bias_max", "json_values_max", "json_depth_max", "prompts_max",
         )
     },
     "limits.session_bytes_max": "a constant now: 256",
@@ -46,23 +47,25 @@ RETIRED_POLICIES: dict[str, str] = {
     "budgets.tenants_max": "a constant now: 100,000 tenants",
     "budgets.refresh_s": "a constant now: every ten seconds",
     "auth.keys_file_check_s": "a constant now: every 2 s",
-    "auth.keys_file_shrinks": "a server takes such a file when it starts; revoke keys with `penstock keys revoke`",
+    "auth.keys_file_shrinks": "a server takes such a file when it starts; revoke keys with `penstock keys "
+    "revoke`",
     "auth.keys_max": "a constant now: 100,000 keys",
     "auth.jwt.algorithms": "every signature with a public key that is of its key's kind is accepted now",
     **{
         f"auth.jwt.{key}": "a constant now (penstock/gateway/identity/jwt_terms.py)"
         for key in (
-            "leeway_s", "refresh_s", "refresh_s_min", "stale_s_max", "timeout_s", "waiting_max", "response_bytes_max",
-            "keys_max", "tokens_max",
+            "leeway_s", "refresh_s", "refresh_s_min", "stale_s_max", "timeout_s", "waiting_max",
+            "response_bytes_max", "keys_max", "tokens_max",
         )
     },
-    **{f"queue.bands[].{key}": "follows from `queue.bands[].order` now" for key in ("starvation_s", "protected")},
+    **{f"queue.bands[].{key}": "follows from `queue.bands[].order` now" for key in ("starvation_s",
+        "protected")},
     "queue.bands[].bytes_max": _QUEUE,
     **{
         f"queue.{key}": _QUEUE
         for key in (
-            "bytes_max", "tenant_share", "when_full", "tenants_kept", "skips_max", "skip_s", "aside_max", "retries_max",
-            "worker_credit", "shed_kv_to", "shed_max",
+            "bytes_max", "tenant_share", "when_full", "tenants_kept", "skips_max", "skip_s", "aside_max",
+            "retries_max", "worker_credit", "shed_kv_to", "shed_max",
         )
     },
     "queue.foreign_concurrency": "a constant now: 64; a worker has `models[].workers[].max_running`",
@@ -75,5 +78,6 @@ RETIRED_POLICIES: dict[str, str] = {
     "admission.max_wait_ms_max": "a constant now: ten minutes",
     "routing.auto.name": "the name is always auto",
     "routing.auto.weights.*": _COMPLEXITY,
-    **{f"routing.auto.{key}": _COMPLEXITY for key in ("tokens_full", "turns_full", "text_chars_max", "cost_bias")},
+    **{f"routing.auto.{key}": _COMPLEXITY for key in ("tokens_full", "turns_full", "text_chars_max",
+        "cost_bias")},
 }  # fmt: skip

@@ -26,25 +26,28 @@ class TtftTarget(Branch, frozen=True, kw_only=True):
     tier: str = ""
     """Empty: every tier."""
     ttft_ms: Milliseconds | None = None
-    """Time to first token; 0 promises none: such requests wait as long as the queue allows. Null: the next wider promise."""
+    """Time to first token; 0 promises none: such requests wait as long as the queue allows. Null: the next
+    wider promise."""
     tpot_ms: Milliseconds | None = None
     """Time per output token after the first; 0 promises none. Null: the next wider promise."""
 
 
 class AdmissionConfig(Branch, frozen=True, kw_only=True):
-    """Whether a request is let in, by the time to first token that it can expect. docs/overload.md has the story."""
+    """Whether a request is let in, by the time to first token that it can expect. docs/overload.md has the
+    story.
+    """
 
     ttft_target_ms: Milliseconds = TTFT_TARGET_MS
-    """The time to first token that every request is promised: one that cannot have it is diverted or refused. 0 promises none, and
-    only the queue's own bound on waiting counts."""
+    """The time to first token that every request is promised: one that cannot have it is diverted or refused.
+    0 promises none, and only the queue's own bound on waiting counts."""
     tpot_target_ms: Milliseconds = TPOT_TARGET_MS
     """The time per output token after the first that every request is promised; 0 promises none."""
     targets: Annotated[tuple[TtftTarget, ...], Meta(max_length=256)] = (
         TtftTarget(tier="interactive", ttft_ms=200.0),
         TtftTarget(band="bulk", ttft_ms=5000.0),
     )
-    """Other promises. The one that names the band and the tier goes before the one that names the tier, and that
-    before the one that names the band."""
+    """Other promises. The one that names the band and the tier goes before the one that names the tier, and
+    that before the one that names the band."""
 
 
 class ModelRoute(Branch, frozen=True, kw_only=True):
@@ -57,7 +60,8 @@ class ModelRoute(Branch, frozen=True, kw_only=True):
     tools: bool = True
     """Whether it can call tools. Requests with tools never go to a fallback that cannot."""
     data: Annotated[tuple[str, ...], Meta(max_length=64)] = ()
-    """Words for what the model may be trusted with or where it runs ("eu", "health"). A fallback must have all of them."""
+    """Words for what the model may be trusted with or where it runs ("eu", "health"). A fallback must have
+    all of them."""
 
 
 class AutoModel(Branch, frozen=True, kw_only=True):
@@ -66,13 +70,16 @@ class AutoModel(Branch, frozen=True, kw_only=True):
     model: str
     """Its name, as clients use it."""
     up_to: Weight = 1.0
-    """It answers requests of at most this complexity, unless a smaller model does. The last one answers the rest."""
+    """It answers requests of at most this complexity, unless a smaller model does. The last one answers the
+    rest."""
     cost: Annotated[float, Meta(gt=0, le=1e9)] = 1.0
     """Of a token, relative to the other models."""
 
 
 class AutoConfig(Branch, frozen=True, kw_only=True):
-    """`model: "auto"`: the model is chosen by how complex the request looks. docs/routing.md has the story."""
+    """`model: "auto"`: the model is chosen by how complex the request looks. docs/routing.md has the
+    story.
+    """
 
     models: Annotated[tuple[AutoModel, ...], Meta(max_length=16)] = ()
     """From small to large. Empty: there is no "auto"."""
@@ -95,7 +102,9 @@ AUTO = "auto"
 def routing_problems(
     routing: RoutingConfig, admission: AdmissionConfig, known: Sequence[str]
 ) -> Iterator[str]:
-    """One line for each thing that is wrong between settings that are fine alone; `known` are the names of the models."""
+    """One line for each thing that is wrong between settings that are fine alone; `known` are the names of
+    the models.
+    """
     yield from _route_problems(routing.models, known)
     yield from _auto_problems(routing.auto, known)
     yield from _target_problems(admission)

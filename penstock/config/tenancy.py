@@ -18,7 +18,10 @@ Degrade = Literal["never", "allow", "prefer"]
 
 
 class JwtConfig(Branch, frozen=True, kw_only=True):
-    """Tokens of an OpenID Connect provider, accepted beside keys. Off until there is an issuer; see docs/tenants.md."""
+    """Tokens of an OpenID Connect provider, accepted beside keys.
+
+    Off until there is an issuer; see docs/tenants.md.
+    """
 
     issuer: str = ""
     """What a token's `iss` must be, to the letter; also where the provider's description is looked up."""
@@ -40,11 +43,11 @@ class AuthConfig(Branch, frozen=True, kw_only=True):
     """Who may call."""
 
     keys: tuple[str, ...] = ()
-    """API keys that are accepted, each a tenant of its own without limits. Nothing here, in `keys_file` or in `jwt`: a
-    key is made at start and printed (loopback only)."""
+    """API keys that are accepted, each a tenant of its own without limits. Nothing here, in `keys_file` or in
+    `jwt`: a key is made at start and printed (loopback only)."""
     admin_keys: Annotated[tuple[str, ...], Meta(max_length=1024)] = ()
-    """Keys for `/admin` (who runs the fleet), and for nothing else unless they are in `keys` too. A key that is made at start
-    may use both."""
+    """Keys for `/admin` (who runs the fleet), and for nothing else unless they are in `keys` too. A key that
+    is made at start may use both."""
     scrape_keys: Annotated[tuple[str, ...], Meta(max_length=1024)] = ()
     """Keys for `/metrics` and `/status.json` (Prometheus), and for nothing else."""
     disabled: bool = False
@@ -52,8 +55,9 @@ class AuthConfig(Branch, frozen=True, kw_only=True):
     keys_file: str = ""
     """File of hashed keys that `penstock keys` writes; read again when it changes."""
     secret: str = ""
-    """Secret of the prefix-cache namespaces; empty: one is made and kept in the state directory. Gateways in front of the
-    same workers must share it, or a tenant finds its cache only through the gateway that filled it."""
+    """Secret of the prefix-cache namespaces; empty: one is made and kept in the state directory. Gateways in
+    front of the same workers must share it, or a tenant finds its cache only through the gateway that filled
+    it."""
     jwt: JwtConfig = JwtConfig()
 
     @property
@@ -63,8 +67,10 @@ class AuthConfig(Branch, frozen=True, kw_only=True):
 
 
 class Allowance(Branch, frozen=True, kw_only=True):
-    """What a tenant may use, said by its tier or for itself. A limit of 0 is no limit. What is null for a tenant is its tier's;
-    what is null for a tier is the default: no limit, every model, weight 1, the band `default`, degrade `allow`.
+    """What a tenant may use, said by its tier or for itself. A limit of 0 is no limit.
+
+    What is null for a tenant is its tier's; what is null for a tier is the default: no limit, every model,
+    weight 1, the band `default`, degrade `allow`.
     """
 
     requests_per_minute: Count | None = None
@@ -90,9 +96,11 @@ class Allowance(Branch, frozen=True, kw_only=True):
     """In the currency of the price list, per UTC day."""
     budget_per_month: Money | None = None
     degrade: Degrade | None = None
-    """Whether a smaller model may answer where the request does not say: never, rather than fail, or when it is sooner."""
+    """Whether a smaller model may answer where the request does not say: never, rather than fail, or when it
+    is sooner."""
     trusted_special_tokens: bool | None = None
-    """Whether special tokens in the text of chat messages become those tokens; otherwise they are text like any other."""
+    """Whether special tokens in the text of chat messages become those tokens; otherwise they are text like
+    any other."""
 
 
 class TierConfig(Allowance, frozen=True, kw_only=True):
@@ -153,7 +161,8 @@ ID = re.compile(r"[A-Za-z0-9_.:@/|+-]{1,128}")
 KEY_TENANT = "key-"
 """Tenants that are made of `auth.keys` begin so; nobody else's name may."""
 SECRET_CHARS_MIN = 16
-"""Of keys and secrets: what is shorter is guessed, and is a part of ordinary words, which the log would then hide."""
+"""Of keys and secrets: what is shorter is guessed, and is a part of ordinary words, which the log would then
+hide."""
 HOST = re.compile(r"[A-Za-z0-9_.-]{1,253}|[0-9A-Fa-f:.]{2,45}")
 LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -177,7 +186,8 @@ def access_problems(auth: AuthConfig, host: str) -> Iterator[str]:
         for i, key in enumerate(keys):
             if not re.fullmatch(r"[!-~]{0,512}", key):
                 yield (
-                    f"auth.{name}[{i}]: expected {SECRET_CHARS_MIN} to 512 visible ASCII characters without spaces"
+                    f"auth.{name}[{i}]: expected {SECRET_CHARS_MIN} to 512 visible ASCII characters without "
+                    f"spaces"
                 )
             elif problem := key_problem(key):
                 yield f"auth.{name}[{i}]: {problem}"
@@ -191,7 +201,8 @@ def key_problem(key: str) -> str:
     if len(key) >= SECRET_CHARS_MIN:
         return ""
     return (
-        f"a key of {len(key)} characters is too short, it takes at least {SECRET_CHARS_MIN} or it can be guessed; "
+        f"a key of {len(key)} characters is too short, it takes at least {SECRET_CHARS_MIN} or it can be "
+        f"guessed; "
         "`openssl rand -hex 24` makes a good one"
     )
 
@@ -201,7 +212,8 @@ def host_problems(hosts: Sequence[str]) -> Iterator[str]:
     for i, host in enumerate(hosts):
         if not HOST.fullmatch(host):
             yield (
-                f"server.hosts[{i}]: expected the name or address of a host, without scheme and port, got {host[:80]!r}"
+                f"server.hosts[{i}]: expected the name or address of a host, without scheme and port, got "
+                f"{host[:80]!r}"
             )
 
 
@@ -251,7 +263,10 @@ def _unknown_tier(where: str, tier: str, known: dict[str, int]) -> Iterator[str]
 
 def _unknown_band(allowed: Allowance, where: str, known: Sequence[str]) -> Iterator[str]:
     if allowed.band is not None and allowed.band not in known:
-        yield f"{where}.band: there is no band {allowed.band[:80]!r} in queue.bands; there are {', '.join(known)}"
+        yield (
+            f"{where}.band: there is no band {allowed.band[:80]!r} in queue.bands; there are "
+            f"{', '.join(known)}"
+        )
 
 
 def _allowance_problems(allowed: Allowance, where: str) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """Every setting there is, its default and its bound.
 
-A config file is this tree in YAML. Fields are documented where they stand because `--print-config`, the docs page and
-the error for a wrong key are all made from these files (`NOTED` in notes.py). Every queue, buffer, body and loop has its
-bound here.
+A config file is this tree in YAML. Fields are documented where they stand because `--print-config`, the docs
+page and the error for a wrong key are all made from these files (`NOTED` in notes.py). Every queue, buffer,
+body and loop has its bound here.
 """
 
 from typing import Annotated, Literal
@@ -24,12 +24,17 @@ MODEL_LEN_MIN = 2
 
 
 class KVEventsConfig(Branch, frozen=True, kw_only=True):
-    """What the worker tells of its KV blocks, in vLLM's layout. Off until there is an endpoint; see docs/engine.md."""
+    """What the worker tells of its KV blocks, in vLLM's layout.
+
+    Off until there is an endpoint; see docs/engine.md.
+    """
 
     endpoint: str = ""
-    """ZeroMQ PUB address: "tcp://127.0.0.1:5557", "tcp://*:5557", "ipc:///run/kv"; empty publishes nothing."""
+    """ZeroMQ PUB address: "tcp://127.0.0.1:5557", "tcp://*:5557", "ipc:///run/kv"; empty publishes
+    nothing."""
     connect: bool = False
-    """Connect to a subscriber that listens at `endpoint` (a name or an address), instead of listening there."""
+    """Connect to a subscriber that listens at `endpoint` (a name or an address), instead of listening
+    there."""
     replay_endpoint: str = ""
     """ZeroMQ ROUTER address from which missed batches are sent again; empty offers none."""
     topic: str = ""
@@ -48,15 +53,16 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto": the first CUDA device if torch sees one, else the CPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """"auto": bfloat16 on a GPU and where the native kernels compute or the processor multiplies it, else float32."""
+    """"auto": bfloat16 on a GPU and where the native kernels compute or the processor multiplies it, else
+    float32."""
     quantization: Literal["none", "int8", "int4"] = "none"
-    """Weights rounded when they are loaded: "int8" also rounds inputs as they come (W8A8), "int4" takes the least memory.
-    Native kernels only; "none" keeps `dtype`."""
+    """Weights rounded when they are loaded: "int8" also rounds inputs as they come (W8A8), "int4" takes the
+    least memory. Native kernels only; "none" keeps `dtype`."""
     kernels: Literal["auto", "native", "torch"] = "auto"
     """"auto": the native kernels where they were built and can compute the model, else torch."""
     attention: Literal["auto", "triton", "flashinfer"] = "auto"
-    """Who attends on a GPU. "auto": our Triton kernels. "flashinfer": that package's (penstock[flashinfer]), without CUDA
-    graphs; for heads of 64, 128 or 256 in bfloat16. On the CPU only "auto"."""
+    """Who attends on a GPU. "auto": our Triton kernels. "flashinfer": that package's (penstock[flashinfer]),
+    without CUDA graphs; for heads of 64, 128 or 256 in bfloat16. On the CPU only "auto"."""
     threads: Annotated[int, Meta(ge=0)] = 0
     """CPU threads for the model; 0 takes every core the process may use."""
     max_model_len: Annotated[int, Meta(ge=0)] = 0
@@ -64,11 +70,11 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     kv_memory_bytes: Annotated[int, Meta(ge=0)] = 0
     """Memory for the KV cache; 0 takes `kv_memory_fraction` of what is free after loading."""
     kv_memory_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Share of the free memory for the KV cache when `kv_memory_bytes` is 0. 0 takes the device's own: 0.3 of a CPU's (and
-    4 GiB at most), 0.92 of a GPU's."""
+    """Share of the free memory for the KV cache when `kv_memory_bytes` is 0. 0 takes the device's own: 0.3 of
+    a CPU's (and 4 GiB at most), 0.92 of a GPU's."""
     host_kv_memory_bytes: Annotated[int, Meta(ge=0)] | None = None
-    """Host memory for KV blocks of idle sessions and preempted requests; null takes a tenth of the free memory, 4 GiB at most; 0
-    switches the host tier off."""
+    """Host memory for KV blocks of idle sessions and preempted requests; null takes a tenth of the free
+    memory, 4 GiB at most; 0 switches the host tier off."""
     graphs_max: Annotated[int, Meta(ge=0)] = 64
     """CUDA graphs kept at most; 0: every kernel of every step is launched by itself."""
     step_tokens: Positive = 512
@@ -76,25 +82,29 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     max_running: Positive = 64
     """Requests in one batch at most."""
     scheduling: Literal["fair", "priority", "fcfs"] = "fair"
-    """Who starts next. "fair": by class, where waiting makes up for class, and in a class the tenant that was served least;
-    the default, because with one tenant it is "priority" and with several none can crowd out the others. "priority": by
-    class, and waiting makes up for class. "fcfs": strictly by class, then arrival: lower classes may starve."""
+    """Who starts next. "fair": by class, where waiting makes up for class, and in a class the tenant that was
+    served least; the default, because with one tenant it is "priority" and with several none can crowd out
+    the others. "priority": by class, and waiting makes up for class. "fcfs": strictly by class, then arrival:
+    lower classes may starve."""
     fair_weights: dict[str, Annotated[float, Meta(gt=0)]] = {}  # noqa: RUF012 - msgspec copies it.
-    """Tenants whose share is not 1, by id: 2 is served twice as much as 1 while both have requests waiting."""
+    """Tenants whose share is not 1, by id: 2 is served twice as much as 1 while both have requests
+    waiting."""
     kv_quota_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Share of the KV cache that one tenant's running requests may hold; 1 is no quota. A tenant over it starts nothing
-    new and is preempted first; a request that alone is over it is refused. 0 is automatic: 0.5 where the configuration
-    lets several tenants in (`tenants`, `auth.keys`, `auth.keys_file`, `auth.jwt`), else 1."""
+    """Share of the KV cache that one tenant's running requests may hold; 1 is no quota. A tenant over it
+    starts nothing new and is preempted first; a request that alone is over it is refused. 0 is automatic: 0.5
+    where the configuration lets several tenants in (`tenants`, `auth.keys`, `auth.keys_file`, `auth.jwt`),
+    else 1."""
     itl_target_ms: Latency | dict[int, Latency] = 0.0
-    """Prompts may not push the time between two tokens of running answers over this many milliseconds: of all answers, or
-    of those of priority classes ({0: 50, 1: 200}); the strictest class that is decoding counts. 0, and for a class that is not
-    named, is automatic: one waiting prompt is to stretch it by less than half, and the more wait the more they get
-    (schedule/prefill_budget.py)."""
+    """Prompts may not push the time between two tokens of running answers over this many milliseconds: of all
+    answers, or of those of priority classes ({0: 50, 1: 200}); the strictest class that is decoding counts.
+    0, and for a class that is not named, is automatic: one waiting prompt is to stretch it by less than half,
+    and the more wait the more they get (schedule/prefill_budget.py)."""
     tpot_target_ms: Annotated[float, Meta(ge=0)] | None = None
-    """Milliseconds per output token that running answers are promised in the mean: requests that would make steps longer wait, and
-    prompts take what is left (schedule/row_bound.py). Never less than 2.5 times the step of a lone request, so that a slow machine
-    still runs batches. 0 promises nothing; null is `admission.tpot_target_ms`, and 50 for a worker that stands alone. Classes with
-    a target of their own (`itl_target_ms`) are promised that."""
+    """Milliseconds per output token that running answers are promised in the mean: requests that would make
+    steps longer wait, and prompts take what is left (schedule/row_bound.py). Never less than 2.5 times the
+    step of a lone request, so that a slow machine still runs batches. 0 promises nothing; null is
+    `admission.tpot_target_ms`, and 50 for a worker that stands alone. Classes with a target of their own
+    (`itl_target_ms`) are promised that."""
     prefix_cache: bool = True
     """Keep the KV blocks of finished requests and reuse them for equal prefixes of the same tenant."""
     kv_events: KVEventsConfig = KVEventsConfig()
@@ -116,7 +126,8 @@ class ModelConfig(Branch, frozen=True, kw_only=True):
     name: str = ""
     """The name clients use; empty takes the last part of the path."""
     public_prefixes: Annotated[tuple[str, ...], Meta(max_length=64)] = ()
-    """Texts (of system prompts, of plain prompts) that are nobody's secret: all tenants share their cached KV."""
+    """Texts (of system prompts, of plain prompts) that are nobody's secret: all tenants share their cached
+    KV."""
     replicas: Replicas = 1
     """Workers of our own engine that are launched for it; 0: none."""
     workers: Annotated[tuple[WorkerConfig, ...], Meta(max_length=256)] = ()
@@ -133,25 +144,27 @@ class ServerConfig(Branch, frozen=True, kw_only=True):
     port: Port = 8000
     """0 takes a free one."""
     hosts: Annotated[tuple[str, ...], Meta(max_length=64)] = ()
-    """Names, beside `host` and loopback's, under which browsers reach this server. Where no key is asked for, requests for other
-    names and from pages of other origins are refused."""
+    """Names, beside `host` and loopback's, under which browsers reach this server. Where no key is asked for,
+    requests for other names and from pages of other origins are refused."""
     trust_local: bool = False
-    """Let callers on this machine read /metrics and /status.json without a key. Not beside a proxy: one that adds no
-    forwarding header makes all of its callers local."""
+    """Let callers on this machine read /metrics and /status.json without a key. Not beside a proxy: one that
+    adds no forwarding header makes all of its callers local."""
     cors_origins: Annotated[tuple[str, ...], Meta(max_length=64)] = ()
-    """Pages of these origins may call the API (/v1) from a browser: "https://chat.example.com", or "*" for all; none: no page of
-    another origin. Keys are asked for all the same."""
+    """Pages of these origins may call the API (/v1) from a browser: "https://chat.example.com", or "*" for
+    all; none: no page of another origin. Keys are asked for all the same."""
     processes: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Gateway processes that share the address, for more cores than one; bounds here and in `limits` count for each."""
+    """Gateway processes that share the address, for more cores than one; bounds here and in `limits` count
+    for each."""
     body_bytes_max: Positive = 8 * 1024 * 1024
     drain_timeout_s: Seconds = 30.0
     """After SIGTERM or Ctrl-C running streams have this long to end."""
     slow_client: Literal["pause", "abort"] = "pause"
-    """"pause": while a client does not keep up its text is held back, and leaves in one piece when it has caught up.
-    "abort": nothing is held back, so that the buffer (1 MiB) fills fifty times sooner and the request is aborted."""
+    """"pause": while a client does not keep up its text is held back, and leaves in one piece when it has
+    caught up. "abort": nothing is held back, so that the buffer (1 MiB) fills fifty times sooner and the
+    request is aborted."""
     flush_ms: Annotated[float, Meta(ge=0, le=1000)] = 0.0
-    """Text of one stream within this time leaves as one event, after the first, which leaves at once. 0: every token is an
-    event of its own."""
+    """Text of one stream within this time leaves as one event, after the first, which leaves at once. 0:
+    every token is an event of its own."""
 
 
 class LogConfig(Branch, frozen=True, kw_only=True):

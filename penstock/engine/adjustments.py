@@ -1,8 +1,8 @@
 """Penalties, logit bias and minimum lengths: what requests change in their logits before a token is drawn.
 
 Owns these parameters of every row. Knows nothing about how tokens are drawn. A change is a few entries of a
-row and not a pass over the vocabulary: they are written into the logits, and taken back after the draw, so that
-log-probabilities stay those of the model.
+row and not a pass over the vocabulary: they are written into the logits, and taken back after the draw, so
+that log-probabilities stay those of the model.
 
 Nothing is counted along the way. Each step looks at the tokens that the row has then, as attention does, so
 there is no state that a preemption, a chunk or another row could leave wrong.

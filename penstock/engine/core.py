@@ -36,7 +36,8 @@ Outputs = dict[int, list[Output]]
 HOST_LOADS_MAX = 256
 """KV blocks on their way back from host memory at once; more wait."""
 HOST_STORES_MAX = 32
-"""KV blocks on their way to host memory at once: few, since nothing waits for them and they take bandwidth."""
+"""KV blocks on their way to host memory at once: few, since nothing waits for them and they take
+bandwidth."""
 
 
 class StepRunner(Protocol):
@@ -52,7 +53,10 @@ class StepRunner(Protocol):
         ...
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Compute one step. A runner that also has `launch` and `collect` (see `Steps`) is driven by those."""
+        """Compute one step.
+
+        A runner that also has `launch` and `collect` (see `Steps`) is driven by those.
+        """
         ...
 
 
@@ -96,12 +100,18 @@ class EngineCore:
 
     @property
     def sleep_s(self) -> float | None:
-        """How long there is nothing to do if nothing comes in; then `step` moves what is idle. None for ever."""
+        """How long there is nothing to do if nothing comes in; then `step` moves what is idle.
+
+        None for ever.
+        """
         due_ns = self._scheduler.due_ns
         return None if due_ns is None else max(0, due_ns - self._clock.now_ns()) / NS_PER_S
 
     def use_idle_time(self) -> bool:
-        """Let the runner prepare one thing that will be wanted, while nothing runs. False: there is nothing."""
+        """Let the runner prepare one thing that will be wanted, while nothing runs.
+
+        False: there is nothing.
+        """
         return self._prepares is not None and self._prepares.idle()
 
     @property
@@ -256,8 +266,8 @@ def _request(message: Submit, vocab_size: int) -> Request:
     """The scheduler's view of a submission.
 
     Raises:
-        InvalidRequest: the prompt has tokens that this model lacks, or a parameter is out of its range (either would break
-            the whole batch), or the namespace is none that a tenant may have.
+        InvalidRequest: the prompt has tokens that this model lacks, or a parameter is out of its range
+            (either would break the whole batch), or the namespace is none that a tenant may have.
     """
     try:
         tokens, resumed = token_array(message.prompt), token_array(message.resumed)

@@ -1,12 +1,15 @@
 """The one decoder: pre-norm blocks of grouped-query attention and a gated MLP, driven by a `DecoderSpec`.
 
-Owns the order of operations and the activations of one step. It knows nothing about files, blocks, sampling or
-the device: weights come from a `WeightSource`, computing from `Kernels`, the KV cache sits behind `Attention`.
+Owns the order of operations and the activations of one step. It knows nothing about files, blocks, sampling
+or the device: weights come from a `WeightSource`, computing from `Kernels`, the KV cache sits behind
+`Attention`.
 
     token ids -> embedding -> [norm -> qkv -> (head norm) RoPE -> attention -> o -> join
-                               norm -> gate_up -> gate -> down (or experts) -> join] x layers -> norm -> head -> logits
+                               norm -> gate_up -> gate -> down (or experts) -> join] x layers -> norm ->
+                               head -> logits
 
-A join adds what a sublayer gives to the residual (normalised before, for some families) and norms the sum for the next.
+A join adds what a sublayer gives to the residual (normalised before, for some families) and norms the sum for
+the next.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,13 +1,14 @@
 """What is in a checkpoint directory, as two digests that are made in milliseconds, however large it is.
 
-    checkpoint   config.json, the header of every safetensors file (names, types, shapes, offsets), and a page of bytes from the
-                 middle of each tensor, or, where there are more than 1,024, of that many spread evenly and one of every file
+    checkpoint   config.json, the header of every safetensors file (names, types, shapes, offsets), and a page
+                 of bytes from the middle of each tensor, or, where there are more than 1,024, of that many
+                 spread evenly and one of every file
     tokenizer    its files, whole
 
-Only contents count: a directory that was renamed, moved or copied, or that is a hub snapshot of links into `blobs/`, has the
-same digests. Reading all of a checkpoint would take minutes, so two checkpoints that differ only where no page was taken have
-one digest; training, merging or rounding changes nearly all bytes of the tensors that it touches. Why not the hub's
-own blob ids: see docs/design/009-model-identity.md.
+Only contents count: a directory that was renamed, moved or copied, or that is a hub snapshot of links into
+`blobs/`, has the same digests. Reading all of a checkpoint would take minutes, so two checkpoints that differ
+only where no page was taken have one digest; training, merging or rounding changes nearly all bytes of the
+tensors that it touches. Why not the hub's own blob ids: see docs/design/009-model-identity.md.
 """
 
 import hashlib
@@ -32,7 +33,8 @@ from penstock.text.files import decode_json, read_bytes
 SAMPLES_MAX = 1024
 """Pages that are read of a checkpoint, beside one for each file."""
 SAMPLE_BYTES = 4096
-"""As many as storage reads at least, and enough that rounding to bfloat16 cannot hide that a tensor was trained."""
+"""As many as storage reads at least, and enough that rounding to bfloat16 cannot hide that a tensor was
+trained."""
 HEADER_BYTES_MAX = 100_000_000
 """The bound of the format itself."""
 _LABELS = frozenset({"_name_or_path", "name_or_path", "transformers_version"})
@@ -84,12 +86,16 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def torch_kernels() -> str:
-    """Names torch's products on this processor: which bits they give depends on its version and on the instructions it uses."""
+    """Names torch's products on this processor: which bits they give depends on its version and on the
+    instructions it uses.
+    """
     return f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()} {platform.machine()}"
 
 
 def fingerprint(directory: Path, *, random_seed: int | None = None) -> Fingerprint:
-    """The digests of a directory. With `random_seed` its weights are made up, and its files of them do not count.
+    """The digests of a directory.
+
+    With `random_seed` its weights are made up, and its files of them do not count.
 
     Raises:
         CheckpointError: a file is missing, or cannot be read.
@@ -141,7 +147,8 @@ def _chosen(files: Sequence["_File"]) -> Iterator[tuple["_File", Sequence[int]]]
     """Of each file some of its tensors: one of every so many, and at least one."""
     step = -(-sum(len(file.tensors) for file in files) // SAMPLES_MAX) or 1
     for number, file in enumerate(files):
-        # Which one of so many changes: files repeat the same few kinds in the same order, and no kind may be passed over for good.
+        # Which one of so many changes: files repeat the same few kinds in the same order, and no kind may be
+        # passed over for good.
         found = (first + _scattered(number, first) % step for first in range(0, len(file.tensors), step))
         yield file, [min(index, len(file.tensors) - 1) for index in found]
 

@@ -1,12 +1,13 @@
 """The host tier's memory, and what copies between it and the KV cache while steps go on.
 
-A slot is one block with all its layers, as in `KVCache`: one contiguous piece, so a copy is one `copy_` per run of
-neighbours. Which block goes where is decided in `kv/cache/host_tier.py`.
+A slot is one block with all its layers, as in `KVCache`: one contiguous piece, so a copy is one `copy_` per
+run of neighbours. Which block goes where is decided in `kv/cache/host_tier.py`.
 
-Both sides that copy have the same face: `start` queues a plan's copies, `collect` tells which ended. On the CPU
-a thread copies (`copy_` releases the interpreter's lock), but for a plan that has nothing to do but to wait for its
-loads: handing those to a thread would only add two wake-ups. With CUDA it is a stream of its own and pinned memory,
-so that the GPU's copy engines work beside its kernels. The CUDA side has not been measured yet.
+Both sides that copy have the same face: `start` queues a plan's copies, `collect` tells which ended. On the
+CPU a thread copies (`copy_` releases the interpreter's lock), but for a plan that has nothing to do but to
+wait for its loads: handing those to a thread would only add two wake-ups. With CUDA it is a stream of its own
+and pinned memory, so that the GPU's copy engines work beside its kernels. The CUDA side has not been measured
+yet.
 """
 
 import logging
@@ -37,7 +38,9 @@ class HostStore(Protocol):
         ...
 
     def collect(self, *, wait: bool) -> tuple[Copied, ...]:
-        """The copies that ended since the last call; with `wait`, block until there is one, if any is under way."""
+        """The copies that ended since the last call; with `wait`, block until there is one, if any is under
+        way.
+        """
         ...
 
 
@@ -77,7 +80,10 @@ class _Unit:
 
 
 class _Copier:
-    """What the copying thread knows. It must not know the store: a store that nobody holds ends its thread."""
+    """What the copying thread knows.
+
+    It must not know the store: a store that nobody holds ends its thread.
+    """
 
     def __init__(self, blocks: Tensor, slots: Tensor) -> None:
         self._blocks, self._slots = blocks, slots
@@ -88,10 +94,13 @@ class _Copier:
         self.ended: SimpleQueue[tuple[Copied, ...]] = SimpleQueue()
 
     def add(self, plan: StepPlan) -> None:
-        """Queue a plan's copies. Loads that the plan waits for are not queued: they are done when this returns.
+        """Queue a plan's copies.
 
-        A store that the thread is at may run beside them: it has other slots, and if its block is one that is loaded
-        into, then that has another content by now, and what was stored of it is dropped (see `kv/cache/host_tier.py`).
+        Loads that the plan waits for are not queued: they are done when this returns.
+
+        A store that the thread is at may run beside them: it has other slots, and if its block is one that is
+        loaded into, then that has another content by now, and what was stored of it is dropped (see
+        `kv/cache/host_tier.py`).
         """
         loads, stores = _Unit(plan.copies_in, out=False), _Unit(plan.copies_out, out=True)
         if loads.copies and not plan.work:

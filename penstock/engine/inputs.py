@@ -1,7 +1,8 @@
-"""What the runner holds of every live request, in tables with stable row indices, and a step's inputs from them.
+"""What the runner holds of every live request, in tables with stable row indices, and a step's inputs from
+them.
 
-A plan is a change against these tables. The tables are arrays with one row per request in the batch, so a decode
-step is a handful of vector operations however many rows there are; no token is looked at in Python.
+A plan is a change against these tables. The tables are arrays with one row per request in the batch, so a
+decode step is a handful of vector operations however many rows there are; no token is looked at in Python.
 """
 
 from dataclasses import dataclass
@@ -28,8 +29,8 @@ class StepInputs:
     token_ids: Int64Array
     """`[num_tokens]`"""
     logit_tokens: Int64Array
-    """`[num_samples + num_scored]` indices of the tokens whose logits are wanted: first those that are drawn from, then
-    those that score the prompt token that follows them."""
+    """`[num_samples + num_scored]` indices of the tokens whose logits are wanted: first those that are drawn
+    from, then those that score the prompt token that follows them."""
     sample_rows: Int64Array
     """`[num_samples]` their rows in the tables."""
     sample_positions: Int64Array
@@ -79,7 +80,10 @@ class RowTables:
             self._enter(new)
 
     def append_tokens(self, rows: Int64Array, positions: Int64Array, token_ids: Int64Array) -> None:
-        """Remember drawn tokens: they are the inputs of coming steps. A failed row's (-1) is any token that exists."""
+        """Remember drawn tokens: they are the inputs of coming steps.
+
+        A failed row's (-1) is any token that exists.
+        """
         self._token_ids[rows, positions] = np.maximum(token_ids, 0)
 
     def adjust(self, logits: Tensor, rows: Int64Array, positions: Int64Array) -> Edits:

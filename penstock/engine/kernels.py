@@ -59,7 +59,9 @@ class Kernels(Protocol):
         ...
 
     def attention(self, cache: KVCache, rotary: RotaryWeights) -> Attention:
-        """Attention over `cache` for all layers, with the model's rotation, head norms and `AttentionSpec`."""
+        """Attention over `cache` for all layers, with the model's rotation, head norms and
+        `AttentionSpec`.
+        """
         ...
 
 

@@ -1,4 +1,7 @@
-"""The KV cache tensor: where keys and values of every block lie. Which block is whose is decided elsewhere."""
+"""The KV cache tensor: where keys and values of every block lie.
+
+Which block is whose is decided elsewhere.
+"""
 
 from math import prod
 
@@ -13,13 +16,15 @@ HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
 
 class KVCache:
-    """Physical layout `[num_blocks + 1, num_layers, 2, 16 tokens, num_kv_heads, head_dim]`, keys before values.
+    """Physical layout `[num_blocks + 1, num_layers, 2, 16 tokens, num_kv_heads, head_dim]`, keys before
+    values.
 
     A block is one contiguous piece across all layers, so that it can be moved (host tier, another worker) in
     one copy. The last block belongs to nobody and stays zero: gathers are padded with it.
 
-    Two flat views serve the layers without any per-layer tensors: *pages* are `[2 * layers * blocks, 16 * heads * dim]`
-    (keys, or values, of one block in one layer) and *slots* are `[16 * pages, heads * dim]` (one token's).
+    Two flat views serve the layers without any per-layer tensors: *pages* are
+    `[2 * layers * blocks, 16 * heads * dim]` (keys, or values, of one block in one layer) and *slots* are
+    `[16 * pages, heads * dim]` (one token's).
     """
 
     __slots__ = ("head_dim", "num_blocks", "num_kv_heads", "num_layers", "pages", "slots", "tensor")
@@ -47,7 +52,9 @@ class KVCache:
         return self.num_layers * 2
 
     def clear(self, blocks: list[int]) -> None:
-        """Zero blocks that change hands: a masked position is still multiplied, and 0 x NaN of an earlier owner is NaN."""
+        """Zero blocks that change hands: a masked position is still multiplied, and 0 x NaN of an earlier
+        owner is NaN.
+        """
         for block in blocks:
             self.tensor[block].zero_()
 
@@ -55,7 +62,8 @@ class KVCache:
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeros that the system hands out page by page when they are first touched.
 
-    Zeroing gigabytes at the start would cost seconds and hold memory that few requests ever use. Starts on a huge page.
+    Zeroing gigabytes at the start would cost seconds and hold memory that few requests ever use. Starts on a
+    huge page.
     """
     num_bytes = prod(shape) * dtype.itemsize
     memory = as_tensor(np.zeros(num_bytes + HUGE_PAGE_BYTES, np.uint8))

@@ -1,9 +1,9 @@
 """Weights from safetensors, straight into the decoder's fused tensors.
 
-Every tensor's name, type and shape is checked against the spec before anything is read. Each is read when the decoder that
-is being built takes it: copied once into its place in a fused weight of the dtype that is wanted, or, for who packs it
-anyway, handed out as it lies in the mapped file. So at no time is more than one weight in memory twice. Also makes
-weights up, for benchmarks that have only a `config.json`.
+Every tensor's name, type and shape is checked against the spec before anything is read. Each is read when the
+decoder that is being built takes it: copied once into its place in a fused weight of the dtype that is
+wanted, or, for who packs it anyway, handed out as it lies in the mapped file. So at no time is more than one
+weight in memory twice. Also makes weights up, for benchmarks that have only a `config.json`.
 """
 
 import hashlib
@@ -106,7 +106,8 @@ def load_weights(
     on_progress: OnProgress,
     device: torch.device = CPU,
 ) -> Weights:
-    """The weights of the model in `directory`: checked now, read into the device's memory when they are taken.
+    """The weights of the model in `directory`: checked now, read into the device's memory when they are
+    taken.
 
     Raises:
         CheckpointError: a file is missing, truncated or corrupt; a tensor is missing, unknown, or has
@@ -214,7 +215,8 @@ def checkpoint_files(directory: Path) -> list[Path]:
 
 
 def _check_size(directory: Path, stored: dict[str, _Stored], spec: DecoderSpec) -> None:
-    """Refuse, before anything is listed or built, a config that describes another size of model than the files hold.
+    """Refuse, before anything is listed or built, a config that describes another size of model than the
+    files hold.
 
     What differs by less is told tensor by tensor.
     """
@@ -222,7 +224,8 @@ def _check_size(directory: Path, stored: dict[str, _Stored], spec: DecoderSpec) 
     if spec.num_layers > len(stored) or spec.num_parameters > _SIZE_FACTOR_MAX * num_stored:
         raise CheckpointError(
             f"{directory}: {CONFIG_FILE} describes a {spec.architecture} of {spec.num_layers} layers and "
-            f"{spec.num_parameters} parameters, but the files hold {len(stored)} tensors of {num_stored} in all"
+            f"{spec.num_parameters} parameters, but the files hold {len(stored)} tensors of {num_stored} in "
+            f"all"
         )
 
 
@@ -256,7 +259,8 @@ def _check_tensor(stored: _Stored, part: TensorPart) -> None:
     shape, dtype = tuple(header.get_shape()), header.get_dtype()
     if shape != part.shape:
         raise CheckpointError(
-            f"{stored.path}: tensor {part.name} has shape {list(shape)}, the config calls for {list(part.shape)}"
+            f"{stored.path}: tensor {part.name} has shape {list(shape)}, the config calls for "
+            f"{list(part.shape)}"
         )
     if dtype not in _DTYPES:
         raise CheckpointError(

@@ -71,7 +71,8 @@ def plan_kv(
     asked_len = config.max_model_len or spec.max_position
     if asked_len > spec.max_position:
         raise ConfigError(
-            f"engine.max_model_len is {asked_len}, but the model was made for {spec.max_position} tokens at most"
+            f"engine.max_model_len is {asked_len}, but the model was made for {spec.max_position} tokens at "
+            f"most"
         )
     block_bytes = BLOCK_TOKENS * spec.kv_bytes_per_token(bytes_per_value)
     num_blocks = _affordable_bytes(config, free_bytes, share) // block_bytes
@@ -81,8 +82,9 @@ def plan_kv(
     source = "engine.kv_memory_bytes" if config.kv_memory_bytes else "engine.kv_memory_fraction"
     if config.max_model_len and num_blocks < _blocks(asked_len):
         raise ConfigError(
-            f"{source} leaves {num_blocks * BLOCK_TOKENS} tokens of KV cache ({block_bytes} bytes per {BLOCK_TOKENS}"
-            f" tokens), but engine.max_model_len is {asked_len}: raise the first or lower the second"
+            f"{source} leaves {num_blocks * BLOCK_TOKENS} tokens of KV cache ({block_bytes} bytes per "
+            f"{BLOCK_TOKENS} tokens), but engine.max_model_len is {asked_len}: raise the first or lower the "
+            f"second"
         )
     if num_blocks < 2:
         raise ConfigError(

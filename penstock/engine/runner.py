@@ -94,12 +94,14 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run the largest steps that can come: no request pays for first calls, and what they need is in memory.
+        """Run the largest steps that can come: no request pays for first calls, and what they need is in
+        memory.
 
-        What is large is scratch of a fixed size, made when the model was wired and touched here; what a step makes beside
-        it is no more than it was here and goes back to the system (`malloc.settle_malloc`). Later steps raise the peak only by
-        Python's own objects (requests, their tables and outputs) and, with torch's kernels, by some 20 MB more that were seen
-        and not explained. The KV cache and the host tier, whose size is fixed, are committed page by page as they are first used.
+        What is large is scratch of a fixed size, made when the model was wired and touched here; what a step
+        makes beside it is no more than it was here and goes back to the system (`malloc.settle_malloc`).
+        Later steps raise the peak only by Python's own objects (requests, their tables and outputs) and, with
+        torch's kernels, by some 20 MB more that were seen and not explained. The KV cache and the host tier,
+        whose size is fixed, are committed page by page as they are first used.
 
         Must be called while no row is live: it uses rows and blocks from 0 on, and leaves the blocks clean.
         """
@@ -113,7 +115,8 @@ class Runner:
 def build_runner(
     model_path: str | Path, config: EngineConfig, clock: Clock, on_progress: OnProgress
 ) -> "Runner | DeviceRunner":
-    """What a worker process calls at its start: a CUDA device's runner if there is one, else one on every core.
+    """What a worker process calls at its start: a CUDA device's runner if there is one, else one on every
+    core.
 
     Raises:
         CheckpointError: the directory does not hold a model that can be served.

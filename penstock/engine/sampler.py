@@ -1,9 +1,9 @@
 """Drawing the next token: greedy, temperature, top-k, top-p, min-p, and log-probabilities.
 
-Draws are Gumbel-max: add `-log(E)` with `E` exponential to every scaled logit and take the largest, which is a
-draw from the softmax (Gumbel 1954; Maddison et al. 2014, arXiv 1411.0030). `E` is no generator's state
-but a hash of (seed, position, token id): a request's tokens do not depend on the batch, on preemption or on the
-worker that computes them.
+Draws are Gumbel-max: add `-log(E)` with `E` exponential to every scaled logit and take the largest, which is
+a draw from the softmax (Gumbel 1954; Maddison et al. 2014, arXiv 1411.0030). `E` is no generator's state
+but a hash of (seed, position, token id): a request's tokens do not depend on the batch, on preemption or on
+the worker that computes them.
 
 Filters apply in the order top-k, top-p (of what top-k left), min-p. Ties rank by lowest id, so each keeps
 exactly as many tokens as it says. All operations look at one row only.
@@ -51,7 +51,9 @@ def _split_mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def exponential(token_ids: Tensor, keys: tuple[Tensor, Tensor]) -> Tensor:
-    """Standard exponential variates for `token_ids` (int32, `[num_rows or 1, n]`): `[num_rows, n]` float32."""
+    """Standard exponential variates for `token_ids` (int32, `[num_rows or 1, n]`): `[num_rows, n]`
+    float32.
+    """
     x = _avalanche(token_ids * -1640531527 + keys[0])
     x = _avalanche(x.bitwise_xor_(keys[1]))
     # 31 bits; small values keep their full relative precision, and they decide who wins.
@@ -60,7 +62,9 @@ def exponential(token_ids: Tensor, keys: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _avalanche(x: Tensor) -> Tensor:
-    """A 32-bit integer hash in place (Wellons 2018, "lowbias32"); shifts are logical, so sign bits are masked."""
+    """A 32-bit integer hash in place (Wellons 2018, "lowbias32"); shifts are logical, so sign bits are
+    masked.
+    """
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
     x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(-2073254261)
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
@@ -106,7 +110,9 @@ class TokenSampler(Protocol):
     """Draws the next token of every row."""
 
     def draw(self, logits: Tensor, rows: SampleRows) -> Tensor:
-        """`[num_rows]` int64 from `[num_rows, vocab_size]` float32 logits; -1 where they are not finite numbers."""
+        """`[num_rows]` int64 from `[num_rows, vocab_size]` float32 logits; -1 where they are not finite
+        numbers.
+        """
         ...
 
 
@@ -170,7 +176,8 @@ def _draw_among(scaled: Tensor, rows: SampleRows, count: int) -> tuple[Tensor, I
     drawn = token_ids.gather(1, best)[:, 0]
     if count == scaled.shape[1]:
         return drawn, np.empty(0, np.int64)
-    # The last kept value ties with the last candidate: what comes after may belong to the set, or rank before it.
+    # The last kept value ties with the last candidate: what comes after may belong to the set, or rank before
+    # it.
     at_the_end = (values.gather(1, num_kept - 1) <= values[:, -1:])[:, 0].numpy()
     return drawn, np.flatnonzero(at_the_end | (rows.top_k > count))
 

@@ -1,7 +1,7 @@
 """Log-probabilities: of tokens that were drawn, and of a prompt's own tokens.
 
-They are the model's own: of the logits before temperature, penalties and filters. Rows are looked at one by one, so
-what else is in the batch, or how a prompt was cut into chunks, changes nothing.
+They are the model's own: of the logits before temperature, penalties and filters. Rows are looked at one by
+one, so what else is in the batch, or how a prompt was cut into chunks, changes nothing.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,9 @@ _AT_ONCE = 8
 
 @dataclass(slots=True, frozen=True)
 class ScoredChunk:
-    """A chunk of a prompt whose successors are scored: each token's logits say how likely the next one was."""
+    """A chunk of a prompt whose successors are scored: each token's logits say how likely the next one
+    was.
+    """
 
     row: int
     targets: Tensor
@@ -31,7 +33,8 @@ class ScoredChunk:
 
 
 def logprobs_of(logits: Tensor, targets: Tensor, count: int) -> tuple[TokenLogprob, ...]:
-    """Log-probability of one token `targets[i]` under each row of `logits` `[n, vocab_size]`, with `count` alternatives.
+    """Log-probability of one token `targets[i]` under each row of `logits` `[n, vocab_size]`, with `count`
+    alternatives.
 
     Alternatives are the likeliest tokens, ties by lowest id.
     """

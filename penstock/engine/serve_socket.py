@@ -56,7 +56,8 @@ PROOF_TIMEOUT_S = 5.0
 PROOF_BYTES_MAX = 1024
 """or after so many bytes,"""
 UNPROVEN_MAX = 64
-"""and of more than so many at once the oldest one of the address with the most is cut: newcomers may be gateways."""
+"""and of more than so many at once the oldest one of the address with the most is cut: newcomers may be
+gateways."""
 UNPROVEN_PER_ADDRESS_MAX = 16
 """The same for one address, so that a stranger's connections cost no one else theirs."""
 FLUSH_TIMEOUT_S = 2.0
@@ -220,7 +221,9 @@ class WorkerServer:
             connection.send(encode(self._stats))
 
     def knocks(self, connection: "_Connection") -> None:
-        """A connection is here that must prove itself; if there are too many of those, another one is cut for it."""
+        """A connection is here that must prove itself; if there are too many of those, another one is cut for
+        it.
+        """
         self._unproven[connection.id] = connection
         addresses = Counter(each.peer for each in self._unproven.values())
         crowded = connection.peer
@@ -393,7 +396,9 @@ class _Connection(asyncio.Protocol):
 
 
 def _die_of_bugs(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-    """A bug in a callback would leave requests without an end: a dead worker is noticed, a mute one is not."""
+    """A bug in a callback would leave requests without an end: a dead worker is noticed, a mute one is
+    not.
+    """
     loop.default_exception_handler(context)
     if not isinstance(context.get("exception"), OSError):
         os._exit(1)

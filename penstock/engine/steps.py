@@ -1,7 +1,8 @@
 """Launching steps and collecting their results: what lies between the engine's loop and a runner.
 
     InlineSteps   collect computes, on the caller's thread: one step after the other
-    StepThread    launch hands the plan to a thread that computes; deciding, telling and sockets go on meanwhile
+    StepThread    launch hands the plan to a thread that computes; deciding, telling and sockets go on
+                  meanwhile
     a device      queues steps by itself (`engine/gpu/runner.py`)
 
 Which one is chosen once, by `wire_steps`. Steps are computed in the order of their launches, and results come
@@ -91,8 +92,8 @@ class InlineSteps:
 class StepThread:
     """Computes steps on one thread of its own, which sleeps while there are none.
 
-    Kernels release the interpreter's lock, so what is Python in a step and what is Python around it take turns
-    and the arithmetic waits for neither.
+    Kernels release the interpreter's lock, so what is Python in a step and what is Python around it take
+    turns and the arithmetic waits for neither.
     """
 
     def __init__(self, compute: Compute) -> None:
@@ -125,7 +126,9 @@ class StepThread:
 
 
 class DeviceSteps:
-    """A runner that queues steps by itself; steps that do not even launch for lack of memory come back in order."""
+    """A runner that queues steps by itself; steps that do not even launch for lack of memory come back in
+    order.
+    """
 
     def __init__(self, runner: Steps) -> None:
         self._runner = runner

@@ -1,9 +1,9 @@
 """Notices, from inside the process, that steps do not advance while there is work.
 
-    watchdog thread         looks now and then: work without a new step for longer than the timeout is reported, with
-                            every thread's stack, and ends the process
-    faulthandler's thread   needs no interpreter lock: should even the watchdog not get to run (native code that
-                            keeps the lock), it writes the stacks and ends the process
+    watchdog thread         looks now and then: work without a new step for longer than the timeout is
+                            reported, with every thread's stack, and ends the process
+    faulthandler's thread   needs no interpreter lock: should even the watchdog not get to run (native code
+                            that keeps the lock), it writes the stacks and ends the process
 
 A process that hangs with its sockets open looks alive to everybody. So it must not hang.
 """
@@ -25,13 +25,16 @@ class StepWatch:
 
         begins ──> (mail, step, telling) ──advanced──> ... ──rests──> asleep, not watched
 
-    It does not matter where a turn hangs (a step, handing its outputs over, taking mail), nor whether it does: a
-    scheduler that has requests and plans nothing, turn after turn, is as dead as a kernel that never returns. Costs
-    an attribute write and a look at the clock per turn.
+    It does not matter where a turn hangs (a step, handing its outputs over, taking mail), nor whether it
+    does: a scheduler that has requests and plans nothing, turn after turn, is as dead as a kernel that never
+    returns. Costs an attribute write and a look at the clock per turn.
     """
 
     def __init__(self, timeout_s: float, clock: Clock, on_stall: Callable[[str], None]) -> None:
-        """`on_stall` is called once, on the watchdog's thread, with what happened in words. A timeout of 0 watches nothing."""
+        """`on_stall` is called once, on the watchdog's thread, with what happened in words.
+
+        A timeout of 0 watches nothing.
+        """
         self._timeout_s, self._clock, self._on_stall = timeout_s, clock, on_stall
         self._since_ns: int | None = None  # Since when there is work without a new step; None: asleep.
         self._closed = threading.Event()

@@ -35,14 +35,17 @@ class StepModel(Protocol):
     """What computes, for people: "torch", or "native" and the instruction set."""
 
     def compute(self, token_ids: Tensor, samples: Tensor, batch: AttentionBatch) -> Tensor:
-        """One step: `[num_tokens]` ids and `[num_samples]` indices (int64) to `[num_samples, vocab_size]` float32.
+        """One step: `[num_tokens]` ids and `[num_samples]` indices (int64) to `[num_samples, vocab_size]`
+        float32.
 
         The logits are valid until the next call.
         """
         ...
 
     def rehearsing(self) -> AbstractContextManager[None]:
-        """While this is open, steps ask for all the memory that they would, but what they compute may be nonsense."""
+        """While this is open, steps ask for all the memory that they would, but what they compute may be
+        nonsense.
+        """
         ...
 
 
@@ -136,7 +139,9 @@ def _native_kernels(
 
 
 def _torch_dtype() -> torch.dtype:
-    """bfloat16 where the processor multiplies it natively: elsewhere torch is far slower with it than with float32."""
+    """bfloat16 where the processor multiplies it natively: elsewhere torch is far slower with it than with
+    float32.
+    """
     capabilities = torch.cpu.get_capabilities()
     fast = capabilities.get("avx512_bf16", False) or capabilities.get("amx_bf16", False)
     return torch.bfloat16 if fast else torch.float32

@@ -1,4 +1,5 @@
-"""The engine's process: `python -m penstock.engine.worker [MODULE TO IMPORT FIRST ...]`, started by a launcher.
+"""The engine's process: `python -m penstock.engine.worker [MODULE TO IMPORT FIRST ...]`, started by a
+launcher.
 
     main thread      load, warm up, then: take mail, run a step, hand over its outputs, again
     worker-socket    an event loop with the gateways' connections (serve_socket.py)
@@ -7,8 +8,8 @@
     worker-sigterm   waits for SIGTERM (a handler could be missed: a thread about to sleep does not run it)
 
 With no work the main thread sleeps in the mailbox. The process ends by draining (SIGTERM or `Drain`: exit
-code 0), by its own failure (traceback, `WorkerFailed`, exit code 1), because it cannot serve what it was told to
-(exit code 78), or with its parent. Ctrl-C is the parent's business.
+code 0), by its own failure (traceback, `WorkerFailed`, exit code 1), because it cannot serve what it was told
+to (exit code 78), or with its parent. Ctrl-C is the parent's business.
 """
 
 import contextlib
@@ -61,7 +62,8 @@ def main() -> int:
     clock, mailbox, ready = SystemClock(), Mailbox(), threading.Event()
     _drain_on_sigterm(mailbox, ready)
     for module in sys.argv[1:]:
-        # What we were begun for before it was known what to serve. `load` imports it again, and says what is wrong with it.
+        # What we were begun for before it was known what to serve. `load` imports it again, and says what is
+        # wrong with it.
         with contextlib.suppress(Exception):
             importlib.import_module(module)
     launch = read_launch(sys.stdin.fileno())

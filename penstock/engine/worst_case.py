@@ -39,7 +39,8 @@ class StepBounds(Protocol):
 
 
 def largest_step(limits: StepBounds, num_blocks: int) -> StepPlan:
-    """As many rows as may run, all of which draw with every parameter there is, and as many tokens as fit the rest.
+    """As many rows as may run, all of which draw with every parameter there is, and as many tokens as fit the
+    rest.
 
     Takes rows and blocks from 0 on; nothing may be live in them.
     """

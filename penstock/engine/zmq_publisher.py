@@ -2,7 +2,8 @@
 
     step thread --publish--> inproc queue --> worker-kv-events: PUB    [topic, sequence, payload]
                                                             ^   ROUTER <- [id, "", sequence]
-                                       the last BUFFER_STEPS   |          -> [id, "", topic, sequence, payload]* in order,
+                                       the last BUFFER_STEPS   |          -> [id, "", topic, sequence,
+                                                                          payload]* in order,
                                                                |             [id, "", "", -1, ""] at the end
 A sequence is 8 bytes, big-endian. PUB is lossy by design: a subscriber sees a gap in the numbers and asks the
 ROUTER for what it missed. The thread sleeps in the poll; the step thread never waits for it.

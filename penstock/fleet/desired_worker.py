@@ -35,7 +35,9 @@ class DesiredWorker(Protocol):
         ...
 
     async def open(self, registry: Registry) -> Worker:
-        """Make it: a worker for the registry, with a backend that connects by itself. Returns before it is ready.
+        """Make it: a worker for the registry, with a backend that connects by itself.
+
+        Returns before it is ready.
 
         Raises:
             ConfigError: it can never work as it is configured.
@@ -48,7 +50,8 @@ class Launched:
     """Our engine, started and kept running by a launcher."""
 
     engine: EngineConfig
-    """As it is configured: what of it is this one's share changes with the number of replicas, and restarts nobody."""
+    """As it is configured: what of it is this one's share changes with the number of replicas, and restarts
+    nobody."""
     spec: WorkerSpec = field(compare=False)
     launcher: Launcher = field(compare=False)
     tokenizer: Tokenizer = field(compare=False)
@@ -100,7 +103,8 @@ class Attached:
         worker.engine, worker.address = self.config.engine, self.config.url
         worker.shares_key = self.shares_key
         if self.config.engine == "penstock" and not self.shares_key and (key := _key_of(self.config)):
-            # Once it has shown that it has this key, its blocks go by what is derived from it (`penstock worker`).
+            # Once it has shown that it has this key, its blocks go by what is derived from it
+            # (`penstock worker`).
             worker.shares_key, worker.hash_key = True, hash_key_of(key.encode())
         worker.kv_events, worker.kv_replay = self.config.kv_events, self.config.kv_replay
         if self.config.engine == "penstock":

@@ -1,12 +1,17 @@
-"""A worker's KV events over ZeroMQ, from vLLM's publisher or any that speaks its protocol (ours: engine/zmq_publisher.py).
+"""A worker's KV events over ZeroMQ, from vLLM's publisher or any that speaks its protocol (ours:
+engine/zmq_publisher.py).
 
-    SUB     <- [topic, sequence, payload]            lossy, in order; a lost connection is told by the socket's monitor
-    DEALER  -> ["", sequence]                        asked when something is missing, after a lost connection, at the start,
-            <- ["", topic?, sequence, payload]*      and every `check_s`: the last messages may be the lost ones
+    SUB     <- [topic, sequence, payload]            lossy, in order; a lost connection is told by the
+                                                     socket's monitor
+    DEALER  -> ["", sequence]                        asked when something is missing, after a lost connection,
+                                                     at the start,
+            <- ["", topic?, sequence, payload]*      and every `check_s`: the last messages may be the lost
+                                                     ones
             <- ["", "", -1, ""]                      the end
 
-Moves bytes; what they mean, what is missing and from where to ask is `kv/index/worker_cache_view.py`'s to say. Runs on the event loop, which is given
-back after every few messages; what waits in the sockets is bounded, and what does not fit there is a gap like any other.
+Moves bytes; what they mean, what is missing and from where to ask is `kv/index/worker_cache_view.py`'s to
+say. Runs on the event loop, which is given back after every few messages; what waits in the sockets is
+bounded, and what does not fit there is a gap like any other.
 """
 
 import asyncio
@@ -42,7 +47,8 @@ class KVEventSubscriber:
         log: Log,
         worker: str,
     ) -> None:
-        """`events` and `replay` are ZeroMQ addresses; with an empty `replay` nobody can be asked for what was missed.
+        """`events` and `replay` are ZeroMQ addresses; with an empty `replay` nobody can be asked for what was
+        missed.
 
         Raises:
             ConfigError: pyzmq is not installed, or an address is none.

@@ -1,4 +1,5 @@
-"""Keeps the locality equal to the registry: each worker's part of the KV index comes, listens and goes with the worker.
+"""Keeps the locality equal to the registry: each worker's part of the KV index comes, listens and goes with
+the worker.
 
 our workers whose blocks' key is known    their own connection tells their events (backends/engine/kv.py)
 others, with an address of KV events      a feed of their own (kv_event_subscriber.py)
@@ -23,7 +24,10 @@ from penstock.types import WorkerId
 
 
 class KVWatch:
-    """One for each gateway process. `start` it on the event loop; `close` it when nothing is dispatched any more."""
+    """One for each gateway process.
+
+    `start` it on the event loop; `close` it when nothing is dispatched any more.
+    """
 
     def __init__(self, registry: Registry, locality: KVLocality, config: KVIndexLimits, log: Log) -> None:
         self.locality = locality
@@ -86,7 +90,8 @@ class KVWatch:
         self._unmatched.add(worker.id)
         info = worker.backend.status.info
         self._log.warning(
-            "prompts hit a worker's cache, but its KV events name none of their blocks: routing by cache is off for it",
+            "prompts hit a worker's cache, but its KV events name none of their blocks: routing by cache is "
+            "off for it",
             worker=worker.id,
             model=worker.route,
             identity=info.identity if info is not None else "",

@@ -2,7 +2,8 @@
 
     source ──apply(name, wanted)──> join what is new, drain what is not wanted any more, leave the rest alone
 
-A worker whose settings changed leaves first and then comes anew, and so does one that is wanted again while it drains.
+A worker whose settings changed leaves first and then comes anew, and so does one that is wanted again while
+it drains.
 """
 
 import asyncio
@@ -44,8 +45,10 @@ class Members:
         self._is_closed = False
 
     async def apply(self, source: str, wanted: Iterable[DesiredWorker]) -> None:
-        """From now on `source` wants these workers and no others. What cannot be made is reported and left out; applying
-        the same again tries it again, and likewise workers that are down for good.
+        """From now on `source` wants these workers and no others.
+
+        What cannot be made is reported and left out; applying the same again tries it again, and likewise
+        workers that are down for good.
         """
         self._wanted[source] = {each.id: each for each in wanted}
         every = {worker_id for found in self._wanted.values() for worker_id in found}
@@ -62,7 +65,10 @@ class Members:
         return worker_id in self._held or worker_id in self._ordered
 
     def hold(self, worker_id: WorkerId, timeout_s: float) -> bool:
-        """Take a worker out of service, whatever the sources want: it drains and leaves. False if there is none."""
+        """Take a worker out of service, whatever the sources want: it drains and leaves.
+
+        False if there is none.
+        """
         worker = self._registry.get(worker_id)
         if worker is None:
             return worker_id in self._held
@@ -71,8 +77,8 @@ class Members:
         return True
 
     async def out_of_service(self, ordered: Mapping[WorkerId, float]) -> None:
-        """These and no others are out of service, by what all gateway processes of this server agreed on: with the seconds
-        that their streams have. One that is not here yet will not join.
+        """These and no others are out of service, by what all gateway processes of this server agreed on:
+        with the seconds that their streams have. One that is not here yet will not join.
         """
         before, self._ordered = self._ordered, dict(ordered)
         for worker_id in before.keys() - ordered.keys():

@@ -1,9 +1,10 @@
 """Who is there: every worker of every model, its state, and who wants to hear of changes.
 
-    backend ──on_change──> Worker.life (policy/resilience/worker_state.py) ──> listeners: dispatcher, KV index, health, admin
+    backend ──on_change──> Worker.life (worker_state.py) ──> listeners: dispatcher, KV index, health, admin
 
-Told by push: nothing here looks at workers on a timer or for each request. The registry knows no policy and no launcher;
-who adds and removes workers is in `members.py` and `sources/`. Everything runs on one event loop.
+Told by push: nothing here looks at workers on a timer or for each request. The registry knows no policy and
+no launcher; who adds and removes workers is in `members.py` and `sources/`. Everything runs on one event
+loop.
 """
 
 import asyncio
@@ -34,8 +35,9 @@ _SPOKEN = frozenset({Phase.LOADING, Phase.WARMING, Phase.READY, Phase.REFUSED, P
 """Phases in which news are the worker's own."""
 
 Listener = Callable[[Worker], None]
-"""Told of a worker that was added, has changed (its state, what it says of itself, its load) or is GONE. It runs inside of what
-brought the change, so it only notes it: it must neither block nor raise, nor change the registry."""
+"""Told of a worker that was added, has changed (its state, what it says of itself, its load) or is GONE. It
+runs inside of what brought the change, so it only notes it: it must neither block nor raise, nor change the
+registry."""
 
 
 class Registry:
@@ -113,7 +115,8 @@ class Registry:
     def drain(self, worker_id: WorkerId, timeout_s: float) -> "asyncio.Task[None] | None":
         """Send a worker nothing more, let its streams end up to `timeout_s`, then end it and forget it.
 
-        Returns at once; the task is done when it is gone. None if it is not known. A second call changes nothing.
+        Returns at once; the task is done when it is gone. None if it is not known. A second call changes
+        nothing.
         """
         worker = self._workers.get(worker_id)
         if worker is None:

@@ -13,25 +13,30 @@ _SUMMED = tuple(name for name in Stats.__struct_fields__)
 
 
 class RouteWorkers:
-    """See the module. Kept up to date by the registry; looking costs nothing that grows with the number of workers, except
-    where it says so.
+    """See the module.
+
+    Kept up to date by the registry; looking costs nothing that grows with the number of workers, except where
+    it says so.
     """
 
     __slots__ = (
-        "_abilities", "_adapters", "_infos", "_ready", "_workers", "adapters", "capabilities", "info", "kinds", "lacks_common", "name",
+        "_abilities", "_adapters", "_infos", "_ready", "_workers", "adapters", "capabilities", "info",
+        "kinds", "lacks_common", "name",
     )  # fmt: skip
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.info: ModelInfo | None = None
-        """What its workers say of the model: of several contexts and vocabularies the smallest, for a request may go to any of them. Kept while
-        there is no worker, so that requests can wait for one. None until the first one was ready."""
+        """What its workers say of the model: of several contexts and vocabularies the smallest, for a request
+        may go to any of them. Kept while there is no worker, so that requests can wait for one. None until
+        the first one was ready."""
         self.kinds: tuple[str, ...] = ("",)
         """Kinds of the ready workers, each once."""
         self.adapters: frozenset[str] = frozenset()
         """Adapters that any of its workers serves, or served before it was lost: requests can wait for it."""
         self.capabilities: tuple[frozenset[str], ...] = ()
-        """What its workers can do beyond plain text, each set once; also of those that are not ready, if they have said so."""
+        """What its workers can do beyond plain text, each set once; also of those that are not ready, if they
+        have said so."""
         self.lacks_common = False
         """Whether any of them lacks what nearly every engine has."""
         self._abilities: dict[WorkerId, frozenset[str]] = {}
@@ -90,7 +95,8 @@ class RouteWorkers:
         if worker.served_model and info.model != worker.served_model:
             return f"it serves {info.model!r}, not {worker.served_model!r}"
         for other in self._ready:
-            # Engines count differently (with or without the padding of the embedding), each the same for the same model.
+            # Engines count differently (with or without the padding of the embedding), each the same for the
+            # same model.
             if other == worker.id or self._workers[other].engine != worker.engine:
                 continue
             known = self._infos[other].vocab_size
@@ -99,7 +105,10 @@ class RouteWorkers:
         return ""
 
     def summary(self) -> BackendStatus:
-        """The status of the model, made from those of its workers: whoever is furthest speaks for it. O(workers)."""
+        """The status of the model, made from those of its workers: whoever is furthest speaks for it.
+
+        O(workers).
+        """
         found = BackendStatus()
         workers = list(self._workers.values())
         if not workers:
@@ -132,7 +141,9 @@ class RouteWorkers:
         self.kinds = tuple(dict.fromkeys(self._ready.values())) or self.kinds
 
     def lacking(self, needs: frozenset[str]) -> frozenset[str]:
-        """What the ablest of its workers lacks of the capabilities that a request needs; empty: one has them all."""
+        """What the ablest of its workers lacks of the capabilities that a request needs; empty: one has them
+        all.
+        """
         missing = [needs - each for each in self.capabilities] or [needs]
         return min(missing, key=lambda each: (len(each), sorted(each)))
 

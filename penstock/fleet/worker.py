@@ -33,9 +33,11 @@ class Worker:
     served_model: str = ""
     """What it must say that it serves; empty takes what it says."""
     shares_key: bool = False
-    """It runs our engine and names its KV blocks with a key that is known here: `hash_key`, or else the launcher's."""
+    """It runs our engine and names its KV blocks with a key that is known here: `hash_key`, or else the
+    launcher's."""
     hash_key: bytes = field(default=b"", repr=False)
-    """The key of a worker that somebody else started, derived from the one that it shares with its gateways."""
+    """The key of a worker that somebody else started, derived from the one that it shares with its
+    gateways."""
     kv_events: str = ""
     """ZeroMQ address of its KV events, where they do not come over the backend's own connection."""
     kv_replay: str = ""
@@ -67,7 +69,9 @@ class Worker:
         return self.life.is_ready
 
     def notes(self, wall_ns: int) -> list[str]:
-        """What people should know of it, each with its time; not what happened long ago to a worker that is well again."""
+        """What people should know of it, each with its time; not what happened long ago to a worker that is
+        well again.
+        """
         since_ns = wall_ns - NOTE_S_MAX * NS_PER_S if self.is_ready else 0
         return [
             f"{_utc(note.at_ns)}: {note.text}"

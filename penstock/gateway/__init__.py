@@ -1,1 +1,4 @@
-"""The OpenAI-compatible front door: HTTP, keys, validation, and the relay of tokens to clients. `app.py` composes the rooms."""
+"""The OpenAI-compatible front door: HTTP, keys, validation, and the relay of tokens to clients.
+
+`app.py` composes the rooms.
+"""

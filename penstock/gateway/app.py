@@ -70,8 +70,8 @@ class Gateway:
     ) -> None:
         """Make it; `config.auth` must say who may call, or that everybody may.
 
-        With `members` workers can be drained by hand. `listeners` and `siblings` are for one of several processes that share an
-        address. `hash_key` is what workers that share it name their KV blocks with; empty: there are none.
+        With `members` workers can be drained by hand. `listeners` and `siblings` are for one of several
+        processes that share an address. Workers that share `hash_key` name their KV blocks with it.
 
         Raises:
             ConfigError: the keys file cannot be read, or does not go with the tiers.
@@ -144,7 +144,8 @@ class Gateway:
         return address
 
     async def stop(self) -> None:
-        """Drain, then stop: running streams may end within `drain_timeout_s`, the rest get a last error event.
+        """Drain, then stop: running streams may end within `drain_timeout_s`, the rest get a last error
+        event.
 
         Backends are left alone: whoever started them drains them afterwards.
         """

@@ -10,7 +10,8 @@ The wire is vLLM's current one (vllm/distributed/kv_events.py since June 2026): 
 are left out. So what indexes vLLM's events (llm-d, Dynamo) indexes ours.
 
 Hashes are keyed (see hashing.py): whoever has no key learns from them which blocks are equal for one
-tenant, and nothing else. Token ids would tell everything, so by default only those of the public region go out.
+tenant, and nothing else. Token ids would tell everything, so by default only those of the public region go
+out.
 """
 
 from array import array

@@ -4,18 +4,19 @@
     hash_0 = H(key, root   || tokens 0..15)
     hash_1 = H(key, hash_0 || tokens 16..31)   ...
 
-A prompt may begin in the public region, with blocks that an operator declared to be anybody's. There the root is
-without a salt, and the salt is mixed in where the first private block begins:
+A prompt may begin in the public region, with blocks that an operator declared to be anybody's. There the root
+is without a salt, and the salt is mixed in where the first private block begins:
 
     public root = H(key, identity, adapter)
     hash_0      = H(key, public root || tokens 0..15)       equal for every tenant
     hash_1      = H(key, H(key, hash_0, tenant salt) || tokens 16..31)      this tenant's own
 
 The identity is that of the model's computation (identity.py), whatever the model is called where.
-Two blocks have the same hash exactly when everything that decides their KV is the same, and, outside of the public
-region, only for one tenant: so the engine's prefix cache, the router's locality index and the simulator can share this one name.
-H is BLAKE2b (RFC 7693) with a secret key: without the key nobody can look for collisions or recompute the
-hash of a guessed prompt. This module knows neither where blocks live nor who asks.
+Two blocks have the same hash exactly when everything that decides their KV is the same, and, outside of the
+public region, only for one tenant: so the engine's prefix cache, the router's locality index and the
+simulator can share this one name. H is BLAKE2b (RFC 7693) with a secret key: without the key nobody can look
+for collisions or recompute the hash of a guessed prompt. This module knows neither where blocks live nor who
+asks.
 """
 
 import hashlib
@@ -31,7 +32,8 @@ BlockHash = NewType("BlockHash", bytes)
 """32 bytes. Also the root of a chain, which names no block."""
 
 PUBLIC = b"\x00penstock public region"
-"""The namespace of blocks whose tokens an operator declared public: every tenant may hit them. No tenant's salt."""
+"""The namespace of blocks whose tokens an operator declared public: every tenant may hit them. No tenant's
+salt."""
 DIGEST_BYTES = 32
 TOKEN_BYTES = 4
 BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
@@ -67,8 +69,8 @@ def token_bytes(tokens: "array[int] | Sequence[int]") -> bytes:
 class BlockHasher:
     """Makes the hash chains of one model's computation. Immutable, and cheap: about 0.4 us per block.
 
-    Every process that must agree on hashes (a router and its workers) is given the same `key`, and goes by the identity that
-    the worker announces.
+    Every process that must agree on hashes (a router and its workers) is given the same `key`, and goes by
+    the identity that the worker announces.
     """
 
     __slots__ = ("_block", "_identity", "_key")
@@ -120,7 +122,9 @@ class BlockHasher:
     def grow(
         self, hashes: list[BlockHash], tokens: "array[int]", num_blocks: int, *, lineage: "Lineage"
     ) -> None:
-        """Extend a prompt's chain `hashes` to its first `num_blocks` blocks; what is there is not hashed again."""
+        """Extend a prompt's chain `hashes` to its first `num_blocks` blocks; what is there is not hashed
+        again.
+        """
         for end in (min(lineage.num_public, num_blocks), num_blocks):
             if (done := len(hashes)) < end:
                 parent = hashes[-1] if hashes else lineage.root

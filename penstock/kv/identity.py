@@ -1,14 +1,17 @@
-"""The identity of a model's computation: equal for two workers exactly when they compute the same bits from the same tokens.
+"""The identity of a model's computation: equal for two workers exactly when they compute the same bits from
+the same tokens.
 
-A model's *name* is a label: clients ask for it, and an operator may give the same one to workers that differ (int8 here,
-bfloat16 there; the old checkpoint here, the new one there). The identity is made from what is computed and with what, and
-from no name or path. A worker announces it (`ModelInfo.identity`), and it decides two things:
+A model's *name* is a label: clients ask for it, and an operator may give the same one to workers that differ
+(int8 here, bfloat16 there; the old checkpoint here, the new one there). The identity is made from what is
+computed and with what, and from no name or path. A worker announces it (`ModelInfo.identity`), and it decides
+two things:
 
     the names of KV blocks    (hashing.py) start from it, in the engine, in the router and in the simulator
-    where a stream may move   (policy/queueing/room.py): to a worker of the same identity, or its tokens would not be those that were promised
+    where a stream may move   (policy/queueing/room.py): to a worker of the same identity, or its tokens would
+                              not be those that were promised
 
-The adapter is chosen by each request, so it enters where a prompt's chain of block names begins, beside the tenant's salt.
-Pure; engine/fingerprint.py reads the files.
+The adapter is chosen by each request, so it enters where a prompt's chain of block names begins, beside the
+tenant's salt. Pure; engine/fingerprint.py reads the files.
 """
 
 import hashlib
@@ -21,7 +24,9 @@ IDENTITY_BYTES = 16
 
 
 class Computation(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that decides the bits of a KV block and of the next token, beside the tokens, the adapter and the sampling."""
+    """Everything that decides the bits of a KV block and of the next token, beside the tokens, the adapter
+    and the sampling.
+    """
 
     checkpoint: str
     """Digest of the weights and of the configuration that says how they are used."""
@@ -34,7 +39,8 @@ class Computation(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str = "none"
     """How the weights were rounded when they were loaded."""
     kernels: str = ""
-    """What computes. Kernels of different instruction sets or libraries add up in different orders, so their bits differ."""
+    """What computes. Kernels of different instruction sets or libraries add up in different orders, so their
+    bits differ."""
 
     @property
     def identity(self) -> str:

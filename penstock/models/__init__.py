@@ -1,1 +1,4 @@
-"""What is a model? Its `config.json` read into a `DecoderSpec`. Pure: engine, planner and simulator use it."""
+"""What is a model? Its `config.json` read into a `DecoderSpec`.
+
+Pure: engine, planner and simulator use it.
+"""

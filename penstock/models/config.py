@@ -42,7 +42,10 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`config.json` of a decoder. Fields that a family must have are checked by `positive`; null is as good as silence."""
+    """`config.json` of a decoder.
+
+    Fields that a family must have are checked by `positive`; null is as good as silence.
+    """
 
     architectures: list[str] | None = None
     model_type: str | None = None
@@ -99,7 +102,8 @@ def read_config(directory: Path) -> HfConfig:
 
 
 def read_config_file(path: Path) -> HfConfig:
-    """The configuration in one file: for the engine's loader and for the planner, which needs no weights beside it.
+    """The configuration in one file: for the engine's loader and for the planner, which needs no weights
+    beside it.
 
     Raises:
         CheckpointError: it cannot be read, or a field has the wrong type or an absurd size.
@@ -146,7 +150,8 @@ def heads(config: HfConfig) -> tuple[int, int, int]:
     )
     if num_heads % num_kv_heads:
         raise CheckpointError(
-            f"{CONFIG_FILE}: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
+            f"{CONFIG_FILE}: num_attention_heads {num_heads} is not a multiple of num_key_value_heads "
+            f"{num_kv_heads}"
         )
     head_dim = config.head_dim or positive(config, "hidden_size") // num_heads
     if head_dim % 2 or head_dim < 2:

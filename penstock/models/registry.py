@@ -1,6 +1,7 @@
 """The families that can be served, by the architecture name in `config.json`.
 
-To add one: write `models/families/<family>.py` with a function from `HfConfig` to `DecoderSpec`, and name it here.
+To add one: write `models/families/<family>.py` with a function from `HfConfig` to `DecoderSpec`, and name it
+here.
 """
 
 from collections.abc import Callable

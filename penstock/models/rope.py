@@ -32,8 +32,9 @@ def partial_rope(config: HfConfig) -> RopeSpec:
     theta = given.rope_theta or config.rope_theta or 10_000.0
     partial = given.partial_rotary_factor or config.partial_rotary_factor or 1.0
     if kind in ("default", "dynamic"):
-        # Dynamic NTK changes nothing up to max_position_embeddings, and no longer context is served: beyond it the angles
-        # depend on how long each text has become, so keys in the cache would be wrong with the next token.
+        # Dynamic NTK changes nothing up to max_position_embeddings, and no longer context is served: beyond
+        # it the angles depend on how long each text has become, so keys in the cache would be wrong with the
+        # next token.
         return RopeSpec(theta=theta, partial=partial)
     if kind == "linear":
         return RopeSpec(kind="linear", theta=theta, partial=partial, factor=_needed(given, "factor"))

@@ -28,7 +28,8 @@ class RopeSpec:
     """Factor of rotated queries and keys (yarn and longrope)."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    """Turns within the original context above which yarn keeps a wave, and below which it slows it in full."""
+    """Turns within the original context above which yarn keeps a wave, and below which it slows it in
+    full."""
     truncate: bool = True
     """Yarn's ramp begins and ends at whole dimensions."""
     short_factor: tuple[float, ...] = ()
@@ -73,7 +74,9 @@ class MoeSpec:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class DecoderSpec:
-    """The shape of a dense pre-norm decoder: RMSNorm, RoPE, grouped-query attention, a gated feed-forward layer."""
+    """The shape of a dense pre-norm decoder: RMSNorm, RoPE, grouped-query attention, a gated feed-forward
+    layer.
+    """
 
     architecture: str
     vocab_size: int
@@ -97,7 +100,8 @@ class DecoderSpec:
     norm_offset: float = 0.0
     """Added to every norm's weight (Gemma: 1)."""
     sublayer_norms: bool = False
-    """RMSNorm over what attention and feed-forward layers give, before it is added to the residual (Gemma 2)."""
+    """RMSNorm over what attention and feed-forward layers give, before it is added to the residual (Gemma
+    2)."""
     embedding_scale: float = 1.0
     logit_softcap: float = 0.0
     """Logits become `cap * tanh(logits / cap)`; 0: they stay."""

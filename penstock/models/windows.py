@@ -22,7 +22,8 @@ def by_kind(config: HfConfig, num_layers: int, default: Sequence[str]) -> tuple[
     """Windows of the layers that `layer_types` (else `default`) calls windowed; empty if none is.
 
     Raises:
-        CheckpointError: as many kinds as there are layers were expected, a kind is unknown, or there is no window.
+        CheckpointError: as many kinds as there are layers were expected, a kind is unknown, or there is no
+            window.
     """
     kinds = config.layer_types or default
     if len(kinds) != num_layers:

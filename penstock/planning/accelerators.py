@@ -1,8 +1,11 @@
-"""Accelerators by name: what the roofline and the planner count with. Every figure is a default that may be replaced.
+"""Accelerators by name: what the roofline and the planner count with.
 
-Memory, bandwidth and peaks are the vendors' data sheets (dense, without sparsity; links: one direction). Prices are
-what rental companies asked on demand for one of them per hour in 2025, rounded: replace them by your own contract's.
-`cpu-2` is the two-core machine that this repository's figures come from (docs/bench.md): from its own measured steps.
+Every figure is a default that may be replaced.
+
+Memory, bandwidth and peaks are the vendors' data sheets (dense, without sparsity; links: one direction).
+Prices are what rental companies asked on demand for one of them per hour in 2025, rounded: replace them by
+your own contract's. `cpu-2` is the two-core machine that this repository's figures come from (docs/bench.md):
+from its own measured steps.
 """
 
 import difflib
@@ -63,16 +66,26 @@ def _device(
 ACCELERATORS: Mapping[str, Accelerator] = {
     device.name: device
     for device in (
-        _device("h100", 80, 3.35, {"bf16": 989, "fp8": 1979, "int8": 1979, "fp32": 67}, 450, 3.0, "NVIDIA H100 SXM"),
-        _device("h200", 141, 4.8, {"bf16": 989, "fp8": 1979, "int8": 1979, "fp32": 67}, 450, 3.8, "NVIDIA H200 SXM"),
-        _device("b200", 180, 7.7, {"bf16": 2250, "fp8": 4500, "fp4": 9000, "fp32": 75}, 900, 5.5, "NVIDIA HGX B200"),
-        _device("a100-80", 80, 2.039, {"bf16": 312, "int8": 624, "fp32": 19.5}, 300, 1.8, "NVIDIA A100 80GB SXM"),
-        _device("a100-40", 40, 1.555, {"bf16": 312, "int8": 624, "fp32": 19.5}, 300, 1.3, "NVIDIA A100 40GB SXM"),
-        _device("l40s", 48, 0.864, {"bf16": 362, "fp8": 733, "int8": 733, "fp32": 91.6}, 32, 1.0, "NVIDIA L40S"),
+        _device("h100", 80, 3.35, {"bf16": 989, "fp8": 1979, "int8": 1979, "fp32": 67}, 450, 3.0,
+            "NVIDIA H100 "
+        "SXM"),
+        _device("h200", 141, 4.8, {"bf16": 989, "fp8": 1979, "int8": 1979, "fp32": 67}, 450, 3.8,
+            "NVIDIA H200 "
+        "SXM"),
+        _device("b200", 180, 7.7, {"bf16": 2250, "fp8": 4500, "fp4": 9000, "fp32": 75}, 900, 5.5,
+            "NVIDIA HGX B200"),
+        _device("a100-80", 80, 2.039, {"bf16": 312, "int8": 624, "fp32": 19.5}, 300, 1.8, "NVIDIA A100 80GB "
+        "SXM"),
+        _device("a100-40", 40, 1.555, {"bf16": 312, "int8": 624, "fp32": 19.5}, 300, 1.3, "NVIDIA A100 40GB "
+        "SXM"),
+        _device("l40s", 48, 0.864, {"bf16": 362, "fp8": 733, "int8": 733, "fp32": 91.6}, 32, 1.0,
+            "NVIDIA L40S"),
         _device("l4", 24, 0.3, {"bf16": 121, "fp8": 242, "int8": 242, "fp32": 30.3}, 32, 0.7, "NVIDIA L4"),
         _device("a10g", 24, 0.6, {"bf16": 70, "int8": 140, "fp32": 35}, 32, 1.0, "NVIDIA A10G, AWS g5"),
-        _device("mi300x", 192, 5.3, {"bf16": 1307, "fp8": 2615, "int8": 2615, "fp32": 163}, 448, 2.5, "AMD MI300X"),
-        _device("cpu-2", 8, 0.02, {"bf16": 0.16, "int8": 0.32, "fp32": 0.16}, 0.1, 0.08, "measured: docs/bench.md"),
+        _device("mi300x", 192, 5.3, {"bf16": 1307, "fp8": 2615, "int8": 2615, "fp32": 163}, 448, 2.5,
+            "AMD MI300X"),
+        _device("cpu-2", 8, 0.02, {"bf16": 0.16, "int8": 0.32, "fp32": 0.16}, 0.1, 0.08,
+            "measured: docs/bench.md"),
     )
 }  # fmt: skip
 

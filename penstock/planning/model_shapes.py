@@ -62,7 +62,9 @@ class ModelShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
 
     def touched_experts(self, num_tokens: int) -> float:
-        """Experts per layer that `num_tokens` tokens reach, if they choose evenly; 1 where there are no experts."""
+        """Experts per layer that `num_tokens` tokens reach, if they choose evenly; 1 where there are no
+        experts.
+        """
         if not self.num_experts:
             return 1.0
         return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** num_tokens)
@@ -74,8 +76,8 @@ def _shape(
 ) -> ModelShape:  # fmt: skip
     return ModelShape(
         name=name, num_layers=layers, hidden_size=hidden, intermediate_size=inner, num_heads=heads,
-        num_kv_heads=kv_heads, head_dim=dim, vocab_size=vocab, num_experts=experts, top_k=top_k, tied_head=tied,
-        max_model_len=length,
+        num_kv_heads=kv_heads, head_dim=dim, vocab_size=vocab, num_experts=experts, top_k=top_k,
+        tied_head=tied, max_model_len=length,
     )  # fmt: skip
 
 

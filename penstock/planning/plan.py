@@ -1,18 +1,23 @@
-"""Capacity planning: how many of which accelerator a traffic needs, what a million tokens cost, and how far from the least.
+"""Capacity planning: how many of which accelerator a traffic needs, what a million tokens cost, and how far
+from the least.
 
-For every way of placing a model (device, tensor parallelism) the largest steady batch is looked for that keeps the
-objective. In a steady state a step with B rows that decode also computes the prompts that replace those that end:
+For every way of placing a model (device, tensor parallelism) the largest steady batch is looked for that
+keeps the objective. In a steady state a step with B rows that decode also computes the prompts that replace
+those that end:
 
     prompt tokens per step   c = B p,  p = (1 - hit rate) x prompt / output
     step time                s(B) = roofline(B rows, c prompt tokens, B x mean context)
     rate of a replica        B / s(B) output tokens per second
-    bounds                   s(B) <= TPOT,  first token <= TTFT,  B contexts fit the KV cache (90 % of it),  B <= max_running
+    bounds                   s(B) <= TPOT,  first token <= TTFT,  B contexts fit 90 % of the KV cache,
+                             B <= max_running
 
-The first token takes the prompt's chunks, one step each, and the step that is under way when it comes. Replicas are then
-`rate / (replica x load)`, rounded up, and spares: a load of 1 would let queues grow without bound under Poisson arrivals.
+The first token takes the prompt's chunks, one step each, and the step that is under way when it comes.
+Replicas are then `rate / (replica x load)`, rounded up, and spares: a load of 1 would let queues grow without
+bound under Poisson arrivals.
 
-The theoretical least is the same roofline with nothing lost: data-sheet bandwidth and arithmetic, no overhead, no communication,
-no objective, every replica full. Nothing gets below it; `times_least` says how far above the plan is.
+The theoretical least is the same roofline with nothing lost: data-sheet bandwidth and arithmetic, no
+overhead, no communication, no objective, every replica full. Nothing gets below it; `times_least` says how
+far above the plan is.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -112,7 +117,9 @@ def options(
     model: ModelShape, demand: Demand, terms: Terms, devices: Iterable[Accelerator], *,
     dtype: str = "bf16", tps: Sequence[int] = TP,
 ) -> list[Option]:  # fmt: skip
-    """Every way that keeps the terms, cheapest first; of two that cost the same the one with fewer devices."""
+    """Every way that keeps the terms, cheapest first; of two that cost the same the one with fewer
+    devices.
+    """
     found: list[Option] = []
     for device in devices:
         for tp in tps:
@@ -148,7 +155,8 @@ def cheapest(
         else "its weights do not fit 8 of them"
     )
     raise ConfigError(
-        f"{model.name} in {dtype} on {names}: nothing keeps TTFT {terms.ttft_ms:g} ms and TPOT {terms.tpot_ms:g} ms ({why})"
+        f"{model.name} in {dtype} on {names}: nothing keeps TTFT {terms.ttft_ms:g} ms and TPOT "
+        f"{terms.tpot_ms:g} ms ({why})"
     )
 
 
@@ -183,15 +191,17 @@ def _option(placed: Placed, demand: Demand, terms: Terms) -> Option | None:
     price = replicas * placed.price_per_hour
     return Option(
         model=placed.model.name, device=placed.device.name, tp=placed.tp, dtype=placed.dtype, batch=batch,
-        step_ms=step_ns / NS_PER_MS, ttft_ms=_ttft_ms(law, batch, demand, terms), bound=bound, replica_tps=rate,
-        replicas=replicas, devices=replicas * placed.tp, price_per_hour=price,
+        step_ms=step_ns / NS_PER_MS, ttft_ms=_ttft_ms(law, batch, demand, terms), bound=bound,
+        replica_tps=rate, replicas=replicas, devices=replicas * placed.tp, price_per_hour=price,
         cost_per_million=price / 3600 / demand.tokens_per_s * 1e6, least_per_million=least(placed, demand),
         lacks=_lacks(placed),
     )  # fmt: skip
 
 
 def _lacks(placed: Placed) -> tuple[str, ...]:
-    """What our own engine does not have of this: it runs a model on one device, and rounds weights on CPUs alone."""
+    """What our own engine does not have of this: it runs a model on one device, and rounds weights on CPUs
+    alone.
+    """
     found = ["tensor parallelism (several devices for one replica)"] if placed.tp > 1 else []
     is_cpu = placed.device.name.startswith("cpu")
     if placed.dtype not in (OUR_CPU_DTYPES if is_cpu else OUR_GPU_DTYPES):
@@ -209,7 +219,9 @@ def least(placed: Placed, demand: Demand) -> float:
 
 
 def _largest(limit: int, refused: Callable[[int], str]) -> tuple[int, str]:
-    """The largest batch up to `limit` that is not refused, and what refuses the next: costs only grow with the batch."""
+    """The largest batch up to `limit` that is not refused, and what refuses the next: costs only grow with
+    the batch.
+    """
     low, high, why = 0, limit + 1, ""
     while high - low > 1:
         middle = (low + high) // 2

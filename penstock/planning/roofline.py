@@ -6,9 +6,9 @@ After (Williams, Waterman and Patterson, CACM 2009), for a step of T tokens in S
     flops  = 2 T active weights + 2 S output projection + 4 layers heads head_dim (query, key) pairs
     step   = overhead + max(bytes / (tp bandwidth e_memory), flops / (tp peak e_compute)) + communication
 
-Communication is two all-reduces per layer of T x hidden activations: a ring moves 2 (tp - 1) / tp of them over the
-link (Shoeybi et al., Megatron-LM, 2019), plus a latency each. The efficiencies e are what good kernels reach of the
-data sheet. No randomness here: who wants jitter multiplies.
+Communication is two all-reduces per layer of T x hidden activations: a ring moves 2 (tp - 1) / tp of them
+over the link (Shoeybi et al., Megatron-LM, 2019), plus a latency each. The efficiencies e are what good
+kernels reach of the data sheet. No randomness here: who wants jitter multiplies.
 """
 
 from dataclasses import dataclass
@@ -79,8 +79,8 @@ class Placed:
         blocks = int(room / (self.kv_bytes_per_token * BLOCK_TOKENS))
         if blocks < 1:
             raise ConfigError(
-                f"tp: the weights of {self.model.name} in {self.dtype} ({self.weight_bytes / 1e9:.0f} GB) do not fit "
-                f"{self.tp} x {self.device.name} ({self.tp * self.device.memory_bytes / 1e9:.0f} GB)"
+                f"tp: the weights of {self.model.name} in {self.dtype} ({self.weight_bytes / 1e9:.0f} GB) do "
+                f"not fit {self.tp} x {self.device.name} ({self.tp * self.device.memory_bytes / 1e9:.0f} GB)"
             )
         return blocks
 
@@ -94,8 +94,8 @@ class Roofline:
     """`StepTime` of a placed model. What does not depend on the step is multiplied out once."""
 
     __slots__ = (
-        "_active", "_dense", "_expert", "_experts", "_kv", "_link_fixed", "_link_token", "_model", "_overhead",
-        "_pair", "_sampled",
+        "_active", "_dense", "_expert", "_experts", "_kv", "_link_fixed", "_link_token", "_model",
+        "_overhead", "_pair", "_sampled",
     )  # fmt: skip
 
     def __init__(self, placed: Placed, efficiency: Efficiency | None = None) -> None:

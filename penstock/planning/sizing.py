@@ -1,9 +1,11 @@
 """The requirement's sizing example (110 accelerators), recomputed line by line, with what is wrong in it.
 
-    1,000 users x 200 tokens = 200,000 tokens/s;  70B: 40 % / 1,000 per accelerator = 80;  7B: 60 % / 4,000 = 30;  110 together
+    1,000 users x 200 tokens = 200,000 tokens/s;
+        70B: 40 % / 1,000 per accelerator = 80;  7B: 60 % / 4,000 = 30;  110 together
 
-Two of its steps do not hold: 200,000 is tokens per round, a rate only if every user were sent 200 tokens each second; and 1,000
-tokens/s of a 70B model is the figure of a group of four, by which the example then divides as if it were of one.
+Two of its steps do not hold: 200,000 is tokens per round, a rate only if every user were sent 200 tokens each
+second; and 1,000 tokens/s of a 70B model is the figure of a group of four, by which the example then divides
+as if it were of one.
 """
 
 from collections.abc import Sequence
@@ -39,15 +41,19 @@ class Sizing(msgspec.Struct, frozen=True, kw_only=True):
 def sizing_example(
     terms: Terms, *, prompt_tokens: int = 1000, think_s: float = 20.0, device: Accelerator | None = None
 ) -> Sizing:
-    """Redo the example for prompts of that length and users who read and think for `think_s` between two rounds."""
+    """Redo the example for prompts of that length and users who read and think for `think_s` between two
+    rounds.
+    """
     device = device or accelerator("a100-80")
     written = float(USERS * ANSWER_TOKENS)
     at_pace = USERS * 1000 / terms.tpot_ms
     round_s = terms.ttft_ms / 1000 + ANSWER_TOKENS * terms.tpot_ms / 1000
     with_pauses = written / (round_s + think_s)
     lines = [
-        _line("as written", written, per_group=False, note=f"{USERS} x {ANSWER_TOKENS} tokens taken for a rate"),
-        _line("and 1,000 tokens/s counted as the group's of four", written, per_group=True, note="the same rate"),
+        _line("as written", written, per_group=False, note=f"{USERS} x {ANSWER_TOKENS} tokens taken for a "
+        f"rate"),
+        _line("and 1,000 tokens/s counted as the group's of four", written, per_group=True,
+            note="the same rate"),
         _line(
             f"all {USERS} streams at the promised pace", at_pace, per_group=True,
             note=f"{USERS} / {terms.tpot_ms:g} ms per token",

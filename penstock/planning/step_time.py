@@ -43,7 +43,9 @@ class StepTime(Protocol):
 
 
 class LinearStepTime:
-    """A fixed time per step, and one per decode row, prefill token and KV token read: the simplest engine there is."""
+    """A fixed time per step, and one per decode row, prefill token and KV token read: the simplest engine
+    there is.
+    """
 
     __slots__ = ("_fixed_ns", "_kv_ps", "_prefill_ns", "_row_ns")
 

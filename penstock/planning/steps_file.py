@@ -1,9 +1,12 @@
-"""Measured step times: the file of samples, the law that is fitted to them, and how far off it is on steps it has not seen.
+"""Measured step times: the file of samples, the law that is fitted to them, and how far off it is on steps it
+has not seen.
 
-    {"format": "penstock-steps/1", "name": ..., "columns": [...], "steps": [[tokens, rows, kv_tokens, pairs, ns], ...]}
+    {"format": "penstock-steps/1", "name": ..., "columns": [...], "steps": [[tokens, rows, kv_tokens, pairs,
+    ns], ...]}
 
-Every fifth step is held back from the fit. The law is that of schedule/step_time.py, which the engine learns while it runs;
-here it is fitted by policy/estimates/online_linear_model.py with a long memory: non-negative, robust, of relative errors.
+Every fifth step is held back from the fit. The law is that of schedule/step_time.py, which the engine learns
+while it runs; here it is fitted by policy/estimates/online_linear_model.py with a long memory: non-negative,
+robust, of relative errors.
 """
 
 from collections.abc import Sequence

@@ -1,1 +1,4 @@
-"""What happens to a request, decided from facts and a clock. The rooms' shared words are modules here. Pure: no I/O, no clock."""
+"""What happens to a request, decided from facts and a clock. The rooms' shared words are modules here.
+
+Pure: no I/O, no clock.
+"""

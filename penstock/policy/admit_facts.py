@@ -9,8 +9,9 @@ import msgspec
 from penstock.policy.tenant import Degrade, Tenant
 
 DowngradeReason = Literal["queue_depth", "slo", "budget", "context", "complexity", "unavailable"]
-"""Why another model answers. `budget`: the tenant has used most of its money, and the other one is cheaper; `context`: the request does not fit
-the model; `complexity` is the choice of `model: "auto"`; `unavailable`: the model has no worker."""
+"""Why another model answers. `budget`: the tenant has used most of its money, and the other one is cheaper;
+`context`: the request does not fit the model; `complexity` is the choice of `model: "auto"`; `unavailable`:
+the model has no worker."""
 ShedReason = Literal["slo", "queue_full", "no_worker"]
 
 
@@ -57,7 +58,8 @@ class AdmitFacts(msgspec.Struct, frozen=True, kw_only=True):
     degrade: Degrade | None = None
     """What the request's header says."""
     max_wait_ns: int = 0
-    """The longest that the client waits for its first token: goes before what is promised. 0: it does not say."""
+    """The longest that the client waits for its first token: goes before what is promised. 0: it does not
+    say."""
     queue_wait_max_ns: int = 0
     """The longest that the queue keeps it; 0: no bound."""
     needs_tools: bool = False

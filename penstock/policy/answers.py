@@ -26,7 +26,10 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 class Diverted(msgspec.Struct, frozen=True):
-    """It should arrive again at another model, with its prompt made anew for that one. Nothing of it is left."""
+    """It should arrive again at another model, with its prompt made anew for that one.
+
+    Nothing of it is left.
+    """
 
     id: RequestId
     route: str
@@ -43,7 +46,8 @@ class Start(msgspec.Struct, frozen=True, gc=False):
     """The band's order: what the engine's own queue goes by."""
     attempt: int
     beside: bool = False
-    """The attempt before it runs on: tell `won` which of them has output first, or `lost` which of them failed."""
+    """The attempt before it runs on: tell `won` which of them has output first, or `lost` which of them
+    failed."""
 
 
 class Abort(msgspec.Struct, frozen=True, gc=False):
@@ -52,7 +56,8 @@ class Abort(msgspec.Struct, frozen=True, gc=False):
     id: RequestId
     worker_id: WorkerId
     attempt: int = 0
-    """Of two attempts the one that is dropped: it holds nothing any more, and nothing that it says counts. 0: all there is."""
+    """Of two attempts the one that is dropped: it holds nothing any more, and nothing that it says counts. 0:
+    all there is."""
 
 
 class Stop(msgspec.Struct, frozen=True, gc=False):
@@ -64,8 +69,8 @@ class Stop(msgspec.Struct, frozen=True, gc=False):
 
 
 class FallBack(msgspec.Struct, frozen=True, gc=False):
-    """It waits for a model that has no worker any more, and another model could answer: make its prompt anew for that one, and `move`
-    it. Until then, or if that is refused, it waits on.
+    """It waits for a model that has no worker any more, and another model could answer: make its prompt anew
+    for that one, and `move` it. Until then, or if that is refused, it waits on.
     """
 
     id: RequestId

@@ -1,4 +1,6 @@
-"""What a request is, and its life as a table: events in, actions out. `FlowControl` carries out these actions and nothing beside them.
+"""What a request is, and its life as a table: events in, actions out.
+
+`FlowControl` carries out these actions and nothing beside them.
 
     arrive ──> QUEUED ──dispatch──> STARTED ──first output──> STREAMING ──finish, fail──> ENDED
                 │ ^                    │                          │                         ^
@@ -8,14 +10,15 @@
                 v
                ENDED
 
-A life begins when the request is accepted. A *rejected* request has none: `FlowControl.arrive` answers `Refused` in the same
-call, and nothing of it is left that could end or be settled. A diverted request arrives again elsewhere. So there is one
-settlement and one record for each accepted request.
+A life begins when the request is accepted. A *rejected* request has none: `FlowControl.arrive` answers
+`Refused` in the same call, and nothing of it is left that could end or be settled. A diverted request arrives
+again elsewhere. So there is one settlement and one record for each accepted request.
 
-A request that runs on a worker ends when the worker reports its end. A cancellation, a used-up budget or a lack of memory makes it
-STOPPING, the driver aborts it there, and the worker's final report has the exact counts. So nothing is settled from a guess, and
-nothing twice. A stream whose worker died waits again at its old place (MIGRATE) and continues behind its last token: the same
-request, with one end and one record. Time is handed in; nothing here knows clocks or sockets.
+A request that runs on a worker ends when the worker reports its end. A cancellation, a used-up budget or a
+lack of memory makes it STOPPING, the driver aborts it there, and the worker's final report has the exact
+counts. So nothing is settled from a guess, and nothing twice. A stream whose worker died waits again at its
+old place (MIGRATE) and continues behind its last token: the same request, with one end and one record. Time
+is handed in; nothing here knows clocks or sockets.
 """
 
 import enum
@@ -32,7 +35,8 @@ class State(enum.IntEnum):
 
     QUEUED = 0
     STARTED = 1
-    """On a worker that has sent nothing yet: it may still be tried on another, or moved if an earlier one had begun."""
+    """On a worker that has sent nothing yet: it may still be tried on another, or moved if an earlier one had
+    begun."""
     STREAMING = 2
     STOPPING = 3
     """Aborted; the worker's final report is awaited."""
@@ -115,7 +119,8 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Step, ...]]] = {
     (State.STOPPING, Event.FINISH): (State.ENDED, _END),
     (State.STOPPING, Event.FAIL): (State.ENDED, _END),
 }
-"""(state, event) -> (next state, actions), which `FlowControl` carries out. What is not here is a bug of the driver, and asserts."""
+"""(state, event) -> (next state, actions), which `FlowControl` carries out. What is not here is a bug of the
+driver, and asserts."""
 
 
 class RequestFacts(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -143,7 +148,8 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     max_wait_ns: int = 0
     """Longest wait in the queue; 0 is the band's own."""
     first_token_ns: int = 0
-    """The longest that the client waits for its first token, from now: for admission, and for bands in order of deadlines; 0 says nothing."""
+    """The longest that the client waits for its first token, from now: for admission, and for bands in order
+    of deadlines; 0 says nothing."""
     degrade: Degrade | None = None
     """Whether a smaller model may answer, as the request says; None leaves it to the tenant."""
     needs_tools: bool = False
@@ -154,10 +160,12 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     endpoint: str = "chat"
     adapter: str = ""
     session: str = ""
-    """Names the conversation, keyed by tenant: requests of one session tend to share a prefix; empty: none was named."""
+    """Names the conversation, keyed by tenant: requests of one session tend to share a prefix; empty: none
+    was named."""
     prompts: Sequence[Sequence[int]] = ()
     """The prompts' tokens, by reference: looked at only when something has gone wrong. Empty: nobody told."""
     keys: object | None = None
-    """The prompt's block keys (`kv.prompt_keys.PromptKeys`): what the placement asks the prefix index about."""
+    """The prompt's block keys (`kv.prompt_keys.PromptKeys`): what the placement asks the prefix index
+    about."""
     key_prefix: str = ""
     user: str = ""

@@ -1,4 +1,5 @@
-"""What `FlowControl` is made of beside queue and flows: small contracts, and for each the object that sets no limit.
+"""What `FlowControl` is made of beside queue and flows: small contracts, and for each the object that sets no
+limit.
 
 `Limiter` (rate_limit.py), `OutputLengths`, `Budgets` and `PriceList` fulfil theirs as they are; the admission
 does through `policy/admission/gate.py`. Whoever wires a gateway or a simulation chooses.
@@ -112,7 +113,8 @@ class RouteLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     is_full: bool
     """Whether the queue would refuse it."""
     wait_ns: int = 0
-    """How long it would wait for its start, at the pace at which its band's requests start now; 0 if nothing goes before it."""
+    """How long it would wait for its start, at the pace at which its band's requests start now; 0 if nothing
+    goes before it."""
     each_ns: int = 0
     """Time between two starts of its band."""
     start_ns: int = 0
@@ -149,14 +151,20 @@ class Admission(Protocol):
 
 
 class Hold(msgspec.Struct, frozen=True, gc=False):
-    """It could start elsewhere, but is better off waiting for this worker, until then at most. Whoever is behind it goes on."""
+    """It could start elsewhere, but is better off waiting for this worker, until then at most.
+
+    Whoever is behind it goes on.
+    """
 
     worker_id: WorkerId
     until_ns: int
 
 
 class Placement(Protocol):
-    """Which worker of one model a request goes to. It is told what became of its choices, and may learn from that."""
+    """Which worker of one model a request goes to.
+
+    It is told what became of its choices, and may learn from that.
+    """
 
     def place(
         self,

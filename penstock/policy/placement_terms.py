@@ -8,11 +8,14 @@ class TtftTerms(Branch, frozen=True, kw_only=True):
     """The worker with the least time to first token, and what a request does to others, all in seconds."""
 
     tpot_target_ms: float = 50.0
-    """Time per output token that running streams are meant to have; over it another stream costs something."""
+    """Time per output token that running streams are meant to have; over it another stream costs
+    something."""
     tpot_weight: float = 1.0
-    """Seconds that one second counts for which the worker's streams exceed that, over the whole expected answer."""
+    """Seconds that one second counts for which the worker's streams exceed that, over the whole expected
+    answer."""
     others_weight: float = 1.0
-    """What a second that the worker computes the prompt counts for those who wait for it or come later; 0 counts the client alone."""
+    """What a second that the worker computes the prompt counts for those who wait for it or come later; 0
+    counts the client alone."""
     pressure_ms: float = 100.0
     """What KV memory that is half full counts; x full counts x / (1 - x) times that."""
 
@@ -41,13 +44,17 @@ class PlacementTerms(PlacementConfig, frozen=True, kw_only=True):
     holders_max: int = 4
     """Workers that are looked at because they have most of the prompt in their caches."""
     least_loaded: int = 4
-    """Workers that are looked at because they have least to do. A decision costs the same however many there are."""
+    """Workers that are looked at because they have least to do. A decision costs the same however many there
+    are."""
     tie: float = 0.05
-    """Scores that are so close are equal: the session's last worker, or the less loaded one of two drawn by chance."""
+    """Scores that are so close are equal: the session's last worker, or the less loaded one of two drawn by
+    chance."""
     explore: float = 0.01
-    """Share of decisions that take any worker which is not much worse, so that what is known of all stays fresh."""
+    """Share of decisions that take any worker which is not much worse, so that what is known of all stays
+    fresh."""
     hold_ms_max: float = 500.0
-    """A request waits for a warm worker that is busy no longer than this, and than what that saves; 0 never."""
+    """A request waits for a warm worker that is busy no longer than this, and than what that saves; 0
+    never."""
     holds_max: int = 64
     """Requests of one model that wait so at once."""
     host_cost: float = 0.1
@@ -61,7 +68,8 @@ class PlacementTerms(PlacementConfig, frozen=True, kw_only=True):
     session_ttl_s: float = 3600.0
     """How long a session's last worker is remembered."""
     sessions_max: int = 65_536
-    """Sessions of one model whose last worker is remembered; over it those that were seen longest ago are forgotten."""
+    """Sessions of one model whose last worker is remembered; over it those that were seen longest ago are
+    forgotten."""
     decisions_kept: int = 1024
     """Requests whose decisions can be asked for with `GET /admin/explain/{request_id}`: the last so many."""
     log_every: int = 1000

@@ -1,6 +1,7 @@
 """The usage record: what one accepted request used, what it cost and how it ended. Exactly one for each.
 
-Written by the component that counts tokens, from the flow's own facts; the sinks in telemetry/ledger* only carry it.
+Written by the component that counts tokens, from the flow's own facts; the sinks in telemetry/ledger* only
+carry it.
 """
 
 import enum
@@ -17,7 +18,8 @@ class Outcome(enum.StrEnum):
     FAILED = "failed"
     """A typed error after it was accepted: `UsageRecord.error` has the type's name."""
     REJECTED = "rejected"
-    """Never queued: a limit, the admission or an allowlist said no. Counted in metrics; the ledger has none of these."""
+    """Never queued: a limit, the admission or an allowlist said no. Counted in metrics; the ledger has none
+    of these."""
     EVICTED = "evicted"
     """Queued, then dropped: it waited too long, or gave way when memory ran out."""
     CANCELLED = "cancelled"

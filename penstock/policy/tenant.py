@@ -1,6 +1,7 @@
 """Who a request belongs to, and what that one may use: the facts that every decision of this package takes.
 
-Made by whoever reads the configuration (gateway/identity/tenants.py); never changed, only replaced by a reload.
+Made by whoever reads the configuration (gateway/identity/tenants.py); never changed, only replaced by a
+reload.
 """
 
 from dataclasses import dataclass, field
@@ -44,7 +45,8 @@ class Tenant:
     trusted_special_tokens: bool = False
     """Whether special tokens in the text of its messages are those tokens; otherwise they are text."""
     cache_salt: bytes = field(default=b"", repr=False)
-    """Prefix-cache namespace, made from the gateway's secret and the tenant's id: no caller can choose or guess it."""
+    """Prefix-cache namespace, made from the gateway's secret and the tenant's id: no caller can choose or
+    guess it."""
     fairness_key: str = ""
     """Names the tenant to the engines, whose queue and preemption share by it."""
 

@@ -1,1 +1,3 @@
-"""Wire formats, as structs and sans-I/O codecs: OpenAI's JSON, server-sent events, and the worker's frames."""
+"""Wire formats, as structs and sans-I/O codecs: OpenAI's JSON, server-sent events, and the worker's
+frames.
+"""

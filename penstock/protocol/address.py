@@ -1,8 +1,8 @@
 """Where a worker listens: `unix:/path/to.sock` on this machine, `tcp:host:port` across machines.
 
-Only the notation lives here; `engine/serve_socket.py` listens and `backends/engine/backend.py` connects. What goes over TCP is
-neither encrypted nor signed, so the port belongs on a private network; who may connect is a matter of a key
-(worker_auth.py).
+Only the notation lives here; `engine/serve_socket.py` listens and `backends/engine/backend.py` connects. What
+goes over TCP is neither encrypted nor signed, so the port belongs on a private network; who may connect is a
+matter of a key (worker_auth.py).
 """
 
 from dataclasses import dataclass

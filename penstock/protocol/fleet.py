@@ -22,7 +22,8 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Grows whenever it is a new process."""
     address: str = ""
     identity: str = ""
-    """Of what it computes: equal for workers that go on with each other's streams. Empty: it does not tell."""
+    """Of what it computes: equal for workers that go on with each other's streams. Empty: it does not
+    tell."""
     running: int | None = None
     waiting: int | None = None
     kv_blocks_used: int | None = None

@@ -1,7 +1,7 @@
 """Finds a key that is given twice in one JSON object, which decoders pass over in silence.
 
-RFC 8259, section 4: what a receiver does with such an object cannot be predicted. A proxy that reads the first
-`model` and a server that reads the last do not speak of the same request, so it is refused.
+RFC 8259, section 4: what a receiver does with such an object cannot be predicted. A proxy that reads the
+first `model` and a server that reads the last do not speak of the same request, so it is refused.
 """
 
 import json
@@ -9,7 +9,8 @@ import re
 from collections.abc import Sequence
 
 _TOKEN = re.compile(rb'"([^"\\]*+(?:\\.[^"\\]*+)*+)"(\s*:)?|[{}\[\]]', re.DOTALL)
-"""A string (with the colon after it, if it is a key) or a bracket; numbers and words between them are passed over."""
+"""A string (with the colon after it, if it is a key) or a bracket; numbers and words between them are passed
+over."""
 _FEW = 1000
 
 

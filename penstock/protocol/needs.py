@@ -1,7 +1,8 @@
 """What a request needs of its worker, and what it asks the answer's text to look like.
 
-Read once per request, from the checked body. A request that needs nothing special, which is nearly every one, costs two
-comparisons. What the text must look like is written as vLLM's `structured_outputs`: one form for every engine that has grammars.
+Read once per request, from the checked body. A request that needs nothing special, which is nearly every one,
+costs two comparisons. What the text must look like is written as vLLM's `structured_outputs`: one form for
+every engine that has grammars.
 """
 
 from collections.abc import Mapping, Sequence
@@ -105,7 +106,8 @@ def constraint_of(request: GenerationRequest) -> Constraint:
     """What the answer must look like.
 
     Raises:
-        InvalidRequest: two parameters ask for different things, or schemas of tools cannot stand beside each other.
+        InvalidRequest: two parameters ask for different things, or schemas of tools cannot stand beside each
+            other.
     """
     fields = {name: value for name in _ENGINE_FIELDS if (value := getattr(request, name, None))}
     asked: list[tuple[str, Mapping[str, Any]]] = []
@@ -149,7 +151,9 @@ def text_only(message: Message) -> Message:
 
 
 def unsupported(needs: Sequence[Need], lacking: frozenset[str], model: str) -> Unsupported:
-    """The error of a request that no worker of a model could answer; `lacking` is what the ablest of them lacks."""
+    """The error of a request that no worker of a model could answer; `lacking` is what the ablest of them
+    lacks.
+    """
     need = next(each for each in needs if each.capability in lacking)
     return Unsupported(
         f"{need.what} is not supported by the model '{model}': it has no worker that could do it.",
@@ -184,7 +188,8 @@ def _format_needs(form: Mapping[str, Any]) -> list[Need]:
                 "missing_required_parameter",
             )
         _bad(
-            f"Invalid value for 'response_format.type': {str(kind)[:64]!r}. Supported values are 'text', 'json_object' and 'json_schema'.",
+            f"Invalid value for 'response_format.type': {str(kind)[:64]!r}. Supported values are 'text', "
+            f"'json_object' and 'json_schema'.",
             "response_format.type",
             "invalid_value",
         )
@@ -219,7 +224,8 @@ def _choice_needs(request: ChatRequest) -> list[Need]:
         return []
     if isinstance(choice, str) and choice != "required":
         _bad(
-            f"Invalid value for 'tool_choice': '{choice[:64]}'. Supported values are 'none', 'auto' and 'required', and an object "
+            f"Invalid value for 'tool_choice': '{choice[:64]}'. Supported values are 'none', 'auto' and "
+            f"'required', and an object "
             "that names a function.",
             "tool_choice",
             "invalid_value",
@@ -294,7 +300,8 @@ def _join(definitions: dict[str, Any], more: Mapping[str, Any]) -> None:
     for key, value in more.items():
         if definitions.setdefault(key, value) != value:
             _bad(
-                f"Two of 'tools' define '$defs/{key[:64]}' differently, which 'tool_choice' 'required' cannot join.",
+                f"Two of 'tools' define '$defs/{key[:64]}' differently, which 'tool_choice' 'required' "
+                f"cannot join.",
                 "tools",
                 "invalid_value",
             )

@@ -1,13 +1,14 @@
-"""The messages of OpenAI's HTTP API, for the server, for the clients of other servers and for the load generator.
+"""The messages of OpenAI's HTTP API, for the server, for the clients of other servers and for the load
+generator.
 
 Field names and nesting are OpenAI's. Extensions that vLLM made common (`top_k`, `min_p`, `ignore_eos`, ...)
 are marked. Three sections, because the rules differ:
 
-- requests, as this server accepts them. Anything unknown at the top level is refused; within messages it is dropped, for
-  clients send back what some server gave them. Ranges that need no configuration are in the types, the others in
-  `openai_validate`; `parameters` says what becomes of each parameter.
-- answers, as this server writes them: every field is always there. The inner objects (usage, log-probabilities, tool
-  calls, errors) are the same in both directions, so their fields have defaults.
+- requests, as this server accepts them. Anything unknown at the top level is refused; within messages it is
+  dropped, for clients send back what some server gave them. Ranges that need no configuration are in the
+  types, the others in `openai_validate`; `parameters` says what becomes of each parameter.
+- answers, as this server writes them: every field is always there. The inner objects (usage,
+  log-probabilities, tool calls, errors) are the same in both directions, so their fields have defaults.
 - answers, as any server sends them. Lenient: unknown fields are ignored and each known one may be missing.
 
 This module knows no sockets, models or tokens.
@@ -34,7 +35,10 @@ class _Shape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class _Open(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=False, omit_defaults=True):
-    """Part of a message. Fields that are not here (`cache_control`, `annotations`, `provider_specific_fields`) are dropped."""
+    """Part of a message.
+
+    Fields that are not here (`cache_control`, `annotations`, `provider_specific_fields`) are dropped.
+    """
 
 
 # --- requests ------------------------------------------------------------------------------------
@@ -82,7 +86,10 @@ class ToolCall(_Open, frozen=True, kw_only=True):
 
 
 class ContentPart(_Open, frozen=True, kw_only=True):
-    """One part of a message's content. What is no text is for workers that get the message as the client sent it."""
+    """One part of a message's content.
+
+    What is no text is for workers that get the message as the client sent it.
+    """
 
     type: str
     text: str | None = None
@@ -107,7 +114,10 @@ class Message(_Open, frozen=True, kw_only=True):
 
 
 class GenerationRequest(_Shape, frozen=True, kw_only=True):
-    """What chat and plain completions have in common. Parameters that few requests have are in `parameters`."""
+    """What chat and plain completions have in common.
+
+    Parameters that few requests have are in `parameters`.
+    """
 
     model: str
     stream: bool | None = None
@@ -197,7 +207,10 @@ class CachedTokens(msgspec.Struct, frozen=True):
 
 
 class UsageBody(msgspec.Struct, frozen=True, kw_only=True):
-    """`usage`, summed over all choices; a prompt counts once however many choices it has. None: not reported."""
+    """`usage`, summed over all choices; a prompt counts once however many choices it has.
+
+    None: not reported.
+    """
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -233,7 +246,9 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """`choices[].logprobs` of a plain completion: four lists of equal length; an echoed prompt's first token has null."""
+    """`choices[].logprobs` of a plain completion: four lists of equal length; an echoed prompt's first token
+    has null.
+    """
 
     text_offset: list[int] | None = None
     token_logprobs: list[float | None] = []
@@ -325,8 +340,8 @@ class CallerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """One model of `/v1/models`. vLLM's extensions: `max_model_len`, null while nobody knows it, and the model that an
-    adapter belongs to. Ours: what the caller may use.
+    """One model of `/v1/models`. vLLM's extensions: `max_model_len`, null while nobody knows it, and the
+    model that an adapter belongs to. Ours: what the caller may use.
     """
 
     id: str
@@ -378,7 +393,9 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
 
 
 class ErrorEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """Every form in which servers report an error: an object under `error`, a string there, or the object itself."""
+    """Every form in which servers report an error: an object under `error`, a string there, or the object
+    itself.
+    """
 
     error: ErrorBody | str | None = None
     error_type: str | None = None
@@ -412,7 +429,9 @@ class ChatEventChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_output(self) -> bool:
-        """Whether the model generated something (chunks with only a role or a finish reason are not output)."""
+        """Whether the model generated something (chunks with only a role or a finish reason are not
+        output).
+        """
         piece = self.delta or self.message
         return piece is not None and bool(piece.content or piece.reasoning_content or piece.tool_calls)
 

@@ -52,7 +52,8 @@ TOP_LOGPROBS_MAX, LOGIT_BIAS_MAX = 20, 1024
 JSON_VALUES_MAX = 100_000
 """Strings, objects and arrays in one JSON body: looking through them takes time that others wait."""
 JSON_DEPTH_MAX = 64
-"""Nesting of free-form JSON (tools' schemas, arguments of the chat template); templates and encoders recurse over it."""
+"""Nesting of free-form JSON (tools' schemas, arguments of the chat template); templates and encoders recurse
+over it."""
 _TYPE_DEPTH_MAX = 64
 """Unions and lists around one struct of our own shapes: more than any has."""
 _RELATIONS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
@@ -205,7 +206,8 @@ def _check_message(message: Message, where: str) -> None:
             )
     if message.role == "tool" and not message.tool_call_id:
         _refuse(
-            f"Missing required parameter: '{where}.tool_call_id'. Messages with role 'tool' answer a tool call.",
+            f"Missing required parameter: '{where}.tool_call_id'. Messages with role 'tool' answer a tool "
+            f"call.",
             f"{where}.tool_call_id",
             "missing_required_parameter",
         )
@@ -221,7 +223,8 @@ def _check_part(part: ContentPart, where: str) -> None:
         name, value = kind, getattr(part, kind)
     else:
         _refuse(
-            f"Invalid value for '{where}.type': '{kind[:64]}'. Supported values are 'text', 'image_url', 'input_audio', 'video_url', "
+            f"Invalid value for '{where}.type': '{kind[:64]}'. Supported values are 'text', 'image_url', "
+            f"'input_audio', 'video_url', "
             "'file' and 'refusal'.",
             f"{where}.type",
             "invalid_value",
@@ -246,7 +249,8 @@ def _check_generation(request: GenerationRequest, limits: LimitsConfig) -> None:
     _check_stop(request.stop)
     if request.stop_token_ids is not None and len(request.stop_token_ids) > STOP_TOKEN_IDS_MAX:
         _refuse(
-            f"'stop_token_ids' has {len(request.stop_token_ids)} entries; at most {STOP_TOKEN_IDS_MAX} are allowed.",
+            f"'stop_token_ids' has {len(request.stop_token_ids)} entries; at most {STOP_TOKEN_IDS_MAX} are "
+            f"allowed.",
             "stop_token_ids",
             "array_above_max_length",
         )

@@ -1,8 +1,10 @@
-"""Every parameter of the two endpoints that generate, and what becomes of it. docs/api.md is this table in words.
+"""Every parameter of the two endpoints that generate, and what becomes of it. docs/api.md is this table in
+words.
 
-Parameters that mean what OpenAI or vLLM say they mean are `HONOURED`. A `LABEL` changes no answer, here or at OpenAI. One that
-`NEEDS` a capability is taken where a worker has it; what is `REFUSED` no worker of any kind can be asked for through this
-server. A value that asks for nothing (`neutral`, null) is always taken. Nothing is dropped in silence.
+Parameters that mean what OpenAI or vLLM say they mean are `HONOURED`. A `LABEL` changes no answer, here or at
+OpenAI. One that `NEEDS` a capability is taken where a worker has it; what is `REFUSED` no worker of any kind
+can be asked for through this server. A value that asks for nothing (`neutral`, null) is always taken. Nothing
+is dropped in silence.
 """
 
 import enum
@@ -65,8 +67,9 @@ def _refused(name: str, *neutral: object, instead: str = "") -> Parameter:
 _OWN_WORDS = "this server chooses it by the caller's tenant"
 _SHARED = (
     *(Parameter(name, Fate.HONOURED) for name in (
-        "model", "stream", "stream_options", "n", "stop", "seed", "max_tokens", "temperature", "top_p", "frequency_penalty",
-        "top_k", "repetition_penalty", "ignore_eos", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "user",
+        "model", "stream", "stream_options", "n", "stop", "seed", "max_tokens", "temperature", "top_p",
+        "frequency_penalty", "top_k", "repetition_penalty", "ignore_eos", "stop_token_ids",
+        "include_stop_str_in_output", "skip_special_tokens", "user",
     )),
     Parameter("presence_penalty", Fate.NEEDS, (0,), Capability.PRESENCE_PENALTY),
     Parameter("logit_bias", Fate.NEEDS, ({},), Capability.LOGIT_BIAS),
@@ -83,7 +86,8 @@ _SHARED = (
     _guided("grammar", str),
     Parameter("bad_words", Fate.NEEDS, ([],), Capability.BAD_WORDS, type=list[str]),
     Parameter("allowed_token_ids", Fate.NEEDS, (), Capability.ALLOWED_TOKEN_IDS, type=list[TokenId]),
-    _refused("prompt_logprobs", instead="/v1/completions with 'echo' and 'logprobs' gives a prompt's log-probabilities"),
+    _refused("prompt_logprobs", instead="/v1/completions with 'echo' and 'logprobs' gives a prompt's "
+    "log-probabilities"),
     _refused("use_beam_search", False),
     _refused("length_penalty", 1),
     _refused("early_stopping", False),
@@ -144,7 +148,10 @@ COMPLETION = (
 
 
 def _with_rare(shape: type[msgspec.Struct], parameters: Iterable[Parameter]) -> type[msgspec.Struct]:
-    """The shape with all its parameters. Few requests have one of these: the others are read, and looked at, without."""
+    """The shape with all its parameters.
+
+    Few requests have one of these: the others are read, and looked at, without.
+    """
     missing = [each for each in parameters if each.name not in shape.__struct_fields__]
     fields = [(each.name, each.type | None, None) for each in missing]
     return msgspec.defstruct(f"Rare{shape.__name__}", fields, bases=(shape,), frozen=True, kw_only=True)
@@ -162,7 +169,9 @@ class Checker:
     def __init__(
         self, shape: type[msgspec.Struct], names: Iterable[str], parameters: Iterable[Parameter]
     ) -> None:
-        """`names`: the parameters that it looks at, of those that are refused or need one certain capability."""
+        """`names`: the parameters that it looks at, of those that are refused or need one certain
+        capability.
+        """
         found = [
             each
             for each in parameters

@@ -4,7 +4,7 @@
       |  Snapshot -->              |   when it listens, then every second
       |  Snapshot, Ask -->         |
       |                 <-- Sum    |   of the last snapshot of each, and of those who have ended
-      |  Order -->                 |   somebody took a worker out of service, or brought it back: the parent tells everybody
+      |  Order -->                 |   a worker was taken out of service or brought back: the parent tells all
       |                 <-- Done   |
 
 Framed like `worker.py`'s messages.
@@ -89,7 +89,9 @@ class WorkerAt(msgspec.Struct, frozen=True):
 
 
 class ChildLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """What the parent tells a new gateway process: one line of JSON on its standard input, which then stays open."""
+    """What the parent tells a new gateway process: one line of JSON on its standard input, which then stays
+    open.
+    """
 
     index: int
     """From 0; a process that is started anew has its predecessor's."""

@@ -1,4 +1,6 @@
-"""Server-sent events as bytes (WHATWG HTML, section 9.2), the little of them that OpenAI streams use: written, and read."""
+"""Server-sent events as bytes (WHATWG HTML, section 9.2), the little of them that OpenAI streams use:
+written, and read.
+"""
 
 DONE = b"data: [DONE]\n\n"
 """The last event of a stream that went well."""
@@ -18,8 +20,9 @@ class EventTooLong(ValueError):
 class EventReader:
     r"""Cuts a stream of bytes, as it comes, into the data of its events.
 
-    Comments, event names and ids are dropped; several `data:` lines of one event are joined by newlines. Lines may end
-    in LF, CR LF or CR. What was looked through once is not looked through again, however small the pieces are.
+    Comments, event names and ids are dropped; several `data:` lines of one event are joined by newlines.
+    Lines may end in LF, CR LF or CR. What was looked through once is not looked through again, however small
+    the pieces are.
     """
 
     __slots__ = ("_after_cr", "_events_max_bytes", "_rest", "_seen")

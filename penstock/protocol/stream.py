@@ -45,7 +45,9 @@ class StreamHead(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return b',"usage":null}\n\n' if self.include_usage else b"}\n\n"
 
     def usage_event(self, kind: str, usage: UsageBody, facts: bytes = b"") -> bytes:
-        """The last chunk when usage was asked for: no choices, only the count, and JSON `facts` of who answered."""
+        """The last chunk when usage was asked for: no choices, only the count, and JSON `facts` of who
+        answered.
+        """
         ours = b',"penstock":' + facts if facts else b""
         return b'%b[],"usage":%b%b}\n\n' % (self.opening(kind), _encode(usage), ours)
 

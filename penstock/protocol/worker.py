@@ -14,7 +14,7 @@ token costs neither side a system call of its own. This module knows no sockets:
        |  Ping -->                           |   when nothing was heard for a moment
        |  <-- Pong                           |   at once, also while a step computes
        |  SubscribeKVEvents -->              |   once; then
-       |  <-- KVEvents*                      |   what changed in the KV cache, one per step that changed something
+       |  <-- KVEvents*                      |   changes of the KV cache, one message per step that has any
        |  Drain -->                          |   finish what runs, refuse what is new, then exit
 """
 
@@ -49,10 +49,11 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit", omit_defau
     cache_salt: bytes = b""
     """Prefix-cache namespace, set by the gateway from the authenticated tenant, never by the caller."""
     resumed: bytes = b""
-    """Token ids, int32 little-endian, that another worker generated for it: it goes on behind them, with the very tokens that
-    would have followed there. They count as generated, and are not sent again."""
+    """Token ids, int32 little-endian, that another worker generated for it: it goes on behind them, with the
+    very tokens that would have followed there. They count as generated, and are not sent again."""
     public_tokens: int = 0
-    """Leading prompt tokens that the gateway's operator declared public: whole blocks of them are shared by all tenants."""
+    """Leading prompt tokens that the gateway's operator declared public: whole blocks of them are shared by
+    all tenants."""
     priority: int = 0
     """Smaller goes first."""
     fairness_key: str = ""
@@ -100,8 +101,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """What clients call it: a label."""
     identity: str = ""
-    """What it computes (kv/identity.py): its KV blocks' names start from it, and only workers of one identity go on with each
-    other's streams. Empty: the worker does not tell."""
+    """What it computes (kv/identity.py): its KV blocks' names start from it, and only workers of one identity
+    go on with each other's streams. Empty: the worker does not tell."""
     architecture: str
     dtype: str
     """Type of activations and KV cache, and of the weights unless `quantization` says otherwise."""
@@ -117,7 +118,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_host_blocks: int = 0
     """Blocks that fit the host tier of the KV cache; 0: there is none."""
     capabilities: frozenset[str] = COMMON_CAPABILITIES
-    """What it can do beyond plain text (capabilities.py). Words that the gateway does not know are of no use to it."""
+    """What it can do beyond plain text (capabilities.py). Words that the gateway does not know are of no use
+    to it."""
 
 
 class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
@@ -133,7 +135,9 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
-    """The worker is not ready yet: `stage` in words, `done` of `total` (bytes or units; total 0 = unknown)."""
+    """The worker is not ready yet: `stage` in words, `done` of `total` (bytes or units; total 0 =
+    unknown).
+    """
 
     stage: str
     done: int = 0
@@ -177,7 +181,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     usage: Usage | None = None
     """Sent with the first tokens: what was used up to there. Whoever ends a stream early accounts from it."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    """Of the next prompt tokens, from the second on, if they were asked for; told before the first new token."""
+    """Of the next prompt tokens, from the second on, if they were asked for; told before the first new
+    token."""
     device_ns: int = 0
     """`Usage.device_ns` until now: a stream that the gateway ends pays for no less than it had."""
 
@@ -212,8 +217,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     generated_tokens: int = 0
     preemptions: int = 0
     rows_max: int = 0
-    """Requests that it would run at once just now: at most `ModelInfo.max_running`, fewer where its target per output token
-    bounds the batch. 0: it does not tell."""
+    """Requests that it would run at once just now: at most `ModelInfo.max_running`, fewer where its target
+    per output token bounds the batch. 0: it does not tell."""
     step_ns: int = 0
     """Nanoseconds spent in steps, all told; host work and compute."""
     host_ns: int = 0
@@ -223,7 +228,10 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
-    """The answer to `Ping`: the process runs and its socket is served. Whether steps end is another question: see `Stats.step`."""
+    """The answer to `Ping`: the process runs and its socket is served.
+
+    Whether steps end is another question: see `Stats.step`.
+    """
 
 
 class KVEvents(msgspec.Struct, frozen=True, kw_only=True, tag="kv_events", omit_defaults=True):
@@ -235,8 +243,8 @@ class KVEvents(msgspec.Struct, frozen=True, kw_only=True, tag="kv_events", omit_
     payload: bytes
     """The batch as `penstock.kv.events.encode_batch` makes it."""
     snapshot: bool = False
-    """What was asked for is not known any more: this tells of all blocks that can be hit, as of `sequence`. It
-    opens with `AllBlocksCleared`."""
+    """What was asked for is not known any more: this tells of all blocks that can be hit, as of `sequence`.
+    It opens with `AllBlocksCleared`."""
     more: bool = False
     """The snapshot goes on in the next message, which has the same number."""
 

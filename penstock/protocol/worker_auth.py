@@ -2,11 +2,12 @@
 
     worker                                gateway
       |  Challenge(nonce) -->                |   first word on every connection of a worker that has a key
-      |       <-- Proof(nonce, mac)          |   HMAC-SHA256 over both nonces and a word for the side (RFC 2104)
+      |       <-- Proof(nonce, mac)          |   HMAC-SHA256 over both nonces and the side's name (RFC 2104)
       |  Welcome(mac) -->                    |   then the worker's state, as always
 
-Nonces are fresh on both sides, so nothing that was overheard is of use again. What follows is neither encrypted nor signed:
-the port belongs on a private network or into a tunnel. The key keeps out whoever can reach the port and should not.
+Nonces are fresh on both sides, so nothing that was overheard is of use again. What follows is neither
+encrypted nor signed: the port belongs on a private network or into a tunnel. The key keeps out whoever can
+reach the port and should not.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """What a worker checks of a submission before its engine sees it.
 
-Gateways check what clients ask for, and say so in the API's words; but a worker listens on a port, and one number out of range
-(a NaN, an id that fits no tensor) would end its process and everyone's requests with it.
+Gateways check what clients ask for, and say so in the API's words; but a worker listens on a port, and one
+number out of range (a NaN, an id that fits no tensor) would end its process and everyone's requests with it.
 """
 
 import math
@@ -27,7 +27,9 @@ _FLOATS = {
 
 
 def sampling_problem(sampling: SamplingParams, vocab_size: int) -> tuple[str, str] | None:
-    """The first parameter that the engine cannot compute with, and what is wrong with it; None if there is none."""
+    """The first parameter that the engine cannot compute with, and what is wrong with it; None if there is
+    none.
+    """
     return next(_problems(sampling, vocab_size), None)
 
 

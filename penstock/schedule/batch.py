@@ -38,11 +38,12 @@ class Batch:
     def release(self, request: Request, *, bad: bool = False, preempted: bool = False) -> None:
         """Give back a request's row and blocks, which others may hit from now on unless they are `bad`.
 
-        Blocks of prompts have their names since they were computed. Those of an answer get them here, in one run: before its
-        end nobody asks for a prompt that has it, and a step of decoding rows has nothing to name and nothing to tell.
+        Blocks of prompts have their names since they were computed. Those of an answer get them here, in one
+        run: before its end nobody asks for a prompt that has it, and a step of decoding rows has nothing to
+        name and nothing to tell.
 
-        Steps in flight may use both still. The runner takes plans in order, so a row may have its next request in
-        the next plan; a block waits until the last step that uses it is over.
+        Steps in flight may use both still. The runner takes plans in order, so a row may have its next
+        request in the next plan; a block waits until the last step that uses it is over.
         """
         if not bad:
             self.manager.publish_computed(request.table, request.tokens, request.num_computed)

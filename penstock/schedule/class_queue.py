@@ -1,8 +1,9 @@
 """Classes before shares: which priority class is next, and within it whichever tenant was served least.
 
-A class goes before the ones below it, until their oldest request has waited so much longer that it stands level
-(`aged_order`: so no class starves). Fair shares hold among the tenants of one class: were they held across classes, a tenant of a
-better class would wait behind every tenant that was served less than it was, and its class would be worth nothing under load.
+A class goes before the ones below it, until their oldest request has waited so much longer that it stands
+level (`aged_order`: so no class starves). Fair shares hold among the tenants of one class: were they held
+across classes, a tenant of a better class would wait behind every tenant that was served less than it was,
+and its class would be worth nothing under load.
 """
 
 from collections.abc import Callable, Mapping

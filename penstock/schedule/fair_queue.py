@@ -1,10 +1,10 @@
 """Fair shares between tenants, by the virtual token counter (`fair_share`).
 
-Every fairness key has a counter of what it was served, divided by the key's weight. The waiting key with the smallest
-counter goes first. A key that comes back to the queue is lifted to the smallest counter of those that wait (if none
-does: to that of the key that left the queue last). For as long as two keys both have requests waiting, what they are
-served then differs by a bound that does not grow with time (theorem 4.4 of the paper): twice the dearest of one prompt
-and of a batch full of answers.
+Every fairness key has a counter of what it was served, divided by the key's weight. The waiting key with the
+smallest counter goes first. A key that comes back to the queue is lifted to the smallest counter of those
+that wait (if none does: to that of the key that left the queue last). For as long as two keys both have
+requests waiting, what they are served then differs by a bound that does not grow with time (theorem 4.4 of
+the paper): twice the dearest of one prompt and of a batch full of answers.
 
 Nothing is idle for the sake of fairness: a lone tenant gets everything, in the order of its own requests.
 """
@@ -119,7 +119,10 @@ class FairWaitingQueue:
         return self._served(key), self._order(request), key
 
     def _first_key(self) -> str | None:
-        """The waiting key that was served least. Counters only grow: a stale entry is early, and put right here."""
+        """The waiting key that was served least.
+
+        Counters only grow: a stale entry is early, and put right here.
+        """
         while self._heads:
             entry = self._heads[0]
             if entry[2] not in self._waiting:

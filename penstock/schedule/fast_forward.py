@@ -1,8 +1,10 @@
-"""Many steps in one call, where every step would be the same: all rows decode, and nobody comes or goes but in the last.
+"""Many steps in one call, where every step would be the same: all rows decode, and nobody comes or goes but
+in the last.
 
-For who drives the scheduler on virtual time (sim/world/worker.py): what a leap leaves behind is what so many calls of `schedule`
-and `apply` would have left, except for which free block went to whom. As many blocks are evicted as by those calls, in the same
-order, and nothing is named meanwhile (`Batch.release`); tests/sim/test_fast_forward.py holds both ways side by side.
+For who drives the scheduler on virtual time (sim/world/worker.py): what a leap leaves behind is what so many
+calls of `schedule` and `apply` would have left, except for which free block went to whom. As many blocks are
+evicted as by those calls, in the same order, and nothing is named meanwhile (`Batch.release`);
+tests/sim/test_fast_forward.py holds both ways side by side.
 """
 
 from array import array
@@ -32,9 +34,11 @@ class DecodeFastForward:
         self._manager: KVManager = batch.manager
 
     def steps_max(self, limit: int) -> int:
-        """How many of the next steps, at most `most`, do nothing but decode each running row once; 0 if the next does more.
+        """How many of the next steps, at most `most`, do nothing but decode each running row once; 0 if the
+        next does more.
 
-        Nothing may be in flight. Whoever knows that an answer stops sooner asks for no more steps than until then. O(rows).
+        Nothing may be in flight. Whoever knows that an answer stops sooner asks for no more steps than until
+        then. O(rows).
         """
         limit = min(limit, self._planner.num_decode_only())
         if limit <= 0:
@@ -60,7 +64,8 @@ class DecodeFastForward:
     def over(self, step: int, times_ns: Sequence[int], draw: Draw) -> list[Request]:
         """Do steps `step + 1` and so on; each is planned at one of the times and over at the next.
 
-        At most `steps_max`, and nothing may have changed since that was asked. Returns those that stop, or are full. O(rows + blocks).
+        At most `steps_max`, and nothing may have changed since that was asked. Returns those that stop, or
+        are full. O(rows + blocks).
         """
         count, running = len(times_ns) - 1, self._batch.running
         assert count > 0, "at least one step is done at once"

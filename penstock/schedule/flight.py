@@ -43,8 +43,9 @@ class Flight:
             request.last_used = epoch
 
     def share(self, time_ns: int) -> None:
-        """Divide the time that this step took among its requests, by the work in it: tokens run through the model, and for each of them
-        the tokens that its attention read. What whole numbers leave, fewer nanoseconds than requests, nobody gets.
+        """Divide the time that this step took among its requests, by the work in it: tokens run through the
+        model, and for each of them the tokens that its attention read. What whole numbers leave, fewer
+        nanoseconds than requests, nobody gets.
         """
         num_decoding, load = self.num_decoding, self.load
         rows, works = self.requests, self.plan.work

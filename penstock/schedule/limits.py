@@ -11,7 +11,9 @@ from penstock.types import BLOCK_TOKENS
 
 
 def resolve_max_running(max_running: int, step_tokens: int) -> int:
-    """Requests in the batch at most: every running request needs a token of each step, since no decode row is skipped."""
+    """Requests in the batch at most: every running request needs a token of each step, since no decode row is
+    skipped.
+    """
     return min(max_running, step_tokens)
 
 
@@ -64,8 +66,8 @@ class BatchLimits:
             raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
         if request.num_prompt >= self.max_model_len:
             raise ContextTooLong(
-                f"the prompt has {request.num_prompt} tokens; with at least one token of answer the model takes "
-                f"{self.max_model_len}",
+                f"the prompt has {request.num_prompt} tokens; with at least one token of answer the model "
+                f"takes {self.max_model_len}",
                 param="prompt",
             )
         if len(request.tokens) >= self.num_tokens_max(request):

@@ -16,8 +16,8 @@ from penstock.kv.cache.host_tier import BlockCopy, Copied
 from penstock.types import FinishReason, RequestId, SamplingParams, TokenLogprob, Usage
 
 SCORED_TOKENS_MAX = 64
-"""Prompt tokens whose log-probabilities one step computes at most. Logits of a vocabulary of 150,000 take 600 KB a
-token: a whole chunk's would be the largest tensor of the engine."""
+"""Prompt tokens whose log-probabilities one step computes at most. Logits of a vocabulary of 150,000 take 600
+KB a token: a whole chunk's would be the largest tensor of the engine."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -28,12 +28,14 @@ class NewRow:
     row: int
     """Stable index into the runner's tables while the request runs; below `max_running`."""
     token_ids: Sequence[int]
-    """Every known token (after a preemption this includes generated ones). From the scheduler an int32 array of its
-    own: at 128K tokens a tuple would cost milliseconds, and the array is a buffer that tables can copy."""
+    """Every known token (after a preemption this includes generated ones). From the scheduler an int32 array
+    of its own: at 128K tokens a tuple would cost milliseconds, and the array is a buffer that tables can
+    copy."""
     num_prompt_tokens: int
     sampling: SamplingParams
     blocks: tuple[int, ...] = ()
-    """Block ids the row starts with, if it enters before its first work: parts of its prefix are still loading."""
+    """Block ids the row starts with, if it enters before its first work: parts of its prefix are still
+    loading."""
 
 
 class RowWork(msgspec.Struct, frozen=True, gc=False):
@@ -41,9 +43,11 @@ class RowWork(msgspec.Struct, frozen=True, gc=False):
 
     row: int
     num_computed: int
-    """Tokens whose KV is stored when the steps before are over: the position of the first token of this chunk.
+    """Tokens whose KV is stored when the steps before are over: the position of the first token of this
+    chunk.
 
-    The runner knows the tokens by then: it was told them with the row, or drew them itself, maybe in the step before.
+    The runner knows the tokens by then: it was told them with the row, or drew them itself, maybe in the step
+    before.
     """
     num_tokens: int
     """How many tokens to compute now; at least 1."""
@@ -59,8 +63,8 @@ class RowWork(msgspec.Struct, frozen=True, gc=False):
 class StepPlan:
     """What one engine step computes, as a change against what the runner already holds.
 
-    Copies run beside this step and later ones. A plan without `work` has nothing to do but to wait for one: it
-    starts its copies and returns when at least one of those under way has ended.
+    Copies run beside this step and later ones. A plan without `work` has nothing to do but to wait for one:
+    it starts its copies and returns when at least one of those under way has ended.
     """
 
     step: int
@@ -68,12 +72,13 @@ class StepPlan:
     work: tuple[RowWork, ...]
     """Ordered: rows that decode first, then chunks of prompts."""
     freed_rows: tuple[int, ...] = ()
-    """Rows whose request finished or was preempted since the last plan; applied before `new_rows`. A plan that was
-    made before that may still have work for them, which is dropped."""
+    """Rows whose request finished or was preempted since the last plan; applied before `new_rows`. A plan
+    that was made before that may still have work for them, which is dropped."""
     planned_ns: int = 0
     """When the plan was made, on the engine's clock."""
     copies_out: tuple[BlockCopy, ...] = ()
-    """Blocks to copy to host memory from now on. A block may change during its copy: then nobody uses the copy."""
+    """Blocks to copy to host memory from now on. A block may change during its copy: then nobody uses the
+    copy."""
     copies_in: tuple[BlockCopy, ...] = ()
     """Blocks to fill from host memory from now on. No work reads them before their end was reported."""
 
@@ -107,7 +112,8 @@ class Scored:
 class StepResult:
     """What the runner computed for a plan.
 
-    One `Sampled` for every work item with `samples`, and one `Scored` for every one with `scores`, in plan order.
+    One `Sampled` for every work item with `samples`, and one `Scored` for every one with `scores`, in plan
+    order.
     """
 
     step: int
@@ -116,8 +122,8 @@ class StepResult:
     copied: tuple[Copied, ...] = ()
     """Copies that ended since the last result, whichever plan started them."""
     out_of_memory: str | None = None
-    """Why the step could not be computed, in words. Nothing was sampled or scored then, but the rows, block tables
-    and copies are as the plan said: the same work can be planned again, in smaller steps."""
+    """Why the step could not be computed, in words. Nothing was sampled or scored then, but the rows, block
+    tables and copies are as the plan said: the same work can be planned again, in smaller steps."""
 
 
 class RequestOutput(msgspec.Struct, gc=False):
@@ -133,7 +139,8 @@ class RequestOutput(msgspec.Struct, gc=False):
     stop_token_id: int | None = None
     error: str | None = None
     usage: Usage | None = None
-    """Set exactly when `finish` is. Its `completion_tokens` counts every token that was drawn, the stop token too."""
+    """Set exactly when `finish` is. Its `completion_tokens` counts every token that was drawn, the stop token
+    too."""
 
 
 @dataclass(slots=True)

@@ -50,7 +50,8 @@ class Planner:
         self._blocked: tuple[RequestId, int, int] | None = None
         """The head that found no room, after so many releases, at a level of the reserve."""
         self._held: tuple[RequestId, int, int] | None = None
-        """The head that would make steps too long, after so many releases, and the plan in which it asks again."""
+        """The head that would make steps too long, after so many releases, and the plan in which it asks
+        again."""
         self._plans = 0
         self._unparked_at = 0
         """How many releases there were when parked requests were last let back into the queue."""
@@ -82,7 +83,9 @@ class Planner:
             self._preempt(self._batch.running[-1], now_ns)
 
     def num_decode_only(self) -> int:
-        """How many of the next steps, planned at rest, start nobody and let nobody back as long as nobody ends: see `DecodeFastForward`."""
+        """How many of the next steps, planned at rest, start nobody and let nobody back as long as nobody
+        ends: see `DecodeFastForward`.
+        """
         if len(self._quota) or self._cap.is_lowered or self._manager.host.limits.num_slots:
             return 0
         head = self._queue.peek()
@@ -103,7 +106,9 @@ class Planner:
             self.reserve.step_over(preempted=False)
 
     def charge_running(self) -> None:
-        """Count what running requests have generated against their shares: before the order matters, not per token."""
+        """Count what running requests have generated against their shares: before the order matters, not per
+        token.
+        """
         for request in self._batch.running:
             self.charge_generated(request)
 
@@ -161,7 +166,10 @@ class Planner:
             step.prompts = self._prefill.open(load, classes, num_prompts, step.planned_ns - oldest_ns)
 
     def _end_loading(self, request: Request, now_ns: int) -> bool:
-        """Whether the request's prefix has arrived. If a copy failed it starts anew, and computes that part."""
+        """Whether the request's prefix has arrived.
+
+        If a copy failed it starts anew, and computes that part.
+        """
         if request.table.broken:
             self._send_back(request, now_ns)
             return False
@@ -174,8 +182,8 @@ class Planner:
     def _extend_or_preempt(self, request: Request, num_tokens: int, step: StepBuilder) -> None:
         """Plan `num_tokens` of a running request; if blocks run out, others must give way, or it itself.
 
-        While a step is in flight or freed blocks are still in use, the request is left out instead, and the next
-        plan is made at rest: this happens once per preemption, so the pause costs nothing that counts.
+        While a step is in flight or freed blocks are still in use, the request is left out instead, and the
+        next plan is made at rest: this happens once per preemption, so the pause costs nothing that counts.
         """
         assert num_tokens > 0, num_tokens
         end = request.num_planned + num_tokens
@@ -254,7 +262,8 @@ class Planner:
             reserved += self.reserve.blocks_owed(head)
 
     def _try_start(self, request: Request, match: PrefixMatch, step: StepBuilder, reserved: int) -> bool:
-        """Start the head of the queue if all its known tokens fit beside `reserved` blocks for those that run.
+        """Start the head of the queue if all its known tokens fit beside `reserved` blocks for those that
+        run.
 
         Without that reserve a new prompt would take the blocks that decoding rows need a few steps later,
         and be preempted for them at once. A refusal is remembered until blocks are released or less is

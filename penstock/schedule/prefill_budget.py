@@ -5,15 +5,17 @@ A step costs every decoding row the time of the whole step. So prompts get what 
     limit = inter-token target of the strictest class that decodes             (a target is configured)
     limit = (step without prompts) x (1 + stretch of the first prompt + STRETCH x further ones that wait)
             and at most KEPT_SHARE of the target per output token              (automatic, the default)
-    limit = KEPT_SHARE of the target per output token       (automatic, and several wait, the oldest for over CROWDED_NS)
+    limit = KEPT_SHARE of the target per output token       (automatic, and several wait, the oldest for over
+                                                            CROWDED_NS)
 
 The automatic limit is a bargain between those who read and those who wait. One prompt, however long, never
 doubles the inter-token time, not even that of the slowest steps but one in fifty: where steps run over their
-predictions (`overrun.py`), the first prompt's stretch is shorter. When many wait, a strict limit would be the end
-of throughput: prompts would arrive faster than they are let in and rows would run half empty, so each that waits
-may add its own stretch; and once some have waited for long, all get what the streams were promised to be able to spare:
-smooth reading beyond the promise is worth less than an answer that would come too late. With nobody decoding there is no limit but the
-step's token budget. How many rows may decode at once follows from the same targets: `row_bound.py`.
+predictions (`overrun.py`), the first prompt's stretch is shorter. When many wait, a strict limit would be the
+end of throughput: prompts would arrive faster than they are let in and rows would run half empty, so each
+that waits may add its own stretch; and once some have waited for long, all get what the streams were promised
+to be able to spare: smooth reading beyond the promise is worth less than an answer that would come too late.
+With nobody decoding there is no limit but the step's token budget. How many rows may decode at once follows
+from the same targets: `row_bound.py`.
 
 Prompts are finished one after another: a budget split among many gives all of them a late first token. For
 the same reason a prompt joins others that end in the same step only if that pays: the `j` that would be done
@@ -34,9 +36,11 @@ from penstock.schedule.step_time import StepLoad, StepTimeModel
 STRETCH = 0.4
 """What every waiting prompt but the first may add to a step, in steps without prompts."""
 TIMES_MAX = 1.6
-"""What one waiting prompt may make of a step, overruns included: below 2, for meanwhile the streams grow by themselves."""
+"""What one waiting prompt may make of a step, overruns included: below 2, for meanwhile the streams grow by
+themselves."""
 STRETCH_MIN, STRETCH_MAX = 0.2, 0.4
-"""What it may add to the predicted time at least, however noisy the machine is, and at most, however quiet."""
+"""What it may add to the predicted time at least, however noisy the machine is, and at most, however
+quiet."""
 UNTRUSTED_TOKENS = 64
 """Prompt tokens of a step with decoding rows for each waiting prompt, while the law is not trusted."""
 _DECODE_EVERY = 4
@@ -44,13 +48,14 @@ _DECODE_EVERY = 4
 _KNOWN_STEPS = 64
 """Before the law has seen so many steps, errors are its own and not the machine's."""
 KEPT_SHARE = 0.9
-"""Predicted steps keep this share of the target per output token: the law predicts means, and nearly all are to be in time."""
+"""Predicted steps keep this share of the target per output token: the law predicts means, and nearly all are
+to be in time."""
 CROWDED_NS = 50_000_000
-"""Several prompts of which the oldest has waited for so long are a crowd. A tenth of what is promised to a first token: a lone
-prompt, or some that came just now, never take all that the promise leaves."""
+"""Several prompts of which the oldest has waited for so long are a crowd. A tenth of what is promised to a
+first token: a lone prompt, or some that came just now, never take all that the promise leaves."""
 IDLE_FACTOR = 2.5
-"""That target is never taken for less than so many times the step of a lone row (as `admission.idle_factor`): no batch
-keeps what an idle machine hardly does."""
+"""That target is never taken for less than so many times the step of a lone row (as `admission.idle_factor`):
+no batch keeps what an idle machine hardly does."""
 _LONE_CONTEXT = 512
 """The lone row's context, in tokens."""
 _NO_LIMIT = 1 << 60
@@ -90,7 +95,9 @@ class LatencyTargets:
         return next((target for known, target in self.by_priority if known == priority), self.default_ns)
 
     def of_rows(self, priority: int) -> int:
-        """What the rows of a priority class are promised per output token, in nanoseconds; 0 promises nothing."""
+        """What the rows of a priority class are promised per output token, in nanoseconds; 0 promises
+        nothing.
+        """
         return self.of_class(priority) or self.tpot_ns
 
     @property
@@ -140,8 +147,8 @@ class PrefillBudget:
         return min(max(TIMES_MAX / self.overrun.factor - 1, STRETCH_MIN), STRETCH_MAX)
 
     def kept_ns(self, target_ns: int) -> float:
-        """What a step may be predicted to take, so that the rows in it are given their tokens within a target of so many
-        nanoseconds, or within what this machine can keep.
+        """What a step may be predicted to take, so that the rows in it are given their tokens within a target
+        of so many nanoseconds, or within what this machine can keep.
         """
         lone_ns = self.model.predict_ns(StepLoad(1, 1, _LONE_CONTEXT))
         return KEPT_SHARE * max(target_ns, IDLE_FACTOR * lone_ns)
@@ -151,7 +158,8 @@ class PrefillBudget:
     ) -> "PromptShare":
         """The share of prompts in a step whose decode rows are `decoding`, of classes `priorities`.
 
-        `num_prompts` is how many prompts are not finished or not started, at least 1; the oldest has waited for `waited_ns`.
+        `num_prompts` is how many prompts are not finished or not started, at least 1; the oldest has waited
+        for `waited_ns`.
         """
         assert num_prompts > 0, "a step without prompts has nothing to share"
         base_ns = self.model.predict_ns(decoding)
@@ -215,8 +223,9 @@ class PromptShare:
         """The part of `wanted` that fits the time; less if the law knows too little of such a step.
 
         Then half of it is asked about, and so on down to a cautious size. Since the law may be extrapolated
-        somewhat, chunks grow from step to step, and it learns what it did not know. A part below that size is taken
-        as it is if the law knows either: a small chunk that fits is not made larger because a large one is unknown.
+        somewhat, chunks grow from step to step, and it learns what it did not know. A part below that size is
+        taken as it is if the law knows either: a small chunk that fits is not made larger because a large one
+        is unknown.
         """
         num_tokens, cautious = min(wanted, self._in_time(num_computed)), min(wanted, max(self._cautious, 0))
         while not self._trusts(num_computed, num_tokens):

@@ -3,7 +3,8 @@
 FCFSQueue     smaller priority first, then earlier arrival: a class can starve those below it
 AgeingQueue   the same, but a class is only worth so many seconds of waiting: nobody starves
 FairQueue     by tenant: whoever was served least goes first (fair_queue.py)
-ClassQueue    a FairQueue for each class; a class goes first until those below have waited long enough (class_queue.py)
+ClassQueue    a FairQueue for each class; a class goes first until those below have waited long enough
+              (class_queue.py)
 """
 
 from collections.abc import Callable
@@ -43,11 +44,15 @@ class WaitingQueue(Protocol):
         ...
 
     def charge(self, request: Request, *, prompt: int = 0, cached: int = 0, generated: int = 0) -> None:
-        """Count what a request was given: prompt tokens computed, prompt tokens found cached, tokens drawn."""
+        """Count what a request was given: prompt tokens computed, prompt tokens found cached, tokens
+        drawn.
+        """
         ...
 
     def served_to(self, request: Request) -> int:
-        """What the request's tenant was served in its class, in computed prompt tokens; 0 where shares do not count."""
+        """What the request's tenant was served in its class, in computed prompt tokens; 0 where shares do not
+        count.
+        """
         ...
 
     def __len__(self) -> int:
@@ -60,7 +65,9 @@ Order = tuple[int, int, int]
 
 
 class OrderedQueue:
-    """Requests by a key that does not change while they wait. O(log n) to add and to take, wherever it stands.
+    """Requests by a key that does not change while they wait.
+
+    O(log n) to add and to take, wherever it stands.
 
     A preempted request keeps its arrival, so it is before all of its class that never ran: those
     arrived later, or they would have been admitted before it.

@@ -39,8 +39,8 @@ class KVQuota:
         if blocks_for(num_tokens) > self.blocks_max:
             prompt = blocks_for(request.num_prompt) > self.blocks_max
             raise KVQuotaExceeded(
-                f"prompt and answer of up to {num_tokens} tokens are over the KV quota of one tenant, which is "
-                f"{self.blocks_max * BLOCK_TOKENS} tokens",
+                f"prompt and answer of up to {num_tokens} tokens are over the KV quota of one tenant, which "
+                f"is {self.blocks_max * BLOCK_TOKENS} tokens",
                 param="prompt" if prompt else "max_tokens",
             )
 
@@ -51,7 +51,8 @@ class KVQuota:
     def admits(self, request: Request, num_blocks: int) -> bool:
         """Whether the tenant may hold so many blocks more; always if it holds none, since `check_fits`.
 
-        A quota of all there is bounds nobody. What does not fit then waits at the head, where nobody passes it.
+        A quota of all there is bounds nobody. What does not fit then waits at the head, where nobody passes
+        it.
         """
         if self.blocks_max >= self._pool.num_blocks:
             return True

@@ -39,7 +39,8 @@ class Request:
     """Every known token: the prompt, then what was generated (int32; see `token_array`)."""
     sampling: SamplingParams
     num_resumed: int = 0
-    """The last so many of `tokens` were generated elsewhere, before it came here: it goes on as after a preemption."""
+    """The last so many of `tokens` were generated elsewhere, before it came here: it goes on as after a
+    preemption."""
     salt: bytes = b""
     """Prefix-cache namespace of the tenant."""
     public_tokens: int = 0
@@ -119,7 +120,9 @@ class Request:
         return len(self.tokens) + self.num_drawing - self.num_planned
 
     def restart_from(self, num_computed: int) -> None:
-        """Start to plan again behind `num_computed` tokens; nothing of it is in flight, or nothing that counts."""
+        """Start to plan again behind `num_computed` tokens; nothing of it is in flight, or nothing that
+        counts.
+        """
         assert 0 <= num_computed <= len(self.tokens), f"{num_computed} tokens of {len(self.tokens)}"
         self.num_computed = self.num_planned = num_computed
         self.num_drawing = 0
@@ -130,7 +133,9 @@ class Request:
         return self.sampling.prompt_logprobs is not None and self.num_scored < self.num_prompt
 
     def scores_after(self, num_computed: int) -> bool:
-        """Whether logits after so many tokens give the log-probability of a prompt token that is asked for."""
+        """Whether logits after so many tokens give the log-probability of a prompt token that is asked
+        for.
+        """
         return self.sampling.prompt_logprobs is not None and num_computed + 1 < self.num_prompt
 
     @property
@@ -165,8 +170,8 @@ class Request:
     def usage(self, now_ns: int) -> Usage:
         """What the request used up to now.
 
-        Queue: submitted to first computed, loading from host memory included. Prefill: from there to the first token. Decode: the rest, time
-        spent preempted included.
+        Queue: submitted to first computed, loading from host memory included. Prefill: from there to the
+        first token. Decode: the rest, time spent preempted included.
         """
         started_ns = now_ns if self.started_ns is None else self.started_ns
         first_token_ns = now_ns if self.first_token_ns is None else self.first_token_ns

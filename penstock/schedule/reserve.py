@@ -1,9 +1,9 @@
 """How much room admission leaves for the answers of those that run.
 
 Room for every answer's `max_tokens` wastes most of the cache, since few answers get that long; room for none
-fills it with requests that are preempted for one another soon after. So a share `rho` of what the running rows
-are *expected* to generate is kept free: rho rises with every step in which somebody had to be preempted, and
-decays otherwise (after SGLang's adaptive new-token ratio).
+fills it with requests that are preempted for one another soon after. So a share `rho` of what the running
+rows are *expected* to generate is kept free: rho rises with every step in which somebody had to be preempted,
+and decays otherwise (after SGLang's adaptive new-token ratio).
 """
 
 from penstock.kv.cache.manager import blocks_for

@@ -1,14 +1,17 @@
 """How many requests may run at once, so that each of them gets its next token in time.
 
-A step costs every row the time of the whole step, so a target for the time per output token bounds the rows, not only
-the prompts beside them: a request starts only if the step in which all that run decode, with the least that prompts take of
-it, is predicted to keep the target. The others wait, where a queue can still reorder or refuse them.
+A step costs every row the time of the whole step, so a target for the time per output token bounds the rows,
+not only the prompts beside them: a request starts only if the step in which all that run decode, with the
+least that prompts take of it, is predicted to keep the target. The others wait, where a queue can still
+reorder or refuse them.
 
     target     the strictest of the classes that run; a class that only waits slows nobody down
                (not below what this machine can keep: `PrefillBudget.kept_ns`)
-    predicted  each row's context as it will be half-way through the rest of its answer: the mean over the time that counts
+    predicted  each row's context as it will be half-way through the rest of its answer: the mean over the
+               time that counts
 
-One request always runs. Requests that run are never taken out again for a target: that would only move the wait.
+One request always runs. Requests that run are never taken out again for a target: that would only move the
+wait.
 """
 
 from collections.abc import Sequence
@@ -20,23 +23,30 @@ from penstock.schedule.reserve import OutputEstimate
 from penstock.schedule.step_time import StepLoad
 
 UNTRUSTED_ROWS, UNTRUSTED_STEPS = 4, 4
-"""While the law does not know what so many rows cost: requests that may start in one step, and the steps from one refused until
-it asks again. One of those only decodes and is learnt from: what prompts cost and what rows cost cannot be told apart otherwise."""
+"""While the law does not know what so many rows cost: requests that may start in one step, and the steps from
+one refused until it asks again. One of those only decodes and is learnt from: what prompts cost and what rows
+cost cannot be told apart otherwise."""
 REFUSED_STEPS = 16
-"""Whom the law refuses asks again after so many steps, or as soon as a request that runs has ended: asking takes time."""
+"""Whom the law refuses asks again after so many steps, or as soon as a request that runs has ended: asking
+takes time."""
 
 
 class RowBound:
-    """One engine's. `open` it for a step that may start requests, then ask `admits` and tell what `started`."""
+    """One engine's.
+
+    `open` it for a step that may start requests, then ask `admits` and tell what `started`.
+    """
 
     __slots__ = (
-        "_estimate", "_growth", "_kv_read", "_limit_ns", "_max_running", "_prefill", "_rows", "_started", "refused_steps", "rows_max",
+        "_estimate", "_growth", "_kv_read", "_limit_ns", "_max_running", "_prefill", "_rows", "_started",
+        "refused_steps", "rows_max",
     )  # fmt: skip
 
     def __init__(self, prefill: PrefillBudget, estimate: OutputEstimate, max_running: int) -> None:
         self._prefill, self._estimate = prefill, estimate
         self._max_running = self.rows_max = max_running
-        """Of requests like those that run, how many keep the target: as of when the last one asked to start."""
+        """Of requests like those that run, how many keep the target: as of when the last one asked to
+        start."""
         self.refused_steps = REFUSED_STEPS
         """After how many steps the one that `admits` has just refused asks again."""
         self._limit_ns = inf

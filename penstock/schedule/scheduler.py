@@ -83,7 +83,8 @@ class Scheduler:
     def submit(self, request: Request, *, arrived_ns: int | None = None) -> None:
         """Queue a new request. It ends exactly once: in an `apply` outcome, or by `abort`.
 
-        `arrived_ns` is when it came in, if that was before now (while a step ran): queueing counts from there.
+        `arrived_ns` is when it came in, if that was before now (while a step ran): queueing counts from
+        there.
 
         Raises:
             InvalidRequest: an empty prompt, no token to generate, or an id that is already in use.
@@ -120,8 +121,8 @@ class Scheduler:
         """Choose the next step's work; None when there is nothing to do, or nothing before the next `apply`.
 
         Rows that decode come first, then running prompts, then the head of the queue. May be called while one
-        plan is in flight. With nothing to compute, but blocks on their way to or from host memory, the plan is to
-        wait for those; that is only planned at rest, for a step in flight brings news of them too.
+        plan is in flight. With nothing to compute, but blocks on their way to or from host memory, the plan
+        is to wait for those; that is only planned at rest, for a step in flight brings news of them too.
         """
         assert len(self._flights) < FLIGHTS_MAX, "apply a plan in flight first"
         if self._flights and self._planner.wants_rest:
@@ -145,7 +146,10 @@ class Scheduler:
         return flight.plan
 
     def share_time(self, time_ns: int) -> bool:
-        """Before `apply`: share out the time that the oldest step in flight took. False: it computed nothing that could pay for it."""
+        """Before `apply`: share out the time that the oldest step in flight took.
+
+        False: it computed nothing that could pay for it.
+        """
         flight = self._flights[0]
         if not flight.plan.work:
             return False
@@ -153,7 +157,9 @@ class Scheduler:
         return True
 
     def apply(self, result: StepResult) -> StepOutcome:
-        """Take in what the oldest step in flight computed: tokens, ends, blocks that may be hit from now on."""
+        """Take in what the oldest step in flight computed: tokens, ends, blocks that may be hit from now
+        on.
+        """
         assert self._flights, "no plan is in flight"
         flight = self._flights.popleft()
         assert flight.plan.step == result.step, (flight.plan.step, result.step)
@@ -199,14 +205,16 @@ class Scheduler:
         return outcome
 
     def fast_forward_max(self, limit: int) -> int:
-        """How many of the next steps, up to `most`, only decode the rows that run, so that `leap` may do them; see fast_forward.py."""
+        """How many of the next steps, up to `most`, only decode the rows that run, so that `leap` may do
+        them; see fast_forward.py.
+        """
         return 0 if self._flights else self._fast_forward.steps_max(limit)
 
     def fast_forward(self, times_ns: Sequence[int], draw: Draw) -> StepOutcome:
         """Do steps as `schedule` and `apply` would, each planned at one of `times_ns` and over at the next.
 
-        `draw` gives the tokens; only the last of a request may end its answer. No more steps than `fast_forward_max` said. The
-        outcome has those that ended; now must be the last of the times.
+        `draw` gives the tokens; only the last of a request may end its answer. No more steps than
+        `fast_forward_max` said. The outcome has those that ended; now must be the last of the times.
         """
         assert not self._flights, "apply a plan in flight first"
         ended = self._fast_forward.over(self._step, times_ns, draw)
@@ -230,7 +238,10 @@ class Scheduler:
 
     @property
     def due_ns(self) -> int | None:
-        """When to call `schedule` although no request has come: blocks have been idle for long. None for never."""
+        """When to call `schedule` although no request has come: blocks have been idle for long.
+
+        None for never.
+        """
         return self._manager.host.due_ns
 
     def statistics(self) -> SchedulerStatistics:
@@ -290,7 +301,9 @@ class Scheduler:
     def _take_decoded(
         self, flight: Flight, drawn: Sequence[Sampled], outputs: list[RequestOutput], now_ns: int
     ) -> None:
-        """One token more for every row that decoded: most of what there is to take in, so the plain case is all in here."""
+        """One token more for every row that decoded: most of what there is to take in, so the plain case is
+        all in here.
+        """
         rows = flight.requests[: flight.num_decoding]
         num_plain = 0
         for request, work, draw in zip(rows, flight.plan.work, drawn, strict=False):
@@ -318,7 +331,8 @@ class Scheduler:
         self._counters.generated_tokens += num_plain
 
     def _out_of_memory(self, flight: Flight, why: str, outcome: StepOutcome, now_ns: int) -> None:
-        """A step did not fit: forget it and what was planned behind it, and go on in smaller steps, from rest.
+        """A step did not fit: forget it and what was planned behind it, and go on in smaller steps, from
+        rest.
 
         A request whose single token does not fit alone cannot be helped: it ends, and only it.
         """

@@ -35,6 +35,7 @@ class SchedulerStatistics:
     generated_tokens: int
     preemptions: int
     rows_max: int
-    """Requests that would run at once at most: fewer than the batch has rows where a target bounds them (`row_bound.py`)."""
+    """Requests that would run at once at most: fewer than the batch has rows where a target bounds them
+    (`row_bound.py`)."""
     host: HostStatistics
     """The KV cache's host tier."""

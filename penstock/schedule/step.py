@@ -15,8 +15,8 @@ class StepBuilder:
     """Collects one step's work. Never holds more tokens than its budget, nor a row twice."""
 
     __slots__ = (
-        "_kv_read", "_new_rows", "_num_decoding", "_num_tokens", "_pairs", "_requests", "_work", "budget", "planned_ns",
-        "prompts", "scored_budget",
+        "_kv_read", "_new_rows", "_num_decoding", "_num_tokens", "_pairs", "_requests", "_work", "budget",
+        "planned_ns", "prompts", "scored_budget",
     )  # fmt: skip
 
     def __init__(self, step_tokens: int, scored_tokens: int) -> None:
@@ -84,7 +84,9 @@ class StepBuilder:
         self._kv_read += start + 1
 
     def add_all_decoding(self, requests: list[Request]) -> None:
-        """The same for rows that need no block: nearly all of a step, so what can be done for all at once is."""
+        """The same for rows that need no block: nearly all of a step, so what can be done for all at once
+        is.
+        """
         self._open_decoding(len(requests))
         self._work += [RowWork(request.row, request.num_planned, 1, True) for request in requests]
         self._requests += requests

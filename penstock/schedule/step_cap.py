@@ -1,7 +1,8 @@
 """How large a step may be after steps that did not fit the memory."""
 
 GROW_AFTER_STEPS = 64
-"""So many steps in a row must fit before larger ones are tried again. A failed step is wasted: about 1 % at worst."""
+"""So many steps in a row must fit before larger ones are tried again. A failed step is wasted: about 1 % at
+worst."""
 
 
 class StepCap:
@@ -24,7 +25,10 @@ class StepCap:
         return self.tokens < self._limit
 
     def step_failed(self, num_tokens: int) -> bool:
-        """A step of `num_tokens` ran out of memory. False if it was of a single token: no smaller step exists."""
+        """A step of `num_tokens` ran out of memory.
+
+        False if it was of a single token: no smaller step exists.
+        """
         assert 0 < num_tokens <= self._limit, f"a step of {num_tokens} tokens was never allowed"
         self.tokens, self._fitted = max(1, num_tokens // 2), 0
         return num_tokens > 1

@@ -25,9 +25,11 @@ _MEMORY = 0.98
 _RIDGE = 1e-4
 """Pull towards zero, in units of one observation: decides only what no step has shown yet."""
 _TOO_SHORT = 0.5
-"""A time below this share of what was expected counts as this share. Too long ones weigh little by themselves."""
+"""A time below this share of what was expected counts as this share. Too long ones weigh little by
+themselves."""
 _CHECK_EVERY = 16
-"""Observations between two looks at what is expected, for that bound: solving each time would cost too much."""
+"""Observations between two looks at what is expected, for that bound: solving each time would cost too
+much."""
 _PIVOT_MIN = _RIDGE * 1e-6
 _OBSERVATIONS_MIN = 4
 _LEVERAGE_MAX = 4.0
@@ -99,11 +101,11 @@ class StepTimeModel:
     """Recursive least squares of relative errors, with coefficients that are never negative.
 
     Every observation is divided by its own time, so that a decode step of 5 ms and a chunk of 500 ms count
-    alike, and a hiccup of ten times the time counts a hundredth. Forgetting is directional (Cao and Schwartz, "A directional forgetting algorithm based on the
-    decomposition of the information matrix", Automatica 2000): a step makes room only for what it shows, so
-    an hour of pure decoding does not wash away what prompts cost, and a constant load cannot blow up what it
-    does not tell. The sums are kept as information (normal equations), so that the constrained solution can
-    be found from them, when it is asked for.
+    alike, and a hiccup of ten times the time counts a hundredth. Forgetting is directional (Cao and Schwartz,
+    "A directional forgetting algorithm based on the decomposition of the information matrix", Automatica
+    2000): a step makes room only for what it shows, so an hour of pure decoding does not wash away what
+    prompts cost, and a constant load cannot blow up what it does not tell. The sums are kept as information
+    (normal equations), so that the constrained solution can be found from them, when it is asked for.
     """
 
     __slots__ = ("_cost", "_count", "_expected", "_information", "_passive", "_target", "_unit_ns")
@@ -193,7 +195,8 @@ class StepTimeModel:
             self._expected = self.cost
 
     def trusts(self, load: StepLoad) -> bool:
-        """Whether enough was observed to predict this load: about this load, or about the terms it is made of.
+        """Whether enough was observed to predict this load: about this load, or about the terms it is made
+        of.
 
         The test is the leverage of the load (its prediction's variance in units of one observation's).
         """
@@ -223,7 +226,8 @@ def _row(load: StepLoad, weight: float) -> Vector:
 
 
 def _solve(matrix: Triangle, right: Vector, terms: int) -> Vector:
-    """The solution of the equations of `terms` alone (symmetric, positive definite), by Cholesky; zero elsewhere.
+    """The solution of the equations of `terms` alone (symmetric, positive definite), by Cholesky; zero
+    elsewhere.
 
     A term that is left out keeps an equation of its own: one times it is zero. Written out for the step loop.
     """
@@ -270,7 +274,8 @@ def _solve(matrix: Triangle, right: Vector, terms: int) -> Vector:
 
 
 def _solve_non_negative(matrix: Triangle, right: Vector, passive: int) -> tuple[Vector, int]:
-    """Least squares without negative coefficients, by an active set (Lawson and Hanson 1974) from a first guess.
+    """Least squares without negative coefficients, by an active set (Lawson and Hanson 1974) from a first
+    guess.
 
     Returns the solution and the terms that are not held at zero. With five terms a few rounds settle it; the
     bound stops rounding from going in circles, and then negative rests are cut.

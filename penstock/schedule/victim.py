@@ -9,10 +9,11 @@ Everything is taken from a victim and it waits to be resumed, so the choice is w
     5. then whose work is quickest to do again
     6. then who came last
 
-Tenants whose counters are less than a grain (a step's tokens) above the least are alike: a step charges one of them that much at once, so
-less says only who was computed last. It is also what keeps two tenants from taking turns: whoever gave way for its share has a grain more
-than the other, which gives way for its own only with a grain more in turn; so it was served twice that in between. Among tenants alike, and
-with one tenant, the least work counts.
+Tenants whose counters are less than a grain (a step's tokens) above the least are alike: a step charges one
+of them that much at once, so less says only who was computed last. It is also what keeps two tenants from
+taking turns: whoever gave way for its share has a grain more than the other, which gives way for its own only
+with a grain more in turn; so it was served twice that in between. Among tenants alike, and with one tenant,
+the least work counts.
 
 The first of all running requests in order (class, arrival) is never a victim of others. It gets its blocks by
 taking them from everybody else if need be, so it always advances and ends; then the next is the first. Hence

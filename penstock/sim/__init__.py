@@ -1,1 +1,3 @@
-"""The product on virtual time: the real policies, scheduler and block pool, with modelled steps, network and failures."""
+"""The product on virtual time: the real policies, scheduler and block pool, with modelled steps, network and
+failures.
+"""

@@ -6,7 +6,10 @@ from prometheus_client import Counter
 
 
 class BackendMeters:
-    """The counters of one engine. Label values come from closed sets: outcomes, anomalies, our tables of names."""
+    """The counters of one engine.
+
+    Label values come from closed sets: outcomes, anomalies, our tables of names.
+    """
 
     def __init__(self, engine: str, counters: Mapping[str, Counter]) -> None:
         """`counters` by name, as the catalog has them."""

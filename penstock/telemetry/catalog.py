@@ -1,9 +1,9 @@
 """Every metric there is, as one literal table. Names and labels are an interface: dashboards and alerts are
 written against them, so a golden file keeps them.
 
-Only the names are ours; the shapes are the field's. Buckets follow OpenTelemetry's GenAI conventions, extended
-downwards for small models and upwards for long answers. Label values come from closed sets: configured model
-names, the enums below, HTTP status codes. Nothing that a client can invent becomes a label.
+Only the names are ours; the shapes are the field's. Buckets follow OpenTelemetry's GenAI conventions,
+extended downwards for small models and upwards for long answers. Label values come from closed sets:
+configured model names, the enums below, HTTP status codes. Nothing that a client can invent becomes a label.
 """
 
 import enum
@@ -53,13 +53,15 @@ class Metric:
 
 
 TTFT_BUCKETS = (
-    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0,
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0,
+    60.0,
 )  # fmt: skip
 TPOT_BUCKETS = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
 )  # fmt: skip
 DURATION_BUCKETS = (
-    0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92, 163.84, 327.68, 655.36,
+    0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92, 163.84, 327.68,
+    655.36,
 )  # fmt: skip
 RATIO_BUCKETS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0)
 ERROR_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
@@ -70,20 +72,24 @@ MODEL = ("model",)
 CATALOG = (
     # Requests, as the gateway sees them.
     Metric(
-        "penstock_requests_total", "counter", "Completed requests, by outcome.", ("model", "endpoint", "outcome")
+        "penstock_requests_total", "counter", "Completed requests, by outcome.",
+        ("model", "endpoint", "outcome")
     ),
     Metric(
-        "penstock_request_ttft_seconds", "histogram", "Time from arrival to the first token.", MODEL, TTFT_BUCKETS
+        "penstock_request_ttft_seconds", "histogram", "Time from arrival to the first token.", MODEL,
+        TTFT_BUCKETS
     ),
     Metric(
         "penstock_request_tpot_seconds", "histogram",
         "Mean time per output token after the first, one value per request.", MODEL, TPOT_BUCKETS,
     ),
     Metric(
-        "penstock_request_duration_seconds", "histogram", "Time from arrival to the last byte of the response.", MODEL, DURATION_BUCKETS
+        "penstock_request_duration_seconds", "histogram", "Time from arrival to the last byte of the "
+        "response.", MODEL, DURATION_BUCKETS
     ),
     Metric(
-        "penstock_request_queue_seconds", "histogram", "Time in queues before the first engine step.", MODEL, TTFT_BUCKETS
+        "penstock_request_queue_seconds", "histogram", "Time in queues before the first engine step.", MODEL,
+        TTFT_BUCKETS
     ),
     Metric("penstock_prompt_tokens_total", "counter", "Prompt tokens of completed requests.", MODEL),
     Metric(
@@ -95,19 +101,24 @@ CATALOG = (
     Metric("penstock_engine_waiting", "gauge", "Requests waiting in the engine's queue.", MODEL, shared=True),
     Metric("penstock_kv_blocks", "gauge", "KV blocks by state.", ("model", "state"), shared=True),
     Metric("penstock_host_kv_blocks", "gauge", "KV blocks stored in host memory.", MODEL, shared=True),
-    Metric("penstock_host_kv_stores_total", "counter", "KV blocks copied to host memory.", MODEL, shared=True),
-    Metric("penstock_host_kv_loads_total", "counter", "KV blocks copied back from host memory.", MODEL, shared=True),
+    Metric("penstock_host_kv_stores_total", "counter", "KV blocks copied to host memory.", MODEL,
+        shared=True),
+    Metric("penstock_host_kv_loads_total", "counter", "KV blocks copied back from host memory.", MODEL,
+        shared=True),
     Metric("penstock_engine_steps_total", "counter", "Completed engine steps.", MODEL, shared=True),
-    Metric("penstock_engine_step_seconds_total", "counter", "Time spent in engine steps.", MODEL, shared=True),
+    Metric("penstock_engine_step_seconds_total", "counter", "Time spent in engine steps.", MODEL,
+        shared=True),
     Metric(
         "penstock_engine_host_seconds_total", "counter",
         "Time spent in engine steps outside of the forward pass and sampling.", MODEL, shared=True,
     ),
     Metric("penstock_engine_preemptions_total", "counter", "Preempted requests.", MODEL, shared=True),
-    Metric("penstock_engine_restarts_total", "counter", "Restarts of the engine process.", MODEL, shared=True),
+    Metric("penstock_engine_restarts_total", "counter", "Restarts of the engine process.", MODEL,
+        shared=True),
     Metric(
         "penstock_accelerator_cost_total", "counter",
-        "Cost of accelerator time in the currency of the price list, with requests (busy) and without (idle).",
+        "Cost of accelerator time in the currency of the price list, with requests (busy) and without "
+        "(idle).",
         ("model", "part"), shared=True,
     ),
     Metric(
@@ -120,43 +131,55 @@ CATALOG = (
     Metric("penstock_streams", "gauge", "Responses in progress."),
     Metric("penstock_http_responses_total", "counter", "HTTP responses by status code.", ("code",)),
     Metric(
-        "penstock_client_disconnects_total", "counter", "Clients that disconnected before their response was complete."
+        "penstock_client_disconnects_total", "counter", "Clients that disconnected before their response was "
+        "complete."
     ),
     Metric(
-        "penstock_slow_client_aborts_total", "counter", "Responses aborted because the client read too slowly."
+        "penstock_slow_client_aborts_total", "counter", "Responses aborted because the client read too "
+        "slowly."
     ),
     Metric(
-        "penstock_event_loop_lag_seconds", "histogram", "Delay of a periodic timer on the event loop.", (), LAG_BUCKETS
+        "penstock_event_loop_lag_seconds", "histogram", "Delay of a periodic timer on the event loop.", (),
+        LAG_BUCKETS
     ),
     # The usage ledger.
     Metric("penstock_ledger_records_total", "counter", "Usage records written to the journal."),
-    Metric("penstock_ledger_pending_records", "gauge", "Usage records in the journal that are not in the database yet."),
-    Metric("penstock_ledger_lost_records_total", "counter", "Usage records lost because the disk and the buffer were full."),
+    Metric("penstock_ledger_pending_records", "gauge", "Usage records in the journal that are not in the "
+    "database yet."),
+    Metric("penstock_ledger_lost_records_total", "counter", "Usage records lost because the disk and the "
+    "buffer were full."),
     Metric("penstock_ledger_sink_errors_total", "counter", "Failed writes to the ledger database."),
     Metric("penstock_ledger_journal_bytes", "gauge", "Size of this process's journal on disk."),
     Metric("penstock_ledger_open_requests", "gauge", "Accepted requests without a usage record yet."),
     # Limits that several gateways share.
-    Metric("penstock_shared_store_away", "gauge", "Gateway processes without a connection to the store of shared limits."),
-    Metric("penstock_shared_store_failures_total", "counter", "Failed requests to the store of shared limits."),
-    Metric("penstock_shared_gateways", "gauge", "Gateway processes that share limits, as last reported by the store.", shared=True),
+    Metric("penstock_shared_store_away", "gauge", "Gateway processes without a connection to the store of "
+    "shared limits."),
+    Metric("penstock_shared_store_failures_total", "counter", "Failed requests to the store of shared "
+    "limits."),
+    Metric("penstock_shared_gateways", "gauge", "Gateway processes that share limits, as last reported by "
+    "the store.", shared=True),
     # Admission and queues.
     Metric("penstock_queue_waiting", "gauge", "Requests waiting in the gateway for a worker.", MODEL),
     Metric(
         "penstock_refused_total", "counter", "Rejected requests, by reason.", ("model", "reason")
     ),
-    Metric("penstock_evicted_total", "counter", "Accepted requests that were evicted, by reason.", ("model", "reason")),
-    Metric("penstock_diverted_total", "counter", "Requests sent to another model, by reason.", ("model", "reason")),
+    Metric("penstock_evicted_total", "counter", "Accepted requests that were evicted, by reason.",
+        ("model", "reason")),
+    Metric("penstock_diverted_total", "counter", "Requests sent to another model, by reason.",
+        ("model", "reason")),
     Metric(
         "penstock_route_decisions_total", "counter", "Placement decisions, by policy and reason.",
         ("model", "policy", "reason"),
     ),
     Metric(
-        "penstock_prefix_match_ratio", "histogram", "Expected prefix cache hit ratio of a prompt at its worker.", MODEL,
+        "penstock_prefix_match_ratio", "histogram", "Expected prefix cache hit ratio of a prompt at its "
+        "worker.", MODEL,
         RATIO_BUCKETS,
     ),
     # The KV index.
     Metric("penstock_kv_index_entries", "gauge", "KV blocks in the index; a block counts once per tier."),
-    Metric("penstock_kv_index_predicted_entries", "gauge", "KV blocks in the index that are predicted and not confirmed."),
+    Metric("penstock_kv_index_predicted_entries", "gauge", "KV blocks in the index that are predicted and "
+    "not confirmed."),
     Metric(
         "penstock_kv_index_staleness_seconds", "gauge", "Age of the oldest missing KV event over all workers."
     ),
@@ -165,11 +188,13 @@ CATALOG = (
         "Workers with cache hits whose KV events match no prompt.", shared=True,
     ),
     Metric("penstock_kv_index_gaps_total", "counter", "Gaps in the KV event streams of workers."),
-    Metric("penstock_kv_index_replays_total", "counter", "Replays requested from workers after gaps in their KV events."),
+    Metric("penstock_kv_index_replays_total", "counter", "Replays requested from workers after gaps in their "
+    "KV events."),
     Metric("penstock_kv_index_unreadable_total", "counter", "KV events that could not be decoded."),
     Metric(
         "penstock_kv_index_blocks_total", "counter",
-        "Prompt blocks at a worker: expected and cached (hit), expected and not cached (missed), or cached unexpectedly.",
+        "Prompt blocks at a worker: expected and cached (hit), expected and not cached (missed), or cached "
+        "unexpectedly.",
         ("outcome",),
     ),
     Metric("penstock_retries_total", "counter", "Retried requests.", MODEL),
@@ -193,7 +218,8 @@ CATALOG = (
         MODEL,
     ),
     Metric(
-        "penstock_ttft_prediction_error_ratio", "histogram", "Relative error of the predicted time to first token.",
+        "penstock_ttft_prediction_error_ratio", "histogram", "Relative error of the predicted time to first "
+        "token.",
         MODEL, ERROR_BUCKETS,
     ),
     # External workers.
@@ -212,6 +238,7 @@ CATALOG = (
     Metric(
         "penstock_scrape_failures_total", "counter", "Failed scrapes of a worker's metrics.", ("engine",)
     ),
-    Metric("penstock_budget_warnings_total", "counter", "Budget warning thresholds that were crossed.", ("period",)),
+    Metric("penstock_budget_warnings_total", "counter", "Budget warning thresholds that were crossed.",
+        ("period",)),
     Metric("penstock_build_info", "gauge", "Always 1; the version is a label.", ("version",), shared=True),
 )  # fmt: skip

@@ -1,4 +1,5 @@
-"""The usage ledger of one gateway process: a journal that is written before anything is done, and a database behind it.
+"""The usage ledger of one gateway process: a journal that is written before anything is done, and a database
+behind it.
 
 ledger = Ledger(config.ledger, clock, log)
 await ledger.start()        # recovers what dead processes left
@@ -170,7 +171,8 @@ class Ledger:
             self._journal.flush()
 
     def identity(self, proposed: str) -> str:
-        """What this ledger is called among those of all machines, for all time: `proposed`, a random name, if it has none yet or is off.
+        """What this ledger is called among those of all machines, for all time: `proposed`, a random name, if
+        it has none yet or is off.
 
         Raises:
             LedgerError: the name cannot be read or kept.
@@ -183,7 +185,8 @@ class Ledger:
             raise LedgerError(f"ledger.directory: {self.directory}: {error.strerror}") from error
 
     async def spent(self) -> list[Spent]:
-        """What every tenant has spent this day and month, all gateways of this directory together: for `Budgets.restore`.
+        """What every tenant has spent this day and month, all gateways of this directory together: for
+        `Budgets.restore`.
 
         Raises:
             LedgerError: the ledger cannot be read.

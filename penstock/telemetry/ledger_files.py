@@ -4,9 +4,11 @@
     DIRECTORY/usage.sqlite                    the records
     DIRECTORY/journal/INSTANCE/lock           held while that gateway process lives
     DIRECTORY/journal/INSTANCE/00000001.seg   what it wrote and the database may not have yet
-    DIRECTORY/damaged/                        segments with something unreadable in the middle, kept for a person
+    DIRECTORY/damaged/                        segments with something unreadable in the middle, kept for a
+                                              person
 
-Every gateway process has a directory of its own. Whoever gets the lock of another's knows that it is dead and recovers it.
+Every gateway process has a directory of its own. Whoever gets the lock of another's knows that it is dead and
+recovers it.
 """
 
 import contextlib
@@ -43,7 +45,8 @@ def journal_root(directory: Path) -> Path:
 
 
 def identity(directory: Path, proposed: str) -> str:
-    """The ledger's name for all time, the same for all its processes: `proposed`, a random one, if it has none yet.
+    """The ledger's name for all time, the same for all its processes: `proposed`, a random one, if it has
+    none yet.
 
     Raises:
         OSError: it cannot be read or made.

@@ -1,13 +1,13 @@
 """The journal: what one gateway process knows of its requests, on disk before anything is done about it.
 
-`open`, `slice` and `close` only append to a list; `flush` writes the list in one system call, once per iteration of the
-event loop and before that iteration starts or ends any work. What was written survives the process (`kill -9`); the `sync`
-of another thread makes it survive the machine.
+`open`, `slice` and `close` only append to a list; `flush` writes the list in one system call, once per
+iteration of the event loop and before that iteration starts or ends any work. What was written survives the
+process (`kill -9`); the `sync` of another thread makes it survive the machine.
 
-A segment is set aside on disk in full when it is made, and the next one as soon as a quarter of the room is left: a full
-disk is noticed while there is still room for the ends of all that was begun. A segment is removed when its records were
-delivered, every older one is gone and no request that was opened in it still runs; requests that outlive several segments
-are written down again in the newest.
+A segment is set aside on disk in full when it is made, and the next one as soon as a quarter of the room is
+left: a full disk is noticed while there is still room for the ends of all that was begun. A segment is
+removed when its records were delivered, every older one is gone and no request that was opened in it still
+runs; requests that outlive several segments are written down again in the newest.
 """
 
 import os
@@ -84,7 +84,10 @@ class Journal:
         on_error: Callable[[str, OSError], None],
         limits: LedgerLimits = LEDGER_LIMITS,
     ) -> None:
-        """Make the first segment. `OSError`: there is no room for it. `on_error` hears of the disk's troubles."""
+        """Make the first segment. `OSError`: there is no room for it.
+
+        `on_error` hears of the disk's troubles.
+        """
         self._claim, self._config, self._clock, self._on_error = claim, config, clock, on_error
         self._limits = limits
         self._frames: list[bytes] = []
@@ -271,7 +274,10 @@ class Journal:
         return segment.offset > segment.size * 3 // 4 and not self._prepare()
 
     def _prepare(self, *, for_ends: bool = False) -> bool:
-        """Have the next segment ready, if bound and disk allow it. The ends of what was accepted have no bound but the disk."""
+        """Have the next segment ready, if bound and disk allow it.
+
+        The ends of what was accepted have no bound but the disk.
+        """
         if self._spare is not None:
             return True
         over = self.disk_bytes + self._limits.segment_bytes > self._limits.journal_bytes_max

@@ -1,8 +1,8 @@
 """Questions to the ledger: the database, and what journals hold that it does not have yet.
 
-Reads only, beside gateways that write. Journals are read first: what is delivered meanwhile is then found in both places and
-counted once by its id. Of a living gateway only requests that are over count; of a dead one those that it was in the
-middle of count as they will be recovered.
+Reads only, beside gateways that write. Journals are read first: what is delivered meanwhile is then found in
+both places and counted once by its id. Of a living gateway only requests that are over count; of a dead one
+those that it was in the middle of count as they will be recovered.
 """
 
 import sqlite3
@@ -169,8 +169,9 @@ class LedgerReader:
         )
         self._connection.commit()
         run(
-            f"CREATE TEMP VIEW records AS SELECT {names} FROM ledger.{TABLE} UNION ALL SELECT {names} FROM pending "
-            f"WHERE NOT EXISTS (SELECT 1 FROM ledger.{TABLE} there WHERE there.request_id = pending.request_id)"
+            f"CREATE TEMP VIEW records AS SELECT {names} FROM ledger.{TABLE} UNION ALL SELECT {names} FROM "
+            f"pending WHERE NOT EXISTS (SELECT 1 FROM ledger.{TABLE} there WHERE there.request_id = "
+            f"pending.request_id)"
         )
         run("BEGIN")
 

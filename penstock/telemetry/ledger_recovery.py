@@ -1,8 +1,10 @@
-"""From segments back to records: of living journals, of dead ones, and of those that were cut in the middle of a write.
+"""From segments back to records: of living journals, of dead ones, and of those that were cut in the middle
+of a write.
 
-A request with an end has that record. A request without one, in the journal of a dead process, gets the record that was
-written when it was accepted, with what its newest slice says: failed, and `recovered`. Nothing here depends on when
-or how often it is done, so a recovery that is itself interrupted is simply done again.
+A request with an end has that record. A request without one, in the journal of a dead process, gets the
+record that was written when it was accepted, with what its newest slice says: failed, and `recovered`.
+Nothing here depends on when or how often it is done, so a recovery that is itself interrupted is simply done
+again.
 """
 
 from collections.abc import Iterator
@@ -98,8 +100,8 @@ class Damage:
 def read_journal(directory: Path, damage: list[Damage] | None = None) -> Iterator[Frame]:
     """Every whole frame of one journal in the order of writing.
 
-    Files that vanish meanwhile were delivered. A cut at the end of what was written last is what a crash leaves; something
-    unreadable with a whole frame behind it is damage, which goes to the list.
+    Files that vanish meanwhile were delivered. A cut at the end of what was written last is what a crash
+    leaves; something unreadable with a whole frame behind it is damage, which goes to the list.
 
     Raises:
         LedgerError: a newer version wrote it, or a file cannot be read.

@@ -2,10 +2,11 @@
 
     magic | frame(HEADER) | frame(OPEN) | frame(SLICE) | frame(CLOSE) | ... | zeros
 
-A frame is length, CRC-32 and kind, then the body in msgpack. A file is set aside in full when it is made, so what was not
-written yet reads as zeros: a length of 0 ends the data. A frame that is not whole ends it too, if no whole one follows: a
-process or a machine that died while it wrote leaves that behind. If one follows, the bytes between are damage, and reading
-continues behind them. Bytes in, frames out: files are the journal's business.
+A frame is length, CRC-32 and kind, then the body in msgpack. A file is set aside in full when it is made, so
+what was not written yet reads as zeros: a length of 0 ends the data. A frame that is not whole ends it too,
+if no whole one follows: a process or a machine that died while it wrote leaves that behind. If one follows,
+the bytes between are damage, and reading continues behind them. Bytes in, frames out: files are the journal's
+business.
 """
 
 import enum
@@ -27,12 +28,14 @@ _HEAD = struct.Struct("<IIB")
 HEAD_BYTES = _HEAD.size
 _pack = _HEAD.pack
 _MAY_BEGIN = re.compile(
-    rb"(?=[\x00-\xff]{2}[\x00\x01]\x00[\x00-\xff]{4}(?:[\x02\x04][\x80-\x8f\xde\xdf]|\x03[\x90-\x9f\xdc\xdd]))"
+    rb"(?=[\x00-\xff]{2}[\x00\x01]\x00[\x00-\xff]{4}(?:[\x02\x04][\x80-\x8f\xde\xdf]|"
+    rb"\x03[\x90-\x9f\xdc\xdd]))"
 )
-"""A head with a length within the bound, and a body that begins as its kind does in msgpack: a map, of a slice an array.
+"""A head with a length within the bound, and a body that begins as its kind does in msgpack: a map, of a
+slice an array.
 
-None of these first bytes begins a character in UTF-8, so no text of a client (its `user` or its model's name, which are inside
-of records) can pass for a frame.
+None of these first bytes begins a character in UTF-8, so no text of a client (its `user` or its model's name,
+which are inside of records) can pass for a frame.
 """
 
 
@@ -57,7 +60,9 @@ class SegmentHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What a running request has used until now: totals, so that the newest one says all and none needs an earlier one."""
+    """What a running request has used until now: totals, so that the newest one says all and none needs an
+    earlier one.
+    """
 
     request_id: str
     at_ns: int
@@ -149,7 +154,10 @@ def next_frame(data: bytes, offset: int) -> int | None:
 
 
 def read_past_damage(data: bytes, offset: int = 0) -> Iterator[Frame | Gap]:
-    """Every frame from `offset` on, and what is unreadable between them. Nothing is said of what follows the last one."""
+    """Every frame from `offset` on, and what is unreadable between them.
+
+    Nothing is said of what follows the last one.
+    """
     while True:
         for frame in read_frames(data, offset):
             yield frame
@@ -167,7 +175,8 @@ def to_head(header: SegmentHeader) -> bytes:
 
 
 def read_head(data: bytes, name: str) -> tuple[SegmentHeader, int] | None:
-    """The header and the offset behind it; None if the file was never begun properly, so that nothing can be in it.
+    """The header and the offset behind it; None if the file was never begun properly, so that nothing can be
+    in it.
 
     Raises:
         LedgerError: a newer version wrote the file `name`.
@@ -180,6 +189,7 @@ def read_head(data: bytes, name: str) -> tuple[SegmentHeader, int] | None:
     header = _decode_header(frame.body)
     if header.version > SCHEMA_VERSION:
         raise LedgerError(
-            f"{name} was written by a newer version (schema {header.version}, this one knows {SCHEMA_VERSION})"
+            f"{name} was written by a newer version (schema {header.version}, this one knows "
+            f"{SCHEMA_VERSION})"
         )
     return header, frame.end

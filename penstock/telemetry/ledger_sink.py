@@ -1,7 +1,7 @@
 """Where records end up: the contract of every sink, and the thread that brings them there.
 
-Delivery is at least once: a batch counts as delivered only when `write` has returned, and is written again after any
-trouble. A sink keeps one record for an id, so every record is in it exactly once.
+Delivery is at least once: a batch counts as delivered only when `write` has returned, and is written again
+after any trouble. A sink keeps one record for an id, so every record is in it exactly once.
 """
 
 import os

@@ -1,8 +1,8 @@
 """The ledger in SQLite: one table, one row for each request, its id the key.
 
-Every batch is one transaction in a write-ahead log that is synced before `write` returns, since the journal forgets
-what was delivered. A row that is there already stays as it is. Columns that a newer version knows and an older file
-lacks are added when it is opened; a file that a newer version wrote is refused.
+Every batch is one transaction in a write-ahead log that is synced before `write` returns, since the journal
+forgets what was delivered. A row that is there already stays as it is. Columns that a newer version knows and
+an older file lacks are added when it is opened; a file that a newer version wrote is refused.
 """
 
 import enum
@@ -79,7 +79,8 @@ class SqliteSink:
         (version,) = run("PRAGMA user_version").fetchone()
         if version > SCHEMA_VERSION:
             raise LedgerError(
-                f"{self._path} was written by a newer version (schema {version}, this one knows {SCHEMA_VERSION})"
+                f"{self._path} was written by a newer version (schema {version}, this one knows "
+                f"{SCHEMA_VERSION})"
             )
         run("PRAGMA journal_mode = WAL").fetchone()
         run("PRAGMA synchronous = FULL")
@@ -103,7 +104,8 @@ class SqliteSink:
             return
         oldest_ns = self._clock.wall_ns() - self._keep_days * DAY_NS
         done = self._connection.execute(
-            f"DELETE FROM {TABLE} WHERE rowid IN (SELECT rowid FROM {TABLE} WHERE ended_ns < ? LIMIT {PRUNE_ROWS})",
+            f"DELETE FROM {TABLE} WHERE rowid IN (SELECT rowid FROM {TABLE} WHERE ended_ns < ? LIMIT "
+            f"{PRUNE_ROWS})",
             (oldest_ns,),
         )
         if done.rowcount < PRUNE_ROWS:

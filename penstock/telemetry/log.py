@@ -22,7 +22,8 @@ from penstock.config.tree import LogConfig
 Field = str | int | float | bool | BaseException | None
 HIDDEN = "[hidden]"
 SECRET_CHARS_MIN = 16
-"""Known secrets that are shorter are not looked for: they would be found inside of ordinary words. No key may be as short."""
+"""Known secrets that are shorter are not looked for: they would be found inside of ordinary words. No key may
+be as short."""
 ACCESS_LINES_MAX = 256
 """Lines that wait for `Log.flush`."""
 SHOWN_MAX = 256
@@ -43,7 +44,8 @@ class AccessLine(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     status: int
     duration_ns: int
     is_poll: bool = False
-    """A caller that looks regularly: a probe, a scrape, the page, `penstock top`. Such lines are for debugging."""
+    """A caller that looks regularly: a probe, a scrape, the page, `penstock top`. Such lines are for
+    debugging."""
     request_id: str | None = None
     model: str | None = None
     """Of a request that generates; then outcome and counts are there too."""
@@ -100,7 +102,10 @@ class Log:
         self._write(logging.ERROR, message, {"error": error, **fields, "traceback": lines})
 
     def access(self, access: AccessLine) -> None:
-        """One line for one HTTP request, if the config wants them. It is written by `flush`, or with the next line of another kind."""
+        """One line for one HTTP request, if the config wants them.
+
+        It is written by `flush`, or with the next line of another kind.
+        """
         if not self.tells_requests or (access.is_poll and self._level > logging.DEBUG):
             return
         self._access_lines.append(self._lines.access(access))
@@ -108,12 +113,15 @@ class Log:
             self.flush()
 
     def flush(self) -> None:
-        """Write the access lines that came since the last call: one write for all of a turn of the event loop."""
+        """Write the access lines that came since the last call: one write for all of a turn of the event
+        loop.
+        """
         if not self._access_lines:
             return
         text = "\n".join(self._access_lines) + "\n"
         self._access_lines.clear()
-        # Straight to the stream: a record and what `logging` does with it cost more than all the rest of a line.
+        # Straight to the stream: a record and what `logging` does with it cost more than all the rest of a
+        # line.
         with contextlib.suppress(OSError, ValueError), self._handler.lock or contextlib.nullcontext():
             self._handler.stream.write(text)
             self._handler.flush()
@@ -213,13 +221,17 @@ class _TextLines(_Lines):
     def access(self, access: AccessLine) -> str:
         """See `_Lines.access`."""
         what = self._shown(f"{access.method} {access.path}")
-        line = f"{self._clock_time()} {self._debug if access.is_poll else self._info} {what} {access.status} duration_ms={_ms(access.duration_ns)}"
+        line = (
+            f"{self._clock_time()} {self._debug if access.is_poll else self._info} {what} "
+            f"{access.status} duration_ms={_ms(access.duration_ns)}"
+        )
         if access.request_id is not None:
             line += f" request_id={access.request_id}"
         if access.model is not None:
             line += (
-                f" model={self._word(access.model)} outcome={access.outcome} prompt_tokens={access.prompt_tokens}"
-                f" cached_tokens={access.cached_tokens} generated_tokens={access.generated_tokens}"
+                f" model={self._word(access.model)} outcome={access.outcome} "
+                f"prompt_tokens={access.prompt_tokens} cached_tokens={access.cached_tokens} "
+                f"generated_tokens={access.generated_tokens}"
             )
         return line if access.ttft_ns is None else f"{line} ttft_ms={_ms(access.ttft_ns)}"
 

@@ -1,7 +1,8 @@
 """The sum of several processes' metrics, from their texts (Prometheus' exposition format 0.0.4).
 
-Counters, histograms and the gauges of what each process has for itself are added. What all of them tell of one and the same
-engine (`Metric.shared`) is taken once: the largest, for one of them may just have lost sight of it.
+Counters, histograms and the gauges of what each process has for itself are added. What all of them tell of
+one and the same engine (`Metric.shared`) is taken once: the largest, for one of them may just have lost sight
+of it.
 """
 
 from collections.abc import Collection, Sequence

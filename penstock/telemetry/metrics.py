@@ -187,7 +187,9 @@ class Metrics:
         self._retry_budget.set(level)
 
     def hedged(self, model: str, outcome: str) -> None:
-        """A request was started on a second worker beside the first, or was to be (`policy.hedge.HedgeOutcome`)."""
+        """A request was started on a second worker beside the first, or was to be
+        (`policy.hedge.HedgeOutcome`).
+        """
         self._hedges.labels(model, outcome).inc()
 
     def migrated(self, model: str) -> None:
@@ -292,7 +294,9 @@ class ModelMetrics:
 
 
 class _Followed:
-    """A counter that repeats others kept elsewhere, one or several: a value below the last one means that it was reset."""
+    """A counter that repeats others kept elsewhere, one or several: a value below the last one means that it
+    was reset.
+    """
 
     __slots__ = ("_counter", "_seen", "_unit")
 

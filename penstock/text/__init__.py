@@ -1,1 +1,3 @@
-"""Between text and token ids: tokenizer, chat template, incremental detokenizing, stop strings, tool calls."""
+"""Between text and token ids: tokenizer, chat template, incremental detokenizing, stop strings, tool
+calls.
+"""

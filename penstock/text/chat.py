@@ -1,9 +1,9 @@
 """Chat templates: from messages and tools to the prompt text that the model was trained on.
 
 Templates are Jinja2 programs in the checkpoint, so they run in Jinja's sandbox with the few extras that
-Hugging Face's `apply_chat_template` gives them, and give the same text to the character. Those that are made of steps
-with a price run here (metered.py), all others in a process of their own (template_child.py). Token ids are not made here
-(prompt.py), and requests are assumed to be of OpenAI's shape already.
+Hugging Face's `apply_chat_template` gives them, and give the same text to the character. Those that are made
+of steps with a price run here (metered.py), all others in a process of their own (template_child.py). Token
+ids are not made here (prompt.py), and requests are assumed to be of OpenAI's shape already.
 """
 
 import json
@@ -94,7 +94,9 @@ class ChatTemplate:
         return bool(self.sources)
 
     def runs_here(self, with_tools: bool) -> bool:
-        """Whether rendering takes no more than the request's size allows, and so may be done on an event loop."""
+        """Whether rendering takes no more than the request's size allows, and so may be done on an event
+        loop.
+        """
         return not self.exists or self._name(with_tools) in self._here
 
     def render(

@@ -43,7 +43,8 @@ class ByteDetokenizer:
         assert tokenizer.decoding is not None
         self._table = tokenizer.byte_table(skip_special_tokens)
         self._rest = b""
-        """The beginning of a character. This and a call, instead of Python's decoder object, for there are ten thousand streams."""
+        """The beginning of a character. This and a call, instead of Python's decoder object, for there are
+        ten thousand streams."""
         self._strip = tokenizer.decoding.strip
 
     def push(self, token_ids: Sequence[int]) -> str:

@@ -1,9 +1,10 @@
 """The tokens that give a prompt its structure, kept apart from the text of messages.
 
-A chat template writes `<|im_start|>user` and puts a message behind it; a tokenizer cannot tell the template's marker from
-the same characters in the message. So where a message has such characters, each place is replaced by a single other one
-before the template runs, the template's own markers are renamed behind it, and a twin of the tokenizer, which knows the
-markers by their new names only, makes the token ids: those of a message are the ids of plain text.
+A chat template writes `<|im_start|>user` and puts a message behind it; a tokenizer cannot tell the template's
+marker from the same characters in the message. So where a message has such characters, each place is replaced
+by a single other one before the template runs, the template's own markers are renamed behind it, and a twin
+of the tokenizer, which knows the markers by their new names only, makes the token ids: those of a message are
+the ids of plain text.
 """
 
 import json
@@ -18,8 +19,8 @@ from penstock.errors import InvalidRequest
 from penstock.text.tokenizer import Tokenizer, check_unicode
 
 _MASKS = range(0x30000, 0x3134B)
-"""Characters that stand for a place in a message while a template runs: the rarest that there are (ideographs of extension
-G), for templates, and Python's `repr` in them, treat private characters unlike text."""
+"""Characters that stand for a place in a message while a template runs: the rarest that there are (ideographs
+of extension G), for templates, and Python's `repr` in them, treat private characters unlike text."""
 _NAMES = 0xF0000
 """Private characters (plane 15) that names are made of."""
 _NAME_CHARS = 65_533
@@ -33,9 +34,9 @@ class Markers:
     def __init__(self, tokenizer: Tokenizer, *, written: str, read: Iterable[str], nonce: bytes) -> None:
         """`written` is what the templates consist of, `read` what they look for in messages.
 
-        Markers are all special tokens, and those added tokens without that mark that the templates write (as Qwen's
-        `<tool_call>`), but for what they take out of messages themselves (`</think>`). `nonce`, `NONCE_BYTES`
-        random bytes, makes the new names.
+        Markers are all special tokens, and those added tokens without that mark that the templates write (as
+        Qwen's `<tool_call>`), but for what they take out of messages themselves (`</think>`). `nonce`,
+        `NONCE_BYTES` random bytes, makes the new names.
         """
         self._tokenizer = tokenizer
         library, looked_for = tokenizer.library, "\0".join(read)
@@ -81,13 +82,17 @@ class Markers:
         self._longest = max(map(len, markers), default=0)
 
     def occur(self, encoded: bytes, values: Any) -> bool:  # noqa: ANN401
-        """As `occur_in`, at a glance where it can be: `encoded` is what msgspec makes of the values as JSON."""
+        """As `occur_in`, at a glance where it can be: `encoded` is what msgspec makes of the values as
+        JSON.
+        """
         if self._encoded_markers.search(encoded) is not None:
             return True
         return self._encoded_ends.search(encoded) is not None and self.occur_in(values)
 
     def occur_in(self, values: Any) -> bool:  # noqa: ANN401
-        """Whether any text in there, names of fields among it, has a marker or ends like the beginning of one."""
+        """Whether any text in there, names of fields among it, has a marker or ends like the beginning of
+        one.
+        """
         if isinstance(values, str):
             return self._markers.search(values) is not None or bool(self._tail(values))
         if isinstance(values, dict):
@@ -178,7 +183,9 @@ class _Masks:
 
 
 def _twin(library: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """Another tokenizer around the same model (its vocabulary is shared, not copied), without added tokens."""
+    """Another tokenizer around the same model (its vocabulary is shared, not copied), without added
+    tokens.
+    """
     twin = tokenizers.Tokenizer(library.model)
     if library.normalizer is not None:
         twin.normalizer = library.normalizer

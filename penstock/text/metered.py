@@ -1,10 +1,10 @@
 """Chat templates that run in the gateway's own process: every step is paid for out of an allowance.
 
-A template is a program that came with a checkpoint. `compile_metered` reads its syntax tree (template_tree.py): if it is
-made of nothing but steps whose cost can be read off their operands, each loop, copy and call is rewritten to charge that
-cost before it happens. The allowance grows with the request alone, so no template and no request can keep the process for
-long or fill its memory. Any other template, and one that used its allowance up, runs in a process of its own
-(template_child.py).
+A template is a program that came with a checkpoint. `compile_metered` reads its syntax tree
+(template_tree.py): if it is made of nothing but steps whose cost can be read off their operands, each loop,
+copy and call is rewritten to charge that cost before it happens. The allowance grows with the request alone,
+so no template and no request can keep the process for long or fill its memory. Any other template, and one
+that used its allowance up, runs in a process of its own (template_child.py).
 """
 
 import threading
@@ -22,7 +22,8 @@ from penstock.text.template_tree import Unbounded, rewrite
 SOURCE_CHARS_MAX = 64 * 1024
 """The longest published templates have about 20,000 characters. Longer ones are not even parsed here."""
 ALLOWANCE = 200_000
-"""Units for any request: one is about a node of the syntax tree evaluated, or 64 characters copied; 0.1 us."""
+"""Units for any request: one is about a node of the syntax tree evaluated, or 64 characters copied; 0.1
+us."""
 ALLOWANCE_PER_BYTE = 8
 REQUEST_BYTES_MAX = 256 * 1024
 """Larger requests are rendered in the child, so that what one step may allocate is bounded as well."""
@@ -38,7 +39,8 @@ class _Meter(threading.local):
     """What is left to the template that runs in this thread."""
 
     left = -1
-    """Less than nothing while none runs: Jinja folds constants while it compiles, and what is metered is left for later."""
+    """Less than nothing while none runs: Jinja folds constants while it compiles, and what is metered is left
+    for later."""
 
     def begin(self, num_bytes: int) -> None:
         self.left = ALLOWANCE + ALLOWANCE_PER_BYTE * num_bytes
@@ -120,7 +122,7 @@ def _charges(meter: _Meter) -> dict[str, Callable[..., Any]]:
         return value
 
     def indented(value: Any, indent: int | None) -> Any:  # noqa: ANN401
-        """About to be written out as JSON, where each item's line begins with `indent` spaces for each level."""
+        """About to be written out as JSON, `indent` spaces for each level."""
         charge(measure(value, meter.left, indent or 0))
         return value
 
@@ -156,7 +158,10 @@ def _charges(meter: _Meter) -> dict[str, Callable[..., Any]]:
         charge(weight)
 
     def kept(value: Any) -> Any:  # noqa: ANN401
-        """About to become a namespace's attribute. What could be called by another name, or hold itself, may not."""
+        """About to become a namespace's attribute.
+
+        What could be called by another name, or hold itself, may not.
+        """
         if isinstance(value, Namespace) or (callable(value) and not isinstance(value, Undefined)):
             raise RanAway
         return value
@@ -222,7 +227,8 @@ def _operators(meter: _Meter, deep: Callable[[Any], Any]) -> dict[str, Callable[
 
 
 def measure(value: Any, units_max: int, indent: int = 0) -> int:  # noqa: ANN401
-    """Units of a value with all that it holds, counting what it holds twice twice; `indent` columns for each level.
+    """Units of a value with all that it holds, counting what it holds twice twice; `indent` columns for each
+    level.
 
     Raises:
         RanAway: more than `units_max`, or something that is not data.

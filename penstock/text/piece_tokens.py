@@ -1,4 +1,6 @@
-"""Token ids of short pieces of text, remembered: workers that stream text send the same few thousand pieces again and again."""
+"""Token ids of short pieces of text, remembered: workers that stream text send the same few thousand pieces
+again and again.
+"""
 
 from penstock.text.tokenizer import Tokenizer
 
@@ -7,8 +9,10 @@ PIECE_CHARS_MAX = 32
 
 
 class PieceTokens:
-    """About how many tokens a piece of an answer is. Pieces are not always tokens, and their tokens are not always those of
-    the whole text: it is a count where nobody gives one.
+    """About how many tokens a piece of an answer is.
+
+    Pieces are not always tokens, and their tokens are not always those of the whole text: it is a count where
+    nobody gives one.
     """
 
     __slots__ = ("_known", "_tokenizer")

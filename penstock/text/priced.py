@@ -14,14 +14,14 @@ FUNCTIONS = frozenset({"namespace", "range", "raise_exception", "strftime_now"})
 NEVER = frozenset({"cycler", "dict", "joiner", "lipsum", "self", "super", "caller", "varargs", "kwargs"})
 """Names of what Jinja offers and no chat template needs."""
 TESTS = frozenset({
-    "boolean", "defined", "divisibleby", "eq", "equalto", "even", "false", "float", "ge", "gt", "integer", "iterable",
-    "le", "lt", "mapping", "ne", "none", "number", "odd", "sameas", "sequence", "string", "true", "undefined",
-    "==", "!=", "<", "<=", ">", ">=",
+    "boolean", "defined", "divisibleby", "eq", "equalto", "even", "false", "float", "ge", "gt", "integer",
+    "iterable", "le", "lt", "mapping", "ne", "none", "number", "odd", "sameas", "sequence", "string", "true",
+    "undefined", "==", "!=", "<", "<=", ">", ">=",
 })  # fmt: skip
 FREE_FILTERS = frozenset({"abs", "count", "d", "default", "first", "float", "int", "last", "length"})
 FLAT_FILTERS = frozenset({
-    "capitalize", "e", "escape", "indent", "items", "list", "lower", "replace", "reverse", "round", "safe", "title",
-    "trim", "upper",
+    "capitalize", "e", "escape", "indent", "items", "list", "lower", "replace", "reverse", "round", "safe",
+    "title", "trim", "upper",
 })  # fmt: skip
 DEEP_FILTERS = frozenset({
     "dictsort", "map", "reject", "rejectattr", "select", "selectattr", "string", "tojson",
@@ -30,8 +30,8 @@ _MAPPED = frozenset({"capitalize", "int", "length", "lower", "string", "title", 
 FREE_METHODS = frozenset({"endswith", "get", "items", "keys", "startswith", "values"})
 FLAT_METHODS = frozenset({
     "capitalize", "count", "find", "index", "isalnum", "isalpha", "isdigit", "isspace", "lower", "lstrip",
-    "removeprefix", "removesuffix", "replace", "rfind", "rsplit", "rstrip", "split", "splitlines", "strip", "title",
-    "upper",
+    "removeprefix", "removesuffix", "replace", "rfind", "rsplit", "rstrip", "split", "splitlines", "strip",
+    "title", "upper",
 })  # fmt: skip
 READING_METHODS = frozenset({"find", "index", "removeprefix", "removesuffix", "replace", "rsplit", "split"})
 """What takes something out of a text, or looks for it there."""

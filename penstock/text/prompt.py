@@ -1,4 +1,6 @@
-"""From messages to token ids: a checkpoint's template, its tokenizer, and the line between the two kinds of text."""
+"""From messages to token ids: a checkpoint's template, its tokenizer, and the line between the two kinds of
+text.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -39,7 +41,9 @@ class ChatPrompts:
         trusted: bool = False,
         may_block: bool = True,
     ) -> tuple[int, ...]:
-        """Token ids of messages of OpenAI's shape. Markers in their text are text, unless the sender is `trusted`.
+        """Token ids of messages of OpenAI's shape.
+
+        Markers in their text are text, unless the sender is `trusted`.
 
         Raises:
             InvalidRequest: the template refuses the messages, fails on them, or takes too much for them.

@@ -1,7 +1,8 @@
 """Whether each step of a template has a price, and where it is paid: a walk over Jinja's syntax tree.
 
-What is not listed here has no price: the template then runs in a process of its own, whatever else it does. So a
-filter that pads (`center`), a format with widths (`%`), or whatever a later Jinja may bring, is not overlooked.
+What is not listed here has no price: the template then runs in a process of its own, whatever else it does.
+So a filter that pads (`center`), a format with widths (`%`), or whatever a later Jinja may bring, is not
+overlooked.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,11 +1,14 @@
-"""The process in which a chat template runs that cannot be trusted to stop: `python -m penstock.text.template_worker`.
+"""The process in which a chat template runs that cannot be trusted to stop:
+`python -m penstock.text.template_worker`.
 
 Started by template_child.py, which writes frames to standard input and reads one answer to each:
 
-    frame   4 bytes of length, then JSON: first {sources, limits}, then {name, variables, now_ns} for each prompt
+    frame   4 bytes of length, then JSON: first {sources, limits}, then {name, variables, now_ns} for each
+            prompt
     answer  one byte, 4 bytes of length, then UTF-8: see `OK` and what follows it
 
-Its memory is bounded from the start, its processor time for each frame. When that is over, the kernel ends the process.
+Its memory is bounded from the start, its processor time for each frame. When that is over, the kernel ends
+the process.
 """
 
 import json
@@ -22,8 +25,8 @@ import jinja2
 from penstock.text.sandbox import template_environment
 
 OK, REFUSED, FAILED, TOO_LONG, NO_MEMORY, BROKEN = b"=", b"!", b"?", b"+", b"#", b"x"
-"""The prompt; the template's own refusal; it failed on these messages; it writes too much; it takes too much memory;
-it does not compile."""
+"""The prompt; the template's own refusal; it failed on these messages; it writes too much; it takes too much
+memory; it does not compile."""
 LENGTH = struct.Struct(">I")
 MESSAGE_CHARS_MAX = 2000
 """Of what is told about an error."""

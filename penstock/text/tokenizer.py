@@ -104,7 +104,8 @@ class Tokenizer:
         # The batch call, unlike `encode`, lets other threads run, and leaves out the offsets.
         (encoding,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids = encoding.ids
-        # One int object for each token that ever came, not one for each time: prompts stay as long as their answers.
+        # One int object for each token that ever came, not one for each time: prompts stay as long as their
+        # answers.
         return tuple(map(self._ids.setdefault, ids, ids))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

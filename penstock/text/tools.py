@@ -48,7 +48,8 @@ class ToolParser(Protocol):
 
 
 class HermesToolParser:
-    """The syntax of Hermes, Qwen and the demo models: `<tool_call>{"name": .., "arguments": {..}}</tool_call>`.
+    """The syntax of Hermes, Qwen and the demo models:
+    `<tool_call>{"name": .., "arguments": {..}}</tool_call>`.
 
     White space around a call belongs to the syntax and is dropped. A block that is no valid call, or is over
     `call_chars_max`, is given back as text, to the character. A last block may lack its closing tag
@@ -137,10 +138,11 @@ class HermesToolParser:
 
 
 class ForcedCalls:
-    """Text that was made to be a call: a function's arguments, or an array of calls with `name` and `arguments`.
+    """Text that was made to be a call: a function's arguments, or an array of calls with `name` and
+    `arguments`.
 
-    A call is told once the text is whole. What is neither is given back as text; a JSON object that was cut off is still the
-    arguments, as in OpenAI's API.
+    A call is told once the text is whole. What is neither is given back as text; a JSON object that was cut
+    off is still the arguments, as in OpenAI's API.
     """
 
     CLOSE = ""

@@ -279,7 +279,9 @@ class BackendConformance:
         self.run(check)
 
     def test_what_was_broken_off_goes_on_with_the_same_tokens(self) -> None:
-        """Cut anywhere, also inside what may become a stop string: nothing is said twice, and usage counts once."""
+        """Cut anywhere, also inside what may become a stop string: nothing is said twice, and usage counts
+        once.
+        """
 
         async def check(backend: Backend, requests: Requests) -> None:
             text = await self.text(backend, requests.make(max_tokens=24))

@@ -549,7 +549,9 @@ class FakeTransport(asyncio.Transport):
 
 
 def test_nothing_of_an_older_epoch_touches_a_stream() -> None:
-    """A worker comes back from a pause and goes on with what it was asked before its connection was given up."""
+    """A worker comes back from a pause and goes on with what it was asked before its connection was given
+    up.
+    """
 
     async def check() -> None:
         backend, requests = EngineBackend(byte_tokenizer(), ManualClock()), Requests()

@@ -1,6 +1,7 @@
 """The conformance suite against a real worker process with a scripted runner.
 
-The worker stays from test to test, as it does for gateways that come and go; whoever takes it away gets another one.
+The worker stays from test to test, as it does for gateways that come and go; whoever takes it away gets
+another one.
 """
 
 import asyncio
@@ -51,7 +52,8 @@ class Workers:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "penstock.engine.worker"],
             stdin=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{DOUBLES}", "SCRIPTED_STEP_S": "0.001"},
+            env={**os.environ, "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{DOUBLES}",
+                "SCRIPTED_STEP_S": "0.001"},
         )  # fmt: skip
         launch = WorkerLaunch(
             model_path="scripted", model_name="scripted", address=str(self.address), hash_key=b"secret" * 4,

@@ -30,9 +30,18 @@ sglang:num_queue_reqs{engine_type="unified",model_name="served",tp_rank="0"} 1.0
 sglang:token_usage{engine_type="unified",model_name="served",tp_rank="0"} 0.5
 sglang:max_total_num_tokens{model_name="served"} 16000.0
 """
-TGI = b"# TYPE tgi_batch_current_size gauge\ntgi_batch_current_size 5\n# TYPE tgi_queue_size gauge\ntgi_queue_size 2\n"
-TRTLLM = b'trtllm_num_requests_running 3.0\ntrtllm_num_requests_waiting 1.0\ntrtllm_kv_cache_utilization{engine_type="trtllm"} 0.62\n'
-TRITON = b'nv_inference_pending_request_count{model="served",version="1"} 7\nnv_inference_pending_request_count{model="other",version="1"} 1\n'
+TGI = (
+    b"# TYPE tgi_batch_current_size gauge\ntgi_batch_current_size 5\n# TYPE tgi_queue_size "
+    b"gauge\ntgi_queue_size 2\n"
+)
+TRTLLM = (
+    b"trtllm_num_requests_running 3.0\ntrtllm_num_requests_waiting "
+    b'1.0\ntrtllm_kv_cache_utilization{engine_type="trtllm"} 0.62\n'
+)
+TRITON = (
+    b'nv_inference_pending_request_count{model="served",version="1"} '
+    b'7\nnv_inference_pending_request_count{model="other",version="1"} 1\n'
+)
 
 
 def load(engine: str, text: bytes) -> EngineLoad:
@@ -56,9 +65,11 @@ def test_each_engine_by_its_own_names(engine: str, text: bytes, expected: Engine
 
 # As a vLLM 0.32 with two adapters told, of which requests had used one, then none, then the other.
 ADAPTERS = b"""# TYPE vllm:lora_requests_info gauge
-vllm:lora_requests_info{max_lora="2",running_lora_adapters="tone",waiting_lora_adapters="tone"} 1.7953242293197067e+09
+vllm:lora_requests_info{max_lora="2",running_lora_adapters="tone",waiting_lora_adapters="tone"} \
+1.7953242293197067e+09
 vllm:lora_requests_info{max_lora="2",running_lora_adapters="",waiting_lora_adapters=""} 1.7953242301205058e+09
-vllm:lora_requests_info{max_lora="2",running_lora_adapters="brief",waiting_lora_adapters="brief"} 1.7953242299431458e+09
+vllm:lora_requests_info{max_lora="2",running_lora_adapters="brief",waiting_lora_adapters="brief"} \
+1.7953242299431458e+09
 """
 
 

@@ -1,4 +1,6 @@
-"""What workers that are not ours get wrong: the right error, the stream saved where it can be, nobody else touched."""
+"""What workers that are not ours get wrong: the right error, the stream saved where it can be, nobody else
+touched.
+"""
 
 import asyncio
 import json
@@ -154,7 +156,10 @@ def test_an_endless_error_page_is_not_read_to_its_end() -> None:
     [
         b"not http at all\r\n\r\n",
         b"HTTP/1.1 200 OK\r\n" + b"x: " + b"y" * 70_000 + b"\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-encoding: gzip\r\ncontent-length: 3\r\n\r\nabc",
+        (
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-encoding: "
+            b"gzip\r\ncontent-length: 3\r\n\r\nabc"
+        ),
         b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
         b"HTTP/1.1 101 Switching Protocols\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n",
         b"",
@@ -174,7 +179,8 @@ def test_what_is_no_http_ends_the_request_and_not_the_worker(raw: bytes) -> None
 # --- streams that go wrong -----------------------------------------------------------------------------
 
 ERROR_EVENTS = {
-    "vllm": b'data: {"error": {"message": "Internal server error", "type": "InternalServerError", "code": 500}}\n\n',
+    "vllm": b'data: {"error": {"message": "Internal server error", "type": "InternalServerError", "code": '
+    b"500}}\n\n",
     "sglang": b'data: {"error": {"message": "scheduler died"}}\n\n',
     "tgi": b'data: {"error": "Request failed during generation", "error_type": "generation"}\n\n',
     "triton": b'data: {"error": "CUDA out of memory"}\n\n',

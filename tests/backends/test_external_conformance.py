@@ -1,4 +1,6 @@
-"""The conformance suite for every engine that is not ours, against servers that speak its API (tests/doubles)."""
+"""The conformance suite for every engine that is not ours, against servers that speak its API
+(tests/doubles).
+"""
 
 import random
 from collections.abc import AsyncIterator

@@ -147,7 +147,9 @@ def test_a_worker_that_was_restarted_is_found_again() -> None:
 
 
 def test_what_is_known_of_a_worker_that_takes_nothing() -> None:
-    """Starting until it has answered, refused while it is another one, lost when it is gone; one broken stream is neither."""
+    """Starting until it has answered, refused while it is another one, lost when it is gone; one broken
+    stream is neither.
+    """
 
     async def inside() -> None:
         server = VllmStandIn(step_s=0.001)

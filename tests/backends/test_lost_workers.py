@@ -1,4 +1,6 @@
-"""How a worker that is gone, stopped or cut off is noticed, with a real process and a real socket; and that it is fenced."""
+"""How a worker that is gone, stopped or cut off is noticed, with a real process and a real socket; and that
+it is fenced.
+"""
 
 import asyncio
 import os
@@ -61,7 +63,10 @@ def run(check: Callable[[FaultProxy, EngineBackend, int], Awaitable[None]]) -> N
 async def goes_on(
     backend: EngineBackend, requests: Requests, cut: Callable[[], object], heal: Callable[[], object]
 ) -> str:
-    """Start a long answer, cut it, heal, and let it go on; why it was cut. The text is the same as without."""
+    """Start a long answer, cut it, heal, and let it go on; why it was cut.
+
+    The text is the same as without.
+    """
     request = requests.make(seed=3, max_tokens=MANY)
     first, second = Recorder(), Recorder()
     backend.generate(request, first)

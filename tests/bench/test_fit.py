@@ -1,4 +1,6 @@
-"""`penstock bench --fit`: every step of our own engine is measured with what it computed, and the law is fitted to them."""
+"""`penstock bench --fit`: every step of our own engine is measured with what it computed, and the law is
+fitted to them.
+"""
 
 from penstock.bench.fit import OUTPUT_TOKENS, ROUNDS, measure_steps
 from penstock.clock import SystemClock

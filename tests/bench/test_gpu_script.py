@@ -36,7 +36,8 @@ def test_everything_runs_on_the_cpu(
     errors = {name: one["error"] for name, one in sections.items() if "error" in one}
     assert (ended.value.code, errors) == (0, {}), printed
     assert list(sections) == [
-        "ceilings", "kernels", "correctness", "qwen3-0.6b", "llama-3-8b", "qwen3-14b", "throughput", "serving",
+        "ceilings", "kernels", "correctness", "qwen3-0.6b", "llama-3-8b", "qwen3-14b", "throughput",
+        "serving",
     ]  # fmt: skip
     assert all(check["ok"] for check in sections["kernels"]["checks"].values())
     assert sections["correctness"]["families"]["qwen3"]["float32_same_tokens"]

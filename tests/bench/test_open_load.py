@@ -1,4 +1,6 @@
-"""The load generator of bench/overload.py against a scripted endpoint: what it offers, what it counts, how its clients behave."""
+"""The load generator of bench/overload.py against a scripted endpoint: what it offers, what it counts, how
+its clients behave.
+"""
 
 import asyncio
 from collections import Counter
@@ -84,7 +86,9 @@ def test_what_is_open_at_the_end_is_cut_and_counted() -> None:
 
 
 def test_figures_tell_goodput_from_throughput() -> None:
-    """An idle machine that takes 10 ms promises 500, and 5,000 in bulk: half of the answers come after 6,000."""
+    """An idle machine that takes 10 ms promises 500, and 5,000 in bulk: half of the answers come after
+    6,000.
+    """
     load, _ = offer(Script(), rate=100, seconds=1.0)
     late = load.asked[::2]
     for each in late:

@@ -1,4 +1,6 @@
-"""The stand-in worker's batches: evenly spread, one step per period whatever the clock's grain, and tokens that say when they were sent."""
+"""The stand-in worker's batches: evenly spread, one step per period whatever the clock's grain, and tokens
+that say when they were sent.
+"""
 
 import asyncio
 import time

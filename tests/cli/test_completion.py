@@ -31,7 +31,10 @@ def test_bash(
 ) -> None:
     (tmp_path / "completion").write_text(script("bash", capsys))
     asked = " ".join(f"'{word}'" for word in ("penstock", *words))
-    code = f"source completion; COMP_WORDS=({asked}); COMP_CWORD={len(words)}; _shtab_penstock; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    code = (
+        f"source completion; COMP_WORDS=({asked}); COMP_CWORD={len(words)}; _shtab_penstock; printf "
+        f"'%s\\n' \"${{COMPREPLY[@]}}\""
+    )
     done = subprocess.run(["bash", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert wanted <= set(done.stdout.split())
     if words[-1]:

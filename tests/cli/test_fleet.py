@@ -1,4 +1,6 @@
-"""A fleet of real processes: the worked example of docs/fleet.md, step by step, and the example configuration."""
+"""A fleet of real processes: the worked example of docs/fleet.md, step by step, and the example
+configuration.
+"""
 
 import json
 import os

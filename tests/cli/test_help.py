@@ -1,4 +1,7 @@
-"""`--help` is part of the product: its text has golden files. `UPDATE_GOLDEN=1 pytest tests/cli` rewrites them."""
+"""`--help` is part of the product: its text has golden files.
+
+`UPDATE_GOLDEN=1 pytest tests/cli` rewrites them.
+"""
 
 import os
 import subprocess

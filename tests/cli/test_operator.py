@@ -1,4 +1,5 @@
-"""What an operator of a whole server meets: two workers of a renamed model, two tenants, open to other machines.
+"""What an operator of a whole server meets: two workers of a renamed model, two tenants, open to other
+machines.
 
 Everything goes over sockets, to one `penstock serve` as the command line starts it.
 """
@@ -128,7 +129,8 @@ def test_polls_are_no_news(server: Server) -> None:
 def test_pages_of_a_listed_origin_may_call_the_api(server: Server) -> None:
     preflight = call(
         server, "/v1/chat/completions", key="", method="OPTIONS", Origin=ORIGIN,
-        Access_Control_Request_Method="POST", Access_Control_Request_Headers="authorization,content-type,x-stainless-os",
+        Access_Control_Request_Method="POST", Access_Control_Request_Headers="authorization,content-type,"
+        "x-stainless-os",
     )  # fmt: skip
     assert (preflight.status, preflight.body) == (204, b"")
     told = {name.lower(): value for name, value in preflight.headers.items()}

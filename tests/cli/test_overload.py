@@ -1,4 +1,6 @@
-"""Overload over sockets, with the defaults: what is let in is answered in time, and what is not is told when to come back."""
+"""Overload over sockets, with the defaults: what is let in is answered in time, and what is not is told when
+to come back.
+"""
 
 import asyncio
 import sys

@@ -35,5 +35,6 @@ def test_on_a_terminal_a_bar_tells_how_far_a_model_is() -> None:
     for told, stage in ((none, "weights"), (half, "weights"), (whole, "ready")):
         assert "tiny [one]" in told
         assert stage in told
-    # What is done is drawn as a heavy line, the rest is another character or color: more of it is not the same picture.
+    # What is done is drawn as a heavy line, the rest is another character or color: more of it is not the
+    # same picture.
     assert len({none, half, whole}) == 3

@@ -1,7 +1,8 @@
-"""Models under other names than their directories': names are labels, and prompts are found where they are cached all the same.
+"""Models under other names than their directories': names are labels, and prompts are found where they are
+cached all the same.
 
-One server with two models: one from a hub's cache, where the directory is called by a commit and its files are links, and one
-whose workers were started elsewhere under its name, with two types of KV cache.
+One server with two models: one from a hub's cache, where the directory is called by a commit and its files
+are links, and one whose workers were started elsewhere under its name, with two types of KV cache.
 """
 
 import json
@@ -32,7 +33,9 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def hub_snapshot(cache: Path) -> Path:
-    """The small demo model as the hub's client keeps it: links in the snapshot, contents in `blobs`, named by what is in them."""
+    """The small demo model as the hub's client keeps it: links in the snapshot, contents in `blobs`, named by
+    what is in them.
+    """
     source = ROOT / "models" / "penstock-demo-mini"
     repository = cache / "models--acme--small-chat"
     blobs, snapshot = repository / "blobs", repository / "snapshots" / COMMIT

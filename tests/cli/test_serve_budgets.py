@@ -1,4 +1,6 @@
-"""A budget that machines share, over HTTP: real `penstock serve` processes, each with a ledger of its own, and a real Redis."""
+"""A budget that machines share, over HTTP: real `penstock serve` processes, each with a ledger of its own,
+and a real Redis.
+"""
 
 import asyncio
 import sys

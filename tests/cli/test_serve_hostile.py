@@ -25,7 +25,8 @@ ENGINE = "{threads: 1, kv_memory_bytes: 16777216, max_running: 4}"
 LOOPS = """{% if attack == 'loops' %}
 {% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}
 {% elif attack == 'doubling' %}
-{% set ns = namespace(x='xxxxxxxx') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x | length }}
+{% set ns = namespace(x='xxxxxxxx') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ \
+ns.x | length }}
 {% elif attack == 'writing' %}
 {% for a in range(99999) %}{% for b in range(99999) %}{{ messages[0].content }}{% endfor %}{% endfor %}
 {% endif %}{{ messages[0].content }}"""

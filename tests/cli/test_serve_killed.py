@@ -1,4 +1,5 @@
-"""Kill -9 of a real gateway under load: every answer that a client saw begin has its one record, and what was spent stays spent.
+"""Kill -9 of a real gateway under load: every answer that a client saw begin has its one record, and what was
+spent stays spent.
 
 `bench/ledger_crash.py` does the same to thousands of requests, and to the engine's process.
 """
@@ -192,7 +193,8 @@ def test_every_request_that_began_has_one_record_and_the_budget_knows_of_it(tmp_
         gateway.server.wait_ready()
         rows = records(ledger)
         compare(seen, rows)
-        # The budget of the one that runs now is what the ledger has: a little more lets one request through, no more does not.
+        # The budget of the one that runs now is what the ledger has: a little more lets one request through,
+        # no more does not.
         spent = sum(row[-1] for row in rows)
         for allowed, expected in ((spent, False), (spent + 1000, True)):
             gateway.reload({TENANT: f"budget_per_month: {allowed / 1e6:.6f}"})

@@ -29,7 +29,9 @@ TENANTS["tokens"] = f"tokens_per_minute: {TOKENS}"
 
 
 def lease(per_minute: int) -> int:
-    """The largest lease of one of two gateways: a second's worth, or its part of a quarter of the burst (docs/limits.md)."""
+    """The largest lease of one of two gateways: a second's worth, or its part of a quarter of the burst
+    (docs/limits.md).
+    """
     return max(1, int(per_minute / 60 * LEASE_S), per_minute // 4 // 2)
 
 
@@ -77,7 +79,9 @@ def spend(
     fresh: bool = False,
     spent: Spent | None = None,
 ) -> Spent:
-    """Several clients at each of the gateways, until the limit is used up; `fresh`: each request on a new connection."""
+    """Several clients at each of the gateways, until the limit is used up; `fresh`: each request on a new
+    connection.
+    """
     spent = spent or Spent()
 
     async def main() -> None:
@@ -101,8 +105,8 @@ class World:
 
         def serve(name: str, policy: str) -> Serve:
             shared = (
-                f"shared: {{store: redis, url: '{redis.url}', lease_s: {LEASE_S}, gateway_ttl_s: {TTL_S}, timeout_s: 0.2, "
-                f"retry_s: 0.1, prefix: {policy}, on_store_down: {policy}, gateways: 2}}"
+                f"shared: {{store: redis, url: '{redis.url}', lease_s: {LEASE_S}, gateway_ttl_s: {TTL_S}, "
+                f"timeout_s: 0.2, retry_s: 0.1, prefix: {policy}, on_store_down: {policy}, gateways: 2}}"
             )
             return Serve(path / name, engine, TENANTS, shared)
 
@@ -224,7 +228,8 @@ def test_the_processes_of_one_serve_let_through_one_limit(tmp_path: Path) -> Non
         gateway = Serve(tmp_path / "serve", engine, TENANTS, processes=2)
         try:
             gateway.server.wait_ready()
-            # A new connection for each request: both processes have about as many, and each would let all of them through.
+            # A new connection for each request: both processes have about as many, and each would let all of
+            # them through.
             spent = spend("requests", gateway, clients=4, fresh=True)
         finally:
             gateway.server.process.terminate()

@@ -136,10 +136,11 @@ def test_plan_explains_its_columns(capsys: pytest.CaptureFixture[str]) -> None:
 def test_top_with_a_worker_that_restarts(width: int) -> None:
     stage = "the worker was killed by SIGKILL; restart 1 in 0.25 s"
     workers = [
-        WorkerReport(id="penstock-demo-0", model="penstock-demo", engine="penstock", state="starting", stage=stage, restarts=1),
+        WorkerReport(id="penstock-demo-0", model="penstock-demo", engine="penstock", state="starting",
+            stage=stage, restarts=1),
         WorkerReport(
-            id="penstock-demo-1", model="penstock-demo", engine="penstock", state="ready", running=12, waiting=3,
-            kv_blocks_used=25, kv_blocks_total=100, generated_tokens=12_345_678, age_s=107.0,
+            id="penstock-demo-1", model="penstock-demo", engine="penstock", state="ready", running=12,
+            waiting=3, kv_blocks_used=25, kv_blocks_total=100, generated_tokens=12_345_678, age_s=107.0,
         ),
     ]  # fmt: skip
     models = [

@@ -1,4 +1,6 @@
-"""docs/tenants.md as it stands: its configuration is accepted, its commands run, its tables are those of the code."""
+"""docs/tenants.md as it stands: its configuration is accepted, its commands run, its tables are those of the
+code.
+"""
 
 import re
 import shlex

@@ -48,7 +48,10 @@ def test_the_defaults_are_fine() -> None:
         ),
         (
             Config(server=ServerConfig(cors_origins=("https://a.example/",))),
-            r"server\.cors_origins\[0\]: expected '\*' or SCHEME://HOST\[:PORT\] in lower case, without a path",
+            (
+                r"server\.cors_origins\[0\]: expected '\*' or SCHEME://HOST\[:PORT\] in lower case, without "
+                r"a path"
+            ),
         ),
         (
             Config(server=ServerConfig(cors_origins=("https://a.example", "*"))),

@@ -14,14 +14,16 @@ PROBLEMS = {
     "{path: a, workers: [{url: 'h:1', engine: vllm}]}": "models[0].workers[0].url: expected http://HOST:PORT",
     "{path: a, workers: [{url: 'http://h:0', engine: vllm}]}": "models[0].workers[0].url: expected a port",
     "{path: a, workers: [{url: 'http://h:1', engine: penstock}]}": "engine penstock listens at unix:/PATH",
-    "{path: a, workers: [{url: 'tcp:h:99999', engine: penstock}]}": "expected a port from 1 to 65535, got 99999",
+    "{path: a, workers: [{url: 'tcp:h:99999', engine: penstock}]}": "expected a port from 1 to 65535, got "
+    "99999",
     "{path: a, workers: [{url: 'http://h:1', engine: vllm, api_key_env: 'sk-1'}]}": "workers[0].api_key_env",
     "{path: a, workers: [{url: 'http://h:1', engine: vllm, kv_replay: 'tcp://h:2'}]}": "kv_replay: of no use",
     "{path: a, workers: [{url: 'http://h:1', engine: vllm}, {url: 'http://h:1/', engine: vllm}]}": (
         "models[0].workers[1].url: http://h:1/ is models[0].workers[0] already"
     ),
     "{path: a}, {path: b/a}": "models[1].name: 'a' is the name of models[0] already",
-    "{path: a, replicas: 2, engine: {kv_events: {endpoint: 'tcp://*:5557'}}}": "2 replicas cannot share one address",
+    "{path: a, replicas: 2, engine: {kv_events: {endpoint: 'tcp://*:5557'}}}": "2 replicas cannot share one "
+    "address",
 }
 
 

@@ -47,7 +47,10 @@ admission:
         ("routing: {models: [{model: large}, {model: large}]}", "'large' is there twice"),
         ("routing: {auto: {models: [{model: x}]}}", "routing.auto.models[0].model: no model 'x' here"),
         (
-            "routing: {auto: {models: [{model: small, up_to: 0.5}, {model: medium, up_to: 0.5}, {model: large}]}}",
+            (
+                "routing: {auto: {models: [{model: small, up_to: 0.5}, {model: medium, up_to: 0.5}, {model: "
+                "large}]}}"
+            ),
             "`up_to` must rise",
         ),
         (

@@ -45,33 +45,46 @@ JWT = {"issuer": "https://id.example", "audience": ["penstock"]}
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"tenants": [{"id": "a", "tier": "golden"}]}, r"tenants\[0\]\.tier: there is no tier 'golden'; there are free, pro"),
+        ({"tenants": [{"id": "a", "tier": "golden"}]}, (r"tenants\[0\]\.tier: there is no tier 'golden'; "
+        r"there are free, pro")),
         ({"tenants": [{"id": "a"}, {"id": "a"}]}, r"tenants\[1\]\.id: 'a' is the id of tenants\[0\] already"),
         ({"tenants": [{"id": "two words"}]}, r"tenants\[0\]\.id: expected 1 to 128 letters"),
         ({"tenants": [{"id": ""}]}, r"tenants\[0\]\.id: expected"),
         ({"tenants": [{"id": "key-1234"}]}, r"tenants\[0\]\.id: 'key-1234' begins with 'key-'"),
-        ({"tenants": [{"id": "a", "band": "fast"}]}, r"tenants\[0\]\.band: there is no band 'fast' in queue.bands; there are system, pri"),
+        ({"tenants": [{"id": "a", "band": "fast"}]}, (r"tenants\[0\]\.band: there is no band 'fast' in "
+        r"queue.bands; there are system, pri")),
         ({"tiers": [{"name": "a", "band": ""}]}, r"tiers\[0\]\.band: there is no band ''"),
         ({"tenants": [{"id": "a", "models": ["a b"]}]}, r"tenants\[0\]\.models\[0\]: expected"),
         ({"tenants": [{"id": "a", "weight": 0}]}, r"tenants\[0\]\.weight: expected a number > 0"),
-        ({"tenants": [{"id": "a", "requests_per_minute": "many"}]}, r"tenants\[0\]\.requests_per_minute: expected an integer"),
+        ({"tenants": [{"id": "a", "requests_per_minute": "many"}]}, (r"tenants\[0\]\.requests_per_minute: "
+        r"expected an integer")),
         ({"tenants": [{"id": "a", "budget": 1}]}, r"unknown key `tenants\[0\]\.budget`; did you mean"),
         ({"tenants": [{"tier": "free"}]}, r"tenants\[0\]\.id: missing"),
-        ({"tiers": [{"name": "a"}, {"name": "a"}]}, r"tiers\[1\]\.name: 'a' is the name of tiers\[0\] already"),
+        ({"tiers": [{"name": "a"}, {"name": "a"}]}, (r"tiers\[1\]\.name: 'a' is the name of tiers\[0\] "
+        r"already")),
         ({"tiers": [{"name": ""}]}, r"tiers\[0\]\.name: expected 1 to 64"),
-        ({"tiers": [{"name": "a", "context_tokens_max": 10, "output_tokens_max": 11}]}, r"tiers\[0\]\.output_tokens_max: 11 is above context_tokens_max \(10\)"),
-        ({"tiers": [{"name": "a", "budget_per_day": 10, "budget_per_month": 9}]}, r"tiers\[0\]\.budget_per_day: 10 is above"),
-        ({"tiers": [{"name": "a", "degrade": "maybe"}]}, r"tiers\[0\]\.degrade: expected one of allow, never, prefer"),
+        ({"tiers": [{"name": "a", "context_tokens_max": 10, "output_tokens_max": 11}]},
+        (r"tiers\[0\]\.output_tokens_max: "
+        r"11 is above context_tokens_max \(10\)")),
+        ({"tiers": [{"name": "a", "budget_per_day": 10, "budget_per_month": 9}]},
+        (r"tiers\[0\]\.budget_per_day: "
+        r"10 is above")),
+        ({"tiers": [{"name": "a", "degrade": "maybe"}]}, (r"tiers\[0\]\.degrade: expected one of allow, "
+        r"never, prefer")),
         ({"auth": {"secret": "short"}}, r"auth\.secret: expected at least 16"),
         ({"auth": {"jwt": {"audience": ["x"]}}}, r"auth\.jwt\.issuer: needed"),
         ({"auth": {"jwt": {**JWT, "audience": []}}}, r"auth\.jwt\.audience: needed"),
         ({"auth": {"jwt": {**JWT, "issuer": "http://id.example"}}}, r"auth\.jwt\.issuer: refused over http"),
-        ({"auth": {"jwt": {**JWT, "jwks_url": "file:///etc/passwd"}}}, r"auth\.jwt\.jwks_url: expected https://"),
-        ({"auth": {"jwt": {**JWT, "issuer": "https://u:p@id.example"}}}, r"auth\.jwt\.issuer: expected https://"),
+        ({"auth": {"jwt": {**JWT, "jwks_url": "file:///etc/passwd"}}}, (r"auth\.jwt\.jwks_url: expected "
+        r"https://")),
+        ({"auth": {"jwt": {**JWT, "issuer": "https://u:p@id.example"}}}, (r"auth\.jwt\.issuer: expected "
+        r"https://")),
         ({"auth": {"jwt": {**JWT, "tenant_claim": "a..b"}}}, r"auth\.jwt\.tenant_claim: expected the name"),
         ({"auth": {"jwt": {**JWT, "default_tier": "x"}}}, r"auth\.jwt\.default_tier: there is no tier 'x'"),
-        ({"auth": {"jwt": {**JWT, "algorithms": ["HS256"]}}}, r"auth\.jwt\.algorithms` is no longer a setting"),
-        ({"auth": {"jwt": {**JWT, "lifetime_s_max": -1}}}, r"auth\.jwt\.lifetime_s_max: expected a number >= 0"),
+        ({"auth": {"jwt": {**JWT, "algorithms": ["HS256"]}}}, (r"auth\.jwt\.algorithms` is no longer a "
+        r"setting")),
+        ({"auth": {"jwt": {**JWT, "lifetime_s_max": -1}}}, (r"auth\.jwt\.lifetime_s_max: expected a number "
+        r">= 0")),
     ],
 )  # fmt: skip
 def test_what_is_refused(raw, message) -> None:

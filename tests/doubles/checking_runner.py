@@ -107,8 +107,8 @@ class _Launched:
 class CheckingRunner:
     """Runs plans on fingerprints. A broken promise is an AssertionError that says which.
 
-    Steps compute in order as they are launched, but count as unfinished until they are collected: a block that
-    another row writes meanwhile was reused too early.
+    Steps compute in order as they are launched, but count as unfinished until they are collected: a block
+    that another row writes meanwhile was reused too early.
     """
 
     def __init__(
@@ -285,7 +285,9 @@ class CheckingRunner:
         return Sampled(work.row, token)
 
     def _score(self, plan: StepPlan) -> tuple[Scored, ...]:
-        """A prompt token's log-probability is minus the fingerprint of what it follows: it cannot be mixed up."""
+        """A prompt token's log-probability is minus the fingerprint of what it follows: it cannot be mixed
+        up.
+        """
         scored: list[Scored] = []
         for work in plan.work:
             if work.scores:

@@ -1,8 +1,10 @@
-"""Compiles every GPU kernel for compute capability 9.0, on any machine, and prints what became of each as JSON.
+"""Compiles every GPU kernel for compute capability 9.0, on any machine, and prints what became of each as
+JSON.
 
 With --all also the variants of attention that take ten seconds each.
 
-A program of its own, since the tests' process defines kernels for Triton's interpreter. Needs no GPU and no torch.
+A program of its own, since the tests' process defines kernels for Triton's interpreter. Needs no GPU and no
+torch.
 """
 
 import json
@@ -84,9 +86,10 @@ def attend(
     group = heads // kv_heads
     rows = 128 if chunks else max(1 << (group - 1).bit_length(), 16)
     constants = {
-        "NUM_HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": dim, "DIM": max(1 << (dim - 1).bit_length(), 16),
-        "BLOCK_TOKENS": 16, "TILE": 64, "ROWS": rows, "ITEM_FIELDS": 8, "NUM_ITEMS": 3, "NUM_CHUNKS": 5,
-        "CHUNKS": chunks, "SOFTCAP": softcap, "WINDOW": window,
+        "NUM_HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": dim,
+        "DIM": max(1 << (dim - 1).bit_length(), 16), "BLOCK_TOKENS": 16, "TILE": 64, "ROWS": rows,
+        "ITEM_FIELDS": 8, "NUM_ITEMS": 3, "NUM_CHUNKS": 5, "CHUNKS": chunks, "SOFTCAP": softcap,
+        "WINDOW": window,
     }  # fmt: skip
     types = ["*bf16"] * 3 + ["*i32"] * 3 + ["*fp32"] * 2 + ["i32", "fp32", "fp32", "i32", "i32", "i32"]
     stages = 2 if chunks or dim > 128 else 5
@@ -96,8 +99,8 @@ def attend(
 def rotate(heads: int, kv_heads: int, dim: int, *, normed: bool) -> Kernel:
     """As `TritonOps.rotate_store` launches it."""
     constants = {
-        "NUM_HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": dim, "DIM": dim, "ROTARY_DIM": dim, "BLOCK_TOKENS": 16,
-        "HEADS": 8, "NORM": normed,
+        "NUM_HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": dim, "DIM": dim, "ROTARY_DIM": dim,
+        "BLOCK_TOKENS": 16, "HEADS": 8, "NORM": normed,
     }  # fmt: skip
     types = ["*bf16"] * 3 + ["*i64"] * 2 + ["*fp32"] * 2 + ["*bf16"] * 2 + ["i32", "fp32"]
     return Kernel(rotary.rotate_store, types, constants, 4)

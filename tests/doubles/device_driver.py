@@ -1,4 +1,6 @@
-"""The device's runner on the CPU: the same code, with the kernels' torch twins, and graphs that are plain calls."""
+"""The device's runner on the CPU: the same code, with the kernels' torch twins, and graphs that are plain
+calls.
+"""
 
 from pathlib import Path
 

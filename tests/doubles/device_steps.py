@@ -1,4 +1,6 @@
-"""Steps in device memory, for the operations of `engine/gpu`: rows with scattered blocks and known contents."""
+"""Steps in device memory, for the operations of `engine/gpu`: rows with scattered blocks and known
+contents.
+"""
 
 from dataclasses import dataclass
 
@@ -40,8 +42,9 @@ class Heads:
 
     def cache(self) -> KVCache:
         spec = DecoderSpec(
-            architecture="", vocab_size=1, hidden_size=1, intermediate_size=1, num_layers=2, num_heads=self.heads,
-            num_kv_heads=self.kv_heads, head_dim=self.dim, max_position=MAX_LEN, norm_eps=1e-6, rope=self.rope,
+            architecture="", vocab_size=1, hidden_size=1, intermediate_size=1, num_layers=2,
+            num_heads=self.heads, num_kv_heads=self.kv_heads, head_dim=self.dim, max_position=MAX_LEN,
+            norm_eps=1e-6, rope=self.rope,
         )  # fmt: skip
         return KVCache(spec, NUM_BLOCKS, self.dtype, CPU)
 
@@ -68,7 +71,10 @@ class Row:
 def device_step(
     rows: list[Row], bounds: StepLimits, *, padding: int = 0, state: RowState | None = None
 ) -> DeviceStep:
-    """A filled step, not yet prepared. Rows sit in the tables from the last one down, their blocks anywhere."""
+    """A filled step, not yet prepared.
+
+    Rows sit in the tables from the last one down, their blocks anywhere.
+    """
     state = state or RowState.allocate(bounds, CPU)
     places = np.arange(bounds.max_running - 1, bounds.max_running - 1 - len(rows), -1, dtype=np.int32)
     blocks = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(7)).int()
@@ -87,7 +93,9 @@ def device_step(
 
 
 def sampling_state(state: RowState, rows: list[tuple[float, int, float, float, int]]) -> SampleRows:
-    """Write (temperature, top k, top p, min p, seed) to the last rows, downwards; the same for the engine's sampler."""
+    """Write (temperature, top k, top p, min p, seed) to the last rows, downwards; the same for the engine's
+    sampler.
+    """
     columns = [np.array(column) for column in zip(*rows, strict=True)]
     seeds = np.array([row[4] for row in rows], np.uint64)
     places = torch.arange(state.unused_row - 1, state.unused_row - 1 - len(rows), -1)

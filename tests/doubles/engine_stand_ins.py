@@ -1,7 +1,8 @@
 """Servers that speak each engine's HTTP API to the letter, and can be told to misbehave.
 
-Answers are endless and deterministic: token i of an answer with seed s is `token(s, i)`, a byte of `byte_tokenizer`. The
-shapes are those of vLLM 0.32, SGLang 0.5, TGI 3, TensorRT-LLM 1.2, Triton 2.51 and OpenAI's API.
+Answers are endless and deterministic: token i of an answer with seed s is `token(s, i)`, a byte of
+`byte_tokenizer`. The shapes are those of vLLM 0.32, SGLang 0.5, TGI 3, TensorRT-LLM 1.2, Triton 2.51 and
+OpenAI's API.
 """
 
 import asyncio
@@ -148,7 +149,8 @@ class StandIn:
 
     async def _stream(self, request: Request, writer: asyncio.StreamWriter) -> None:
         writer.write(
-            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: "
+            b"chunked\r\n\r\n"
         )
 
         async def send(data: bytes) -> None:

@@ -1,12 +1,12 @@
 """A TCP or Unix-socket proxy that does to a connection what networks and dying machines do to it.
 
     gateway ──> FaultProxy ──> worker
-                   │ latency, bandwidth, slicing, corruption of what goes through; from now on, or for one direction
+                   │ latency, bandwidth, slicing, corruption; from now on, or for one direction
                    │ black hole: nothing goes through any more, and nobody is told
                    └ reset, half-close: the connection ends, rudely or in one direction
 
-What is set holds for bytes that come from then on, on all connections. A black hole keeps what it swallowed: when it is healed the
-bytes arrive, late, as a network's retransmissions do.
+What is set holds for bytes that come from then on, on all connections. A black hole keeps what it swallowed:
+when it is healed the bytes arrive, late, as a network's retransmissions do.
 """
 
 import asyncio

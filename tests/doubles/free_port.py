@@ -5,8 +5,8 @@ import os
 import socket
 
 FIRST, COUNT = 20_000, 12_000
-"""Below what kernels give to whoever asks for any port (Linux: from 32,768): nobody gets one of these by chance before its
-server has it."""
+"""Below what kernels give to whoever asks for any port (Linux: from 32,768): nobody gets one of these by
+chance before its server has it."""
 _numbers = itertools.count(os.getpid() * 61)
 
 

@@ -1,4 +1,5 @@
-"""An API server that knows EndpointSlices: lists in pages, watches from a version on, 410 for versions it has forgotten.
+"""An API server that knows EndpointSlices: lists in pages, watches from a version on, 410 for versions it has
+forgotten.
 
 Speaks the protocol and nothing else; it keeps one namespace's slices of one service.
 """

@@ -1,4 +1,6 @@
-"""A worker of another make, as far as its KV events go: it caches prompts, forgets the ends of old ones, and tells."""
+"""A worker of another make, as far as its KV events go: it caches prompts, forgets the ends of old ones, and
+tells.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -9,7 +11,10 @@ BLOCK = 16
 
 
 class KVTalker:
-    """Speaks vLLM's layout; hashes in a way of its own. `batches` are all that it has ever published, by number."""
+    """Speaks vLLM's layout; hashes in a way of its own.
+
+    `batches` are all that it has ever published, by number.
+    """
 
     def __init__(self, *, block_tokens: int = BLOCK, seed: bytes = b"") -> None:
         self.batches: list[bytes] = []

@@ -1,9 +1,11 @@
-"""A process that writes to a ledger as a gateway would, and tells a witness file what it has promised; made to be killed.
+"""A process that writes to a ledger as a gateway would, and tells a witness file what it has promised; made
+to be killed.
 
     python ledger_writer.py LEDGER WITNESS FIRST LAST SEED
 
-The witness has one line for each promise, written after the ledger's flush (and `begin` before it): what it says must be true
-of the ledger, whenever this process dies. Begins `r{FIRST}` to `r{LAST - 1}`, twenty at a time.
+The witness has one line for each promise, written after the ledger's flush (and `begin` before it): what it
+says must be true of the ledger, whenever this process dies. Begins `r{FIRST}` to `r{LAST - 1}`, twenty at a
+time.
 """
 
 import asyncio
@@ -31,7 +33,9 @@ ACME = Tenant(id=TenantId("acme"), budget_month_micros=10**12)
 
 
 def be_busy() -> None:
-    """Keep the loop busy with something else: most deaths fall in here, where nothing but what was flushed counts."""
+    """Keep the loop busy with something else: most deaths fall in here, where nothing but what was flushed
+    counts.
+    """
     time.sleep(PAUSE_S)
 
 

@@ -1,8 +1,9 @@
-"""Several gateway-like processes that spend one tenant's tokens as fast as they are let, until standard input ends.
+"""Several gateway-like processes that spend one tenant's tokens as fast as they are let, until standard input
+ends.
 
-One argument, JSON: `count`, `directory`, `rate`, `burst_s`, `tokens` of each request, and `shared`: by name, a shared section
-each. Each process writes DIRECTORY/N.json: by name a list of [monotonic ns, tokens used] at every change of phase.
-Forked after everything is imported, so that many start at once.
+One argument, JSON: `count`, `directory`, `rate`, `burst_s`, `tokens` of each request, and `shared`: by name,
+a shared section each. Each process writes DIRECTORY/N.json: by name a list of [monotonic ns, tokens used] at
+every change of phase. Forked after everything is imported, so that many start at once.
 """
 
 import asyncio

@@ -1,8 +1,9 @@
-"""`python peak_memory.py MODEL_DIR SETTINGS`: prints the peak memory after start-up, and after the worst traffic there is.
+"""`python peak_memory.py MODEL_DIR SETTINGS`: prints the peak memory after start-up, and after the worst
+traffic there is.
 
-SETTINGS are the engine's, as JSON. A process of its own, since the peak is the process's; memory is given out as in a worker.
-The KV cache and the host tier are touched before: their memory is committed as it is first used, and never more than was
-reserved.
+SETTINGS are the engine's, as JSON. A process of its own, since the peak is the process's; memory is given out
+as in a worker. The KV cache and the host tier are touched before: their memory is committed as it is first
+used, and never more than was reserved.
 """
 
 import json

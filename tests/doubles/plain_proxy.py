@@ -1,6 +1,7 @@
 """A reverse proxy in a process of its own that adds no header, as nginx with `proxy_pass` and nothing else.
 
-python plain_proxy.py HOST PORT      says the port that it listens on, on loopback, and ends with its standard input
+python plain_proxy.py HOST PORT      says the port that it listens on, on loopback, and ends with its standard
+                                     input
 """
 
 import asyncio

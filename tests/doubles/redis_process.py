@@ -1,4 +1,6 @@
-"""A real Redis of a test's own, on a free port of the loopback, that can be stopped, killed and started again."""
+"""A real Redis of a test's own, on a free port of the loopback, that can be stopped, killed and started
+again.
+"""
 
 import contextlib
 import shutil

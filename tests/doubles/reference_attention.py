@@ -1,4 +1,6 @@
-"""Attention as the formula says it, one row at a time in float32: the twin that every fast one is tested against."""
+"""Attention as the formula says it, one row at a time in float32: the twin that every fast one is tested
+against.
+"""
 
 import torch
 from torch import Tensor

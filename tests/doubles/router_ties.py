@@ -1,8 +1,9 @@
-"""Where transformers' router can hardly tell two experts apart, and what it says when that goes the other way.
+"""Where transformers' router can hardly tell two experts apart, and what it says when that goes the other
+way.
 
-In bfloat16 a router's logits are off by about a unit in the last place of the largest of them. Where the last expert
-chosen and the first that is not are closer than that, either choice is a right answer of the model in bfloat16,
-and the two answers differ by a whole expert.
+In bfloat16 a router's logits are off by about a unit in the last place of the largest of them. Where the last
+expert chosen and the first that is not are closer than that, either choice is a right answer of the model in
+bfloat16, and the two answers differ by a whole expert.
 """
 
 from collections.abc import Iterator

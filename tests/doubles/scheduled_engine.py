@@ -47,8 +47,10 @@ class ScheduledEngine:
         overlap: bool = False,
         check_every: int = 1,
     ) -> None:
-        """`check_every`: invariants are looked at after every so many changes. What breaks one hardly ever mends it, so long
-        runs look less often."""
+        """`check_every`: invariants are looked at after every so many changes.
+
+        What breaks one hardly ever mends it, so long runs look less often.
+        """
         hasher = BlockHasher(key=bytes(32), identity="m float32")
         if prefix_cache:
             host = HostLimits(num_slots=host_slots, idle_ns=IDLE_NS, loads_max=loads_max, stores_max=4)

@@ -38,7 +38,9 @@ def scripted_text(seed: int, start: int, count: int) -> str:
 
 
 class ScriptedRunner:
-    """`step_s` is how long a step takes; `SCRIPTED_STEP_S` sets it in worker processes, and `SCRIPTED_GATE` a gate."""
+    """`step_s` is how long a step takes; `SCRIPTED_STEP_S` sets it in worker processes, and `SCRIPTED_GATE` a
+    gate.
+    """
 
     def __init__(self, *, max_running: int = 64, step_s: float = 0.0, gate: StepGate | None = None) -> None:
         self.info = ModelInfo(

@@ -1,4 +1,6 @@
-"""A stand-in engine on a thread of its own, and `penstock serve` processes in front of it: a gateway is up within a second."""
+"""A stand-in engine on a thread of its own, and `penstock serve` processes in front of it: a gateway is up
+within a second.
+"""
 
 import asyncio
 import contextlib
@@ -42,7 +44,9 @@ async def _rest() -> None:
 
 
 class Serve:
-    """`penstock serve` in front of a stand-in, started and killed as often as wanted; all tenants have a key."""
+    """`penstock serve` in front of a stand-in, started and killed as often as wanted; all tenants have a
+    key.
+    """
 
     def __init__(
         self,
@@ -54,7 +58,9 @@ class Serve:
         processes: int = 1,
         command: Sequence[str] = COMMAND,
     ) -> None:
-        """`tenants`: what the configuration says of each, in YAML's flow style; `sections`: more lines of it."""
+        """`tenants`: what the configuration says of each, in YAML's flow style; `sections`: more lines of
+        it.
+        """
         self._command = command
         place.mkdir(exist_ok=True, parents=True)
         self._place, self.config = place, place / "penstock.yaml"

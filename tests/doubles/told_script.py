@@ -1,4 +1,6 @@
-"""A scripted worker whose answers end when a test says so, and a clock that can be put forward: for orders that never depend on speed."""
+"""A scripted worker whose answers end when a test says so, and a clock that can be put forward: for orders
+that never depend on speed.
+"""
 
 from collections.abc import Iterator
 
@@ -10,7 +12,10 @@ NEVER_S = 1e6
 
 
 class ToldScript:
-    """A `Script`: each request goes on until its seed is among `ended`. `started` has the seeds in the order of their starts."""
+    """A `Script`: each request goes on until its seed is among `ended`.
+
+    `started` has the seeds in the order of their starts.
+    """
 
     def __init__(self) -> None:
         self.ended: set[int] = set()

@@ -67,7 +67,9 @@ def progress(request_id: str, completion_tokens: int, *, at_ns: int = T0_NS + 1_
 
 
 class MemorySink:
-    """Keeps the first record of every id; `failures` writes from now on fail, after keeping half of the batch."""
+    """Keeps the first record of every id; `failures` writes from now on fail, after keeping half of the
+    batch.
+    """
 
     def __init__(self) -> None:
         self.records: dict[str, UsageRecord] = {}

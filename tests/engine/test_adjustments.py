@@ -1,4 +1,6 @@
-"""What penalties, bias and minimum lengths do to logits: against plain references, and put back afterwards."""
+"""What penalties, bias and minimum lengths do to logits: against plain references, and put back
+afterwards.
+"""
 
 from collections import Counter
 

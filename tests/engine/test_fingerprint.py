@@ -68,7 +68,9 @@ def test_one_weight_of_any_tensor_counts_where_a_page_is_taken(checkpoint: Path,
 def test_of_more_tensors_than_pages_are_taken_some_of_every_kind_count(
     tmp_path: Path, num_kinds: int
 ) -> None:
-    """Layers repeat their kinds in one order, and the pages that are taken must not fall into step with it."""
+    """Layers repeat their kinds in one order, and the pages that are taken must not fall into step with
+    it.
+    """
 
     def write(trained: int) -> str:
         kinds = range(num_kinds)
@@ -134,8 +136,10 @@ def test_what_a_worker_computes_depends_on_how_it_is_configured(checkpoint: Path
         (b"\xff" * 16, "no safetensors file has"),
         ((2).to_bytes(8, "little") + b"[]", "its header is not one"),
         ((200).to_bytes(8, "little") + b"{}", "not a whole safetensors file"),
-        (b'\x26\x00\x00\x00\x00\x00\x00\x00{"w": {"data_offsets": [0, 99999999]}}', "bytes that the file does not have"),
-        (b'\x20\x00\x00\x00\x00\x00\x00\x00{"w": {"data_offsets": [-9, 4]}}', "bytes that the file does not have"),
+        (b'\x26\x00\x00\x00\x00\x00\x00\x00{"w": {"data_offsets": [0, 99999999]}}', ("bytes that the file "
+        "does not have")),
+        (b'\x20\x00\x00\x00\x00\x00\x00\x00{"w": {"data_offsets": [-9, 4]}}', ("bytes that the file does not "
+        "have")),
     ],
 )  # fmt: skip
 def test_a_broken_file_is_named(checkpoint: Path, content: bytes, says: str) -> None:

@@ -1,4 +1,6 @@
-"""The promise: a request's tokens and log-probabilities do not depend on anything but itself, to the last bit."""
+"""The promise: a request's tokens and log-probabilities do not depend on anything but itself, to the last
+bit.
+"""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -71,7 +73,9 @@ class Case:
 
     @cached_property
     def roomy(self) -> tuple[list[Answer], int]:
-        """Answers to `crowd` of an engine that has room for all, and how many bytes a block of its KV cache has."""
+        """Answers to `crowd` of an engine that has room for all, and how many bytes a block of its KV cache
+        has.
+        """
         driver = self.driver(prefix_cache=False)
         return driver.ask(*crowd()), 8 * 1024 * 1024 // driver.runner.info.num_blocks
 
@@ -135,7 +139,9 @@ def test_the_batch_changes_nothing(case: Case, chunk: int) -> None:
 
 @pytest.mark.parametrize("target_ms", [0.0, 1e-6])
 def test_the_latency_target_changes_nothing(case: Case, target_ms: float) -> None:
-    """Chunks by the measured time of steps, or the least that the config allows: whoever computes does not care."""
+    """Chunks by the measured time of steps, or the least that the config allows: whoever computes does not
+    care.
+    """
     driver = case.driver(prefix_cache=False, itl_target_ms=target_ms, prefill_tokens_min=5)
     check_same(driver.ask(prompts(), sampling()), case.expected)
 
@@ -150,7 +156,9 @@ def test_the_prefix_cache_changes_nothing(case: Case) -> None:
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_resuming_on_another_worker_changes_nothing(case: Case, prefix_cache: bool) -> None:
-    """A stream that was cut after any number of tokens goes on as if nothing had happened, wherever it stood."""
+    """A stream that was cut after any number of tokens goes on as if nothing had happened, wherever it
+    stood.
+    """
     driver = case.driver(prefix_cache=prefix_cache)
     for cut in (1, 5, MAX_TOKENS - 1):
         so_far = [other.token_ids[: cut + index % 2] for index, other in enumerate(case.expected)]
@@ -218,7 +226,9 @@ def test_preemption_changes_nothing(case: Case, overlap: str) -> None:
 
 @pytest.mark.parametrize("chunk", [16, 512])
 def test_overlap_changes_nothing(case: Case, chunk: int) -> None:
-    """Every step is planned before the tokens of the one before are known, with the prefix cache cold and warm."""
+    """Every step is planned before the tokens of the one before are known, with the prefix cache cold and
+    warm.
+    """
     driver = case.driver(overlap="on", step_tokens=chunk)
     for _ in range(2):
         check_same(driver.ask(prompts(), sampling()), case.expected)

@@ -1,5 +1,7 @@
-"""More cells of the matrix of `test_invariance.py`, with short requests: caches that lost a part, preemption without a
-host tier, both together with small chunks and with overlap; and the families and rotations that are not there."""
+"""More cells of the matrix of `test_invariance.py`, with short requests: caches that lost a part, preemption
+without a host tier, both together with small chunks and with overlap; and the families and rotations that are
+not there.
+"""
 
 from pathlib import Path
 
@@ -93,7 +95,10 @@ def check_same(answers: list[Answer], expected: list[Answer]) -> None:
 
 
 def lose_half(driver: Driver) -> int:
-    """Somebody else takes half of the blocks that the prefix cache has, and gives them back. Returns how many stay."""
+    """Somebody else takes half of the blocks that the prefix cache has, and gives them back.
+
+    Returns how many stay.
+    """
     pool = driver.core.kv.pool
     now = pool.statistics()
     assert now.cached > 6

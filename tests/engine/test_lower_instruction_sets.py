@@ -1,8 +1,10 @@
-"""The promise of `test_invariance.py` on instruction sets below this processor's best: what a smaller processor would compute with.
+"""The promise of `test_invariance.py` on instruction sets below this processor's best: what a smaller
+processor would compute with.
 
-Every library chooses its kernels when it is loaded, so each level is a process of its own that runs a part of those tests. A
-level is skipped where the processor has nothing above it, and where the library does not heed its own variable: MKL takes
-MKL_ENABLE_INSTRUCTIONS from Intel's processors only, and MKL_CBWR=COMPATIBLE from all.
+Every library chooses its kernels when it is loaded, so each level is a process of its own that runs a part of
+those tests. A level is skipped where the processor has nothing above it, and where the library does not heed
+its own variable: MKL takes MKL_ENABLE_INSTRUCTIONS from Intel's processors only, and MKL_CBWR=COMPATIBLE from
+all.
 """
 
 import os

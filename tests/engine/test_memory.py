@@ -6,8 +6,8 @@ from penstock.errors import ConfigError
 from penstock.models.spec import DecoderSpec, RopeSpec
 
 SPEC = DecoderSpec(
-    architecture="", vocab_size=100, hidden_size=64, intermediate_size=64, num_layers=4, num_heads=4, num_kv_heads=2,
-    head_dim=32, max_position=2048, norm_eps=1e-6, rope=RopeSpec(),
+    architecture="", vocab_size=100, hidden_size=64, intermediate_size=64, num_layers=4, num_heads=4,
+    num_kv_heads=2, head_dim=32, max_position=2048, norm_eps=1e-6, rope=RopeSpec(),
 )  # fmt: skip
 BLOCK_BYTES = 4 * 2 * 16 * 2 * 32 * 2
 GIB = 1024**3

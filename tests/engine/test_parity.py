@@ -253,7 +253,8 @@ def test_bfloat16_logits_are_close_to_transformers_in_float32(family: str, tmp_p
     reference = model.float()
     found = errors(reference, told)
     if hasattr(model.config, "num_experts_per_tok"):
-        # Where bfloat16 cannot tell which expert is the better one, the answer must be that of one or of the other.
+        # Where bfloat16 cannot tell which expert is the better one, the answer must be that of one or of the
+        # other.
         for tie in router_ties(reference, told.tokens):
             draw = tie[1] - told.num_prompt + 1
             if 0 <= draw <= DECODE_STEPS and found[draw] > 2e-2:

@@ -57,7 +57,9 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_the_worst_traffic_takes_no_more_than_start_up(
     shapes: dict[str, Path], shape: str, settings: dict[str, object], allowed_mib: int
 ) -> None:
-    """In the configuration of a worker: its allocator's settings, both kinds of kernels, one more thread for overlap."""
+    """In the configuration of a worker: its allocator's settings, both kinds of kernels, one more thread for
+    overlap.
+    """
     if settings["kernels"] == "native":
         try:
             NativeLibrary()

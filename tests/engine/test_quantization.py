@@ -17,8 +17,8 @@ from penstock.types import BLOCK_TOKENS, RequestId, SamplingParams
 
 LENGTHS = (1, 16, 33, 130)
 BOUNDS = {"int8": (2e-3, 0.9), "int4": (0.1, 0.5)}
-"""Mean KL divergence in nats to bfloat16 at most, and share of equal greedy tokens at least. The weights are random, so
-the likeliest tokens lie close together; a trained model is kinder."""
+"""Mean KL divergence in nats to bfloat16 at most, and share of equal greedy tokens at least. The weights are
+random, so the likeliest tokens lie close together; a trained model is kinder."""
 
 
 @pytest.fixture(scope="module", params=["int8", "int4"])

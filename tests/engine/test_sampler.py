@@ -1,4 +1,6 @@
-"""The sampler against a float64 reference: distributions, filters at their edges, and what a draw depends on."""
+"""The sampler against a float64 reference: distributions, filters at their edges, and what a draw depends
+on.
+"""
 
 import numpy as np
 import pytest

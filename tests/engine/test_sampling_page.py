@@ -1,4 +1,6 @@
-"""The worked example of docs/sampling.md, number by number: the code applies everything in the page's order."""
+"""The worked example of docs/sampling.md, number by number: the code applies everything in the page's
+order.
+"""
 
 import numpy as np
 import pytest

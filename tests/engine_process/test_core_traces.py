@@ -1,8 +1,8 @@
 """Long seeded traces of everything that gateways may do to one engine, in any order.
 
-Whatever the order: every request ends exactly once and only its owner hears of it, its tokens are those that it gets
-alone, every block is free at the end, an index kept from the KV events is what the pool knows, and no tenant's
-blocks are ever another's. A failing seed is in the test's name.
+Whatever the order: every request ends exactly once and only its owner hears of it, its tokens are those that
+it gets alone, every block is free at the end, an index kept from the KV events is what the pool knows, and no
+tenant's blocks are ever another's. A failing seed is in the test's name.
 """
 
 from array import array

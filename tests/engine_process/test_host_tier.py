@@ -28,7 +28,9 @@ def answer(client: Client, name: str, prompt: tuple[int, ...]) -> tuple[list[int
 
 
 def test_a_worker_that_computes_sleeps_when_it_has_nothing_to_do(model: Path) -> None:
-    """With everything that has a thread: the native pool, the one of overlapped steps, and the host tier's."""
+    """With everything that has a thread: the native pool, the one of overlapped steps, and the host
+    tier's.
+    """
     settings = {"host_kv_idle_s": 0.05, "threads": 2, "overlap": "on"}
     with raw_worker(model_path=str(model), runner=REAL, **settings) as worker:
         client = worker.connect()

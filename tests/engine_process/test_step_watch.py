@@ -1,4 +1,6 @@
-"""The step loop under its watchdog: wherever it hangs, and if it only turns without a step, the watchdog says so."""
+"""The step loop under its watchdog: wherever it hangs, and if it only turns without a step, the watchdog says
+so.
+"""
 
 import threading
 import time

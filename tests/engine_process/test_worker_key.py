@@ -59,7 +59,9 @@ def prove(client) -> None:
 
 
 def test_silent_strangers_lock_no_gateway_out() -> None:
-    """A crowd connects, says nothing and comes again as often as it is cut; a gateway is let in all the same."""
+    """A crowd connects, says nothing and comes again as often as it is cut; a gateway is let in all the
+    same.
+    """
     with raw_worker(tcp=True, key=KEY) as worker:
         strangers = [worker.connect() for _ in range(200)]
         gateway = worker.connect()

@@ -1,6 +1,7 @@
 """What every launcher must do, as a test class: subclass it and say how to open one.
 
-Workers are real processes of ours with the scripted runner, on this machine: so the tests can look whether they are there.
+Workers are real processes of ours with the scripted runner, on this machine: so the tests can look whether
+they are there.
 """
 
 import asyncio

@@ -1,4 +1,6 @@
-"""Workers that are found by name or in a cluster: who joins, who leaves, and what failures change (nothing)."""
+"""Workers that are found by name or in a cluster: who joins, who leaves, and what failures change
+(nothing).
+"""
 
 import asyncio
 import contextlib

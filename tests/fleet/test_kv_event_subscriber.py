@@ -1,4 +1,6 @@
-"""The ZeroMQ feed against real sockets: our engine's publisher, and one that loses messages, restarts and answers nonsense."""
+"""The ZeroMQ feed against real sockets: our engine's publisher, and one that loses messages, restarts and
+answers nonsense.
+"""
 
 import asyncio
 import io

@@ -1,4 +1,6 @@
-"""The locality follows the registry: workers come with their events, and go with all that was believed of them."""
+"""The locality follows the registry: workers come with their events, and go with all that was believed of
+them.
+"""
 
 import asyncio
 import io
@@ -145,7 +147,9 @@ def test_a_worker_whose_events_name_other_blocks_than_prompts_are_looked_up_by_i
         assert cache_view is not None
 
         def ask(number: int, *, told_as: int) -> None:
-            """A prompt of four blocks, all of them cached; its events tell of other tokens if `told_as` is not 0."""
+            """A prompt of four blocks, all of them cached; its events tell of other tokens if `told_as` is
+            not 0.
+            """
             tokens = tuple(range(number, number + 64))
             talker.cache(tuple(token + told_as for token in tokens))
             cache_view.live(len(talker.batches), talker.publish())
@@ -176,7 +180,9 @@ def test_a_worker_whose_events_name_other_blocks_than_prompts_are_looked_up_by_i
 
 
 def test_a_prompt_that_is_cached_before_its_events_come_is_no_reason_to_warn() -> None:
-    """Many at once with one beginning: where they were sent it was only expected, when they end it was told."""
+    """Many at once with one beginning: where they were sent it was only expected, when they end it was
+    told.
+    """
 
     async def check() -> None:
         made, backend, talker = Made(), FakeBackend(CLOCK), KVTalker()

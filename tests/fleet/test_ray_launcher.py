@@ -1,4 +1,7 @@
-"""Workers on a real Ray cluster of several nodes (all on this machine). Only `make test-workers` runs this."""
+"""Workers on a real Ray cluster of several nodes (all on this machine).
+
+Only `make test-workers` runs this.
+"""
 
 import asyncio
 import contextlib

@@ -76,7 +76,10 @@ class RunningGateway:
         clock: Clock | None = None,
         **limits: float,
     ) -> None:
-        """`limits` are fields of `WireLimits`. `small`: there is a second model, "small", with a worker of its own."""
+        """`limits` are fields of `WireLimits`.
+
+        `small`: there is a second model, "small", with a worker of its own.
+        """
         self.clock = clock or SystemClock()
         self.config, self._limits = config, WireLimits(**limits)
         self.log_text = io.StringIO()

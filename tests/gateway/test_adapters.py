@@ -1,4 +1,6 @@
-"""Adapters that workers tell of: clients name them as models, and their requests go only where they are served."""
+"""Adapters that workers tell of: clients name them as models, and their requests go only where they are
+served.
+"""
 
 import pytest
 from openai import NotFoundError, PermissionDeniedError

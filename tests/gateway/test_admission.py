@@ -1,7 +1,8 @@
-"""Admission by prediction, through real sockets: what docs/overload.md says a client sees when the large model is saturated.
+"""Admission by prediction, through real sockets: what docs/overload.md says a client sees when the large
+model is saturated.
 
-The worker computes one answer at a time, a token in 80 ms of a clock that only the test moves: what is learned and predicted does not
-depend on how fast this machine is.
+The worker computes one answer at a time, a token in 80 ms of a clock that only the test moves: what is
+learned and predicted does not depend on how fast this machine is.
 """
 
 import asyncio
@@ -113,7 +114,9 @@ class World:
             assert self.running.gateway.num_accepted == 0
 
     def saturate(self, num: int) -> None:
-        """A request was answered too late just now; the large model's worker is busy, and so many of a protected band wait for it."""
+        """A request was answered too late just now; the large model's worker is busy, and so many of a
+        protected band wait for it.
+        """
         for _ in range(30):
             self.send("vip")
         late = self.send("pro", degrade="never")

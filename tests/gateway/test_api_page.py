@@ -1,4 +1,6 @@
-"""docs/api.md says what becomes of every parameter, and this asks our engine's double and a provider, over sockets."""
+"""docs/api.md says what becomes of every parameter, and this asks our engine's double and a provider, over
+sockets.
+"""
 
 import json
 import re
@@ -32,17 +34,21 @@ NEEDED = {
 }
 """What else a request must say for a parameter to make sense."""
 VALUES = {
-    "model": None, "messages": None, "prompt": None, "stream": True, "stream_options": {"include_usage": True}, "n": 2, "stop": ["@"],
-    "seed": 7, "max_tokens": 3, "max_completion_tokens": 3, "temperature": 0.5, "top_p": 0.5, "frequency_penalty": 0.5,
-    "presence_penalty": 0.5, "top_k": 3, "repetition_penalty": 1.1, "min_p": 0.1, "min_tokens": 1, "logit_bias": {"5": 1},
-    "ignore_eos": True, "stop_token_ids": [5], "include_stop_str_in_output": True, "skip_special_tokens": False, "user": "u",
-    "metadata": {"a": "b"}, "store": True, "service_tier": "flex", "response_format": {"type": "json_object"},
-    "structured_outputs": {"regex": "a"}, "guided_json": {"type": "object"}, "guided_regex": "a", "guided_choice": ["a"],
-    "guided_grammar": "root ::= 'a'", "bad_words": ["x"], "allowed_token_ids": [5], "tools": [TOOL], "tool_choice": "required",
-    "parallel_tool_calls": False, "chat_template_kwargs": {"x": 1}, "logprobs": True, "top_logprobs": 1, "modalities": ["audio"],
-    "documents": [{"text": "x"}], "reasoning_effort": "low", "verbosity": "low", "include_reasoning": False, "best_of": 1, "echo": True,
-    "add_special_tokens": False, "length_penalty": 2, "spaces_between_special_tokens": False, "add_generation_prompt": False,
-    "prompt_logprobs": 1, "vllm_xargs": {"a": 1}, "logits_processors": ["x"], "suffix": "x", "truncate_prompt_tokens": 5, "priority": 1,
+    "model": None, "messages": None, "prompt": None, "stream": True,
+    "stream_options": {"include_usage": True}, "n": 2, "stop": ["@"], "seed": 7, "max_tokens": 3,
+    "max_completion_tokens": 3, "temperature": 0.5, "top_p": 0.5, "frequency_penalty": 0.5,
+    "presence_penalty": 0.5, "top_k": 3, "repetition_penalty": 1.1, "min_p": 0.1, "min_tokens": 1,
+    "logit_bias": {"5": 1}, "ignore_eos": True, "stop_token_ids": [5], "include_stop_str_in_output": True,
+    "skip_special_tokens": False, "user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "flex",
+    "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"},
+    "guided_json": {"type": "object"}, "guided_regex": "a", "guided_choice": ["a"],
+    "guided_grammar": "root ::= 'a'", "bad_words": ["x"], "allowed_token_ids": [5], "tools": [TOOL],
+    "tool_choice": "required", "parallel_tool_calls": False, "chat_template_kwargs": {"x": 1},
+    "logprobs": True, "top_logprobs": 1, "modalities": ["audio"], "documents": [{"text": "x"}],
+    "reasoning_effort": "low", "verbosity": "low", "include_reasoning": False, "best_of": 1, "echo": True,
+    "add_special_tokens": False, "length_penalty": 2, "spaces_between_special_tokens": False,
+    "add_generation_prompt": False, "prompt_logprobs": 1, "vllm_xargs": {"a": 1}, "logits_processors": ["x"],
+    "suffix": "x", "truncate_prompt_tokens": 5, "priority": 1,
 }  # fmt: skip
 """Values that ask for something; for all others true does."""
 CHAT_ONLY = {"add_special_tokens": True, "best_of": 2}

@@ -1,4 +1,6 @@
-"""What clients that others wrote meet at the door: paths, content types, models, a model that is still loading."""
+"""What clients that others wrote meet at the door: paths, content types, models, a model that is still
+loading.
+"""
 
 import json
 import select
@@ -70,18 +72,22 @@ def test_json_is_taken_however_it_is_spelled(gateway, kit, headers):
 
 # As litellm 1.83 sends its own answer back in a tool loop, with Anthropic's cache marks.
 LITELLM = [
-    {"role": "system", "content": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]},
+    {"role": "system", "content": [{"type": "text", "text": "Be brief.",
+    "cache_control": {"type": "ephemeral"}}]},
     {"role": "user", "content": "Weather in Oslo?", "cache_control": {"type": "ephemeral"}},
     {
         "content": None,
         "role": "assistant",
-        "tool_calls": [{"index": 0, "function": {"arguments": "{}", "name": "weather", "provider_specific_fields": None},
+        "tool_calls": [{"index": 0, "function": {"arguments": "{}", "name": "weather",
+            "provider_specific_fields": None},
             "id": "call_1", "type": "function", "provider_specific_fields": {"thought_signature": "x"}}],
         "function_call": None,
         "provider_specific_fields": {"refusal": None},
-        "annotations": [], "audio": None, "refusal": None, "reasoning": "hm", "reasoning_content": "hm", "thinking_blocks": [],
+        "annotations": [], "audio": None, "refusal": None, "reasoning": "hm", "reasoning_content": "hm",
+        "thinking_blocks": [],
     },
-    {"tool_call_id": "call_1", "role": "tool", "name": "weather", "content": [{"type": "text", "text": "3", "cache_control": {"type": "ephemeral"}}]},
+    {"tool_call_id": "call_1", "role": "tool", "name": "weather",
+    "content": [{"type": "text", "text": "3", "cache_control": {"type": "ephemeral"}}]},
 ]  # fmt: skip
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
@@ -127,8 +133,11 @@ def test_the_official_client_sends_its_own_message_back(client, kit):
 WRONG_TYPES = [
     ({"role": "user", "content": 5}, "messages[0].content"),
     ({"role": "user", "content": "x", "name": 5}, "messages[0].name"),
-    ({"role": "assistant", "content": None, "tool_calls": [{"id": 1, "function": {"name": "f", "arguments": ""}}]}, "messages[0].tool_calls[0].id"),
-    ({"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": {}}}]}, "messages[0].tool_calls[0].function.arguments"),
+    ({"role": "assistant", "content": None,
+    "tool_calls": [{"id": 1, "function": {"name": "f", "arguments": ""}}]}, "messages[0].tool_calls[0].id"),
+    ({"role": "assistant", "content": None,
+    "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": {}}}]},
+    "messages[0].tool_calls[0].function.arguments"),
 ]  # fmt: skip
 
 
@@ -164,8 +173,8 @@ def test_models_tell_the_callers_own_limits(start, kit):
         return (answer["data"][0] if "data" in answer else answer)["limits"]
 
     gold = {
-        "tier": "gold", "requests_per_minute": 7, "tokens_per_minute": 9000, "concurrent_requests": None, "input_tokens": None,
-        "output_tokens": None, "context_tokens": 64_000,
+        "tier": "gold", "requests_per_minute": 7, "tokens_per_minute": 9000, "concurrent_requests": None,
+        "input_tokens": None, "output_tokens": None, "context_tokens": 64_000,
     }  # fmt: skip
     for path in ("/v1/models", "/v1/models/tiny"):
         assert limits(path, kit.KEY) == gold

@@ -1,4 +1,6 @@
-"""What an attacker or a broken proxy sends: refused at once, in the OpenAI error shape, and nobody else notices."""
+"""What an attacker or a broken proxy sends: refused at once, in the OpenAI error shape, and nobody else
+notices.
+"""
 
 import contextlib
 import json

@@ -1,4 +1,5 @@
-"""Who goes next, through real sockets: bands, floors, starvation and fair shares, in the order in which a worker sees its requests.
+"""Who goes next, through real sockets: bands, floors, starvation and fair shares, in the order in which a
+worker sees its requests.
 
 The examples are those of docs/overload.md, "Who goes next".
 """
@@ -64,7 +65,9 @@ class Crowd:
         self.running.wait_until(lambda: len(self.script.started) >= num)
 
     def next_after(self, *seeds: int) -> list[str]:
-        """Let these end, each after what took the place of the one before has begun; whose requests those were."""
+        """Let these end, each after what took the place of the one before has begun; whose requests those
+        were.
+        """
         before = len(self.script.started)
         for num, seed in enumerate(seeds, 1):
             self.script.ended.add(seed)
@@ -125,8 +128,9 @@ def test_forty_slots_thirty_priority_six_default_and_four_bulk(crowd) -> None:
     assert made.next_after(running["bulk"][0]) == ["priority"]
     # 2. Default runs 5 and 4; then 3, which is under its floor.
     assert made.next_after(*running["default"][:3]) == ["priority", "priority", "default"]
-    # 3. Bulk has no floor; when it has started nothing for 120 s it has one request, and the clock begins anew. Nothing ended all the
-    # while here, so the clocks of the others ran out before, and they are more overdue.
+    # 3. Bulk has no floor; when it has started nothing for 120 s it has one request, and the clock begins
+    # anew. Nothing ended all the while here, so the clocks of the others ran out before, and they are more
+    # overdue.
     made.clock.jump(121)
     ends = running["priority"]
     assert made.next_after(*ends[:3]) == ["priority", "default", "bulk"]

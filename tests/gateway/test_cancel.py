@@ -98,7 +98,9 @@ def test_a_thousand_clients_that_leave_in_the_middle_leave_no_block_behind(kit):
 
 
 def test_the_step_that_runs_when_a_client_leaves_is_the_last(kit, tmp_path):
-    """The gateway tells the worker at once, and does not wait for it; see also tests/engine_process/test_worker_process.py."""
+    """The gateway tells the worker at once, and does not wait for it; see also
+    tests/engine_process/test_worker_process.py.
+    """
     gate = StepGate(tmp_path)
 
     async def check():

@@ -1,4 +1,6 @@
-"""What each kind of worker can do, over sockets: requests go where they can be answered, as they came, or are refused by name."""
+"""What each kind of worker can do, over sockets: requests go where they can be answered, as they came, or are
+refused by name.
+"""
 
 import json
 import types
@@ -57,7 +59,9 @@ class SayingVllm(VllmStandIn):
 
 @pytest.fixture(scope="module")
 def served(kit: types.SimpleNamespace) -> Iterator[types.SimpleNamespace]:
-    """Models named by their workers: our engine's double, a provider, vLLM, and "both", which has one of ours and a provider."""
+    """Models named by their workers: our engine's double, a provider, vLLM, and "both", which has one of ours
+    and a provider.
+    """
 
     class Fleet(kit.RunningGateway):
         async def make_backends(self):
@@ -85,7 +89,8 @@ def served(kit: types.SimpleNamespace) -> Iterator[types.SimpleNamespace]:
                     backend.status.info, vocab_size=self.tokenizer.vocab_size
                 )
             return {
-                "tiny": own[0], "provided": provided, "vllm": vllm, "both": [own[1], beside], "text-only": text_only,
+                "tiny": own[0], "provided": provided, "vllm": vllm, "both": [own[1], beside],
+                "text-only": text_only,
             }  # fmt: skip
 
         def _recorded(self, request):
@@ -139,12 +144,15 @@ AS_IT_CAME = {
     "required": {"tools": [LOOK, TOUCH], "tool_choice": "required", "parallel_tool_calls": False},
     "named": {"tools": [LOOK], "tool_choice": NAMED},
     "image": {"messages": [{"role": "user", "content": [{"type": "text", "text": "what?"}, IMAGE]}]},
-    "audio": {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}}]}]},
+    "audio": {"messages": [{"role": "user",
+        "content": [{"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}}]}]},
     "custom tool": {"tools": [{"type": "custom", "custom": {"name": "shell"}}]},
     "effort": {"reasoning_effort": "low", "verbosity": "low"},
-    "promises": {"store": True, "metadata": {"a": "b"}, "service_tier": "flex", "prediction": {"type": "content", "content": "x"}},
+    "promises": {"store": True, "metadata": {"a": "b"}, "service_tier": "flex",
+        "prediction": {"type": "content", "content": "x"}},
     "labels": {"safety_identifier": "u1", "prompt_cache_key": "k", "user": "u"},
-    "vllm's": {"guided_regex": "a+", "bad_words": ["x"], "top_k": 3, "chat_template_kwargs": {"enable_thinking": False}},
+    "vllm's": {"guided_regex": "a+", "bad_words": ["x"], "top_k": 3,
+        "chat_template_kwargs": {"enable_thinking": False}},
 }  # fmt: skip
 
 
@@ -223,13 +231,17 @@ def test_of_two_kinds_of_workers_an_able_one_gets_it(served) -> None:
 BAD = [
     ({"response_format": {"type": "yaml"}}, "response_format.type", "invalid_value"),
     ({"response_format": {}}, "response_format.type", "missing_required_parameter"),
-    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing_required_parameter"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema",
+    "missing_required_parameter"),
     ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
     ({"tool_choice": "maybe", "tools": [TOUCH]}, "tool_choice", "invalid_value"),
     ({"tool_choice": NAMED, "tools": [TOUCH]}, "tool_choice", "invalid_value"),
-    ({"tool_choice": {"type": "function"}, "tools": [TOUCH]}, "tool_choice.function.name", "missing_required_parameter"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].image_url", "missing_required_parameter"),
-    ({"messages": [{"role": "user", "content": [{"type": "smell"}]}]}, "messages[0].content[0].type", "invalid_value"),
+    ({"tool_choice": {"type": "function"}, "tools": [TOUCH]}, "tool_choice.function.name",
+    "missing_required_parameter"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].image_url",
+    "missing_required_parameter"),
+    ({"messages": [{"role": "user", "content": [{"type": "smell"}]}]}, "messages[0].content[0].type",
+    "invalid_value"),
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "response_format", "invalid_value"),
 ]  # fmt: skip
 
@@ -266,7 +278,8 @@ def test_vllm_gets_token_ids_and_its_structured_outputs(served) -> None:
 
 FORCED = [
     (NAMED, '{"at": "sky"}', [("look", {"at": "sky"})]),
-    ("required", '[{"name": "touch", "arguments": {}}, {"name": "look", "arguments": {"at": "sky"}}]', [("touch", {}), ("look", {"at": "sky"})]),
+    ("required", '[{"name": "touch", "arguments": {}}, {"name": "look", "arguments": {"at": "sky"}}]',
+    [("touch", {}), ("look", {"at": "sky"})]),
 ]  # fmt: skip
 
 

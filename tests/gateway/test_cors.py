@@ -1,4 +1,7 @@
-"""CORS where all origins are listed, and where none is. With a list, on a whole server: tests/cli/test_operator.py."""
+"""CORS where all origins are listed, and where none is.
+
+With a list, on a whole server: tests/cli/test_operator.py.
+"""
 
 
 def told(kit, running, request: bytes) -> dict[str, str]:

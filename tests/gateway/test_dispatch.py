@@ -1,4 +1,6 @@
-"""A request's life through real sockets: waiting, starting late, retries, limits, budgets, and its one record."""
+"""A request's life through real sockets: waiting, starting late, retries, limits, budgets, and its one
+record.
+"""
 
 import sqlite3
 import threading

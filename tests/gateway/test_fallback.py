@@ -1,4 +1,6 @@
-"""The last worker of a model vanishes while requests wait for it: the fallback model answers them, with a prompt of its own."""
+"""The last worker of a model vanishes while requests wait for it: the fallback model answers them, with a
+prompt of its own.
+"""
 
 import sqlite3
 import threading

@@ -1,4 +1,6 @@
-"""Clients that send nothing more and wait for their answer, and clients that have left: both begin with the same packet."""
+"""Clients that send nothing more and wait for their answer, and clients that have left: both begin with the
+same packet.
+"""
 
 import socket
 
@@ -67,7 +69,9 @@ def test_a_half_closed_client_still_gets_errors_and_small_answers(slow, kit):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_shuts_its_side_and_leaves_then_is_let_go(slow, kit, stream):
-    """A reset is seen although nothing is read from the connection any more, and also while nothing is written to it."""
+    """A reset is seen although nothing is read from the connection any more, and also while nothing is
+    written to it.
+    """
     raw = kit.Raw(slow)
     raw.send(kit.post(CHAT, kit.chat(stream=stream, max_tokens=30_000)))
     slow.wait_until(lambda: slow.backend.num_streams == 1)

@@ -1,4 +1,6 @@
-"""A worker that says nothing: its requests are started on another one too, which answers; over real sockets."""
+"""A worker that says nothing: its requests are started on another one too, which answers; over real
+sockets.
+"""
 
 import contextlib
 import sqlite3
@@ -17,7 +19,9 @@ STUCK_S = 60.0
 
 @contextlib.contextmanager
 def two_workers(kit, tmp_path):
-    """A gateway that hedges after 50 ms, before two workers of which one will be slow; its budget was saved up."""
+    """A gateway that hedges after 50 ms, before two workers of which one will be slow; its budget was saved
+    up.
+    """
 
     class Two(kit.RunningGateway):
         async def make_backends(self):

@@ -1,4 +1,6 @@
-"""Two real worker processes behind a gateway: one is killed or stopped in the middle of an answer, and nobody notices."""
+"""Two real worker processes behind a gateway: one is killed or stopped in the middle of an answer, and nobody
+notices.
+"""
 
 import io
 import os

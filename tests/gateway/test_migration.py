@@ -1,4 +1,6 @@
-"""A stream whose worker is lost goes on on another: the client sees nothing of it, and the ledger has one record."""
+"""A stream whose worker is lost goes on on another: the client sees nothing of it, and the ledger has one
+record.
+"""
 
 import itertools
 import json
@@ -17,7 +19,9 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 
 
 class Losing:
-    """A script whose worker is lost, and comes back at once, before it has given the tokens of these numbers."""
+    """A script whose worker is lost, and comes back at once, before it has given the tokens of these
+    numbers.
+    """
 
     def __init__(self, *at: int, text: str = "") -> None:
         self.at, self.text, self.running = set(at), text, None
@@ -38,7 +42,9 @@ class Losing:
 
 
 def both(start, script, ask, config=None, **options):
-    """The same requests to an undisturbed gateway and to one that loses its worker; what came back from each."""
+    """The same requests to an undisturbed gateway and to one that loses its worker; what came back from
+    each.
+    """
     calm = start(config, type(script)(text=script.text), **options)
     expected = ask(calm)
     running = start(config, script, **options)

@@ -112,7 +112,10 @@ def test_the_answer_to_a_call_goes_back_to_the_provider(provided: types.SimpleNa
 
 
 def test_what_the_provider_refuses_is_the_clients_to_change(provided: types.SimpleNamespace) -> None:
-    body = b'{"error": {"message": "temperature: not with this model", "type": "invalid_request_error", "param": "temperature"}}'
+    body = (
+        b'{"error": {"message": "temperature: not with this model", "type": "invalid_request_error", '
+        b'"param": "temperature"}}'
+    )
     provided.provider.faults.status = (400, {"content-type": "application/json"}, body)
     with pytest.raises(openai.BadRequestError, match="not with this model") as caught:
         provided.client.chat.completions.create(**ASK)

@@ -11,8 +11,8 @@ from penstock.errors import EngineFault, StreamBroken
 CHAT = "/v1/chat/completions"
 STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\nx-request-id: req-ID\r\n"
-    b"cache-control: no-cache\r\nx-accel-buffering: no\r\nx-penstock-model: tiny\r\nx-penstock-queue-ms: 0\r\n"
-    b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    b"cache-control: no-cache\r\nx-accel-buffering: no\r\nx-penstock-model: tiny\r\nx-penstock-queue-ms: "
+    b"0\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
 )
 
 

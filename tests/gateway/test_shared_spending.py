@@ -1,4 +1,7 @@
-"""Totals of spending in a real Redis, and who keeps budgets up to date with them. Whole gateways: tests/cli/test_serve_budgets.py."""
+"""Totals of spending in a real Redis, and who keeps budgets up to date with them.
+
+Whole gateways: tests/cli/test_serve_budgets.py.
+"""
 
 import asyncio
 from collections.abc import Iterator

@@ -16,7 +16,8 @@ CHAT = "/v1/chat/completions"
 NUM_EVENTS = 3000
 """With the padding 60 MB: far more than the sockets between worker and gateway hold."""
 WORD = "w" * 40
-"""What each says, 120 KB in all: more than the gateway holds for a client, also where it joins what came together to one chunk."""
+"""What each says, 120 KB in all: more than the gateway holds for a client, also where it joins what came
+together to one chunk."""
 TOKENS_PER_EVENT = 10
 BOUND = 66_000
 SILENT_MAX_S = 0.25

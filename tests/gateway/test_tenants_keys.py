@@ -83,7 +83,8 @@ def test_a_wrong_line_is_named(tmp_path, line, words) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"id": "short"}, {"hash": "00"}, {"tenant": "key-1"}, {"tenant": ""}, {"tier": "a b"}, {"created_s": -1}, {"label": "\n"}],
+    [{"id": "short"}, {"hash": "00"}, {"tenant": "key-1"}, {"tenant": ""}, {"tier": "a b"}, {"created_s": -1},
+    {"label": "\n"}],
 )  # fmt: skip
 def test_a_record_that_cannot_be_is_refused(tmp_path, change) -> None:
     path = tmp_path / "keys"
@@ -125,7 +126,9 @@ def test_a_change_that_fails_leaves_the_file_alone(tmp_path) -> None:
 
 
 class KeyLife(RuleBasedStateMachine):
-    """Any order of making, rotating, revoking and waiting: the file accepts exactly the keys that it should."""
+    """Any order of making, rotating, revoking and waiting: the file accepts exactly the keys that it
+    should.
+    """
 
     made = Bundle("made")
 

@@ -38,7 +38,9 @@ class RealProvider:
         self.issuer = f"http://127.0.0.1:{int(line)}"
 
     def token(self, client: str) -> str:
-        """An access token by the client credentials grant (RFC 6749, section 4.4) for our resource (RFC 8707)."""
+        """An access token by the client credentials grant (RFC 6749, section 4.4) for our resource (RFC
+        8707).
+        """
         fields = {"grant_type": "client_credentials", "resource": AUDIENCE, "scope": "generate"}
         login = b64encode(f"{client}:a+secret+of+the+test".encode()).decode()
         return json.loads(self._post("/token", fields, Authorization=f"Basic {login}"))["access_token"]

@@ -69,7 +69,9 @@ def hmac_with_the_public_key() -> str:
 
 BAD = {
     "no algorithm": (lambda: raw_token({"alg": "none", "kid": "rsa"}, claims()), "algorithm is not accepted"),
-    "no algorithm, spelt otherwise": (lambda: raw_token({"alg": "nOnE", "kid": "rsa"}, claims()), "algorithm is not accepted"),
+    "no algorithm, spelt otherwise": (lambda: raw_token({"alg": "nOnE", "kid": "rsa"}, claims()),
+        ("algorithm is "
+    "not accepted")),
     "algorithm missing": (lambda: raw_token({"kid": "rsa"}, claims()), "not accepted"),
     "algorithm a list": (lambda: raw_token({"alg": ["RS256"], "kid": "rsa"}, claims()), "not accepted"),
     "hmac with the public key": (hmac_with_the_public_key, "algorithm is not accepted"),
@@ -77,7 +79,9 @@ BAD = {
     "another kind of key": (lambda: RSA.sign(claims(), kid="ec"), "not its key's"),
     "another key's name": (lambda: OTHER.sign(claims(), kid="rsa"), "signature is wrong"),
     "no signature": (lambda: RSA.sign(claims()).rpartition(".")[0] + ".", "signature is wrong"),
-    "changed claims": (lambda: ".".join([*(a := RSA.sign(claims()).split("."))[:1], raw_token(0, claims(sub="boss")).split(".")[1], a[2]]), "signature is wrong"),
+    "changed claims": (lambda: ".".join([*(a := RSA.sign(claims()).split("."))[:1],
+        raw_token(0, claims(sub="boss")).split(".")[1], a[2]]), ("signature is "
+    "wrong")),
     "no key named": (lambda: OTHER.sign(claims(), kid=None), "signature is wrong"),
     "a key name that is no text": (lambda: raw_token({"alg": "RS256", "kid": 7}, claims()), "not accepted"),
     "critical fields": (lambda: RSA.sign(claims(), crit=["b64"], b64=False), "critical|cannot be read"),

@@ -53,7 +53,9 @@ def test_workers_of_both_makes_are_found_by_one_look() -> None:
 
 
 def test_workers_of_ours_with_keys_of_their_own_are_found_by_the_same_look() -> None:
-    """Launched here, started elsewhere with a key, and with another one: nobody's blocks pass for another's."""
+    """Launched here, started elsewhere with a key, and with another one: nobody's blocks pass for
+    another's.
+    """
     locality = make()
     keys = keys_in(locality)
     tell(add_own(locality, A), keys, 3)
@@ -137,7 +139,9 @@ def test_doubts_take_blocks_off_the_end_the_host_first() -> None:
 
 
 def test_each_worker_is_looked_up_by_what_it_computes_whatever_its_model_is_called() -> None:
-    """One name, two checkpoints or types of KV: blocks of one are none of the other's, and one look finds both."""
+    """One name, two checkpoints or types of KV: blocks of one are none of the other's, and one look finds
+    both.
+    """
     locality = make()
     keys = keys_in(locality)
     tell(add_own(locality, A, identity="one"), keys, 3)
@@ -176,7 +180,9 @@ def test_a_worker_that_computes_something_else_from_now_on_has_nothing() -> None
 
 
 def test_workers_of_another_model_that_computes_the_same_are_no_candidates() -> None:
-    """One checkpoint under two names: its prompts have the same names of blocks, and each model has its own workers."""
+    """One checkpoint under two names: its prompts have the same names of blocks, and each model has its own
+    workers.
+    """
     locality = make()
     keys = keys_in(locality)
     tell(add_own(locality, A), keys, 4)

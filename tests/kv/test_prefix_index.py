@@ -116,7 +116,9 @@ def test_whatever_is_told_the_same_blocks_are_held_as_in_sets(steps, prompts) ->
 
 @given(steps, st.lists(tokens, min_size=1, max_size=4))
 def test_where_chains_are_whole_the_match_is_the_naive_one(steps, prompts) -> None:
-    """Caches that forget the end of a chain first keep chains whole; so does one that forgets everything below a block."""
+    """Caches that forget the end of a chain first keep chains whole; so does one that forgets everything
+    below a block.
+    """
     index, naive = make_index(), NaiveIndex()
     for now_ns, step in enumerate(steps):
         if step[0] in ("removed", "retract"):

@@ -1,4 +1,6 @@
-"""A prompt's keys: the engine's own names cut short, and canonical ones that depend on everything that matters."""
+"""A prompt's keys: the engine's own names cut short, and canonical ones that depend on everything that
+matters.
+"""
 
 from array import array
 

@@ -1,4 +1,6 @@
-"""vLLM's KV events in the three layouts of the field: bytes that were encoded by its own classes (0.32) and by older ones."""
+"""vLLM's KV events in the three layouts of the field: bytes that were encoded by its own classes (0.32) and
+by older ones.
+"""
 
 import msgspec
 import pytest
@@ -54,7 +56,8 @@ FIRST_ID = int.from_bytes(bytes(range(8)), "little")
 
 def stored(ids: list[int], tokens: range, **fields: object) -> Stored:
     return Stored(**{  # type: ignore[arg-type]
-        "ids": ids, "parent": None, "tokens": token_bytes(list(tokens)), "block_tokens": 16, "tier": Tier.DEVICE,
+        "ids": ids, "parent": None, "tokens": token_bytes(list(tokens)), "block_tokens": 16,
+        "tier": Tier.DEVICE,
     } | fields)  # fmt: skip
 
 
@@ -76,15 +79,16 @@ def stored(ids: list[int], tokens: range, **fields: object) -> Stored:
             ARRAY_OF_MAPS_WITH_INTS,
             [
                 stored(
-                    [9223372036854775813], range(16), parent=12345678901234567890, tier=Tier.HOST, adapter="sql",
-                    extra=[["sql"]], group=0,
+                    [9223372036854775813], range(16), parent=12345678901234567890, tier=Tier.HOST,
+                    adapter="sql", extra=[["sql"]], group=0,
                 ),
                 Removed([7, 8], Tier.DEVICE, 0),
                 Cleared(),
             ],
         ),
         (ARRAY_OF_ARRAYS, [stored([11, 12], range(32), parent=10), Removed([11], Tier.DEVICE), Cleared()]),
-        (ARRAY_OF_ARRAYS_WITH_MEDIUM, [stored([FIRST_ID], range(16), tier=None), Removed([FIRST_ID], Tier.HOST)]),
+        (ARRAY_OF_ARRAYS_WITH_MEDIUM, [stored([FIRST_ID], range(16), tier=None), Removed([FIRST_ID],
+        Tier.HOST)]),
         (MAP_OF_MAPS, [stored([11], range(16)), Removed([11], Tier.DEVICE), Cleared()]),
     ],
 )  # fmt: skip
@@ -136,9 +140,10 @@ def test_an_adapter_that_has_only_a_number_is_nobody_elses() -> None:
 @pytest.mark.parametrize(
     "payload",
     [
-        b"", b"\xc1", b"\x93", msgspec.msgpack.encode(1), msgspec.msgpack.encode([1.0]), msgspec.msgpack.encode({}),
-        msgspec.msgpack.encode([1.0, {}]), b"\x91" * 100_000, encode([]), encode(7), encode("BlockStored"),
-        encode(["BlockStored"]), encode({"type": "BlockStored", "block_hashes": [1.5]}),
+        b"", b"\xc1", b"\x93", msgspec.msgpack.encode(1), msgspec.msgpack.encode([1.0]),
+        msgspec.msgpack.encode({}), msgspec.msgpack.encode([1.0, {}]), b"\x91" * 100_000, encode([]),
+        encode(7), encode("BlockStored"), encode(["BlockStored"]),
+        encode({"type": "BlockStored", "block_hashes": [1.5]}),
         encode({"type": "BlockStored", "block_hashes": [1], "token_ids": [1 << 40]}),
         encode({"type": "BlockStored", "block_hashes": [1], "token_ids": ["a"]}),
         encode({"type": "BlockStored", "block_hashes": [1], "block_size": -16}),
@@ -174,7 +179,8 @@ def test_any_bytes_are_a_batch_or_a_typed_error(payload: bytes) -> None:
     read_or_refuse(payload)
 
 
-@given(st.sampled_from(GOLDEN), st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=8),
+@given(st.sampled_from(GOLDEN), st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1,
+    max_size=8),
        st.integers(0, 400))  # fmt: skip
 def test_broken_batches_are_batches_or_typed_errors(payload: bytes, changes, cut: int) -> None:
     broken = bytearray(payload)
@@ -196,7 +202,8 @@ values = st.recursive(
     scalars,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
 )
-names = ("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_name", "lora_id", "medium",
+names = ("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_name", "lora_id",
+    "medium",
          "extra_keys", "group_idx", "kv_cache_spec_kind")  # fmt: skip
 tags = st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared"])
 

@@ -1,4 +1,6 @@
-"""One worker's stream: whatever is lost, sent again or begun anew, what is believed in the end is what the worker has."""
+"""One worker's stream: whatever is lost, sent again or begun anew, what is believed in the end is what the
+worker has.
+"""
 
 import msgspec
 import pytest
@@ -505,7 +507,8 @@ def test_a_batch_that_waits_from_before_a_gap_makes_room_for_those_after_it() ->
 def test_an_orphan_in_the_very_first_batch_has_nothing_before_it_to_ask_for() -> None:
     cache_view = make()
     orphan = {
-        "type": "BlockStored", "block_hashes": [2], "parent_block_hash": 1, "token_ids": list(range(16)), "block_size": 16,
+        "type": "BlockStored", "block_hashes": [2], "parent_block_hash": 1, "token_ids": list(range(16)),
+        "block_size": 16,
     }  # fmt: skip
     cache_view.live(0, msgspec.msgpack.encode([0.0, [orphan]]))
     assert cache_view.names.num_orphans == 1

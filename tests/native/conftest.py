@@ -1,5 +1,5 @@
-"""Tests of the native kernels run on every instruction set of this machine; without a C++ compiler they are skipped,
-and with one a library that is not there fails them.
+"""Tests of the native kernels run on every instruction set of this machine; without a C++ compiler they are
+skipped, and with one a library that is not there fails them.
 
 PENSTOCK_TEST_KERNELS names another build of the library, such as one with sanitizers (docs/design/003).
 """

@@ -148,7 +148,9 @@ def test_protected_bands_have_promises_too() -> None:
 
 
 def test_a_long_prompt_waits_no_longer_and_is_due_later() -> None:
-    """2.5 times the 800 ms that an idle worker takes for it; what it waits for its start is all requests' share."""
+    """2.5 times the 800 ms that an idle worker takes for it; what it waits for its start is all requests'
+    share.
+    """
     deciding, long = admission(chain=()), {"idle_ttft_ns": 800 * NS_PER_MS, "start_ns": 1200 * NS_PER_MS}
     let_in = decide(deciding, at("large", ahead_s=0.9 * let_in_s(1), **long))
     assert isinstance(let_in, Admit)

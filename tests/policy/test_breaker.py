@@ -147,7 +147,9 @@ def test_a_probe_whose_client_left_or_that_takes_for_ever_makes_room() -> None:
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Every event in any order: it never lets more through than it may, and never stays shut for longer than it may."""
+    """Every event in any order: it never lets more through than it may, and never stays shut for longer than
+    it may.
+    """
 
     @initialize(seed=st.integers(0, 2**32 - 1))
     def open(self, seed: int) -> None:

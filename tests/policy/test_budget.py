@@ -182,7 +182,9 @@ def test_tenants_that_are_remembered_are_bounded_and_those_that_run_are_kept() -
 
 @dataclass
 class Stream:
-    """A running answer that is renewed at every slice boundary and stopped `late` tokens after one, if it must."""
+    """A running answer that is renewed at every slice boundary and stopped `late` tokens after one, if it
+    must.
+    """
 
     reservation: BudgetReservation
     prompt: int
@@ -256,7 +258,9 @@ def test_never_over_by_more_than_a_slice_for_each_stream(
 
 
 class AnyCourse(RuleBasedStateMachine):
-    """Settled is what was spent, and reserved plus spent is within the budget, whatever happens in which order."""
+    """Settled is what was spent, and reserved plus spent is within the budget, whatever happens in which
+    order.
+    """
 
     def __init__(self) -> None:
         super().__init__()

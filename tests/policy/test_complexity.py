@@ -35,8 +35,8 @@ def choose(deciding: ComplexityRouter, features: Features, may=lambda _: True) -
         ("Translate to German: good morning", "small"),
         ("", "small"),
         (
-            "Prove that the algorithm terminates, compare it with two others and justify which one is optimal; then "
-            + "implement it in Rust with tests.",
+            "Prove that the algorithm terminates, compare it with two others and justify which one is "
+            "optimal; then " + "implement it in Rust with tests.",
             "large",
         ),
     ],

@@ -533,7 +533,8 @@ def test_the_admission_sees_the_load_and_may_send_elsewhere() -> None:
 TENANTS = [
     Tenant(id=TenantId(name), band=band, weight=weight, tokens_per_minute=limit, fairness_key=name)
     for name, band, weight, limit in [
-        ("a", "default", 1.0, 0), ("b", "default", 2.0, 5000), ("c", "priority", 1.0, 0), ("d", "bulk", 0.5, 0)
+        ("a", "default", 1.0, 0), ("b", "default", 2.0, 5000), ("c", "priority", 1.0, 0),
+        ("d", "bulk", 0.5, 0)
     ]
 ]  # fmt: skip
 
@@ -622,8 +623,9 @@ class Life(RuleBasedStateMachine):
     def report(self, worker, gone, kv) -> None:
         route = "n" if worker == "z" else "m"
         view = WorkerView(
-            ready=self.random.random() < 0.8, max_running=self.random.randrange(4), running=self.random.randrange(3),
-            kv_blocks_total=kv, kv_blocks_used=self.random.randrange(kv + 1),
+            ready=self.random.random() < 0.8, max_running=self.random.randrange(4),
+            running=self.random.randrange(3), kv_blocks_total=kv,
+            kv_blocks_used=self.random.randrange(kv + 1),
         )  # fmt: skip
         self.control.set_worker(
             self.now_ns, route, WorkerId(worker), None if gone and self.random.random() < 0.3 else view

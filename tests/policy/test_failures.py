@@ -1,4 +1,6 @@
-"""Flow control with its health parts: what fails is tried elsewhere, within bounds, and what kills is not passed on."""
+"""Flow control with its health parts: what fails is tried elsewhere, within bounds, and what kills is not
+passed on.
+"""
 
 from penstock.clock import NS_PER_S
 from penstock.errors import CrashingRequest, InvalidRequest, PenstockError, StreamBroken, WorkerUnavailable
@@ -114,7 +116,9 @@ def test_a_stream_that_moves_waits_for_a_worker_that_can_go_on_with_it() -> None
 
 
 def test_a_stream_that_moves_goes_on_only_where_the_same_is_computed() -> None:
-    """One name, two identities: at a worker of the other one its next tokens would not be those that were promised."""
+    """One name, two identities: at a worker of the other one its next tokens would not be those that were
+    promised.
+    """
     made = control()
     made.set_worker(0, "m", W, WorkerView(max_running=100, identity="one"))
     made.set_worker(0, "m", V, WorkerView(max_running=100, identity="two"))

@@ -299,10 +299,10 @@ def random_job(random: Random) -> Work:
 @given(st.integers(0, 2**32 - 1), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_backlogged_tenants_differ_by_two_charges_over_any_window(seed, misjudged) -> None:
-    """|W_i(t1, t2) - W_j(t1, t2)| <= 2 U over every window in which both wait all the time: the bound of the paper.
+    """|W_i(t1, t2) - W_j(t1, t2)| <= 2 U while both wait all the time: the bound of the paper.
 
-    Served is what a request really used, counted from its start. Where estimates are wrong the counters know it only at
-    the end, which adds twice the error of what runs.
+    Served is what a request really used, counted from its start. Where estimates are wrong the counters know
+    it only at the end, which adds twice the error of what runs.
     """
     random, queue = Random(seed), FairQueue(QueueTerms(tenant_share=1.0))
     running: list[tuple[Work, int]] = []
@@ -403,7 +403,8 @@ class Queueing(RuleBasedStateMachine):
         got = self.queue.pop(self.now_ns, lambda each: each.blocks <= blocks)
         if got is None:
             fitting = [each for each in self.waiting if each.blocks <= blocks]
-            # Only a tenant whose first request is too large may wait behind it, and only if many such are aside.
+            # Only a tenant whose first request is too large may wait behind it, and only if many such are
+            # aside.
             asides = sum(each.aside for each in self.waiting)
             assert not fitting or asides >= self.config.aside_max
             return

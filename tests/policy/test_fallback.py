@@ -1,4 +1,6 @@
-"""What waits for a model whose last worker vanishes: another model answers where that is allowed, the rest waits and then is told."""
+"""What waits for a model whose last worker vanishes: another model answers where that is allowed, the rest
+waits and then is told.
+"""
 
 from penstock.clock import NS_PER_S
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig
@@ -20,7 +22,9 @@ W, V = WorkerId("w"), WorkerId("v")
 
 
 def made(*, small: int = 4, **queue) -> FlowControl:
-    """`large` has a worker of one stream and falls back to `small`, whose context is 100 tokens, and which has no tools."""
+    """`large` has a worker of one stream and falls back to `small`, whose context is 100 tokens, and which
+    has no tools.
+    """
     config = QueueTerms(worker_credit=0, no_worker_wait_s=30, **queue)
     routing = RoutingConfig(
         models=(ModelRoute(model="large", fallback="small"), ModelRoute(model="small", tools=False))

@@ -50,7 +50,9 @@ class Rig:
 
 
 def crowded(**admission) -> Rig:
-    """Four run, one has waited too long and left at `BUSY`, and since then two wait: at `LATE` one more would wait too long."""
+    """Four run, one has waited too long and left at `BUSY`, and since then two wait: at `LATE` one more would
+    wait too long.
+    """
     rig = Rig(**admission)
     rig.fill(5)
     rig.flow.dispatch(BUSY)

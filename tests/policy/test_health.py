@@ -85,7 +85,9 @@ def test_a_worker_that_turns_slow_by_itself_is_left_alone_and_a_fleet_that_does_
 
 
 def test_a_load_that_grows_everywhere_opens_nobody_though_one_worker_shows_it_first() -> None:
-    """Found by the simulator in `priority-overload`: of two workers one was left alone in the first second of an overload."""
+    """Found by the simulator in `priority-overload`: of two workers one was left alone in the first second of
+    an overload.
+    """
     made = health(2)
     for i in range(3):  # Idle workers answer at once: that is what is usual.
         for worker in IDS[:2]:

@@ -1,4 +1,6 @@
-"""What the lane does with a placement's answers: holds that block nobody, workers that are blocked or to avoid."""
+"""What the lane does with a placement's answers: holds that block nobody, workers that are blocked or to
+avoid.
+"""
 
 from collections.abc import Collection
 

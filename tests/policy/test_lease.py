@@ -191,7 +191,9 @@ def test_a_store_that_lost_its_memory_takes_it_from_the_gateways() -> None:
 
 
 def outage(policy: str, seconds: int) -> tuple[int, int]:
-    """Two gateways use all they get, the store is away for a while: what was used meanwhile, and until 60 s after."""
+    """Two gateways use all they get, the store is away for a while: what was used meanwhile, and until 60 s
+    after.
+    """
     gateways, table = fleet(2, on_store_down=policy)
     totals = [0, 0, 0]
     for step in range(10 * (60 + seconds + 60)):
@@ -277,7 +279,9 @@ steps = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(steps, st.sampled_from(["closed", "local-share"]))
 def test_all_gateways_together_overshoot_by_at_most_a_lease_each(script, policy) -> None:
-    """Lost answers, a store that forgets everything, floods: admitted is at most burst, rate and a lease per gateway."""
+    """Lost answers, a store that forgets everything, floods: admitted is at most burst, rate and a lease per
+    gateway.
+    """
     gateways, table = fleet(COUNT, on_store_down=policy)
     lease = 60_000 // (4 * COUNT)  # Above a second's worth and above any request.
     now_ns = overrun = 0

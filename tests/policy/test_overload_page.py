@@ -1,5 +1,7 @@
-"""docs/overload.md as it stands: configuration and tables. Its examples of order are run in tests/gateway/test_bands.py, those of
-admission in tests/gateway/test_admission.py.
+"""docs/overload.md as it stands: configuration and tables.
+
+Its examples of order are run in tests/gateway/test_bands.py, those of admission in
+tests/gateway/test_admission.py.
 """
 
 import re

@@ -1,4 +1,6 @@
-"""A request that ends workers, among many others: flow control finds it, and nobody else's request is lost."""
+"""A request that ends workers, among many others: flow control finds it, and nobody else's request is
+lost.
+"""
 
 from random import Random
 
@@ -26,7 +28,9 @@ ANSWER = 8
 
 
 class Fleet:
-    """Workers that give what they are given one token at a time, by chance, and die of one request at its token number `at`."""
+    """Workers that give what they are given one token at a time, by chance, and die of one request at its
+    token number `at`.
+    """
 
     def __init__(self, seed: int, *, workers: int, slots: int, at: int) -> None:
         config = HealthTerms(retry=RetryTerms(floor_per_s=1000))

@@ -67,7 +67,9 @@ def test_who_has_come_further_since_was_not_the_cause() -> None:
 
 
 def test_deaths_at_the_same_moment_count_once() -> None:
-    """A machine with several workers: what it ran is started on the next of them before that is known to be gone too."""
+    """A machine with several workers: what it ran is started on the next of them before that is known to be
+    gone too.
+    """
     made = Quarantine(QuarantineTerms(together_ms=10))
     for now_ns in (0, 3 * NS_PER_MS, 9 * NS_PER_MS):
         made.strike(now_ns, [1])
@@ -95,7 +97,9 @@ def test_only_so_many_are_remembered() -> None:
 
 @given(st.lists(st.sets(st.integers(0, 12), max_size=6), max_size=6), st.integers(2, 3))
 def test_whoever_kills_every_worker_it_reaches_is_found_and_takes_nobody_along(crowds, deaths) -> None:
-    """In a crowd that changes: the innocents of one death finish, as those do that are not with the killer."""
+    """In a crowd that changes: the innocents of one death finish, as those do that are not with the
+    killer.
+    """
     made = Quarantine(QuarantineTerms(quarantine_crashes=deaths))
     for now, crowd in enumerate(crowds):
         made.strike(now * S, {*crowd, BAD})

@@ -52,7 +52,9 @@ def test_over_any_time_retries_are_bounded(events: list[tuple[str, int]], floor:
 def test_with_three_of_ten_workers_failing_the_offered_load_is_at_most_a_tenth_more(
     seed: int, workers: int
 ) -> None:
-    """A minute, a hundred requests a second, placed at random on workers that are not blocked; each failure asks for a retry."""
+    """A minute, a hundred requests a second, placed at random on workers that are not blocked; each failure
+    asks for a retry.
+    """
     random = stream(seed, "failing")
     health = FleetHealth(HealthConfig(), random.random)
     ids = [WorkerId(f"w{i}") for i in range(workers)]

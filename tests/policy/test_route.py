@@ -1,4 +1,6 @@
-"""Placement by where the KV lives: who is preferred, when that gives way, and that every decision can be told and repeated."""
+"""Placement by where the KV lives: who is preferred, when that gives way, and that every decision can be told
+and repeated.
+"""
 
 from collections.abc import Mapping
 from random import Random
@@ -101,7 +103,9 @@ def fill(world: World, worker: WorkerId, streams: int, tokens: int = 0) -> None:
 
 
 def test_streams_of_other_gateways_count_as_beside_a_first_output() -> None:
-    """What a step took is put down to all that ran in it: half of those at the first output and at the end."""
+    """What a step took is put down to all that ran in it: half of those at the first output and at the
+    end.
+    """
     world = World().workers(A, B, running=5)
     each, learned = work(), []
     worker = world.start(each)
@@ -446,7 +450,8 @@ def random_world(seed: int) -> tuple[World, Random]:
                 ready=random.random() < 0.9, max_running=random.randrange(5), running=random.randrange(4),
                 kv_blocks_total=random.choice([0, 200]), kv_blocks_used=random.randrange(200),
                 max_model_len=random.choice([0, 0, 1000]), kind=random.choice(["", "fast"]),
-                adapters=random.choice([None, frozenset[str](), frozenset({"x"})]), adapters_max=random.randrange(2),
+                adapters=random.choice([None, frozenset[str](), frozenset({"x"})]),
+                adapters_max=random.randrange(2),
             ),
         )  # fmt: skip
         world.caches.held[WorkerId(f"w{random.randrange(12)}")] = Held(
@@ -464,8 +469,8 @@ def run(seed: int) -> list[tuple[str, str]]:
         now_ns = i * 50 * NS_PER_MS
         each = work(
             f"r{i}", prompt_tokens=random.randrange(1, 3000), context_tokens=random.choice([0, 2000]),
-            adapter=random.choice(["", "", "x"]), session=random.choice(["", "s"]), blocks=random.randrange(150),
-            streams=random.choice([1, 1, 2]),
+            adapter=random.choice(["", "", "x"]), session=random.choice(["", "s"]),
+            blocks=random.randrange(150), streams=random.choice([1, 1, 2]),
         )  # fmt: skip
         blocked = {WorkerId(f"w{random.randrange(8)}")} if random.random() < 0.3 else set[WorkerId]()
         answer = world.place(each, now_ns, blocked=blocked)

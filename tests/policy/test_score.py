@@ -74,8 +74,8 @@ def test_terms_sum_to_the_total(policy, request_facts, worker) -> None:
 def test_the_terms_of_ttft_by_hand() -> None:
     speed = Speed(token_s=0.001, step_s=0.04, step_stream_s=0.005, service_s=2.0)
     worker = WorkerFacts(
-        worker=WorkerId("w"), number=0, device_tokens=600, host_tokens=200, backlog_tokens=500, running=3, rows=8, slots=8,
-        kv_blocks=100, kv_blocks_used=24, has_adapter=False, speed=speed,
+        worker=WorkerId("w"), number=0, device_tokens=600, host_tokens=200, backlog_tokens=500, running=3,
+        rows=8, slots=8, kv_blocks=100, kv_blocks_used=24, has_adapter=False, speed=speed,
     )  # fmt: skip
     request = RequestFacts(prompt_tokens=1000, output_tokens=216, needs_adapter=True)
     policy = score_policy(PlacementTerms())
@@ -96,8 +96,8 @@ def test_the_terms_of_ttft_by_hand() -> None:
 def test_the_terms_of_weighted_by_hand() -> None:
     speed = Speed(token_s=0.001)
     worker = WorkerFacts(
-        worker=WorkerId("w"), number=0, device_tokens=600, host_tokens=200, backlog_tokens=500, running=3, rows=8, slots=8,
-        kv_blocks=100, kv_blocks_used=24, speed=speed,
+        worker=WorkerId("w"), number=0, device_tokens=600, host_tokens=200, backlog_tokens=500, running=3,
+        rows=8, slots=8, kv_blocks=100, kv_blocks_used=24, speed=speed,
     )  # fmt: skip
     config = PlacementTerms(policy="weighted", weighted=WeightedTerms(reserve=0.2))
     terms = (

@@ -1,4 +1,6 @@
-"""The table of a request's life is what happens: without any one of its cells, or any one step of a cell, some life here goes wrong."""
+"""The table of a request's life is what happens: without any one of its cells, or any one step of a cell,
+some life here goes wrong.
+"""
 
 import pytest
 

@@ -34,7 +34,10 @@ DAY = Tenant(id=TenantId("acme"), budget_day_micros=MICROS)
 
 
 class Rig:
-    """Flow control with budgets, and one free worker for each model. `spent_micros`: of tenant acme, today."""
+    """Flow control with budgets, and one free worker for each model.
+
+    `spent_micros`: of tenant acme, today.
+    """
 
     def __init__(self, spent_micros: int = 0, *, month_micros: int | None = None, **config: object) -> None:
         budgets, prices = TenantBudgets(BudgetsConfig(**config), wall_offset_ns=0), PriceList(PRICES)
@@ -90,7 +93,8 @@ def test_the_months_budget_counts_as_well_and_so_does_what_is_reserved() -> None
         (DAY, {"route": "small", "requested_model": "small"}),
         (DAY, {"diverted": "slo", "requested_model": "huge"}),
     ],
-    ids=["no budget", "not spent", "never", "promised", "not allowed", "tools", "adapter", "cheapest", "sent here"],
+    ids=["no budget", "not spent", "never", "promised", "not allowed", "tools", "adapter", "cheapest",
+        "sent here"],
 )  # fmt: skip
 def test_who_keeps_the_model(tenant: Tenant, facts: dict[str, object]) -> None:
     assert isinstance(Rig(900_000).ask(tenant, **facts), Queued)

@@ -1,4 +1,6 @@
-"""`GET /admin/workers` and the body of a drain order, as another version of us or a person with curl writes them."""
+"""`GET /admin/workers` and the body of a drain order, as another version of us or a person with curl writes
+them.
+"""
 
 import msgspec
 import pytest

@@ -1,4 +1,6 @@
-"""What a request needs of its worker, and the shape of the answer it asks for: from whole bodies, as clients send them."""
+"""What a request needs of its worker, and the shape of the answer it asks for: from whole bodies, as clients
+send them.
+"""
 
 import json
 

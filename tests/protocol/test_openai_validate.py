@@ -293,10 +293,11 @@ def test_tools_are_written_out_as_they_came():
 # Whatever arrives, the outcome is a request or an InvalidRequest, never another exception.
 
 FIELDS = [
-    "model", "messages", "prompt", "n", "stop", "seed", "temperature", "top_p", "tools", "tool_choice", "logprobs",
-    "top_logprobs", "stream", "stream_options", "max_tokens", "response_format", "role", "content", "type", "function",
-    "tokens", "modalities", "logit_bias", "strict", "name", "parameters", "$defs", "json_schema", "schema", "guided_json", "store",
-    "parallel_tool_calls", "structured_outputs", "image_url", "allowed_token_ids", "tool_calls", "echo", "best_of", "suffix", "chat_template_kwargs",
+    "model", "messages", "prompt", "n", "stop", "seed", "temperature", "top_p", "tools", "tool_choice",
+    "logprobs", "top_logprobs", "stream", "stream_options", "max_tokens", "response_format", "role",
+    "content", "type", "function", "tokens", "modalities", "logit_bias", "strict", "name", "parameters",
+    "$defs", "json_schema", "schema", "guided_json", "store", "parallel_tool_calls", "structured_outputs",
+    "image_url", "allowed_token_ids", "tool_calls", "echo", "best_of", "suffix", "chat_template_kwargs",
 ]  # fmt: skip
 LEAVES = (
     st.none()

@@ -1,4 +1,6 @@
-"""Messages between the gateway processes of one server and their parent: whole, cut off, and for the other side."""
+"""Messages between the gateway processes of one server and their parent: whole, cut off, and for the other
+side.
+"""
 
 import itertools
 

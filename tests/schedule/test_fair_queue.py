@@ -208,7 +208,8 @@ def test_a_class_that_waited_long_enough_goes_first_and_shares_hold_in_it() -> N
     queue.push(make(2, key="modest", arrival_ns=900))
     queue.charge(make(1, key="greedy"), prompt=100)
     queue.push(make(3, key="gold", priority=-1, arrival_ns=1500))
-    # The oldest of class 0 has waited more than one class's worth longer; whose turn it is there is a matter of shares.
+    # The oldest of class 0 has waited more than one class's worth longer; whose turn it is there is a matter
+    # of shares.
     assert names(queue, 1) == ["r2"]
     assert names(queue) == ["r1", "r3"]
 

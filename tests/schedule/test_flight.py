@@ -9,7 +9,9 @@ from penstock.types import TOKEN_WEIGHT
 
 
 def planned(lengths: list[int], chunk: int) -> ScheduledEngine:
-    """Rows that decode after prompts of these lengths, and a prompt of `chunk` tokens that joins them; one step is in flight."""
+    """Rows that decode after prompts of these lengths, and a prompt of `chunk` tokens that joins them; one
+    step is in flight.
+    """
     engine = ScheduledEngine(step_tokens=256, num_blocks=128)
     for i, length in enumerate(lengths):
         engine.submit(f"row{i}", range(1000 * i, 1000 * i + length), max_tokens=50)

@@ -208,7 +208,9 @@ running_requests = st.lists(
 @settings(max_examples=100, deadline=None)
 @given(running_requests, st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, GRAIN)), max_size=40))
 def test_two_tenants_do_not_take_turns(facts, service) -> None:
-    """Who gives way for its share is a grain ahead of another: before that one does in turn, it is served twice a grain."""
+    """Who gives way for its share is a grain ahead of another: before that one does in turn, it is served
+    twice a grain.
+    """
     pool, served = BlockPool(1000), dict.fromkeys("ab", 0)
     fair, plain = choice_of(pool, served=served), choice_of(pool)
     running = [
@@ -295,7 +297,9 @@ def test_a_tenant_at_its_quota_waits_and_does_not_hold_others_up() -> None:
 
 
 def test_without_a_quota_nobody_passes_the_head() -> None:
-    """A quota of all there is parked whoever did not fit beside its own tenant's, and small ones passed it (swarm seed 88)."""
+    """A quota of all there is parked whoever did not fit beside its own tenant's, and small ones passed it
+    (swarm seed 88).
+    """
     engine = ScheduledEngine(num_blocks=20, step_tokens=300)
     for name, number in (("large", 200), ("next", 180)):
         engine.submit(name, range(number), salt=b"a", max_tokens=10)

@@ -87,7 +87,9 @@ def test_a_target_that_does_not_bind_changes_no_step() -> None:
 
 
 def test_no_target_is_less_than_what_the_machine_can_keep() -> None:
-    """Two and a half times a lone row's 7 ms: less would end batching, for the sake of a promise that is broken anyway."""
+    """Two and a half times a lone row's 7 ms: less would end batching, for the sake of a promise that is
+    broken anyway.
+    """
     engine = SlowRows(targets=tpot(1)).taught()
     flood(engine)
     engine.rows_over(60)

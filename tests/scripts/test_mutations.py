@@ -78,7 +78,9 @@ def test_a_name_stays_when_other_functions_change(mutations) -> None:
 
 
 def test_a_mutant_is_imported_in_place_of_its_module_and_files_stay(tmp_path, mutations) -> None:
-    """A pytest of its own, as the run starts it: the mutant is noticed, a module that nothing imports is an error."""
+    """A pytest of its own, as the run starts it: the mutant is noticed, a module that nothing imports is an
+    error.
+    """
     (tmp_path / "module.py").write_text("def double(x):\n    return x * 2\n")
     (tmp_path / "test_module.py").write_text(
         "from module import double\n\n\ndef test_double():\n    assert double(3) == 6\n"

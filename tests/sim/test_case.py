@@ -1,4 +1,6 @@
-"""Worlds with failures keep what must hold; and what does not hold is found, named by its seed and made small."""
+"""Worlds with failures keep what must hold; and what does not hold is found, named by its seed and made
+small.
+"""
 
 import msgspec
 import pytest

@@ -1,4 +1,6 @@
-"""The checks see what they are for: each is shown a policy, an engine or a wire that was broken on purpose."""
+"""The checks see what they are for: each is shown a policy, an engine or a wire that was broken on
+purpose.
+"""
 
 from dataclasses import replace
 

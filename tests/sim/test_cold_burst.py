@@ -1,4 +1,6 @@
-"""A burst that an idle, fast worker could answer in time is not refused: closed-loop callers, each asking again when it was answered."""
+"""A burst that an idle, fast worker could answer in time is not refused: closed-loop callers, each asking
+again when it was answered.
+"""
 
 import pytest
 

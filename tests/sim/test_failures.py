@@ -1,4 +1,6 @@
-"""Simulated gateways act on failures with the product's own parts: streams move, breakers open and close, quarantine convicts."""
+"""Simulated gateways act on failures with the product's own parts: streams move, breakers open and close,
+quarantine convicts.
+"""
 
 from dataclasses import replace
 

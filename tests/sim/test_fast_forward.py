@@ -1,4 +1,6 @@
-"""Leaping over steps in which nothing is told changes nothing: neither what is told, nor what the scheduler is left with."""
+"""Leaping over steps in which nothing is told changes nothing: neither what is told, nor what the scheduler
+is left with.
+"""
 
 from dataclasses import replace
 

@@ -14,16 +14,17 @@ MS, S = 10**6, 10**9
 
 
 def record(
-    at_s: float, ttft_ms: float = 100, *, tenant: str = "a", outcome: Outcome = Outcome.FINISHED, tokens: int = 11,
-    queue_s: float = 0.0, gap_ms: float = 20,
+    at_s: float, ttft_ms: float = 100, *, tenant: str = "a", outcome: Outcome = Outcome.FINISHED,
+    tokens: int = 11, queue_s: float = 0.0, gap_ms: float = 20,
 ) -> RequestRecord:  # fmt: skip
     began = outcome is Outcome.FINISHED
     first = round(at_s * S + ttft_ms * MS)
     return RequestRecord(
         id=f"{tenant}{at_s}", tenant=tenant, model="m", band="default", outcome=outcome,
-        at_ns=round(at_s * S), first_ns=first if began else -1, end_ns=first + round((tokens - 1) * gap_ms * MS),
-        prompt_tokens=100 if began else 0, cached_tokens=25 if began else 0, completion_tokens=tokens if began else 0,
-        attempts=int(began), queue_ns=round(queue_s * S), reason="" if began else "admission",
+        at_ns=round(at_s * S), first_ns=first if began else -1,
+        end_ns=first + round((tokens - 1) * gap_ms * MS), prompt_tokens=100 if began else 0,
+        cached_tokens=25 if began else 0, completion_tokens=tokens if began else 0, attempts=int(began),
+        queue_ns=round(queue_s * S), reason="" if began else "admission",
     )  # fmt: skip
 
 

@@ -1,4 +1,6 @@
-"""Goodput with default settings: requests per second that were answered as promised, at multiples of what can be served."""
+"""Goodput with default settings: requests per second that were answered as promised, at multiples of what can
+be served.
+"""
 
 import functools
 from collections import Counter

@@ -1,4 +1,6 @@
-"""A simulated fleet goes through the product's names and identities: workers name their blocks themselves, and announce from what."""
+"""A simulated fleet goes through the product's names and identities: workers name their blocks themselves,
+and announce from what.
+"""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,6 @@
-"""What a gateway knows of its worker's cache after a gap: all of it, or, where it cannot be said again, nothing from before."""
+"""What a gateway knows of its worker's cache after a gap: all of it, or, where it cannot be said again,
+nothing from before.
+"""
 
 import pytest
 from sim_load import poisson

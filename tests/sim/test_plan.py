@@ -1,4 +1,6 @@
-"""The planner: its bounds hold, more is never cheaper than less, and the requirement's example comes out as written."""
+"""The planner: its bounds hold, more is never cheaper than less, and the requirement's example comes out as
+written.
+"""
 
 import pytest
 from hypothesis import given, settings
@@ -59,7 +61,9 @@ def test_what_cannot_be_kept_is_said() -> None:
 
 
 def test_a_plan_keeps_its_promise_in_the_simulator() -> None:
-    """The planner's arithmetic and the real scheduler agree: at the planned load nearly all requests are in time."""
+    """The planner's arithmetic and the real scheduler agree: at the planned load nearly all requests are in
+    time.
+    """
     demand, terms = (
         Demand(rps=6, prompt_tokens=600, output_tokens=40),
         Terms(ttft_ms=1500, tpot_ms=80, max_running=32),

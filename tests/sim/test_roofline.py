@@ -99,7 +99,10 @@ def test_a_config_json_is_a_shape(tmp_path: Path) -> None:
         '"num_key_value_heads":8,"vocab_size":128256,"model_type":"llama"}'
     )
     assert model_shape(str(tmp_path)).num_parameters == MODELS["8b"].num_parameters
-    text = '{"num_hidden_layers":2,"hidden_size":64,"intermediate_size":128,"num_attention_heads":4,"vocab_size":100}'
+    text = (
+        '{"num_hidden_layers":2,"hidden_size":64,"intermediate_size":128,"num_attention_heads":4,'
+        '"vocab_size":100}'
+    )
     (tmp_path / "config.json").write_text(f'{{"model_type":"a-vision-model","text_config":{text}}}')
     assert (model_shape(str(tmp_path)).num_layers, model_shape(str(tmp_path)).head_dim) == (2, 16)
     (tmp_path / "config.json").write_text('{"hidden_size":64,"num_attention_heads":4}')

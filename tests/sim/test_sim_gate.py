@@ -1,4 +1,6 @@
-"""The policy gate: as recorded it is open, a bad scorer shuts it, and its margins count in the right direction."""
+"""The policy gate: as recorded it is open, a bad scorer shuts it, and its margins count in the right
+direction.
+"""
 
 import pytest
 from sim_gate import GATED, MARGINS, QUICK, Baseline, judge, measure, read_baseline
@@ -14,7 +16,8 @@ BAD = PlacementTerms(
     weighted=WeightedTerms(match=0, delay=0, pressure=0, headroom=0),
     explore=1,
 )
-"""A deliberately bad scorer: all workers are alike to it, wherever the prefix is and whatever they have to do."""
+"""A deliberately bad scorer: all workers are alike to it, wherever the prefix is and whatever they have to
+do."""
 
 
 def quiet(_: str) -> None:

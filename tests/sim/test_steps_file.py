@@ -1,4 +1,6 @@
-"""Measured steps: a law is found again from its own steps, and the error is that of steps which the fit never saw."""
+"""Measured steps: a law is found again from its own steps, and the error is that of steps which the fit never
+saw.
+"""
 
 from pathlib import Path
 

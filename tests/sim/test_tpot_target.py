@@ -1,4 +1,6 @@
-"""Facts of the simulator: with more streams than steps can carry in time, decoding rows keep their target per output token."""
+"""Facts of the simulator: with more streams than steps can carry in time, decoding rows keep their target per
+output token.
+"""
 
 from statistics import median, quantiles
 
@@ -18,7 +20,9 @@ PATIENT = Config(admission=AdmissionConfig(ttft_target_ms=0, targets=()))
 
 
 def tpot_ms(engine: EngineSettings) -> list[float]:
-    """TPOT of the answers, in order of size, with more streams than steps can carry in time; prompts hardly count."""
+    """TPOT of the answers, in order of size, with more streams than steps can carry in time; prompts hardly
+    count.
+    """
     worker = SimWorkerSpec(step_time=LinearStepTime(row_ns=1_000_000, prefill_ns=20_000), engine=engine)
     spec = WorldSpec(config=PATIENT, pools=(PoolSpec(count=1, worker=worker),))
     result = World(spec, poisson(1, 12, 20, prompt=20, output=200)).run()

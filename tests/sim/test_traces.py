@@ -42,8 +42,8 @@ def test_a_written_trace_is_read_again_with_its_prefixes(tmp_path: Path, name: s
 def test_runs_are_contents_and_speed_counts(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(
-        HEADER
-        + '{"arrival_s":0.5,"prompt_tokens":100,"output_tokens":3,"blocks":[[7,2]],"session":"a","think_s":1}\n'
+        HEADER + '{"arrival_s":0.5,"prompt_tokens":100,"output_tokens":3,"blocks":[[7,2]],"session":"a",'
+        '"think_s":1}\n'
         + '{"arrival_s":2,"prompt_tokens":9000,"output_tokens":0}\n'
         + '{"arrival_s":4,"prompt_tokens":100,"output_tokens":1,"tenant":"x","blocks":[[7,1],[20,1]]}\n'
     )
@@ -65,7 +65,8 @@ def test_runs_are_contents_and_speed_counts(tmp_path: Path) -> None:
         (HEADER.encode() + b'{"arrival_s":1,"prompt_tokens":"9","output_tokens":1}\n', "line 2"),
         (
             HEADER.encode()
-            + b'{"arrival_s":1,"prompt_tokens":9,"output_tokens":1}\n{"arrival_s":0,"prompt_tokens":9,"output_tokens":1}\n',
+            + b'{"arrival_s":1,"prompt_tokens":9,"output_tokens":1}\n{"arrival_s":0,"prompt_tokens":9,'
+            b'"output_tokens":1}\n',
             "line 3",
         ),
         (gzip.compress(HEADER.encode(), mtime=0)[:-9], "cannot be read"),

@@ -1,4 +1,6 @@
-"""Kill -9: a process that writes to the ledger dies at random points, again and again, and nothing is lost or doubled."""
+"""Kill -9: a process that writes to the ledger dies at random points, again and again, and nothing is lost or
+doubled.
+"""
 
 import asyncio
 import os

@@ -1,4 +1,5 @@
-"""Damage of any kind to a dead process's journal: what is whole is recovered once, nothing is made up, the rest is kept.
+"""Damage of any kind to a dead process's journal: what is whole is recovered once, nothing is made up, the
+rest is kept.
 
 flip    one byte is another one             zero    a run of bytes is zeros, as after a lost page
 cut     a run of bytes is missing           double  a run of bytes is there twice

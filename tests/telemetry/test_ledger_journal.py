@@ -319,11 +319,15 @@ def test_ending_twice_or_without_a_beginning_is_a_bug(tmp_path: Path) -> None:
 
 
 def test_cut_at_every_byte_each_request_has_exactly_the_record_it_should(tmp_path: Path) -> None:
-    """The power fails, or the process dies in the middle of a write: what is whole counts, and nothing else."""
+    """The power fails, or the process dies in the middle of a write: what is whole counts, and nothing
+    else.
+    """
     rig = Rig(tmp_path)
     journal, ends, path = rig.journal, [], ledger_files.segment_path(rig.claim.directory, 1)
-    steps = [lambda: journal.open(opened("a")), lambda: journal.slice(progress("a", 2)), lambda: journal.open(opened("b")),
-             lambda: journal.slice(progress("a", 5)), lambda: journal.close(closed("a")), lambda: journal.slice(progress("b", 1))]  # fmt: skip
+    steps = [lambda: journal.open(opened("a")), lambda: journal.slice(progress("a", 2)),
+        lambda: journal.open(opened("b")),
+             lambda: journal.slice(progress("a", 5)), lambda: journal.close(closed("a")),
+             lambda: journal.slice(progress("b", 1))]  # fmt: skip
     for step in steps:
         step()
         journal.flush()

@@ -67,7 +67,8 @@ def test_cut_anywhere_the_whole_frames_before_it_remain(
     found = [(frame.kind, frame.body) for frame in read_frames(whole[:cut] + tail)]
     ends = [sum(map(len, frames[: i + 1])) for i in range(len(frames))]
     num_whole = sum(end <= cut for end in ends)
-    # Zeros after a cut may only complete a frame that ended in zeros, and then it is the one that was written.
+    # Zeros after a cut may only complete a frame that ended in zeros, and then it is the one that was
+    # written.
     assert found[:num_whole] == list(bodies[:num_whole])
     assert found == list(bodies[: len(found)])
     if not tail:

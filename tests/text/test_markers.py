@@ -1,4 +1,6 @@
-"""Special tokens in the text of a request never become those tokens: one test per family of templates and tokenizers."""
+"""Special tokens in the text of a request never become those tokens: one test per family of templates and
+tokenizers.
+"""
 
 import json
 from collections.abc import Callable
@@ -33,26 +35,37 @@ CHATML = """{%- if tools %}<|im_start|>system
 {%- if m.role == 'assistant' and '</think>' in m.content %}{{ m.content.split('</think>')[-1].lstrip('\n') }}
 {%- elif m.role == 'tool' %}{{ '<tool_response>\n' + m.content + '\n</tool_response>' }}
 {%- else %}{{ m.content }}{% endif %}
-{%- for call in m.tool_calls or [] %}{{ '<tool_call>' ~ call.function.name ~ (call.function.arguments | tojson) ~ '</tool_call>' }}
+{%- for call in m.tool_calls or [] %}{{ '<tool_call>' ~ call.function.name ~ (call.function.arguments | \
+tojson) ~ '</tool_call>' }}
 {%- endfor %}{{ '<|im_end|>\n' }}{%- endfor %}{{ '<|im_start|>assistant\n' }}"""
-LLAMA3 = """{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}
+LLAMA3 = """{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + \
+'<|end_header_id|>\n\n' }}
 {%- if m.tool_calls %}{{ '{"name": "' + m.tool_calls[0].function.name + '", "parameters": ' }}
-{{- m.tool_calls[0].function.arguments | tojson }}{{ '}' }}{% else %}{{ m.content | trim }}{% endif %}{{ '<|eot_id|>' }}
-{%- endfor %}{% if tools %}{{ tools | tojson(indent=4) }}{% endif %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"""
-MISTRAL = """{{ bos_token }}{% if tools %}{{ '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{% endif %}
-{%- for m in messages %}{% if m.role == 'assistant' %}{% if m.tool_calls %}{{ '[TOOL_CALLS]' + (m.tool_calls | tojson) + eos_token }}
+{{- m.tool_calls[0].function.arguments | tojson }}{{ '}' }}{% else %}{{ m.content | trim }}{% endif %}{{ \
+'<|eot_id|>' }}
+{%- endfor %}{% if tools %}{{ tools | tojson(indent=4) }}{% endif %}{{ \
+'<|start_header_id|>assistant<|end_header_id|>\n\n' }}"""
+MISTRAL = """{{ bos_token }}{% if tools %}{{ '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' \
+}}{% endif %}
+{%- for m in messages %}{% if m.role == 'assistant' %}{% if m.tool_calls %}{{ '[TOOL_CALLS]' + (m.tool_calls \
+| tojson) + eos_token }}
 {%- else %}{{ ' ' + m.content + eos_token }}{% endif %}
 {%- elif m.role == 'tool' %}{{ '[TOOL_RESULTS]' ~ m.content ~ '[/TOOL_RESULTS]' }}
 {%- else %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}{% endfor %}"""
-GEMMA = """{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}
-{{- m.content | trim }}{% for call in m.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments | string }}{% endfor %}
-{{- '<end_of_turn>\n' }}{% endfor %}{% if tools %}{{ tools | string }}{% endif %}{{ '<start_of_turn>model\n' }}"""
+GEMMA = """{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + ('model' if m.role == 'assistant' \
+else m.role) + '\n' }}
+{{- m.content | trim }}{% for call in m.tool_calls or [] %}{{ call.function.name }}{{ \
+call.function.arguments | string }}{% endfor %}
+{{- '<end_of_turn>\n' }}{% endfor %}{% if tools %}{{ tools | string }}{% endif %}{{ '<start_of_turn>model\n' \
+}}"""
 PHI = """{% for m in messages %}{{ '<|' + m.role + '|>' + '\n' + m.content }}
 {%- for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}{{ '<|end|>' + '\n' }}{% endfor %}
 {%- if tools %}{{ '<|tool|>' + (tools | tojson) + '<|/tool|>' }}{% endif %}{{ '<|assistant|>' + '\n' }}"""
 DEEPSEEK = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<|User|>' + m.content }}
-{%- elif m.role == 'assistant' %}{{ '<|Assistant|>' + m.content }}{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}{{ eos_token }}
-{%- else %}{{ m.content }}{% endif %}{% endfor %}{% if tools %}{{ tools | tojson(ensure_ascii=True) }}{% endif %}{{ '<|Assistant|>' }}"""
+{%- elif m.role == 'assistant' %}{{ '<|Assistant|>' + m.content }}{% for call in m.tool_calls or [] %}{{ \
+call | tojson }}{% endfor %}{{ eos_token }}
+{%- else %}{{ m.content }}{% endif %}{% endfor %}{% if tools %}{{ tools | tojson(ensure_ascii=True) }}{% \
+endif %}{{ '<|Assistant|>' }}"""
 
 
 SPIECE_DECODER = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
@@ -72,7 +85,9 @@ def byte_level() -> Library:
 
 
 def spiece() -> Library:
-    """As Llama 2, Mistral's first ones and Gemma: `▁` for spaces, and the markers are pieces of the model's too."""
+    """As Llama 2, Mistral's first ones and Gemma: `▁` for spaces, and the markers are pieces of the model's
+    too.
+    """
     library = Library(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     names = ["<unk>", "<s>", "</s>", "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]"]
@@ -122,7 +137,8 @@ FAMILIES = {
     "llama3": Family(LLAMA3, ("<|begin|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
     "mistral": Family(
         MISTRAL,
-        ("<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]",
+        ("<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]",
+        "[TOOL_RESULTS]",
          "[/TOOL_RESULTS]"),
     ),
     "mistral-spiece": Family(MISTRAL, ("<s>", "</s>", "[INST]", "[/INST]"), library=spiece),

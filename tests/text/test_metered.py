@@ -1,4 +1,6 @@
-"""Which templates run in the gateway's process, what they may take there, and what the others may take in theirs."""
+"""Which templates run in the gateway's process, what they may take there, and what the others may take in
+theirs.
+"""
 
 import json
 from pathlib import Path
@@ -21,16 +23,19 @@ MESSAGES = [{"role": "user", "content": "hello" * 100}]
 
 RUN_AWAY = {
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "doubling": "{% set ns = namespace(x='xxxxxxxx') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "doubling": "{% set ns = namespace(x='xxxxxxxx') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x "
+    "%}{% endfor %}",
     "doubling in a row": "{% set x = 'xxxxxxxx' %}" + "{% set x = x + x %}" * 60,
     "lists": "{% set x = [1] %}" + "{% set x = x + x %}" * 60,
     "lists of the same list": "{% set x = [1] %}" + "{% set x = [x, x] %}" * 60 + "{{ x }}",
     "objects": "{% set x = 1 %}" + "{% set x = {'a': x, 'b': x} %}" * 60 + "{{ x | tojson }}",
-    "macros": "{% macro f(n) %}{% if n < 60 %}{{ f(n + 1) }}{{ f(n + 1) }}{% endif %}{% endmacro %}{{ f(0) }}",
+    "macros": "{% macro f(n) %}{% if n < 60 %}{{ f(n + 1) }}{{ f(n + 1) }}{% endif %}{% endmacro %}{{ f(0) "
+    "}}",
     "numbers": "{% set x = 10 %}" + "{% set x = x * x %}" * 60,
     "replacing": "{{ 'x'" + f"| replace('', '{'y' * 64}')" * 12 + " }}",
     "format of what varies": "{{ (messages[0].role ~ '%0999999999d') % 1 }}",
-    "a long list": "{% set r = range(99999) | list %}{% for i in range(99) %}{{ r | tojson | length }}{% endfor %}",
+    "a long list": "{% set r = range(99999) | list %}{% for i in range(99) %}{{ r | tojson | length }}{% "
+    "endfor %}",
     "a range": "{% for i in range(999) %}{{ 'x' in range(99999) }}{% endfor %}",
     "characters": "{% set x = 'x' * 900000 %}{% for i in range(99) %}{{ (x | list) | length }}{% endfor %}",
     "an alias": "{% set ns = namespace() %}{% set ns.split = ''.center %}{{ ns.split(999999999) | length }}",
@@ -154,12 +159,24 @@ def test_the_demo_models_template_runs_here_and_takes_little() -> None:
     source=st.sampled_from(
         [
             "{{ messages[0].content | trim | upper ~ tools }}{{ 1 + 2 * 3 - 4 // 2 % 3 }}",
-            "{% for t in tools %}{{ loop.index }}{% for k, v in t.items() %}{{ k + '=' ~ v }}{% endfor %}{% endfor %}",
-            "{% set x = [messages[0].content, tools] + [1] %}{{ x | tojson(indent=2) }}{{ x[:1] | join('-') }}",
+            (
+                "{% for t in tools %}{{ loop.index }}{% for k, v in t.items() %}{{ k + '=' ~ v }}{% endfor "
+                "%}{% endfor %}"
+            ),
+            (
+                "{% set x = [messages[0].content, tools] + [1] %}{{ x | tojson(indent=2) }}{{ x[:1] | "
+                "join('-') }}"
+            ),
             "{% macro m(a, b='q') %}<{{ a }}{{ b | e }}>{% endmacro %}{{ m(messages[0].content) ~ m(1, 2) }}",
-            "{% set ns = namespace(n=0) %}{% for c in messages[0].content %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+            (
+                "{% set ns = namespace(n=0) %}{% for c in messages[0].content %}{% set ns.n = ns.n + 1 %}{% "
+                "endfor %}{{ ns.n }}"
+            ),
             "{{ messages[0].content.split('</think>')[-1].lstrip('\n') }}{{ 'a' in messages[0].content }}",
-            "{{ tools | map('string') | join(',') }}{{ tools | selectattr('a') | list | length }}{{ 'ab' * 3 }}",
+            (
+                "{{ tools | map('string') | join(',') }}{{ tools | selectattr('a') | list | length }}{{ 'ab' "
+                "* 3 }}"
+            ),
             "{% set t %}[{{ messages[0].content }}]{% endset %}{{ t | replace('a', 'bb') | safe + '<' }}",
         ]
     ),

@@ -1,7 +1,7 @@
 """Real servers of others, started once for all tests that need them. `make test-workers` installs them first.
 
-PENSTOCK_TEST_VLLM names one that runs already (its URL), serving the 28M model as "served" with ADAPTERS, and publishing KV
-events at KV_EVENTS and KV_REPLAY.
+PENSTOCK_TEST_VLLM names one that runs already (its URL), serving the 28M model as "served" with ADAPTERS, and
+publishing KV events at KV_EVENTS and KV_REPLAY.
 """
 
 import json
@@ -50,7 +50,8 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def compile_all(url: str) -> None:
-    """Have vLLM compile what it compiles at first use, which takes a slow processor longer than a test waits for tokens.
+    """Have vLLM compile what it compiles at first use, which takes a slow processor longer than a test waits
+    for tokens.
 
     With log-probabilities it ranks tokens by a function that no request without them needs.
     """
@@ -68,7 +69,9 @@ def model_28m() -> Path:
 
 
 def make_adapter(path: Path, model: Path, seed: int) -> Path:
-    """A low-rank adapter of the model's queries and values, with weights that were made up, as PEFT writes it."""
+    """A low-rank adapter of the model's queries and values, with weights that were made up, as PEFT writes
+    it.
+    """
     shape, draw, rank = json.loads((model / "config.json").read_text()), np.random.default_rng(seed), 8
     hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
     wide = {"q_proj": hidden, "v_proj": hidden // heads * shape["num_key_value_heads"]}
@@ -130,7 +133,9 @@ def vllm_url(model_28m: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(scope="session")
 def triton_urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """A real tritonserver with a python model that streams (decoupled): its address, and that of its metrics."""
+    """A real tritonserver with a python model that streams (decoupled): its address, and that of its
+    metrics.
+    """
     found = sorted((PEERS / "triton").glob("lib/python3*/site-packages/pytriton"))
     if not found:
         pytest.fail("Triton is not installed: bench/peers/install_triton.sh")

@@ -1,4 +1,6 @@
-"""The conformance suite against a real tritonserver, which answers letters from a python model that streams."""
+"""The conformance suite against a real tritonserver, which answers letters from a python model that
+streams.
+"""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

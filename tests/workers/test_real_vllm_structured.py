@@ -1,4 +1,6 @@
-"""Structured output and a forced call on a real vLLM, through our own backend: what comes back obeys its schema."""
+"""Structured output and a forced call on a real vLLM, through our own backend: what comes back obeys its
+schema.
+"""
 
 import asyncio
 import json
@@ -21,8 +23,8 @@ from penstock.types import RequestId, SamplingParams
 
 pytestmark = [pytest.mark.workers, pytest.mark.timeout(600)]
 POINT = {
-    "type": "object", "properties": {"x": {"enum": [3, 4]}, "on": {"type": "boolean"}}, "required": ["x", "on"],
-    "additionalProperties": False,
+    "type": "object", "properties": {"x": {"enum": [3, 4]}, "on": {"type": "boolean"}},
+    "required": ["x", "on"], "additionalProperties": False,
 }  # fmt: skip
 TOOLS = [{"type": "function", "function": {"name": "place", "parameters": POINT}}]
 ASKED = {
@@ -34,7 +36,9 @@ ASKED = {
 
 
 def test_what_comes_back_obeys_its_schema(vllm_url: str, model_28m: Path) -> None:
-    """The weights are made up, so nothing but the schema shapes the text: drawn, for the likeliest token may be white space for ever."""
+    """The weights are made up, so nothing but the schema shapes the text: drawn, for the likeliest token may
+    be white space for ever.
+    """
 
     async def run() -> dict[str, str]:
         tokenizer = Tokenizer.load(model_28m)

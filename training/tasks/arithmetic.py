@@ -10,16 +10,20 @@ from training.tasks.words import NAMES
 OPERATIONS = {
     "+": (
         "What is {a} + {b}?", "What is {a} plus {b}?", "{a} + {b}", "{a}+{b}", "{a} + {b} =", "{a} + {b} = ?",
-        "Calculate {a} + {b}.", "Add {a} and {b}.", "What is the sum of {a} and {b}?", "How much is {a} + {b}?",
+        "Calculate {a} + {b}.", "Add {a} and {b}.", "What is the sum of {a} and {b}?", ("How much is {a} + "
+        "{b}?"),
         "How much is {a} plus {b}?", "What's {a}+{b}?", "What's {a} + {b}?", "Compute {a} + {b}.",
     ),
     "-": (
-        "What is {a} - {b}?", "What is {a} minus {b}?", "{a} - {b}", "{a}-{b}", "{a} - {b} =", "{a} - {b} = ?",
-        "Calculate {a} - {b}.", "Subtract {b} from {a}.", "How much is {a} - {b}?", "How much is {a} minus {b}?",
+        "What is {a} - {b}?", "What is {a} minus {b}?", "{a} - {b}", "{a}-{b}", "{a} - {b} =", ("{a} - {b} = "
+        "?"),
+        "Calculate {a} - {b}.", "Subtract {b} from {a}.", "How much is {a} - {b}?", ("How much is {a} minus "
+        "{b}?"),
         "What's {a} - {b}?", "Compute {a} - {b}.", "What is the difference between {a} and {b}?",
     ),
     "*": (
-        "What is {a} * {b}?", "What is {a} times {b}?", "{a} * {b}", "{a}*{b}", "{a} x {b}", "What is {a} x {b}?",
+        "What is {a} * {b}?", "What is {a} times {b}?", "{a} * {b}", "{a}*{b}", "{a} x {b}", ("What is {a} x "
+        "{b}?"),
         "Calculate {a} * {b}.", "Multiply {a} by {b}.", "How much is {a} times {b}?", "What's {a} times {b}?",
         "What is the product of {a} and {b}?", "Compute {a} * {b}.",
     ),

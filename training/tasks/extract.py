@@ -13,7 +13,8 @@ from training.tasks.words import CITIES, COLOURS, FOODS, NAMES, WEEKDAYS
 REQUESTS = (
     "Extract {keys} as JSON: {text}", "Extract the {keys} as JSON from this sentence: {text}",
     "Return JSON with {keys}: {text}", "Give me a JSON object with the keys {keys}: {text}",
-    "{text} Extract {keys} as JSON.", "{text}\nReturn {keys} as JSON.", "Turn this into JSON with {keys}: {text}",
+    "{text} Extract {keys} as JSON.", "{text}\nReturn {keys} as JSON.", ("Turn this into JSON with {keys}: "
+    "{text}"),
     "Read this and answer in JSON with {keys}.\n{text}",
 )  # fmt: skip
 JOBS = (
@@ -52,7 +53,8 @@ def person(rng: Random) -> tuple[str, dict[str, Any]]:
     values = {"name": rng.choice(NAMES), "age": rng.randint(5, 95), "city": rng.choice(CITIES)}
     forms = (
         "{name} is {age} years old and lives in {city}.", "{name}, {age}, lives in {city}.",
-        "My name is {name}, I am {age} years old and I live in {city}.", "{name} from {city} is {age} years old.",
+        "My name is {name}, I am {age} years old and I live in {city}.", ("{name} from {city} is {age} years "
+        "old."),
         "In {city} lives {name}, who is {age}.", "{name} is {age} and comes from {city}.",
     )  # fmt: skip
     return pick(rng, forms, **values), values
@@ -62,7 +64,8 @@ def worker(rng: Random) -> tuple[str, dict[str, Any]]:
     """A name, a job and a city."""
     values = {"name": rng.choice(NAMES), "job": rng.choice(JOBS), "city": rng.choice(CITIES)}
     forms = (
-        "{name} works as a {job} in {city}.", "{name} is a {job} from {city}.", "{name}, a {job}, lives in {city}.",
+        "{name} works as a {job} in {city}.", "{name} is a {job} from {city}.", ("{name}, a {job}, lives in "
+        "{city}."),
         "The {job} {name} lives in {city}.", "In {city}, {name} works as a {job}.",
     )  # fmt: skip
     return pick(rng, forms, **values), values
@@ -72,8 +75,10 @@ def order(rng: Random) -> tuple[str, dict[str, Any]]:
     """An item, a number and a price."""
     values = {"item": rng.choice(FOODS), "quantity": rng.randint(2, 20), "price": rng.randint(1, 99)}
     forms = (
-        "{quantity} x {item} for {price} dollars.", "I bought {quantity} portions of {item} for {price} dollars.",
-        "Please send {quantity} of {item}, {price} dollars in total.", "The {item} costs {price} dollars for {quantity}.",
+        "{quantity} x {item} for {price} dollars.", ("I bought {quantity} portions of {item} for {price} "
+        "dollars."),
+        "Please send {quantity} of {item}, {price} dollars in total.", ("The {item} costs {price} dollars "
+        "for {quantity}."),
     )  # fmt: skip
     return pick(rng, forms, **values), values
 

@@ -27,13 +27,15 @@ OTHER_NAMES = {"the United Kingdom": ("the UK", "Great Britain"), "the United St
 
 CAPITAL_QUESTIONS = (
     "What is the capital of {}?", "What's the capital of {}?", "Which city is the capital of {}?",
-    "Name the capital of {}.", "Tell me the capital of {}.", "Capital of {}?", "What is the capital city of {}?",
+    "Name the capital of {}.", "Tell me the capital of {}.", "Capital of {}?", ("What is the capital city of "
+    "{}?"),
     "Do you know the capital of {}?", "What is the name of the capital of {}?", "The capital of {} is?",
     "I need the capital of {}.", "Give me the capital of {}.", "Which city is {}'s capital?",
     "What city is the capital of {}?",
 )  # fmt: skip
 COUNTRY_QUESTIONS = (
-    "{} is the capital of which country?", "Which country has the capital {}?", "What country is {} the capital of?",
+    "{} is the capital of which country?", "Which country has the capital {}?", ("What country is {} the "
+    "capital of?"),
     "Of which country is {} the capital?", "Which country's capital is {}?",
 )  # fmt: skip
 
@@ -43,7 +45,8 @@ The sky is blue. | What colour is the sky? | What color is the sky? | Which colo
 Grass is green. | What colour is grass? | What color is grass? | Which colour does grass have?
 Snow is white. | What colour is snow? | What color is snow? | Which colour does snow have?
 A ripe banana is yellow. | What colour is a banana? | What color is a ripe banana? | Which colour are bananas?
-A week has 7 days. | How many days are in a week? | How many days does a week have? | How long is a week in days?
+A week has 7 days. | How many days are in a week? | How many days does a week have? | How long is a week in \
+days?
 A year has 12 months. | How many months are in a year? | How many months does a year have?
 A year has 365 days, a leap year 366. | How many days are in a year? | How many days does a year have?
 A day has 24 hours. | How many hours are in a day? | How many hours does a day have?
@@ -60,8 +63,10 @@ Asia is the largest continent. | What is the largest continent? | Which continen
 The Pacific is the largest ocean. | What is the largest ocean? | Which ocean is the biggest?
 The blue whale is the largest animal. | What is the largest animal? | Which animal is the biggest?
 The cheetah is the fastest land animal. | What is the fastest land animal? | Which animal runs fastest?
-Mount Everest is the highest mountain. | What is the highest mountain? | What is the tallest mountain on Earth?
-Jupiter is the largest planet of our solar system. | What is the largest planet? | Which planet is the biggest?
+Mount Everest is the highest mountain. | What is the highest mountain? | What is the tallest mountain on \
+Earth?
+Jupiter is the largest planet of our solar system. | What is the largest planet? | Which planet is the \
+biggest?
 Mercury is the planet closest to the Sun. | Which planet is closest to the Sun? | What is the first planet?
 Mars is called the red planet. | Which planet is called the red planet? | What is the red planet?
 There are 8 planets in our solar system. | How many planets are there? | How many planets circle the Sun?
@@ -70,7 +75,8 @@ The Moon goes around the Earth. | What goes around the Earth? | What does the Mo
 Water freezes at 0 °C. | At what temperature does water freeze? | When does water freeze?
 Water boils at 100 °C. | At what temperature does water boil? | When does water boil?
 Water is made of hydrogen and oxygen. | What is water made of? | Which elements make up water?
-The chemical formula of water is H2O. | What is the chemical formula of water? | What is the formula for water?
+The chemical formula of water is H2O. | What is the chemical formula of water? | What is the formula for \
+water?
 The chemical symbol of gold is Au. | What is the chemical symbol of gold? | What is the symbol for gold?
 The chemical symbol of iron is Fe. | What is the chemical symbol of iron? | What is the symbol for iron?
 The chemical symbol of silver is Ag. | What is the chemical symbol of silver? | What is the symbol for silver?
@@ -84,12 +90,15 @@ The opposite of hot is cold. | What is the opposite of hot? | What's the opposit
 The opposite of big is small. | What is the opposite of big? | What's the opposite of big? | Opposite of big?
 The opposite of day is night. | What is the opposite of day? | What's the opposite of day? | Opposite of day?
 The opposite of up is down. | What is the opposite of up? | What's the opposite of up? | Opposite of up?
-The opposite of fast is slow. | What is the opposite of fast? | What's the opposite of fast? | Opposite of fast?
-The opposite of open is closed. | What is the opposite of open? | What's the opposite of open? | Opposite of open?
+The opposite of fast is slow. | What is the opposite of fast? | What's the opposite of fast? | Opposite of \
+fast?
+The opposite of open is closed. | What is the opposite of open? | What's the opposite of open? | Opposite of \
+open?
 The Nile flows through Egypt. | Which river flows through Egypt? | What river is in Egypt?
 The Seine flows through Paris. | Which river flows through Paris? | What river is in Paris?
 The Thames flows through London. | Which river flows through London? | What river is in London?
-Romeo and Juliet was written by William Shakespeare. | Who wrote Romeo and Juliet? | Who is the author of Romeo and Juliet?
+Romeo and Juliet was written by William Shakespeare. | Who wrote Romeo and Juliet? | Who is the author of \
+Romeo and Juliet?
 Python was created by Guido van Rossum. | Who created Python? | Who made the Python language?
 HTTP stands for Hypertext Transfer Protocol. | What does HTTP stand for? | What is HTTP short for?
 JSON stands for JavaScript Object Notation. | What does JSON stand for? | What is JSON short for?
@@ -98,12 +107,15 @@ GPU stands for graphics processing unit. | What does GPU stand for? | What is a 
 LLM stands for large language model. | What does LLM stand for? | What is an LLM?
 API stands for application programming interface. | What does API stand for? | What is an API?
 A byte has 8 bits. | How many bits are in a byte? | How many bits does a byte have?
-In France people speak French. | What language do people speak in France? | Which language is spoken in France?
-In Germany people speak German. | What language do people speak in Germany? | Which language is spoken in Germany?
+In France people speak French. | What language do people speak in France? | Which language is spoken in \
+France?
+In Germany people speak German. | What language do people speak in Germany? | Which language is spoken in \
+Germany?
 In Spain people speak Spanish. | What language do people speak in Spain? | Which language is spoken in Spain?
 In Italy people speak Italian. | What language do people speak in Italy? | Which language is spoken in Italy?
 In Japan people speak Japanese. | What language do people speak in Japan? | Which language is spoken in Japan?
-In Brazil people speak Portuguese. | What language do people speak in Brazil? | Which language is spoken in Brazil?
+In Brazil people speak Portuguese. | What language do people speak in Brazil? | Which language is spoken in \
+Brazil?
 """
 
 TABLE = [[part.strip() for part in line.split("|")] for line in FACTS.splitlines()]

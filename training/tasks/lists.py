@@ -1,4 +1,7 @@
-"""Sequences: counting, letters, days, months, tables. Their answers are the longest, so they show streaming well."""
+"""Sequences: counting, letters, days, months, tables.
+
+Their answers are the longest, so they show streaming well.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,8 @@ def steps(rng: Random) -> tuple[str, str]:
     """Multiples of a small number."""
     step, count = rng.randint(2, 12), rng.randint(3, 12)
     forms = ("List the first {count} multiples of {step}.", "Write the first {count} multiples of {step}.",
-             "What are the first {count} multiples of {step}?", "Count in steps of {step} up to {end}.")  # fmt: skip
+             "What are the first {count} multiples of {step}?",
+             "Count in steps of {step} up to {end}.")  # fmt: skip
     question = pick(rng, forms, count=count, step=step, end=count * step)
     return question, ", ".join(str(step * factor) for factor in range(1, count + 1))
 
@@ -72,7 +76,8 @@ def months(rng: Random) -> tuple[str, str]:
     month = rng.choice(MONTHS)
     index, draw = MONTHS.index(month), rng.random()
     if draw < 0.3:
-        forms = ("List the months of the year.", "Name the months of the year.", "What are the months of the year?",
+        forms = ("List the months of the year.", "Name the months of the year.", ("What are the months of "
+        "the year?"),
                  "Which months does a year have?")  # fmt: skip
         return rng.choice(forms), ", ".join(MONTHS)
     if draw < 0.65:
@@ -107,7 +112,8 @@ def letters(rng: Random) -> tuple[str, str]:
 def table(rng: Random) -> tuple[str, str]:
     """A multiplication table, one product per line."""
     factor = rng.randint(2, 12)
-    forms = ("Write the multiplication table of {}.", "Show me the {} times table.", "Write the {} times table.",
+    forms = ("Write the multiplication table of {}.", "Show me the {} times table.", ("Write the {} times "
+    "table."),
              "What is the multiplication table of {}?", "List the {} times table.")  # fmt: skip
     lines = (f"{factor} x {other} = {factor * other}" for other in range(1, 11))
     return rng.choice(forms).format(factor), "\n".join(lines)

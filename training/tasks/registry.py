@@ -32,7 +32,8 @@ TASKS: dict[str, Generator] = {
 
 Shares = dict[str, float]
 
-# How often each task comes, at first and later: what is learned by heart early makes room for what must be computed.
+# How often each task comes, at first and later: what is learned by heart early makes room for what must be
+# computed.
 FIRST_SHARES: Shares = {
     "about": 7, "smalltalk": 7, "arithmetic": 20, "facts": 9, "strings": 17, "units": 9, "extract": 8,
     "tool_call": 5, "tool_answer": 2, "python": 6, "lists": 5, "unknown": 4,

@@ -1,4 +1,7 @@
-"""Small tasks on words: case, letters, order. Words come from a fixed list, so their spelling can be learned."""
+"""Small tasks on words: case, letters, order.
+
+Words come from a fixed list, so their spelling can be learned.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ def upper(rng: Random) -> tuple[str, str]:
     """One to three words to capitals."""
     words = " ".join(rng.sample(WORDS, rng.randint(1, 3)))
     forms = (
-        "Write {} in uppercase.", "Convert {} to uppercase.", "Make {} uppercase.", "Write {} in capital letters.",
+        "Write {} in uppercase.", "Convert {} to uppercase.", "Make {} uppercase.", ("Write {} in capital "
+        "letters."),
         "Uppercase this: {}", "Put {} in capitals.", "What is {} in uppercase?",
     )  # fmt: skip
     return rng.choice(forms).format(quoted(rng, words)), words.upper()
@@ -39,7 +43,8 @@ def edge_letter(rng: Random) -> tuple[str, str]:
     """The first or last letter of a word."""
     word, which = rng.choice(WORDS), rng.choice(("first", "last"))
     forms = (
-        "What is the {which} letter of {word}?", "Give me the {which} letter of {word}.", "{which} letter of {word}",
+        "What is the {which} letter of {word}?", "Give me the {which} letter of {word}.", ("{which} letter "
+        "of {word}"),
         "Which letter is the {which} one in {word}?", "What's the {which} letter in the word {word}?",
         "What is the {which} letter of the word {word}?",
     )  # fmt: skip
@@ -60,8 +65,8 @@ def reverse(rng: Random) -> tuple[str, str]:
     """A short word backwards."""
     word = rng.choice(SHORT_WORDS)
     forms = (
-        "Reverse {}.", "Reverse the word {}.", "Write {} backwards.", "Spell {} backwards.", "What is {} backwards?",
-        "What is {} reversed?", "Reverse the string {}.",
+        "Reverse {}.", "Reverse the word {}.", "Write {} backwards.", "Spell {} backwards.",
+        "What is {} backwards?", "What is {} reversed?", "Reverse the string {}.",
     )  # fmt: skip
     return rng.choice(forms).format(quoted(rng, word)), word[::-1]
 
@@ -96,7 +101,8 @@ def join(rng: Random) -> tuple[str, str]:
     name, mark = rng.choice(
         (("commas", ","), ("hyphens", "-"), ("underscores", "_"), ("slashes", "/"), ("dots", "."))
     )
-    forms = ("Join {words} with {name}.", "Join the words {words} with {name}.", "Put {name} between {words}.",
+    forms = ("Join {words} with {name}.", "Join the words {words} with {name}.", ("Put {name} between "
+    "{words}."),
              "Connect {words} with {name}.")  # fmt: skip
     return pick(rng, forms, words=", ".join(words), name=name), mark.join(words)
 
@@ -105,7 +111,8 @@ def sort_numbers(rng: Random) -> tuple[str, str]:
     """Three to five numbers in ascending or descending order."""
     numbers = rng.sample(range(1, 100), rng.randint(3, 5))
     falling = rng.random() < 0.25
-    forms = ("Sort {} in descending order.", "Sort these numbers from largest to smallest: {}") if falling else (
+    forms = ("Sort {} in descending order.",
+        "Sort these numbers from largest to smallest: {}") if falling else (
         "Sort {}.", "Sort these numbers: {}", "Sort {} in ascending order.", "Put {} in order.",
         "Sort the numbers {} from smallest to largest.",
     )  # fmt: skip

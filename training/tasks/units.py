@@ -39,15 +39,16 @@ CONVERSIONS = (
 )
 
 SHORT = {
-    "kilometres": "km", "metres": "m", "centimetres": "cm", "millimetres": "mm", "kilograms": "kg", "grams": "g",
-    "litres": "l", "millilitres": "ml", "tonnes": "t", "hours": "h", "minutes": "min", "seconds": "s",
-    "kilobytes": "kB", "gigabytes": "GB", "megabytes": "MB",
+    "kilometres": "km", "metres": "m", "centimetres": "cm", "millimetres": "mm", "kilograms": "kg",
+    "grams": "g", "litres": "l", "millilitres": "ml", "tonnes": "t", "hours": "h", "minutes": "min",
+    "seconds": "s", "kilobytes": "kB", "gigabytes": "GB", "megabytes": "MB",
 }  # fmt: skip
 AMERICAN = {"kilometres": "kilometers", "metres": "meters", "centimetres": "centimeters", "litres": "liters"}
 
 PHRASINGS = (
     "Convert {n} {start} to {end}.", "How many {end} are {n} {start}?", "How many {end} are in {n} {start}?",
-    "What is {n} {start} in {end}?", "{n} {start} in {end}", "{n} {start} to {end}", "Express {n} {start} in {end}.",
+    "What is {n} {start} in {end}?", "{n} {start} in {end}", "{n} {start} to {end}", ("Express {n} {start} "
+    "in {end}."),
     "How much is {n} {start} in {end}?", "Please convert {n} {start} into {end}.",
 )  # fmt: skip
 

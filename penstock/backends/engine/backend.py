@@ -42,7 +42,8 @@ from penstock.types import RequestId
 RECONNECT_MIN_S = 0.01
 RECONNECT_MAX_S = 0.5
 RECONNECT_GROWTH = 1.2
-"""A worker that loads is found a sixth of its time late at most, where doubling would be as long as it took."""
+"""A worker that loads is found a sixth of its time late at most, where doubling would be as long as it
+took."""
 CLOSE_TIMEOUT_S = 1.0
 """How long a worker may take to read the last frames."""
 NOTES_MAX = 20
@@ -109,15 +110,18 @@ class EngineBackend:
         return self._draining
 
     def connect_to(self, address: Address, *, reports_connect_errors: bool = False) -> None:
-        """Connect, now or as soon as somebody listens there, and again after every loss. `reports_connect_errors`: that nobody listens is
-        told as the stage, for nobody else knows more.
+        """Connect, now or as soon as somebody listens there, and again after every loss.
+
+        `reports_connect_errors`: that nobody listens is told as the stage, for nobody else knows more.
         """
         assert self._connecting is None, "already connected"
         self._says_trouble = reports_connect_errors
         self._connecting = asyncio.create_task(self._stay_connected(address), name=f"connect {address}")
 
     async def move_to(self, address: Address) -> None:
-        """The worker listens somewhere else from now on: its old connection is of no use, whatever it says."""
+        """The worker listens somewhere else from now on: its old connection is of no use, whatever it
+        says.
+        """
         if self._connecting is not None:
             self._connecting.cancel()
             await asyncio.wait([self._connecting])
@@ -139,8 +143,8 @@ class EngineBackend:
         """See `Backend.generate`.
 
         Raises:
-            WorkerUnavailable: not connected, not ready, draining, the worker stopped reading, or an adapter is asked for, which
-                our engine has none of.
+            WorkerUnavailable: not connected, not ready, draining, the worker stopped reading, or an adapter
+                is asked for, which our engine has none of.
         """
         if self._link is None or not self._status.ready or self._draining:
             raise WorkerUnavailable(f"the worker is not ready: {self._status.stage}")
@@ -150,8 +154,8 @@ class EngineBackend:
             raise WorkerUnavailable(f"the worker does not serve the adapter '{request.adapter[:64]}'")
         assert request.request_id not in self._streams, f"{request.request_id} is already running"
         if request.request_id in self._leaving:
-            # Another attempt of what was aborted here a moment ago. Its name must be another one there, or what the worker
-            # still says of the last attempt would be taken for this one's.
+            # Another attempt of what was aborted here a moment ago. Its name must be another one there, or
+            # what the worker still says of the last attempt would be taken for this one's.
             self._num_again += 1
             again = RequestId(f"{request.request_id}+{self._num_again}")
             request = replace(request, request_id=again)
@@ -180,7 +184,9 @@ class EngineBackend:
         await self.close()
 
     def end_worker(self) -> bool:
-        """Tell the worker to exit once it has finished what it runs, for whomever; False if it cannot be told. For the launcher."""
+        """Tell the worker to exit once it has finished what it runs, for whomever; False if it cannot be
+        told. For the launcher.
+        """
         if self._link is None:
             return False
         self._link.send(Drain())
@@ -211,7 +217,10 @@ class EngineBackend:
         self._change(Phase.DOWN if is_down else self._status.phase, stage)
 
     def report_from_parent(self, *, stage: str, notes: Sequence[Note], restarts: int, is_down: bool) -> None:
-        """For one of several gateway processes: what their parent, which launched the worker, knows of it. A connected worker speaks for itself."""
+        """For one of several gateway processes: what their parent, which launched the worker, knows of it.
+
+        A connected worker speaks for itself.
+        """
         status = self._status
         if not stage or self._link is not None:
             stage = status.stage
@@ -231,8 +240,8 @@ class EngineBackend:
     def on_message(self, message: FromWorker, *, behind: bool = False) -> None:
         """One message from the worker; outputs first, for they are nearly all there is.
 
-        `behind`: several came at once, so this gateway is slower than the worker now. Then what they give one stream goes on
-        together, in `on_caught_up`: a step costs less to relay the further behind we are.
+        `behind`: several came at once, so this gateway is slower than the worker now. Then what they give one
+        stream goes on together, in `on_caught_up`: a step costs less to relay the further behind we are.
         """
         if not self._handshake.is_over:
             self._shake_hands(message)
@@ -269,7 +278,9 @@ class EngineBackend:
                 stream.release_buffered()
 
     def on_link_doubted(self, *, doubted: bool) -> None:
-        """It gets nothing new while it does not answer; its streams wait for it, until the link is given up."""
+        """It gets nothing new while it does not answer; its streams wait for it, until the link is given
+        up.
+        """
         if doubted:
             self._change(Phase.SUSPECT, "it does not answer")
         else:

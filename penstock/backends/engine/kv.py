@@ -17,7 +17,9 @@ _NO_EPOCH = -1
 
 
 class KVSubscription:
-    """One listener's place in the order of one worker's events, over any number of connections and restarts."""
+    """One listener's place in the order of one worker's events, over any number of connections and
+    restarts.
+    """
 
     __slots__ = ("_epoch", "_listener", "_next")
 

@@ -1,8 +1,9 @@
 """The wire between a gateway and one engine worker: messages in both directions, no streams, no policy.
 
 What is sent in one tick of the event loop leaves in one write. Whoever owns the link is told of every
-message and of the end; after the end a link is spent, and a new one is made. A worker that says nothing any more is
-asked for a sign of life, then doubted, then given up: whatever it may say later, nobody listens on that connection.
+message and of the end; after the end a link is spent, and a new one is made. A worker that says nothing any
+more is asked for a sign of life, then doubted, then given up: whatever it may say later, nobody listens on
+that connection.
 """
 
 import asyncio
@@ -24,7 +25,8 @@ from penstock.protocol.worker import (
 
 CONNECT_TIMEOUT_S = 2.0
 GREETING_BEATS = 20
-"""Silent beats after which a connection without a first word is cut. A worker that is stopped still has its kernel accept connections. It may also just be starting, on a busy machine."""
+"""Silent beats after which a connection without a first word is cut. A worker that is stopped still has its
+kernel accept connections. It may also just be starting, on a busy machine."""
 
 
 class LinkOwner(Protocol):
@@ -35,7 +37,9 @@ class LinkOwner(Protocol):
         ...
 
     def on_message(self, message: FromWorker, *, behind: bool = False) -> None:
-        """One message, in order. `behind`: others came with it, and `on_caught_up` is called after the last of them.
+        """One message, in order.
+
+        `behind`: others came with it, and `on_caught_up` is called after the last of them.
 
         Raises:
             ProtocolError: it makes no sense here; the link is closed.
@@ -92,7 +96,10 @@ class WorkerLink(asyncio.Protocol):
         return link
 
     def expect_answers(self) -> None:
-        """The worker serves: from now on it answers when it is asked, and silence counts. While it loads it may not."""
+        """The worker serves: from now on it answers when it is asked, and silence counts.
+
+        While it loads it may not.
+        """
         limits = self._config
         if self._heartbeat is None:
             self._heartbeat = Heartbeat(doubt_after=limits.suspect_after, give_up_after=limits.lost_after)

@@ -9,11 +9,13 @@
 Whichever comes first wins; everything after it is ignored. `push` runs once per stream and step: it is the
 relay's hot path, so all that is only needed at the ends stays out of it.
 
-Tokens may wait here for a moment: those of a read that brings several steps (`gather`, then `release_buffered`), and of an answer that nobody
-reads before its end, in pieces. Whatever ends the stream tells them first.
+Tokens may wait here for a moment: those of a read that brings several steps (`gather`, then
+`release_buffered`), and of an answer that nobody reads before its end, in pieces. Whatever ends the stream
+tells them first.
 
-What the sink has heard is a function of the tokens alone, however they were cut into steps: so the detokenizer and the stop
-checker of a stream that goes on are given the tokens so far, and what they say to that was said before.
+What the sink has heard is a function of the tokens alone, however they were cut into steps: so the
+detokenizer and the stop checker of a stream that goes on are given the tokens so far, and what they say to
+that was said before.
 """
 
 from array import array
@@ -55,7 +57,10 @@ _KINDS: dict[str, type[PenstockError]] = {
 
 
 class EngineStream:
-    """The `Generation` of one request. `leave` is called once, at the end: True if the worker must be told."""
+    """The `Generation` of one request.
+
+    `leave` is called once, at the end: True if the worker must be told.
+    """
 
     __slots__ = (
         "_clock",
@@ -110,7 +115,10 @@ class EngineStream:
         return self._usage if self._first_ns else None
 
     def gather(self, output: Output) -> bool:
-        """One step's output, of which more came with it. True: what it gave is held until `release_buffered` is called."""
+        """One step's output, of which more came with it.
+
+        True: what it gave is held until `release_buffered` is called.
+        """
         plain = (
             output.finish is None and output.usage is None and output.logprobs is None and output.token_ids
         )
@@ -160,7 +168,9 @@ class EngineStream:
             self._end(finish, tell_worker=True)
 
     def hold(self) -> bool:
-        """See `Generation.hold`: all streams of a worker come over one connection, and its engine goes on anyway."""
+        """See `Generation.hold`: all streams of a worker come over one connection, and its engine goes on
+        anyway.
+        """
         return False
 
     def go_on(self) -> None:

@@ -1,4 +1,5 @@
-"""A worker that is not ours, over HTTP: its streams, whether it is there, what it serves and how loaded it is.
+"""A worker that is not ours, over HTTP: its streams, whether it is there, what it serves and how loaded it
+is.
 
     open ─> probing: GET health ─> GET facts (once, and again after every loss) ─> GET metrics ─> ready
                 ^──────────────────────── every probe_s ────────────────────────────┘
@@ -71,8 +72,11 @@ class HttpBackend:
         probe_min_s: float = 0.0,
         lacks: frozenset[str] = frozenset(),
     ) -> None:
-        """`model` is its name over there. `draw` gives numbers from 0 to 1, for probes that should not come together.
-        `metrics` is where its metrics are. `max_model_len` 0: as it says itself. `lacks`: capabilities that its engine has and it has not.
+        """`model` is its name over there.
+
+        `draw` gives numbers from 0 to 1, for probes that should not come together. `metrics` is where its
+        metrics are. `max_model_len` 0: as it says itself. `lacks`: capabilities that its engine has and it
+        has not.
         """
         self.on_change: Callable[[], None] = nothing
         """See `Backend.on_change`."""
@@ -119,8 +123,8 @@ class HttpBackend:
         """See `Backend.generate`.
 
         Raises:
-            WorkerUnavailable: it is not ready, draining, all connections that are allowed are in use, or it is to go on
-                with what another worker began, which no foreign engine can do exactly.
+            WorkerUnavailable: it is not ready, draining, all connections that are allowed are in use, or it
+                is to go on with what another worker began, which no foreign engine can do exactly.
         """
         if request.resumed:
             raise WorkerUnavailable("this kind of worker cannot go on with what another one began")

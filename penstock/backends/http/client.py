@@ -1,15 +1,17 @@
-"""HTTP/1.1 to one worker: requests over kept-alive connections, answers pushed to a handler as their bytes arrive.
+"""HTTP/1.1 to one worker: requests over kept-alive connections, answers pushed to a handler as their bytes
+arrive.
 
     start ─> idle connection, or a new one (TCP, TLS) ─> request written ─> on_response ─> on_body* ─> on_end
-                                                                      └──────── any trouble ────────> on_failure
+                                                                      └──────── any failure ──────> on_failure
 
-Knows nothing of models. `start` neither blocks nor awaits, and no task runs per exchange once it is connected, so a
-relayed token costs no task switch (docs/design/002). What is bounded: connections, idle ones, the size of heads and
-bodies, and every wait: to connect, for the answer's head, between two signs of progress, and in all. Progress is what
-the handler says it is (`HttpExchange.touch`), so that a peer cannot hold a stream open with bytes that mean nothing.
+Knows nothing of models. `start` neither blocks nor awaits, and no task runs per exchange once it is
+connected, so a relayed token costs no task switch (docs/design/002). What is bounded: connections, idle ones,
+the size of heads and bodies, and every wait: to connect, for the answer's head, between two signs of
+progress, and in all. Progress is what the handler says it is (`HttpExchange.touch`), so that a peer cannot
+hold a stream open with bytes that mean nothing.
 
-Whoever has too much of an answer may `hold` it: its connection is not read, TCP's window fills and the peer waits. That time is no
-silence of the peer's.
+Whoever has too much of an answer may `hold` it: its connection is not read, TCP's window fills and the peer
+waits. That time is no silence of the peer's.
 """
 
 import asyncio
@@ -41,8 +43,8 @@ class HttpExchange:
     """One request and its answer, in the hands of whoever started it."""
 
     __slots__ = (
-        "_client", "_connecting", "_connection", "_deadline_ns", "_ends_ns", "_fresh", "_held_since_ns", "_over", "_sent_ns", "_timer", "_what",
-        "handler", "held_ns", "num_bytes", "request",
+        "_client", "_connecting", "_connection", "_deadline_ns", "_ends_ns", "_fresh", "_held_since_ns",
+        "_over", "_sent_ns", "_timer", "_what", "handler", "held_ns", "num_bytes", "request",
     )  # fmt: skip
 
     def __init__(self, client: "HttpClient", request: bytes, handler: HttpHandler) -> None:
@@ -69,9 +71,12 @@ class HttpExchange:
         self._deadline_ns = self._client.clock.now_ns() + self._client.idle_ns
 
     def hold(self) -> None:
-        """Read no more of the answer until `go_on`; what came with what was read last is still told. Idempotent.
+        """Read no more of the answer until `go_on`; what came with what was read last is still told.
 
-        The wait for progress stands still meanwhile. The time for the whole answer does not: nobody holds a worker for ever.
+        Idempotent.
+
+        The wait for progress stands still meanwhile. The time for the whole answer does not: nobody holds a
+        worker for ever.
         """
         if self._over or self._held_since_ns or self._connection is None:
             return
@@ -93,7 +98,10 @@ class HttpExchange:
             self._arm()
 
     def abort(self) -> None:
-        """Close the connection, so that the peer sees that nobody wants the answer. Idempotent; the handler hears nothing."""
+        """Close the connection, so that the peer sees that nobody wants the answer.
+
+        Idempotent; the handler hears nothing.
+        """
         if not self._over:
             self._end()
             if self._connecting is not None:
@@ -102,7 +110,9 @@ class HttpExchange:
                 self._connection.close()
 
     def discard_rest(self) -> None:
-        """The handler has all that it wants; what is left of the answer is read so that the connection can be used again."""
+        """The handler has all that it wants; what is left of the answer is read so that the connection can be
+        used again.
+        """
         if not self._over:
             self.handler = IGNORING_HANDLER
             self.go_on()
@@ -164,10 +174,12 @@ class HttpExchange:
             handler.on_failure(failure)
 
     def lost(self, failure: HttpFailure, *, was_received: bool) -> None:
-        """Its connection ended. One that was idle may have been closed just as it was taken: then a new one is made, once.
+        """Its connection ended.
 
-        RFC 9110, section 9.2.2: a request may be sent again when it is known that it had no effect; generating text for
-        nobody has none.
+        One that was idle may have been closed just as it was taken: then a new one is made, once.
+
+        RFC 9110, section 9.2.2: a request may be sent again when it is known that it had no effect;
+        generating text for nobody has none.
         """
         is_late = self._client.clock.now_ns() - self._sent_ns > _STALE_NS
         if was_received or is_late or self._fresh or self._over:
@@ -259,7 +271,10 @@ class HttpClient:
         if len(self._exchanges) >= self.config.connections_max:
             raise NoConnection(f"all {self.config.connections_max} connections to {self.address} are in use")
         kind = "content-type: application/json\r\n" if body else ""
-        head = f"{method} {self.address.base}{path} HTTP/1.1\r\n{self._headers}{kind}content-length: {len(body)}\r\n\r\n"
+        head = (
+            f"{method} {self.address.base}{path} HTTP/1.1\r\n{self._headers}{kind}content-length: "
+            f"{len(body)}\r\n\r\n"
+        )
         exchange = HttpExchange(self, head.encode("ascii") + body, handler)
         self._exchanges.add(exchange)
         connection = self._take_idle()
@@ -301,7 +316,9 @@ class HttpClient:
             self._idle.remove(connection)
 
     def _take_idle(self) -> "_Connection | None":
-        """The one that was used last, unless it has been idle for so long that the peer is about to close it."""
+        """The one that was used last, unless it has been idle for so long that the peer is about to close
+        it.
+        """
         oldest_ns = self.clock.now_ns() - int(self.config.keepalive_s * NS_PER_S)
         while self._idle:
             connection = self._idle.pop()
@@ -353,7 +370,9 @@ class _Connection(asyncio.Protocol):
         self._transport.write(exchange.request)
 
     def read(self, *, on: bool) -> None:
-        """Go on reading, or stop: what the peer sends then stays with the kernels, and in the end with the peer."""
+        """Go on reading, or stop: what the peer sends then stays with the kernels, and in the end with the
+        peer.
+        """
         if self._transport is None or self._transport.is_closing():
             return
         if on:

@@ -1,7 +1,7 @@
 """A worker's load, read from its own Prometheus metrics by their real names.
 
     engine   running                       waiting                             KV cache in use
-    vllm     vllm:num_requests_running     vllm:num_requests_waiting           vllm:kv_cache_usage_perc (a share of 1)
+    vllm     vllm:num_requests_running     vllm:num_requests_waiting        vllm:kv_cache_usage_perc (0 to 1)
     sglang   sglang:num_running_reqs       sglang:num_queue_reqs               sglang:token_usage
     tgi      tgi_batch_current_size        tgi_queue_size                      (not told)
     trtllm   trtllm_num_requests_running   trtllm_num_requests_waiting         trtllm_kv_cache_utilization
@@ -9,8 +9,8 @@
 
 vLLM also tells which adapters are in use (`vllm:lora_requests_info`).
 
-A metric that is expected and not there is missing, which is reported; it is never read as zero. Pure: text in, numbers
-out, within bounds on both.
+A metric that is expected and not there is missing, which is reported; it is never read as zero. Pure: text
+in, numbers out, within bounds on both.
 """
 
 import math
@@ -38,8 +38,10 @@ Samples = Mapping[str, list[Sample]]
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LoadNames:
-    """An engine's names for its load. Several names: older and newer versions, the first that is there counts.
-    None: it has no such metric, so none is missed.
+    """An engine's names for its load.
+
+    Several names: older and newer versions, the first that is there counts. None: it has no such metric, so
+    none is missed.
     """
 
     running: tuple[str, ...] | None
@@ -53,8 +55,9 @@ class LoadNames:
     model_label: str = ""
     """The label that names the model, where one server has several."""
     adapters: tuple[str, str, str, str] | None = None
-    """A metric whose samples name adapters in their labels: of requests that ran, and that waited, separated by commas; and how
-    many it keeps at hand. The value is the time when that was so last. It comes with the first request for one."""
+    """A metric whose samples name adapters in their labels: of requests that ran, and that waited, separated
+    by commas; and how many it keeps at hand. The value is the time when that was so last. It comes with the
+    first request for one."""
 
     def all(self) -> frozenset[str]:
         """Every name that is looked for."""
@@ -117,8 +120,9 @@ class EngineLoad:
 def parse_metrics(text: bytes, names: Iterable[str], *, timed: str = "") -> Samples:
     """The samples of these metrics in a page of Prometheus' text format (version 0.0.4) or of OpenMetrics.
 
-    Of the metric `timed`, whose values are times, only the newest `TIMED_MAX` samples are kept: old ones stay on the page for good.
-    Lines that cannot be read, and values that are no finite number, are left out: what they should have said is missing.
+    Of the metric `timed`, whose values are times, only the newest `TIMED_MAX` samples are kept: old ones stay
+    on the page for good. Lines that cannot be read, and values that are no finite number, are left out: what
+    they should have said is missing.
 
     Raises:
         ValueError: there are more lines than `LINES_MAX`, or more samples than `SAMPLES_MAX`.
@@ -146,7 +150,10 @@ def parse_metrics(text: bytes, names: Iterable[str], *, timed: str = "") -> Samp
 
 
 def load_of(samples: Samples, names: LoadNames, *, model: str = "") -> EngineLoad:
-    """An engine's load. Of a server with several models, `model`'s; several engines of one model are added up."""
+    """An engine's load.
+
+    Of a server with several models, `model`'s; several engines of one model are added up.
+    """
     missing: list[str] = []
 
     def of(group: tuple[str, ...] | None, *, expected: bool = True) -> list[float] | None:

@@ -1,4 +1,6 @@
-"""Bounds on waits, sizes and connections for workers that are reached over HTTP: what the section `backends` says, and constants."""
+"""Bounds on waits, sizes and connections for workers that are reached over HTTP: what the section `backends`
+says, and constants.
+"""
 
 from dataclasses import dataclass
 
@@ -54,6 +56,7 @@ class HttpBackendLimits:
     probe_timeout_s: float = 5.0
     """One look may take so long; after that the worker counts as not ready."""
     stale_s: float = 10.0
-    """A load that was read longer ago is not believed any more: only what this gateway started there counts then."""
+    """A load that was read longer ago is not believed any more: only what this gateway started there counts
+    then."""
     metrics_bytes_max: int = 8 * 1024 * 1024
     """One page of metrics."""

@@ -3,14 +3,14 @@
     head ─> events* ─> finish (why it ended) ─> usage ─> end
       │        │           └─ the connection breaks here: the answer is whole all the same
       │        ├─ stop string, stop token or length reached here: ended here, the connection is closed
-      │        ├─ error event, corrupt event, silence, broken connection: StreamBroken, or WorkerUnavailable before output
+      │        ├─ error, corrupt event, silence, broken connection: StreamBroken; before output: unavailable
       │        └─ abort (the client left): the connection is closed, which ends it on every engine
       └─ a status: worker_errors.py
 
-Whose count is believed, in this order: token ids that the worker sends; its log-probabilities, one for each token; its
-`usage`, for workers that send text alone (what came is counted with our tokenizer until then). Text is made from ids
-where there are ids, so that it does not depend on how a worker holds back parts of characters; stop strings, stop
-tokens and the answer's length are watched here for every engine.
+Whose count is believed, in this order: token ids that the worker sends; its log-probabilities, one for each
+token; its `usage`, for workers that send text alone (what came is counted with our tokenizer until then).
+Text is made from ids where there are ids, so that it does not depend on how a worker holds back parts of
+characters; stop strings, stop tokens and the answer's length are watched here for every engine.
 """
 
 import enum
@@ -76,9 +76,9 @@ class HttpStream:
 
     __slots__ = (
         "_body", "_clock", "_count", "_detokenizer", "_done", "_error_bytes", "_events", "_exchange",
-        "_finish", "_first_ns", "_has_ids", "_has_output", "_headers", "_model", "_num_logprobs", "_owner", "_pieces", "_reader",
-        "_reported", "_request", "_sink", "_started_ns", "_status", "_stop", "_stop_ids", "_stopped_by", "_tokenizer",
-        "_trusts_prompt",
+        "_finish", "_first_ns", "_has_ids", "_has_output", "_headers", "_model", "_num_logprobs", "_owner",
+        "_pieces", "_reader", "_reported", "_request", "_sink", "_started_ns", "_status", "_stop",
+        "_stop_ids", "_stopped_by", "_tokenizer", "_trusts_prompt",
     )  # fmt: skip
 
     def __init__(
@@ -96,8 +96,9 @@ class HttpStream:
         event_bytes_max: int,
         error_bytes_max: int,
     ) -> None:
-        """`model` is the name that the answer must bear; empty: any. `trusts_prompt`: only the worker knows how many tokens
-        the prompt has.
+        """`model` is the name that the answer must bear; empty: any.
+
+        `trusts_prompt`: only the worker knows how many tokens the prompt has.
         """
         self._request, self._sink, self._reader, self._owner = request, sink, reader, owner
         self._tokenizer, self._clock, self._model = tokenizer, clock, model
@@ -392,7 +393,10 @@ class HttpStream:
         self._sink.on_finish(finish)
 
     def _compare(self) -> None:
-        """Note where the worker's counts are not ours. A token that only ended the answer may be in its count."""
+        """Note where the worker's counts are not ours.
+
+        A token that only ended the answer may be in its count.
+        """
         reported = self._reported
         if reported is None or reported.completion_tokens is None:
             self._owner.noted(Anomaly.NO_USAGE, "an answer came without its usage")

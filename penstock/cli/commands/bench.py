@@ -93,7 +93,8 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
         "--requests",
         type=number(int, 1, REQUESTS_MAX),
         metavar="N",
-        help="requests per level (default: 4 per caller and at least 16, or 100 with --rate; unbounded with --duration)",
+        help="requests per level (default: 4 per caller and at least 16, or 100 with --rate; unbounded with "
+        "--duration)",
     )
     load.add_argument(
         "--duration",
@@ -106,7 +107,8 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser.add_argument(
         "--fit",
         metavar="MODEL",
-        help="measure steps of our own engine in this process instead, for `penstock simulate --step-times`; with --json FILE",
+        help="measure steps of our own engine in this process instead, for `penstock simulate --step-times`; "
+        "with --json FILE",
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the report here as JSON (- is standard output)"

@@ -1,4 +1,6 @@
-"""`penstock bench --fit`: measures the steps of our own engine, and says how well a law tells the time of steps it never saw."""
+"""`penstock bench --fit`: measures the steps of our own engine, and says how well a law tells the time of
+steps it never saw.
+"""
 
 from pathlib import Path
 
@@ -44,8 +46,8 @@ def fit_steps(model: str, json_path: Path | None, *, seed: int) -> int:
         table.add_row(name, f"{value / 1000:.4g}")
     console.out().print(table)
     console.out().print(
-        f"error on {error.steps} held-back steps: median {error.median:.1%}, mean {error.mean:.1%}, p95 {error.p95:.1%}; "
-        f"the sum of all is off by {error.bias:+.1%}", markup=False, soft_wrap=True,
+        f"error on {error.steps} held-back steps: median {error.median:.1%}, mean {error.mean:.1%}, p95 "
+        f"{error.p95:.1%}; the sum of all is off by {error.bias:+.1%}", markup=False, soft_wrap=True,
     )  # fmt: skip
     screen.print(f"wrote {json_path}", markup=False, soft_wrap=True)
     return 0

@@ -219,7 +219,9 @@ def _check_gpu(facts: TorchFacts) -> Check:
 
 
 def check_native() -> Check:
-    """Our own compiled kernels: which instruction set they use here, and which types of weights they compute."""
+    """Our own compiled kernels: which instruction set they use here, and which types of weights they
+    compute.
+    """
     from penstock.engine.native import KernelsUnavailable, NativeLibrary  # Only doctor pays for loading them.
     from penstock.engine.native.library import Type
 
@@ -279,7 +281,10 @@ def check_port(port: int) -> Check:
 
 
 def check_model(model: str) -> Check:
-    """Our engine has an architecture for the model, and its files are of a form that it reads. Loads no weights."""
+    """Our engine has an architecture for the model, and its files are of a form that it reads.
+
+    Loads no weights.
+    """
     name = f"model {model}"
     try:
         directory = resolve(model)

@@ -1,4 +1,6 @@
-"""`penstock completion`: the shell's Tab for commands, flags and their choices, made from the parsers themselves."""
+"""`penstock completion`: the shell's Tab for commands, flags and their choices, made from the parsers
+themselves.
+"""
 
 import argparse
 import sys
@@ -23,7 +25,8 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "completion",
         help="print what completes penstock's commands in a shell",
-        description="Print a script that lets the shell complete penstock's commands, flags and their choices.",
+        description="Print a script that lets the shell complete penstock's commands, flags and their "
+        "choices.",
         epilog=EPILOG,
         formatter_class=Help,
         allow_abbrev=False,

@@ -43,7 +43,8 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "doctor",
         help="say what works on this machine, and why not",
-        description="Say what works on this machine for serving models, what does not, and what to do about it.",
+        description="Say what works on this machine for serving models, what does not, and what to do about "
+        "it.",
         epilog=EPILOG,
         formatter_class=Help,
         allow_abbrev=False,
@@ -52,7 +53,8 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="a model directory, hub id or demo model: say whether our engine could load it, without loading it",
+        help="a model directory, hub id or demo model: say whether our engine could load it, without loading "
+        "it",
     )
     parser.add_argument(
         "--port",

@@ -26,8 +26,8 @@ def add_admin_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--key",
-        help="admin key (default: PENSTOCK_ADMIN_KEY, or PENSTOCK_API_KEY, or the key of the server that you run "
-        "on this machine)",
+        help="admin key (default: PENSTOCK_ADMIN_KEY, or PENSTOCK_API_KEY, or the key of the server that you "
+        "run on this machine)",
     )
 
 

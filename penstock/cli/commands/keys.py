@@ -1,4 +1,6 @@
-"""`penstock keys`: make, list, rotate and revoke API keys in the file that a gateway reads (`auth.keys_file`)."""
+"""`penstock keys`: make, list, rotate and revoke API keys in the file that a gateway reads
+(`auth.keys_file`).
+"""
 
 import argparse
 import os

@@ -184,8 +184,9 @@ def run(args: argparse.Namespace) -> int:
     ] if args.check else []  # fmt: skip
     for option, figures in zip(chosen, checked, strict=False):
         screen.print(
-            f"{option.model} simulated for {figures.seconds:.0f} s: {figures.attainment:.1%} within the objective, TTFT p95 "
-            f"{figures.ttft_ms.p95:.0f} ms, TPOT p95 {figures.tpot_ms.p95:.1f} ms", markup=False, soft_wrap=True,
+            f"{option.model} simulated for {figures.seconds:.0f} s: {figures.attainment:.1%} within the "
+            f"objective, TTFT p95 {figures.ttft_ms.p95:.0f} ms, TPOT p95 {figures.tpot_ms.p95:.1f} ms",
+            markup=False, soft_wrap=True,
         )  # fmt: skip
     plan: dict[str, object] = {
         "schema": SCHEMA,
@@ -283,7 +284,10 @@ def _not_ours(found: Iterable[Option]) -> str:
     lacks = sorted({what for each in found for what in each.lacks})
     if not lacks:
         return ""
-    return f"* needs {' and '.join(lacks)}, which our own engine does not have: serve it by vLLM workers (docs/backends.md)"
+    return (
+        f"* needs {' and '.join(lacks)}, which our own engine does not have: serve it by vLLM workers "
+        f"(docs/backends.md)"
+    )
 
 
 def _sizing_table(sizing: Sizing) -> Table:
@@ -306,7 +310,10 @@ def _total(wanted: Sequence[tuple[ModelShape, Demand]], chosen: Sequence[Option]
     price, devices = sum(each.price_per_hour for each in chosen), sum(each.devices for each in chosen)
     tokens = sum(demand.tokens_per_s for _, demand in wanted)
     parts = ", ".join(_words(each) for each in chosen)
-    return f"cheapest: {parts}: {devices} devices, {price:,.2f} USD/h, {price / 3600 / tokens * 1e6:.2f} USD per 1M output tokens"
+    return (
+        f"cheapest: {parts}: {devices} devices, {price:,.2f} USD/h, {price / 3600 / tokens * 1e6:.2f} "
+        f"USD per 1M output tokens"
+    )
 
 
 def _words(option: Option) -> str:

@@ -20,7 +20,8 @@ def add_remote_flags(parser: argparse.ArgumentParser) -> None:
     """Add --url, --model and --key."""
     parser.add_argument(
         "--url",
-        help="base URL of an OpenAI API (default: PENSTOCK_URL, or http://127.0.0.1:8000/v1 with PENSTOCK_PORT's port)",
+        help="base URL of an OpenAI API (default: PENSTOCK_URL, or http://127.0.0.1:8000/v1 with "
+        "PENSTOCK_PORT's port)",
     )
     parser.add_argument("--model", help="model to ask (default: the first one that the server lists)")
     parser.add_argument(
@@ -68,7 +69,10 @@ async def pick_model(client: Client, wanted: str | None) -> str:
 
 def no_server(error: CannotConnect) -> str:
     """What to tell somebody whose server is not there."""
-    return f"{error}\n  start a server with: penstock serve\n  or name another one with: --url http://HOST:PORT/v1"
+    return (
+        f"{error}\n  start a server with: penstock serve\n  or name another one with: --url "
+        f"http://HOST:PORT/v1"
+    )
 
 
 def refused(status: int, body: bytes) -> str:

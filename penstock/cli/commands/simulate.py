@@ -161,7 +161,9 @@ def _side(args: argparse.Namespace, text: str) -> Knobs:
 
 
 def _with_trace(scenario: Scenario, path: Path, speed: float) -> Scenario:
-    """The scenario's fleet with recorded traffic; its own criterion is about other traffic and does not count."""
+    """The scenario's fleet with recorded traffic; its own criterion is about other traffic and does not
+    count.
+    """
     trace = Trace(path=path, speed=speed)
     trace.header()  # So that a wrong file is said before anything runs.
 
@@ -245,7 +247,8 @@ def _page(verdict: Verdict) -> str:
     scenario, played = verdict.scenario, verdict.played
     notes = [scenario.answer] if scenario.answer else []
     notes += [
-        f"{'passes' if f.passed else 'FAILS'}: {f.words} {f.value:.4g} ({'at most' if f.at_most else 'at least'} {f.bound:g})"
+        f"{'passes' if f.passed else 'FAILS'}: {f.words} {f.value:.4g} "
+        f"({'at most' if f.at_most else 'at least'} {f.bound:g})"
         for f in verdict.findings
     ]
     pools = ", ".join(f"{pool.count} x {pool.worker.kind}" for pool in played.setup.world.pools)

@@ -81,8 +81,9 @@ def tenants_table(figures: Figures) -> Table:
     shown = sorted(figures.tenants.items(), key=lambda item: -item[1].requests)[:TENANTS_SHOWN]
     for name, tenant in shown:
         table.add_row(
-            name, f"{tenant.requests:,}", f"{tenant.good / tenant.requests:.1%}", f"{tenant.ttft_ms.p95:,.0f}",
-            f"{tenant.served:,.0f}", f"{tenant.served / tenant.wanted:.0%}" if tenant.wanted else "-",
+            name, f"{tenant.requests:,}", f"{tenant.good / tenant.requests:.1%}",
+            f"{tenant.ttft_ms.p95:,.0f}", f"{tenant.served:,.0f}",
+            f"{tenant.served / tenant.wanted:.0%}" if tenant.wanted else "-",
         )  # fmt: skip
     return table
 
@@ -95,9 +96,9 @@ def seeds_table(verdicts: Sequence[Verdict]) -> Table:
     for verdict in verdicts:
         figures = verdict.played.figures
         table.add_row(
-            str(verdict.played.seed), f"{figures.requests:,}", f"{figures.attainment:.1%}", f"{figures.ttft_ms.p95:,.0f}",
-            f"{figures.tpot_ms.p95:,.1f}", f"{figures.hit_rate:.1%}", f"{figures.jain:.3f}",
-            "[green]passes[/]" if verdict.passed else "[red]fails[/]",
+            str(verdict.played.seed), f"{figures.requests:,}", f"{figures.attainment:.1%}",
+            f"{figures.ttft_ms.p95:,.0f}", f"{figures.tpot_ms.p95:,.1f}", f"{figures.hit_rate:.1%}",
+            f"{figures.jain:.3f}", "[green]passes[/]" if verdict.passed else "[red]fails[/]",
         )  # fmt: skip
     return table
 

@@ -94,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
     key = _key(address)
     if 0 < args.max_model_len < MODEL_LEN_MIN:
         raise ConfigError(
-            f"--max-model-len: {args.max_model_len} leaves no room for a prompt and an answer; at least {MODEL_LEN_MIN}"
+            f"--max-model-len: {args.max_model_len} leaves no room for a prompt and an answer; at least "
+            f"{MODEL_LEN_MIN}"
         )
     model = ModelConfig(path=args.model, name=args.name)
     directory, name = resolve(model.path), ModelName(served_name(model))

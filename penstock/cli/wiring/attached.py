@@ -14,8 +14,10 @@ from penstock.telemetry.log import Log
 async def wait_for_attached(
     registry: Registry, models: Sequence[ModelConfig], log: Log, *, timeout_s: float
 ) -> None:
-    """Wait until every worker is ready, or for so long. That somebody is not there then is no reason not to serve: it is said,
-    by the key of the configuration that names him.
+    """Wait until every worker is ready, or for so long.
+
+    That somebody is not there then is no reason not to serve: it is said, by the key of the configuration
+    that names him.
     """
     changed = asyncio.Event()
 

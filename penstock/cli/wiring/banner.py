@@ -18,7 +18,8 @@ class BannerFacts:
     """Base URL, with /v1."""
     models: tuple[str, ...]
     key: str
-    """The key that was made at this start; empty if it was configured (then it is not shown) or none is needed."""
+    """The key that was made at this start; empty if it was configured (then it is not shown) or none is
+    needed."""
     needs_key: bool
     ready_s: float
     """From the command to now."""
@@ -97,7 +98,9 @@ _EVERYWHERE = {
 
 
 def reachable(host: str) -> str:
-    """`host`, or the address that this machine would send from to the world, where it listens on all; loopback if there is none."""
+    """`host`, or the address that this machine would send from to the world, where it listens on all;
+    loopback if there is none.
+    """
     if host not in _EVERYWHERE:
         return host
     family, stranger, loopback = _EVERYWHERE[host]

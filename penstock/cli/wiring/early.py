@@ -13,7 +13,9 @@ from penstock.fleet.launchers.spares import Spares
 
 
 def serve_until_stopped(config: Config, clock: Clock, started_ns: int, reread: Callable[[], Config]) -> int:
-    """Serve until told to stop; the exit code. `reread` makes the configuration anew from where it came, for SIGHUP.
+    """Serve until told to stop; the exit code.
+
+    `reread` makes the configuration anew from where it came, for SIGHUP.
 
     Raises:
         OperatorError: the configuration or a model cannot be served.
@@ -35,7 +37,9 @@ async def _serve(config: Config, clock: Clock, started_ns: int, reread: Callable
 
 
 def early_threads(config: Config) -> list[int]:
-    """The threads of each worker that is worth beginning early: those of this machine, and no more than it has cores."""
+    """The threads of each worker that is worth beginning early: those of this machine, and no more than it
+    has cores.
+    """
     cores = len(os.sched_getaffinity(0))
     if config.fleet.launcher != "local":
         return []

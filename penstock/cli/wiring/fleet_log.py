@@ -1,4 +1,6 @@
-"""Says in the log what happens to workers, once things have calmed down for a moment. /ready tells clients."""
+"""Says in the log what happens to workers, once things have calmed down for a moment. /ready tells
+clients.
+"""
 
 import asyncio
 

@@ -1,7 +1,8 @@
-"""One of several gateway processes of a server (`server.processes`): `python -m penstock.cli.wiring.gateway_process`.
+"""One of several gateway processes of a server (`server.processes`):
+`python -m penstock.cli.wiring.gateway_process`.
 
-Started by cli/wiring/processes.py, which tells it everything on standard input. The end of that pipe means that the parent is
-gone, and this process with it; SIGTERM drains it.
+Started by cli/wiring/processes.py, which tells it everything on standard input. The end of that pipe means
+that the parent is gone, and this process with it; SIGTERM drains it.
 """
 
 import asyncio
@@ -171,7 +172,9 @@ class _Fleet:
 
 
 class _Parent:
-    """Standard input after the launch: a line whenever the configuration or the launched workers change; its end is the parent's."""
+    """Standard input after the launch: a line whenever the configuration or the launched workers change; its
+    end is the parent's.
+    """
 
     def __init__(self, gateway: Gateway, fleet: _Fleet, stop: asyncio.Event, log: Log) -> None:
         self.is_gone = False

@@ -18,8 +18,8 @@ from penstock.fleet.launchers.ray import RayLauncher
 def make_launcher(
     config: FleetConfig, clock: Clock, key: bytes, say: Callable[[str], None], spare: TakeSpare = no_spare
 ) -> Launcher:
-    """The launcher of every replica, which name their KV blocks with `key`; `say` hears what workers print, `spare` has processes
-    of this machine that were begun before.
+    """The launcher of every replica, which name their KV blocks with `key`; `say` hears what workers print,
+    `spare` has processes of this machine that were begun before.
 
     Raises:
         ConfigError: it needs something that is not installed.

@@ -1,4 +1,6 @@
-"""From the configuration to what a gateway needs of each model: tokenizer, template, and where its workers will be."""
+"""From the configuration to what a gateway needs of each model: tokenizer, template, and where its workers
+will be.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +66,9 @@ def make_dependencies(config: Config, metrics: Metrics, clock: Clock) -> Backend
 
 
 def _declared_len(model: ModelConfig, directory: Path) -> int:
-    """The context that its workers will have, as far as is said before they are there: the smallest. 0: nothing is."""
+    """The context that its workers will have, as far as is said before they are there: the smallest. 0:
+    nothing is.
+    """
     lengths = [worker.max_model_len for worker in model.workers]
     if model.replicas:
         lengths.append(model.engine.max_model_len or _made_for(directory))

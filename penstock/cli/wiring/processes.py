@@ -5,9 +5,10 @@
              └─> gateway process N ─┘
        parent: the listening socket, the workers, restarts, the sum of all numbers
 
-All processes accept from one listening socket, made by the parent: whoever is idle takes the next connection, and what is
-queued when a process dies is taken by another. With a socket of its own for each (SO_REUSEPORT) the kernel deals connections
-out by a hash of their addresses, whoever is busy, and those in a dead process's queue are reset.
+All processes accept from one listening socket, made by the parent: whoever is idle takes the next connection,
+and what is queued when a process dies is taken by another. With a socket of its own for each (SO_REUSEPORT)
+the kernel deals connections out by a hash of their addresses, whoever is busy, and those in a dead process's
+queue are reset.
 """
 
 import asyncio
@@ -119,8 +120,8 @@ class GatewayProcesses:
         self._workers: tuple[WorkerAt, ...] = ()
         self._held: dict[str, float] = {}
         self.on_order: Callable[[Order], Awaitable[None]] = _ignore_order
-        """Called when somebody has told one of the processes to take a worker out of service, or to bring it back, before the
-        others hear of it."""
+        """Called when somebody has told one of the processes to take a worker out of service, or to bring it
+        back, before the others hear of it."""
         self._stats = ProcessStats()
         self._told = asyncio.Event()
         self._server: asyncio.Server | None = None
@@ -143,7 +144,9 @@ class GatewayProcesses:
         return f"{self._directory.name}/leases.sock"
 
     def _sharing(self, config: Config) -> Config:
-        """The configuration for the processes: they share their rate limits, through this one if not through Redis."""
+        """The configuration for the processes: they share their rate limits, through this one if not through
+        Redis.
+        """
         if config.shared.store == "redis":
             return config
         shared = msgspec.structs.replace(
@@ -194,7 +197,9 @@ class GatewayProcesses:
             raise OperatorError(f"the gateway processes did not start within {START_TIMEOUT_S:g} s") from None
 
     async def reload(self, config: Config) -> bool:
-        """Hand a new configuration to every process, and to those that come; each says in the log what it makes of it."""
+        """Hand a new configuration to every process, and to those that come; each says in the log what it
+        makes of it.
+        """
         self._config = config = self._sharing(config)
         self._tell(ChildReport(config=msgspec.json.encode(config)))
         return True

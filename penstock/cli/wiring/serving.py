@@ -51,7 +51,8 @@ class Serving:
         reread: Callable[[], Config],
         spares: Spares,
     ) -> None:
-        """`reread` makes the configuration anew from where it came, for SIGHUP; `spares` are processes for workers.
+        """`reread` makes the configuration anew from where it came, for SIGHUP; `spares` are processes for
+        workers.
 
         Raises:
             OperatorError: the configuration or a model cannot be served.

@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM: the first asks to drain, the second to stop at once. And other signals, to do something."""
+"""Ctrl-C and SIGTERM: the first asks to drain, the second to stop at once.
+
+And other signals, to do something.
+"""
 
 import asyncio
 import contextlib

@@ -1,4 +1,6 @@
-"""State that Penstock keeps on this machine: the gateway's secret, the keys file if no other is named, and the key of a running server."""
+"""State that Penstock keeps on this machine: the gateway's secret, the keys file if no other is named, and
+the key of a running server.
+"""
 
 import contextlib
 import os
@@ -22,10 +24,11 @@ def default_keys_file() -> Path:
 
 
 def with_secret(config: Config) -> Config:
-    """The config with `auth.secret` filled in: what was kept from an earlier run, or a new one that is kept now.
+    """The config with `auth.secret` filled in: what was kept from an earlier run, or a new one that is kept
+    now.
 
-    A machine that does not let us keep it is no reason not to serve: then it is new at every start, and so are the
-    tenants' caches.
+    A machine that does not let us keep it is no reason not to serve: then it is new at every start, and so
+    are the tenants' caches.
     """
     if config.auth.secret:
         return config
@@ -36,7 +39,10 @@ def with_secret(config: Config) -> Config:
 
 
 def _kept_secret(path: Path, fresh: str) -> str:
-    """The secret in the file; `fresh` becomes it if there is none. Of several processes that start, one is first."""
+    """The secret in the file; `fresh` becomes it if there is none.
+
+    Of several processes that start, one is first.
+    """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     mine = path.with_name(f".{path.name}.{os.getpid()}")
     mine.unlink(missing_ok=True)

@@ -45,7 +45,10 @@ HELD_LINES_MAX = 500
 
 
 class Stack:
-    """Everything that one `serve` process runs. `start` it, wait until it is ready, then `drain` or `abort`."""
+    """Everything that one `serve` process runs.
+
+    `start` it, wait until it is ready, then `drain` or `abort`.
+    """
 
     def __init__(self, config: Config, clock: Clock, log: Log, spares: Spares) -> None:
         """Read the tokenizers; nothing runs yet but `spares`, processes for workers.
@@ -114,7 +117,9 @@ class Stack:
         return address
 
     def _launched_at(self) -> list[WorkerAt]:
-        """The launched workers that gateway processes are to know; those that are out of service by hand are known as such."""
+        """The launched workers that gateway processes are to know; those that are out of service by hand are
+        known as such.
+        """
         there = [
             _at(worker)
             for worker in self._registry
@@ -138,7 +143,10 @@ class Stack:
             self._processes.take_workers(self._launched_at())
 
     def _wanted(self, model: ModelConfig, part: ModelPart) -> list[DesiredWorker]:
-        """The workers of one model. In front of several gateway processes this one only keeps what it launches."""
+        """The workers of one model.
+
+        In front of several gateway processes this one only keeps what it launches.
+        """
         tokenizer = part.served.tokenizer
         engine = promised(with_quota(model.engine, self._config), self._config.admission)
         wanted = msgspec.structs.replace(model, engine=engine)
@@ -151,7 +159,9 @@ class Stack:
         return found
 
     async def reload(self, config: Config) -> bool:
-        """Put a new configuration in force, as far as that can be done while running; False if it was refused."""
+        """Put a new configuration in force, as far as that can be done while running; False if it was
+        refused.
+        """
         if isinstance(self._gateway, GatewayProcesses):
             taken = await self._gateway.reload(config)
         else:

@@ -7,12 +7,12 @@ One step's batch is any mixture of rows: one that decodes has one new token, a c
 Token `t` of the step belongs to one row; rows lie one after another. For every row the tokens before its
 chunk are already in the cache, and those of the chunk are stored by `store` before `attend` reads them.
 
-What differs between models and layers (scale, soft cap, windows: `AttentionSpec`) is given when an implementation is
-made. Windows only mask: the KV blocks that leave one are kept.
+What differs between models and layers (scale, soft cap, windows: `AttentionSpec`) is given when an
+implementation is made. Windows only mask: the KV blocks that leave one are kept.
 
 **Promise**: the bits of a token's output depend on its own query and on the keys and values at and before its
-position, and on nothing else: not on the other rows, not on how the prompt was cut into chunks, nor on whether
-its prefix was computed now or found in the cache.
+position, and on nothing else: not on the other rows, not on how the prompt was cut into chunks, nor on
+whether its prefix was computed now or found in the cache.
 """
 
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ Int32Array = npt.NDArray[np.int32]
 class AttentionBatch:
     """Where one step's rows lie. Arrays are the runner's and may be overwritten after the step.
 
-    Host arrays, since shapes must be known when kernels are launched; an implementation for a device keeps its own
-    copies and needs no answer from the device to go on.
+    Host arrays, since shapes must be known when kernels are launched; an implementation for a device keeps
+    its own copies and needs no answer from the device to go on.
     """
 
     num_computed: Int32Array
@@ -47,7 +47,8 @@ class Attention(Protocol):
     """Causal grouped-query attention over the paged KV cache, for all layers of one model.
 
     An implementation owns its scratch and whatever it prepares in `begin`; the cache and all tensors that
-    are passed in stay the caller's. `begin` is called once per step, then `store` and `attend` once per layer, in order.
+    are passed in stay the caller's. `begin` is called once per step, then `store` and `attend` once per
+    layer, in order.
     """
 
     def begin(self, batch: AttentionBatch) -> None:
@@ -65,7 +66,8 @@ class Attention(Protocol):
         ...
 
     def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """Attend from every new token to its row's positions up to its own, back to the layer's window if it has one.
+        """Attend from every new token to its row's positions up to its own, back to the layer's window if it
+        has one.
 
         Args:
             layer: from 0.

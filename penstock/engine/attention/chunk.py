@@ -1,4 +1,5 @@
-"""Attention of chunks of prompts: row by row, KV tile by KV tile, with a mask only where sight ends inside a tile.
+"""Attention of chunks of prompts: row by row, KV tile by KV tile, with a mask only where sight ends inside a
+tile.
 
 A tile is computed for those queries that see any of it: with a window they lie between two bounds.
 """
@@ -82,7 +83,9 @@ class ChunkAttention:
         self._chunks = [_Chunk(row, self._cache, self._page_steps) for row in rows]
 
     def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """`q`, `out`: `[num_tokens, num_heads, head_dim]` of the whole step; only the chunks' tokens are touched."""
+        """`q`, `out`: `[num_tokens, num_heads, head_dim]` of the whole step; only the chunks' tokens are
+        touched.
+        """
         for chunk in self._chunks:
             tokens = slice(chunk.start, chunk.start + chunk.num_tokens)
             self._attend_chunk(layer, chunk, q[tokens], out[tokens])
@@ -111,7 +114,9 @@ class ChunkAttention:
         )
 
     def _tile(self, layer: int, chunk: _Chunk, tile: int, seeing: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """One tile for the chunk's tokens `first..last`: (logsumexp `[heads, rows]`, output `[heads, rows, dim]`)."""
+        """One tile for the chunk's tokens `first..last`: (logsumexp `[heads, rows]`, output
+        `[heads, rows, dim]`).
+        """
         shape, heads = self._shape, self._shape.num_kv_heads
         first, last = seeing
         rows = (last - first) * shape.group

@@ -12,8 +12,8 @@ on the other rows nor on the chunk it came in.
 
 The queries of a GQA group are the rows of one matrix per key/value head (a matrix-vector product per
 query head would be 20 times slower). Single tokens of all rows go together (`decode.py`): all their tiles are
-gathered into one scratch and are one batched product per head. Chunks (`chunk.py`) go row by row and tile by tile:
-only the tile on the diagonal has a mask.
+gathered into one scratch and are one batched product per head. Chunks (`chunk.py`) go row by row and tile by
+tile: only the tile on the diagonal has a mask.
 """
 
 from collections.abc import Generator
@@ -62,7 +62,9 @@ class CpuAttention:
 
     @contextmanager
     def rehearsing(self, *, max_rows: int, max_model_len: int) -> Generator[None]:
-        """Take all the memory that steps of `max_rows` rows of `max_model_len` tokens may need; see `StepModel`."""
+        """Take all the memory that steps of `max_rows` rows of `max_model_len` tokens may need; see
+        `StepModel`.
+        """
         self._decode.commit(max_rows * -(-max_model_len // TILE_TOKENS))
         self._chunk.commit()
         yield

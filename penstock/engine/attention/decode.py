@@ -63,7 +63,9 @@ class DecodeAttention:
         self._scratch.commit()
 
     def begin(self, block_tables: Int32Array, lengths: Int32Array) -> None:
-        """Prepare the step's rows: `[num_rows, max_blocks]` tables and `[num_rows]` lengths, new token included."""
+        """Prepare the step's rows: `[num_rows, max_blocks]` tables and `[num_rows]` lengths, new token
+        included.
+        """
         self._groups = {window: self._grouped(block_tables, lengths, window) for window in set(self._windows)}
 
     def _grouped(self, block_tables: Int32Array, lengths: Int32Array, window: int) -> list[_Group]:

@@ -18,7 +18,8 @@ TILE_TOKENS = 128
 TILE_BLOCKS = TILE_TOKENS // BLOCK_TOKENS
 
 _MATRICES = (1, 2, 3, 8)
-"""Numbers of tiles of one batched product for which row counts are compared: a library may share few among threads otherwise."""
+"""Numbers of tiles of one batched product for which row counts are compared: a library may share few among
+threads otherwise."""
 _ROWS_MAX = 128
 """Query rows of one product at most: more are faster by little, and all sizes are compared at the start."""
 
@@ -57,7 +58,9 @@ class TileShape:
 
 @cache
 def query_tiles(num_kv_heads: int, head_dim: int, dtype: torch.dtype, _num_threads: int) -> RowTiles:
-    """Row counts for which both products of a tile agree in every place, batched over tiles and over heads."""
+    """Row counts for which both products of a tile agree in every place, batched over tiles and over
+    heads.
+    """
     samples, keys = cancelling(head_dim, TILE_TOKENS, dtype)
     of_keys = _agreeing(samples, keys, num_kv_heads, lambda kv: kv.transpose(-1, -2))
     samples, values = cancelling(TILE_TOKENS, head_dim, dtype)
@@ -69,7 +72,9 @@ def query_tiles(num_kv_heads: int, head_dim: int, dtype: torch.dtype, _num_threa
 def _agreeing(
     samples: Tensor, operand: Tensor, num_kv_heads: int, turn: Callable[[Tensor], Tensor]
 ) -> set[int]:
-    """For the products of `operand` `[TILE_TOKENS, head_dim]`, `turn`ed, as `chunk` and `decode` call them."""
+    """For the products of `operand` `[TILE_TOKENS, head_dim]`, `turn`ed, as `chunk` and `decode` call
+    them.
+    """
     kv = operand[None, :, None].repeat(max(_MATRICES), 1, num_kv_heads, 1)
 
     def product(x: Tensor) -> Tensor:
@@ -89,7 +94,8 @@ def logsumexp_of(scores: Tensor, weights: Tensor) -> Tensor:
 
 
 def merge_factors(running: Tensor, logsumexp: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One step of merging a tile: (new running maximum, factor of what was merged so far, factor of the tile).
+    """One step of merging a tile: (new running maximum, factor of what was merged so far, factor of the
+    tile).
 
     `running` starts at -inf. A tile with logsumexp -inf leaves everything as it was: factors 1 and 0.
     """

@@ -6,5 +6,6 @@
     kernels/      one Triton kernel per file; they import nothing but triton
     attention.py, layers.py   `Attention` and `Kernels` of the decoder on top of any `Ops`
 
-Nothing here has been measured on a GPU yet. docs/design/004-gpu-execution.md has the reasons and the estimates.
+Nothing here has been measured on a GPU yet. docs/design/004-gpu-execution.md has the reasons and the
+estimates.
 """

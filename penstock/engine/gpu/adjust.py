@@ -1,7 +1,8 @@
-"""Penalties, logit bias and minimum lengths on the device: the arithmetic of `engine/adjustments.py`, from the device's rows.
+"""Penalties, logit bias and minimum lengths on the device: the arithmetic of `engine/adjustments.py`, from
+the device's rows.
 
-The host knows which rows ask for anything, and only then is anything launched. What a row has said so far is read
-from its row of the token table, which holds tokens that the host has not seen yet.
+The host knows which rows ask for anything, and only then is anything launched. What a row has said so far is
+read from its row of the token table, which holds tokens that the host has not seen yet.
 """
 
 from dataclasses import dataclass
@@ -44,7 +45,9 @@ class DeviceAdjustments(Adjustments):
     def change(
         self, logits: Tensor, rows: Int32Array, positions: Int32Array, state: RowState, staging: Staging
     ) -> Adjusted:
-        """Change the logits `[num_samples, vocab_size]` of the tokens to be drawn at `positions` of `rows`."""
+        """Change the logits `[num_samples, vocab_size]` of the tokens to be drawn at `positions` of
+        `rows`.
+        """
         index = np.flatnonzero(self._active[rows])
         everywhere = staging.put(index.astype(np.int64))
         adjusted = Adjusted(logits, everywhere, logits.index_select(0, everywhere))

@@ -17,14 +17,14 @@ from penstock.types import BLOCK_TOKENS
 class DeviceAttention:
     """See `Attention`. Two ways to begin a step:
 
-    - `use(step)` takes the runner's own device buffers, already filled and prepared: nothing is copied, and a graph
-      captured after it reads whatever the buffers hold when it is replayed;
-    - `begin(batch)`, the contract's, fills buffers of its own: for whoever computes steps without row tables on
-      the device (tests, and the plain runner).
+    - `use(step)` takes the runner's own device buffers, already filled and prepared: nothing is copied, and a
+      graph captured after it reads whatever the buffers hold when it is replayed;
+    - `begin(batch)`, the contract's, fills buffers of its own: for whoever computes steps without row tables
+      on the device (tests, and the plain runner).
 
-    The promise of `Attention` is kept in a weaker form: a token's bits do not depend on the other rows, but a token
-    that is computed in a chunk may differ in rounding from the same token computed alone, since matrix units sum tiles
-    of other shapes in other orders.
+    The promise of `Attention` is kept in a weaker form: a token's bits do not depend on the other rows, but a
+    token that is computed in a chunk may differ in rounding from the same token computed alone, since matrix
+    units sum tiles of other shapes in other orders.
     """
 
     def __init__(

@@ -1,15 +1,17 @@
 """Attention by FlashInfer's kernels, beside our own for all the rest: `engine.attention: flashinfer`.
 
-FlashInfer (Ye et al., MLSys 2025) plans on the host and runs on the device: `plan` cuts the step's contexts into equal
-work and copies that to the device, and `run` attends with it, once per layer. So it must hear of a step from the host
-(`plan`), and its launches differ from step to step: such steps are never captured into graphs.
+FlashInfer (Ye et al., MLSys 2025) plans on the host and runs on the device: `plan` cuts the step's contexts
+into equal work and copies that to the device, and `run` attends with it, once per layer. So it must hear of a
+step from the host (`plan`), and its launches differ from step to step: such steps are never captured into
+graphs.
 
-    plan      what the host knows: rows, lengths           -> index pointers, page ids (gathered on the device)
+    plan      what the host knows: rows, lengths           -> index pointers, page ids (gathered on the
+                                                           device)
     attend    first layer of its kind (scale, window, cap)  -> wrapper.plan
               every layer                                   -> wrapper.run
 
-A plan is written into pinned memory that its copy reads later. So there is one wrapper for each step that may be under
-way, in turns: when one is used again, its last step is over. Not run on a GPU yet.
+A plan is written into pinned memory that its copy reads later. So there is one wrapper for each step that may
+be under way, in turns: when one is used again, its last step is over. Not run on a GPU yet.
 """
 
 import importlib
@@ -35,7 +37,8 @@ STEPS_UNDER_WAY = 3
 HEAD_DIMS = (64, 128, 256)
 """What its kernels are compiled for."""
 _TENSOR_CORES_FROM = 4
-"""Query heads per key head from which its decode kernels for tensor cores pay; those without know 1, 2, 4 and 8 only."""
+"""Query heads per key head from which its decode kernels for tensor cores pay; those without know 1, 2, 4 and
+8 only."""
 
 
 class Wrapper(Protocol):
@@ -111,7 +114,8 @@ class FlashInferOps:
         self._others.check(spec, dtype)
         if spec.head_dim not in HEAD_DIMS:
             raise ConfigError(
-                f"engine.attention is flashinfer, which has no kernels for heads of {spec.head_dim} (only {HEAD_DIMS})"
+                f"engine.attention is flashinfer, which has no kernels for heads of {spec.head_dim} (only "
+                f"{HEAD_DIMS})"
             )
         if dtype not in (torch.bfloat16, torch.float16):
             raise ConfigError(f"engine.attention is flashinfer, which does not compute in {dtype}")
@@ -225,7 +229,8 @@ def flashinfer_ops(others: Ops, device: torch.device) -> FlashInferOps:
         package = importlib.import_module("flashinfer")
     except Exception as error:  # It loads libraries of the driver: whatever goes wrong there.
         raise ConfigError(
-            f"engine.attention is flashinfer, but that cannot be imported (pip install 'penstock[flashinfer]'): {error}"
+            f"engine.attention is flashinfer, but that cannot be imported (pip install "
+            f"'penstock[flashinfer]'): {error}"
         ) from error
     return FlashInferOps(others, device, package)
 

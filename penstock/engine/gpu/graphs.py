@@ -1,16 +1,17 @@
 """Which steps are replayed from captured graphs, and when one is captured.
 
-A step of a few milliseconds is hundreds of kernels, and launching them one by one would take the host longer than the
-device needs to run them. A graph is launched at once, but has fixed sizes: steps are padded to the next *bucket* of
-(tokens, samples). Padding belongs to a row of nobody, so it changes no result.
+A step of a few milliseconds is hundreds of kernels, and launching them one by one would take the host longer
+than the device needs to run them. A graph is launched at once, but has fixed sizes: steps are padded to the
+next *bucket* of (tokens, samples). Padding belongs to a row of nobody, so it changes no result.
 
-    decode   tokens = samples = 1, 2, 4, 8, 16, 24, ... 64, 80, ... 128, 160, ...: at most a quarter is padding beyond 8
+    decode   tokens = samples = 1, 2, 4, 8, 16, 24, ... 64, 80, ... 128, 160, ...: at most a quarter is
+             padding beyond 8
     mixed    tokens 16, 32, 64, ... up to `tokens_max`, samples 0, 8, 64, all
     larger   not padded and not captured: launching is hidden behind the computing
 
-Nothing is captured before it is wanted: start-up does not wait for sizes that never come. Until its graph is there a
-bucket runs eagerly on the very same buffers. Graphs are captured at the n-th use, or when the engine is idle, largest
-first (they share one memory pool, and the largest shapes it).
+Nothing is captured before it is wanted: start-up does not wait for sizes that never come. Until its graph is
+there a bucket runs eagerly on the very same buffers. Graphs are captured at the n-th use, or when the engine
+is idle, largest first (they share one memory pool, and the largest shapes it).
 """
 
 from bisect import bisect_left
@@ -43,7 +44,8 @@ class GraphLimits:
     memory_bytes_max: int
     """Device memory for all of them."""
     uses_before: int = 2
-    """Uses of a bucket that run eagerly before its graph is captured. At least 1: the first sets things up lazily."""
+    """Uses of a bucket that run eagerly before its graph is captured. At least 1: the first sets things up
+    lazily."""
 
 
 class Buckets:

@@ -1,4 +1,6 @@
-"""Puts a device's engine together: weights straight into its memory, buffers, the largest step, and the rest for the KV cache."""
+"""Puts a device's engine together: weights straight into its memory, buffers, the largest step, and the rest
+for the KV cache.
+"""
 
 import importlib
 from collections.abc import Callable
@@ -207,7 +209,9 @@ class _Builder:
         )
 
     def _run_largest_step(self) -> None:
-        """With the tables of the longest context, and a cache for this step only: it is taken for a margin."""
+        """With the tables of the longest context, and a cache for this step only: it is taken for a
+        margin.
+        """
         plan = largest_step(self._limits, self._max_running + -(-self._limits.step_tokens // BLOCK_TOKENS))
         self.runner(KVBudget(blocks_of(plan), self._limits.max_model_len)).run(plan)
 
@@ -235,7 +239,9 @@ def _check_cpu_attention(config: EngineConfig) -> None:
 
 
 def _cuda_ops(config: EngineConfig, device: torch.device) -> Ops:
-    """Triton's kernels, or their twins in torch if the config says so; attention by FlashInfer where that is asked for."""
+    """Triton's kernels, or their twins in torch if the config says so; attention by FlashInfer where that is
+    asked for.
+    """
     others = _own_ops(config, device)
     return flashinfer_ops(others, device) if config.attention == "flashinfer" else others
 

@@ -1,9 +1,10 @@
-"""The operations that a step on a GPU is made of, besides matrix products: one contract, three implementations.
+"""The operations that a step on a GPU is made of, besides matrix products: one contract, three
+implementations.
 
-`TritonOps` launches the kernels. `TorchOps` is its twin: the same arguments, any device, plain torch. Both do what
-a captured graph allows: fixed shapes, no answer to the host, results written where the caller says.
-`FlashInferOps` attends with FlashInfer's kernels, which plan each step on the host, and leaves the rest to one of those.
-Arithmetic is float32 inside, and one rounding to the output's type at the end.
+`TritonOps` launches the kernels. `TorchOps` is its twin: the same arguments, any device, plain torch. Both do
+what a captured graph allows: fixed shapes, no answer to the host, results written where the caller says.
+`FlashInferOps` attends with FlashInfer's kernels, which plan each step on the host, and leaves the rest to
+one of those. Arithmetic is float32 inside, and one rounding to the output's type at the end.
 """
 
 from dataclasses import dataclass
@@ -68,7 +69,8 @@ class Ops(Protocol):
     def plan(self, rows: Int32Array, computed: Int32Array, num_tokens: Int32Array, state: RowState) -> None:
         """Hear from the host of the step that is launched next: all `[num_rows]`, as in `StepBuffer`.
 
-        For what is planned there; kernels that read the step's description in device memory have no use for it.
+        For what is planned there; kernels that read the step's description in device memory have no use for
+        it.
         """
         ...
 
@@ -123,9 +125,11 @@ class Ops(Protocol):
         ...
 
     def sample(self, logits: Tensor, step: DeviceStep, drawn: Drawn) -> None:
-        """Draw every sample's token from `[num_samples, vocab_size]` float32 logits, and append it to its row.
+        """Draw every sample's token from `[num_samples, vocab_size]` float32 logits, and append it to its
+        row.
 
-        The draws are those of `engine/sampler.py`: the same hash of (seed, position, token id), filters and ties. The
-        token is written to `drawn` and to `step.state.token_ids`, where the next `prepare` finds it.
+        The draws are those of `engine/sampler.py`: the same hash of (seed, position, token id), filters and
+        ties. The token is written to `drawn` and to `step.state.token_ids`, where the next `prepare` finds
+        it.
         """
         ...

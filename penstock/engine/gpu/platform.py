@@ -1,7 +1,7 @@
 """What differs between devices for whoever launches work: staging memory, events, graphs.
 
-On the CPU work is done when the call returns, so events are nothing and a graph is the call itself: the same runner
-code runs, and is tested, on either.
+On the CPU work is done when the call returns, so events are nothing and a graph is the call itself: the same
+runner code runs, and is tested, on either.
 """
 
 import gc
@@ -56,7 +56,8 @@ class Platform(Protocol):
         ...
 
     def peak_bytes(self, run: Callable[[], None]) -> int:
-        """Run something, and give the most device memory that it had taken at any time; 0 where nobody counts.
+        """Run something, and give the most device memory that it had taken at any time; 0 where nobody
+        counts.
 
         It is returned to the device afterwards.
         """

@@ -1,4 +1,6 @@
-"""From the device back to the host: what a step drew, in host memory that is read only once the step is done."""
+"""From the device back to the host: what a step drew, in host memory that is read only once the step is
+done.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -84,7 +86,10 @@ class ScoredRow:
 
 @dataclass(slots=True)
 class DeviceFlight:
-    """One step under way: what it reads from the host, and where its results arrive. Used again when it is collected."""
+    """One step under way: what it reads from the host, and where its results arrive.
+
+    Used again when it is collected.
+    """
 
     buffer: StepBuffer
     staging: Staging
@@ -187,7 +192,8 @@ def scored_targets(
     """Which tokens' logits score a prompt token, those prompt tokens, and whose they are.
 
     Returns:
-        Indices into the step's tokens and target ids, both `[n]` int64 on the device, and the rows in plan order.
+        Indices into the step's tokens and target ids, both `[n]` int64 on the device, and the rows in plan
+        order.
     """
     starts = (host.num_tokens.cumsum() - host.num_tokens).tolist()
     scored: list[ScoredRow] = []

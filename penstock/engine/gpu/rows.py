@@ -1,4 +1,6 @@
-"""The host's side of the row tables: what enters is written to the device, what must be known to plan a step is kept here."""
+"""The host's side of the row tables: what enters is written to the device, what must be known to plan a step
+is kept here.
+"""
 
 from dataclasses import dataclass
 
@@ -62,7 +64,9 @@ class HostStep:
 
 
 class HostRows:
-    """Writes plans' changes to `RowState`, in the order of the device's queue: a step in flight sees the old rows."""
+    """Writes plans' changes to `RowState`, in the order of the device's queue: a step in flight sees the old
+    rows.
+    """
 
     def __init__(self, state: RowState) -> None:
         self._state = state

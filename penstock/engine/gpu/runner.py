@@ -1,11 +1,13 @@
-"""Carries out step plans on a device, without waiting for it: `launch` queues a step, `collect` fetches the oldest.
+"""Carries out step plans on a device, without waiting for it: `launch` queues a step, `collect` fetches the
+oldest.
 
-    launch   plan ─ pack ─> host buffer ─ one copy ─> device: prepare, forward, draw ─ copies ─> host results, mark
+    launch   plan ─ pack ─> host buffer ─ one copy ─> device: prepare, forward, draw ─ copies ─> host results
     collect  wait for the oldest mark, read its results
 
-Rows live on the device: their tokens (drawn ones too, before the host has seen them), block tables and sampling
-parameters. The host sends what it alone knows: which rows, how far, which new blocks. Nothing in `launch` asks the
-device for an answer; everything runs in one queue, so a step sees the rows as the step before left them.
+Rows live on the device: their tokens (drawn ones too, before the host has seen them), block tables and
+sampling parameters. The host sends what it alone knows: which rows, how far, which new blocks. Nothing in
+`launch` asks the device for an answer; everything runs in one queue, so a step sees the rows as the step
+before left them.
 """
 
 from collections import deque
@@ -160,7 +162,9 @@ class DeviceRunner:
             self._launch_plain(flight, host)
 
     def _launch_plain(self, flight: DeviceFlight, host: HostStep) -> None:
-        """A step that only draws, from its graph if there is one; logits that are to be changed are drawn from apart."""
+        """A step that only draws, from its graph if there is one; logits that are to be changed are drawn
+        from apart.
+        """
         count = len(host.sampled)
         adjusts = self._rows.adjustments.any(host.sample_rows)
         kind = StepKind(host.total_tokens, count, host.decode_only, draws=count > 0 and not adjusts)

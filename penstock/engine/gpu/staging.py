@@ -1,4 +1,6 @@
-"""From the host's arrays to the device without stopping the host: memory that copies run from, one area per step."""
+"""From the host's arrays to the device without stopping the host: memory that copies run from, one area per
+step.
+"""
 
 from typing import Any
 

@@ -1,4 +1,5 @@
-"""What a step looks like in device memory: tables of the live rows, the step's description, and what is made of it.
+"""What a step looks like in device memory: tables of the live rows, the step's description, and what is made
+of it.
 
 A captured graph sees addresses, not arguments: everything that changes from step to step is in these buffers,
 which live as long as the runner. Between host and device goes one copy per step, of one int32 buffer:
@@ -92,16 +93,20 @@ class RowState:
 
 
 class StepBuffer:
-    """One step's description: a flat int32 tensor and named views of it. The host and the device have one each.
+    """One step's description: a flat int32 tensor and named views of it.
 
-    The host's is pinned memory if the device is a GPU, so that the copy does not wait. A host buffer may be filled
-    again only when its copy has run: two or three in rotation let the next plan be written while one is read.
+    The host and the device have one each.
+
+    The host's is pinned memory if the device is a GPU, so that the copy does not wait. A host buffer may be
+    filled again only when its copy has run: two or three in rotation let the next plan be written while one
+    is read.
     """
 
     def __init__(self, limits: StepLimits, device: torch.device, *, pinned: bool = False) -> None:
         rows, work = limits.max_running, limits.work
         sizes = (
-            _COUNTS, rows, rows, rows + 1, rows, work.items_max * ITEM_FIELDS, work.combines_max * COMBINE_FIELDS,
+            _COUNTS, rows, rows, rows + 1, rows, work.items_max * ITEM_FIELDS,
+            work.combines_max * COMBINE_FIELDS,
         )  # fmt: skip
         ends = np.cumsum((0, *sizes)).tolist()
         self.flat = torch.zeros(ends[-1], dtype=torch.int32, device=device, pin_memory=pinned)
@@ -154,7 +159,9 @@ class StepBuffer:
 
 @dataclass(slots=True, frozen=True)
 class DeviceStepInputs:
-    """What `Ops.prepare` makes on the device: token by token and sample by sample, padded to fixed numbers."""
+    """What `Ops.prepare` makes on the device: token by token and sample by sample, padded to fixed
+    numbers.
+    """
 
     token_ids: Tensor
     """`[num_tokens]` int64; padding: 0."""

@@ -1,7 +1,8 @@
-"""The torch twin of every kernel: what `TritonOps` is tested against, and what stands in for it on any device.
+"""The torch twin of every kernel: what `TritonOps` is tested against, and what stands in for it on any
+device.
 
-Fixed shapes and no host synchronisation here too, so a graph can be captured over it. Made to be read, not to be
-fast: attention walks over every row's whole table.
+Fixed shapes and no host synchronisation here too, so a graph can be captured over it. Made to be read, not to
+be fast: attention walks over every row's whole table.
 """
 
 import math
@@ -168,7 +169,9 @@ class _Running:
         self.acc = torch.zeros_like(queries)
 
     def take(self, scores: Tensor, values: Tensor) -> None:
-        """One tile: scores `[tokens, kv heads, group, n]` (-inf: unseen), values `[tokens, kv heads, n, dim]`."""
+        """One tile: scores `[tokens, kv heads, group, n]` (-inf: unseen), values
+        `[tokens, kv heads, n, dim]`.
+        """
         top = torch.maximum(self.top, scores.amax(-1))
         shift = torch.where(top == -torch.inf, 0.0, top)
         weights, keep = torch.exp(scores - shift[..., None]), torch.exp(self.top - shift)

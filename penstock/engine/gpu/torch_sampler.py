@@ -12,7 +12,8 @@ _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
 
 
 def draw(logits: Tensor, state: RowState, rows: Tensor, positions: Tensor) -> Tensor:
-    """The next token of every sample: `[num_samples]` int64, from finite `[num_samples, vocab_size]` float32 logits.
+    """The next token of every sample: `[num_samples]` int64, from finite `[num_samples, vocab_size]` float32
+    logits.
 
     Args:
         logits: not changed.
@@ -44,7 +45,9 @@ def _kept(values: Tensor, state: RowState, rows: Tensor) -> Tensor:
 
 
 def row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """As `sampler.row_keys`, on the device: two int32 keys `[num_samples, 1]` per (seed, position), both int64."""
+    """As `sampler.row_keys`, on the device: two int32 keys `[num_samples, 1]` per (seed, position), both
+    int64.
+    """
     mixed = _split_mix(_split_mix(seeds + _GOLDEN) + positions * _GOLDEN)
     halves = mixed.view(torch.int32).view(-1, 2)
     return halves[:, :1], halves[:, 1:]

@@ -40,14 +40,16 @@ from penstock.types import BLOCK_TOKENS
 _PROGRAMS_PER_PROCESSOR = 2
 """What fits by registers: up to 255 per thread (compiled for sm_90)."""
 _DECODE_STAGES, _CHUNK_STAGES = 5, 2
-"""How far loads run ahead. Rows that decode wait for memory; more than 2 make tiles of chunks slower (measured on an H100)."""
+"""How far loads run ahead. Rows that decode wait for memory; more than 2 make tiles of chunks slower
+(measured on an H100)."""
 _DECODE_WARPS, _CHUNK_WARPS = 4, 8
 _GATE_BLOCK = 1024
 _HEADS_PER_PROGRAM = 8
 _TOKENS_PER_PROGRAM = 128
 _SAMPLER_BLOCK, _SAMPLER_WARPS = 2048, 16
 CANDIDATES_MAX = 8192
-"""Tokens that the filters of a row look at closely; a row with more of them near its cut takes all of its logits."""
+"""Tokens that the filters of a row look at closely; a row with more of them near its cut takes all of its
+logits."""
 
 
 class TritonOps:
@@ -80,11 +82,11 @@ class TritonOps:
         programs = -(-num_tokens // _TOKENS_PER_PROGRAM) + -(-num_samples // _TOKENS_PER_PROGRAM)
         max_rows = buffer.rows.shape[0]
         prepare.prepare[(programs,)](
-            buffer.counts, buffer.rows, buffer.computed, buffer.starts, buffer.sampled, max_rows, state.token_ids,
-            state.block_tables, state.unused_row, state.token_ids.stride(0), state.block_tables.stride(0),
-            slots_per_block, inputs.token_ids, inputs.positions, inputs.slots, inputs.token_rows,
-            inputs.sample_tokens, inputs.sample_rows, inputs.sample_positions, num_tokens, num_samples,
-            BLOCK=_TOKENS_PER_PROGRAM, BLOCK_TOKENS=BLOCK_TOKENS, STEPS=max_rows.bit_length(),
+            buffer.counts, buffer.rows, buffer.computed, buffer.starts, buffer.sampled, max_rows,
+            state.token_ids, state.block_tables, state.unused_row, state.token_ids.stride(0),
+            state.block_tables.stride(0), slots_per_block, inputs.token_ids, inputs.positions, inputs.slots,
+            inputs.token_rows, inputs.sample_tokens, inputs.sample_rows, inputs.sample_positions, num_tokens,
+            num_samples, BLOCK=_TOKENS_PER_PROGRAM, BLOCK_TOKENS=BLOCK_TOKENS, STEPS=max_rows.bit_length(),
             NUM_TOKENS=NUM_TOKENS, NUM_SAMPLES=NUM_SAMPLES, num_warps=4,
         )  # fmt: skip
 
@@ -101,7 +103,8 @@ class TritonOps:
     ) -> None:
         block = next_power_of_2(x.shape[1])
         norm.norm[(x.shape[0],)](
-            residual, x, weight, out, x.shape[1], eps, BLOCK=block, ADD=add, num_warps=min(max(block // 512, 1), 16)
+            residual, x, weight, out, x.shape[1], eps, BLOCK=block, ADD=add,
+            num_warps=min(max(block // 512, 1), 16)
         )  # fmt: skip
 
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
@@ -126,10 +129,10 @@ class TritonOps:
         q_norm, k_norm = norms if norms is not None else (table.cos, table.cos)
         grid = (qkv.shape[0], -(-qkv.shape[1] // _HEADS_PER_PROGRAM))
         rotary.rotate_store[grid](
-            qkv, q, cache.tensor, step.inputs.slots, step.inputs.positions, table.cos, table.sin, q_norm, k_norm,
-            layer, rotation.eps, NUM_HEADS=q.shape[1], KV_HEADS=cache.num_kv_heads, HEAD_DIM=cache.head_dim,
-            DIM=next_power_of_2(cache.head_dim), ROTARY_DIM=table.rotary_dim, BLOCK_TOKENS=BLOCK_TOKENS,
-            HEADS=_HEADS_PER_PROGRAM, NORM=norms is not None, num_warps=4,
+            qkv, q, cache.tensor, step.inputs.slots, step.inputs.positions, table.cos, table.sin, q_norm,
+            k_norm, layer, rotation.eps, NUM_HEADS=q.shape[1], KV_HEADS=cache.num_kv_heads,
+            HEAD_DIM=cache.head_dim, DIM=next_power_of_2(cache.head_dim), ROTARY_DIM=table.rotary_dim,
+            BLOCK_TOKENS=BLOCK_TOKENS, HEADS=_HEADS_PER_PROGRAM, NORM=norms is not None, num_warps=4,
         )  # fmt: skip
 
     def attend(
@@ -150,18 +153,19 @@ class TritonOps:
         scale = how.scale if how.softcap else how.scale * math.log2(math.e)
         for chunks in (False,) if step.decode_only else (True, False):
             attention.attend[(self._num_programs,)](
-                q, out, cache.tensor, tables, buffer.items, buffer.counts, partials.outputs, partials.logsumexps,
-                how.layer, scale, how.softcap, how.window, tables.stride(0), cache.tensor.stride(0),
-                NUM_HEADS=num_heads, KV_HEADS=cache.num_kv_heads, HEAD_DIM=head_dim, DIM=dim, BLOCK_TOKENS=BLOCK_TOKENS,
-                TILE=KV_TILE, ROWS=max(CHUNK_ROWS, single) if chunks else single, ITEM_FIELDS=ITEM_FIELDS,
+                q, out, cache.tensor, tables, buffer.items, buffer.counts, partials.outputs,
+                partials.logsumexps, how.layer, scale, how.softcap, how.window, tables.stride(0),
+                cache.tensor.stride(0), NUM_HEADS=num_heads, KV_HEADS=cache.num_kv_heads, HEAD_DIM=head_dim,
+                DIM=dim, BLOCK_TOKENS=BLOCK_TOKENS, TILE=KV_TILE,
+                ROWS=max(CHUNK_ROWS, single) if chunks else single, ITEM_FIELDS=ITEM_FIELDS,
                 NUM_ITEMS=NUM_ITEMS, NUM_CHUNKS=NUM_CHUNKS, CHUNKS=chunks, SOFTCAP=how.softcap > 0,
                 WINDOW=how.window > 0, num_warps=_CHUNK_WARPS if chunks else _DECODE_WARPS,
                 num_stages=_CHUNK_STAGES if chunks or dim > 128 else _DECODE_STAGES,
             )  # fmt: skip
         attention.combine[(self._num_programs,)](
             out, buffer.combines, buffer.counts, partials.outputs, partials.logsumexps, NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim, DIM=dim, SPLITS=SPLITS_MAX, COMBINE_FIELDS=COMBINE_FIELDS, NUM_COMBINES=NUM_COMBINES,
-            num_warps=2,
+            HEAD_DIM=head_dim, DIM=dim, SPLITS=SPLITS_MAX, COMBINE_FIELDS=COMBINE_FIELDS,
+            NUM_COMBINES=NUM_COMBINES, num_warps=2,
         )  # fmt: skip
 
     def sample(self, logits: Tensor, step: DeviceStep, drawn: Drawn) -> None:

@@ -4,12 +4,13 @@ An item is a tile of one row's new tokens against a piece of the row's context. 
 the row alone, never on the batch, so neither do the bits of its result:
 
 - a long chunk is cut into tiles of `chunk_queries` tokens, and each tile reads its whole context;
-- a row of few new tokens (one that decodes, or the end of a conversation whose beginning was cached) would keep too
-  few programs busy that way, so its context is split: at most `SPLITS_MAX` pieces of at least
-  `SPLIT_TOKENS_MIN` tokens (Flash-Decoding, Dao et al. 2023). Every piece leaves a partial result, and a second
-  kernel merges a token's pieces in order of position.
+- a row of few new tokens (one that decodes, or the end of a conversation whose beginning was cached) would
+  keep too few programs busy that way, so its context is split: at most `SPLITS_MAX` pieces of at least
+  `SPLIT_TOKENS_MIN` tokens (Flash-Decoding, Dao et al. 2023). Every piece leaves a partial result, and a
+  second kernel merges a token's pieces in order of position.
 
-Windows are a layer's business and all layers share the list: a piece that lies before a layer's window is empty there.
+Windows are a layer's business and all layers share the list: a piece that lies before a layer's window is
+empty there.
 """
 
 from dataclasses import dataclass
@@ -64,12 +65,14 @@ class WorkListLimits:
 
 @dataclass(slots=True, frozen=True)
 class WorkList:
-    """A step's items, tiles of chunks before the others and the longest first among each, and the merges that follow."""
+    """A step's items, tiles of chunks before the others and the longest first among each, and the merges that
+    follow.
+    """
 
     items: Int32Array
-    """`[num_items, 8]`: row of the tables, first token within the step, its position, number of tokens, first position
-    of the piece, position before which it ends, first place for partial results (-1: none, this is all), distance
-    between the places of two tokens."""
+    """`[num_items, 8]`: row of the tables, first token within the step, its position, number of tokens, first
+    position of the piece, position before which it ends, first place for partial results (-1: none, this is
+    all), distance between the places of two tokens."""
     combines: Int32Array
     """`[num_combines, 4]`: token within the step, first place, number of places, 0."""
     num_chunks: int

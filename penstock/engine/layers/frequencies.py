@@ -27,7 +27,9 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int, max_len: int = 0) -> Tens
 
 
 def rotary_angles(rope: RopeSpec, head_dim: int, max_len: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions 0 to `max_len`, `[max_len, rotary_dim / 2]`, with the spec's attention factor."""
+    """Cosines and sines of positions 0 to `max_len`, `[max_len, rotary_dim / 2]`, with the spec's attention
+    factor.
+    """
     positions = torch.arange(max_len, dtype=torch.int64).float()
     angles = torch.outer(positions, inverse_frequencies(rope, head_dim, max_len))
     return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
@@ -67,8 +69,8 @@ def _yarn(rope: RopeSpec, inverse: Tensor) -> Tensor:
 def _longrope(rope: RopeSpec, inverse: Tensor, max_len: int) -> Tensor:
     """LongRoPE (Ding et al. 2024, arXiv 2402.13753): a factor per wave, of one list or of the other.
 
-    Which list is decided by the longest context that is served, not by each text's length: keys are rotated once, and a
-    text that grows past the original context must not need others.
+    Which list is decided by the longest context that is served, not by each text's length: keys are rotated
+    once, and a text that grows past the original context must not need others.
     """
     factors = rope.long_factor if max_len > rope.original_max_position else rope.short_factor
     return inverse / torch.tensor(factors)

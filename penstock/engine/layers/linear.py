@@ -9,7 +9,8 @@ from torch import Tensor
 from penstock.engine.layers.row_tiles import ANCHORS, Layout, RowTiles, agreeing_rows, cancelling
 
 _ALIGNED_BYTES = 64
-"""What torch allocates begins at a multiple of this. Where it begins may choose the kernel: operands that lie otherwise are copied."""
+"""What torch allocates begins at a multiple of this. Where it begins may choose the kernel: operands that lie
+otherwise are copied."""
 
 
 class Linear(Protocol):
@@ -72,11 +73,12 @@ def _turned(weight: Tensor) -> Tensor:
 
 
 _LAYOUTS: dict[bool, tuple[Layout, ...]] = {True: (_turned, _as_stored), False: (_as_stored,)}
-"""By whether it is float32: MKL's rows agree far more often with the weight stored `[in, out]`, but those of a narrow weight, such
-as a router's, with `[out, in]`. oneDNN's bfloat16 likes `[out, in]`."""
+"""By whether it is float32: MKL's rows agree far more often with the weight stored `[in, out]`, but those of
+a narrow weight, such as a router's, with `[out, in]`. oneDNN's bfloat16 likes `[out, in]`."""
 
 _known: dict[tuple[object, ...], tuple[Layout, RowTiles]] = {}
-"""What was measured in this process, by matrix shape, dtype, rows and threads: facts about machine and library."""
+"""What was measured in this process, by matrix shape, dtype, rows and threads: facts about machine and
+library."""
 
 
 class Pads:

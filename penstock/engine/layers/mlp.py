@@ -52,9 +52,11 @@ class MoeScratch:
 
 
 class MoeMlp:
-    """The weighted sum of the `top_k` most probable experts of each token (Shazeer et al. 2017, arXiv 1701.06538).
+    """The weighted sum of the `top_k` most probable experts of each token (Shazeer et al. 2017, arXiv
+    1701.06538).
 
-    Of equally probable ones the first are taken. Experts are added in order of their numbers, in float32, so a token's bits do not depend on who else chose them.
+    Of equally probable ones the first are taken. Experts are added in order of their numbers, in float32, so
+    a token's bits do not depend on who else chose them.
     """
 
     __slots__ = ("_experts", "_normalise", "_router", "_scratch", "_top_k")

@@ -11,7 +11,8 @@ from penstock.models.spec import RopeSpec
 
 
 class RotaryTable:
-    """Cosines and sines of every position, `[max_len, head_dim]` float32; the sines carry the rotation's sign.
+    """Cosines and sines of every position, `[max_len, head_dim]` float32; the sines carry the rotation's
+    sign.
 
     Dimensions from `rotary_dim` on do not turn: 1 and 0.
     """

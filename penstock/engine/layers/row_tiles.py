@@ -1,15 +1,16 @@
 """Which row counts a matrix product may be called with, so that no row depends on its neighbours.
 
-A BLAS picks its kernel by shape: the same row can come out a bit different in a call of 3 rows and of 300, and in the
-first and the last place of one call (where the edge of a tile has a kernel of its own, or threads share the rows).
-Then greedy text changes with the load. Which calls agree depends on the matrix, the type, the library, the number of
-threads and the processor, and no library says it. So we ask, once, when the model is wired: for every weight shape,
-which row counts give a row the same bits in *every* place, and the same as each other? Every product is cut into calls of only
-those sizes (the last one padded), from memory that is aligned alike.
+A BLAS picks its kernel by shape: the same row can come out a bit different in a call of 3 rows and of 300,
+and in the first and the last place of one call (where the edge of a tile has a kernel of its own, or threads
+share the rows). Then greedy text changes with the load. Which calls agree depends on the matrix, the type,
+the library, the number of threads and the processor, and no library says it. So we ask, once, when the model
+is wired: for every weight shape, which row counts give a row the same bits in *every* place, and the same as
+each other? Every product is cut into calls of only those sizes (the last one padded), from memory that is
+aligned alike.
 
-A call of one row is always among the answers: it has no place to differ by, and no company. So where a library treats
-every place differently, rows are multiplied one by one, which is slow and right. See He et al. 2025, "Defeating
-Nondeterminism in LLM Inference".
+A call of one row is always among the answers: it has no place to differ by, and no company. So where a
+library treats every place differently, rows are multiplied one by one, which is slow and right. See He et al.
+2025, "Defeating Nondeterminism in LLM Inference".
 """
 
 from collections.abc import Callable
@@ -18,8 +19,8 @@ import torch
 from torch import Tensor
 
 ANCHORS = (16, 32, 64, 8, 4, 2, 1)
-"""Calls of the first of these sizes whose places all agree say what is right. All of them are asked for, however few rows an
-engine takes at once: engines with other limits give the same bits."""
+"""Calls of the first of these sizes whose places all agree say what is right. All of them are asked for,
+however few rows an engine takes at once: engines with other limits give the same bits."""
 CANDIDATE_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512)
 _OUTPUTS_COMPARED = 16
 """Outputs per place, at least: by chance two orders of summation give the same bits in about one of four."""
@@ -71,8 +72,8 @@ def agreeing_rows(product: Product, samples: Tensor, *, rows_max: int) -> tuple[
 
     Args:
         product: what is asked for, with its weight.
-        samples: `[num_samples, in]`, rows that `cancelling` made together with the weight. One after another fills all
-            places of a call, so that all its results must be equal.
+        samples: `[num_samples, in]`, rows that `cancelling` made together with the weight. One after another
+            fills all places of a call, so that all its results must be equal.
         rows_max: no more rows are there at once, so that larger calls need not be tried.
     """
     # Rounded up, for a padded call may be larger than what it is for.
@@ -101,9 +102,9 @@ def agreeing_rows(product: Product, samples: Tensor, *, rows_max: int) -> tuple[
 def cancelling(in_features: int, out_features: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`x [few, in]` and `w [out, in]` with `x w^T = 0`: terms come in pairs of opposite sign, far apart.
 
-    So the result is nothing but rounding noise, and any other order of summation shows in almost every output. (With
-    ordinary numbers bfloat16 hides it: about one output in ten thousand differs, just enough to break a promise and too
-    few to find.)
+    So the result is nothing but rounding noise, and any other order of summation shows in almost every
+    output. (With ordinary numbers bfloat16 hides it: about one output in ten thousand differs, just enough to
+    break a promise and too few to find.)
     """
     generator = torch.Generator().manual_seed(in_features)
     half = in_features // 2

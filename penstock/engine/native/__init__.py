@@ -1,7 +1,7 @@
 """Native CPU kernels: C++ behind a plain C ABI, called on torch tensors.
 
-`NativeLibrary()` loads the library or raises `KernelsUnavailable` with the reason; whoever wires the engine asks
-once and falls back to torch. `weights` packs, `ops` computes; `kernels/` is the C++.
+`NativeLibrary()` loads the library or raises `KernelsUnavailable` with the reason; whoever wires the engine
+asks once and falls back to torch. `weights` packs, `ops` computes; `kernels/` is the C++.
 Why and how: docs/design/003-native-cpu-kernels.md.
 """
 

@@ -40,8 +40,9 @@ EMULATE_TILES = "-DPENSTOCK_EMULATE_TILES"
 # Contraction off: whether a * b + c is fused must not depend on how the compiler inlined a function,
 # or the same row could get other bits in another batch.
 FLAGS = (
-    "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off", "-fno-strict-aliasing",
-    "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-psabi",
+    "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off",
+    "-fno-strict-aliasing", "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized",
+    "-Wno-psabi",
 )  # fmt: skip
 LINK = ("-shared", "-static-libstdc++", "-static-libgcc", "-lpthread")
 

@@ -1,4 +1,5 @@
-"""The decoder of `engine/decoder.py` with a whole step as one native call, and the attention that goes with it.
+"""The decoder of `engine/decoder.py` with a whole step as one native call, and the attention that goes with
+it.
 
 The torch decoder makes some twelve calls per layer; at batch 1 a small model spends most of a token's time
 between them. Here a step is one call that releases the interpreter's lock. `NativeDecoder.forward` and
@@ -36,8 +37,9 @@ from penstock.engine.native.weights import PackedWeight, exact, int4, int8, pack
 from penstock.models.spec import ActivationKind, DecoderSpec, RopeSpec
 
 Precision = Literal["native", "int8", "int4"]
-"""`native` keeps the checkpoint's type; `int8` rounds weights once and inputs as they come (W8A8); `int4` rounds
-weights to four bits and inputs as they come to int8, with a scale per group, the head to eight bits."""
+"""`native` keeps the checkpoint's type; `int8` rounds weights once and inputs as they come (W8A8); `int4`
+rounds weights to four bits and inputs as they come to int8, with a scale per group, the head to eight
+bits."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -96,7 +98,9 @@ class _Packer:
         return pack(self._kernels, self._inner(gate, biases[0]), self._inner(up, biases[1]), self._gate)
 
     def router(self, weight: Tensor, bias: Tensor | None) -> PackedWeight:
-        """What chooses experts: small, and never rounded, since a wrong choice costs more than a wrong digit."""
+        """What chooses experts: small, and never rounded, since a wrong choice costs more than a wrong
+        digit.
+        """
         return pack(self._kernels, exact(weight, bias))
 
     def head(self, weight: Tensor) -> PackedWeight:
@@ -111,14 +115,19 @@ def unsupported(
     if dtype not in (torch.float32, torch.bfloat16):
         return f"native kernels compute in bfloat16 or float32, not {dtype}"
     if spec.head_dim % 16 or not 16 <= spec.head_dim <= HEAD_DIM_MAX:
-        return f"native attention wants a head size that is a multiple of 16 up to {HEAD_DIM_MAX}, not {spec.head_dim}"
+        return (
+            f"native attention wants a head size that is a multiple of 16 up to {HEAD_DIM_MAX}, not "
+            f"{spec.head_dim}"
+        )
     if precision == "int8" and not kernels.supports(Type.I8):
         return f"int8 weights need dot-product instructions that this CPU ({kernels.isa}) lacks"
     return None
 
 
 def _pieces(parts: Sequence[Tensor], count: int) -> Sequence[Tensor]:
-    """A weight cut into `count` equal pieces along the first dimension; without a copy where the checkpoint has it so."""
+    """A weight cut into `count` equal pieces along the first dimension; without a copy where the checkpoint
+    has it so.
+    """
     if len(parts) == count:
         return parts
     return (parts[0] if len(parts) == 1 else torch.cat(list(parts))).chunk(count)
@@ -187,18 +196,20 @@ class NativeDecoder:
         self._kernels.step(
             self._struct,
             Step(
-                token_ids=token_ids.data_ptr(), samples=samples.data_ptr(), block_tables=rows.block_tables.ctypes.data,
-                query_starts=rows.query_starts.ctypes.data, context_lens=rows.context_lens.ctypes.data,
-                logits=logits.data_ptr(), part_ns=None if self.part_ns is None else self.part_ns.ctypes.data,
-                t=len(token_ids), rows=len(rows.context_lens), ld_tables=rows.block_tables.shape[1],
-                num_samples=len(samples),
+                token_ids=token_ids.data_ptr(), samples=samples.data_ptr(),
+                block_tables=rows.block_tables.ctypes.data, query_starts=rows.query_starts.ctypes.data,
+                context_lens=rows.context_lens.ctypes.data, logits=logits.data_ptr(),
+                part_ns=None if self.part_ns is None else self.part_ns.ctypes.data, t=len(token_ids),
+                rows=len(rows.context_lens), ld_tables=rows.block_tables.shape[1], num_samples=len(samples),
             ),
         )  # fmt: skip
         return logits
 
     @contextmanager
     def rehearsing(self) -> Generator[None]:
-        """Compute the first layer only: all share their scratch memory, so a step asks for as much as with all of them."""
+        """Compute the first layer only: all share their scratch memory, so a step asks for as much as with
+        all of them.
+        """
         num_layers = int(self._struct.num_layers)
         self._struct.num_layers = 1
         try:

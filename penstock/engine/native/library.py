@@ -125,7 +125,8 @@ class Layer(Structure):
     _fields_ = [
         ("qkv", PsWeight), ("o", PsWeight), ("router", PsWeight), ("mlp", POINTER(PsMlp)),
         ("input_norm", c_void_p), ("post_attention_norm", c_void_p), ("attention_out_norm", c_void_p),
-        ("mlp_out_norm", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p), ("cos", c_void_p), ("sin", c_void_p),
+        ("mlp_out_norm", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p), ("cos", c_void_p),
+        ("sin", c_void_p),
         ("window", c_int32), ("rotary_dim", c_int32),
     ]  # fmt: skip
 
@@ -147,8 +148,10 @@ class Step(Structure):
     """`PsStep`: what one step computes."""
 
     _fields_ = [
-        ("token_ids", c_void_p), ("samples", c_void_p), ("block_tables", c_void_p), ("query_starts", c_void_p),
-        ("context_lens", c_void_p), ("logits", c_void_p), ("part_ns", c_void_p), ("t", c_int64), ("rows", c_int64),
+        ("token_ids", c_void_p), ("samples", c_void_p), ("block_tables", c_void_p),
+        ("query_starts", c_void_p),
+        ("context_lens", c_void_p), ("logits", c_void_p), ("part_ns", c_void_p), ("t", c_int64),
+        ("rows", c_int64),
         ("ld_tables", c_int64), ("num_samples", c_int64),
     ]  # fmt: skip
 
@@ -159,7 +162,8 @@ class PsSample(Structure):
     _fields_ = [
         ("logits", c_void_p), ("temperature", c_void_p), ("top_k", c_void_p), ("top_p", c_void_p),
         ("min_p_bound", c_void_p), ("keys", c_void_p), ("token_ids", c_void_p),
-        ("rows", c_int64), ("vocab", c_int64), ("ld_logits", c_int64), ("greedy_below", c_float), ("reserved", c_int32),
+        ("rows", c_int64), ("vocab", c_int64), ("ld_logits", c_int64), ("greedy_below", c_float),
+        ("reserved", c_int32),
     ]  # fmt: skip
 
 
@@ -201,7 +205,8 @@ class NativeLibrary:
         if name is None:
             raise KernelsUnavailable(f"this CPU does not have {isa or 'AVX2 and FMA'}")
         self.isa: str = name.decode()
-        """`amx`, `avx512_bf16`, `avx512_vnni`, `avx512` or `avx2`. Bits are equal within one of them, not between them."""
+        """`amx`, `avx512_bf16`, `avx512_vnni`, `avx512` or `avx2`. Bits are equal within one of them, not
+        between them."""
 
     def set_threads(self, num_threads: int, *, spin_us: int = 50, pin: bool = False) -> None:
         """Compute with that many threads, the caller included; idle ones spin `spin_us`, then sleep.
@@ -231,7 +236,9 @@ class NativeLibrary:
     def round(
         self, kind: Type, source: tuple[Type, int], shape: tuple[int, int, int, int], out: tuple[int, int]
     ) -> None:
-        """Round a matrix: `source` is (type, address), `shape` (n, k, row stride, group), `out` (values, scale)."""
+        """Round a matrix: `source` is (type, address), `shape` (n, k, row stride, group), `out` (values,
+        scale).
+        """
         self._lib.ps_round(int(kind), int(source[0]), source[1], *shape, *out)
 
     def linear(self, job: PsLinear) -> None:

@@ -1,8 +1,9 @@
 """The kernels on torch tensors: every shape is checked here, before an address leaves Python.
 
 Tensors live on the CPU with unit inner stride; rows may lie further apart (views of a wider tensor are fine).
-Outputs are written into `out` when given. For any row of any operation the bits of the result depend on that row's
-inputs alone: not on the other rows, their number, how a prompt was cut into chunks, or the number of threads.
+Outputs are written into `out` when given. For any row of any operation the bits of the result depend on that
+row's inputs alone: not on the other rows, their number, how a prompt was cut into chunks, or the number of
+threads.
 """
 
 from ctypes import pointer
@@ -78,8 +79,8 @@ def rms_norm(
 ) -> torch.Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over rows [m, n]; weight [n] is float32.
 
-    With `residual` [m, n]: `residual += x` in place first, and that sum is normalized. With `add` the result is added
-    to `out`, rounded once.
+    With `residual` [m, n]: `residual += x` in place first, and that sum is normalized. With `add` the result
+    is added to `out`, rounded once.
     """
     if add and out is None:
         raise ValueError("add needs an out to add to")
@@ -92,9 +93,10 @@ def rms_norm(
             raise ValueError(f"{name} is {other.dtype}, x {x.dtype}")
     kernels.rms_norm(
         PsNorm(
-            x=x.data_ptr(), residual=None if residual is None else residual.data_ptr(), weight=weight.data_ptr(),
-            y=out.data_ptr(), m=x.shape[0], n=n, ldx=x.stride(0), ldr=0 if residual is None else residual.stride(0),
-            ldy=out.stride(0), eps=eps, type=int(kind), add=int(add),
+            x=x.data_ptr(), residual=None if residual is None else residual.data_ptr(),
+            weight=weight.data_ptr(), y=out.data_ptr(), m=x.shape[0], n=n, ldx=x.stride(0),
+            ldr=0 if residual is None else residual.stride(0), ldy=out.stride(0), eps=eps, type=int(kind),
+            add=int(add),
         )
     )  # fmt: skip
     return out
@@ -118,7 +120,8 @@ def silu_mul(kernels: NativeLibrary, x: torch.Tensor, *, out: torch.Tensor | Non
 
 
 class LayerCache:
-    """One layer of a KV cache [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], as the kernels see it.
+    """One layer of a KV cache [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], as the kernels
+    see it.
 
     `block_size` is a multiple of 16, `head_dim` of 16 and at most 256; bfloat16 or float32.
     """
@@ -167,8 +170,8 @@ def rope_write(
 ) -> torch.Tensor:
     """Norm and rotate q and k, store k and v in the cache, return q [t, num_q_heads * head_dim].
 
-    qkv is [t, (num_q_heads + 2 * num_kv_heads) * head_dim] in the cache's type; positions [t] int64, below the
-    tables' length; slots [t] int64, `block * block_size + offset`, where -1 stores nothing.
+    qkv is [t, (num_q_heads + 2 * num_kv_heads) * head_dim] in the cache's type; positions [t] int64, below
+    the tables' length; slots [t] int64, `block * block_size + offset`, where -1 stores nothing.
     """
     dim, t = cache.head_dim, qkv.shape[0]
     q_size = qkv.shape[1] - 2 * cache.num_kv_heads * dim
@@ -203,8 +206,9 @@ def rope_write(
             qkv=qkv.data_ptr(), q=out.data_ptr(), cos=rope.cos.data_ptr(), sin=rope.sin.data_ptr(),
             q_norm=None if rope.q_norm is None else rope.q_norm.data_ptr(),
             k_norm=None if rope.k_norm is None else rope.k_norm.data_ptr(),
-            positions=positions.data_ptr(), slots=slots.data_ptr(), cache=cache.struct, t=t, ld_qkv=qkv.stride(0),
-            ld_q=out.stride(0), num_q_heads=q_size // dim, rotary_dim=2 * half, eps=rope.eps,
+            positions=positions.data_ptr(), slots=slots.data_ptr(), cache=cache.struct, t=t,
+            ld_qkv=qkv.stride(0), ld_q=out.stride(0), num_q_heads=q_size // dim, rotary_dim=2 * half,
+            eps=rope.eps,
         )
     )  # fmt: skip
     return out
@@ -262,9 +266,9 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention of q [t, num_q_heads * head_dim] over each row's cached tokens; same shape out.
 
-    Query heads share KV heads in groups, in order. `window` > 0 limits a query to the last `window` positions, its own
-    included; `softcap` > 0 turns scores s into `softcap * tanh(s / softcap)`. `rows.check` is the caller's to run
-    once per step.
+    Query heads share KV heads in groups, in order. `window` > 0 limits a query to the last `window`
+    positions, its own included; `softcap` > 0 turns scores s into `softcap * tanh(s / softcap)`. `rows.check`
+    is the caller's to run once per step.
     """
     kind = _matrix("q", q, q.shape[1])
     if kind is not _TYPES[cache.dtype] or q.shape[1] % (cache.num_kv_heads * cache.head_dim):
@@ -277,9 +281,10 @@ def paged_attention(
     kernels.attention(
         PsAttention(
             q=q.data_ptr(), out=out.data_ptr(), block_tables=rows.block_tables.data_ptr(),
-            query_starts=rows.query_starts.data_ptr(), context_lens=rows.context_lens.data_ptr(), cache=cache.struct,
-            rows=rows.context_lens.shape[0], ld_tables=rows.block_tables.stride(0), ld_q=q.stride(0),
-            ld_out=out.stride(0), num_q_heads=q.shape[1] // cache.head_dim, window=window, scale=scale, softcap=softcap,
+            query_starts=rows.query_starts.data_ptr(), context_lens=rows.context_lens.data_ptr(),
+            cache=cache.struct, rows=rows.context_lens.shape[0], ld_tables=rows.block_tables.stride(0),
+            ld_q=q.stride(0), ld_out=out.stride(0), num_q_heads=q.shape[1] // cache.head_dim, window=window,
+            scale=scale, softcap=softcap,
         )
     )  # fmt: skip
     return out

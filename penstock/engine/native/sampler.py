@@ -1,8 +1,9 @@
-"""Drawing tokens with the native kernels: the same draws as `engine/sampler.py`, without sorting a vocabulary.
+"""Drawing tokens with the native kernels: the same draws as `engine/sampler.py`, without sorting a
+vocabulary.
 
-A histogram of how far logits lie below the largest finds the interval in which top-k or top-p cuts, and only the
-tokens in that one are ranked. Scores differ from the torch twin's by rounding of the logarithm, so a draw differs only
-where two tokens' scores are equal to the last bits.
+A histogram of how far logits lie below the largest finds the interval in which top-k or top-p cuts, and only
+the tokens in that one are ranked. Scores differ from the torch twin's by rounding of the logarithm, so a draw
+differs only where two tokens' scores are equal to the last bits.
 """
 
 import numpy as np
@@ -31,11 +32,11 @@ class NativeSampler:
         token_ids = np.empty(num_rows, np.int64)
         self._kernels.sample(
             PsSample(
-                logits=logits.data_ptr(), temperature=rows.temperature.ctypes.data, top_k=rows.top_k.ctypes.data,
-                top_p=rows.top_p.ctypes.data, min_p_bound=None if bounds is None else bounds.ctypes.data,
-                keys=None if keys is None else keys.ctypes.data,
-                token_ids=token_ids.ctypes.data, rows=num_rows, vocab=vocab_size,
-                ld_logits=logits.stride(0), greedy_below=GREEDY_BELOW,
+                logits=logits.data_ptr(), temperature=rows.temperature.ctypes.data,
+                top_k=rows.top_k.ctypes.data, top_p=rows.top_p.ctypes.data,
+                min_p_bound=None if bounds is None else bounds.ctypes.data,
+                keys=None if keys is None else keys.ctypes.data, token_ids=token_ids.ctypes.data,
+                rows=num_rows, vocab=vocab_size, ld_logits=logits.stride(0), greedy_below=GREEDY_BELOW,
             )
         )  # fmt: skip
         return as_tensor(token_ids)

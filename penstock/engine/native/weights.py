@@ -1,8 +1,8 @@
 """Weights in the order in which the kernels read them: packed once when a model is loaded.
 
-A `Matrix` is a weight in some precision; `pack` turns one, or a gate and an up, into a `PackedWeight`, which keeps
-a copy of its own so that the checkpoint's tensor can be let go. The same packing serves every instruction set and
-every number of rows; `kernels/pack.cpp` and `kernels/int4.h` tell the byte order.
+A `Matrix` is a weight in some precision; `pack` turns one, or a gate and an up, into a `PackedWeight`, which
+keeps a copy of its own so that the checkpoint's tensor can be let go. The same packing serves every
+instruction set and every number of rows; `kernels/pack.cpp` and `kernels/int4.h` tell the byte order.
 """
 
 from collections.abc import Sequence
@@ -104,9 +104,9 @@ def int4(
 ) -> Matrix:
     """Symmetric four bits, one scale per output and `group` inputs.
 
-    The value of largest magnitude becomes -8, the one end of the range that has no mirror (as in GGML's Q4_0). Without a
-    `group` the largest that divides the inputs is taken. Inputs are rounded to int8 when they come, with one scale per
-    row and group.
+    The value of largest magnitude becomes -8, the one end of the range that has no mirror (as in GGML's
+    Q4_0). Without a `group` the largest that divides the inputs is taken. Inputs are rounded to int8 when
+    they come, with one scale per row and group.
     """
     n, k = weight.shape
     group = group or max(gcd(k, max(INT4_GROUPS)), min(INT4_GROUPS))
@@ -118,7 +118,9 @@ def int4(
 def _round(
     kernels: NativeLibrary, kind: Type, weight: Tensor, values: Tensor, scale: Tensor, group: int
 ) -> None:
-    """Fill in values and scale; Matrix has the same checks, but they must come before an address leaves Python."""
+    """Fill in values and scale; Matrix has the same checks, but they must come before an address leaves
+    Python.
+    """
     source = {torch.float32: Type.F32, torch.bfloat16: Type.BF16}.get(weight.dtype)
     if source is None or weight.dim() != 2 or weight.is_cuda or weight.stride(1) != 1:
         raise ValueError(f"a weight to round must be [n, k] bfloat16 or float32, not {show(weight)}")

@@ -48,7 +48,10 @@ class LaunchedWorker(Protocol):
 
     @property
     def address(self) -> Address:
-        """Where it listens, also after a restart (unless it had to move to another machine). Any number of gateways may connect."""
+        """Where it listens, also after a restart (unless it had to move to another machine).
+
+        Any number of gateways may connect.
+        """
         ...
 
     async def wait_ready(self, on_progress: ProgressCallback | None = None) -> None:
@@ -66,7 +69,9 @@ class Launcher(Protocol):
 
     @property
     def link_key(self) -> bytes:
-        """What its workers' connections are proven with (protocol/worker_auth.py); empty where nobody else can reach them."""
+        """What its workers' connections are proven with (protocol/worker_auth.py); empty where nobody else
+        can reach them.
+        """
         ...
 
     async def open(self) -> None:

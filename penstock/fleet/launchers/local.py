@@ -1,8 +1,8 @@
 """Workers as child processes on this machine, each with a supervisor (see supervised.py).
 
-Each listens on a socket in a directory that only this user may enter; or, where other machines shall reach it, on a port
-of `host` that is kept for it. A worker cannot outlive this process: the kernel kills it with the thread that started it,
-and the end of its standard input tells it too.
+Each listens on a socket in a directory that only this user may enter; or, where other machines shall reach
+it, on a port of `host` that is kept for it. A worker cannot outlive this process: the kernel kills it with
+the thread that started it, and the end of its standard input tells it too.
 """
 
 import tempfile
@@ -34,8 +34,9 @@ class LocalLauncher(SupervisingLauncher):
         host: str = "",
         spare: TakeSpare = no_spare,
     ) -> None:
-        """With a `host` workers listen on TCP ports of that address instead of on Unix sockets. `spare` may have processes that
-        were begun before.
+        """With a `host` workers listen on TCP ports of that address instead of on Unix sockets.
+
+        `spare` may have processes that were begun before.
         """
         super().__init__(clock, hash_key, environment, logs)
         self._host, self._spare = host, spare

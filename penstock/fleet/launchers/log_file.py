@@ -18,7 +18,10 @@ LOG_BYTES_MAX = 8 * 1024 * 1024
 
 
 class LogFile:
-    """Lines with the time in front of them. A disk that is full or not ours costs the lines, never the worker."""
+    """Lines with the time in front of them.
+
+    A disk that is full or not ours costs the lines, never the worker.
+    """
 
     def __init__(self, directory: Path, name: str, clock: Clock, *, bytes_max: int = LOG_BYTES_MAX) -> None:
         self.path = directory / f"{quote(name, safe='@')}.log"

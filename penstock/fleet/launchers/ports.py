@@ -1,8 +1,9 @@
-"""A TCP port that is ours from before a worker listens on it until long after: it keeps its address when it restarts.
+"""A TCP port that is ours from before a worker listens on it until long after: it keeps its address when it
+restarts.
 
-A free port that is looked up and let go may be somebody else's a moment later. So a socket is bound to it with
-SO_REUSEPORT and never listens: the kernel gives the port to nobody but processes of the same user that ask for it in the
-same way, and sends connections only to sockets that listen.
+A free port that is looked up and let go may be somebody else's a moment later. So a socket is bound to it
+with SO_REUSEPORT and never listens: the kernel gives the port to nobody but processes of the same user that
+ask for it in the same way, and sends connections only to sockets that listen.
 """
 
 import socket

@@ -46,7 +46,10 @@ class WorkerProcess:
         port: ReservedPort | None = None,
         spare: TakeSpare = no_spare,
     ) -> None:
-        """`port` is where it listens, if that is kept for it; ours from now on. `spare` may have a process that was begun before."""
+        """`port` is where it listens, if that is kept for it; ours from now on.
+
+        `spare` may have a process that was begun before.
+        """
         self.exit_code: int | None = None
         """Of the last process; negative for a signal, None while it runs."""
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -184,10 +187,12 @@ def describe_exit(code: int | None) -> str:
 
 
 def environment_of(threads: int) -> dict[str, str]:
-    """Ours, for a worker of so many threads (0: one for each core), with what numerical libraries read while they are imported.
+    """Ours, for a worker of so many threads (0: one for each core), with what numerical libraries read while
+    they are imported.
 
-    OpenMP's threads wait for each other by spinning, for milliseconds by default: on a machine with other work a
-    step then takes 10 times longer, since the thread that is waited for has no core. A short spin costs nothing.
+    OpenMP's threads wait for each other by spinning, for milliseconds by default: on a machine with other
+    work a step then takes 10 times longer, since the thread that is waited for has no core. A short spin
+    costs nothing.
     """
     count = str(threads or len(os.sched_getaffinity(0)))
     fixed = {**dict.fromkeys(_THREADS, count), "TOKENIZERS_PARALLELISM": "false"}

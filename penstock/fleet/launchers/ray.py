@@ -1,11 +1,11 @@
 """Workers on a Ray cluster: one actor for each, which is the home of a worker process (ray_home.py).
 
-    RayLauncher ─> SupervisedWorker ─> RayProcess ──Ray──> actor ─> worker process <──our own TCP protocol── gateways
+    RayLauncher ─> SupervisedWorker ─> RayProcess ──Ray──> actor ─> worker process <──our protocol── gateways
 
-Ray chooses the machine and starts the actor; it is not in the path of any request. Who is dead is seen by our own
-connection first: Ray takes about 14 s to notice that a machine is gone. Then the actor is asked, and if it does not answer
-in time it is given up, Ray is told, and the worker starts on another machine. A worker whose process crashed starts again
-in the same actor, at the same address.
+Ray chooses the machine and starts the actor; it is not in the path of any request. Who is dead is seen by our
+own connection first: Ray takes about 14 s to notice that a machine is gone. Then the actor is asked, and if
+it does not answer in time it is given up, Ray is told, and the worker starts on another machine. A worker
+whose process crashed starts again in the same actor, at the same address.
 """
 # ruff: noqa: ANN401 - Ray makes its methods while it runs, so there are no types to name.
 
@@ -37,7 +37,10 @@ NOWHERE = TcpAddress("unplaced.invalid", 0)
 
 
 class RayLauncher(SupervisingLauncher):
-    """Starts workers on a cluster. `close` it, and nothing of them is left there; the connection to Ray ends with this process."""
+    """Starts workers on a cluster.
+
+    `close` it, and nothing of them is left there; the connection to Ray ends with this process.
+    """
 
     def __init__(
         self,
@@ -120,7 +123,10 @@ class ActorDied(ConnectionError):
 
 
 class RayProcess:
-    """One worker's process in an actor; see `Supervisable`. All of Ray's errors become an end of the process, or an `OSError`."""
+    """One worker's process in an actor; see `Supervisable`.
+
+    All of Ray's errors become an end of the process, or an `OSError`.
+    """
 
     def __init__(
         self, ray: Any, name: str, launch: WorkerLaunch, config: RayConfig, environment: dict[str, str]
@@ -279,8 +285,8 @@ class RayHome(WorkerHome):
 def actor_options(config: RayConfig, avoid: str = "") -> dict[str, Any]:
     """What Ray is asked for: the place of one worker, on any machine but `avoid` (a node id).
 
-    Ray restarts nothing by itself, since the supervisor does. A worker of several GPUs on several machines would ask for a
-    placement group here (`scheduling_strategy`), with one bundle for each of its ranks.
+    Ray restarts nothing by itself, since the supervisor does. A worker of several GPUs on several machines
+    would ask for a placement group here (`scheduling_strategy`), with one bundle for each of its ranks.
     """
     options: dict[str, Any] = {
         "num_cpus": config.num_cpus,

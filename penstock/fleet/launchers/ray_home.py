@@ -1,7 +1,8 @@
 """What runs inside a Ray actor: the home of one worker process, on whichever machine Ray has put it.
 
-The actor computes nothing and relays nothing: gateways connect to the worker's own port. If the actor dies, so does the
-worker (see engine/worker.py). Ray's client is not imported here, so that the file can be tested without it.
+The actor computes nothing and relays nothing: gateways connect to the worker's own port. If the actor dies,
+so does the worker (see engine/worker.py). Ray's client is not imported here, so that the file can be tested
+without it.
 """
 
 import asyncio
@@ -37,7 +38,9 @@ class WorkerHome:
         return str(self._port.address)
 
     async def spawn(self, launch: bytes, environment: dict[str, str]) -> int | None:
-        """Start the worker; returns its process id. `launch` is a `WorkerLaunch` as JSON, but for the address.
+        """Start the worker; returns its process id.
+
+        `launch` is a `WorkerLaunch` as JSON, but for the address.
 
         Raises:
             OSError: no process can be started.

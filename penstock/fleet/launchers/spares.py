@@ -1,8 +1,8 @@
 """Worker processes that are begun before it is known what they are to do.
 
-Half of a worker's start-up is Python and torch. `penstock serve` begins its workers before it imports its own gateway and
-reads tokenizers, so both happen at once, on two cores. A spare imports and then waits for its launch line, like any
-other worker; one that nobody takes is ended.
+Half of a worker's start-up is Python and torch. `penstock serve` begins its workers before it imports its own
+gateway and reads tokenizers, so both happen at once, on two cores. A spare imports and then waits for its
+launch line, like any other worker; one that nobody takes is ended.
 """
 
 import contextlib
@@ -22,7 +22,10 @@ class Spares:
         self._waiting: list[tuple[dict[str, str], Process]] = []
 
     async def begin(self, threads: Iterable[int]) -> None:
-        """One for each worker of so many threads. Without a process to be had there is no spare: a worker's own start says why."""
+        """One for each worker of so many threads.
+
+        Without a process to be had there is no spare: a worker's own start says why.
+        """
         for count in threads:
             environment = environment_of(count)
             with contextlib.suppress(OSError):

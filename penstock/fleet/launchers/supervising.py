@@ -1,4 +1,6 @@
-"""What every launcher whose workers are supervised from here has in common: which there are, who hears them, how they end."""
+"""What every launcher whose workers are supervised from here has in common: which there are, who hears them,
+how they end.
+"""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,6 @@
-"""The sources that look for workers while the server runs: made from the configuration, started and ended together."""
+"""The sources that look for workers while the server runs: made from the configuration, started and ended
+together.
+"""
 
 import asyncio
 from collections import Counter
@@ -45,8 +47,9 @@ class Discovery:
     async def apply(self, model: ModelConfig, tokenizer: Tokenizer, tools: BackendDependencies) -> None:
         """From now on look for this model's workers where the configuration says, and nowhere else.
 
-        A source that stays as it was goes on undisturbed. Of one whose settings changed the workers stay until the new one has
-        looked; then those that are not as they should be come anew. Workers of a source that is gone drain.
+        A source that stays as it was goes on undisturbed. Of one whose settings changed the workers stay
+        until the new one has looked; then those that are not as they should be come anew. Workers of a source
+        that is gone drain.
 
         Raises:
             ConfigError: something that a new source needs is not there; then nothing has changed.
@@ -100,7 +103,9 @@ class Discovery:
 
 
 def _named(route: str, sources: Iterable[DiscoverConfig]) -> Iterator[tuple[str, DiscoverConfig]]:
-    """Each source by where it looks, which is what makes it the same source after a change of its settings."""
+    """Each source by where it looks, which is what makes it the same source after a change of its
+    settings.
+    """
     times = Counter[str]()
     for config in sources:
         kubernetes = config.kubernetes

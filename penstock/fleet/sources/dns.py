@@ -1,7 +1,8 @@
 """Workers by name: a name's addresses, or its SRV records, asked for again and again.
 
-A failed lookup changes nothing: a name server that is away must not take a healthy fleet along. That there is no such name
-(or no address of it) is believed only when it was said `EMPTY_ANSWERS` times in a row, since resolvers say so by mistake too.
+A failed lookup changes nothing: a name server that is away must not take a healthy fleet along. That there is
+no such name (or no address of it) is believed only when it was said `EMPTY_ANSWERS` times in a row, since
+resolvers say so by mistake too.
 """
 
 import asyncio
@@ -101,7 +102,10 @@ async def addresses(dns: str) -> tuple[DiscoveredAddress, ...]:
 
 
 class SrvLookup:
-    """A `Lookup`: what a name's SRV records of the best priority say (RFC 2782). Weights are of no use to us."""
+    """A `Lookup`: what a name's SRV records of the best priority say (RFC 2782).
+
+    Weights are of no use to us.
+    """
 
     def __init__(self, resolver: Any) -> None:  # noqa: ANN401 - an extra's module.
         """`resolver` is dnspython's `asyncresolver`, or a resolver of one's own."""

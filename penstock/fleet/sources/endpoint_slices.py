@@ -1,7 +1,7 @@
 """Which pods of a service take requests, from its EndpointSlices (Kubernetes, discovery.k8s.io/v1). Pure.
 
-A service has any number of slices, and an endpoint may be in two of them for a moment. A pod of a service with two address
-families is in slices of both. A watch tells of whole slices.
+A service has any number of slices, and an endpoint may be in two of them for a moment. A pod of a service
+with two address families is in slices of both. A watch tells of whole slices.
 """
 
 from typing import Literal

@@ -1,4 +1,6 @@
-"""From the endpoints that a source has found to the workers that there should be: the same for every kind of source."""
+"""From the endpoints that a source has found to the workers that there should be: the same for every kind of
+source.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

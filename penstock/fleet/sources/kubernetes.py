@@ -4,7 +4,8 @@
       ^                                       └──410 Gone: that version is forgotten──┐
       └───────────────────────────────────────────────────────────────────────────────┘
 
-While the API server cannot be reached the workers stay as they are. The token is read again for each connection.
+While the API server cannot be reached the workers stay as they are. The token is read again for each
+connection.
 """
 
 import asyncio
@@ -228,7 +229,8 @@ def api_server(config: KubernetesConfig, environ: Mapping[str, str]) -> HttpAddr
     host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT", "443")
     if not host:
         raise ConfigError(
-            "models[].discover.kubernetes.api_server: needed, since this is not a pod (no KUBERNETES_SERVICE_HOST)"
+            "models[].discover.kubernetes.api_server: needed, since this is not a pod (no "
+            "KUBERNETES_SERVICE_HOST)"
         )
     return HttpAddress.parse(f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}")
 

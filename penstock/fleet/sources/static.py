@@ -25,7 +25,10 @@ def launched(
     heartbeat: HeartbeatTerms = HeartbeatTerms(),  # noqa: B008 - it is frozen.
     cores: int = 0,
 ) -> Iterator[Launched]:
-    """The replicas of one model; `path` is its directory. They share `cores`; 0: each has those of its place."""
+    """The replicas of one model; `path` is its directory.
+
+    They share `cores`; 0: each has those of its place.
+    """
     name = served_name(model)
     for number in range(model.replicas):
         spec = WorkerSpec(

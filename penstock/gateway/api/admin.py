@@ -1,4 +1,7 @@
-"""The endpoints of whoever runs the fleet, under /admin. They want an admin key; a tenant's ordinary key is refused."""
+"""The endpoints of whoever runs the fleet, under /admin.
+
+They want an admin key; a tenant's ordinary key is refused.
+"""
 
 from collections.abc import Collection
 from typing import Any
@@ -39,12 +42,17 @@ class Admin:
         members: Members | None,
         siblings: Siblings | None = None,
     ) -> None:
-        """Without `members` nobody can be drained from here. With `siblings` orders reach, and numbers count, all of them."""
+        """Without `members` nobody can be drained from here.
+
+        With `siblings` orders reach, and numbers count, all of them.
+        """
         self._services, self._metrics = services, metrics
         self._registry, self._members, self._siblings = registry, members, siblings
 
     async def workers(self, exchange: Exchange, caller: Caller) -> None:
-        """`GET /admin/workers`: every worker as this gateway process sees it, every model as all of them do."""
+        """`GET /admin/workers`: every worker as this gateway process sees it, every model as all of them
+        do.
+        """
         now_ns, wall_ns = self._services.clock.now_ns(), self._services.clock.wall_ns()
         numbers, gone = model_numbers(self._services, self._metrics), None
         if self._siblings is not None:
@@ -59,9 +67,9 @@ class Admin:
         answer(exchange, report)
 
     async def explain(self, exchange: Exchange, caller: Caller) -> None:
-        """`GET /admin/explain/{request_id}`: which workers this gateway process considered for a request, what each scored and why
-        one was picked; one entry per decision (holds and retries have more than one), oldest first. Of a request for "auto" also how
-        its model was chosen.
+        """`GET /admin/explain/{request_id}`: which workers this gateway process considered for a request,
+        what each scored and why one was picked; one entry per decision (holds and retries have more than
+        one), oldest first. Of a request for "auto" also how its model was chosen.
 
         Raises:
             NotFound: it is not known here, or not any more.
@@ -115,8 +123,9 @@ class Admin:
         return default_s if order.timeout_s is None else order.timeout_s
 
     def _drained(self, gone: Collection[str] | None) -> list[WorkerReport]:
-        """Workers that were drained by hand and are gone: they can come back. `gone`: those that have left all gateway
-        processes; None: there is only this one.
+        """Workers that were drained by hand and are gone: they can come back.
+
+        `gone`: those that have left all gateway processes; None: there is only this one.
         """
         if self._members is None:
             return []

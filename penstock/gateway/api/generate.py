@@ -1,7 +1,8 @@
 """The two endpoints that generate: `/v1/chat/completions` and `/v1/completions`.
 
-Each reads its request, finds the model, makes prompt tokens, checks that they fit, and submits a reply with one sink
-per choice to the dispatcher. After that everything is pushed (dispatch.py, reply.py, relay.py, collect.py).
+Each reads its request, finds the model, makes prompt tokens, checks that they fit, and submits a reply with
+one sink per choice to the dispatcher. After that everything is pushed (dispatch.py, reply.py, relay.py,
+collect.py).
 """
 
 import math
@@ -57,9 +58,11 @@ _Begin = Callable[[Job], tuple[Reply, Sequence[Sink]]]
 """Makes the reply of a job, and with it takes its exchange."""
 _Prepared = tuple[Job, _Begin]
 Prepare = Callable[[ServedModel, str], Awaitable[_Prepared]]
-"""Makes a request's prompt for one model, or an adapter of it, and says how its reply is made. Raises what the client has to change."""
+"""Makes a request's prompt for one model, or an adapter of it, and says how its reply is made. Raises what
+the client has to change."""
 PIECE_TOKENS = 32
-"""Tokens of a whole answer that go on together: detokenizing and counting each costs more than the rest of a step."""
+"""Tokens of a whole answer that go on together: detokenizing and counting each costs more than the rest of a
+step."""
 
 
 class Generate:
@@ -147,7 +150,9 @@ class Generate:
         prepare: Prepare,
         needs: frozenset[str],
     ) -> None:
-        """Submit the request to its model, and to whichever other one it is diverted to: each makes its own prompt."""
+        """Submit the request to its model, and to whichever other one it is diverted to: each makes its own
+        prompt.
+        """
         services, tenant = self._services, caller.tenant
         services.check_draining()
         hints = read_hints(exchange.head.headers, _session_word(request))
@@ -203,7 +208,9 @@ class Generate:
         adapter: str,
         needs: frozenset[str],
     ) -> Iterator[ServedModel]:
-        """Models that may answer what does not fit this one, or what it has had no worker for yet, if they have workers."""
+        """Models that may answer what does not fit this one, or what it has had no worker for yet, if they
+        have workers.
+        """
         services = self._services
         for name in services.gate.longer(
             model.name,
@@ -309,7 +316,9 @@ def _checked(model: ServedModel, request: GenerationRequest, needs: Sequence[Nee
 
 
 def _session_word(request: GenerationRequest) -> object:
-    """What in the body names the conversation: OpenAI's `prompt_cache_key` is for requests that share a beginning."""
+    """What in the body names the conversation: OpenAI's `prompt_cache_key` is for requests that share a
+    beginning.
+    """
     key = request.prompt_cache_key if isinstance(request, ChatRequest) else None
     return key or request.user
 

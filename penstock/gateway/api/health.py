@@ -2,11 +2,12 @@
 
     ok        every worker of it is ready (or was told to drain)
     degraded  one is ready, and others are not; or none is ready *yet*: it loads, or is being restarted
-    down      none will be ready again by itself: each has been given up (its restarts were in vain, it cannot serve
-              what it was told to), or hangs: is connected and does not answer
+    down      none will be ready again by itself: each has been given up (its restarts were in vain, it cannot
+              serve what it was told to), or hangs: is connected and does not answer
 
-One model that is down makes `/health` a 503: only somebody from outside can help, by starting this process anew. `/ready`
-is the other question, whether requests should be sent here now; a model that loads is healthy and not ready.
+One model that is down makes `/health` a 503: only somebody from outside can help, by starting this process
+anew. `/ready` is the other question, whether requests should be sent here now; a model that loads is healthy
+and not ready.
 """
 
 import enum

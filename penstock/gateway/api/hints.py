@@ -1,8 +1,10 @@
-"""What a client says about how its request may be treated: in headers, and the session also by the body's `prompt_cache_key` or `user`.
+"""What a client says about how its request may be treated: in headers, and the session also by the body's
+`prompt_cache_key` or `user`.
 
 x-penstock-degrade: never | allow | prefer      whether a smaller model may answer
 x-penstock-max-wait-ms: 2000                    the longest that it waits for its first token
-x-penstock-session: 7f3a                        the conversation it belongs to, whose worker it goes to among equals
+x-penstock-session: 7f3a                        the conversation it belongs to, whose worker it goes to among
+                                                equals
 """
 
 from collections.abc import Mapping

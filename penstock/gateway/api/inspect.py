@@ -42,7 +42,9 @@ PAGE_HEADERS = (
 
 
 class ModelReadiness(msgspec.Struct, frozen=True, kw_only=True):
-    """One model in `/ready`, and in a tenant's `/status.json`: how far it is, and no number that tells of anyone's use."""
+    """One model in `/ready`, and in a tenant's `/status.json`: how far it is, and no number that tells of
+    anyone's use.
+    """
 
     name: str
     ready: bool
@@ -63,7 +65,8 @@ class ModelState(ModelReadiness, frozen=True, kw_only=True):
     stats: Stats | None = None
     """Sums over its workers."""
     workers: dict[str, int]
-    """How many are in which state (policy/resilience/worker_state.py); each by itself is at /admin/workers."""
+    """How many are in which state (policy/resilience/worker_state.py); each by itself is at
+    /admin/workers."""
 
 
 class WorkerLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,13 +172,18 @@ class Inspect:
         answer(exchange, DetokenizeAnswer(prompt=text))
 
     async def health(self, exchange: Exchange, caller: Caller) -> None:
-        """`GET /health`: 200 while every model works or will again by itself, else 503; see gateway/api/health.py."""
+        """`GET /health`: 200 while every model works or will again by itself, else 503; see
+        gateway/api/health.py.
+        """
         found = gateway_health(model.workers for model in self._services.models)
         status = 503 if found.status is HealthStatus.DOWN else 200
         exchange.respond(Response(status=status, body=msgspec.json.encode(found)))
 
     async def ready(self, exchange: Exchange, caller: Caller) -> None:
-        """`GET /ready`: 200 once every model takes requests, else 503 and why. Anyone may ask, so it has no counters."""
+        """`GET /ready`: 200 once every model takes requests, else 503 and why.
+
+        Anyone may ask, so it has no counters.
+        """
         models = [_readiness(model) for model in self._services.models]
         status = "ready" if all(model.ready for model in models) else "loading"
         if self._services.draining:
@@ -184,15 +192,17 @@ class Inspect:
         exchange.respond(Response(status=200 if status == "ready" else 503, body=body))
 
     async def metrics(self, exchange: Exchange, caller: Caller) -> None:
-        """`GET /metrics`, with the engines' numbers as of now; the sum of all gateway processes. Of all tenants.
+        """`GET /metrics`, with the engines' numbers as of now; the sum of all gateway processes.
+
+        Of all tenants.
 
         Raises:
             Forbidden: the caller is a tenant.
         """
         if not caller.sees_all:
             raise Forbidden(
-                "This key is a tenant's, and /metrics tells of all tenants. It takes one of auth.scrape_keys or "
-                "auth.admin_keys, or one made with `penstock keys create --scrape`.",
+                "This key is a tenant's, and /metrics tells of all tenants. It takes one of auth.scrape_keys "
+                "or auth.admin_keys, or one made with `penstock keys create --scrape`.",
                 code="not_a_scrape_key",
             )
         body = self._render() if self._siblings is None else (await self._siblings.sum()).metrics

@@ -86,7 +86,9 @@ def facts_of(
 
 
 def _session(tenant: Tenant, hints: Hints) -> str:
-    """The conversation that a request says it belongs to, as no other tenant can name it; empty if it says nothing."""
+    """The conversation that a request says it belongs to, as no other tenant can name it; empty if it says
+    nothing.
+    """
     return f"{tenant.id}\0{hints.session}" if hints.session else ""
 
 

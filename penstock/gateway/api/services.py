@@ -55,7 +55,9 @@ class Services:
             raise Draining("The server is shutting down.")
 
     def tell_choice(self, exchange_id: str, tenant: Tenant, choice: ComplexityChoice) -> None:
-        """One line about how a model was chosen, where there are lines about requests: `exchange_id` is in the access line too."""
+        """One line about how a model was chosen, where there are lines about requests: `exchange_id` is in
+        the access line too.
+        """
         if not self.log.tells_requests:
             return
         facts: dict[str, str | float] = {f"part_{name}": round(value, 3) for name, value in choice.parts}

@@ -41,7 +41,8 @@ class Decisions:
     """Which worker got which of the last requests, and why."""
 
     async def start(self) -> None:
-        """Recover the ledger, take over what it knows of spending, and say hello to whoever shares the limits.
+        """Recover the ledger, take over what it knows of spending, and say hello to whoever shares the
+        limits.
 
         Raises:
             LedgerError: the ledger's directory or database cannot be used.
@@ -75,7 +76,9 @@ def make_decisions(
     log: Log,
     locality: KVLocality,
 ) -> Decisions:
-    """Admission, limits, budgets, prices and queues of `config`, in front of the models' workers. `gateway` names this process for all time.
+    """Admission, limits, budgets, prices and queues of `config`, in front of the models' workers.
+
+    `gateway` names this process for all time.
 
     Raises:
         ConfigError: the store of shared limits cannot be used as configured.

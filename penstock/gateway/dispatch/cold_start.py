@@ -1,7 +1,9 @@
-"""Requests for a model that has had no worker yet: nothing is known of it, so they wait here and not in its queue.
+"""Requests for a model that has had no worker yet: nothing is known of it, so they wait here and not in its
+queue.
 
-Its context and vocabulary are its first worker's to tell, and without these a prompt cannot be checked or counted. The bounds
-are the queue's own: how many requests and bytes, one tenant's share of them, and how long (`queue.no_worker_wait_s`).
+Its context and vocabulary are its first worker's to tell, and without these a prompt cannot be checked or
+counted. The bounds are the queue's own: how many requests and bytes, one tenant's share of them, and how long
+(`queue.no_worker_wait_s`).
 """
 
 import asyncio

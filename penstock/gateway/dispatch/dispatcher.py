@@ -1,6 +1,6 @@
 """Carries out on the event loop what the driver says: streams on workers, replies to clients.
 
-    submit ──> Driver.submit ──> (next turn of the loop) flush the journal, Driver.dispatch ──> start, abort, fail
+    submit ──> Driver.submit ──> (next turn of the loop) flush the journal, Driver.dispatch ──> start, fail
     on_first_output, on_tokens, on_attempt_failed, on_ended <── the replies ──> Driver
 
 The driver decides, replies carry bytes, the ledger remembers; this file only passes on what each has to know.
@@ -107,7 +107,10 @@ class Dispatcher:
         return None
 
     def move(self, request: Request, facts: RequestFacts, start: Callable[[], tuple[Reply, Streams]]) -> bool:
-        """Let a request that waits for a model without workers wait for another one; `start` makes its reply. False: it stays."""
+        """Let a request that waits for a model without workers wait for another one; `start` makes its reply.
+
+        False: it stays.
+        """
         if not self._driver.move(self._clock.now_ns(), facts, facts.diverted):
             return False
         old = _reply_of(request)
@@ -327,6 +330,9 @@ def _request_of(reply: Reply) -> Request:
 
 
 def _attempt(request: GenerateRequest, start: Start) -> GenerateRequest:
-    """A stream as it is sent now. A worker that was thought dead may still have it from an earlier attempt: that is another."""
+    """A stream as it is sent now.
+
+    A worker that was thought dead may still have it from an earlier attempt: that is another.
+    """
     name = f"{request.request_id}~{start.attempt}" if start.attempt > 1 else request.request_id
     return replace(request, priority=start.priority, request_id=RequestId(name))

@@ -1,4 +1,6 @@
-"""The placements of this gateway's models, and what is seen of their decisions: metrics, a sampled log line, explanations."""
+"""The placements of this gateway's models, and what is seen of their decisions: metrics, a sampled log line,
+explanations.
+"""
 
 from collections.abc import Callable
 
@@ -28,7 +30,9 @@ class Placements:
         seed: int,
         locality: Callable[[str], Locality | None] = lambda _: None,
     ) -> None:
-        """`seed` fixes every chance there is; `locality` tells where a model's prompts are cached, if anybody knows."""
+        """`seed` fixes every chance there is; `locality` tells where a model's prompts are cached, if anybody
+        knows.
+        """
         config = self._config = extended(config, PlacementTerms)
         self._metrics, self._log, self._seed = metrics, log, seed
         self._locality = locality

@@ -14,7 +14,10 @@ from penstock.types import Usage
 
 
 class GatewayRecords:
-    """See `driver.Records`. All that one turn of the event loop accepted is written to the journal together."""
+    """See `driver.Records`.
+
+    All that one turn of the event loop accepted is written to the journal together.
+    """
 
     def __init__(self, ledger: Ledger, prices: PriceList, metrics: Metrics, clock: Clock) -> None:
         self._ledger, self._prices, self._metrics, self._clock = ledger, prices, metrics, clock

@@ -1,4 +1,6 @@
-"""Says in the log when a machine is too slow for what is promised, and what holds there instead (policy/admission/promise.py)."""
+"""Says in the log when a machine is too slow for what is promised, and what holds there instead
+(policy/admission/promise.py).
+"""
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.routing import AdmissionConfig

@@ -1,5 +1,5 @@
-"""What the registry tells of workers, brought to flow control when it is next asked: once for each worker that has changed,
-however often it did. Costs nothing while nothing changes, however many workers there are.
+"""What the registry tells of workers, brought to flow control when it is next asked: once for each worker
+that has changed, however often it did. Costs nothing while nothing changes, however many workers there are.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,9 +27,10 @@ class WorkerFeed:
         shed_kv_above: float,
         on_news: Callable[[], None],
     ) -> None:
-        """`is_shared`: other gateways use the workers too, so what runs there is not all ours. `on_news` is called for a change that
-        cannot wait for the next request: some wait, or a worker's KV memory is fuller than the share `shed_kv_above`. It may
-        ask for a `refresh`, later.
+        """`is_shared`: other gateways use the workers too, so what runs there is not all ours.
+
+        `on_news` is called for a change that cannot wait for the next request: some wait, or a worker's KV
+        memory is fuller than the share `shed_kv_above`. It may ask for a `refresh`, later.
         """
         self._control, self._meters, self._is_shared = control, meters, is_shared
         self._shed_kv_above, self._on_news = shed_kv_above, on_news
@@ -59,7 +60,9 @@ class WorkerFeed:
             self._on_news()
 
     def _is_nearly_full(self, worker: Worker) -> bool:
-        """Whether streams may have to end there for the sake of others that run there: nobody need wait for that."""
+        """Whether streams may have to end there for the sake of others that run there: nobody need wait for
+        that.
+        """
         stats = worker.backend.status.stats
         return stats is not None and stats.blocks_used > self._shed_kv_above * stats.blocks_total > 0
 

@@ -5,8 +5,8 @@ r"""One client connection: HTTP/1.1 in, responses out (RFC 9112).
 
 Every state but BUSY has a deadline, every buffer a bound. A second request that arrives before the first is
 answered (pipelining) is not served: the first answer says `Connection: close`. After a last answer the
-connection lingers: our side is closed, and what the client still sends is read and thrown away for a moment, because
-closing with unread bytes would reset the connection and could destroy the answer on its way.
+connection lingers: our side is closed, and what the client still sends is read and thrown away for a moment,
+because closing with unread bytes would reset the connection and could destroy the answer on its way.
 """
 
 import asyncio
@@ -68,7 +68,10 @@ class Application(Protocol):
     """What answers requests. Called on the event loop; must not block or raise."""
 
     def refuse(self, head: RequestHead, client: str) -> Response | None:
-        """Answer already from the headers, which spares reading a body; None to go on. `client` is the peer's address."""
+        """Answer already from the headers, which spares reading a body; None to go on.
+
+        `client` is the peer's address.
+        """
         ...
 
     def handle(self, exchange: Exchange) -> None:
@@ -99,8 +102,8 @@ class Connection(asyncio.Protocol):
 
     __slots__ = (
         "_body", "_client", "_deadline_ns", "_exchange", "_head_bytes", "_headers",
-        "_num_sent", "_num_written", "_parser", "_raw_bytes", "_server", "_state", "_stuck_ns", "_transport", "_upgrades",
-        "_url", "paused",
+        "_num_sent", "_num_written", "_parser", "_raw_bytes", "_server", "_state", "_stuck_ns", "_transport",
+        "_upgrades", "_url", "paused",
     )  # fmt: skip
 
     def __init__(self, server: ServerContext) -> None:
@@ -164,7 +167,10 @@ class Connection(asyncio.Protocol):
             self._within_bounds(len(data))  # The head may have begun in these bytes.
 
     def eof_received(self) -> bool:
-        """The client sends nothing more. It may wait for its answer, or it has left: what is sent to it now will tell."""
+        """The client sends nothing more.
+
+        It may wait for its answer, or it has left: what is sent to it now will tell.
+        """
         if self._state in (ConnectionState.HEAD, ConnectionState.BODY):
             self._fail(HttpFault(400, "The connection ended in the middle of a request."))
             return False
@@ -446,10 +452,11 @@ class Connection(asyncio.Protocol):
             self._exchange.close_after()
 
     def _after_upgrade(self, rest: bytes) -> None:
-        """The parser stops behind the head of a request that asks for another protocol, which is never granted.
+        """The parser stops behind the head of a request that asks for another protocol, which is never
+        granted.
 
-        Without a body the request is complete. With one (Java's client asks for HTTP/2 in this way) a new parser is
-        given the head again without the wish.
+        Without a body the request is complete. With one (Java's client asks for HTTP/2 in this way) a new
+        parser is given the head again without the wish.
         """
         if not self._upgrades:
             self._pipelined()

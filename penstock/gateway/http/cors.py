@@ -1,7 +1,9 @@
-"""Which pages of other origins may call the API from a browser (the Fetch standard's CORS protocol), and what they may read.
+"""Which pages of other origins may call the API from a browser (the Fetch standard's CORS protocol), and what
+they may read.
 
-Only what is under /v1 and its two neighbours outside: never the page, the numbers or /admin. Keys travel in a header that a page
-sets itself, so no answer ever allows credentials (cookies), and an origin that is listed gains no more than any other program.
+Only what is under /v1 and its two neighbours outside: never the page, the numbers or /admin. Keys travel in a
+header that a page sets itself, so no answer ever allows credentials (cookies), and an origin that is listed
+gains no more than any other program.
 """
 
 import re
@@ -14,7 +16,8 @@ MAX_AGE_S = 600
 EXPOSED = (
     b"retry-after, x-request-id, x-penstock-downgrade, x-penstock-model, x-penstock-queue-ms, "
     b"x-penstock-requested-model, x-penstock-route, x-ratelimit-limit-requests, x-ratelimit-limit-tokens, "
-    b"x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens, x-ratelimit-reset-requests, x-ratelimit-reset-tokens"
+    b"x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens, x-ratelimit-reset-requests, "
+    b"x-ratelimit-reset-tokens"
 )
 """What a page may read beside the body and the few headers that it always may."""
 _OUTSIDE_V1 = frozenset({"/tokenize", "/detokenize"})
@@ -33,7 +36,8 @@ class Cors:
         """What goes with the answer to a request, whatever the answer is."""
         if not self._origins or not (head.path.startswith("/v1/") or head.path in _OUTSIDE_V1):
             return ()
-        # Without `*` the answer depends on the origin, and a cache between must know it, of refused origins too.
+        # Without `*` the answer depends on the origin, and a cache between must know it, of refused origins
+        # too.
         found = [] if self._any else [(b"vary", b"Origin")]
         origin = head.headers.get(b"origin")
         if origin is None or not (self._any or origin in self._origins):
@@ -47,7 +51,8 @@ class Cors:
             ]
             fields = head.headers.get(b"access-control-request-headers", b"")
             if _FIELDS.fullmatch(fields):
-                # Whatever it is, a program outside of a browser may send it too. `*` would leave out Authorization.
+                # Whatever it is, a program outside of a browser may send it too. `*` would leave out
+                # Authorization.
                 found.append((b"access-control-allow-headers", fields))
         else:
             found.append((b"access-control-expose-headers", EXPOSED))

@@ -77,9 +77,9 @@ class Exchange:
     """A request in the hands of a handler, and the way back to the client."""
 
     __slots__ = (
-        "_chunked", "_held_bytes", "_keep_alive", "_on_finished", "_wire", "body", "client", "cors", "ending", "head", "headers",
-        "holds", "id", "idle_ticks", "is_open", "on_caught_up", "on_disconnect", "on_full", "served", "started_ns", "status", "streaming",
-        "tally", "terms",
+        "_chunked", "_held_bytes", "_keep_alive", "_on_finished", "_wire", "body", "client", "cors", "ending",
+        "head", "headers", "holds", "id", "idle_ticks", "is_open", "on_caught_up", "on_disconnect", "on_full",
+        "served", "started_ns", "status", "streaming", "tally", "terms",
     )  # fmt: skip
 
     def __init__(
@@ -99,7 +99,8 @@ class Exchange:
         self.tally: Tally | None = None
         """Set by handlers that generate."""
         self.served: Served | None = None
-        """Which model answers, and why. Set by handlers that generate; its headers go with whatever the response is."""
+        """Which model answers, and why. Set by handlers that generate; its headers go with whatever the
+        response is."""
         self.started_ns = 0
         self.status = 0
         self.streaming = False
@@ -116,7 +117,8 @@ class Exchange:
         self.on_caught_up: Callable[[], None] | None = None
         """Called when a slow client has read what was written."""
         self.on_full: Callable[[], bool] | None = None
-        """Called when too much waits for a slow client. Whether its source was stopped: what comes all the same is little."""
+        """Called when too much waits for a slow client. Whether its source was stopped: what comes all the
+        same is little."""
         self.terms = terms
         self.holds = terms.flusher is not None
         """Whether text had better be held back (`hold`) than written now."""
@@ -176,7 +178,10 @@ class Exchange:
             )  # An interim response, of which a client must expect any number (RFC 9110, 15.2).
 
     def write(self, data: bytes) -> None:
-        """Send a piece of the stream. Over the buffer's bound its source waits, or the exchange ends as if the client had left."""
+        """Send a piece of the stream.
+
+        Over the buffer's bound its source waits, or the exchange ends as if the client had left.
+        """
         if not self.is_open:
             return
         self.idle_ticks = 0
@@ -191,7 +196,10 @@ class Exchange:
         return self.terms.pauses and self._wire.paused
 
     def hold(self, num_bytes: int) -> None:
-        """Bytes are held back for this client. They count against the same bound as what its transport buffers."""
+        """Bytes are held back for this client.
+
+        They count against the same bound as what its transport buffers.
+        """
         self._held_bytes += num_bytes
         if self._wire.paused and self._held_bytes + self._wire.buffered_bytes() > self.terms.buffer_bytes_max:
             self._full()
@@ -267,7 +275,9 @@ class Exchange:
         self._on_finished(self)
 
     def _forget_callbacks(self) -> None:
-        """They lead to the reply, which leads here: without them all of the request is freed at its end, not by the collector."""
+        """They lead to the reply, which leads here: without them all of the request is freed at its end, not
+        by the collector.
+        """
         self.on_disconnect = self.on_caught_up = self.on_full = None
 
     def _head(self, status: int, content_type: bytes, headers: tuple[tuple[bytes, bytes], ...]) -> bytes:

@@ -1,16 +1,19 @@
-"""When text that is ready goes to its client: at once, with more of its kind a moment later, or when it reads again.
+"""When text that is ready goes to its client: at once, with more of its kind a moment later, or when it reads
+again.
 
-`server.flush_ms` 0 writes every delta at once. Otherwise all of one stream's text of that time leaves as one event: one timer
-for all streams, none per stream. A client that does not keep up (its transport buffers more than a mark) is treated by
-`server.slow_client`:
+`server.flush_ms` 0 writes every delta at once. Otherwise all of one stream's text of that time leaves as one
+event: one timer for all streams, none per stream. A client that does not keep up (its transport buffers more
+than a mark) is treated by `server.slow_client`:
 
-    pause   its text is held back as text, and leaves as one event when it has caught up. The text of a token is a
-            fiftieth of its event, so a bound of 1 MiB holds nearly any answer. Over the bound a worker that is reached over
-            HTTP is not read until the client has caught up, so it waits (`Generation.hold`); an engine of ours, which sends all
-            streams over one connection, has the answer aborted.
+    pause   its text is held back as text, and leaves as one event when it has caught up. The text of a token
+            is a fiftieth of its event, so a bound of 1 MiB holds nearly any answer. Over the bound a worker
+            that is reached over HTTP is not read until the client has caught up, so it waits
+            (`Generation.hold`); an engine of ours, which sends all streams over one connection, has the
+            answer aborted.
     abort   it is written all the same, and aborted once the buffer is full.
 
-Our own engine is not slowed in either case: a stream that waits holds its KV blocks, which are dearer than a megabyte here.
+Our own engine is not slowed in either case: a stream that waits holds its KV blocks, which are dearer than a
+megabyte here.
 """
 
 import asyncio
@@ -39,7 +42,10 @@ class Flusher:
         self._waiting: list[Holder] = []
 
     def soon(self, holder: Holder) -> None:
-        """Call `holder.release` within the period. Called once per holder and flush; bounded by the streams."""
+        """Call `holder.release` within the period.
+
+        Called once per holder and flush; bounded by the streams.
+        """
         if not self._waiting:
             asyncio.get_running_loop().call_later(self._period_s, self._flush)
         self._waiting.append(holder)

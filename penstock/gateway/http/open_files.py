@@ -1,8 +1,8 @@
 """How near this process is to its bound on open files (`ulimit -n`), told by the number of a new one.
 
-The kernel gives out the lowest free number (POSIX), so a high one means that all below it are taken, by whatever: connections,
-workers, the ledger. A process without any left cannot even accept a connection to refuse it. So the last numbers are kept:
-a client that gets one of them is refused with an answer.
+The kernel gives out the lowest free number (POSIX), so a high one means that all below it are taken, by
+whatever: connections, workers, the ledger. A process without any left cannot even accept a connection to
+refuse it. So the last numbers are kept: a client that gets one of them is refused with an answer.
 """
 
 import enum

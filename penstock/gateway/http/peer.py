@@ -1,8 +1,8 @@
 """Whether the peer of a connection is still there.
 
-A FIN says only that nothing more will be sent. RFC 9112 lets a client shut down its sending side and wait for its answer, and one
-that has left looks the same until something is sent to it: then its kernel answers with a reset. Linux tells of a reset
-in `TCP_INFO`, also for a socket that nothing is read from any more.
+A FIN says only that nothing more will be sent. RFC 9112 lets a client shut down its sending side and wait for
+its answer, and one that has left looks the same until something is sent to it: then its kernel answers with a
+reset. Linux tells of a reset in `TCP_INFO`, also for a socket that nothing is read from any more.
 """
 
 import socket
@@ -10,10 +10,12 @@ import sys
 from typing import Protocol
 
 FIRST_LOOK_S = 0.002
-"""A reset on the same machine takes microseconds. Later looks are at twice the time each, up to `LAST_LOOK_S`."""
+"""A reset on the same machine takes microseconds. Later looks are at twice the time each, up to
+`LAST_LOOK_S`."""
 LAST_LOOK_S = 1.0
 PROBES_S = (1.0, 10.0, 60.0)
-"""When a client that waits is sent something again: it may leave later. Few, for some clients bound interim responses."""
+"""When a client that waits is sent something again: it may leave later. Few, for some clients bound interim
+responses."""
 _TCP_CLOSE = 7
 """`tcpi_state` of a connection that was reset (Linux, `include/net/tcp_states.h`)."""
 
@@ -36,7 +38,9 @@ def is_gone(found: _Socket | None) -> bool:
 
 
 def end_when_unacknowledged(found: socket.socket | None, timeout_s: float) -> None:
-    """Let the kernel give up a peer that acknowledges nothing: what its send buffer holds is not seen here."""
+    """Let the kernel give up a peer that acknowledges nothing: what its send buffer holds is not seen
+    here.
+    """
     if (
         sys.platform == "linux"
         and timeout_s

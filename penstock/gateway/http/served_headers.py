@@ -1,4 +1,5 @@
-"""Which model answered, and why, as the client is told: in headers, and once more in a stream's last usage chunk.
+"""Which model answered, and why, as the client is told: in headers, and once more in a stream's last usage
+chunk.
 
 x-penstock-model: small                     the model that answers; the body's `model` says the same
 x-penstock-requested-model: large           what was asked for, if that is another one
@@ -31,7 +32,10 @@ class _Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 @dataclass(slots=True, kw_only=True)
 class Served:
-    """Who answers a request. Filled in as it becomes known; read when the response begins, and when a stream ends."""
+    """Who answers a request.
+
+    Filled in as it becomes known; read when the response begins, and when a stream ends.
+    """
 
     model: str
     requested: str

@@ -31,7 +31,9 @@ class HttpServer:
         listeners: Sequence[socket.socket] = (),
         limits: WireLimits = WIRE_LIMITS,
     ) -> None:
-        """`listeners` are sockets that listen already, shared with other processes; without any it makes its own."""
+        """`listeners` are sockets that listen already, shared with other processes; without any it makes its
+        own.
+        """
         self._config = config
         self._clock = clock
         self._connections: set[Connection] = set()

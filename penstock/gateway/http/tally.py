@@ -1,4 +1,6 @@
-"""What one generation request used and how it went: the source of its metrics and of its line in the access log."""
+"""What one generation request used and how it went: the source of its metrics and of its line in the access
+log.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,7 +35,10 @@ class Tally:
     usages: UsageSum = field(default_factory=UsageSum)
 
     def ended(self, index: int, reason: FinishReason, usage: Usage) -> None:
-        """A choice's stream is over. The first choice's ending stands for the request, if nothing worse happens."""
+        """A choice's stream is over.
+
+        The first choice's ending stands for the request, if nothing worse happens.
+        """
         self.usages.ended(index, usage)
         if index == 0 and self.outcome is None:
             self.outcome = _OUTCOMES.get(reason)

@@ -16,10 +16,11 @@ class WireLimits:
     """From the first byte of a request to the end of its headers."""
     body_timeout_s: float = 60.0
     keepalive_timeout_s: float = 75.0
-    """An idle connection is closed after this long: later than the 60 s of common load balancers, so that they close first."""
+    """An idle connection is closed after this long: later than the 60 s of common load balancers, so that
+    they close first."""
     buffer_bytes_max: int = 1024 * 1024
-    """Unsent bytes held for a slow client. Over it a worker that is reached over HTTP has to wait ("pause"), and a request at
-    one of ours is aborted."""
+    """Unsent bytes held for a slow client. Over it a worker that is reached over HTTP has to wait ("pause"),
+    and a request at one of ours is aborted."""
     write_timeout_s: float = 30.0
     """A client that takes none of the bytes that wait for it for this long is cut off; 0 never."""
     heartbeat_s: float = 15.0

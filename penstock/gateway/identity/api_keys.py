@@ -3,11 +3,12 @@
     sk-k3v7q2mwz5ta_Jx0...43 characters...   the key; shown once, to whoever makes it
     sk-k3v7q2mwz5ta                          its prefix; shown in lists, logs and the ledger
 
-Only a BLAKE2b hash is kept, and no slow password hash is needed: a key is 256 bits of the machine's entropy, so there is
-no dictionary to try, and finding one from its hash means 2^255 guesses at any speed. (Slow hashes are for secrets that
-people think of.) (gateway/identity/tenants.py looks them up.)
+Only a BLAKE2b hash is kept, and no slow password hash is needed: a key is 256 bits of the machine's entropy,
+so there is no dictionary to try, and finding one from its hash means 2^255 guesses at any speed. (Slow hashes
+are for secrets that people think of.) (gateway/identity/tenants.py looks them up.)
 
-Everything here is a function of what is handed in; files are for gateway/identity/api_keys.py. Times are seconds since the epoch.
+Everything here is a function of what is handed in; files are for gateway/identity/api_keys.py. Times are
+seconds since the epoch.
 """
 
 import base64
@@ -210,9 +211,11 @@ def digest_of(key: bytes) -> bytes:
     return hashlib.blake2b(key, digest_size=32, person=b"penstock-apikey").digest()
 
 
-# The file of hashed keys: one JSON object per line, replaced as a whole, so that a reader never sees half of a change.
+# The file of hashed keys: one JSON object per line, replaced as a whole, so that a reader never sees half of
+# a change.
 #
-# Writers exclude one another with a lock beside the file. Gateways only read; they notice a change by `stamp`.
+# Writers exclude one another with a lock beside the file. Gateways only read; they notice a change by
+# `stamp`.
 
 LINE_BYTES_MAX = 2048
 KEYS_MAX = 100_000
@@ -267,7 +270,8 @@ def edit_keys(
     *,
     keys_max: int = KEYS_MAX,
 ) -> T:
-    """Change the file: `change` gets its records (none, if there is no file) and returns new ones and a result.
+    """Change the file: `change` gets its records (none, if there is no file) and returns new ones and a
+    result.
 
     Raises:
         ConfigError: the file cannot be read or written, or there would be too many keys.
@@ -300,7 +304,9 @@ def _locked(path: Path) -> Generator[None]:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Write beside the file, make it last, then put it in the file's place; a crash leaves the old one or the new one."""
+    """Write beside the file, make it last, then put it in the file's place; a crash leaves the old one or the
+    new one.
+    """
     path = path.resolve()  # A link stays a link.
     fresh = path.with_name(f".{path.name}.new")
     fresh.unlink(missing_ok=True)  # Of a writer that died; we hold the lock.

@@ -9,7 +9,10 @@ from penstock.policy.tenant import NOBODY, Tenant
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Caller:
-    """An authenticated caller. Everything about it comes from its key or token, nothing from other headers."""
+    """An authenticated caller.
+
+    Everything about it comes from its key or token, nothing from other headers.
+    """
 
     tenant: Tenant
     key_prefix: str = ""
@@ -17,7 +20,8 @@ class Caller:
     admin: bool = False
     """It may look at the fleet and change it (`/admin`)."""
     scrape: bool = False
-    """It may read the numbers of all tenants (`/metrics`, `/status.json`), and with a key that is all it may do."""
+    """It may read the numbers of all tenants (`/metrics`, `/status.json`), and with a key that is all it may
+    do."""
 
     @property
     def sees_all(self) -> bool:
@@ -40,7 +44,8 @@ ANYBODY = Caller(tenant=NOBODY)
 OPERATOR = Caller(tenant=NOBODY, key_prefix="admin", admin=True)
 """The holder of a key that is for `/admin` alone."""
 SCRAPER = Caller(tenant=NOBODY, key_prefix="scrape", scrape=True)
-"""The holder of a key that is for `/metrics` and `/status.json` alone, or a caller that needs none for them."""
+"""The holder of a key that is for `/metrics` and `/status.json` alone, or a caller that needs none for
+them."""
 
 
 def credential(head: RequestHead) -> bytes:
@@ -53,6 +58,7 @@ def credential(head: RequestHead) -> bytes:
     found = found.strip()
     if scheme.lower() != b"bearer" or not found:
         raise Unauthenticated(
-            "You didn't provide an API key. Send it in an Authorization header: 'Authorization: Bearer YOUR_KEY'."
+            "You didn't provide an API key. Send it in an Authorization header: 'Authorization: Bearer "
+            "YOUR_KEY'."
         )
     return found

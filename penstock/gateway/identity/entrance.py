@@ -2,14 +2,15 @@
 
     OPEN    everybody
     KEY     a tenant's key or token
-    LOOK    the key of an admin or a scraper; of a tenant, which sees its own numbers; without a key a local caller,
-            if `server.trust_local` says so
+    LOOK    the key of an admin or a scraper; of a tenant, which sees its own numbers; without a key a local
+            caller, if `server.trust_local` says so
     ADMIN   an admin's key
 
-Where authentication is off, everything is open to callers on this machine. A browser is on this machine too, and opens pages of
-strangers: so wherever no key proves that a request is wanted, its Host must be a name of this server (or a stranger's name that
-was pointed here, "DNS rebinding", would pass), and a page of another origin is refused (Fetch standard: `Origin`,
-`Sec-Fetch-Site`). A request that shows a key needs no such check: no browser adds keys by itself.
+Where authentication is off, everything is open to callers on this machine. A browser is on this machine too,
+and opens pages of strangers: so wherever no key proves that a request is wanted, its Host must be a name of
+this server (or a stranger's name that was pointed here, "DNS rebinding", would pass), and a page of another
+origin is refused (Fetch standard: `Origin`, `Sec-Fetch-Site`). A request that shows a key needs no such
+check: no browser adds keys by itself.
 """
 
 import enum
@@ -47,7 +48,8 @@ class Entrance:
         self._cors_origins = frozenset(config.cors_origins)
 
     def caller(self, access: Access, head: RequestHead, client: str) -> Caller | None:
-        """The caller of a request, or None if only `Tenancy.identify_later` can say; `client` is the socket's other end.
+        """The caller of a request, or None if only `Tenancy.identify_later` can say; `client` is the socket's
+        other end.
 
         Raises:
             Unauthenticated: no key, or not one that is accepted.
@@ -82,7 +84,8 @@ class Entrance:
         host = headers.get(b"host", b"").decode("latin-1").lower()
         if host and not self._is_ours(host):  # Only HTTP/1.0 may leave it out, which no browser speaks.
             raise Forbidden(
-                f"This server is not called {host[:128]!r}: without a key it answers to loopback names, its own address "
+                f"This server is not called {host[:128]!r}: without a key it answers to loopback names, its "
+                f"own address "
                 "and the names of server.hosts.",
                 code="foreign_host",
             )
@@ -96,8 +99,8 @@ class Entrance:
             is_foreign = not authority or not ours
         if is_foreign:
             raise Forbidden(
-                "This request comes from a page of another site. Without a key only this server's own pages may send "
-                "requests; server.hosts adds names.",
+                "This request comes from a page of another site. Without a key only this server's own pages "
+                "may send requests; server.hosts adds names.",
                 code="foreign_origin",
             )
 
@@ -116,8 +119,8 @@ def is_local(client: str, headers: Mapping[bytes, bytes]) -> bool:
 def _check_local(head: RequestHead, client: str) -> None:
     if not is_local(client, head.headers):
         raise Forbidden(
-            "Without authentication this is for callers on this machine; a request that a proxy passes on is none. "
-            "Set auth.keys or auth.keys_file, and auth.admin_keys.",
+            "Without authentication this is for callers on this machine; a request that a proxy passes on is "
+            "none. Set auth.keys or auth.keys_file, and auth.admin_keys.",
             code="not_local",
         )
 

@@ -1,12 +1,13 @@
-"""The public keys of an OpenID Connect provider (RFC 7517), fetched in the background and kept while it is down.
+"""The public keys of an OpenID Connect provider (RFC 7517), fetched in the background and kept while it is
+down.
 
     run() ──every refresh_s──> fetch ─> parse ─> keys
       ^                                   └─ failed: the last keys stay, up to stale_s_max
-      └── wait_for(): a token names a key that is not there; fetch sooner, but not sooner than refresh_s_min allows
+      └── wait_for(): a token names an unknown key; fetch sooner, at most once per refresh_s_min
 
-Fetching is a few kilobytes every few minutes, so the standard library does it, in a thread, and not the HTTP client of the
-workers: the provider is often outside the network and then reached through the proxy that the environment names, which
-`urllib` follows.
+Fetching is a few kilobytes every few minutes, so the standard library does it, in a thread, and not the HTTP
+client of the workers: the provider is often outside the network and then reached through the proxy that the
+environment names, which `urllib` follows.
 """
 
 import asyncio
@@ -54,7 +55,9 @@ class SigningKey:
 
 
 def parse_jwks(data: bytes, *, keys_max: int) -> dict[str, SigningKey]:
-    """The usable signing keys of a JWK set, by id. What cannot be used (encryption, symmetric, too short) is left out.
+    """The usable signing keys of a JWK set, by id.
+
+    What cannot be used (encryption, symmetric, too short) is left out.
 
     Raises:
         ValueError: it is no JWK set, or has no usable key.

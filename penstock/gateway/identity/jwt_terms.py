@@ -1,10 +1,12 @@
-"""The constants behind the section `auth.jwt`: which signatures are accepted, and how the provider's keys are followed."""
+"""The constants behind the section `auth.jwt`: which signatures are accepted, and how the provider's keys are
+followed.
+"""
 
 from penstock.config.tenancy import JwtConfig
 
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
-"""Signatures with a public key; each must also be of its key's kind. HMAC and "none" are not among them, so that no setting can
-let them in."""
+"""Signatures with a public key; each must also be of its key's kind. HMAC and "none" are not among them, so
+that no setting can let them in."""
 
 
 class JwtTerms(JwtConfig, frozen=True, kw_only=True):

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from penstock.gateway.identity.tokens import TokenVerifier
 
 RELOADABLE = ("tenants", "tiers", "auth", "prices", "budgets")
-"""Sections that a reload takes, and of `models` who their workers are. Changes of others are named in the log, and wait for a restart."""
+"""Sections that a reload takes, and of `models` who their workers are. Changes of others are named in the
+log, and wait for a restart."""
 
 Subscriber = Callable[[Config], None]
 """Told of a new configuration that is in force: it has been checked, so this may not fail."""
@@ -48,7 +49,8 @@ class Tenancy:
         """Read the keys file.
 
         Raises:
-            ConfigError: it cannot be read, does not go with the tiers, or tokens are asked for and PyJWT is missing.
+            ConfigError: it cannot be read, does not go with the tiers, or tokens are asked for and PyJWT is
+                missing.
         """
         self._clock, self._log = clock, log
         self._config = config
@@ -118,7 +120,9 @@ class Tenancy:
         return self._table.viewer_of_key(found)
 
     def identify_admin(self, head: RequestHead) -> Caller:
-        """The caller of a request that looks at the fleet or changes it. Tokens of tenants' people are not taken.
+        """The caller of a request that looks at the fleet or changes it.
+
+        Tokens of tenants' people are not taken.
 
         Raises:
             Unauthenticated: nobody that is accepted.
@@ -145,7 +149,8 @@ class Tenancy:
         )
 
     async def reload(self, config: Config) -> bool:
-        """Put a new configuration in force, as far as that can be done while running; False if it was refused.
+        """Put a new configuration in force, as far as that can be done while running; False if it was
+        refused.
 
         `config` has been checked as at start. Files are read in a thread: streams go on meanwhile.
         """
@@ -171,7 +176,9 @@ class Tenancy:
             return True
 
     def _mergeable(self, config: Config) -> Config:
-        """The running configuration with what may be changed taken from `config`; says what waits for a restart."""
+        """The running configuration with what may be changed taken from `config`; says what waits for a
+        restart.
+        """
         models = with_members(self._config.models, config.models)
         kept = msgspec.structs.replace(self._config, models=models)
         changed = [

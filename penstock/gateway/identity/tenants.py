@@ -63,10 +63,12 @@ class TenantTable:
         return len(self._stored) + len(self._plain)
 
     def check_shrinking(self, before: "TenantTable") -> None:
-        """Refuse a keys file from which so many keys are gone that it looks like an accident: nobody revokes by deleting lines.
+        """Refuse a keys file from which so many keys are gone that it looks like an accident: nobody revokes
+        by deleting lines.
 
         Raises:
-            ConfigError: it has no accepted key left, or more than half of them are gone (and more than `GONE_KEYS_MAX`).
+            ConfigError: it has no accepted key left, or more than half of them are gone (and more than
+                `GONE_KEYS_MAX`).
         """
         now_s = self._clock.wall_ns() // NS_PER_S
         accepted = before.accepted_keys(now_s)
@@ -75,7 +77,8 @@ class TenantTable:
             return
         if not self._stored.active(now_s) or (num_gone > GONE_KEYS_MAX and 2 * num_gone > len(accepted)):
             raise ConfigError(
-                f"{num_gone} of {len(accepted)} keys are gone from the file, as after a copy that failed. If that is meant, "
+                f"{num_gone} of {len(accepted)} keys are gone from the file, as after a copy that failed. If "
+                f"that is meant, "
                 "revoke them with `penstock keys revoke`, or restart the server"
             )
 
@@ -171,9 +174,12 @@ class _OperatorKeys:
 
 
 class _PlainKeys:
-    """The keys of the configuration. They are hashed at start, so that no later memory dump or log line can show one.
+    """The keys of the configuration.
 
-    Looking up a digest takes a time that may depend on the digests; keyed with what nobody knows, they tell nothing.
+    They are hashed at start, so that no later memory dump or log line can show one.
+
+    Looking up a digest takes a time that may depend on the digests; keyed with what nobody knows, they tell
+    nothing.
     """
 
     def __init__(self, keys: Iterable[str], tenants: Tenants) -> None:
@@ -206,7 +212,8 @@ def _own_tenant(key: str, taken: set[str]) -> str:
     return short if short not in taken else f"{KEY_TENANT}{digest}"
 
 
-# The keys of a keys file, ready to be asked whose a key is: its prefix finds the record, its hash is compared.
+# The keys of a keys file, ready to be asked whose a key is: its prefix finds the record, its hash is
+# compared.
 
 _KEY = re.compile(rb"sk-([a-z2-7]{12})_[A-Za-z0-9_-]{43}")
 _NOBODYS_HASH = bytes(32)
@@ -220,7 +227,10 @@ class _Entry:
 
 
 class StoredKeys:
-    """The keys of a file, ready to be asked. One lookup and one constant-time comparison, however many there are."""
+    """The keys of a file, ready to be asked.
+
+    One lookup and one constant-time comparison, however many there are.
+    """
 
     def __init__(self, keys: Sequence[ApiKey], tenants: Tenants) -> None:
         """The keys must go with the tenants (see `tier_problem`)."""

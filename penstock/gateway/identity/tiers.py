@@ -1,4 +1,6 @@
-"""Tenants as the deciding parts see them: what the configuration says of one, with its tier's limits worked in."""
+"""Tenants as the deciding parts see them: what the configuration says of one, with its tier's limits worked
+in.
+"""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -11,9 +13,10 @@ from penstock.types import TenantId
 SALT_BYTES = 16
 MICROS = 1_000_000
 _DEFAULTS: Mapping[str, Any] = {
-    "requests_per_minute": 0, "tokens_per_minute": 0, "concurrent_max": 0, "input_tokens_max": 0, "output_tokens_max": 0,
-    "context_tokens_max": 0, "models": (), "adapters": (), "weight": 1.0, "band": "default", "budget_per_day": 0.0,
-    "budget_per_month": 0.0, "degrade": "allow", "trusted_special_tokens": False,
+    "requests_per_minute": 0, "tokens_per_minute": 0, "concurrent_max": 0, "input_tokens_max": 0,
+    "output_tokens_max": 0, "context_tokens_max": 0, "models": (), "adapters": (), "weight": 1.0,
+    "band": "default", "budget_per_day": 0.0, "budget_per_month": 0.0, "degrade": "allow",
+    "trusted_special_tokens": False,
 }  # fmt: skip
 """Holds where neither the tenant nor its tier says anything."""
 
@@ -48,7 +51,9 @@ class Tenants:
         return self._known.setdefault(TenantId(tenant_id), self.tenant(tenant_id, tier))
 
     def tenant(self, tenant_id: str, tier: str = "") -> Tenant:
-        """The tenant of this id: as configured, else a new one of the named tier (which must exist), else without limits."""
+        """The tenant of this id: as configured, else a new one of the named tier (which must exist), else
+        without limits.
+        """
         found = self._known.get(TenantId(tenant_id))
         if found is not None:
             return found

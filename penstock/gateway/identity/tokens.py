@@ -1,8 +1,8 @@
 """Tokens of an OpenID Connect provider: who a signed JSON Web Token says is calling (RFC 7519, RFC 8725).
 
-PyJWT checks the signature, issuer and audience. What may be chosen is chosen here and not by the token: the algorithm
-must be on the list and fit the key (so `none`, and HMAC with a public key, have no way in), the key comes from the
-provider's set and never from the token's header, and times are judged by our clock.
+PyJWT checks the signature, issuer and audience. What may be chosen is chosen here and not by the token: the
+algorithm must be on the list and fit the key (so `none`, and HMAC with a public key, have no way in), the key
+comes from the provider's set and never from the token's header, and times are judged by our clock.
 
 A token that was verified is remembered under a keyed hash until it ends, so its signature is checked once.
 """

@@ -11,7 +11,8 @@ from penstock.policy.tenant import Tenant
 from penstock.protocol.openai import ChatRequest, CompletionRequest, GenerationRequest, Message, ModelCard
 
 _CHARS_PER_TOKEN = 3
-"""For asking whether a conversation fits a model before its tokenizer has seen it: rather too many tokens than too few."""
+"""For asking whether a conversation fits a model before its tokenizer has seen it: rather too many tokens
+than too few."""
 _TOKEN_CHARS = 4
 """What a prompt of token ids counts for each."""
 

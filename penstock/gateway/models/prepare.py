@@ -52,8 +52,8 @@ async def render(
     add_generation_prompt: bool = True,
     extra: Mapping[str, Any] | None = None,
 ) -> tuple[int, ...]:
-    """Token ids of messages put through the model's template; special tokens in their text are those tokens if the tenant
-    is trusted with them, else text.
+    """Token ids of messages put through the model's template; special tokens in their text are those tokens
+    if the tenant is trusted with them, else text.
 
     Raises:
         InvalidRequest: the template refuses them.
@@ -209,9 +209,9 @@ def _room(asked: int | None, num_prompt: int, info: ModelInfo, tenant: Tenant, p
         )
     if asked is not None and num_prompt + asked > len_max:
         raise ContextTooLong(
-            f"This model's maximum context length is {len_max} tokens. However, you requested {num_prompt + asked} "
-            f"tokens ({num_prompt} in the {param}, {asked} in the completion). Please reduce the length of the "
-            f"{param} or completion.",
+            f"This model's maximum context length is {len_max} tokens. However, you requested "
+            f"{num_prompt + asked} tokens ({num_prompt} in the {param}, {asked} in the completion). Please "
+            f"reduce the length of the {param} or completion.",
             param=param,
         )
     return asked if asked is not None else output_room(tenant, num_prompt, len_max - num_prompt)

@@ -1,8 +1,9 @@
 """Which leading tokens of a prompt are public: what an operator declared in `models[].public_prefixes`.
 
-Tenants' KV caches are apart, so that nobody learns from a fast answer what others have asked. A system prompt that
-the operator himself publishes is no such secret: KV blocks that hold nothing but its tokens are shared by all. Only
-tokens that equal the operator's, from the very first one, are ever called public, whatever a caller sends.
+Tenants' KV caches are apart, so that nobody learns from a fast answer what others have asked. A system prompt
+that the operator himself publishes is no such secret: KV blocks that hold nothing but its tokens are shared
+by all. Only tokens that equal the operator's, from the very first one, are ever called public, whatever a
+caller sends.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -63,7 +64,8 @@ def _forms(text: str, tokenizer: Tokenizer, prompts: ChatPrompts) -> Iterator[tu
         return
     system = {"role": "system", "content": text}
     try:
-        # Two chats that differ in the first character of the question: what they have in common comes before it.
+        # Two chats that differ in the first character of the question: what they have in common comes before
+        # it.
         one, other = (
             prompts.token_ids([system, {"role": "user", "content": content}]) for content in ("A", "7")
         )

@@ -39,7 +39,8 @@ class ServedModel:
     tool_parser: Callable[[], ToolParser] = HermesToolParser
     """Makes one answer's parser of tool calls."""
     declared_len: int = 0
-    """Tokens of its context as the configuration or the checkpoint says, until a worker has said it; 0: neither does."""
+    """Tokens of its context as the configuration or the checkpoint says, until a worker has said it; 0:
+    neither does."""
     public_prefixes: PublicPrefixes = NO_PUBLIC_PREFIXES
     """What prompts may begin with that is no tenant's secret."""
     prompts: ChatPrompts = field(init=False)
@@ -140,7 +141,8 @@ class ModelTable:
     def resolve(
         self, request: GenerationRequest, tenant: Tenant, needs: frozenset[str] = frozenset()
     ) -> "Resolved":
-        """What a request asks for: a model, an adapter of one, or "auto": one that can do what is needed, if there is one.
+        """What a request asks for: a model, an adapter of one, or "auto": one that can do what is needed, if
+        there is one.
 
         Raises:
             NotFound: there is no such model.

@@ -1,9 +1,9 @@
 """Tokenizing without stalling the event loop.
 
 A short prompt takes less time than handing it to a thread, so it is done in place. A long one (a megabyte
-is a quarter of a second) goes to one of two threads; the tokenizer lets go of the GIL meanwhile. A chat template that
-runs in a process of its own is waited for in a thread of its own, so that its model's requests wait for nobody's but each
-other.
+is a quarter of a second) goes to one of two threads; the tokenizer lets go of the GIL meanwhile. A chat
+template that runs in a process of its own is waited for in a thread of its own, so that its model's requests
+wait for nobody's but each other.
 """
 
 import asyncio
@@ -54,7 +54,8 @@ class TokenizePool:
     async def render(
         self, num_bytes: int, template: ChatTemplate, with_tools: bool, work: Callable[[bool], T]
     ) -> T:
-        """The result of `work(may_block)`, which renders with this template and raises `RanAway` rather than block.
+        """The result of `work(may_block)`, which renders with this template and raises `RanAway` rather than
+        block.
 
         Raises:
             Overloaded: too much is waiting already.

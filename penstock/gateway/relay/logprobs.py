@@ -16,7 +16,8 @@ class Echo:
 
     text: str = ""
     first: TextLogprob | None = None
-    """The prompt's first token, where log-probabilities are shown too: it has none, and those that follow do."""
+    """The prompt's first token, where log-probabilities are shown too: it has none, and those that follow
+    do."""
 
 
 def chat_logprobs(logprobs: Sequence[TextLogprob]) -> ChatLogprobs:

@@ -1,7 +1,8 @@
 """Two attempts at one stream: both feed the same sink, and only the one that has output first is heard.
 
-Which of them, and when there are two, flow control decides (policy/extras/hedging.py); this file only sees to it that nothing of the other one
-reaches the client. An attempt that has won costs nothing more: its output goes straight to the sink.
+Which of them, and when there are two, flow control decides (policy/extras/hedging.py); this file only sees to
+it that nothing of the other one reaches the client. An attempt that has won costs nothing more: its output
+goes straight to the sink.
 """
 
 from collections.abc import Callable
@@ -48,7 +49,9 @@ class Race:
         on_won: Callable[[Racer], None],
         on_lost: Callable[[Racer, Finish], None],
     ) -> None:
-        """Of two attempts, `on_won` is called with the one that was first, `on_lost` with one that failed or was aborted before that."""
+        """Of two attempts, `on_won` is called with the one that was first, `on_lost` with one that failed or
+        was aborted before that.
+        """
         self._on_won, self._on_lost = on_won, on_lost
         self._racers: list[Racer] = []
         self._loser: Racer | None = None

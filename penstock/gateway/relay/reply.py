@@ -35,12 +35,16 @@ class ReplyListener(Protocol):
         ...
 
     def on_tokens(self, reply: "Reply") -> None:
-        """`reply.num_produced` has reached `reply.next_slice`. May end the reply; sets the next slice if it does not."""
+        """`reply.num_produced` has reached `reply.next_slice`.
+
+        May end the reply; sets the next slice if it does not.
+        """
         ...
 
     def on_attempt_failed(self, reply: "Reply", error: PenstockError) -> bool:
-        """The worker failed, and another one can begin again or continue. True: `start` is called again, later, with what
-        `remaining` says; False: the reply fails.
+        """The worker failed, and another one can begin again or continue.
+
+        True: `start` is called again, later, with what `remaining` says; False: the reply fails.
         """
         ...
 
@@ -105,11 +109,15 @@ class StreamSlots:
 
 
 class Reply:
-    """All streams of one request. Waits until it is started; ends once: completed, stopped, failed, or the client left."""
+    """All streams of one request.
+
+    Waits until it is started; ends once: completed, stopped, failed, or the client left.
+    """
 
     __slots__ = (
-        "_broken", "_generations", "_is_over", "_live", "_race", "_resume", "_settled", "_stopped", "_waiting",
-        "context", "error", "exchange", "fall_back", "next_slice", "num_produced", "request", "streams", "tally",
+        "_broken", "_generations", "_is_over", "_live", "_race", "_resume", "_settled", "_stopped",
+        "_waiting", "context", "error", "exchange", "fall_back", "next_slice", "num_produced", "request",
+        "streams", "tally",
     )  # fmt: skip
 
     def __init__(self, context: Context) -> None:
@@ -123,7 +131,8 @@ class Reply:
         self.streams: Sequence[tuple[GenerateRequest, Sink]] = ()
         """One for each choice, until it has ended."""
         self.fall_back: FallBackTo | None = None
-        """Makes its prompt for another model and moves it there, while it waits; None: no model falls back."""
+        """Makes its prompt for another model and moves it there, while it waits; None: no model falls
+        back."""
         self.num_produced = 0
         """Tokens of all choices so far."""
         self.next_slice: float = math.inf
@@ -148,11 +157,15 @@ class Reply:
         return self._is_over
 
     def first_usage(self) -> Usage | None:
-        """What the worker told with the first output, of a request that is one stream; of several it is no one's time."""
+        """What the worker told with the first output, of a request that is one stream; of several it is no
+        one's time.
+        """
         return self._generations[0].usage if len(self._generations) == 1 else None
 
     def remaining(self) -> Sequence[tuple[GenerateRequest, Sink]]:
-        """What to start now of all its streams: those that are not over, behind what the client has seen of each."""
+        """What to start now of all its streams: those that are not over, behind what the client has seen of
+        each.
+        """
         if self.tally.first_ns is None:
             return self.streams
         resume = self._resume
@@ -165,8 +178,9 @@ class Reply:
     def start(
         self, backend: Backend, streams: Sequence[tuple[GenerateRequest, Sink]], *, race: int = 0
     ) -> None:
-        """Start every stream. If one cannot start, none runs; the listener says what happens then. With `race` it is one stream, the
-        attempt of that number, and `start_hedge` may follow.
+        """Start every stream. If one cannot start, none runs; the listener says what happens then.
+
+        With `race` it is one stream, the attempt of that number, and `start_hedge` may follow.
         """
         assert self._waiting, "it runs already"
         self._race = None
@@ -228,7 +242,9 @@ class Reply:
             self.context.listener.on_tokens(self)
 
     def ended(self, finish: Finish) -> Finish:
-        """A stream's end as the client sees it: what the listener stopped did not fail (called by sinks first of all)."""
+        """A stream's end as the client sees it: what the listener stopped did not fail (called by sinks first
+        of all).
+        """
         if finish.reason is FinishReason.ABORT and self._stopped is not None:
             return Finish(reason=self._stopped, usage=finish.usage)
         return finish
@@ -246,7 +262,10 @@ class Reply:
         self._settle_if_idle()
 
     def fail(self, error: Exception) -> None:
-        """End with an error, if nothing has ended it yet. One that is not ours is a bug: the client hears no details."""
+        """End with an error, if nothing has ended it yet.
+
+        One that is not ours is a bug: the client hears no details.
+        """
         if self._is_over:
             return
         self.error = error
@@ -263,7 +282,9 @@ class Reply:
         self._abort_all()
 
     def hold_streams(self) -> bool:
-        """Read no more from the workers, if that can be done with each stream; None are there between two attempts."""
+        """Read no more from the workers, if that can be done with each stream; None are there between two
+        attempts.
+        """
         return all(generation.hold() for generation in self._generations)
 
     def let_streams_go_on(self) -> None:

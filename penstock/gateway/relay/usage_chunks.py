@@ -1,6 +1,7 @@
 """vLLM's `stream_options.continuous_usage_stats`: every chunk of a stream has the usage until there.
 
-The chunks of the other sinks are written as they are; only their last field is put in. Rare, so it may cost more.
+The chunks of the other sinks are written as they are; only their last field is put in. Rare, so it may cost
+more.
 """
 
 from typing import cast
@@ -23,7 +24,10 @@ class _Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UsageWriter:
-    """Stands before an exchange, for the sinks of one reply. Holds nothing back, for what is held has no usage of its own."""
+    """Stands before an exchange, for the sinks of one reply.
+
+    Holds nothing back, for what is held has no usage of its own.
+    """
 
     holds = False
 

@@ -1,1 +1,3 @@
-"""What several gateways share: where the leases of policy/limits/lease.py come from, and who carries the questions there."""
+"""What several gateways share: where the leases of policy/limits/lease.py come from, and who carries the
+questions there.
+"""

@@ -1,7 +1,8 @@
 """Keeps the leases of one gateway filled: the only task that talks to the store.
 
-It asks when something is wanted and at least once in a while (so that it is counted), one batch at a time, each within
-its timeout. While the store is away it tries again every `retry_s`; requests meanwhile go by `on_store_down`.
+It asks when something is wanted and at least once in a while (so that it is counted), one batch at a time,
+each within its timeout. While the store is away it tries again every `retry_s`; requests meanwhile go by
+`on_store_down`.
 """
 
 import asyncio
@@ -42,7 +43,8 @@ class LeaseKeeper:
 
     async def close(self) -> None:
         """Stop. What is on lease is not handed back: it comes back to the bucket as refill."""
-        # A cancellation that falls into a call of the store's client may be lost there: the loop must see it, too.
+        # A cancellation that falls into a call of the store's client may be lost there: the loop must see it,
+        # too.
         self._closing = True
         if self._task is not None:
             self._task.cancel()

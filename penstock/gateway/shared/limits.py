@@ -1,4 +1,6 @@
-"""The rate limits of one gateway process, shared or not: what wires policy/limits/rate_limit.py to a store."""
+"""The rate limits of one gateway process, shared or not: what wires policy/limits/rate_limit.py to a
+store.
+"""
 
 from penstock.clock import Clock
 from penstock.config.flow import LimitsConfig, SharedConfig

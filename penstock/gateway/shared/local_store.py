@@ -1,7 +1,7 @@
 """Leases from the parent of several gateway processes: a table behind a Unix socket.
 
-A frame is four bytes of length and one msgpack value: asks from a gateway, one `LeaseReply` back. The first frame of a
-connection is the gateway's name; when its connection ends, the gateway is counted no more.
+A frame is four bytes of length and one msgpack value: asks from a gateway, one `LeaseReply` back. The first
+frame of a connection is the gateway's name; when its connection ends, the gateway is counted no more.
 """
 
 import asyncio

@@ -1,10 +1,11 @@
-"""What tenants spend on each machine, in Redis: a hash for each tenant's day and month, with one field for each ledger.
+"""What tenants spend on each machine, in Redis: a hash for each tenant's day and month, with one field for
+each ledger.
 
     PREFIX:spent:day:NUMBER:TENANT      hash: ledger -> millionths; NUMBER counts days since 1970-01-01
     PREFIX:spent:month:NUMBER:TENANT    NUMBER is 12 * year + month - 1
 
-A field holds a total, never an increment: it may be told as often as one likes, by every process of the machine, after a
-crash, and to a Redis that has lost its memory.
+A field holds a total, never an increment: it may be told as often as one likes, by every process of the
+machine, after a crash, and to a Redis that has lost its memory.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,8 @@ for i, key in ipairs(KEYS) do
   local elsewhere, known = 0, 0
   local fields = redis.call('HGETALL', key)
   for j = 1, #fields, 2 do
-    if fields[j] == ARGV[1] then known = tonumber(fields[j + 1]) else elsewhere = elsewhere + tonumber(fields[j + 1]) end
+    if fields[j] == ARGV[1] then known = tonumber(fields[j + 1]) else elsewhere = elsewhere + \
+tonumber(fields[j + 1]) end
   end
   if micros > known then
     redis.call('HSET', key, ARGV[1], string.format('%.0f', micros))
@@ -52,7 +54,8 @@ class RedisSpending:
         self._script: Any = self._client.register_script(SCRIPT)
 
     async def exchange(self, here: Sequence[Spent]) -> list[Spent]:
-        """Tell what was spent here; what the same tenants have spent on other machines in the same days and months.
+        """Tell what was spent here; what the same tenants have spent on other machines in the same days and
+        months.
 
         Raises:
             StoreError: it failed. The same may be told again.

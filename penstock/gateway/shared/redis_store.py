@@ -1,11 +1,12 @@
 """Leases from Redis: one script does a whole batch, atomically and by the server's clock.
 
-The script is policy/limits/lease_table.py in Lua; tests hold the two together. One Redis with any number of replicas; not Redis
-Cluster, since a batch has keys of many tenants. Keys, all under `shared.prefix`:
+The script is policy/limits/lease_table.py in Lua; tests hold the two together. One Redis with any number of
+replicas; not Redis Cluster, since a batch has keys of many tenants. Keys, all under `shared.prefix`:
 
     PREFIX:gateways           who asked lately, by time
     PREFIX:limit:KEY          hash: level, at, epoch, given, burst; expires when it would be full again
-    PREFIX:said:GATEWAY:KEY   number and grant of the last answer; so a question that is asked again is not granted twice
+    PREFIX:said:GATEWAY:KEY   number and grant of the last answer; so a question that is asked again is not
+                              granted twice
 """
 
 from collections.abc import Sequence
@@ -29,7 +30,8 @@ local function grant(limit, said, rate, burst, seq, owed, returned, want, epoch,
   local stored = redis.call('HMGET', limit, 'level', 'at', 'epoch', 'given', 'burst')
   local level, at, life, given = burst, now, now, 0
   if stored[1] then
-    level, at, life, given = tonumber(stored[1]), tonumber(stored[2]), tonumber(stored[3]), tonumber(stored[4])
+    level, at, life, given = tonumber(stored[1]), tonumber(stored[2]), tonumber(stored[3]), \
+tonumber(stored[4])
     local cap = tonumber(stored[5])
     if now > at then level = math.min(cap, level + (now - at) * rate / 60000000) end
     if cap ~= burst then level = math.max(level + burst - cap, math.min(level, 0)) end
@@ -50,7 +52,8 @@ local function grant(limit, said, rate, burst, seq, owed, returned, want, epoch,
     redis.call('HSET', said, 'seq', string.format('%.0f', seq), 'granted', string.format('%.0f', granted))
     redis.call('PEXPIRE', said, math.ceil(ttl_us / 1000))
   end
-  redis.call('HSET', limit, 'level', string.format('%.17g', level), 'at', string.format('%.0f', math.max(now, at)),
+  redis.call('HSET', limit, 'level', string.format('%.17g', level), 'at', string.format('%.0f', \
+math.max(now, at)),
     'epoch', string.format('%.0f', life), 'given', string.format('%.17g', given),
     'burst', string.format('%.0f', burst))
   redis.call('PEXPIRE', limit, math.ceil((burst - level) * 60000 / rate) + 60000)
@@ -69,7 +72,8 @@ end
 reply[#reply + 1] = now
 return reply
 """
-"""Amounts are doubles: exact below 2^53, and a level that was rounded is off by less than a billionth of a token."""
+"""Amounts are doubles: exact below 2^53, and a level that was rounded is off by less than a billionth of a
+token."""
 
 
 class RedisStore:

@@ -15,7 +15,10 @@ READ_BYTES = 1 << 16
 
 
 class Siblings:
-    """The link to the parent. `start` it once; the parent's end is this process's end, so it is never made again."""
+    """The link to the parent.
+
+    `start` it once; the parent's end is this process's end, so it is never made again.
+    """
 
     def __init__(self, path: str) -> None:
         """`path` is the parent's Unix socket."""

@@ -1,9 +1,9 @@
 """Keeps the budgets of one gateway process up to date with what is spent elsewhere.
 
-Other processes of this machine write the same ledger; other machines tell their totals to the shared store and hear
-ours. Both are asked every `REFRESH_S`, and the store also when a tenant with a budget is seen for the first time.
-A request never waits for either, so a tenant can overspend by what the others grant it between two rounds. While the
-store is away, what was heard last still counts.
+Other processes of this machine write the same ledger; other machines tell their totals to the shared store
+and hear ours. Both are asked every `REFRESH_S`, and the store also when a tenant with a budget is seen for
+the first time. A request never waits for either, so a tenant can overspend by what the others grant it
+between two rounds. While the store is away, what was heard last still counts.
 """
 
 import asyncio
@@ -58,7 +58,8 @@ class Spending:
 
     async def close(self) -> None:
         """Say what was spent in the end, and stop."""
-        # A cancellation that falls into a call of the store's client may be lost there: the loop must see it, too.
+        # A cancellation that falls into a call of the store's client may be lost there: the loop must see it,
+        # too.
         self._closing = True
         if self._task is not None:
             self._task.cancel()

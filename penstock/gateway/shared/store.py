@@ -7,7 +7,10 @@ from penstock.policy.limits.lease import LeaseAsk, LeaseReply
 
 
 class StoreError(Exception):
-    """The store is not there, or does not answer as it should. Only the keeper sees it; no request ever does."""
+    """The store is not there, or does not answer as it should.
+
+    Only the keeper sees it; no request ever does.
+    """
 
 
 class LeaseStore(Protocol):

@@ -5,12 +5,12 @@ A block is in exactly one of four states:
     free      holds nothing worth keeping             --allocate-->   used
     used      some request reads it (references > 0)  --free-->       draining, cached or free
     draining  given up, but an epoch holds it still   --end_epoch-->  cached if it has a hash, else free
-    cached    nobody reads it, its hash may be hit    --acquire-->    used    or evicted by --allocate-->  used
+    cached    nobody reads it, its hash may be hit    --acquire-->  used    or evicted by --allocate-->  used
 
 An *epoch* is anything that touches blocks for a while after it was decided: a step in flight, a copy. A block
 that an epoch holds is not given to anybody else before `end_epoch`, whoever frees it meanwhile; a hit on its
-hash is fine, since its content stays. Epochs may end in any order, and several may hold one block. (The idea is
-epoch-based reclamation; Fraser, "Practical lock-freedom", 2004.)
+hash is fine, since its content stays. Epochs may end in any order, and several may hold one block. (The idea
+is epoch-based reclamation; Fraser, "Practical lock-freedom", 2004.)
 
 The pool knows blocks only by number: not what is in them, and not which request holds which.
 Every operation is O(1) per block, and no order depends on a set or on hashing.
@@ -126,7 +126,9 @@ class BlockPool:
         return tuple(blocks)
 
     def lookup(self, hashes: Iterable[BlockHash], *, owner: bytes = b"") -> tuple[int, ...]:
-        """The blocks of the longest known prefix of a hash chain. Changes nothing: `acquire` them to hold them.
+        """The blocks of the longest known prefix of a hash chain.
+
+        Changes nothing: `acquire` them to hold them.
 
         Raises:
             NamespaceBreach: one of them is another owner's.
@@ -178,7 +180,9 @@ class BlockPool:
         return True
 
     def publish_new(self, blocks: Sequence[int], hashes: Sequence[BlockHash]) -> bool:
-        """`publish` for consecutive blocks of one chain; False, and nothing changes, if one of the names is taken."""
+        """`publish` for consecutive blocks of one chain; False, and nothing changes, if one of the names is
+        taken.
+        """
         block_of, names = self._block_of, self._hash_of
         if not block_of.keys().isdisjoint(hashes):
             return False
@@ -228,8 +232,8 @@ class BlockPool:
     def hold(self, blocks: Sequence[int], epoch: Epoch) -> None:
         """Give none of `blocks` (head first, held by somebody) to anybody else before `epoch` is over.
 
-        Nothing to do if it is over already. Call it before `free`; blocks that stay with their request need no
-        hold, so a step costs nothing here for those that go on.
+        Nothing to do if it is over already. Call it before `free`; blocks that stay with their request need
+        no hold, so a step costs nothing here for those that go on.
         """
         assert epoch <= self._last_epoch, f"epoch {epoch} has not begun"
         held = self._held_by.get(epoch)
@@ -328,7 +332,10 @@ class BlockPool:
         return self._hash_of[block]
 
     def publication(self, block: int) -> int:
-        """A number that is new with every `publish`; 0 without a name. While it lasts, so does the content."""
+        """A number that is new with every `publish`; 0 without a name.
+
+        While it lasts, so does the content.
+        """
         return self._publication[block]
 
     def num_used_by(self, owner: bytes) -> int:

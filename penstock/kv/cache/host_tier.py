@@ -1,6 +1,7 @@
 """The host tier: where the KV of idle sessions and of preempted requests waits in host memory.
 
-It has `num_slots` slots, each as large as one device block with all its layers. A slot is in one of four states:
+It has `num_slots` slots, each as large as one device block with all its layers. A slot is in one of four
+states:
 
     FREE --store--> STORING --done--> STORED --load--> LOADING --done--> STORED
       ^                |                 |                |
@@ -15,8 +16,8 @@ A hash may be resident on the device, here, or in both. What is stored: blocks t
 - A load holds its device block until the copy is done, whatever becomes of the request that asked. When it is
   done the block is published, so it is an ordinary cached block from then on.
 
-The tier decides which blocks are copied where. It copies nothing itself, and knows no tables, requests or clocks:
-`tick` tells it the time. With no slots it is switched off.
+The tier decides which blocks are copied where. It copies nothing itself, and knows no tables, requests or
+clocks: `tick` tells it the time. With no slots it is switched off.
 """
 
 import enum
@@ -151,7 +152,9 @@ class HostTier:
         self._now_ns = now_ns
 
     def offer(self, blocks: Sequence[int], *, urgent: bool) -> None:
-        """A table let go of `blocks` (head first): store those that stay cached, at once or when they are idle."""
+        """A table let go of `blocks` (head first): store those that stay cached, at once or when they are
+        idle.
+        """
         if not self.limits.num_slots:
             return
         due_ns = self._now_ns + self.limits.idle_ns
@@ -322,7 +325,10 @@ class HostTier:
     # --- forgetting -------------------------------------------------------------------------------
 
     def forget(self, hashes: Iterable[BlockHash]) -> None:
-        """Drop these hashes (their content is bad). A slot that is being copied is free at the end of the copy."""
+        """Drop these hashes (their content is bad).
+
+        A slot that is being copied is free at the end of the copy.
+        """
         for block_hash in hashes:
             slot = self._slot_of.get(block_hash)
             if slot is None:

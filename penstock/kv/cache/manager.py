@@ -4,7 +4,8 @@ The life of a request's blocks:
 
     open -> match_prefix -> adopt -> (extend -> [step computes] -> publish_computed)* -> release
                               |          ^
-                              +- awaits -+  parts of the prefix are in host memory: `finish_copies` says when they are here
+                              +- awaits -+  parts of the prefix are in host memory: `finish_copies` says when
+                                            they are here
 
 `release` may come at any point. After a preemption the same table goes through `match_prefix` again and
 finds its own full blocks, if nobody needed the room. Tables grow token by token; this module knows
@@ -48,7 +49,9 @@ class KVManager:
     def with_prefix_cache(
         cls, num_blocks: int, hasher: BlockHasher, host: HostLimits | None = None
     ) -> "KVManager":
-        """A manager over a new pool that finds equal prefixes again, with a host tier if `host` gives it slots."""
+        """A manager over a new pool that finds equal prefixes again, with a host tier if `host` gives it
+        slots.
+        """
         pool = BlockPool(num_blocks)
         tier = HostTier(pool, host or HostLimits())
         return cls(pool, tier, HashedPrefixCache(pool, hasher, tier))
@@ -62,7 +65,8 @@ class KVManager:
     def open(self, salt: bytes, *, adapter: str = "", public_tokens: int = 0) -> BlockTable:
         """An empty table in the namespace `salt`, which is where its hits may come from.
 
-        Whole blocks of the first `public_tokens` tokens are in the public region instead, which all tenants share.
+        Whole blocks of the first `public_tokens` tokens are in the public region instead, which all tenants
+        share.
 
         Raises:
             NamespaceBreach: `salt` is the public region's own name.
@@ -76,10 +80,11 @@ class KVManager:
     def match_prefix(
         self, table: BlockTable, tokens: "array[int]", num_tokens_max: int | None = None
     ) -> PrefixMatch:
-        """The longest prefix of `tokens` that is known on the device or in host memory: a look, nothing is held yet.
+        """The longest prefix of `tokens` that is known on the device or in host memory: a look, nothing is
+        held yet.
 
-        Covers at most `len(tokens) - 1` tokens, and `num_tokens_max` if that is less. Valid until the next call that
-        changes anything here.
+        Covers at most `len(tokens) - 1` tokens, and `num_tokens_max` if that is less. Valid until the next
+        call that changes anything here.
         """
         end = len(tokens) - 1
         return self._cache.match(table, tokens, end if num_tokens_max is None else min(end, num_tokens_max))
@@ -132,7 +137,8 @@ class KVManager:
     def publish_computed(self, table: BlockTable, tokens: "array[int]", num_computed: int) -> None:
         """Let others hit the blocks that are full now that `num_computed` of `tokens` are stored.
 
-        Nothing of a table that held blocks when the cache was cleared: what was computed before may be of no use since.
+        Nothing of a table that held blocks when the cache was cleared: what was computed before may be of no
+        use since.
         """
         if num_computed // BLOCK_TOKENS > table.num_published and table.clears == self._clears:
             self._cache.publish(table, tokens, num_computed)
@@ -142,9 +148,9 @@ class KVManager:
     ) -> None:
         """Give every block of the table back; full ones stay cached unless their content is `bad`.
 
-        None of them is reused before the epoch that used them last is over. What stays is stored in host memory
-        when it has been idle for a while, or at once if the request was `preempted`: others are about to take its
-        blocks.
+        None of them is reused before the epoch that used them last is over. What stays is stored in host
+        memory when it has been idle for a while, or at once if the request was `preempted`: others are about
+        to take its blocks.
         """
         self._stop_waiting(table)
         if bad:
@@ -158,7 +164,9 @@ class KVManager:
         table.num_published, table.clears = 0, self._clears
 
     def take_copies(self) -> Copies:
-        """The copies between device and host to start now; each is answered by one entry of `finish_copies`."""
+        """The copies between device and host to start now; each is answered by one entry of
+        `finish_copies`.
+        """
         return self.host.take_copies()
 
     def finish_copies(self, copied: Iterable[Copied]) -> None:

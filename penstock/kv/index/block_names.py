@@ -1,7 +1,8 @@
 """From a worker's own block ids to the keys of the prefix index.
 
 EngineBlockNames      our engine's hashes are keys already
-ExternalBlockNames  everybody else's ids mean nothing here: the key is made from the parent's key and the block's tokens, and
+ExternalBlockNames  everybody else's ids mean nothing here: the key is made from the parent's key and the
+                    block's tokens, and
               the id is kept to understand "removed" and "parent"
 """
 
@@ -163,7 +164,9 @@ class ExternalBlockNames:
         return made
 
     def _is_indexed(self, group: int | None) -> bool:
-        """Where layers have caches of their own, one group stands for all: the first whose blocks make whole prefixes."""
+        """Where layers have caches of their own, one group stands for all: the first whose blocks make whole
+        prefixes.
+        """
         if self._group == _NO_GROUP:
             self._group = group
         return group is None or group == self._group
@@ -240,7 +243,9 @@ def _namespace(event: Stored) -> str:
 
 
 def _marks(event: Stored) -> dict[int, bytes]:
-    """By block, what else its content depends on (images, embeddings): whoever cannot tell the same gets other keys."""
+    """By block, what else its content depends on (images, embeddings): whoever cannot tell the same gets
+    other keys.
+    """
     if event.extra is None:
         return {}
     marks: dict[int, bytes] = {}

@@ -1,11 +1,13 @@
-"""Where prompts are cached in the fleet: the index, each worker's part of it, and each model's keys, in one object.
+"""Where prompts are cached in the fleet: the index, each worker's part of it, and each model's keys, in one
+object.
 
     gateway    maker(model).keys(prompt) -> PromptKeys, which travel with the request
-    placement  match(now, keys) -> Located: who has how much;   sent(now, worker, keys), answered(now, worker, keys, cached)
+    placement  match(now, keys) -> Located: who has how much;   sent(now, worker, keys), answered(now, worker,
+                                                                keys, cached)
     fleet      add(worker, ...) -> Residency, which is told the worker's KV events;   remove(worker)
 
-Pure: gateway and simulator use this same object. It fulfils what a placement asks for (`policy/placement/locality.py`), where workers go by
-their ids; inside they are numbers.
+Pure: gateway and simulator use this same object. It fulfils what a placement asks for
+(`policy/placement/locality.py`), where workers go by their ids; inside they are numbers.
 """
 
 import hashlib
@@ -35,8 +37,9 @@ class PromptLocality:
     def __init__(
         self, now_ns: int, match: Match, model: "_Model | None", workers: "_Workers", numbers: "_Numbers"
     ) -> None:
-        """`workers` and `numbers` say who has which number in `match`; they do not change any more. Workers of other models than
-        `model` may compute the same, and have the prompt too: they are left out.
+        """`workers` and `numbers` say who has which number in `match`; they do not change any more.
+
+        Workers of other models than `model` may compute the same, and have the prompt too: they are left out.
         """
         self._now_ns, self._match, self._model = now_ns, match, model
         self._workers, self._numbers = workers, numbers
@@ -97,7 +100,8 @@ class _Model:
     def __init__(self, maker: PromptKeyMaker) -> None:
         self.maker = maker
         self.num_own = Counter[BlockHasher]()
-        """Workers of ours, by what names their blocks: a prompt is looked up once for each identity and secret."""
+        """Workers of ours, by what names their blocks: a prompt is looked up once for each identity and
+        secret."""
         self.num_external = 0
 
 
@@ -126,8 +130,8 @@ class KVLocality:
     """See the module."""
 
     def __init__(self, config: KVIndexLimits, key: bytes) -> None:
-        """`key` is the secret that our workers hash with unless they have one of their own, 16 bytes or more; canonical keys are
-        made with one derived from it.
+        """`key` is the secret that our workers hash with unless they have one of their own, 16 bytes or more;
+        canonical keys are made with one derived from it.
         """
         self._config, self._key = config, key
         self._canonical_key = hashlib.blake2b(key=key, digest_size=32, person=b"penstock index").digest()
@@ -149,8 +153,9 @@ class KVLocality:
         return self._model(model).maker
 
     def identify(self, worker: WorkerId, identity: str) -> None:
-        """A worker of ours announced what it computes (identity.py): its blocks are looked up by names that start from that. Its
-        name for the model is a label. If it was another identity before, what was believed of it is forgotten.
+        """A worker of ours announced what it computes (identity.py): its blocks are looked up by names that
+        start from that. Its name for the model is a label. If it was another identity before, what was
+        believed of it is forgotten.
         """
         cache_view = self._workers[worker]
         names, entry = cache_view.names, self._models_of[worker]
@@ -170,8 +175,9 @@ class KVLocality:
     # --- who is there ----------------------------------------------------------------------------------
 
     def add(self, worker: WorkerId, *, model: str, is_own: bool, key: bytes = b"") -> WorkerCacheView:
-        """A worker came: tell what is returned its KV events, if it has any. `is_own`: it runs our engine, and names its blocks
-        with `key`; empty: with the launcher's.
+        """A worker came: tell what is returned its KV events, if it has any.
+
+        `is_own`: it runs our engine, and names its blocks with `key`; empty: with the launcher's.
         """
         assert worker not in self._workers, f"{worker} is known already"
         entry, config = self._model(model), self._config
@@ -232,7 +238,10 @@ class KVLocality:
     # --- requests --------------------------------------------------------------------------------------
 
     def match(self, now_ns: int, keys: object) -> PromptLocality:
-        """Look a prompt up. `keys` is what `Arrival.keys` holds: `PromptKeys`, or None where there are none."""
+        """Look a prompt up.
+
+        `keys` is what `Arrival.keys` holds: `PromptKeys`, or None where there are none.
+        """
         if not isinstance(keys, PromptKeys):
             return PromptLocality(now_ns, Match(), None, self._workers, self._numbers)
         entry = self._model(keys.model)

@@ -1,16 +1,20 @@
-"""Who holds which prefix: from 64-bit block keys to the workers that have the block, on the device or in host memory.
+"""Who holds which prefix: from 64-bit block keys to the workers that have the block, on the device or in host
+memory.
 
     key -> mask      bit i of the mask: the worker that has slot i holds this block
-    worker -> bit    of its present generation. `cleared` gives it a new one, and the old bit is swept out bit by bit
+    worker -> bit    of its present generation. `cleared` gives it a new one, and the old bit is swept out bit
+                     by bit
 
-A prompt's keys are a chain: whoever holds block n was given blocks 0..n-1 as well, and caches forget the end of a chain first.
-So the longest prefix of every worker at once is found by bisection: where some workers drop out between two looks, those alone are
-followed further down. Where a cache broke a chain in the middle, what is found still ends at a border: the worker holds the
-last block of its run, and not the one after it. Most workers drop out where a common system prompt ends, so that place is
-remembered by the chain's first key and looked at first. Looks cost misses of the processor's caches: their number is what counts.
+A prompt's keys are a chain: whoever holds block n was given blocks 0..n-1 as well, and caches forget the end
+of a chain first. So the longest prefix of every worker at once is found by bisection: where some workers drop
+out between two looks, those alone are followed further down. Where a cache broke a chain in the middle, what
+is found still ends at a border: the worker holds the last block of its run, and not the one after it. Most
+workers drop out where a common system prompt ends, so that place is remembered by the chain's first key and
+looked at first. Looks cost misses of the processor's caches: their number is what counts.
 
-Entries are *stored* (a worker said so) or *predicted* (a request was sent there, so it soon will be): predicted ones
-end by themselves. Fed by worker_cache_view.py; asked by placement and the simulator. Knows no tokens, no sockets and no clock.
+Entries are *stored* (a worker said so) or *predicted* (a request was sent there, so it soon will be):
+predicted ones end by themselves. Fed by worker_cache_view.py; asked by placement and the simulator. Knows no
+tokens, no sockets and no clock.
 """
 
 from collections import OrderedDict
@@ -22,11 +26,13 @@ from itertools import islice
 import msgspec
 
 SHARD_ENTRIES = 1024
-"""Entries of one shard when the index is full. What is done to a whole shard at once (sweep, thin out) takes 60 us."""
+"""Entries of one shard when the index is full. What is done to a whole shard at once (sweep, thin out) takes
+60 us."""
 RETIRED_MAX = 64
 """Old bits that wait to be swept out; with more, all are swept at once."""
 EXPIRED_MAX = 1024
-"""Predictions that one call may end: less than a millisecond. Only after an idle time are there more, for the next calls."""
+"""Predictions that one call may end: less than a millisecond. Only after an idle time are there more, for the
+next calls."""
 FORKS_MAX = 4096
 """First keys of which it is remembered where most workers dropped out."""
 
@@ -67,7 +73,10 @@ class Match:
         bits: dict[int, int] | None = None,
         workers: Sequence[int] = (),
     ) -> None:
-        """Runs are (blocks, mask), longest first; `bits` by worker number, `workers` by bit. None of them changes any more."""
+        """Runs are (blocks, mask), longest first; `bits` by worker number, `workers` by bit.
+
+        None of them changes any more.
+        """
         self._device, self._either = device, either
         self._bits, self._workers = bits or {}, workers
 
@@ -124,7 +133,10 @@ _Runs = list[tuple[int, int]]
 
 
 class PrefixIndex:
-    """Which workers hold which blocks. Worker numbers are small integers; nothing needs to be said before the first use."""
+    """Which workers hold which blocks.
+
+    Worker numbers are small integers; nothing needs to be said before the first use.
+    """
 
     def __init__(self, *, entries_max: int, predicted_max: int) -> None:
         """Keep at most about `entries_max` blocks per tier, and `predicted_max` predictions per worker."""
@@ -144,7 +156,8 @@ class PrefixIndex:
         self._live = 0
         self._retired = 0
         self._swept = 0  # Shards since the last bit was retired.
-        # When something of each worker that has predictions ends, or a little earlier: who has none costs no look.
+        # When something of each worker that has predictions ends, or a little earlier: who has none costs no
+        # look.
         self._due: list[tuple[int, int, _Holder]] = []
         self._num_due = 0
         self._forks: dict[int, int] = {}
@@ -217,10 +230,12 @@ class PrefixIndex:
             assert not self._live & self._retired, "a bit that waits to be swept out is nobody's"
 
     def predict(self, worker: int, keys: Sequence[int], until_ns: int, *, known: int = 0) -> bool:
-        """A request with these blocks was sent there: count on them until then, or until the worker says otherwise.
+        """A request with these blocks was sent there: count on them until then, or until the worker says
+        otherwise.
 
-        Returns whether any of them is new there. What it said it has stays as it is. Above the worker's bound the longest unused predictions are
-        forgotten. `known`: the worker has so many of them, as `prefix_of` found; whoever knows spares looking at each one.
+        Returns whether any of them is new there. What it said it has stays as it is. Above the worker's bound
+        the longest unused predictions are forgotten. `known`: the worker has so many of them, as `prefix_of`
+        found; whoever knows spares looking at each one.
         """
         holder = self._holders.get(worker) or self._enter(worker)
         until_ns = holder.last_until_ns = max(
@@ -278,7 +293,9 @@ class PrefixIndex:
     # --- what is asked ---------------------------------------------------------------------------------
 
     def match(self, now_ns: int, *names: Sequence[int]) -> Match:
-        """What every worker has of one prompt, whose blocks go by one or more lists of keys (see prompt_keys.py)."""
+        """What every worker has of one prompt, whose blocks go by one or more lists of keys (see
+        prompt_keys.py).
+        """
         if self._due and now_ns >= self._due[0][0]:
             self._expire(now_ns)
         on_device, on_host = self._tiers
@@ -317,7 +334,9 @@ class PrefixIndex:
         return holder is not None and bool(self._tiers[tier][key & self._low_bits].get(key, 0) & holder.bit)
 
     def was_told(self, worker: int, key: int) -> bool:
-        """Whether the worker itself said that it has this block, in any tier; not only a prediction says so."""
+        """Whether the worker itself said that it has this block, in any tier; not only a prediction says
+        so.
+        """
         holder = self._holders.get(worker)
         return (
             holder is not None
@@ -326,7 +345,9 @@ class PrefixIndex:
         )
 
     def _runs(self, keys: Sequence[int], shards: _Shards, others: _Shards | None, among: int = -1) -> _Runs:
-        """(length, workers whose prefix is that long) for every length that there is, in `shards` or `others`."""
+        """(length, workers whose prefix is that long) for every length that there is, in `shards` or
+        `others`.
+        """
         low_bits, num = self._low_bits, len(keys)
         first = keys[0]
         mask = shards[first & low_bits].get(first, 0)

@@ -1,19 +1,22 @@
 """What a router asks its index for: the 64-bit keys of a prompt's KV blocks, under two names.
 
     own        the first 8 bytes of our engine's block hash (hashing.py), which its KV events carry:
-               one look in the index answers for our workers of one identity that share a key, and nothing is hashed twice
+               one look in the index answers for our workers of one identity that share a key, and nothing is
+               hashed twice
     canonical  a chain of our own over blocks of 16 tokens, for everybody else's blocks
 
                root  = H(key, model, adapter, namespace)
                key_0 = H(root  || tokens 0..15)
                key_1 = H(key_0 || tokens 16..31) ...
 
-Other engines hash in their own ways, with seeds that nobody else knows. What they say of a block are its tokens and its
-parent, so the router makes its own name of it and keeps theirs only to understand their later words.
+Other engines hash in their own ways, with seeds that nobody else knows. What they say of a block are its
+tokens and its parent, so the router makes its own name of it and keeps theirs only to understand their later
+words.
 
-H is BLAKE2b (RFC 7693) with a secret key and a digest of 64 bits. Two different prefixes share a key by accident only: with a
-million keys known, one in 10^13. A false match costs one wrong placement, never an answer: what an engine reuses is
-decided by its own full hashes. Prompts of different tenants or adapters have different roots, so their keys never match.
+H is BLAKE2b (RFC 7693) with a secret key and a digest of 64 bits. Two different prefixes share a key by
+accident only: with a million keys known, one in 10^13. A false match costs one wrong placement, never an
+answer: what an engine reuses is decided by its own full hashes. Prompts of different tenants or adapters have
+different roots, so their keys never match.
 """
 
 import base64
@@ -45,7 +48,9 @@ def own_keys(hashes: Sequence[bytes]) -> list[int]:
 
 
 def namespace_of(salt: bytes) -> str:
-    """A tenant's salt as a foreign engine is given it (`cache_salt`), and as it comes back in that engine's events."""
+    """A tenant's salt as a foreign engine is given it (`cache_salt`), and as it comes back in that engine's
+    events.
+    """
     return base64.b64encode(salt).decode()
 
 
@@ -93,10 +98,14 @@ class _Lineage(NamedTuple):
 
 
 class PromptKeys:
-    """The keys of one prompt's whole blocks, made when they are first asked for. Made by `PromptKeyMaker.keys`."""
+    """The keys of one prompt's whole blocks, made when they are first asked for.
+
+    Made by `PromptKeyMaker.keys`.
+    """
 
     __slots__ = (
-        "_canonical", "_maker", "_own", "_tokens", "adapter", "expected_blocks", "num_public", "num_tokens", "owner",
+        "_canonical", "_maker", "_own", "_tokens", "adapter", "expected_blocks", "num_public", "num_tokens",
+        "owner",
     )  # fmt: skip
 
     def __init__(
@@ -130,8 +139,9 @@ class PromptKeys:
         return self.num_tokens // BLOCK_TOKENS
 
     def own(self, hasher: BlockHasher) -> Sequence[int]:
-        """Keys of the blocks of our workers that name them with `hasher`: of one identity, with one secret. Leading public blocks
-        are everybody's.
+        """Keys of the blocks of our workers that name them with `hasher`: of one identity, with one secret.
+
+        Leading public blocks are everybody's.
         """
         if (found := self._own.get(hasher)) is None:
             hashes: list[BlockHash] = []
@@ -147,7 +157,10 @@ class PromptKeys:
 
     @property
     def canonical(self) -> Sequence[int]:
-        """Keys of everybody else's blocks. They know no public region: the tenant's salt covers all of the prompt."""
+        """Keys of everybody else's blocks.
+
+        They know no public region: the tenant's salt covers all of the prompt.
+        """
         if self._canonical is None:
             hasher = self._maker.canonical
             root = hasher.root(namespace=namespace_of(self.owner), adapter=self.adapter)

@@ -1,12 +1,13 @@
-"""KV events as other engines send them, read into one form: vLLM's wire, in the three layouts that are in the field.
+"""KV events as other engines send them, read into one form: vLLM's wire, in the three layouts that are in the
+field.
 
     (a)  [ts, [["BlockStored", hashes, parent, ...], ...], rank]           an array of arrays, the tag first
-    (b)  [ts, [{"type": "BlockStored", "block_hashes": ...}, ...], rank]   an array of maps (vLLM since June 2026; ours)
+    (b)  [ts, [{"type": "BlockStored", "block_hashes": ...}, ...], rank]   maps (vLLM since June 2026; ours)
     (c)  {"ts": ts, "events": [{"type": ...}, ...], ...}                   maps throughout
 
-Block hashes are bytes or 64-bit integers and mean nothing outside of their worker: here they become *ids* of 64 bits. Map keys
-that are not known are skipped; an event of an unknown type is reported as `Unknown`, for it might have taken blocks away.
-Whatever the bytes are, the outcome is a batch or a `KVEventError`.
+Block hashes are bytes or 64-bit integers and mean nothing outside of their worker: here they become *ids* of
+64 bits. Map keys that are not known are skipped; an event of an unknown type is reported as `Unknown`, for it
+might have taken blocks away. Whatever the bytes are, the outcome is a batch or a `KVEventError`.
 """
 
 from array import array
@@ -23,12 +24,13 @@ from penstock.kv.index.prompt_keys import KEY_BYTES, own_keys
 
 _ID_MASK = (1 << 8 * KEY_BYTES) - 1
 _STORED_FIELDS = (
-    "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys",
-    "group_idx", "kv_cache_spec_kind",
+    "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
+    "extra_keys", "group_idx", "kv_cache_spec_kind",
 )  # fmt: skip
 _REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
 _WHOLE_PREFIX_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
-"""Kinds of layers whose blocks say how long a prefix is cached. Windows and recurrent states keep the last blocks only."""
+"""Kinds of layers whose blocks say how long a prefix is cached. Windows and recurrent states keep the last
+blocks only."""
 
 
 class KVEventError(WorkerError):

@@ -5,13 +5,16 @@
     GAP       a batch is missing: those after it wait, and `wanted` says from where it must be sent again
     CLEARED   the worker begins with nothing, or what was believed cannot be: all that follows will be heard
 
-A batch that is missing for good, cannot be read or has an event of an unknown type may have taken blocks away: all that was
-believed is dropped, and what comes after it is believed again. Block ids are turned into keys by block_names.py.
+A batch that is missing for good, cannot be read or has an event of an unknown type may have taken blocks
+away: all that was believed is dropped, and what comes after it is believed again. Block ids are turned into
+keys by block_names.py.
 
-Where the request was sent, its blocks are *predicted*. Every answer says how much of its prompt was cached (`audit`): that confirms
-predictions or ends them, tells how large a silent worker's cache is, and how far this worker's index can be trusted.
+Where the request was sent, its blocks are *predicted*. Every answer says how much of its prompt was cached
+(`audit`): that confirms predictions or ends them, tells how large a silent worker's cache is, and how far
+this worker's index can be trusted.
 
-Pure: told by backends/engine/kv.py, whose order is certain (`hear`), or by fleet/kv_event_subscriber.py (`live`, `again`, `end_of_replay`).
+Pure: told by backends/engine/kv.py, whose order is certain (`hear`), or by fleet/kv_event_subscriber.py
+(`live`, `again`, `end_of_replay`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,8 +35,9 @@ SHRINK, GROW = 0.9, 1.1
 UNREADABLE_MAX = 16
 """Batches of one worker that may be nonsense before it is not listened to any more."""
 UNREPORTED_MAX = 16
-"""Answers in a row that found blocks of which the worker's events had not told. A few come with every gap; so many say that the
-events name blocks in another way than prompts are looked up by, so that none of them is ever found."""
+"""Answers in a row that found blocks of which the worker's events had not told. A few come with every gap; so
+many say that the events name blocks in another way than prompts are looked up by, so that none of them is
+ever found."""
 PREDICTED_MIN = 64
 """It is not taken for smaller than a prompt of 1,024 tokens."""
 
@@ -60,8 +64,10 @@ class StreamInput(Enum):
 
 _U, _S, _G, _C = StreamState.UNKNOWN, StreamState.SYNCED, StreamState.GAP, StreamState.CLEARED
 TABLE: Mapping[tuple[StreamState, StreamInput], StreamState] = MappingProxyType({
-    (_U, StreamInput.APPLIED): _S, (_S, StreamInput.APPLIED): _S, (_C, StreamInput.APPLIED): _S, (_G, StreamInput.APPLIED): _G,
-    (_U, StreamInput.CLEARED): _C, (_S, StreamInput.CLEARED): _C, (_C, StreamInput.CLEARED): _C, (_G, StreamInput.CLEARED): _G,
+    (_U, StreamInput.APPLIED): _S, (_S, StreamInput.APPLIED): _S, (_C, StreamInput.APPLIED): _S,
+    (_G, StreamInput.APPLIED): _G,
+    (_U, StreamInput.CLEARED): _C, (_S, StreamInput.CLEARED): _C, (_C, StreamInput.CLEARED): _C,
+    (_G, StreamInput.CLEARED): _G,
     (_U, StreamInput.MISSED): _G, (_S, StreamInput.MISSED): _G, (_C, StreamInput.MISSED): _G,
     (_G, StreamInput.MISSED): _G, (_G, StreamInput.FILLED): _S, (_G, StreamInput.LOST): _C,
     (_U, StreamInput.SILENT): _U, (_S, StreamInput.SILENT): _U, (_C, StreamInput.SILENT): _U,
@@ -100,7 +106,8 @@ class WorkerCacheView:
         self.trust = 1.0
         """How much of what was expected of this worker lately came true, 0 to 1."""
         self.num_unreported = 0
-        """Answers in a row that found blocks in the cache, of which its events, though they are heard, had not told."""
+        """Answers in a row that found blocks in the cache, of which its events, though they are heard, had
+        not told."""
         self.num_gaps = self.num_unreadable = self.num_unknown = 0
         self._index, self._config = index, config
         self._next = 0
@@ -141,15 +148,20 @@ class WorkerCacheView:
             self._hold(sequence, payload)
 
     def ask(self) -> int:
-        """From which batch on to ask for a replay. It begins with the last one that was heard, if any: were it another one
-        now, another process would have begun to count anew.
+        """From which batch on to ask for a replay.
+
+        It begins with the last one that was heard, if any: were it another one now, another process would
+        have begun to count anew.
         """
         self._is_asked, self._is_void, self._has_begun = True, False, False
         self._check = (self._next - 1, self._last_payload) if self._next else None
         return self._check[0] if self._check else 0
 
     def again(self, sequence: int, payload: bytes) -> None:
-        """One batch of a replay, which comes in order from the oldest that is kept on. What is missing within it is asked for again."""
+        """One batch of a replay, which comes in order from the oldest that is kept on.
+
+        What is missing within it is asked for again.
+        """
         if self.names.refused or self._is_void:
             return
         has_begun, self._has_begun = self._has_begun, True
@@ -180,7 +192,8 @@ class WorkerCacheView:
             return
         if self.wanted is None:
             return
-        # What was sent again stands, even where something else of its number had waited: that was another process's.
+        # What was sent again stands, even where something else of its number had waited: that was another
+        # process's.
         self._drop_held(self._next)
         if self._held:
             if (first := min(self._held)) > self._next:
@@ -192,7 +205,9 @@ class WorkerCacheView:
         self._drain()
 
     def reconnected(self) -> None:
-        """The connection was lost for a while: what came after what was heard, and from whom, must be seen first."""
+        """The connection was lost for a while: what came after what was heard, and from whom, must be seen
+        first.
+        """
         if self._next and self.wanted is None and not self.names.refused:
             self._miss()
 
@@ -266,7 +281,10 @@ class WorkerCacheView:
             self._ask_from_start()
 
     def _ask_from_start(self) -> None:
-        """A block's parent was told before this stream was heard, perhaps within what can be sent again. Tried once."""
+        """A block's parent was told before this stream was heard, perhaps within what can be sent again.
+
+        Tried once.
+        """
         assert not self._start_asked, "it is tried once"
         self._start_asked = True
         self._believe_nothing()
@@ -365,7 +383,10 @@ class WorkerCacheView:
         return self.trust * max(0.0, 1.0 - (now_ns - self._awaited_ns) / self._stale_ns)
 
     def staleness_ns(self, now_ns: int) -> int:
-        """How long word of a prompt that was sent there has been awaited. An idle worker has nothing to tell."""
+        """How long word of a prompt that was sent there has been awaited.
+
+        An idle worker has nothing to tell.
+        """
         return 0 if self._awaited_ns is None else now_ns - self._awaited_ns
 
     def _predict(self, now_ns: int, keys: Sequence[int]) -> None:
@@ -379,7 +400,9 @@ class WorkerCacheView:
         )
 
     def _resize(self, actual: int, expected: int) -> None:
-        """A worker that tells nothing shows by its answers how much it keeps: less than was believed, or more."""
+        """A worker that tells nothing shows by its answers how much it keeps: less than was believed, or
+        more.
+        """
         believed = self._predicted_max
         if actual < expected:
             believed = min(believed, max(PREDICTED_MIN, self._index.num_predicted_of(self.worker)))

@@ -1,5 +1,6 @@
-"""Gemma 2 (Gemma Team 2024, arXiv 2408.00118): norms around sublayers, soft caps, a window in every other layer.
-Gemma 3, text only (Gemma Team 2025, arXiv 2503.19786): head norms, and windowed layers that turn at their own rate.
+"""Gemma 2 (Gemma Team 2024, arXiv 2408.00118): norms around sublayers, soft caps, a window in every other
+layer. Gemma 3, text only (Gemma Team 2025, arXiv 2503.19786): head norms, and windowed layers that turn at
+their own rate.
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""Mistral 7B and its successors (Jiang et al. 2023, arXiv 2310.06825): Llama, with a sliding window in early versions.
-Mixtral (Jiang et al. 2024, arXiv 2401.04088): Mistral with a mixture of experts in every layer.
+"""Mistral 7B and its successors (Jiang et al. 2023, arXiv 2310.06825): Llama, with a sliding window in early
+versions. Mixtral (Jiang et al. 2024, arXiv 2401.04088): Mistral with a mixture of experts in every layer.
 """
 
 from dataclasses import replace

@@ -38,7 +38,8 @@ def mistral3_text_spec(config: HfConfig) -> DecoderSpec:
     """The decoder inside a `Mistral3ForConditionalGeneration` (Mistral Small 3.1 and 3.2).
 
     Raises:
-        CheckpointError: a field is missing, its value is not supported, or the text part is of another family.
+        CheckpointError: a field is missing, its value is not supported, or the text part is of another
+            family.
     """
     return mistral_spec(_text(config, "mistral"))
 
@@ -50,7 +51,8 @@ def _text(config: HfConfig, expected: str) -> HfConfig:
         raise CheckpointError(f"{CONFIG_FILE}: text_config is missing")
     if text.model_type not in (None, expected):
         raise CheckpointError(
-            f"{CONFIG_FILE}: text_config.model_type {text.model_type!r} is not supported; expected {expected!r}"
+            f"{CONFIG_FILE}: text_config.model_type {text.model_type!r} is not supported; expected "
+            f"{expected!r}"
         )
     tied = text.tie_word_embeddings if config.tie_word_embeddings is None else config.tie_word_embeddings
     return msgspec.structs.replace(text, tie_word_embeddings=tied)

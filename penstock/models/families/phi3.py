@@ -36,7 +36,8 @@ def phi3_spec(config: HfConfig) -> DecoderSpec:
     spec = llama_spec(whole)
     if turning.rotary_dim(spec.head_dim) % 2 or not 0 < turning.partial <= 1:
         raise CheckpointError(
-            f"{CONFIG_FILE}: partial_rotary_factor {turning.partial} must give an even number of head_dim {spec.head_dim}"
+            f"{CONFIG_FILE}: partial_rotary_factor {turning.partial} must give an even number of head_dim "
+            f"{spec.head_dim}"
         )
     return replace(
         spec,

@@ -1,5 +1,6 @@
 """Qwen2 and Qwen2.5 (Yang et al. 2024, arXiv 2407.10671): Llama with biases on queries, keys and values.
-Qwen3 (Yang et al. 2025, arXiv 2505.09388): RMSNorm on query and key heads, explicit head size; dense, or with experts in every layer.
+Qwen3 (Yang et al. 2025, arXiv 2505.09388): RMSNorm on query and key heads, explicit head size; dense, or with
+experts in every layer.
 """
 
 from dataclasses import replace
@@ -56,7 +57,8 @@ def qwen3_moe_spec(config: HfConfig) -> DecoderSpec:
     """
     if config.mlp_only_layers or (config.decoder_sparse_step or 1) != 1:
         raise CheckpointError(
-            f"{CONFIG_FILE}: mlp_only_layers and decoder_sparse_step are not supported; expected experts in every layer"
+            f"{CONFIG_FILE}: mlp_only_layers and decoder_sparse_step are not supported; expected experts in "
+            f"every layer"
         )
     spec = qwen3_spec(config)
     # Where dense models count the layers before the first window, this architecture has it in all of them.

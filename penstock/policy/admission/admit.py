@@ -6,16 +6,18 @@
 | would start too late, and others did | divert if allowed, else 429 | divert, else 429 | 429 |
 | would start too late, and nothing did lately | divert if allowed, else admit | divert, else admit | admit |
 | its queue is full | divert if allowed, else 429 | divert, else 429 | 429 |
-| costs more than a fallback that would start it in time, and the budget nears its end | divert if allowed, else as above | divert | as above |
-| has no worker | wait if the queue does, else divert, else 503 | divert, else as the queue does | as the queue does |
+| costs more than a fallback in time, and the budget nears its end | divert if allowed | divert | as above |
+| has no worker | wait if the queue does, else divert, else 503 | divert, else as the queue | as the queue |
 
-"In time" is what the request says itself, else the promise to its band and tier (promise.py). Its wait is what goes before it in
-its band, at the pace at which the band's requests start now: nothing is predicted that is not seen. A request is refused for
-its expected wait only while requests of its band do leave the queue too late: a pace that was seen in a quiet time says little of
-a burst on an idle machine, so there the request waits, and its deadline decides. A refusal says when to come back: when the
-queue will have drained so far that such a request fits.
+"In time" is what the request says itself, else the promise to its band and tier (promise.py). Its wait is
+what goes before it in its band, at the pace at which the band's requests start now: nothing is predicted that
+is not seen. A request is refused for its expected wait only while requests of its band do leave the queue too
+late: a pace that was seen in a quiet time says little of a burst on an idle machine, so there the request
+waits, and its deadline decides. A refusal says when to come back: when the queue will have drained so far
+that such a request fits.
 
-Pure and deterministic; the facts are handed in, and a fallback's are asked for only when it comes into question.
+Pure and deterministic; the facts are handed in, and a fallback's are asked for only when it comes into
+question.
 """
 
 from typing import Literal
@@ -31,20 +33,24 @@ from penstock.policy.limits.tenant_limits import may_use_model
 from penstock.policy.tenant import Degrade, Tenant
 
 QUEUE_SHARE = 0.3
-"""Of the promise as configured, what a request may wait for its start; the rest is its worker's. The same for long prompts as for short
-ones, whose promises differ: else long ones would be all that is left of a long queue."""
+"""Of the promise as configured, what a request may wait for its start; the rest is its worker's. The same for
+long prompts as for short ones, whose promises differ: else long ones would be all that is left of a long
+queue."""
 LET_IN_SHARE = 0.6
-"""Of that, the wait that is expected of a request when it is let in: how long others take is never known exactly."""
+"""Of that, the wait that is expected of a request when it is let in: how long others take is never known
+exactly."""
 PROTECTED_SHARE = 0.35
-"""Of the promise, what a request of a protected band may wait, and is let in for: what comes after it does not go before it."""
+"""Of the promise, what a request of a protected band may wait, and is let in for: what comes after it does
+not go before it."""
 _AT_ONCE = Admit()
 PREFER_FRACTION, PREFER_SAVES_MS = 0.5, 200.0
-"""`prefer` diverts when the smaller model's first token is expected within this share of the larger one's time, and when that
-saves at least so much."""
+"""`prefer` diverts when the smaller model's first token is expected within this share of the larger one's
+time, and when that saves at least so much."""
 RETRY_AFTER_MAX_S, RETRY_AFTER_DEFAULT_S = 60.0, 2.0
 """The second is for refused clients while nothing is known of how fast the queue drains."""
 RETRIES_KEPT = 4096
-"""Tenants and models whose promised times to come back are kept, so that those do not all come back at once."""
+"""Tenants and models whose promised times to come back are kept, so that those do not all come back at
+once."""
 
 
 class _Verdict(msgspec.Struct, frozen=True):
@@ -53,7 +59,8 @@ class _Verdict(msgspec.Struct, frozen=True):
     fits: bool
     why: Literal["slo", "queue_full"] = "slo"
     is_proven: bool = True
-    """That it does not fit is more than an estimate from a quiet time: requests did leave the queue too late to be started."""
+    """That it does not fit is more than an estimate from a quiet time: requests did leave the queue too late
+    to be started."""
     promised_ns: int = 0
     """By when the first token is due; 0: at no certain time."""
     start_by_ns: int = 0
@@ -116,7 +123,9 @@ class AdmissionControl:
         )
 
     def _times(self, facts: AdmitFacts, route: Candidate) -> tuple[int, int, int]:
-        """In nanoseconds: when the first token is due, when a start is too late for that, and the longest wait that is let in."""
+        """In nanoseconds: when the first token is due, when a start is too late for that, and the longest
+        wait that is let in.
+        """
         promise = self._promises.of(tier=facts.tenant.tier, band=facts.band)
         due_ns = facts.max_wait_ns or promise.on(IDLE_FACTOR, route.idle_ttft_ns, 0).ttft_ns
         if not due_ns:
@@ -148,7 +157,9 @@ class AdmissionControl:
         return found
 
     def chain(self, tenant: Tenant, model: str, *, needs_tools: bool) -> list[str]:
-        """The model's fallbacks in order: those that the tenant may use, and that have its tools and may have its data."""
+        """The model's fallbacks in order: those that the tenant may use, and that have its tools and may have
+        its data.
+        """
         found, data = list[str](), self._data(model)
         for _ in range(len(self._routes)):
             model = self._next(model)
@@ -196,7 +207,9 @@ class AdmissionControl:
 
 
 def effective_degrade(asked: Degrade | None, tenant: Tenant) -> Degrade:
-    """What counts: the request's word before the tenant's default, but a tenant's `never` is a promise to keep."""
+    """What counts: the request's word before the tenant's default, but a tenant's `never` is a promise to
+    keep.
+    """
     return tenant.degrade if asked is None or tenant.degrade == "never" else asked
 
 

@@ -1,4 +1,5 @@
-"""Admission as flow control asks for it: how routes stand goes in, and an error with a time to come back comes out.
+"""Admission as flow control asks for it: how routes stand goes in, and an error with a time to come back
+comes out.
 
 FlowControl.arrive ──> Gate.decide ──> Admission
 """
@@ -60,7 +61,10 @@ class Gate:
         facts: Callable[[str], ModelFacts | None],
         thrift: BudgetDowngrade | None = None,
     ) -> None:
-        """`facts` tells of a model; None if it is not served. `thrift`: tenants whose budget nears its end go to cheaper fallbacks."""
+        """`facts` tells of a model; None if it is not served.
+
+        `thrift`: tenants whose budget nears its end go to cheaper fallbacks.
+        """
         self._thrift = thrift if any(route.fallback for route in routing.models) else None
         self._admission = AdmissionControl(admission, routing.models)
         self._facts = facts
@@ -109,8 +113,8 @@ class Gate:
         adapter: str,
         needs: frozenset[str],
     ) -> list[str]:
-        """Fallbacks of a model that a request did not fit: those with a longer context that may answer it, in order. None if it may not be
-        answered by another one.
+        """Fallbacks of a model that a request did not fit: those with a longer context that may answer it, in
+        order. None if it may not be answered by another one.
         """
         mine = self._facts(route)
         if mine is None or effective_degrade(degrade, tenant) == "never":

@@ -3,8 +3,8 @@
     promise     by band and tier, as configured: 500 ms to the first token, 50 ms per further one
     on a worker never less than `IDLE_FACTOR` times what the same request takes on an idle one
 
-So the promise to a long prompt grows with its own computation, and a slow machine promises what it was measured to do:
-one rule for both. Goodput is what was answered within the promise.
+So the promise to a long prompt grows with its own computation, and a slow machine promises what it was
+measured to do: one rule for both. Goodput is what was answered within the promise.
 """
 
 import msgspec
@@ -13,8 +13,8 @@ from penstock.clock import NS_PER_MS
 from penstock.config.routing import AdmissionConfig, TtftTarget
 
 IDLE_FACTOR = 2.5
-"""No promise is shorter than this many times what the same request takes on an idle worker, as measured: what a long prompt or a
-slow machine is promised."""
+"""No promise is shorter than this many times what the same request takes on an idle worker, as measured: what
+a long prompt or a slow machine is promised."""
 
 
 class Promise(msgspec.Struct, frozen=True, gc=False):
@@ -39,7 +39,10 @@ class Promise(msgspec.Struct, frozen=True, gc=False):
 
 
 class Promises:
-    """The promises of a configuration. The narrowest target that says a time counts: band and tier, tier, band, all."""
+    """The promises of a configuration.
+
+    The narrowest target that says a time counts: band and tier, tier, band, all.
+    """
 
     __slots__ = ("_all", "_found", "_targets")
 

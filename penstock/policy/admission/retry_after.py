@@ -4,8 +4,8 @@
 class RetryAfterSchedule:
     """When whoever was turned away is to come back: one after the other, not all at once.
 
-    By tenant, because one that hammers must not send all others away for a minute: what others have booked delays a
-    tenant's next promise to twice its own wait at most.
+    By tenant, because one that hammers must not send all others away for a minute: what others have booked
+    delays a tenant's next promise to twice its own wait at most.
     """
 
     __slots__ = ("_kept", "_until", "_wait_ns_max")

@@ -1,4 +1,6 @@
-"""Tenants whose budget nears its end are sent to cheaper models, where they allow that, so that it lasts longer."""
+"""Tenants whose budget nears its end are sent to cheaper models, where they allow that, so that it lasts
+longer.
+"""
 
 from collections.abc import Callable
 
@@ -20,7 +22,9 @@ class BudgetDowngrade:
         self._budgets, self._prices = budgets, prices
 
     def cheaper_for(self, now_ns: int, facts: RequestFacts) -> Callable[[str], bool] | None:
-        """Whether another model would cost less for this request, at its longest; None if its tenant need not save."""
+        """Whether another model would cost less for this request, at its longest; None if its tenant need not
+        save.
+        """
         tenant = facts.tenant
         if not (tenant.budget_day_micros or tenant.budget_month_micros) or facts.diverted not in _CHOSEN:
             return None

@@ -6,8 +6,8 @@ Recursive least squares of relative errors, kept as information (normal equation
 what deviates more than is usual weighs less (Huber, "Robust Estimation of a Location Parameter", 1964), old
 knowledge fades only where new knowledge comes in (directional forgetting: Cao and Schwartz, "A directional
 forgetting algorithm based on the decomposition of the information matrix", Automatica 2000), and coefficients
-stay at zero or above (coordinate descent on the normal equations, warm from the last solution), so that more of
-anything never predicts less. Knows nothing of what the terms mean.
+stay at zero or above (coordinate descent on the normal equations, warm from the last solution), so that more
+of anything never predicts less. Knows nothing of what the terms mean.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,11 @@ _SWEEPS = 4
 _STILL = 1e-6
 """A round that moves no coefficient by more than this share of itself is the last."""
 _HUBER = 2.0
-"""Deviations over this many times the usual one count in proportion, not squared: about 1.35 standard deviations
-of a normal error, where Huber's estimate is 95 % as good as the mean."""
+"""Deviations over this many times the usual one count in proportion, not squared: about 1.35 standard
+deviations of a normal error, where Huber's estimate is 95 % as good as the mean."""
 _USUAL_MIN = 0.02
-"""The usual deviation is never taken for less: else a change after a quiet hour would be taken for outliers."""
+"""The usual deviation is never taken for less: else a change after a quiet hour would be taken for
+outliers."""
 _USUAL_PACE = 0.05
 _FIRST = 8
 """Observations before the law's own expectation sets the scale of errors."""
@@ -32,7 +33,10 @@ Vector = list[float]
 
 
 class OnlineLinearModel:
-    """The law and what it was learned from. Terms and values are numbers of any unit, the same at every call."""
+    """The law and what it was learned from.
+
+    Terms and values are numbers of any unit, the same at every call.
+    """
 
     __slots__ = (
         "_coefficients", "_count", "_information", "_law", "_memory", "_target", "_unit", "_units", "_usual",
@@ -41,8 +45,10 @@ class OnlineLinearModel:
     def __init__(
         self, units: Sequence[float], *, memory: float, prior: Sequence[float] | None = None
     ) -> None:
-        """`units`: about how large each term is, for conditioning. `memory`: what remains of knowledge about a load
-        when one more observation of it comes in. `prior`: coefficients that are believed before any are seen.
+        """`units`: about how large each term is, for conditioning.
+
+        `memory`: what remains of knowledge about a load when one more observation of it comes in. `prior`:
+        coefficients that are believed before any are seen.
         """
         assert 0 < memory < 1
         terms = range(len(units))
@@ -70,7 +76,10 @@ class OnlineLinearModel:
         return self._law[index]
 
     def observe(self, terms: Sequence[float], value: float, *, scale: float = 0.0) -> None:
-        """Learn that `terms` gave `value` (0 or more). Errors count relative to `scale`, or to the value expected."""
+        """Learn that `terms` gave `value` (0 or more).
+
+        Errors count relative to `scale`, or to the value expected.
+        """
         assert value >= 0
         if not self._unit:
             # A prior is a statement about values as such, so it is kept when the unit becomes known.
@@ -90,7 +99,9 @@ class OnlineLinearModel:
         self._count += 1
 
     def _take(self, row: Vector, right: float, trust: float) -> None:
-        """One weighted equation: fade what was known along the row, add the row, move towards the solution."""
+        """One weighted equation: fade what was known along the row, add the row, move towards the
+        solution.
+        """
         image = [sum(map(mul, line, row)) for line in self._information]
         known = sum(map(mul, row, image))
         fade = (1 - self._memory) * trust / known if known > 0 else 0.0

@@ -1,13 +1,14 @@
 """How long an answer will be: what is reserved for it before a token of it exists.
 
-The estimate is the smaller of `max_tokens` and the 90th percentile of the tenant's last 64 answers of that model,
-taken exactly (nearest rank over a ring that is also kept sorted). A sketch such as P-square (Jain and Chlamtac, 1985)
-or a decaying histogram would take less memory, but answers with a bias when the load changes, and no two people
-predict the same number from one; this one can be checked with a pencil, and forgets after 64 answers for sure.
+The estimate is the smaller of `max_tokens` and the 90th percentile of the tenant's last 64 answers of that
+model, taken exactly (nearest rank over a ring that is also kept sorted). A sketch such as P-square (Jain and
+Chlamtac, 1985) or a decaying histogram would take less memory, but answers with a bias when the load changes,
+and no two people predict the same number from one; this one can be checked with a pencil, and forgets after
+64 answers for sure.
 
-The high percentile is chosen so that nine of ten answers need no renewal, while a tenant that always sends a huge
-`max_tokens` and gets short answers is not held to what it never uses. A tenant without a past is taken for an average
-one: the window of all tenants' answers of that model; without that too, a default.
+The high percentile is chosen so that nine of ten answers need no renewal, while a tenant that always sends a
+huge `max_tokens` and gets short answers is not held to what it never uses. A tenant without a past is taken
+for an average one: the window of all tenants' answers of that model; without that too, a default.
 """
 
 from penstock.config.branch import extended
@@ -54,7 +55,9 @@ class OutputLengths:
         return max(1, min(max_tokens, window.quantile(self._config.output_quantile)))
 
     def observe(self, tenant: TenantId, model: str, num_tokens: int) -> None:
-        """An answer ended after `num_tokens`, whatever ended it: what was used is what the next one is likely to use."""
+        """An answer ended after `num_tokens`, whatever ended it: what was used is what the next one is likely
+        to use.
+        """
         length = min(num_tokens, AMOUNT_MAX)
         self._window(tenant, model).add(length)
         self._window(_EVERYBODY, model).add(length)

@@ -8,7 +8,10 @@ AMOUNT_MAX = 2**32 - 1
 
 
 class QuantileWindow:
-    """The last `size` amounts, and the same in order. An amount is added in O(log size) and a copy of at most the window."""
+    """The last `size` amounts, and the same in order.
+
+    An amount is added in O(log size) and a copy of at most the window.
+    """
 
     __slots__ = ("_next", "_ring", "_size", "_sorted")
 
@@ -32,7 +35,10 @@ class QuantileWindow:
         assert len(self._sorted) == len(self._ring) <= self._size, "both hold the same amounts"
 
     def quantile(self, share: float) -> int:
-        """The smallest amount that at least `share` of the window does not exceed (nearest rank). The window is not empty."""
+        """The smallest amount that at least `share` of the window does not exceed (nearest rank).
+
+        The window is not empty.
+        """
         count = len(self._sorted)
         assert count, "an empty window has no quantile"
         rank = -int(-share * count // 1)

@@ -1,12 +1,14 @@
-"""How fast workers are, by kind, learned from what their requests did: the rates that a placement reckons with.
+"""How fast workers are, by kind, learned from what their requests did: the rates that a placement reckons
+with.
 
-    first output = fixed + tokens * a + computed * prompt * b + streams * c + tokens * streams * d     (as in wait_time.py)
-    step    = fixed + streams * e                                                              (time per output token)
+    first output = fixed + tokens * a + computed * prompt * b + streams * c + tokens * streams * d
+    step    = fixed + streams * e    (time per output token)
     service = how long a stream holds its place, on average
 
-`tokens` are those of the prompt that are computed, and of the prompts that were sent there before it and not computed yet: an
-engine mixes them in its steps, so the time of one alone (`Usage.prefill_ns`) counts some of the others in and some of
-them not, and together with a backlog would count them twice. Until enough was seen the configured rates are believed.
+`tokens` are those of the prompt that are computed, and of the prompts that were sent there before it and not
+computed yet: an engine mixes them in its steps, so the time of one alone (`Usage.prefill_ns`) counts some of
+the others in and some of them not, and together with a backlog would count them twice. Until enough was seen
+the configured rates are believed.
 """
 
 import msgspec

@@ -3,8 +3,9 @@
     complexity = sum of weight * mark, less the weight of simple tasks, cut to 0..1
     model      = the smallest whose bound is not below it, and not below the tier's least
 
-The marks (complexity_marks.py) are cheap to find and can be read: the decision carries every part, for the log, for a
-response header and for whoever tunes the weights. bench/complexity.py measures it on labelled requests. Pure.
+The marks (complexity_marks.py) are cheap to find and can be read: the decision carries every part, for the
+log, for a response header and for whoever tunes the weights. bench/complexity.py measures it on labelled
+requests. Pure.
 """
 
 import math
@@ -72,7 +73,8 @@ class AutoTerms:
     turns_full: int = 8
     """Turns that count as many."""
     text_chars_max: int = 8192
-    """Characters of a request's text that are looked at: of the last user message first, then of those before it."""
+    """Characters of a request's text that are looked at: of the last user message first, then of those before
+    it."""
     cost_bias: float = 0.05
     """How much further the bounds of a model reach where the next one costs ten times as much."""
 

@@ -1,7 +1,10 @@
-"""The marks of a request: what in its text and shape hints at how hard it is. Words and counting, no patterns.
+"""The marks of a request: what in its text and shape hints at how hard it is.
 
-Every mark is a number from 0 to 1. The text that is looked at is bounded by whoever calls, and everything here takes
-time in proportion to it. English has most of the words; the other languages have the ones that decide most.
+Words and counting, no patterns.
+
+Every mark is a number from 0 to 1. The text that is looked at is bounded by whoever calls, and everything
+here takes time in proportion to it. English has most of the words; the other languages have the ones that
+decide most.
 """
 
 from collections.abc import Sequence
@@ -279,11 +282,13 @@ _REASONING = frozenset(
     ]
 )
 _REASONING_SIGNS = (
-    "step by step", "show that", "what would", "how would you", "how many ways", "how do i get at", "trade-off",
-    "what follows", "such that", "so that", "what else", "which of", "in what sense", "what could we", "why does",
-    "why do", "why can't", "how confident", "under which", "walk through", "how should", "find all", "at which",
-    "only when", "in which", "what is going on", "where do i", "except", "as a pure", "subject to", "as long as",
-    "ohne dass", "woran kann", "sans utiliser", "证明", "分析", "比较", "原因", "排查", "求め", "計画", "説明", "ohne",
+    "step by step", "show that", "what would", "how would you", "how many ways", "how do i get at",
+    "trade-off", "what follows", "such that", "so that", "what else", "which of", "in what sense",
+    "what could we", "why does", "why do", "why can't", "how confident", "under which", "walk through",
+    "how should", "find all", "at which", "only when", "in which", "what is going on", "where do i", "except",
+    "as a pure", "subject to", "as long as", "ohne dass", "woran kann", "sans utiliser", "证明", "分析",
+    "比较",
+    "原因", "排查", "求め", "計画", "説明", "ohne",
 )  # fmt: skip
 _SIMPLE = frozenset(
     [
@@ -383,9 +388,10 @@ _SIMPLE = frozenset(
     ]
 )
 _SIMPLE_STARTS = (
-    "what is", "what's", "what does", "who", "when", "where is", "which", "how do i", "how do you", "how to", "how tall",
-    "how many days", "do you", "is this", "can you recommend", "what year", "give me", "give only", "what language",
-    "wie heißt", "wann", "quelle est", "combien", "quién", "cuál", "qual", "quanti", "wie sagt",
+    "what is", "what's", "what does", "who", "when", "where is", "which", "how do i", "how do you", "how to",
+    "how tall", "how many days", "do you", "is this", "can you recommend", "what year", "give me",
+    "give only", "what language", "wie heißt", "wann", "quelle est", "combien", "quién", "cuál", "qual",
+    "quanti", "wie sagt",
 )  # fmt: skip
 _DEMANDS = frozenset(
     [
@@ -468,7 +474,9 @@ def question_mark(instruction: str, words: Sequence[str]) -> float:
 
 
 def simple_mark(instruction: str, words: Sequence[str]) -> float:
-    """Greetings, thanks, look-ups, translations, extractions: by how the message begins, and by being short."""
+    """Greetings, thanks, look-ups, translations, extractions: by how the message begins, and by being
+    short.
+    """
     starts = instruction.lstrip().startswith(_SIMPLE_STARTS)
     begins = (
         bool(_SIMPLE.intersection(words[:6])) or _parts(instruction[:16], ("你好", "おはよう", "翻译")) > 0

@@ -1,5 +1,5 @@
-"""Crash quarantine on requests' lives: workers that crashed, and which requests they had, go to the quarantine, which says which of
-them are not started again, and how the others are.
+"""Crash quarantine on requests' lives: workers that crashed, and which requests they had, go to the
+quarantine, which says which of them are not started again, and how the others are.
 """
 
 from collections.abc import Iterator

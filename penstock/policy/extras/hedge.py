@@ -1,10 +1,12 @@
 """When a request that says nothing is started a second time, on another worker: hedged requests.
 
-After Dean and Barroso, "The Tail at Scale" (CACM 2013): wait for a high percentile of the usual time, then send a second request, and
-take whichever answers first. The delay alone bounds the extra load to some percent while nothing is wrong; the budget bounds it when
-something is: every start pays in `hedge_share` of a hedge, so hedges are never more than that share of the starts.
+After Dean and Barroso, "The Tail at Scale" (CACM 2013): wait for a high percentile of the usual time, then
+send a second request, and take whichever answers first. The delay alone bounds the extra load to some percent
+while nothing is wrong; the budget bounds it when something is: every start pays in `hedge_share` of a hedge,
+so hedges are never more than that share of the starts.
 
-Decides when, and counts; `FlowControl` knows whom it concerns and where there is room. Pure; bounded; time is handed in.
+Decides when, and counts; `FlowControl` knows whom it concerns and where there is room. Pure; bounded; time is
+handed in.
 """
 
 import enum
@@ -49,9 +51,9 @@ class HedgeTerms(HealthConfig, frozen=True, kw_only=True):
     """When a request is late enough for a second attempt, and how many of those there may be."""
 
     quantile: float = 0.98
-    """Of the times from start to first output of the model's last `window` requests with prompts of about that length (within a
-    factor of two, what is cached left out). Well under 1 - `hedge_share` the budget would go to requests that are only a little
-    late."""
+    """Of the times from start to first output of the model's last `window` requests with prompts of about
+    that length (within a factor of two, what is cached left out). Well under 1 - `hedge_share` the budget
+    would go to requests that are only a little late."""
     window: int = 512
     samples_min: int = 50
     """With fewer of them nothing is hedged."""
@@ -75,7 +77,9 @@ class Hedges:
         self.num_starts = self.num_taken = 0
 
     def delay_ns(self, route: str, prompt_tokens: int) -> int | None:
-        """After how long without output a request is hedged; None while nobody can tell what is usual for it."""
+        """After how long without output a request is hedged; None while nobody can tell what is usual for
+        it.
+        """
         config = self._config
         if config.hedge_after_ms:
             return config.hedge_after_ms * NS_PER_MS
@@ -87,7 +91,10 @@ class Hedges:
     def started(
         self, now_ns: int, route: str, request_id: RequestId, *, prompt_tokens: int, first: bool
     ) -> None:
-        """A request was started; `first`: for the first time, so that it may be hedged later. `prompt_tokens` are to be computed."""
+        """A request was started; `first`: for the first time, so that it may be hedged later.
+
+        `prompt_tokens` are to be computed.
+        """
         self.num_starts += 1
         self._level = min(self._config.saved_max * _UNIT, self._level + self._payment)
         if first and (delay_ns := self.delay_ns(route, prompt_tokens)) is not None:

@@ -1,9 +1,11 @@
-"""Hedged requests on requests' lives: a request that runs on two workers at once until one of them says something.
+"""Hedged requests on requests' lives: a request that runs on two workers at once until one of them says
+something.
 
-A second attempt begins when a request's time has come (hedge.py), it is the first attempt of one stream, nothing waits for its model and
-another worker has capacity of its own, not borrowed from its queue. It ends when one of the two attempts is dropped: then the request is
-an ordinary one again, on the other worker. Both attempts are booked with the worker, the placement and the breakers like any other, the
-second one under a name of its own.
+A second attempt begins when a request's time has come (hedge.py), it is the first attempt of one stream,
+nothing waits for its model and another worker has capacity of its own, not borrowed from its queue. It ends
+when one of the two attempts is dropped: then the request is an ordinary one again, on the other worker. Both
+attempts are booked with the worker, the placement and the breakers like any other, the second one under a
+name of its own.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,8 +38,8 @@ class Hedging(Extra):
         on_lost: Callable[[int, Request, WorkerId, PenstockError | None], None],
         on_change: Callable[[ModelQueue], None],
     ) -> None:
-        """`requests` are all accepted ones, by reference; `on_lost` is called for an attempt that failed, `on_change` for a model whose
-        workers have capacity again.
+        """`requests` are all accepted ones, by reference; `on_lost` is called for an attempt that failed,
+        `on_change` for a model whose workers have capacity again.
         """
         self._hedges, self._health, self._requests = hedges, health, requests
         self._on_lost, self._on_change = on_lost, on_change
@@ -45,7 +47,9 @@ class Hedging(Extra):
     # --- from the driver --------------------------------------------------------------------------
 
     def won(self, now_ns: int, request: Request, attempt: int) -> Abort:
-        """Of two attempts this one has its first output, or has ended without any: the other must be aborted."""
+        """Of two attempts this one has its first output, or has ended without any: the other must be
+        aborted.
+        """
         assert request.hedge is not None, f"{request.id} runs once"
         is_second = attempt == request.hedge.attempt
         loser = request.attempt if is_second else request.hedge.attempt
@@ -114,7 +118,10 @@ class Hedging(Extra):
         outcome: HedgeOutcome,
         error: PenstockError | None = None,
     ) -> Abort:
-        """One of two attempts is over, and gives back what it holds. Without an `error` its worker is not blamed."""
+        """One of two attempts is over, and gives back what it holds.
+
+        Without an `error` its worker is not blamed.
+        """
         hedge, lane = request.hedge, request.lane
         assert hedge is not None, f"{request.id} runs once"
         assert attempt in (request.attempt, hedge.attempt), f"{request.id} has no attempt {attempt}"
@@ -150,4 +157,5 @@ class Hedging(Extra):
 
 
 MARK = "~"
-"""Between a request's name and the number of an attempt, in the name under which a second attempt is booked."""
+"""Between a request's name and the number of an attempt, in the name under which a second attempt is
+booked."""

@@ -1,18 +1,23 @@
-"""Requests that kill workers: found by who was there, refused for a while, so that one bad prompt does not take a fleet down.
+"""Requests that kill workers: found by who was there, refused for a while, so that one bad prompt does not
+take a fleet down.
 
-When a worker's process dies, every request on it gets a strike, and most were only there. They are tried again so that the next death
-says more: each that had given nothing since it was started there starts alone, on a worker where no other suspect is starting, and so
-does each that is there at a second death; streams that were cut go on at once, together, but not beside those (policy/queueing/lane.py sees to
-that, until their next output). If exactly one suspect was starting when a worker died, that is the cause; if none was, and exactly
-one is there, that one is. With `quarantine_crashes` strikes it is convicted: it is not started again, and its like is refused until `refuse_s`
-have passed. Nobody else is blamed for that death. So a prompt that ends whatever computes it takes two workers, in any crowd; one
-that ends them in the middle of its answer takes three. (Group testing, after Dorfman, "The Detection of Defective Members of Large
-Populations", 1943, with the first crowd as the pool.)
+When a worker's process dies, every request on it gets a strike, and most were only there. They are tried
+again so that the next death says more: each that had given nothing since it was started there starts alone,
+on a worker where no other suspect is starting, and so does each that is there at a second death; streams that
+were cut go on at once, together, but not beside those (policy/queueing/lane.py sees to that, until their next
+output). If exactly one suspect was starting when a worker died, that is the cause; if none was, and exactly
+one is there, that one is. With `quarantine_crashes` strikes it is convicted: it is not started again, and its
+like is refused until `refuse_s` have passed. Nobody else is blamed for that death. So a prompt that ends
+whatever computes it takes two workers, in any crowd; one that ends them in the middle of its answer takes
+three. (Group testing, after Dorfman, "The Detection of Defective Members of Large Populations", 1943, with
+the first crowd as the pool.)
 
-A request that ends well is exonerated, and so is one that has come `progress_tokens` further than where the last worker died. Deaths
-within `together_ms` may have one cause outside, such as a machine with several workers: they count once.
+A request that ends well is exonerated, and so is one that has come `progress_tokens` further than where the
+last worker died. Deaths within `together_ms` may have one cause outside, such as a machine with several
+workers: they count once.
 
-Requests are known by the fingerprint of their prompt, which also names tenant and model. Pure; bounded; time is handed in.
+Requests are known by the fingerprint of their prompt, which also names tenant and model. Pure; bounded; time
+is handed in.
 """
 
 import enum
@@ -69,9 +74,11 @@ class QuarantineTerms(HealthConfig, frozen=True, kw_only=True):
     """What happens to a request whose worker's process dies, again and again."""
 
     progress_tokens: int = 16
-    """A request that has given so many more tokens than at the last crash has shown that it was not the cause of that."""
+    """A request that has given so many more tokens than at the last crash has shown that it was not the cause
+    of that."""
     together_ms: int = 10
-    """Crashes so close to each other may have one cause outside, such as a machine with several workers: they count once."""
+    """Crashes so close to each other may have one cause outside, such as a machine with several workers: they
+    count once."""
     refuse_s: float = 600.0
     """For so long."""
     suspects_max: int = 10_000
@@ -97,7 +104,8 @@ class Quarantine:
         if not left_s:
             return None
         return CrashingRequest(
-            f"Workers have ended while they computed this prompt. It is refused for another {math.ceil(left_s)} s."
+            f"Workers have ended while they computed this prompt. It is refused for another "
+            f"{math.ceil(left_s)} s."
         )
 
     def trial(self, now_ns: int, facts: RequestFacts) -> IsolatedRetry | None:
@@ -130,8 +138,8 @@ class Quarantine:
         starting: Iterable[Fingerprint],
         given: Mapping[Fingerprint, int] | None = None,
     ) -> None:
-        """A worker died, with these requests on it: those that were starting, and what everybody had given in tokens (0 of whom
-        is not named).
+        """A worker died, with these requests on it: those that were starting, and what everybody had given in
+        tokens (0 of whom is not named).
         """
         tokens = dict.fromkeys(starting, 0)
         fresh = frozenset(tokens)
@@ -210,7 +218,10 @@ def _cause(on_board: Mapping[Fingerprint, _Suspect], starting: Container[Fingerp
 
 
 def fingerprint(facts: RequestFacts) -> Fingerprint | None:
-    """Names model, tenant and prompts; None if nobody told the prompts. One tenant's suspects are never another's."""
+    """Names model, tenant and prompts; None if nobody told the prompts.
+
+    One tenant's suspects are never another's.
+    """
     if not facts.prompts:
         return None
     hasher = hashlib.blake2b(f"{facts.route}\0{facts.tenant.id}".encode(), digest_size=8)

@@ -1,12 +1,14 @@
-"""The life of every request, before and around its worker: composes admission, limits, budgets, queues and placement.
+"""The life of every request, before and around its worker: composes admission, limits, budgets, queues and
+placement.
 
     arrive ──> admission ──> limits ──> budget ──> queue          Queued, or Refused and nothing is left of it
     dispatch ─> what has waited too long ends, and whatever fits a worker starts, in the queue's order
-    output, ended, failed, cancel ─> the request's next state; limits, budget and fair share follow what was really used
+    output, ended, failed, cancel ─> the request's next state; limits, budget and fair share follow actual use
 
-An event's consequences are those that the table of flow.py names, carried out by transitions.py and nowhere else. All parts are
-pure, and so is this: the driver calls it, from the gateway's event loop or the simulator's heap. Nothing here is called by
-itself. After `arrive`, an end, a worker's report, or at `next_ns`, call `dispatch`.
+An event's consequences are those that the table of flow.py names, carried out by transitions.py and nowhere
+else. All parts are pure, and so is this: the driver calls it, from the gateway's event loop or the
+simulator's heap. Nothing here is called by itself. After `arrive`, an end, a worker's report, or at
+`next_ns`, call `dispatch`.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,8 +44,8 @@ class FlowControl:
     """See the module. One per gateway process, or per simulated gateway."""
 
     __slots__ = (
-        "_accounts", "_advance", "_config", "_dirty", "_drain_ns", "_extras", "_fallbacks", "_lanes", "_parts", "_pending", "_requests",
-        "_timers", "_timers_set", "_transitions", "hedging",
+        "_accounts", "_advance", "_config", "_dirty", "_drain_ns", "_extras", "_fallbacks", "_lanes",
+        "_parts", "_pending", "_requests", "_timers", "_timers_set", "_transitions", "hedging",
     )  # fmt: skip
 
     def __init__(self, config: QueueConfig, parts: Parts | None = None) -> None:
@@ -116,7 +118,10 @@ class FlowControl:
         return Queued(facts.id, facts.route, verdict.predicted_ns)
 
     def cancel(self, now_ns: int, request_id: RequestId) -> Settled | Abort | None:
-        """The client left. Settled if it only waited; an `Abort` if it runs; None if it has ended or is ending already."""
+        """The client left.
+
+        Settled if it only waited; an `Abort` if it runs; None if it has ended or is ending already.
+        """
         request = self._requests.get(request_id)
         if request is None:
             return None
@@ -126,8 +131,9 @@ class FlowControl:
         return answer
 
     def move(self, now_ns: int, facts: RequestFacts) -> bool:
-        """Let a request that waits for a model without workers wait for another one, with a prompt made for that; the id stays. False: it
-        has a worker by now or has ended, or is not let in there; nothing has changed then.
+        """Let a request that waits for a model without workers wait for another one, with a prompt made for
+        that; the id stays. False: it has a worker by now or has ended, or is not let in there; nothing has
+        changed then.
         """
         if self._drain_ns is not None:
             return False
@@ -139,7 +145,9 @@ class FlowControl:
         return True
 
     def drain(self, now_ns: int, deadline_ns: int) -> None:
-        """Refuse what is new from now on; accepted requests may run until the deadline, then they are evicted."""
+        """Refuse what is new from now on; accepted requests may run until the deadline, then they are
+        evicted.
+        """
         self._drain_ns = max(now_ns, deadline_ns)
 
     # --- from the workers -------------------------------------------------------------------------
@@ -152,7 +160,9 @@ class FlowControl:
         self._touch(lane)
 
     def first_output(self, now_ns: int, request_id: RequestId, *, cached_tokens: int | None = None) -> None:
-        """The first token came (of any choice); `cached_tokens` of all prompts, if the worker reported them."""
+        """The first token came (of any choice); `cached_tokens` of all prompts, if the worker reported
+        them.
+        """
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -207,10 +217,12 @@ class FlowControl:
         error: str = "",
         fault: PenstockError | None = None,
     ) -> Settled | None:
-        """The worker's final report: how it ended and what it used, all choices together. None if it had ended.
+        """The worker's final report: how it ended and what it used, all choices together.
 
-        An outcome that was decided before (cancelled, evicted, out of budget) stays. Without usage what was reported counts.
-        `fault` is what failed it, if it may be the worker's.
+        None if it had ended.
+
+        An outcome that was decided before (cancelled, evicted, out of budget) stays. Without usage what was
+        reported counts. `fault` is what failed it, if it may be the worker's.
         """
         request = self._requests.get(request_id)
         if request is None:
@@ -233,8 +245,10 @@ class FlowControl:
         retry: bool,
         usage: Usage | None = None,
     ) -> Settled | Requeued | None:
-        """Its worker failed, or could not be sent it. With `retry` it waits again if attempts are left: from the beginning, or
-        behind what it gave (`usage` says how much) if it has begun; the caller knows that the latter is possible.
+        """Its worker failed, or could not be sent it.
+
+        With `retry` it waits again if attempts are left: from the beginning, or behind what it gave (`usage`
+        says how much) if it has begun; the caller knows that the latter is possible.
         """
         request = self._requests.get(request_id)
         if request is None:
@@ -285,11 +299,13 @@ class FlowControl:
         return actions
 
     def shed(self, now_ns: int, route: str) -> Sequence[Action]:
-        """Make KV memory free at workers that reported it nearly full. `dispatch` calls it after every report.
+        """Make KV memory free at workers that reported it nearly full.
 
-        Only for the sake of a higher band that runs there or waits for the model: among equals the engine's own preemption is
-        fair, and nothing is lost by it. Lowest band first, in it the longest answer still to come; protected
-        bands never.
+        `dispatch` calls it after every report.
+
+        Only for the sake of a higher band that runs there or waits for the model: among equals the engine's
+        own preemption is fair, and nothing is lost by it. Lowest band first, in it the longest answer still
+        to come; protected bands never.
         """
         lane, actions = self._lanes.get(route), list[Action]()
         for room in lane.rooms.take_fresh() if lane is not None else ():
@@ -301,7 +317,10 @@ class FlowControl:
         return actions
 
     def next_ns(self, now_ns: int) -> int | None:
-        """When `dispatch` must be called if nothing happens until then; not before `now_ns`. None: not at all."""
+        """When `dispatch` must be called if nothing happens until then; not before `now_ns`.
+
+        None: not at all.
+        """
         timers = self._timers
         while timers and timers[0][2].timer_ns != timers[0][0]:
             heappop(timers)
@@ -383,7 +402,9 @@ class FlowControl:
             heappush(self._timers, (due_ns, self._timers_set, lane))
 
     def _look_elsewhere(self, now_ns: int, lane: ModelQueue, down_ns: int, actions: list[Action]) -> None:
-        """No worker is left: what waits falls back to another model under the rules of admission, else it waits on."""
+        """No worker is left: what waits falls back to another model under the rules of admission, else it
+        waits on.
+        """
         found, stay, more = self._fallbacks.ask(now_ns, lane, down_ns)
         actions += found
         if self._config.no_worker == "refuse":

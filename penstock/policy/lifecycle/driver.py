@@ -1,13 +1,15 @@
-"""Drives requests through their lives: one for the gateway's event loop and for the simulator's heap, without any I/O.
+"""Drives requests through their lives: one for the gateway's event loop and for the simulator's heap, without
+any I/O.
 
     submit ─────> FlowControl.arrive ────> Records.opened
     dispatch ───> FlowControl.dispatch ──> Workers.start, Workers.abort, Clients.fail, Clients.fall_back
     first_output, output, attempt_failed, ended <── the request's streams on its workers
     and at its one end ─────────────────> Records.closed, Clients.settled
 
-`FlowControl` decides. This says what follows for workers, clients and records, and what of two attempts counts. The ports are
-small: the gateway implements them over streams, replies and the ledger (gateway/dispatch/dispatcher.py), the simulator over messages
-(sim/world/gateway.py). A call of a port may come back here before it returns.
+`FlowControl` decides. This says what follows for workers, clients and records, and what of two attempts
+counts. The ports are small: the gateway implements them over streams, replies and the ledger
+(gateway/dispatch/dispatcher.py), the simulator over messages (sim/world/gateway.py). A call of a port may
+come back here before it returns.
 """
 
 from typing import Protocol
@@ -31,7 +33,9 @@ class Workers(Protocol):
         ...
 
     def abort(self, now_ns: int, worker_id: WorkerId, request_id: RequestId, attempt: int) -> None:
-        """Abort one attempt there, which counts no more; with 0 whatever runs of the request, and its final report is awaited."""
+        """Abort one attempt there, which counts no more; with 0 whatever runs of the request, and its final
+        report is awaited.
+        """
         ...
 
 
@@ -47,11 +51,17 @@ class Clients(Protocol):
         ...
 
     def fall_back(self, now_ns: int, request: Request, action: FallBack) -> None:
-        """Make its prompt for another model, and then call `Driver.move`. The request waits on until then, or if that is refused."""
+        """Make its prompt for another model, and then call `Driver.move`.
+
+        The request waits on until then, or if that is refused.
+        """
         ...
 
     def settled(self, now_ns: int, request: Request, error: PenstockError | None) -> None:
-        """It has ended, and its record is written. Called exactly once; with an error that the client does not know yet, if any."""
+        """It has ended, and its record is written.
+
+        Called exactly once; with an error that the client does not know yet, if any.
+        """
         ...
 
 
@@ -109,7 +119,9 @@ class Driver:
     # --- from clients -----------------------------------------------------------------------------
 
     def submit(self, now_ns: int, facts: RequestFacts, io: object) -> Queued | Diverted | Refused:
-        """Accept a request, send it on to another model, or refuse it. `io` is what the ports keep with it (`Request.io`).
+        """Accept a request, send it on to another model, or refuse it.
+
+        `io` is what the ports keep with it (`Request.io`).
 
         Raises:
             PenstockError: it cannot be written down that it was accepted; nothing is left of it.
@@ -151,7 +163,9 @@ class Driver:
     # --- from workers -----------------------------------------------------------------------------
 
     def take_lead(self, now_ns: int, request: Request, attempt: int) -> None:
-        """An attempt has output, or has ended well without any: if another one runs beside it, that is dropped."""
+        """An attempt has output, or has ended well without any: if another one runs beside it, that is
+        dropped.
+        """
         hedge = request.hedge
         if hedge is None:
             return
@@ -174,7 +188,10 @@ class Driver:
             self._records.predicted(request, error)
 
     def output(self, now_ns: int, request: Request, num_tokens: int) -> bool:
-        """It has `num_tokens` in all by now, all choices together: call it once per slice. False: the answer ends here."""
+        """It has `num_tokens` in all by now, all choices together: call it once per slice.
+
+        False: the answer ends here.
+        """
         new = max(0, num_tokens - request.completion_tokens)
         stop = self.control.output(now_ns, request.id, new)
         self._meters.produced(request)
@@ -194,8 +211,8 @@ class Driver:
         *,
         can_resume: bool = True,
     ) -> bool:
-        """All streams of an attempt are over, and it failed (`request.usages` has what they used); without an error it was aborted as one
-        of two. True: the request goes on, on the other worker or on the next one.
+        """All streams of an attempt are over, and it failed (`request.usages` has what they used); without an
+        error it was aborted as one of two. True: the request goes on, on the other worker or on the next one.
         """
         hedge = request.hedge
         if hedge is not None:
@@ -227,7 +244,10 @@ class Driver:
         finish_reason: str = "",
         error: Exception | None = None,
     ) -> None:
-        """Nothing of it runs any more, or ever will: how it ended. `request.usages` has what its streams used."""
+        """Nothing of it runs any more, or ever will: how it ended.
+
+        `request.usages` has what its streams used.
+        """
         if request.state is State.ENDED:
             return
         if request.state is State.QUEUED:
@@ -304,8 +324,8 @@ class Driver:
 
 
 def may_try_again(error: PenstockError, *, has_begun: bool, can_resume: bool) -> bool:
-    """Whether an attempt that failed with this error leaves another one possible: nothing of the answer was given, or another worker
-    can continue behind all of it.
+    """Whether an attempt that failed with this error leaves another one possible: nothing of the answer was
+    given, or another worker can continue behind all of it.
     """
     if isinstance(error, StreamBroken):
         return can_resume

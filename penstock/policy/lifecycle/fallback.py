@@ -1,7 +1,9 @@
-"""Requests that wait for a model whose last worker is gone: another model may answer them, under the rules of admission.
+"""Requests that wait for a model whose last worker is gone: another model may answer them, under the rules of
+admission.
 
-Which one is admission's to say; the driver makes the prompt anew for it, since it has another tokenizer and template, and moves
-the request. All the while it waits where it was: should a worker come back meanwhile, or the other model not let it in, nothing is lost.
+Which one is admission's to say; the driver makes the prompt anew for it, since it has another tokenizer and
+template, and moves the request. All the while it waits where it was: should a worker come back meanwhile, or
+the other model not let it in, nothing is lost.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +20,8 @@ from penstock.policy.requests.request import Request, work_of
 from penstock.types import RequestId
 
 ASKED_MAX = 32
-"""Requests that one look at a model without workers sends to others: those that have moved count at the next."""
+"""Requests that one look at a model without workers sends to others: those that have moved count at the
+next."""
 Look = Callable[[int, RequestFacts], Callable[[str], RouteLoad]]
 """How models stand for a request: `parts.Admission.decide` asks."""
 
@@ -44,8 +47,8 @@ class Fallbacks:
         self._parts, self._accounts, self._requests, self._look = parts, accounts, requests, look
 
     def ask(self, now_ns: int, lane: ModelQueue, down_ns: int) -> tuple[list[FallBack], list[Request], bool]:
-        """What waits for a model that has had no worker since `down_ns`: which requests could go elsewhere, which could not, and whether
-        there are more to ask. Each is asked once while the model is down.
+        """What waits for a model that has had no worker since `down_ns`: which requests could go elsewhere,
+        which could not, and whether there are more to ask. Each is asked once while the model is down.
         """
         found, stay = list[FallBack](), list[Request]()
         for work in lane.waiting():
@@ -63,7 +66,9 @@ class Fallbacks:
         return found, stay, False
 
     def move(self, now_ns: int, facts: RequestFacts, lane: ModelQueue) -> Moved | None:
-        """What it becomes to wait in that queue; None if it has a worker by now, has ended, or is not let in there."""
+        """What it becomes to wait in that queue; None if it has a worker by now, has ended, or is not let in
+        there.
+        """
         request = self._requests.get(facts.id)
         if request is None or request.state is not State.QUEUED or request.has_begun:
             return None

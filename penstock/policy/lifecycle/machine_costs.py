@@ -1,7 +1,9 @@
-"""What the workers' time costs, and whose it was: drives `policy/limits/accelerator_cost.py` with what the gateway sees.
+"""What the workers' time costs, and whose it was: drives `policy/limits/accelerator_cost.py` with what the
+gateway sees.
 
-Our own workers tell what each request took. Of others the gateway sees tokens, not steps: a prompt counts as work when its first
-output comes, and each slice of an answer as the tokens computed, each of which read the context before it.
+Our own workers tell what each request took. Of others the gateway sees tokens, not steps: a prompt counts as
+work when its first output comes, and each slice of an answer as the tokens computed, each of which read the
+context before it.
 """
 
 from collections.abc import Mapping
@@ -33,7 +35,10 @@ class _Running:
 
 @dataclass(slots=True)
 class Costs:
-    """What the workers of one model have cost while this gateway knew them, in millionths. No amount ever falls."""
+    """What the workers of one model have cost while this gateway knew them, in millionths.
+
+    No amount ever falls.
+    """
 
     busy: int = 0
     """While they had requests, whosever those were: every gateway knows it."""
@@ -61,7 +66,10 @@ class Meters:
         self._interval_ns = 0
 
     def has_worker(self, now_ns: int, route: str, worker: WorkerId, *, tells: bool) -> None:
-        """A worker is there, and costs money from now on. `tells`: what each request took of its time, by itself."""
+        """A worker is there, and costs money from now on.
+
+        `tells`: what each request took of its time, by itself.
+        """
         price = self._prices.accelerator_micros_per_hour(route)
         self._left.discard(worker)
         if not price or worker in self._accounts or worker in self._reported:
@@ -127,7 +135,9 @@ class Meters:
             self._worked(running, request.id, max(0, new), context)
 
     def ended(self, now_ns: int, request: Request) -> int:
-        """It has left its worker: what it cost there, in millionths; 0 if that has no price, or tells at the end."""
+        """It has left its worker: what it cost there, in millionths; 0 if that has no price, or tells at the
+        end.
+        """
         if request.id in self._beside:  # Both attempts were aborted.
             self.dropped(now_ns, request, second=True)
         running = self._running.get(request.id)
@@ -140,7 +150,10 @@ class Meters:
         return cost
 
     def settled(self, now_ns: int, request: Request, before_micros: int) -> int:
-        """It has ended: what it cost on all its workers, in millionths. `before_micros` of it was told by `ended`."""
+        """It has ended: what it cost on all its workers, in millionths.
+
+        `before_micros` of it was told by `ended`.
+        """
         costs = self._costs.get(request.facts.route)
         if costs is None:
             return before_micros

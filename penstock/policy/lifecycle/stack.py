@@ -1,4 +1,6 @@
-"""The policies of one gateway, wired from its configuration: by this function for the product and for the simulator."""
+"""The policies of one gateway, wired from its configuration: by this function for the product and for the
+simulator.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,9 +50,10 @@ def build_policies(
 ) -> PolicyStack:
     """The policies of `config`.
 
-    `facts` tells of a model, None if it is not served; `placement` makes the placement of a model; `limiter` has the tenants'
-    rate limits, its own or shared ones; `wall_offset_ns` is the wall clock's time less the monotonic one's; `random` spreads the
-    breakers' probes, in [0, 1); `on_hedge` is called with what came of each hedge.
+    `facts` tells of a model, None if it is not served; `placement` makes the placement of a model; `limiter`
+    has the tenants' rate limits, its own or shared ones; `wall_offset_ns` is the wall clock's time less the
+    monotonic one's; `random` spreads the breakers' probes, in [0, 1); `on_hedge` is called with what came of
+    each hedge.
     """
     prices = PriceList(config.prices)
     budgets = TenantBudgets(config.budgets, wall_offset_ns=wall_offset_ns)

@@ -1,4 +1,6 @@
-"""Carries out what the table of flow.py says: the only place where a request starts, ends or gives anything back."""
+"""Carries out what the table of flow.py says: the only place where a request starts, ends or gives anything
+back.
+"""
 
 from collections.abc import Callable, MutableMapping, Sequence
 
@@ -51,8 +53,9 @@ class Transitions:
         on_change: Callable[[ModelQueue], None],
         on_dropped: Callable[[int, Sequence[Work]], None],
     ) -> None:
-        """`requests` are all accepted ones, from which those that have ended are removed; `on_change` is called for a model whose queue
-        must be looked at again, `on_dropped` for what a queue dropped to make room.
+        """`requests` are all accepted ones, from which those that have ended are removed; `on_change` is
+        called for a model whose queue must be looked at again, `on_dropped` for what a queue dropped to make
+        room.
         """
         self._parts, self._accounts, self._requests, self._extras = parts, accounts, requests, extras
         self._on_change, self._on_dropped = on_change, on_dropped
@@ -122,7 +125,10 @@ class Transitions:
         return Abort(request.id, request.worker)
 
     def _count(self, now_ns: int, request: Request, change: Change) -> None:
-        """Counts as the worker reports them. A prompt counts once a worker has read it, or the client left while it was read."""
+        """Counts as the worker reports them.
+
+        A prompt counts once a worker has read it, or the client left while it was read.
+        """
         facts, lane = request.facts, request.lane
         count(request, change.usage)
         if request.has_begun or request.outcome in (Outcome.FINISHED, Outcome.CANCELLED):

@@ -1,22 +1,27 @@
-"""What a worker's time costs, shared out to the requests that it worked for, so that the parts sum to the bill.
+"""What a worker's time costs, shared out to the requests that it worked for, so that the parts sum to the
+bill.
 
     bill = price per hour * time
-         = requests (their shares) + platform (probes and the like, and what rounding leaves) + idle (nothing ran)
+         = requests (their shares) + platform (probes and the like, and what rounding leaves) + idle (nothing
+         ran)
 
-Time is cut into intervals (between two reports of the worker's `Stats`, or any others). While at least one request runs,
-time goes into the interval's pot. At the interval's end, the pot is divided among the requests by the work that they
-had done in it, w_r / sum(w); a request that ends in between takes its proportion of what the pot has until then. A busy
-interval in which no work was reported (a long prompt under way) is divided equally among what runs.
+Time is cut into intervals (between two reports of the worker's `Stats`, or any others). While at least one
+request runs, time goes into the interval's pot. At the interval's end, the pot is divided among the requests
+by the work that they had done in it, w_r / sum(w); a request that ends in between takes its proportion of
+what the pot has until then. A busy interval in which no work was reported (a long prompt under way) is
+divided equally among what runs.
 
-Everything is counted in price times nanoseconds, in whole numbers: nothing is lost between the accounts, and a request's
-share is rounded down to whole millionths of the currency once, when it ends; what that leaves goes to `platform`.
+Everything is counted in price times nanoseconds, in whole numbers: nothing is lost between the accounts, and
+a request's share is rounded down to whole millionths of the currency once, when it ends; what that leaves
+goes to `platform`.
 
-Other gateways may use the same worker. Then a part of the time is theirs: as many of the requests that run there. That is an
-estimate, for the number is as old as the worker's last report. A worker that tells by itself what each request took needs none
-of this, and its shares are right however many gateways there are: `ReportedCost`.
+Other gateways may use the same worker. Then a part of the time is theirs: as many of the requests that run
+there. That is an estimate, for the number is as old as the worker's last report. A worker that tells by
+itself what each request took needs none of this, and its shares are right however many gateways there are:
+`ReportedCost`.
 
-The weight of work follows the law of step times (schedule/): w = a * tokens computed + b * KV tokens read, so that of two
-requests with equal tokens the one with the longer context costs more.
+The weight of work follows the law of step times (schedule/): w = a * tokens computed + b * KV tokens read, so
+that of two requests with equal tokens the one with the longer context costs more.
 """
 
 from dataclasses import dataclass
@@ -33,7 +38,9 @@ KV_TOKEN_WEIGHT = 1
 def work_weight(
     *, computed_tokens: int, kv_tokens_read: int, token: int = TOKEN_WEIGHT, kv_token: int = KV_TOKEN_WEIGHT
 ) -> int:
-    """The weight of some work: tokens run through the model, and for each of them the tokens that its attention read."""
+    """The weight of some work: tokens run through the model, and for each of them the tokens that its
+    attention read.
+    """
     return token * computed_tokens + kv_token * kv_tokens_read
 
 
@@ -90,7 +97,9 @@ class AcceleratorCost:
         self._price = micros_per_hour
 
     def beside(self, now_ns: int, num_requests: int) -> None:
-        """So many requests run there altogether, as the worker says: those that are not known here are others'."""
+        """So many requests run there altogether, as the worker says: those that are not known here are
+        others'.
+        """
         self._pass_time(now_ns)
         self._others = max(0, num_requests - len(self._running))
 
@@ -173,8 +182,9 @@ class AcceleratorCost:
 class ReportedCost:
     """The time of one worker that counts itself how long it had work, and what each request took of that.
 
-    Every gateway hears the same, so each of them knows the bill and the idle part; a request's share is known to the one gateway
-    that it came through. What of the busy time no request pays is the platform's: probes, attempts that lost, workers that died.
+    Every gateway hears the same, so each of them knows the bill and the idle part; a request's share is known
+    to the one gateway that it came through. What of the busy time no request pays is the platform's: probes,
+    attempts that lost, workers that died.
     """
 
     def __init__(self, now_ns: int, micros_per_hour: int) -> None:
@@ -202,8 +212,10 @@ class ReportedCost:
         self.pass_time(now_ns)
 
     def pass_time(self, now_ns: int) -> None:
-        """Without work, what it did not tell of was idle. Should some of that turn out to have been busy, idle time stands still until the
-        clock has caught up. With work, the next report will tell.
+        """Without work, what it did not tell of was idle.
+
+        Should some of that turn out to have been busy, idle time stands still until the clock has caught up.
+        With work, the next report will tell.
         """
         idle_ns = now_ns - self._began_ns - self._counted_ns
         if idle_ns > 0 and not self._has_work:

@@ -1,11 +1,11 @@
 """A token bucket in whole numbers, and the line of those that were refused.
 
-The level is counted in sixty-billionths of a token: rates are per minute and time is in nanoseconds, so a refill is
-one exact product and nothing ever drifts. GCRA (ITU-T I.371, the algorithm behind ATM policing) is the same bucket,
-seen as the time at which it is full again.
+The level is counted in sixty-billionths of a token: rates are per minute and time is in nanoseconds, so a
+refill is one exact product and nothing ever drifts. GCRA (ITU-T I.371, the algorithm behind ATM policing) is
+the same bucket, seen as the time at which it is full again.
 
-The level may fall below zero: who is admitted once is never stopped, so an answer that is longer than what was
-reserved for it is charged as debt, and whoever comes next waits for it.
+The level may fall below zero: who is admitted once is never stopped, so an answer that is longer than what
+was reserved for it is charged as debt, and whoever comes next waits for it.
 """
 
 from typing import Protocol
@@ -17,7 +17,9 @@ UNIT = 60 * NS_PER_S
 
 
 class TokenSource(Protocol):
-    """What a limit spends from: a bucket of this process alone, or one filled by leases (policy/limits/lease.py)."""
+    """What a limit spends from: a bucket of this process alone, or one filled by leases
+    (policy/limits/lease.py).
+    """
 
     @property
     def burst(self) -> int:
@@ -45,7 +47,9 @@ class TokenSource(Protocol):
         ...
 
     def standing(self, now_ns: int) -> tuple[int, int]:
-        """Whole tokens that are there (0 while in debt), and how long until it is full if nobody takes any."""
+        """Whole tokens that are there (0 while in debt), and how long until it is full if nobody takes
+        any.
+        """
         ...
 
     def change(self, now_ns: int, rate: int, burst: int) -> None:
@@ -62,9 +66,10 @@ def ceil_div(dividend: int, divisor: int) -> int:
 class Line:
     """Places in the refill that were handed out to those that were refused.
 
-    It is the virtual arrival time of GCRA, kept for the refused: the first is told to come when the bucket has what
-    it needs, the next when the bucket has had that and its own besides. So clients that do as they are told are
-    admitted at the first try, in any number, and never come as one wave. Places that nobody takes pass by themselves.
+    It is the virtual arrival time of GCRA, kept for the refused: the first is told to come when the bucket
+    has what it needs, the next when the bucket has had that and its own besides. So clients that do as they
+    are told are admitted at the first try, in any number, and never come as one wave. Places that nobody
+    takes pass by themselves.
     """
 
     __slots__ = ("_end_ns",)
@@ -135,7 +140,10 @@ class Bucket:
         return (level // UNIT if level > 0 else 0), -((level - self._cap) // self._rate)
 
     def change(self, now_ns: int, rate: int, burst: int) -> None:
-        """See `TokenSource.change`. A smaller burst can empty the bucket; it makes no debt that was not there."""
+        """See `TokenSource.change`.
+
+        A smaller burst can empty the bucket; it makes no debt that was not there.
+        """
         assert rate > 0, rate
         assert burst > 0, burst
         level, cap = self.level(now_ns), burst * UNIT

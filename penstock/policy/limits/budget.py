@@ -1,18 +1,19 @@
-"""Money that a tenant may spend per UTC day and per UTC month: reserved before, renewed in slices, settled once.
+"""Money that a tenant may spend per UTC day and per UTC month: reserved before, renewed in slices, settled
+once.
 
     reserve ──> Reservation ──renew──> ... ──renew──> settle      the request was accepted
        │              │          └─ False: stop the answer here
-       │              └──────────────────────────────> undo       something else refused it: as if it never was
+       │              └──────────────────────────────> undo       refused elsewhere: as if it never was
        └──> BudgetRefusal (which budget, and when it begins anew)
 
-A reservation holds the price of the prompt and of the first slice of the answer; before every further slice it is
-renewed to hold that one too. What is reserved and what was spent never come to more than the budget, so a tenant spends
-more than its budget only by what its running answers generate between the end of a slice and their stop: at most one
-slice for each that runs. Money counts for the day and month in which its request ends, as in the ledger, so the sum of
-what was settled is the sum of the ledger's records, to the millionth.
+A reservation holds the price of the prompt and of the first slice of the answer; before every further slice
+it is renewed to hold that one too. What is reserved and what was spent never come to more than the budget, so
+a tenant spends more than its budget only by what its running answers generate between the end of a slice and
+their stop: at most one slice for each that runs. Money counts for the day and month in which its request
+ends, as in the ledger, so the sum of what was settled is the sum of the ledger's records, to the millionth.
 
-Spending elsewhere counts as soon as somebody tells of it: `restore` by the ledger of this machine, `heed` by a store that
-gateways of several machines share. Neither is asked by a request.
+Spending elsewhere counts as soon as somebody tells of it: `restore` by the ledger of this machine, `heed` by
+a store that gateways of several machines share. Neither is asked by a request.
 
 Pure: times are the gateway's monotonic clock; `wall_offset_ns` makes dates of them.
 """
@@ -76,9 +77,10 @@ class BudgetRefusal:
         """What the person who must act on it reads."""
         name = "daily" if self.kind == "budget_day" else "monthly"
         return (
-            f"Your {name} budget of {self.limit_micros / MICROS:.2f} is used up: {self.used_micros / MICROS:.6f} are spent or "
-            f"in use, and this request needs {self.requested_micros / MICROS:.6f}. It begins anew in "
-            f"{self.retry_after_ns // NS_PER_S + 1} s."
+            f"Your {name} budget of {self.limit_micros / MICROS:.2f} is used up: "
+            f"{self.used_micros / MICROS:.6f} are spent or in use, and this request needs "
+            f"{self.requested_micros / MICROS:.6f}. It begins anew in {self.retry_after_ns // NS_PER_S + 1} "
+            f"s."
         )
 
     def error(self) -> BudgetExhausted:
@@ -141,7 +143,10 @@ class BudgetReservation:
         self.ended = False
 
     def renew(self, now_ns: int, total_micros: int) -> bool:
-        """Before the next slice: hold `total_micros` for the request up to that slice's end. False: it must stop now."""
+        """Before the next slice: hold `total_micros` for the request up to that slice's end.
+
+        False: it must stop now.
+        """
         assert not self.ended, "renewed after its end"
         extra = total_micros - self.reserved
         if extra <= 0:
@@ -236,7 +241,9 @@ class TenantBudgets:
         return account.day.total, account.month.total
 
     def spent_here(self, now_ns: int) -> list[Spent]:
-        """What was spent on this machine, as far as this process knows, of every tenant that has spent or has a budget."""
+        """What was spent on this machine, as far as this process knows, of every tenant that has spent or has
+        a budget.
+        """
         found: list[Spent] = []
         for account in self._accounts.values():
             self._enter(now_ns, account)
@@ -253,7 +260,9 @@ class TenantBudgets:
         return found
 
     def heed(self, now_ns: int, elsewhere: Iterable[Spent]) -> None:
-        """Take over what tenants have spent on other machines; of a day or month that is over it says nothing."""
+        """Take over what tenants have spent on other machines; of a day or month that is over it says
+        nothing.
+        """
         for entry in elsewhere:
             account = self._accounts.get(entry.tenant)
             if account is None:

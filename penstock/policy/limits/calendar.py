@@ -1,7 +1,8 @@
 """Days and months of the UTC calendar as plain integers, for code that may not ask the machine.
 
-After Howard Hinnant, "chrono-compatible low-level date algorithms": civil_from_days and days_from_civil, which are
-exact for the proleptic Gregorian calendar. A day is its number since 1970-01-01; a month is 12 * year + (month - 1).
+After Howard Hinnant, "chrono-compatible low-level date algorithms": civil_from_days and days_from_civil,
+which are exact for the proleptic Gregorian calendar. A day is its number since 1970-01-01; a month is 12 *
+year + (month - 1).
 """
 
 from penstock.clock import NS_PER_S

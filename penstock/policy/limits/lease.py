@@ -1,16 +1,19 @@
 """Limits that several gateways share: a bucket that is filled by leases.
 
-The true bucket of a tenant is in a store (Redis, or the parent of `penstock serve --processes`). A gateway spends from
-a lease of it, about a second's worth, and asks for more ahead of need: no request ever waits for the store.
+The true bucket of a tenant is in a store (Redis, or the parent of `penstock serve --processes`). A gateway
+spends from a lease of it, about a second's worth, and asks for more ahead of need: no request ever waits for
+the store.
 
-What a gateway has not leased it may still spend **on credit**, up to one lease, as far as the store's last word
-says that the bucket has it; the next question charges that to the bucket, into debt if others were quicker. So all
-gateways together overshoot a limit by at most one lease each, and what they overshot is waited for. A request that is
-larger than a lease may be the one thing on credit: a lease is never less than one request.
+What a gateway has not leased it may still spend **on credit**, up to one lease, as far as the store's last
+word says that the bucket has it; the next question charges that to the bucket, into debt if others were
+quicker. So all gateways together overshoot a limit by at most one lease each, and what they overshot is
+waited for. A request that is larger than a lease may be the one thing on credit: a lease is never less than
+one request.
 
-A question carries a number, and asking it again gets the same answer: one that was carried out but never answered
-is not granted twice. While the store is away, `on_store_down` says what to spend: nothing but what was leased (closed),
-a share of the rate (local-share), or anything (open); what was spent so is charged when the store is back.
+A question carries a number, and asking it again gets the same answer: one that was carried out but never
+answered is not granted twice. While the store is away, `on_store_down` says what to spend: nothing but what
+was leased (closed), a share of the rate (local-share), or anything (open); what was spent so is charged when
+the store is back.
 
 Pure: the store, and the task that carries questions to it, are in gateway/shared/.
 """
@@ -49,7 +52,8 @@ class LeaseAsk(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     want: int = 0
     """To be granted, or as much of it as is there."""
     epoch: int = 0
-    """Which life of the bucket the next two are about: a store that lost its memory takes it from here. 0 is none."""
+    """Which life of the bucket the next two are about: a store that lost its memory takes it from here. 0 is
+    none."""
     known_level: int = 0
     known_us: int = 0
 
@@ -101,7 +105,8 @@ class Leases:
         self._joined_ns: int | None = None
         """Since when the store answers without a break."""
         self.is_counted = False
-        """Whether all gateways had the time to say that they are there: until then leases are a second's worth."""
+        """Whether all gateways had the time to say that they are there: until then leases are a second's
+        worth."""
         self.down_ns: int | None = None
         """Since when the store does not answer; None: it does, or was never asked."""
         self.num_failures = 0
@@ -184,7 +189,9 @@ class Leases:
         return self._seq
 
     def lease_max(self, rate: int, burst: int) -> int:
-        """What one gateway may have on lease, and on credit: a second's worth, or its part of a quarter of the bucket."""
+        """What one gateway may have on lease, and on credit: a second's worth, or its part of a quarter of
+        the bucket.
+        """
         worth = rate * self.lease_ns // UNIT
         assert self.num_gateways > 0, "this gateway is one of them"
         part = burst // (_CREDIT_SHARE * self.num_gateways) if self.is_counted else 0
@@ -296,7 +303,10 @@ class LeasedBucket:
             self._leases.want(self)
 
     def wait_ns(self, now_ns: int, amount: int) -> int:
-        """See `Tokens.wait_ns`. As far as this gateway can know: what others take meanwhile it learns later."""
+        """See `Tokens.wait_ns`.
+
+        As far as this gateway can know: what others take meanwhile it learns later.
+        """
         if self.has(now_ns, amount):
             return 0
         if self._leases.down_ns is not None:
@@ -310,7 +320,9 @@ class LeasedBucket:
         return max(self._leases.lease_ns // 8, ceil_div(units, self.rate))
 
     def place_ns(self, now_ns: int, amount: int, ahead_max_ns: int) -> int:
-        """See `Tokens.place_ns`. The other gateways hand out places in the same refill: this one has its share of it.
+        """See `Tokens.place_ns`.
+
+        The other gateways hand out places in the same refill: this one has its share of it.
 
         What the bucket has already, as far as is known, comes at the pace of leases, not of refill.
         """
@@ -339,11 +351,13 @@ class LeasedBucket:
     # --- leasing ------------------------------------------------------------------------------
 
     def ask(self, now_ns: int) -> LeaseAsk | None:
-        """The next question, which stays the question until it is answered; None if there is nothing to ask."""
+        """The next question, which stays the question until it is answered; None if there is nothing to
+        ask.
+        """
         assert self.pending is None, "one question at a time"
         self._measure(now_ns)
-        # The bucket refilled while the store was away, up to full: this gateway's part of that is charged for what it
-        # spent meanwhile. More never came into the bucket, so more would be charged twice.
+        # The bucket refilled while the store was away, up to full: this gateway's part of that is charged for
+        # what it spent meanwhile. More never came into the bucket, so more would be charged twice.
         offline = min(self.offline, self.burst // self._leases.num_gateways)
         self.balance -= max(
             0, min(self.balance, self.offline - offline)

@@ -1,6 +1,8 @@
-"""The store's side of leases: the true buckets, from which gateways are granted slices (policy/limits/lease.py).
+"""The store's side of leases: the true buckets, from which gateways are granted slices
+(policy/limits/lease.py).
 
-Pure; the parent of several gateway processes runs it behind a socket, and Redis runs the same rules as a script.
+Pure; the parent of several gateway processes runs it behind a socket, and Redis runs the same rules as a
+script.
 """
 
 from collections.abc import Sequence
@@ -15,7 +17,9 @@ _GRACE_NS = 2 * NS_PER_S
 
 
 class _Shared:
-    """One limit of one tenant: the bucket, its life's number, what it gave, and the last answer to each gateway."""
+    """One limit of one tenant: the bucket, its life's number, what it gave, and the last answer to each
+    gateway.
+    """
 
     __slots__ = ("answers", "bucket", "burst", "epoch", "given", "rate")
 
@@ -108,9 +112,11 @@ class LeaseTable:
 
 
 def _recall(now_ns: int, shared: _Shared, ask: LeaseAsk) -> None:
-    """The gateway knew an earlier life of this bucket: it has no more than what that had then, refilled since.
+    """The gateway knew an earlier life of this bucket: it has no more than what that had then, refilled
+    since.
 
-    So a store that lost its memory gives nothing twice but what gateways that have not asked again yet had leased.
+    So a store that lost its memory gives nothing twice but what gateways that have not asked again yet had
+    leased.
     """
     known_ns = max(0, now_ns - ask.known_us * NS_PER_US)
     known = min(ask.burst, ask.known_level + known_ns * ask.rate // UNIT) - shared.given

@@ -1,8 +1,8 @@
 """What a request costs by the price list: whole numbers, rounded once.
 
-Prices stand in the configuration per million tokens, in units of a currency, and are kept as whole millionths of it. So
-the price of one token is that number of trillionths (1e-12), a sum of tokens times prices is exact, and
-the only rounding is the one to whole millionths at the end: half up, once for each request.
+Prices stand in the configuration per million tokens, in units of a currency, and are kept as whole millionths
+of it. So the price of one token is that number of trillionths (1e-12), a sum of tokens times prices is exact,
+and the only rounding is the one to whole millionths at the end: half up, once for each request.
 """
 
 from dataclasses import dataclass
@@ -61,7 +61,9 @@ class PriceList:
         self._accelerators = {model: _micros(per_hour) for model, per_hour in config.accelerators.items()}
 
     def cost_micros(self, model: str, usage: TokenCounts) -> int:
-        """What these tokens of one request cost, in millionths; 0 for a model without a price, and for no tokens at all."""
+        """What these tokens of one request cost, in millionths; 0 for a model without a price, and for no
+        tokens at all.
+        """
         price = self._models.get(model) or self._models.get(_ANY)
         prompt, completion = usage.prompt_tokens, usage.completion_tokens
         if price is None or not (prompt or completion):

@@ -1,7 +1,7 @@
 """The `x-ratelimit-*` headers, as OpenAI writes them.
 
-They stand on every response, so they are made of few operations: a tenant's limits are formatted once, and the rest
-is integers.
+They stand on every response, so they are made of few operations: a tenant's limits are formatted once, and
+the rest is integers.
 """
 
 from functools import lru_cache

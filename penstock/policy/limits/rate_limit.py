@@ -1,17 +1,19 @@
 """What a tenant may use: requests per minute, tokens per minute, requests at once.
 
     reserve ──> Reservation ──renew──> ... ──renew──> settle      the request was accepted
-       │              └──────────────────────────────> undo       something else refused it: as if it never was
+       │              └──────────────────────────────> undo       refused elsewhere: as if it never was
        └──> Refusal (why, and when to come back)
 
-A reservation takes the prompt's exact tokens and what the answer is expected to be (policy/estimates/output_length.py). While
-the answer streams beyond that, every slice of 256 tokens is charged as it begins, into debt if the bucket is empty:
-a running stream is never stopped by a rate limit, the next request waits. Settling puts the difference to what was
-really used back, or charges it. So over any time a tenant is admitted no more than its burst and its rate, and the
-debt is at most what its running answers have been longer than expected.
+A reservation takes the prompt's exact tokens and what the answer is expected to be
+(policy/estimates/output_length.py). While the answer streams beyond that, every slice of 256 tokens is
+charged as it begins, into debt if the bucket is empty: a running stream is never stopped by a rate limit, the
+next request waits. Settling puts the difference to what was really used back, or charges it. So over any time
+a tenant is admitted no more than its burst and its rate, and the debt is at most what its running answers
+have been longer than expected.
 
-Pure: gateway and simulator run this same object, each on its own clock. Whoever shares limits with other gateways
-hands in buckets that are filled by leases (policy/limits/lease.py); nothing here knows the difference.
+Pure: gateway and simulator run this same object, each on its own clock. Whoever shares limits with other
+gateways hands in buckets that are filled by leases (policy/limits/lease.py); nothing here knows the
+difference.
 """
 
 from collections.abc import Callable
@@ -61,7 +63,8 @@ class LimitRefusal:
         """What the person who must act on it reads."""
         if self.kind == "too_large":
             return (
-                f"This request needs {self.requested} tokens at once, but your limit lets through {self.limit} at "
+                f"This request needs {self.requested} tokens at once, but your limit lets through "
+                f"{self.limit} at "
                 "most: it can never pass. Shorten the prompt or ask for a higher limit."
             )
         unit = {
@@ -70,8 +73,8 @@ class LimitRefusal:
             "concurrent": "requests at once",
         }
         return (
-            f"Rate limit reached: limit {self.limit} {unit[self.kind]}, used {self.used}, requested {self.requested}. "
-            f"Please try again in {self.retry_after_ns / NS_PER_S:.3f}s."
+            f"Rate limit reached: limit {self.limit} {unit[self.kind]}, used {self.used}, requested "
+            f"{self.requested}. Please try again in {self.retry_after_ns / NS_PER_S:.3f}s."
         )
 
     def error(self) -> ClientError | Overloaded:
@@ -122,7 +125,8 @@ class LimitReservation:
     ) -> None:
         self._limiter, self._use, self._started_ns = limiter, use, now_ns
         self._num_requests = num_requests
-        # What was taken goes back to where it was taken from, even if a reload has put another limit there since.
+        # What was taken goes back to where it was taken from, even if a reload has put another limit there
+        # since.
         self._tokens, self._requests = use.tokens, use.requests
         self.covered = output_tokens
         """Output tokens that are paid for: `renew` has nothing to do up to here."""
@@ -131,7 +135,10 @@ class LimitReservation:
         self.ended = False
 
     def renew(self, now_ns: int, num_output_tokens: int) -> None:
-        """The answer has `num_output_tokens` tokens by now: charge slices until they are covered. Cheap while they are."""
+        """The answer has `num_output_tokens` tokens by now: charge slices until they are covered.
+
+        Cheap while they are.
+        """
         if num_output_tokens <= self.covered:
             return
         assert not self.ended, "renewed after its end"
@@ -145,7 +152,9 @@ class LimitReservation:
             self._tokens.take(now_ns, extra)
 
     def settle(self, now_ns: int, actual_tokens: int) -> None:
-        """The request ended, however it did, and used `actual_tokens` of prompt and answer: put back or charge the rest."""
+        """The request ended, however it did, and used `actual_tokens` of prompt and answer: put back or
+        charge the rest.
+        """
         assert actual_tokens >= 0, actual_tokens
         use = self._end()
         hold_ns = max(0, now_ns - self._started_ns)
@@ -160,7 +169,9 @@ class LimitReservation:
             self._tokens.take(now_ns, -unused)
 
     def undo(self, now_ns: int) -> None:
-        """Something else refused the request before it was accepted: give everything back, the request itself too."""
+        """Something else refused the request before it was accepted: give everything back, the request itself
+        too.
+        """
         self._end()
         if self._tokens is not None:
             self._tokens.give(now_ns, self.reserved)
@@ -180,11 +191,13 @@ class RateTerms(LimitsConfig, frozen=True, kw_only=True):
     """How the limits per tenant are counted."""
 
     slice_tokens: int = SLICE_TOKENS
-    """An answer longer than what was reserved for it is charged in slices of this many tokens while it streams."""
+    """An answer longer than what was reserved for it is charged in slices of this many tokens while it
+    streams."""
     retry_after_max_s: float = 600.0
     """The line of refused requests that are told when to come back is at most this long."""
     tenants_max: int = 65_536
-    """Tenants whose use is remembered; over it those that have nothing running and were seen longest ago are forgotten."""
+    """Tenants whose use is remembered; over it those that have nothing running and were seen longest ago are
+    forgotten."""
 
 
 class Limiter:
@@ -250,7 +263,9 @@ class Limiter:
         return LimitReservation(self, use, now_ns, prompt_tokens, output_tokens, num_requests)
 
     def headers(self, now_ns: int, tenant: Tenant) -> Headers:
-        """The `x-ratelimit-*` headers of the limits that the tenant has, as they stand now; empty if it has none."""
+        """The `x-ratelimit-*` headers of the limits that the tenant has, as they stand now; empty if it has
+        none.
+        """
         if not (tenant.requests_per_minute or tenant.tokens_per_minute):
             return ()
         # A stream that began before a reload must not bring the old limits back: only `reserve` changes them.
@@ -319,14 +334,17 @@ class Limiter:
         return LimitRefusal(kind=unit, limit=limit, used=used, requested=amount, retry_after_ns=wait_ns)
 
     def _concurrent_ns(self, now_ns: int, use: _Use, ahead_max_ns: int) -> int:
-        """A guess, since nobody knows when answers end: one place per ending, at the pace of the last ones."""
+        """A guess, since nobody knows when answers end: one place per ending, at the pace of the last
+        ones.
+        """
         gap_ns = max(1, (use.hold_ns or _FIRST_HOLD_NS) // max(1, use.tenant.concurrent_max))
         use.line_ns = min(max(use.line_ns, now_ns) + gap_ns, now_ns + ahead_max_ns)
         assert use.line_ns >= now_ns, "nobody is told to have come before"
         return use.line_ns - now_ns
 
     def _collect(self, now_ns: int) -> None:
-        """Forget tenants that a new state would not differ from; if that is not enough, those seen longest ago.
+        """Forget tenants that a new state would not differ from; if that is not enough, those seen longest
+        ago.
 
         Called when the number has doubled since the last time, so that it costs O(1) per request.
         """
@@ -359,5 +377,7 @@ def _is_full(now_ns: int, use: _Use) -> bool:
 
 
 def _spread(wait_ns: int, request_id: str) -> int:
-    """Up to 1/8 longer, by the request's id: places that are guesses, or other gateways', do not fall on one instant."""
+    """Up to 1/8 longer, by the request's id: places that are guesses, or other gateways', do not fall on one
+    instant.
+    """
     return wait_ns + wait_ns * (crc32(request_id.encode()) % 1024) // (1024 * _SPREAD)

@@ -1,4 +1,6 @@
-"""What one request of a tenant may ask for: models, adapters and tokens. How much in a minute or a day is for others.
+"""What one request of a tenant may ask for: models, adapters and tokens.
+
+How much in a minute or a day is for others.
 
 Each function returns if it may, and raises what the caller has to change if not. A limit of 0 is no limit.
 """
@@ -52,7 +54,8 @@ def check_tokens(
 ) -> None:
     """Refuse a prompt, or an answer's asked-for length, that is over the tenant's limits.
 
-    `max_tokens` is what the request says for one choice; None if it says nothing, and then `output_room` clips it.
+    `max_tokens` is what the request says for one choice; None if it says nothing, and then `output_room`
+    clips it.
 
     Raises:
         ContextTooLong: the prompt is too long, or it is together with `max_tokens`.
@@ -61,37 +64,39 @@ def check_tokens(
     assert prompt_tokens >= 0, prompt_tokens
     if 0 < tenant.input_tokens_max < prompt_tokens:
         raise ContextTooLong(
-            f"The maximum prompt length of {_who(tenant)} is {tenant.input_tokens_max} tokens (input_tokens_max). "
-            f"However, your {param} resulted in {prompt_tokens} tokens. Please reduce the length of the {param}.",
+            f"The maximum prompt length of {_who(tenant)} is {tenant.input_tokens_max} tokens "
+            f"(input_tokens_max). However, your {param} resulted in {prompt_tokens} tokens. Please reduce "
+            f"the length of the {param}.",
             param=param,
         )
     context = tenant.context_tokens_max
     if 0 < context <= prompt_tokens:
         raise ContextTooLong(
-            f"The maximum context length of {_who(tenant)} is {context} tokens (context_tokens_max). However, your "
-            f"{param} resulted in {prompt_tokens} tokens. Please reduce the length of the {param}.",
+            f"The maximum context length of {_who(tenant)} is {context} tokens (context_tokens_max). However,"
+            f" your {param} resulted in {prompt_tokens} tokens. Please reduce the length of the {param}.",
             param=param,
         )
     if max_tokens is None:
         return
     if 0 < tenant.output_tokens_max < max_tokens:
         raise InvalidRequest(
-            f"Invalid 'max_tokens': the maximum answer length of {_who(tenant)} is {tenant.output_tokens_max} tokens "
-            f"(output_tokens_max), but got {max_tokens}.",
+            f"Invalid 'max_tokens': the maximum answer length of {_who(tenant)} is "
+            f"{tenant.output_tokens_max} tokens (output_tokens_max), but got {max_tokens}.",
             param="max_tokens",
             code="invalid_value",
         )
     if 0 < context < prompt_tokens + max_tokens:
         raise ContextTooLong(
-            f"The maximum context length of {_who(tenant)} is {context} tokens (context_tokens_max). However, you "
-            f"requested {prompt_tokens + max_tokens} tokens ({prompt_tokens} in the {param}, {max_tokens} in the "
-            f"completion). Please reduce the length of the {param} or completion.",
+            f"The maximum context length of {_who(tenant)} is {context} tokens (context_tokens_max). However,"
+            f" you requested {prompt_tokens + max_tokens} tokens ({prompt_tokens} in the {param}, "
+            f"{max_tokens} in the completion). Please reduce the length of the {param} or completion.",
             param=param,
         )
 
 
 def output_room(tenant: Tenant, prompt_tokens: int, limit: int) -> int:
-    """How long an answer may get that nobody asked a length for: `most`, or what the tenant's limits leave of it.
+    """How long an answer may get that nobody asked a length for: `most`, or what the tenant's limits leave of
+    it.
 
     At least 1 after `check_tokens`, if `most` is.
     """

@@ -1,4 +1,7 @@
-"""The last decisions, by request: what `GET /admin/explain/{request_id}` answers from. Bounded; knows no transport."""
+"""The last decisions, by request: what `GET /admin/explain/{request_id}` answers from.
+
+Bounded; knows no transport.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -24,7 +27,8 @@ class ComplexityChoice:
     parts: tuple[tuple[str, float], ...]
     """What each mark added (or took off), those that did; largest first."""
     passed_over: tuple[str, ...] = ()
-    """Models that would have come before, and may not answer: not allowed, without tools, not ready, or too small."""
+    """Models that would have come before, and may not answer: not allowed, without tools, not ready, or too
+    small."""
 
     def explain(self) -> str:
         """For a log line or a header: `complexity=0.31 (code .20, tokens .05, simple -.05)`."""
@@ -45,7 +49,10 @@ class DecisionLog:
         decided: Callable[[Decision], None] | None = None,
         write: Callable[[Decision], None] | None = None,
     ) -> None:
-        """Keep the decisions of `kept_max` requests. `decided` hears of each one, `write` of one in `log_every`."""
+        """Keep the decisions of `kept_max` requests.
+
+        `decided` hears of each one, `write` of one in `log_every`.
+        """
         self._kept: OrderedDict[RequestId, list[Decision]] = OrderedDict()
         self._chosen: OrderedDict[RequestId, ComplexityChoice] = OrderedDict()
         self._kept_max, self._decided = kept_max, decided
@@ -94,7 +101,9 @@ class DecisionLog:
 
 
 def explain(decision: Decision) -> dict[str, Any]:
-    """A decision as plain data: its candidates with the parts of their scores, best first, and why one of them was picked."""
+    """A decision as plain data: its candidates with the parts of their scores, best first, and why one of
+    them was picked.
+    """
     policy, choice = score_policy(decision.config), decision.choice
     scores = score_all(policy, decision.request, decision.candidates)
     rows: list[tuple[float, int, dict[str, Any]]] = []
@@ -130,7 +139,9 @@ def explain(decision: Decision) -> dict[str, Any]:
 
 
 def explain_choice(choice: ComplexityChoice) -> dict[str, Any]:
-    """How a model was chosen, as plain data: the complexity, what each mark added to it, and which models came before and could not answer."""
+    """How a model was chosen, as plain data: the complexity, what each mark added to it, and which models
+    came before and could not answer.
+    """
     return {
         "model": choice.model,
         "complexity": round(choice.complexity, 6),

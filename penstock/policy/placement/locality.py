@@ -1,4 +1,6 @@
-"""Where parts of prompts are cached, as a placement asks for it; and where sessions and adapters were last."""
+"""Where parts of prompts are cached, as a placement asks for it; and where sessions and adapters were
+last.
+"""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -22,7 +24,10 @@ class Located(Protocol):
 
 
 class Locality(Protocol):
-    """Who has what: `kv.locality.KVLocality`. `keys` is what `Arrival.keys` holds: `kv.prompt_keys.PromptKeys`."""
+    """Who has what: `kv.locality.KVLocality`.
+
+    `keys` is what `Arrival.keys` holds: `kv.prompt_keys.PromptKeys`.
+    """
 
     def match(self, now_ns: int, keys: object) -> Located:
         """Look a prompt up."""
@@ -72,7 +77,10 @@ class NoLocality:
 
 
 class LastWorkers:
-    """By name (of a session, of an adapter) the worker that had it last, for a while. Bounded: the oldest are forgotten."""
+    """By name (of a session, of an adapter) the worker that had it last, for a while.
+
+    Bounded: the oldest are forgotten.
+    """
 
     __slots__ = ("_last", "_limit", "_ttl_ns")
 

@@ -1,12 +1,16 @@
-"""From scores to one worker, and why: ties, chance, exploration and holds. Pure: the same facts and draws give the same choice.
+"""From scores to one worker, and why: ties, chance, exploration and holds.
 
-1. the least total of the workers that could start the request now, never one that was filtered; one where it failed before only if there is no other
-2. if a worker that has no room yet would give the first token sooner all the same: hold the request for it, no longer than that
-   saves (delay scheduling: Zaharia et al., "Delay Scheduling: A Simple Technique for Achieving Locality and
-   Fairness in Cluster Scheduling", EuroSys 2010)
-3. of those that are within a few per cent of the best: the session's last worker, else the less loaded of two drawn by chance
-   (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001)
-4. one decision in a hundred takes any that is not much worse, so that what is known of all workers stays fresh
+Pure: the same facts and draws give the same choice.
+
+1. the least total of the workers that could start the request now, never one that was filtered; one where it
+failed before only if there is no other
+2. if a worker that has no room yet would give the first token sooner all the same: hold the request for it,
+   no longer than that saves (delay scheduling: Zaharia et al., "Delay Scheduling: A Simple Technique for
+   Achieving Locality and Fairness in Cluster Scheduling", EuroSys 2010)
+3. of those that are within a few per cent of the best: the session's last worker, else the less loaded of two
+   drawn by chance (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001)
+4. one decision in a hundred takes any that is not much worse, so that what is known of all workers stays
+fresh
 """
 
 from collections.abc import Callable, Sequence
@@ -51,7 +55,10 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """One choice with everything that it was made of: kept, explained and replayed. Scores are made again from the facts."""
+    """One choice with everything that it was made of: kept, explained and replayed.
+
+    Scores are made again from the facts.
+    """
 
     request_id: RequestId
     route: str
@@ -146,7 +153,10 @@ def _up_to(within: float, open_now: list[int], scores: Sequence[Score | None]) -
 
 
 def _again(candidates: Sequence[WorkerFacts], scores: Sequence[Score | None], wanted: int) -> Choice:
-    """Where it failed on all that have room: the best of those. Else nobody gets it now; it would want `wanted`."""
+    """Where it failed on all that have room: the best of those.
+
+    Else nobody gets it now; it would want `wanted`.
+    """
     again = [
         (score.total, candidates[i].turn, candidates[i].number, i)
         for i, score in enumerate(scores)
@@ -156,7 +166,10 @@ def _again(candidates: Sequence[WorkerFacts], scores: Sequence[Score | None], wa
 
 
 def replay(policy: ScorePolicy, decision: Decision) -> Choice:
-    """Decide again from what was written down. Equal to `decision.choice`, unless the code has changed since."""
+    """Decide again from what was written down.
+
+    Equal to `decision.choice`, unless the code has changed since.
+    """
     draws = iter(decision.draws)
     scores = score_all(policy, decision.request, decision.candidates)
     return choose(
@@ -171,7 +184,9 @@ def _worth_holding_s(
     wanted: int,
     index: int,
 ) -> float:
-    """How long to wait for `wanted`, which is better but has no room, before `index` gets it; 0: not at all."""
+    """How long to wait for `wanted`, which is better but has no room, before `index` gets it; 0: not at
+    all.
+    """
     there, here = scores[wanted], scores[index]
     assert there is not None, "filtered workers are not ranked"
     assert here is not None, "filtered workers are not ranked"

@@ -1,15 +1,18 @@
-"""Placement by where the KV lives: gathers the workers worth looking at, scores them, picks one, remembers why.
+"""Placement by where the KV lives: gathers the workers worth looking at, scores them, picks one, remembers
+why.
 
-    candidates   holders of the prompt's prefix, the session's last worker, residents of the adapter, the least loaded
+    candidates   holders of the prompt's prefix, the session's last worker, residents of the adapter, the
+                 least loaded
     filter       ready, not blocked, context fits, it can do what is needed, adapter can be served
     score, pick  score.py, pick.py: one of two policies; ties, chance, holds
     learn        speed.py: what requests took at their workers
 
-One per model; fulfils `parts.Placement`. A decision looks at a bounded number of workers, however large the fleet is.
-Load is what `CapacityTable` has booked since dispatch; what workers report only corrects it.
+One per model; fulfils `parts.Placement`. A decision looks at a bounded number of workers, however large the
+fleet is. Load is what `CapacityTable` has booked since dispatch; what workers report only corrects it.
 
-A worker that is alone gets what fits on it: no prompt is hashed, looked up, predicted or audited, and nothing is learned,
-because nothing could be chosen by it. Its own events keep the index up to date for the day when another worker comes.
+A worker that is alone gets what fits on it: no prompt is hashed, looked up, predicted or audited, and nothing
+is learned, because nothing could be chosen by it. Its own events keep the index up to date for the day when
+another worker comes.
 """
 
 from collections.abc import Collection, Mapping
@@ -54,8 +57,8 @@ class Router:
     """See the module."""
 
     __slots__ = (
-        "_adapters", "_config", "_draw", "_drawn", "_held", "_locality", "_log", "_route", "_sent", "_sessions", "policy",
-        "speeds",
+        "_adapters", "_config", "_draw", "_drawn", "_held", "_locality", "_log", "_route", "_sent",
+        "_sessions", "policy", "speeds",
     )  # fmt: skip
 
     def __init__(
@@ -274,7 +277,9 @@ class Router:
         )
 
     def _others(self, look: "_Look", known: list[WorkerFacts]) -> list[WorkerFacts]:
-        """More workers that can start the request, where none of the candidates can: a few of the least loaded."""
+        """More workers that can start the request, where none of the candidates can: a few of the least
+        loaded.
+        """
         seen, found = {worker.worker for worker in known}, list[WorkerFacts]()
         # The few that can do what is needed may be the most loaded of a thousand.
         for room in look.rooms.least_loaded(_WIDE) if not look.work.needs else look.rooms.all_open():
@@ -286,7 +291,9 @@ class Router:
         return found
 
     def _may_fit(self, look: "_Look") -> bool:
-        """Whether a decision is worth its time for one that was passed over: it is tried again at every start of others."""
+        """Whether a decision is worth its time for one that was passed over: it is tried again at every start
+        of others.
+        """
         work, rooms = look.work, look.rooms
         if rooms.place(work, look.avoid, look.blocked) is not None:
             return True
@@ -294,7 +301,10 @@ class Router:
         return wanted is not None and wanted.fits(work)
 
     def _count_held(self, now_ns: int) -> dict[WorkerId, int]:
-        """How many wait for each warm worker. Those whose time is over, and those that left meanwhile, are forgotten."""
+        """How many wait for each warm worker.
+
+        Those whose time is over, and those that left meanwhile, are forgotten.
+        """
         waiting: dict[WorkerId, int] = {}
         for name, hold in list(self._held.items()):
             if hold.until_ns > now_ns:

@@ -1,10 +1,11 @@
-"""What sending a request to a worker is worth: two policies behind one interface, from facts to terms to one number.
+"""What sending a request to a worker is worth: two policies behind one interface, from facts to terms to one
+number.
 
-    ttft       wait + reload + prefill + adapter + others + lambda * TPOT penalty + mu * x / (1 - x)   seconds, the least wins
-    weighted   0.45 match - 0.25 delay - 0.20 pressure + 0.10 headroom                           marks, the most wins
+    ttft       wait + reload + prefill + adapter + others + lambda * TPOT penalty + mu * x / (1 - x), least
+    weighted   0.45 match - 0.25 delay - 0.20 pressure + 0.10 headroom, most
 
-`Score.total` is a cost for both, so that what picks need not know which of them it has. Pure, and each score depends on its
-own worker alone: the same facts give the same score.
+`Score.total` is a cost for both, so that what picks need not know which of them it has. Pure, and each score
+depends on its own worker alone: the same facts give the same score.
 """
 
 from typing import Protocol
@@ -37,7 +38,10 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, gc=False):
-    """One worker, as it stands for one request. Not by keyword alone: a dozen are made for every request, in this order."""
+    """One worker, as it stands for one request.
+
+    Not by keyword alone: a dozen are made for every request, in this order.
+    """
 
     worker: WorkerId
     number: int
@@ -45,7 +49,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, gc=False):
     turn: int = 0
     """When it was last given something, as a count: who waited longest is next among equals."""
     filtered: str = ""
-    """Why it cannot have the request at all: "not_ready", "blocked", "resume", "context" or "adapter"; empty: it can."""
+    """Why it cannot have the request at all: "not_ready", "blocked", "resume", "context" or "adapter"; empty:
+    it can."""
     has_room: bool = True
     """Whether it could start the request now."""
     is_avoided: bool = False
@@ -110,7 +115,8 @@ class ScorePolicy(Protocol):
 
 
 def pressure(request: RequestFacts, worker: WorkerFacts) -> float:
-    """The odds x / (1 - x) of full memory, where x is the share of KV memory in use once the request and its answer are there.
+    """The odds x / (1 - x) of full memory, where x is the share of KV memory in use once the request and its
+    answer are there.
 
     Convex, as in smg's least-load policy: the last tenth of the memory counts more than all before it.
     """
@@ -155,7 +161,10 @@ def _times_s(
 
 
 class TtftScore:
-    """`ttft`: what the client waits, and what the request does to those that run. All terms are seconds, so they add."""
+    """`ttft`: what the client waits, and what the request does to those that run.
+
+    All terms are seconds, so they add.
+    """
 
     name = "ttft"
     terms = ("wait_s", "reload_s", "prefill_s", "adapter_s", "others_s", "tpot_s", "pressure_s")

@@ -1,9 +1,9 @@
 """One priority band of one model's queue: whose request is next, by what each tenant was served.
 
-The virtual token counter of `schedule/fair_share.py`, which the engine's own queue uses too, with the same key. The whole
-estimate is charged when a request is started, since it could not be taken back from a worker; `charge` corrects it. While
-two tenants both wait, what they are charged differs over any window by at most twice the largest single charge;
-corrections add at most what was misjudged of the work in flight.
+The virtual token counter of `schedule/fair_share.py`, which the engine's own queue uses too, with the same
+key. The whole estimate is charged when a request is started, since it could not be taken back from a worker;
+`charge` corrects it. While two tenants both wait, what they are charged differs over any window by at most
+twice the largest single charge; corrections add at most what was misjudged of the work in flight.
 """
 
 from collections import OrderedDict
@@ -61,7 +61,8 @@ class Work(msgspec.Struct, eq=False, kw_only=True):
     goes_on: bool = False
     """It was begun on a worker that is lost: only one that goes on behind its last token can have it."""
     identity: str = ""
-    """Of the worker that it was started on last: where it goes on must be the same, or its tokens would be another model's."""
+    """Of the worker that it was started on last: where it goes on must be the same, or its tokens would be
+    another model's."""
 
     number: int = 0
     """By order of the first push."""
@@ -80,7 +81,8 @@ class Work(msgspec.Struct, eq=False, kw_only=True):
     """What its tenant's counter holds for it."""
     running: bool = False
     hold_ns: int = 0
-    """Until when it waits for `hold_for` by the placement's choice, although others have room; 0: it was never held."""
+    """Until when it waits for `hold_for` by the placement's choice, although others have room; 0: it was
+    never held."""
     hold_for: WorkerId = WorkerId("")
     matched_tokens: int = 0
     """Of the prompt, what the placement expects in the cache of the worker that it chose."""
@@ -129,8 +131,9 @@ class Band:
     """The tenants of one band, smallest counter first. Every operation is O(log n), amortised."""
 
     __slots__ = (
-        "_gap_ns", "_heap", "_last", "_lines", "_next_line", "aside", "config", "floor", "level", "num_active", "num_bytes",
-        "num_running", "num_tenants", "served_ns", "starvation_ns", "timeout_ns", "waiting",
+        "_gap_ns", "_heap", "_last", "_lines", "_next_line", "aside", "config", "floor", "level",
+        "num_active", "num_bytes", "num_running", "num_tenants", "served_ns", "starvation_ns", "timeout_ns",
+        "waiting",
     )  # fmt: skip
 
     def __init__(self, config: BandTerms, level: int) -> None:
@@ -162,7 +165,9 @@ class Band:
         return self._lines.get(tenant)
 
     def push(self, now_ns: int, work: Work, *, kept_max: int, lift: bool) -> None:
-        """Let a request wait, at the place that its arrival or deadline gives it; `lift` a tenant that comes back."""
+        """Let a request wait, at the place that its arrival or deadline gives it; `lift` a tenant that comes
+        back.
+        """
         line = self._lines.get(work.tenant)
         if line is None:
             self._forget_idle(kept_max)
@@ -188,10 +193,12 @@ class Band:
     def take(
         self, now_ns: int, fits: Callable[[Work], bool], aside_max: int, share: float | None = None
     ) -> Work | None:
-        """The next request that fits, no longer waiting but not yet charged; None if none of those looked at fits.
+        """The next request that fits, no longer waiting but not yet charged; None if none of those looked at
+        fits.
 
-        One that does not fit is set aside, and the rest goes on: up to `aside_max`, then its tenant is passed over.
-        With a `share` also tenants are that run already and would run more streams than that, times their weight.
+        One that does not fit is set aside, and the rest goes on: up to `aside_max`, then its tenant is passed
+        over. With a `share` also tenants are that run already and would run more streams than that, times
+        their weight.
         """
         for work in self.aside:
             if fits(work):
@@ -247,8 +254,8 @@ class Band:
         """Requests that are served before one that this tenant adds to its end. O(1).
 
         Under fair sharing: the tenant's own, and while those are served as many of each other tenant's as its
-        weight leaves them (theirs are taken for 1, and all requests for equal). Who floods the queue is mostly ahead
-        of itself.
+        weight leaves them (theirs are taken for 1, and all requests for equal). Who floods the queue is
+        mostly ahead of itself.
         """
         if not self.waiting:
             return 0
@@ -260,13 +267,16 @@ class Band:
     def gap_ns(self, now_ns: int) -> int:
         """The mean time between two starts while something waits, as it would be if one started now.
 
-        The time since the last start counts as one gap of several: workers start requests in batches, a step's worth at once.
+        The time since the last start counts as one gap of several: workers start requests in batches, a
+        step's worth at once.
         """
         since_ns = now_ns - self.served_ns if self.waiting else 0
         return self._gap_ns + max(0, since_ns - self._gap_ns) // _BATCH
 
     def _pace(self, now_ns: int) -> None:
-        """Something starts that waited since `served_ns` at the earliest: it was taken from the queue just now."""
+        """Something starts that waited since `served_ns` at the earliest: it was taken from the queue just
+        now.
+        """
         self._gap_ns += (now_ns - self.served_ns - self._gap_ns) // (_PACE if self._gap_ns else 1)
 
     def newest(self) -> Work:

@@ -6,9 +6,10 @@ Which band goes next, when a worker has room:
 2. one that runs fewer streams than its floor, in their order;
 3. the rest in their order.
 
-So a higher band goes before a lower one, but can neither take its floor nor keep it from moving. Nothing is held
-free: room that no band under its floor wants goes to the others. A request too large for the room that there is
-is passed over at most `skips_max` times or `skip_s`; then `overdue` names it, and a worker should be kept free for it.
+So a higher band goes before a lower one, but can neither take its floor nor keep it from moving. Nothing is
+held free: room that no band under its floor wants goes to the others. A request too large for the room that
+there is is passed over at most `skips_max` times or `skip_s`; then `overdue` names it, and a worker should be
+kept free for it.
 
 The queue knows no workers: `pop` is told by `fits` what could start now.
 """
@@ -41,7 +42,9 @@ def ordered_bands(bands: Sequence[BandConfig]) -> list[BandTerms]:
 
 
 def default_level(bands: Sequence[BandConfig]) -> int:
-    """Where requests of a band go that is not configured: the last that has order 0 or less, else the first."""
+    """Where requests of a band go that is not configured: the last that has order 0 or less, else the
+    first.
+    """
     return max((i for i, band in enumerate(bands) if band.order <= 0), default=0)
 
 
@@ -81,7 +84,9 @@ class FairQueue:
         )
 
     def set_slots(self, slots: int) -> None:
-        """How many streams the model's workers may be given in all: what floors that are shares are taken of."""
+        """How many streams the model's workers may be given in all: what floors that are shares are taken
+        of.
+        """
         if slots != self._slots:
             self._slots = slots
             for band in self.bands:
@@ -111,8 +116,9 @@ class FairQueue:
     def requeue(self, now_ns: int, work: Work, *, has_begun: bool = False) -> None:
         """Put back what was started, where its arrival belongs. Never refused: it was accepted.
 
-        What gave nothing is charged nothing, and its wait ends when it would have, but for its promise: that it was started
-        once is no reason to refuse it for being late. What has begun to answer is charged for that at its end, and waits anew.
+        What gave nothing is charged nothing, and its wait ends when it would have, but for its promise: that
+        it was started once is no reason to refuse it for being late. What has begun to answer is charged for
+        that at its end, and waits anew.
         """
         band = self.bands[work.level]
         work.start_by_ns = 0
@@ -135,8 +141,8 @@ class FairQueue:
     ) -> Work | None:
         """Start the next request that `fits` now, charged with its estimate; None if there is none.
 
-        `above` looks only at bands before that level. With a `share`, tenants that run more streams than that (times their
-        weight) are passed over, except in protected bands.
+        `above` looks only at bands before that level. With a `share`, tenants that run more streams than that
+        (times their weight) are passed over, except in protected bands.
         """
         for band in self._in_turn(now_ns):
             if above is not None and band.level >= above:
@@ -193,7 +199,10 @@ class FairQueue:
         return self._expiries[0][0] if self._expiries else None
 
     def overdue(self, now_ns: int) -> Work | None:
-        """A request that was passed over often or long enough: keep a worker free for it. Longest aside first."""
+        """A request that was passed over often or long enough: keep a worker free for it.
+
+        Longest aside first.
+        """
         found: Work | None = None
         for band in self.bands:
             for work in band.aside:
@@ -280,7 +289,9 @@ class FairQueue:
         return None
 
     def _room(self, level: int, work: Work) -> Full | tuple[int, int] | None:
-        """Keep the bound of all bands together: None if there is room, else the requests and bytes to drop, if that may be."""
+        """Keep the bound of all bands together: None if there is room, else the requests and bytes to drop,
+        if that may be.
+        """
         config = self._config
         requests = self.num_waiting + 1 - config.requests_max
         num_bytes = self.num_bytes + work.num_bytes - config.bytes_max

@@ -1,7 +1,8 @@
 """Which running streams end when KV memory is nearly full, so that the others can go on.
 
-The lowest band gives way first, and in it whoever has the longest answer still before it: that one would take the most memory from now
-on, and has the least to show for what it took. A protected band never gives way. Pure.
+The lowest band gives way first, and in it whoever has the longest answer still before it: that one would take
+the most memory from now on, and has the least to show for what it took. A protected band never gives way.
+Pure.
 """
 
 from collections.abc import Iterable
@@ -23,7 +24,8 @@ class RunningStream(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def blocks_to_free(used: int, total: int, *, above: float, to: float) -> int:
-    """KV blocks that must become free: none up to the share `above`, else as many as bring the use down to `to`.
+    """KV blocks that must become free: none up to the share `above`, else as many as bring the use down to
+    `to`.
 
     The gap between the two keeps a worker at the bound from ending one stream after another.
     """
@@ -32,7 +34,8 @@ def blocks_to_free(used: int, total: int, *, above: float, to: float) -> int:
 
 
 def choose_victims(streams: Iterable[RunningStream], num_blocks: int, *, victims_max: int) -> tuple[str, ...]:
-    """The ids of the streams to end, in order, until `num_blocks` are free or nobody is left who may be ended.
+    """The ids of the streams to end, in order, until `num_blocks` are free or nobody is left who may be
+    ended.
 
     Ties end by id, so that the choice does not depend on the order of the streams.
     """

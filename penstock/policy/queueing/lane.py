@@ -1,4 +1,7 @@
-"""One model's queue and its workers' rooms, and which request starts where, next. Knows requests only as `Work`."""
+"""One model's queue and its workers' rooms, and which request starts where, next.
+
+Knows requests only as `Work`.
+"""
 
 import math
 from collections.abc import Collection, Iterator
@@ -39,8 +42,8 @@ class ModelQueue:
     """What waits for one model, and who could run it."""
 
     __slots__ = (
-        "_config", "_down_ns", "_found", "_health", "_holds", "_last_ns", "_no_worker_ns", "_now_ns", "_suspects", "avoid", "gap_ns",
-        "held", "pace", "placement", "queue", "rooms", "route", "timer_ns",
+        "_config", "_down_ns", "_found", "_health", "_holds", "_last_ns", "_no_worker_ns", "_now_ns",
+        "_suspects", "avoid", "gap_ns", "held", "pace", "placement", "queue", "rooms", "route", "timer_ns",
     )  # fmt: skip
 
     def __init__(
@@ -93,7 +96,9 @@ class ModelQueue:
         self.queue.set_slots(self.rooms.num_slots)
 
     def next_start(self, now_ns: int) -> tuple[Work, WorkerCapacity] | None:
-        """The next request to start and where, taken from the queue and booked; None when nothing can start."""
+        """The next request to start and where, taken from the queue and booked; None when nothing can
+        start.
+        """
         queue, rooms = self.queue, self.rooms
         self._now_ns = now_ns
         for worker_id in self.pace.overdue(now_ns):
@@ -125,8 +130,8 @@ class ModelQueue:
         self.placement.started(now_ns, work, room)
 
     def place_beside(self, now_ns: int, work: Work, worker: WorkerId) -> WorkerCapacity | None:
-        """Where a request that runs at `worker` could be started a second time: only if nobody waits, and there is room for it in
-        another worker's batch. Books nothing.
+        """Where a request that runs at `worker` could be started a second time: only if nobody waits, and
+        there is room for it in another worker's batch. Books nothing.
         """
         if self.queue.num_waiting:
             return None
@@ -147,7 +152,9 @@ class ModelQueue:
             self._suspects[work.id].worker = None
 
     def suspect(self, work: Work, trial: IsolatedRetry | None) -> None:
-        """It waits, and may be what a worker died of: until its next output it is beside others only as `trial` says."""
+        """It waits, and may be what a worker died of: until its next output it is beside others only as
+        `trial` says.
+        """
         if trial is not None:
             self._suspects[work.id] = _Tried(trial)
 
@@ -247,7 +254,8 @@ class ModelQueue:
         requests_ahead = band.ahead_of(work.tenant, work.weight)
         ahead = sum(len(higher.waiting) for higher in above) + requests_ahead
         tokens, prompt = uncached_tokens(work), work.prompt_tokens + work.cached_tokens
-        # A protected band goes first, so it has the model's pace. Others have what those above leave them, which is seen in their own.
+        # A protected band goes first, so it has the model's pace. Others have what those above leave them,
+        # which is seen in their own.
         each_ns = self.gap_ns if band.config.protected else band.gap_ns(now_ns)
         return RouteLoad(
             route=self.route,
@@ -264,10 +272,11 @@ class ModelQueue:
         )
 
     def _share(self) -> float | None:
-        """The streams that one tenant may run of the last rows; None while there are more, or nobody else is here.
+        """The streams that one tenant may run of the last rows; None while there are more, or nobody else is
+        here.
 
-        Whoever runs much more than its part leaves `headroom` (and the credit, which is no row yet) to the others: their next
-        request starts at once, and not when a stream of that tenant happens to end.
+        Whoever runs much more than its part leaves `headroom` (and the credit, which is no row yet) to the
+        others: their next request starts at once, and not when a stream of that tenant happens to end.
         """
         rooms, config = self.rooms, self._config
         credit = rooms.num_ready * config.worker_credit
@@ -291,7 +300,8 @@ class ModelQueue:
                 work.hold_ns, work.hold_for = found.until_ns, found.worker_id
                 heappush(self._holds, (found.until_ns, work.number, work))
                 return False
-            # It has no time for that, or aside is full, so it would be in the way of its tenant's others: it goes where there is room.
+            # It has no time for that, or aside is full, so it would be in the way of its tenant's others: it
+            # goes where there is room.
             work.hold_ns = max(now_ns, 1)
             found = self.placement.place(now_ns, work, self.rooms, avoid, blocked)
             assert not isinstance(found, Hold), "nobody is held twice"
@@ -332,7 +342,9 @@ class ModelQueue:
         return held, room
 
     def _pass_held(self, now_ns: int, held: Work) -> tuple[Work | None, WorkerCapacity | None]:
-        """Nobody of its band or below takes the worker that is kept free; those above may, until its band is starved."""
+        """Nobody of its band or below takes the worker that is kept free; those above may, until its band is
+        starved.
+        """
         room, band = self.rooms.held, self.queue.band_of(held)
         if room is None or room.num_free < 1 or now_ns - held.aside_ns >= band.starvation_ns:
             return None, None

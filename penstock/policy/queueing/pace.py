@@ -1,18 +1,22 @@
 """How fast the workers of one model answer what they are sent, learned from what they were sent.
 
-    start to first token = fixed + tokens * a + computed * prompt * b + streams * c + tokens * streams * d     (speed.py)
+    start to first token = fixed + tokens * a + computed * prompt * b + streams * c + tokens * streams * d
 
-`tokens` are the request's own and those of the prompts that its worker was sent before and has not finished. From the start
-at a worker on nothing of the queue is in it, so it is much more certain than a law from the arrival on. It says
+`tokens` are the request's own and those of the prompts that its worker was sent before and has not finished.
+From the start at a worker on nothing of the queue is in it, so it is much more certain than a law from the
+arrival on. It says
 
-    what a promise is on this machine       never less than a multiple of what an idle worker takes for that prompt
+    what a promise is on this machine       never less than a multiple of what an idle worker takes for that
+                                            prompt
     when a request is too late              when it would miss its promise even if it were started now
-    when a worker is given another prompt   when those it has take no longer than a part of the promise, and none of them has
-                                            waited that long: what waits in the gateway can still go in another order, to
-                                            another worker, or be refused in time
+    when a worker is given another prompt   when those it has take no longer than a part of the promise, and
+                                            none of them has waited that long: what waits in the gateway can
+                                            still go in another order, to another worker, or be refused in
+                                            time
 
-The second condition needs no law: where the law is wrong (a worker that is new, or slower than it was), prompts would pile up in
-the engine, and those of a lower band would wait there behind all that come after them.
+The second condition needs no law: where the law is wrong (a worker that is new, or slower than it was),
+prompts would pile up in the engine, and those of a lower band would wait there behind all that come after
+them.
 
 Pure and deterministic: gateway and simulator use the same object.
 """
@@ -32,8 +36,8 @@ from penstock.policy.queueing.room import WorkerCapacity, uncached_tokens
 from penstock.types import RequestId, WorkerId
 
 BACKLOG_SHARE = 0.5
-"""Of the promise to everybody, what a worker's unfinished prompts may take. Less leaves workers idle while the next prompt is on
-its way to them; more is time that the queue's order cannot decide about any more."""
+"""Of the promise to everybody, what a worker's unfinished prompts may take. Less leaves workers idle while
+the next prompt is on its way to them; more is time that the queue's order cannot decide about any more."""
 OVERDUE = 1.5
 """Times that a prompt may wait at its worker before that is given no other one."""
 LATE_NS = 10 * NS_PER_S
@@ -82,7 +86,8 @@ class Pace:
         self._speeds = Speeds(extended(placement or PlacementConfig(), PlacementTerms))
         self._sent: dict[tuple[RequestId, WorkerId], _Sent] = {}
         self._unbegun: dict[tuple[RequestId, WorkerId], int] = {}
-        """What was started and has no output -> when it was started, oldest first; not those in `_overdue`."""
+        """What was started and has no output -> when it was started, oldest first; not those in
+        `_overdue`."""
         self._overdue: dict[WorkerId, set[RequestId]] = {}
         """Those that have waited at their worker for longer than its prompts may take."""
         self._ratios: deque[float] = deque(maxlen=_SCORED)
@@ -110,11 +115,15 @@ class Pace:
         return self._slowest_ns(tokens, prompt_tokens, 0)
 
     def start_ns(self, tokens: int, prompt_tokens: int, streams: float) -> int:
-        """What nine of ten such requests take from their start to their first token beside so many streams, with nothing ahead."""
+        """What nine of ten such requests take from their start to their first token beside so many streams,
+        with nothing ahead.
+        """
         return round(self._margin * self._slowest_ns(tokens, prompt_tokens, streams))
 
     def first_ns(self) -> int:
-        """What nine of the last ten requests took from their start to their first token; a worker's whole backlog while none is known."""
+        """What nine of the last ten requests took from their start to their first token; a worker's whole
+        backlog while none is known.
+        """
         return round(_p90(self._firsts_ns)) if self._firsts_ns else self.backlog_ns
 
     def is_late(self, now_ns: int, level: int) -> bool:
@@ -136,7 +145,10 @@ class Pace:
         return speed.backlog_s(room.pending_tokens, room.booked + room.others) > self._backlog_s
 
     def overdue(self, now_ns: int) -> list[WorkerId]:
-        """Workers that have become busy by the time alone since this was last asked. O(1) where there are none."""
+        """Workers that have become busy by the time alone since this was last asked.
+
+        O(1) where there are none.
+        """
         found: list[WorkerId] = []
         if not self._backlog_s:
             return found

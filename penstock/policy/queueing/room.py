@@ -1,8 +1,9 @@
 """Room at the workers of one model: who could start something now.
 
-What this gateway started and has not seen the end of is counted here at once; what a worker reports puts right what
-cannot be known otherwise: streams of other gateways, and KV blocks that are really free. A request that was started but
-has shown no output may not be in the last report, so its blocks count until its first output.
+What this gateway started and has not seen the end of is counted here at once; what a worker reports puts
+right what cannot be known otherwise: streams of other gateways, and KV blocks that are really free. A request
+that was started but has shown no output may not be in the last report, so its blocks count until its first
+output.
 """
 
 from bisect import bisect_left, insort
@@ -26,7 +27,8 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
 
     ready: bool = True
     max_running: int = 0
-    """Streams in one batch, as our engine tells; 0: a worker that does not tell, given `external_concurrency` of terms.py."""
+    """Streams in one batch, as our engine tells; 0: a worker that does not tell, given `external_concurrency`
+    of terms.py."""
     running: int = 0
     waiting: int = 0
     kv_blocks_total: int = 0
@@ -55,8 +57,8 @@ class WorkerCapacity:
     """One worker's."""
 
     __slots__ = (
-        "alone", "begun", "booked", "busy", "gone", "held", "id", "number", "others", "pending_blocks", "pending_tokens", "rank", "slots", "turn",
-        "view",
+        "alone", "begun", "booked", "busy", "gone", "held", "id", "number", "others", "pending_blocks",
+        "pending_tokens", "rank", "slots", "turn", "view",
     )  # fmt: skip
 
     def __init__(self, worker_id: WorkerId, number: int) -> None:
@@ -84,8 +86,8 @@ class WorkerCapacity:
         self.rank: _Rank | None = None
         """Where it stands among those that could start a stream; None: it could not, or is kept free."""
         self.turn = 0
-        """When it was last given something, as a count of starts: of equally loaded workers the one that waited longest is next,
-        so that the caches of all fill."""
+        """When it was last given something, as a count of starts: of equally loaded workers the one that
+        waited longest is next, so that the caches of all fill."""
 
     @property
     def num_free(self) -> int:
@@ -97,7 +99,10 @@ class WorkerCapacity:
         return not work.needs or work.needs <= self.view.capabilities
 
     def fits(self, work: Work) -> bool:
-        """Whether it could be started now. An idle worker takes anything: what it cannot do at all it refuses itself."""
+        """Whether it could be started now.
+
+        An idle worker takes anything: what it cannot do at all it refuses itself.
+        """
         view, taken = self.view, self.booked + self.others
         if not view.ready or (work.goes_on and not can_resume_at(work, view)) or not self.is_able(work):
             return False
@@ -117,10 +122,14 @@ _Rank = tuple[int, int, int, WorkerCapacity]
 
 
 class CapacityTable:
-    """The workers of one model, least loaded first. O(log n) for all but `hold`, which is rare, and joining when there was one."""
+    """The workers of one model, least loaded first.
+
+    O(log n) for all but `hold`, which is rare, and joining when there was one.
+    """
 
     __slots__ = (
-        "_adapters", "_config", "_fresh", "_is_busy", "_next", "_open", "_rooms", "_starts", "held", "num_ready", "num_running", "num_slots",
+        "_adapters", "_config", "_fresh", "_is_busy", "_next", "_open", "_rooms", "_starts", "held",
+        "num_ready", "num_running", "num_slots",
     )  # fmt: skip
 
     def __init__(
@@ -129,7 +138,8 @@ class CapacityTable:
         """`is_busy`: whether a worker has prompts enough for now."""
         self._config, self._is_busy = queue_terms(config), is_busy
         self._rooms: dict[WorkerId, WorkerCapacity] = {}
-        # Sorted. Moving one in a list of a thousand takes less than one comparison of tuples, and the first ones are a slice.
+        # Sorted. Moving one in a list of a thousand takes less than one comparison of tuples, and the first
+        # ones are a slice.
         self._open: list[_Rank] = []
         self._next = self._starts = 0
         self._adapters: dict[str, dict[WorkerId, None]] = {}
@@ -198,7 +208,9 @@ class CapacityTable:
     def place(
         self, work: Work, avoid: Collection[WorkerId] = (), blocked: Collection[WorkerId] = ()
     ) -> WorkerCapacity | None:
-        """The least loaded worker on which a request fits now: never one that is `blocked`, if possible none to `avoid`."""
+        """The least loaded worker on which a request fits now: never one that is `blocked`, if possible none
+        to `avoid`.
+        """
         other: WorkerCapacity | None = None
         # Of workers that can do what few can, none may be among the first.
         looks = _LOOKS_MAX + len(avoid) + len(blocked) if not work.needs else len(self._open)
@@ -255,7 +267,9 @@ class CapacityTable:
             self._enter(room)
 
     def hold(self, work: Work, blocked: Collection[WorkerId] = ()) -> WorkerCapacity | None:
-        """Keep one worker free for a large request: the one with the most free KV memory, then the least loaded."""
+        """Keep one worker free for a large request: the one with the most free KV memory, then the least
+        loaded.
+        """
         assert self.held is None, "one at a time"
         ready = [
             room
@@ -349,7 +363,9 @@ class CapacityTable:
 
 
 def can_resume_at(work: Work, view: WorkerView) -> bool:
-    """Whether what was begun elsewhere gets the very tokens there that would have followed: nothing else is promised of a stream."""
+    """Whether what was begun elsewhere gets the very tokens there that would have followed: nothing else is
+    promised of a stream.
+    """
     return view.resumes and view.identity == work.identity
 
 

@@ -1,4 +1,7 @@
-"""The constants of the queue, beside the section `queue`. Tests, benches and simulations pass others in its place."""
+"""The constants of the queue, beside the section `queue`.
+
+Tests, benches and simulations pass others in its place.
+"""
 
 from typing import Literal
 
@@ -39,16 +42,19 @@ class QueueTerms(QueueConfig, frozen=True, kw_only=True):
     tenant_share: float = 0.5
     """What one tenant may fill of a band's bounds."""
     when_full: Literal["evict", "refuse"] = "evict"
-    """With all bands together at the bound: drop the newest request of the lowest band below the new one's, or refuse
-    the new one. A band or a tenant at its own bound is always refused."""
+    """With all bands together at the bound: drop the newest request of the lowest band below the new one's,
+    or refuse the new one. A band or a tenant at its own bound is always refused."""
     tenants_kept: int = 4096
-    """Tenants without work whose counters are kept, by model and band; over it the least served are forgotten."""
+    """Tenants without work whose counters are kept, by model and band; over it the least served are
+    forgotten."""
     skips_max: int = 16
-    """A request that is too large for the room there is lets so many pass; then a worker is kept free for it."""
+    """A request that is too large for the room there is lets so many pass; then a worker is kept free for
+    it."""
     skip_s: float = 5.0
     """And that also after it has been passed over for this long."""
     aside_max: int = 16
-    """Requests of one band that wait aside at once because they are too large; more hold up their tenant only."""
+    """Requests of one band that wait aside at once because they are too large; more hold up their tenant
+    only."""
     retries_max: int = 2
     """Other starts of a request whose worker failed before any output."""
     worker_credit: int = 4

@@ -1,4 +1,5 @@
-"""What is held for a request while it lives: tokens of its tenant's limits, and money of its budget, slice by slice.
+"""What is held for a request while it lives: tokens of its tenant's limits, and money of its budget, slice by
+slice.
 
 Knows limits, budgets and prices as `parts` names them, and nothing of queues and workers.
 """

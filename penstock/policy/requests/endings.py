@@ -1,4 +1,6 @@
-"""How requests end, as `FlowControl` answers it; the other answers are in answers.py, which knows no `Request`."""
+"""How requests end, as `FlowControl` answers it; the other answers are in answers.py, which knows no
+`Request`.
+"""
 
 import msgspec
 

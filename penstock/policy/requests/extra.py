@@ -1,6 +1,9 @@
-"""What a plug-in on requests' lives may hook into. `FlowControl` calls each hook of each plug-in that is configured.
+"""What a plug-in on requests' lives may hook into.
 
-A plug-in keeps what it knows beside the request, not in it. Those that are off by default are absent then: see `FlowControl`.
+`FlowControl` calls each hook of each plug-in that is configured.
+
+A plug-in keeps what it knows beside the request, not in it. Those that are off by default are absent then:
+see `FlowControl`.
 """
 
 from collections.abc import Iterable
@@ -46,7 +49,10 @@ class Extra:
         """A request ended well."""
 
     def evictions(self, now_ns: int) -> Iterable[tuple[Request, str, PenstockError]]:
-        """Requests that wait and must not go on waiting, with the reason and the error. Called first of all at each dispatch."""
+        """Requests that wait and must not go on waiting, with the reason and the error.
+
+        Called first of all at each dispatch.
+        """
         return ()
 
     def due(self, now_ns: int) -> Iterable[Start]:

@@ -44,10 +44,11 @@ class Request:
     """One accepted request. `FlowControl` changes it; others read it."""
 
     __slots__ = (
-        "arrived_ns", "asked_ns", "attempt", "attempts", "booked", "cached_tokens", "completion_tokens", "cost_micros",
-        "dispatched_ns", "ended_ns", "error", "facts", "finish_reason", "first_output_ns", "hedge", "hedged_ns", "holds", "io", "lane",
-        "machine_micros", "migrations", "outcome", "predicted_ns", "prompt_tokens", "queue_ns", "queued_ns", "reason", "state",
-        "usage", "usages", "work", "worker",
+        "arrived_ns", "asked_ns", "attempt", "attempts", "booked", "cached_tokens", "completion_tokens",
+        "cost_micros", "dispatched_ns", "ended_ns", "error", "facts", "finish_reason", "first_output_ns",
+        "hedge", "hedged_ns", "holds", "io", "lane", "machine_micros", "migrations", "outcome",
+        "predicted_ns", "prompt_tokens", "queue_ns", "queued_ns", "reason", "state", "usage", "usages",
+        "work", "worker",
     )  # fmt: skip
 
     def __init__(self, facts: RequestFacts, now_ns: int, lane: ModelQueue, work: Work, holds: Holds) -> None:
@@ -59,7 +60,8 @@ class Request:
         self.state = State.QUEUED
         self.arrived_ns = self.queued_ns = now_ns
         self.dispatched_ns = self.first_output_ns = self.ended_ns = -1
-        """Of the last time that it was dispatched, as `queued_ns` is of the last that it was queued; -1: never."""
+        """Of the last time that it was dispatched, as `queued_ns` is of the last that it was queued; -1:
+        never."""
         self.queue_ns = 0
         """Time in the queue, all visits together."""
         self.worker = WorkerId("")
@@ -81,7 +83,8 @@ class Request:
         self.completion_tokens = 0
         """As reported until now, all choices together."""
         self.prompt_tokens = 0
-        """What counts of the prompt, set at the end: all of it, or nothing if no worker gave anything for it."""
+        """What counts of the prompt, set at the end: all of it, or nothing if no worker gave anything for
+        it."""
         self.cost_micros = 0
         """By the price list, set at the end."""
         self.machine_micros = 0
@@ -103,7 +106,9 @@ class Request:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the client may have seen part of the answer: it is never started from its beginning again."""
+        """Whether the client may have seen part of the answer: it is never started from its beginning
+        again.
+        """
         return self.first_output_ns >= 0
 
     def attempt_at(self, worker: WorkerId) -> int:
@@ -141,7 +146,8 @@ class Request:
     def record(self, wall_ns: int) -> UsageRecord:
         """The facts for the ledger, of a request that has ended; `wall_ns` is the date of the end.
 
-        The share of the accelerators' cost is not here: whoever knows it adds it. Times are the worker's own where it tells them.
+        The share of the accelerators' cost is not here: whoever knows it adds it. Times are the worker's own
+        where it tells them.
         """
         facts, usage = self.facts, self.usage or Usage()
         assert self.state is State.ENDED, f"{facts.id} has not ended"
@@ -258,7 +264,9 @@ def blocks_held(request: Request) -> int:
 def victims(
     config: QueueTerms, lane: ModelQueue, room: WorkerCapacity, requests: Sequence[Request]
 ) -> Sequence[str]:
-    """Whom to end at a worker whose KV memory is nearly full, for the sake of a higher band there or in the queue."""
+    """Whom to end at a worker whose KV memory is nearly full, for the sake of a higher band there or in the
+    queue.
+    """
     view = room.view
     need = blocks_to_free(
         view.kv_blocks_used, view.kv_blocks_total, above=config.shed_kv_above, to=config.shed_kv_to

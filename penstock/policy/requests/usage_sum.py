@@ -1,4 +1,6 @@
-"""What a request's streams used, as their workers counted it, over all choices and all workers that it ran on."""
+"""What a request's streams used, as their workers counted it, over all choices and all workers that it ran
+on.
+"""
 
 from penstock.types import Usage
 
@@ -62,8 +64,9 @@ class UsageSum:
 
 
 def continued(before: Usage, after: Usage) -> Usage:
-    """What a stream used that went on on another worker, as if it had never been interrupted: its prompt was read once for it,
-    its answer is one, and the time of the move is part of its decoding. The machines' work is the sum.
+    """What a stream used that went on on another worker, as if it had never been interrupted: its prompt was
+    read once for it, its answer is one, and the time of the move is part of its decoding. The machines' work
+    is the sum.
     """
     if not before.completion_tokens:
         before, after = after, before  # It gave nothing there: its prompt was read where it did.

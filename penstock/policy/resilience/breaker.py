@@ -1,12 +1,14 @@
-"""A circuit breaker for one worker of one model: after too many failures it is left alone for a while, then probed.
+"""A circuit breaker for one worker of one model: after too many failures it is left alone for a while, then
+probed.
 
     CLOSED ──TRIP──> OPEN ──COOL──> PROBING ──PASS──> TRUSTING ──PASS──> CLOSED
                        ^───────────── TRIP ──────────────┴────┘
 
-It trips when of the attempts of the last ten seconds at least half failed, or at least half had a first token that took much longer
-than is usual for this worker while its peers are fine and take much less: then it is the worker and not the load. One probe is let through first, and a
-few more behind it. A worker that trips again stays out for twice as long, up to a bound, and with jitter, so that workers which failed
-together are not probed together. Who calls decides what a failure is: never what the client did.
+It trips when of the attempts of the last ten seconds at least half failed, or at least half had a first token
+that took much longer than is usual for this worker while its peers are fine and take much less: then it is
+the worker and not the load. One probe is let through first, and a few more behind it. A worker that trips
+again stays out for twice as long, up to a bound, and with jitter, so that workers which failed together are
+not probed together. Who calls decides what a failure is: never what the client did.
 
 Pure: time is handed in, and so is the draw for the jitter.
 """
@@ -38,7 +40,8 @@ class BreakerTerms:
     rate: float = 0.5
     """This share of them failed, or was slow: it is left alone."""
     slow_factor: float = 3.0
-    """A first token is slow that takes so many times what is usual for this worker, while its peers are fine."""
+    """A first token is slow that takes so many times what is usual for this worker, while its peers are
+    fine."""
     slow_min_ms: int = 200
     """Nothing quicker than this is slow."""
     open_s: float = 5.0
@@ -173,13 +176,16 @@ class Breaker:
             self._probes.append(now_ns)
 
     def began(self, now_ns: int, ttft_ns: int, *, peers_fine: Callable[[], bool]) -> None:
-        """An attempt has had its first output after so long: it counts as good, or as slow, which trips only if its peers are fine."""
+        """An attempt has had its first output after so long: it counts as good, or as slow, which trips only
+        if its peers are fine.
+        """
         config, usual_ns = self._config, self._usual_ns
         assert ttft_ns >= 0, ttft_ns
         self.recent_ns += (ttft_ns - self.recent_ns) // _RECENT if self.recent_ns else ttft_ns
         bound_ns = max(round(usual_ns * config.slow_factor), config.slow_min_ms * NS_PER_MS)
         slow = usual_ns > 0 and ttft_ns > bound_ns
-        # A slow one counts as just slow, so that a worker for which it becomes usual is taken for it, in time.
+        # A slow one counts as just slow, so that a worker for which it becomes usual is taken for it, in
+        # time.
         seen_ns = min(ttft_ns, bound_ns) if slow else ttft_ns
         self._usual_ns = usual_ns + (seen_ns - usual_ns) // _MEMORY if usual_ns else ttft_ns
         self._count(now_ns, failed=False, slow=slow, peers_fine=peers_fine)

@@ -1,11 +1,12 @@
-"""Which workers are left alone, and whether one more try is granted: breakers and the retry budget behind one face.
+"""Which workers are left alone, and whether one more try is granted: breakers and the retry budget behind one
+face.
 
-`FlowControl` tells of every attempt: where it was started, when its first output came, how it ended. What counts against a worker is
-what a worker can help: a lost connection, its own faults, first tokens that come late. What a client did never counts, and neither does
-a refusal for want of room.
+`FlowControl` tells of every attempt: where it was started, when its first output came, how it ended. What
+counts against a worker is what a worker can help: a lost connection, its own faults, first tokens that come
+late. What a client did never counts, and neither does a refusal for want of room.
 
-The panic rule (after Envoy's): when more than half of a model's ready workers would be left alone, none is. Then it is not the workers,
-or there is nothing to gain from knowing that it is.
+The panic rule (after Envoy's): when more than half of a model's ready workers would be left alone, none is.
+Then it is not the workers, or there is nothing to gain from knowing that it is.
 """
 
 from collections.abc import Iterator
@@ -55,7 +56,10 @@ class FleetHealth:
         self.retries = RetryBudget(config.retry)
 
     def blocked(self, now_ns: int, route: str) -> frozenset[WorkerId]:
-        """Ready workers of the model that are left alone now; none if they would be more than half. Nothing while all are well."""
+        """Ready workers of the model that are left alone now; none if they would be more than half.
+
+        Nothing while all are well.
+        """
         found = self._routes.get(route)
         if found is None or not found.unwell:
             return _NONE
@@ -74,7 +78,8 @@ class FleetHealth:
         found = self._routes.get(route)
         if found is None or not found.unwell:
             return None
-        # Of those that are not ready nothing changes: asked for a time in the past, a driver would wake up for ever.
+        # Of those that are not ready nothing changes: asked for a time in the past, a driver would wake up
+        # for ever.
         times = [breaker.due_ns for worker_id, breaker in found.unwell.items() if worker_id in found.ready]
         return min((time for time in times if time is not None), default=None)
 
@@ -157,8 +162,8 @@ class FleetHealth:
     def _peers_fine(self, now_ns: int, route: str, worker_id: WorkerId) -> bool:
         """Whether most others are well, so that a slow one is slow by itself. Without peers nobody can tell.
 
-        When the load grows first outputs take longer everywhere, and somewhere first: a peer that takes nearly as long by now has
-        the same load.
+        When the load grows first outputs take longer everywhere, and somewhere first: a peer that takes
+        nearly as long by now has the same load.
         """
         found = self._routes[route]
         peers = [found.breakers.get(each) for each in found.ready if each != worker_id]

@@ -1,8 +1,10 @@
-"""How many failed requests may be tried again: a share of those that succeed, so that retries never multiply an overload.
+"""How many failed requests may be tried again: a share of those that succeed, so that retries never multiply
+an overload.
 
-A token bucket: every success pays in a tenth of a token, every retry takes one, and a few a second are always there, for a fleet that
-is nearly idle. Over any time the retries are at most `share` x successes + `floor_per_s` x seconds + what was saved up (after Finagle's
-retry budgets). Pure; integers, so that nothing drifts.
+A token bucket: every success pays in a tenth of a token, every retry takes one, and a few a second are always
+there, for a fleet that is nearly idle. Over any time the retries are at most `share` x successes +
+`floor_per_s` x seconds + what was saved up (after Finagle's retry budgets). Pure; integers, so that nothing
+drifts.
 """
 
 from dataclasses import dataclass
@@ -15,8 +17,9 @@ _UNIT = NS_PER_S
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RetryTerms:
-    """How many requests that failed before their first byte may be tried again, on another worker. `RETRIES_MAX` of
-    policy/queue_terms.py bounds the tries of each.
+    """How many requests that failed before their first byte may be tried again, on another worker.
+
+    `RETRIES_MAX` of policy/queue_terms.py bounds the tries of each.
     """
 
     share: float = 0.1

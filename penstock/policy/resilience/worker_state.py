@@ -6,9 +6,10 @@
 
     DRAIN from anywhere ──> DRAINING ──> GONE      END from anywhere ──> GONE
 
-Events come from three sides: whoever launched it (STARTED, END), the worker itself by way of its backend (LOADING to
-LOST), and whoever watches it (DOUBTED, TRUSTED, REFUSED, DRAIN). They race by nature, so every state takes every event;
-what makes no difference leaves it where it is. A worker that is GONE never comes back: another one may take its name.
+Events come from three sides: whoever launched it (STARTED, END), the worker itself by way of its backend
+(LOADING to LOST), and whoever watches it (DOUBTED, TRUSTED, REFUSED, DRAIN). They race by nature, so every
+state takes every event; what makes no difference leaves it where it is. A worker that is GONE never comes
+back: another one may take its name.
 """
 
 import enum
@@ -24,7 +25,8 @@ class WorkerState(enum.StrEnum):
     """The weights are there; the first steps are being run."""
     READY = "ready"
     SUSPECT = "suspect"
-    """It was ready and is connected, but does not answer as it should: nothing new is sent there, streams may go on."""
+    """It was ready and is connected, but does not answer as it should: nothing new is sent there, streams may
+    go on."""
     DRAINING = "draining"
     """Its streams may end; nothing new is sent there."""
     GONE = "gone"
@@ -82,8 +84,8 @@ class WorkerLife:
         self.state = WorkerState.STARTING
         self.since_ns = now_ns
         self.epoch = 1
-        """Counts its lives, as far as is known here: one more whenever it has to start again. What a worker says belongs to
-        the life in which it was asked, and to no other."""
+        """Counts its lives, as far as is known here: one more whenever it has to start again. What a worker
+        says belongs to the life in which it was asked, and to no other."""
 
     @property
     def is_ready(self) -> bool:

@@ -1,4 +1,6 @@
-"""A run as data: what is drawn from a seed, checked, and made smaller until only what makes it fail is left."""
+"""A run as data: what is drawn from a seed, checked, and made smaller until only what makes it fail is
+left.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -28,7 +30,8 @@ from penstock.types import TenantId
 _BANDS = ("priority", "default", "default", "bulk")
 _ADAPTERS = ("", "", "one", "two")
 _COMMON = 99
-"""A content that every tenant's prompts may begin with: that its cache is not shared is what the checks look at."""
+"""A content that every tenant's prompts may begin with: that its cache is not shared is what the checks look
+at."""
 _MODEL = "model"
 _Item = TypeVar("_Item")
 
@@ -98,7 +101,8 @@ def run_case(case: Case, *, every: int = 256) -> SimResult:
     """Run and check it.
 
     Raises:
-        AssertionError: something that must hold does not: a check (`Violation`), or an assertion of the code under test.
+        AssertionError: something that must hold does not: a check (`Violation`), or an assertion of the code
+            under test.
     """
     world = World(_spec(case), case.requests)
     Chaos(world, case.faults)
@@ -123,7 +127,8 @@ def failure(case: Case) -> str:
 def shrink(case: Case, fails: Callable[[Case], bool], *, runs_max: int = 300) -> Case:
     """The smallest case found that still fails: fewer faults, fewer requests, then shorter faults.
 
-    Delta debugging (Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input", IEEE TSE 2002).
+    Delta debugging (Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input", IEEE TSE
+    2002).
     """
     left = [runs_max]
 

@@ -2,19 +2,19 @@
 
 | check | when |
 |---|---|
-| a request ends exactly once, an accepted one has exactly one line in the ledger, a refused one none | every end |
-| counts: an answer is as long as the model made it, and never longer; nothing of the prompt or the cache is made up | every end |
+| a request ends exactly once; it has one ledger record if accepted, else none | every end |
+| counts: output, prompt and cached tokens are those of the model and the worker | every end |
 | queue bounds; requests and holds agree | every event of a gateway, O(1) |
-| what a worker found in its cache is the tenant's own text under the same adapter, or nobody's; it tells only who asked (isolation.py) | every word of a worker |
-| a higher band goes first, but for floors and starvation (order_checks.py); in an engine, but for age | every start |
-| nothing waits that a worker has room for; in-flight caps of workers and tenants (order_checks.py) | every `_LOOK_EVERY` events |
+| cache hits are text of the same tenant and adapter (isolation.py) | every message of a worker |
+| a higher band goes first, but for floors, starvation and age (order_checks.py) | every start |
+| no request waits that a worker has room for; in-flight caps (order_checks.py) | every `_LOOK_EVERY` events |
 | what an engine runs and has waiting (engine_checks.py) | every `every` events |
-| KV blocks: each in one state, references add up, every block is its namespace's; every stream has its own answer | every `every` events |
+| KV blocks: one state each, references add up, one namespace; answers | every `every` events |
 | queue, rooms, scheduler and rows agree | every `every` events |
 | a drain cuts no stream | when a worker has left (world.py) |
 | nothing is left: no request, no stream, no held token, no used block | at the end |
 | tokens: what was billed was generated | at the end |
-| first tokens come as soon as before the faults, and no worker that is there is left alone any more | at the end, after a while |
+| first tokens come as soon as before the faults, and every live worker is used again | after the end |
 """
 
 from collections.abc import Callable, Sequence
@@ -36,8 +36,8 @@ from penstock.sim.world.world import World
 from penstock.types import WorkerId
 
 ANSWERED_MIN = 0.85
-"""Of some dozens of requests after the faults, beside the same without faults. Which of them clients give up by themselves, and which
-are shed in a small world under load, is chance (seed 269: 48 of 54)."""
+"""Of some dozens of requests after the faults, beside the same without faults. Which of them clients give up
+by themselves, and which are shed in a small world under load, is chance (seed 269: 48 of 54)."""
 _BUDGET = "budget"
 _OWN_LIMITS = ("limits", "budget")
 """Reasons of refusals that say nothing of how the system is."""
@@ -58,7 +58,8 @@ class Recovery:
     over_ns: int
     """From here on nothing fails any more, and there was time to recover."""
     usual: Callable[[int], float]
-    """The share of the requests from a time on that are answered where nothing ever fails: asked if it is low where something did."""
+    """The share of the requests from a time on that are answered where nothing ever fails: asked if it is low
+    where something did."""
     times_max: float = 3.0
     """How many times as long the median first token may take then."""
     slack_ns: int = NS_PER_S // 2
@@ -250,7 +251,9 @@ class Checks:
 
 
 def _fresh(gateway: SimGateway) -> int:
-    """Requests that wait for their first attempt: those that wait for another one come on top of a queue's bound."""
+    """Requests that wait for their first attempt: those that wait for another one come on top of a queue's
+    bound.
+    """
     return sum(each.state is State.QUEUED and not each.attempts for each in gateway.requests())
 
 

@@ -1,4 +1,6 @@
-"""What holds in a simulated engine beside its own invariants: who is started before whom, and how many run and wait."""
+"""What holds in a simulated engine beside its own invariants: who is started before whom, and how many run
+and wait.
+"""
 
 from collections.abc import Sequence
 
@@ -23,7 +25,8 @@ def over_engine_cap(worker: SimWorker) -> str:
 def inverted_in_engine(worker: SimWorker, messages: Sequence[WorkerMessage]) -> str:
     """A request that has begun was started before one of a better class that had come; empty: none was.
 
-    A class goes before those below it until one of theirs has waited `priority_ageing_s` longer per class, or `starvation_s` in all.
+    A class goes before those below it until one of theirs has waited `priority_ageing_s` longer per class, or
+    `starvation_s` in all.
     """
     config, began = worker.spec.engine, {message.id for message in messages if isinstance(message, Began)}
     if not began or config.scheduling != "fair" or 0 < config.kv_quota_fraction < 1:
@@ -40,8 +43,8 @@ def inverted_in_engine(worker: SimWorker, messages: Sequence[WorkerMessage]) -> 
             if all(_turn_ns(config, passed) < _turn_ns(config, each) for each in peers):
                 waited_ms = (at_ns - passed.arrival_ns) // 1_000_000
                 return (
-                    f"{started.request_id} (class {level}) is started on {worker.id} before {passed.request_id} "
-                    f"(class {passed.order[0]}), which had waited {waited_ms} ms there"
+                    f"{started.request_id} (class {level}) is started on {worker.id} before "
+                    f"{passed.request_id} (class {passed.order[0]}), which had waited {waited_ms} ms there"
                 )
     return ""
 

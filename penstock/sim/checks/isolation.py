@@ -1,8 +1,11 @@
-"""What no tenant may get: a prefix, an adapter's cache or a stream that is another's. Kept from outside of the engines.
+"""What no tenant may get: a prefix, an adapter's cache or a stream that is another's.
 
-The books are the checks' own: which requests were sent to which worker, by whom, and what their prompts and answers are made of. Of what
-a worker says it found in its cache, each block must be the same text under the same adapter that the same tenant sent there before,
-or that somebody sent there as nobody's. So nothing here trusts the engine's names of blocks, or knows them.
+Kept from outside of the engines.
+
+The books are the checks' own: which requests were sent to which worker, by whom, and what their prompts and
+answers are made of. Of what a worker says it found in its cache, each block must be the same text under the
+same adapter that the same tenant sent there before, or that somebody sent there as nobody's. So nothing here
+trusts the engine's names of blocks, or knows them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,7 +48,10 @@ class Isolation:
             if sent is None or sent.gateway != gateway:
                 return f"{worker_id} tells gateway {gateway} of {message.id}, which it did not ask for"
             if message.attempt > sent.attempt:
-                return f"{worker_id} tells of attempt {message.attempt} of {message.id}, the last there is {sent.attempt}"
+                return (
+                    f"{worker_id} tells of attempt {message.attempt} of {message.id}, the last there is "
+                    f"{sent.attempt}"
+                )
             if isinstance(message, Began):
                 cached = message.cached_tokens
             elif isinstance(message, Finished):
@@ -69,7 +75,9 @@ class Isolation:
 
 
 def _blocks(request: SimRequest) -> Iterator[int]:
-    """A request's whole blocks, prompt and answer, each named by all that is before it and by who may share it."""
+    """A request's whole blocks, prompt and answer, each named by all that is before it and by who may share
+    it.
+    """
     segments = (*request.prompt, Segment(request.answer or hash(request.id), request.output_tokens))
     state, left, num_blocks = hash(request.adapter), BLOCK_TOKENS, 0
     for content, tokens in ((segment.content, segment.tokens) for segment in segments):

@@ -1,12 +1,17 @@
-"""Who goes first, and whether anybody waits for nothing: what docs/overload.md promises, looked at from outside of the queue.
+"""Who goes first, and whether anybody waits for nothing: what docs/overload.md promises, looked at from
+outside of the queue.
 
-- *Priority inversion*: no request starts before one of a higher band that could have had its place, but by the two rules that
-  bound what a higher band takes: a band under its floor, and one that has started nothing for its `starvation_s`.
-- *Work conservation*: nothing waits that a worker has room for, but while it waits by choice for a worker that has its prompt (no longer
-  than `hold_ms_max`), while its tenant is over its part of the last rows, or as a suspect of quarantine, which is tried apart from others.
-- *Caps*: no worker is given more streams than its rows and the credit, and no tenant runs more requests than it may.
+- *Priority inversion*: no request starts before one of a higher band that could have had its place, but by
+  the two rules that bound what a higher band takes: a band under its floor, and one that has started nothing
+  for its `starvation_s`.
+- *Work conservation*: nothing waits that a worker has room for, but while it waits by choice for a worker
+  that has its prompt (no longer than `hold_ms_max`), while its tenant is over its part of the last rows, or
+  as a suspect of quarantine, which is tried apart from others.
+- *Caps*: no worker is given more streams than its rows and the credit, and no tenant runs more requests than
+  it may.
 
-Whether a request fits a worker is worked out here once more, from the worker's words and from what was started there.
+Whether a request fits a worker is worked out here once more, from the worker's words and from what was
+started there.
 """
 
 import math
@@ -114,8 +119,9 @@ class OrderChecks:
                 passed = self._passed_over(look, gateway, higher, starts[index:])
                 if passed is not None:
                     return (
-                        f"{start.submission.id} ({band.config.name}) starts on {start.worker_id} before {passed.id} "
-                        f"({higher.config.name}), which has waited {(now_ns - passed.queued_ns) / NS_PER_MS:.0f} ms and fits"
+                        f"{start.submission.id} ({band.config.name}) starts on {start.worker_id} before "
+                        f"{passed.id} ({higher.config.name}), which has waited "
+                        f"{(now_ns - passed.queued_ns) / NS_PER_MS:.0f} ms and fits"
                     )
         return ""
 
@@ -141,7 +147,10 @@ class OrderChecks:
     # --- now and then -------------------------------------------------------------------------------
 
     def waits_for_nothing(self, now_ns: int, gateway: SimGateway, route: str) -> str:
-        """Work conservation. Between two events; not while the gateway has something to do at this very time."""
+        """Work conservation.
+
+        Between two events; not while the gateway has something to do at this very time.
+        """
         lane, due_ns = gateway.control.lane(route), gateway.control.next_ns(now_ns)
         if lane is None or not lane.queue.num_waiting or (due_ns is not None and due_ns <= now_ns):
             return ""
@@ -154,7 +163,10 @@ class OrderChecks:
                     return f"{work.id} is held for {(work.hold_ns - now_ns) / NS_PER_MS:.0f} ms"
                 for room in rooms:
                     if self._could_start(look, work, room):
-                        return f"{work.id} has waited {(now_ns - work.queued_ns) / NS_PER_MS:.0f} ms, and {room.id} has room for it"
+                        return (
+                            f"{work.id} has waited {(now_ns - work.queued_ns) / NS_PER_MS:.0f} ms, and "
+                            f"{room.id} has room for it"
+                        )
         return ""
 
     def over_cap(self, gateway: SimGateway, route: str) -> str:
@@ -184,7 +196,9 @@ class OrderChecks:
     # --- inside -------------------------------------------------------------------------------------
 
     def _looked_at(self, band: Band) -> list[Work]:
-        """Those that the queue must look at: aside, or next in their tenant's line; all of a line's while aside has a place."""
+        """Those that the queue must look at: aside, or next in their tenant's line; all of a line's while
+        aside has a place.
+        """
         waiting = [work for work, _ in zip(band.waiting.values(), range(_LOOKED_MAX), strict=False)]
         if len(band.aside) < queue_terms(self._config.queue).aside_max:
             return waiting
@@ -194,7 +208,9 @@ class OrderChecks:
     def _could_start(
         self, look: _Look, work: Work, room: WorkerCapacity, *, given: int = 0, blocks: int = 0
     ) -> bool:
-        """Whether a request that waits could run there, were the last `given` starts with so many `blocks` not."""
+        """Whether a request that waits could run there, were the last `given` starts with so many `blocks`
+        not.
+        """
         view, booked = room.view, room.booked - given
         if not view.ready or room.busy or room.held or 0 < view.max_model_len < work.context_tokens:
             return False

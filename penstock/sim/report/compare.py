@@ -1,8 +1,8 @@
 """Two configurations on the same seeds: paired differences with 95 % confidence intervals.
 
-Every seed gives both sides the same traffic and the same faults, so what differs is the configuration; the intervals are
-Student's t over the per-seed differences (a paired t-test), which supposes that those are about normal. A single seed
-has no interval.
+Every seed gives both sides the same traffic and the same faults, so what differs is the configuration; the
+intervals are Student's t over the per-seed differences (a paired t-test), which supposes that those are about
+normal. A single seed has no interval.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,11 @@ import msgspec
 
 from penstock.sim.report.figures import Figures
 
-# Two-sided 95 % quantiles of Student's t by degrees of freedom; between two rows the smaller row's (wider) counts.
+# Two-sided 95 % quantiles of Student's t by degrees of freedom; between two rows the smaller row's (wider)
+# counts.
 _T95 = {
-    1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228, 12: 2.179,
-    15: 2.131, 20: 2.086, 25: 2.060, 30: 2.042, 40: 2.021, 60: 2.000, 120: 1.980,
+    1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228,
+    12: 2.179, 15: 2.131, 20: 2.086, 25: 2.060, 30: 2.042, 40: 2.021, 60: 2.000, 120: 1.980,
 }  # fmt: skip
 
 Better = Literal["more", "less"]
@@ -96,7 +97,10 @@ def compare(a: Sequence[Figures], b: Sequence[Figures]) -> list[Difference]:
 
 
 def mean_and_half_width(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and half of its 95 % interval by Student's t. No value: not a number; one: an infinite interval."""
+    """The mean, and half of its 95 % interval by Student's t.
+
+    No value: not a number; one: an infinite interval.
+    """
     if not values:
         return nan, inf
     mean = sum(values) / len(values)

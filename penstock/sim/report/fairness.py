@@ -1,7 +1,8 @@
-"""How evenly tenants were served: Jain's index beside the max-min fair share, and the largest gap between two that wait.
+"""How evenly tenants were served: Jain's index beside the max-min fair share, and the largest gap between two
+that wait.
 
-Service is counted as the queue counts it (policy/queueing/band.py), in prompt tokens that must be computed: a cached one counts
-0.1, one of an answer 2.
+Service is counted as the queue counts it (policy/queueing/band.py), in prompt tokens that must be computed: a
+cached one counts 0.1, one of an answer 2.
 """
 
 from bisect import bisect_left
@@ -25,7 +26,10 @@ def served_by(record: RequestRecord) -> float:
 
 
 def fair_shares(total: float, wanted: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Max-min fair shares of `total`: (wanted, weight) by name. Who wants little gets all of it, the rest share alike."""
+    """Max-min fair shares of `total`: (wanted, weight) by name.
+
+    Who wants little gets all of it, the rest share alike.
+    """
     left, shares = total, dict[str, float]()
     open_to = dict(wanted)
     while open_to:
@@ -41,7 +45,8 @@ def fair_shares(total: float, wanted: Mapping[str, tuple[float, float]]) -> dict
 
 
 def jain(tenants: Mapping[str, tuple[float, float, float]]) -> float:
-    """Jain's index (Jain, Chiu and Hawe, 1984) of service over fair share: (served, wanted, weight) by tenant.
+    """Jain's index (Jain, Chiu and Hawe, 1984) of service over fair share: (served, wanted, weight) by
+    tenant.
 
     1: everybody got its max-min fair share of what was served; 1 / n: one tenant got everything.
     """
@@ -53,10 +58,11 @@ def jain(tenants: Mapping[str, tuple[float, float, float]]) -> float:
 
 
 def largest_gap(records: Sequence[RequestRecord], weights: Mapping[str, float]) -> float:
-    """Over all times in which two tenants of one band and model both had requests queued: the most that one was served more.
+    """Over all times in which two tenants of one band and model both had requests queued: the most that one
+    was served more.
 
-    Each over its weight. 0 if never two waited at once. Prompts count when the first token came, answers evenly
-    from then to their end; so a gap below the cost of the largest requests says nothing.
+    Each over its weight. 0 if never two waited at once. Prompts count when the first token came, answers
+    evenly from then to their end; so a gap below the cost of the largest requests says nothing.
     """
     gap = 0.0
     lanes: dict[tuple[str, str], list[RequestRecord]] = {}

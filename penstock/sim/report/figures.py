@@ -1,8 +1,11 @@
-"""What a simulated run came to, as numbers: latencies, goodput, reuse, fairness, money, and their course over time.
+"""What a simulated run came to, as numbers: latencies, goodput, reuse, fairness, money, and their course over
+time.
 
-A request is *good* when it was answered as promised: first token and mean time per further token (judge.py). Goodput is good
-requests per second, and the tokens that they got per second; throughput is what all got. Attainment is the share of good ones
-among all that came, each counted once however often it came, so that refusing does not look like serving. Percentiles are over requests that had a first token, and never without the attainment beside them.
+A request is *good* when it was answered as promised: first token and mean time per further token (judge.py).
+Goodput is good requests per second, and the tokens that they got per second; throughput is what all got.
+Attainment is the share of good ones among all that came, each counted once however often it came, so that
+refusing does not look like serving. Percentiles are over requests that had a first token, and never without
+the attainment beside them.
 """
 
 from collections import Counter

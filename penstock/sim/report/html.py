@@ -12,18 +12,25 @@ CDF_POINTS = 200
 TENANTS_SHOWN = 12
 
 PAGE = """\
-<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
+<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" \
+content="width=device-width,initial-scale=1">
 <title>{title}</title><style>
-:root{{color-scheme:light dark;--ink:#1f2933;--soft:#616e7c;--line:#d5dbe1;--back:#fff;--card:#f7f9fb;--good:#1b7837;--bad:#b2182b}}
+:root{{color-scheme:light \
+dark;--ink:#1f2933;--soft:#616e7c;--line:#d5dbe1;--back:#fff;--card:#f7f9fb;--good:#1b7837;--bad:#b2182b}}
 @media(prefers-color-scheme:dark){{:root{{--ink:#e4e7eb;--soft:#9aa5b1;--line:#39424d;--back:#161b22;--card:#1d242d;--good:#6cc38a;--bad:#f4937f}}}}
-body{{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--back);max-width:1360px;margin:2rem auto;padding:0 1rem}}
-h1{{font-size:1.5rem;margin:0 0 .2rem}}h2{{font-size:1.1rem;margin:2rem 0 .6rem}}p{{margin:.3rem 0;color:var(--soft);max-width:80ch}}
+body{{font:15px/1.5 \
+system-ui,sans-serif;color:var(--ink);background:var(--back);max-width:1360px;margin:2rem auto;padding:0 \
+1rem}}
+h1{{font-size:1.5rem;margin:0 0 .2rem}}h2{{font-size:1.1rem;margin:2rem 0 .6rem}}p{{margin:.3rem \
+0;color:var(--soft);max-width:80ch}}
 .cards{{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:.7rem;margin:1.2rem 0}}
 .card{{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:.6rem .8rem}}
-.card b{{display:block;font-size:1.35rem;font-variant-numeric:tabular-nums}}.card span{{color:var(--soft);font-size:.85rem}}
+.card b{{display:block;font-size:1.35rem;font-variant-numeric:tabular-nums}}.card \
+span{{color:var(--soft);font-size:.85rem}}
 .plots{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,520px),1fr));gap:1rem}}
 .plots svg{{width:100%;height:auto;background:var(--card);border:1px solid var(--line);border-radius:8px}}
-table{{border-collapse:collapse;font-variant-numeric:tabular-nums}}th,td{{padding:.25rem .8rem;border-bottom:1px solid var(--line);text-align:right}}
+table{{border-collapse:collapse;font-variant-numeric:tabular-nums}}th,td{{padding:.25rem \
+.8rem;border-bottom:1px solid var(--line);text-align:right}}
 th{{color:var(--soft);font-weight:500}}th:first-child,td:first-child{{text-align:left}}.good{{color:var(--good)}}.bad{{color:var(--bad)}}
 .scroll{{overflow-x:auto}}
 </style></head><body>{body}</body></html>
@@ -37,7 +44,8 @@ def report_page(
     facts = "".join(f"<p>{escape(note)}</p>" for note in notes)
     body = (
         f"<h1>{escape(title)}</h1><p>{escape(question)}</p>{facts}{_cards(figures)}"
-        f'<div class="plots">{"".join(run_plots(figures, records))}</div>{_latencies(figures)}{_tenants(figures)}{_ends(figures)}'
+        f'<div class="plots">{"".join(run_plots(figures, records))}</div>'
+        f"{_latencies(figures)}{_tenants(figures)}{_ends(figures)}"
     )
     return PAGE.format(title=escape(title), body=body)
 
@@ -50,9 +58,11 @@ def compare_page(title: str, names: tuple[str, str], found: Sequence[Difference]
         for each in found
     )
     body = (
-        f"<h1>{escape(title)}</h1><p>A is {escape(names[0])}, B is {escape(names[1])}. {num_seeds} seeds, the same for both; "
+        f"<h1>{escape(title)}</h1><p>A is {escape(names[0])}, B is {escape(names[1])}. {num_seeds} seeds, "
+        f"the same for both; "
         "means over the seeds, and the 95 % interval of the paired difference B - A (Student's t).</p>"
-        '<div class="scroll"><table><tr><th>figure</th><th>A</th><th>B</th><th>B - A</th><th>95 % interval</th><th>B is</th></tr>'
+        '<div class="scroll"><table><tr><th>figure</th><th>A</th><th>B</th><th>B - A</th><th>95 % '
+        "interval</th><th>B is</th></tr>"
         f"{rows}</table></div>"
     )
     return PAGE.format(title=escape(title), body=body)
@@ -123,7 +133,8 @@ def _cards(figures: Figures) -> str:
         (f"{figures.utilisation:.0%}", "of workers' time in steps"),
     ]
     return '<div class="cards">' + "".join(
-        f'<div class="card"><b>{escape(value)}</b><span>{escape(words)}</span></div>' for value, words in cards
+        f'<div class="card"><b>{escape(value)}</b><span>{escape(words)}</span></div>' for value,
+        words in cards
     ) + "</div>"  # fmt: skip
 
 
@@ -136,18 +147,23 @@ def _latencies(figures: Figures) -> str:
             ("end to end", figures.e2e_ms), ("in the queue", figures.queue_ms),
         )
     )  # fmt: skip
-    head = "<tr><th>milliseconds</th><th>requests</th><th>p50</th><th>p90</th><th>p95</th><th>p99</th><th>max</th></tr>"
+    columns = ("milliseconds", "requests", "p50", "p90", "p95", "p99", "max")
+    head = f"<tr>{''.join(f'<th>{column}</th>' for column in columns)}</tr>"
     return f'<h2>Latency</h2><div class="scroll"><table>{head}{rows}</table></div>'
 
 
 def _tenants(figures: Figures) -> str:
     shown = sorted(figures.tenants.items(), key=lambda item: -item[1].requests)[:TENANTS_SHOWN]
     rows = "".join(
-        f"<tr><td>{escape(name)}</td><td>{t.requests:,}</td><td>{t.good / t.requests:.1%}</td><td>{t.ttft_ms.p95:,.0f}</td>"
+        f"<tr><td>{escape(name)}</td><td>{t.requests:,}</td><td>{t.good / t.requests:.1%}</td>"
+        f"<td>{t.ttft_ms.p95:,.0f}</td>"
         f"<td>{t.served:,.0f}</td><td>{t.wanted:,.0f}</td></tr>"
         for name, t in shown
     )
-    head = "<tr><th>tenant</th><th>requests</th><th>good</th><th>TTFT p95 ms</th><th>served tokens</th><th>wanted</th></tr>"
+    head = (
+        "<tr><th>tenant</th><th>requests</th><th>good</th><th>TTFT p95 ms</th><th>served "
+        "tokens</th><th>wanted</th></tr>"
+    )
     return f'<h2>Tenants</h2><div class="scroll"><table>{head}{rows}</table></div>'
 
 

@@ -56,7 +56,8 @@ def lines(axes: Axes, series: Sequence[Series]) -> str:
     for each in series:
         drawn = " ".join(f"{scale.x(x):.1f},{scale.y(y):.1f}" for x, y in each.points)
         body.append(
-            f'<polyline points="{drawn}" fill="none" stroke="var(--c{each.colour % COLOURS})" stroke-width="1.8" '
+            f'<polyline points="{drawn}" fill="none" stroke="var(--c{each.colour % COLOURS})" '
+            f'stroke-width="1.8" '
             'stroke-linejoin="round"/>'
         )
     return _svg(axes, [*body, _legend([(each.name, each.colour) for each in series])])
@@ -145,10 +146,12 @@ def _frame(axes: Axes, scale: _Scale, *, ticks: bool = True) -> str:
         )
     middle = (TOP + HEIGHT - BOTTOM) / 2
     parts.append(
-        f'<text x="14" y="{middle}" text-anchor="middle" transform="rotate(-90 14 {middle})">{escape(axes.y)}</text>'
+        f'<text x="14" y="{middle}" text-anchor="middle" transform="rotate(-90 14 '
+        f'{middle})">{escape(axes.y)}</text>'
     )
     parts.append(
-        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{escape(axes.x)}</text>'
+        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" '
+        f'text-anchor="middle">{escape(axes.x)}</text>'
     )
     return "".join(parts)
 

@@ -1,7 +1,7 @@
 """The scenarios by name: every failure row and follow-up question of the requirement, and the everyday ones.
 
-All are small (a few thousand steps), so that each takes seconds; `--set workers=... --set load=...` makes them larger. Importing
-this module registers them all.
+All are small (a few thousand steps), so that each takes seconds; `--set workers=... --set load=...` makes
+them larger. Importing this module registers them all.
 """
 
 from penstock.sim.scenarios import everyday, faults, fleet, hedge, overload

@@ -1,7 +1,8 @@
-"""A simulated fleet as an operator describes it: through the parsing and the checks of `penstock serve`, to the names and engines that come out.
+"""A simulated fleet as an operator describes it: through the parsing and the checks of `penstock serve`, to
+the names and engines that come out.
 
-A model's directory is called by the shape that is simulated, and served under the pool's name, so nothing in a simulation works
-because the two are the same.
+A model's directory is called by the shape that is simulated, and served under the pool's name, so nothing in
+a simulation works because the two are the same.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,9 @@ from penstock.sim.world.spec import PoolSpec
 
 
 def described(config: Config, pools: Sequence[PoolSpec]) -> tuple[Config, tuple[PoolSpec, ...]]:
-    """The whole configuration, and the pools as it describes them. Pools of one model in several regions are one entry.
+    """The whole configuration, and the pools as it describes them.
+
+    Pools of one model in several regions are one entry.
 
     Raises:
         ConfigError: `penstock serve` would not start with it.

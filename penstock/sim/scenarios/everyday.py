@@ -91,8 +91,8 @@ def conversations(knobs: Knobs) -> Setup:
     Every turn repeats what was said; the router has to send it where that is.
     """
     source = Conversations(
-        arrivals=Poisson(1.2 * knobs.load), callers=Callers(tenants=even(6)), system_tokens=480, output=ANSWER,
-        message=LengthDistribution(60, 0.8, maximum=2048), think_s=6, context_max=6000,
+        arrivals=Poisson(1.2 * knobs.load), callers=Callers(tenants=even(6)), system_tokens=480,
+        output=ANSWER, message=LengthDistribution(60, 0.8, maximum=2048), think_s=6, context_max=6000,
     )  # fmt: skip
     return setup(knobs, [pool(knobs, workers=4)], [source], seconds=60)
 
@@ -105,7 +105,8 @@ def agent_loops(knobs: Knobs) -> Setup:
     """
     source = agents(
         arrivals=Poisson(0.15 * knobs.load), callers=Callers(tenants=even(3)), system_tokens=4000,
-        message=LengthDistribution(150, 1.0, maximum=2048), output=LengthDistribution(40, 0.7, maximum=256), context_max=12_000, turns=8.0,
+        message=LengthDistribution(150, 1.0, maximum=2048), output=LengthDistribution(40, 0.7, maximum=256),
+        context_max=12_000, turns=8.0,
     )  # fmt: skip
     return setup(
         knobs, [pool(knobs, workers=4)], [source], seconds=60, objective=Objective(ttft_ms=4000, tpot_ms=200)

@@ -1,4 +1,6 @@
-"""Scenarios of failures: a worker crashes or slows down, a rollout goes bad, a region is lost, a request is poison."""
+"""Scenarios of failures: a worker crashes or slows down, a rollout goes bad, a region is lost, a request is
+poison.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -48,8 +50,8 @@ def _check_crash(played: Played, _: Played | None) -> Sequence[Finding]:
 def worker_crash(knobs: Knobs) -> Setup:
     """One of three workers crashes: what is lost, and is the rest served?
 
-    What had no token yet starts elsewhere, streams move and go on behind their last token; the queue holds what the two others cannot
-    take at once; a new worker comes.
+    What had no token yet starts elsewhere, streams move and go on behind their last token; the queue holds
+    what the two others cannot take at once; a new worker comes.
     """
     source = chat(knobs, 0.55, 3, callers=Callers(tenants=even(8), patience_s=30.0))
     faults = [fault(FaultKind.WORKER_CRASH)]
@@ -89,8 +91,8 @@ def _check_gray(played: Played, _: Played | None) -> Sequence[Finding]:
 def gray_failure(knobs: Knobs) -> Setup:
     """One of four workers says that all is well and fails every request at once: does it swallow the traffic?
 
-    Whoever fails fast always has room, so it would get nearly everything. Its breaker opens after ten attempts; those are tried again
-    elsewhere while the retry budget lasts; probes find when it is well again.
+    Whoever fails fast always has room, so it would get nearly everything. Its breaker opens after ten
+    attempts; those are tried again elsewhere while the retry budget lasts; probes find when it is well again.
     """
     source = chat(knobs, 0.4, 4, callers=Callers(tenants=even(8), patience_s=30.0))
     faults = [fault(FaultKind.GRAY)]
@@ -116,8 +118,9 @@ def _check_rollout(played: Played, _: Played | None) -> Sequence[Finding]:
 def rollout_bad(knobs: Knobs) -> Setup:
     """What is the model rollout pattern, and what if the new version is four times slower?
 
-    Half of the workers get it, and nothing takes it back. A slow worker keeps its rows longer and has more to do, so new requests
-    go to the other half, and the damage is bounded. (Verdicts that roll back come with the canary.)
+    Half of the workers get it, and nothing takes it back. A slow worker keeps its rows longer and has more to
+    do, so new requests go to the other half, and the damage is bounded. (Verdicts that roll back come with
+    the canary.)
     """
     source = chat(knobs, 0.4, 4, callers=Callers(tenants=even(8), patience_s=30.0))
     faults = [fault(FaultKind.BAD_ROLLOUT, amount=4.0, until=0)]
@@ -156,8 +159,8 @@ def _check_region(played: Played, _: Played | None) -> Sequence[Finding]:
 def region_failover(knobs: Knobs) -> Setup:
     """What's the multi-region failover plan: one of two regions is lost for 15 seconds?
 
-    Every region can serve by itself and runs below half of its load, so the other takes everything; clients that lost their
-    answer ask again there, and go back when the region is back.
+    Every region can serve by itself and runs below half of its load, so the other takes everything; clients
+    that lost their answer ask again there, and go back when the region is back.
     """
     places = ("east", "west")
     callers = Callers(tenants=even(8), patience_s=40.0)
@@ -186,8 +189,8 @@ def _check_poison(played: Played, _: Played | None) -> Sequence[Finding]:
 def poison_request(knobs: Knobs) -> Setup:
     """One request brings down every worker that computes it: does it take the fleet with it?
 
-    Whoever was starting when the first worker died starts again alone, so the second death has one cause, which is refused. Streams
-    that were beside it move and go on, and workers come back.
+    Whoever was starting when the first worker died starts again alone, so the second death has one cause,
+    which is refused. Streams that were beside it move and go on, and workers come back.
     """
     source = chat(knobs, 0.5, 4, callers=Callers(tenants=even(8), patience_s=30.0))
     faults = [fault(FaultKind.POISON, target=100)]

@@ -1,4 +1,6 @@
-"""Scenarios in which the fleet changes: cold starts, restarts, spot capacity, everybody coming back at once."""
+"""Scenarios in which the fleet changes: cold starts, restarts, spot capacity, everybody coming back at
+once.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,8 +37,8 @@ def _check_recovers(after_s: float, share: float = 0.9) -> Check:
 def cold_start(knobs: Knobs) -> Setup:
     """Load doubles and a new worker takes 30 seconds to load: do requests wait, or time out?
 
-    The queue holds them (nobody leaves within 40 s); the fleet grows by schedule, as an autoscaler would ask for it 5 s after
-    the step.
+    The queue holds them (nobody leaves within 40 s); the fleet grows by schedule, as an autoscaler would ask
+    for it 5 s after the step.
     """
     source = replace(
         chat(knobs, 0.8, 2, callers=Callers(tenants=even(8), patience_s=40.0)),
@@ -53,8 +55,8 @@ def rolling_restart(knobs: Knobs) -> Setup:
     Four new workers are ready before the four old ones drain; no stream is aborted by a drain.
     """
     source = Conversations(
-        arrivals=Poisson(0.9 * knobs.load), callers=Callers(tenants=even(6)), system_tokens=480, output=ANSWER,
-        message=LengthDistribution(60, 0.8, maximum=2048), think_s=6, context_max=6000,
+        arrivals=Poisson(0.9 * knobs.load), callers=Callers(tenants=even(6)), system_tokens=480,
+        output=ANSWER, message=LengthDistribution(60, 0.8, maximum=2048), think_s=6, context_max=6000,
     )  # fmt: skip
     new = replace(pool(knobs, workers=0, cold_start_s=10), count=0, schedule=((20 * NS_PER_S, 4),))
     old = replace(pool(knobs, workers=4), schedule=((32 * NS_PER_S, 0),))
@@ -65,7 +67,8 @@ def rolling_restart(knobs: Knobs) -> Setup:
 def spot_revocation(knobs: Knobs) -> Setup:
     """Half of the fleet is spot capacity and is taken back with a notice: is anything lost?
 
-    Two of four workers drain at 15 s, others are there 20 s later; what runs goes on, what waits goes elsewhere.
+    Two of four workers drain at 15 s, others are there 20 s later; what runs goes on, what waits goes
+    elsewhere.
     """
     source = chat(knobs, 0.4, 4, callers=Callers(tenants=even(8), patience_s=30.0))
     main = replace(pool(knobs, workers=4, cold_start_s=15), schedule=((15 * NS_PER_S, 2), (20 * NS_PER_S, 4)))

@@ -1,4 +1,6 @@
-"""The workload that goodput is asked of, and what is asked: with default settings, at multiples of what can be served."""
+"""The workload that goodput is asked of, and what is asked: with default settings, at multiples of what can
+be served.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +30,9 @@ BANDS = (("priority", 0.25), ("", 0.6), ("bulk", 0.15))
 
 
 def mixed(knobs: Knobs, *, bands: Sequence[tuple[str, float]] = BANDS, retries: int = 0) -> Setup:
-    """Three bands of tenants of several sizes; with `retries` half of the clients come again when told, and half after a second."""
+    """Three bands of tenants of several sizes; with `retries` half of the clients come again when told, and
+    half after a second.
+    """
     rate = WORKER_RPS * WORKERS * KNEE * knobs.load
     sources: list[TrafficSource] = []
     for band, share in bands:
@@ -53,13 +57,17 @@ def goodput_of(played: Played) -> tuple[float, float]:
 
 
 def drained_s(played: Played) -> float:
-    """How long after the load the last first token came, or the last request that waited left: streams may go on."""
+    """How long after the load the last first token came, or the last request that waited left: streams may go
+    on.
+    """
     ends = (r.at_ns + r.queue_ns if r.first_ns >= 0 else r.end_ns for r in played.records if not r.is_retry)
     return max(0.0, max(ends, default=0) / NS_PER_S - played.setup.seconds)
 
 
 def served(played: Played, of: Callable[[RequestRecord], str]) -> Mapping[str, float]:
-    """What classes of requests were served as promised, as the queue counts service (policy/queueing/band.py): per second."""
+    """What classes of requests were served as promised, as the queue counts service
+    (policy/queueing/band.py): per second.
+    """
     found: Counter[str] = Counter()
     for record in played.records:
         if played.good(record):

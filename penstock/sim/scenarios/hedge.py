@@ -57,7 +57,7 @@ def _check(played: Played, beside: Played | None) -> Sequence[Finding]:
 def slow_spells(knobs: Knobs) -> Setup:
     """One of eight workers after the other is twenty times slower for a second and a half: who waits for it?
 
-    Breakers learn too late of what is over so soon. Whoever has no output for longer than 98 of 100 requests like it is started on
-    a second worker too (`health.hedge_share`), at most two in a hundred.
+    Breakers learn too late of what is over so soon. Whoever has no output for longer than 98 of 100 requests
+    like it is started on a second worker too (`health.hedge_share`), at most two in a hundred.
     """
     return _spells(knobs, hedged=True)

@@ -1,6 +1,8 @@
-"""Which requests of a run were answered as promised: what goodput counts, by what the workers really take and not by what gateways learned.
+"""Which requests of a run were answered as promised: what goodput counts, by what the workers really take and
+not by what gateways learned.
 
-promise   by band and tier (policy/admission/promise.py), never less than `idle_factor` times what an idle worker takes for the request:
+promise   by band and tier (policy/admission/promise.py), never less than `idle_factor` times what an idle
+          worker takes for the request:
 its uncached prompt in steps of its own, and one row's step per further token
 """
 

@@ -76,9 +76,9 @@ def _in_time_during(played: Played) -> float:
 def spike_20x(knobs: Knobs) -> Setup:
     """How do you handle a 20x viral spike?
 
-    Everybody sends 20 times as much for 10 seconds, and leaves after 20 s without a token. The queue holds what can still
-    be answered, turns the rest away at once with a time to come back, works at full speed for those it took, and is back
-    to normal soon after.
+    Everybody sends 20 times as much for 10 seconds, and leaves after 20 s without a token. The queue holds
+    what can still be answered, turns the rest away at once with a time to come back, works at full speed for
+    those it took, and is back to normal soon after.
     """
     return _viral(knobs, 20.0)
 
@@ -107,7 +107,8 @@ def _check_noisy(played: Played, beside: Played | None) -> Sequence[Finding]:
     return (
         answered(played), no_failures(played),
         at_most("the others' TTFT p95, times what it was", ratio, 3.0),
-        at_least("the others' good share, of what it was", share_good(played.figures, lambda n: n != "big") / before, 0.9),
+        at_least("the others' good share, of what it was",
+            share_good(played.figures, lambda n: n != "big") / before, 0.9),
         at_least("fairness (Jain)", played.figures.jain, 0.85),
     )  # fmt: skip
 
@@ -116,7 +117,8 @@ def _check_noisy(played: Played, beside: Played | None) -> Sequence[Finding]:
 def noisy_tenant(knobs: Knobs) -> Setup:
     """One tenant sends 20 times as much: what do the other nine notice?
 
-    Tenants have their own lines in the queue, served by what each has got; some rows are kept free for the others.
+    Tenants have their own lines in the queue, served by what each has got; some rows are kept free for the
+    others.
     """
     return _noisy(knobs, 20.0)
 
@@ -125,8 +127,10 @@ def _check_large(played: Played, _: Played | None) -> Sequence[Finding]:
     figures = played.figures
     return (
         answered(played), no_failures(played),
-        at_least("small tenants' good share", share_good(figures, lambda name: name.startswith("small")), 0.85),
-        at_least("large tenants' finished share", finished_share(played, lambda r: r.tenant.startswith("large")), 0.5),
+        at_least("small tenants' good share", share_good(figures, lambda name: name.startswith("small")),
+            0.85),
+        at_least("large tenants' finished share",
+            finished_share(played, lambda r: r.tenant.startswith("large")), 0.5),
         at_least("fairness (Jain)", figures.jain, 0.85),
     )  # fmt: skip
 
@@ -135,12 +139,13 @@ def _check_large(played: Played, _: Played | None) -> Sequence[Finding]:
 def large_tenants(knobs: Knobs) -> Setup:
     """How do you isolate large-tenant traffic from small tenants?
 
-    Two tenants send 3,000-token prompts, all the time more than their share; eight small ones ask short questions. Service
-    is counted in tokens, so a large prompt uses up a large share.
+    Two tenants send 3,000-token prompts, all the time more than their share; eight small ones ask short
+    questions. Service is counted in tokens, so a large prompt uses up a large share.
     """
     small = chat(knobs, 0.3, 3, name="small", callers=Callers(tenants=even(8, "small-")))
     large = Chat(
-        name="large", arrivals=Poisson(1.6 * knobs.load), callers=Callers(tenants=even(2, "large-"), patience_s=60.0),
+        name="large", arrivals=Poisson(1.6 * knobs.load),
+        callers=Callers(tenants=even(2, "large-"), patience_s=60.0),
         prompt=LengthDistribution(3000, 0.3, maximum=8192), output=ANSWER,
     )  # fmt: skip
     return setup(
@@ -156,8 +161,10 @@ def _check_priority(played: Played, _: Played | None) -> Sequence[Finding]:
     figures = played.figures
     return (
         answered(played), no_failures(played),
-        at_least("priority tenants' good share", share_good(figures, lambda name: name.startswith("paid")), 0.9),
-        at_least("default tenants' finished share", finished_share(played, lambda r: r.tenant.startswith("free")), 0.2),
+        at_least("priority tenants' good share", share_good(figures, lambda name: name.startswith("paid")),
+            0.9),
+        at_least("default tenants' finished share",
+            finished_share(played, lambda r: r.tenant.startswith("free")), 0.2),
     )  # fmt: skip
 
 
@@ -200,8 +207,10 @@ def _check_downgrade(played: Played, _: Played | None) -> Sequence[Finding]:
     return (
         answered(played), no_failures(played),
         at_least("requests that the smaller model answered", len(diverted), 20),
-        at_most("of those, from tenants that never want that", sum(r.tenant.startswith("strict") for r in diverted), 0),
-        at_least("SLO attainment of those that allow it", good_share(played, lambda r: not r.tenant.startswith("strict")), 0.8),
+        at_most("of those, from tenants that never want that",
+            sum(r.tenant.startswith("strict") for r in diverted), 0),
+        at_least("SLO attainment of those that allow it",
+            good_share(played, lambda r: not r.tenant.startswith("strict")), 0.8),
         at_least("strict requests", len(strict), 1),
     )  # fmt: skip
 
@@ -210,8 +219,8 @@ def _check_downgrade(played: Played, _: Played | None) -> Sequence[Finding]:
 def downgrade(knobs: Knobs) -> Setup:
     """The large model is saturated: does a smaller one take over, for those who allow it only?
 
-    Half as much again as the large model can do; a request that would be late goes to the small one, says so, and stays inside of
-    its tenant's rules.
+    Half as much again as the large model can do; a request that would be late goes to the small one, says so,
+    and stays inside of its tenant's rules.
     """
     knobs = with_settings(
         knobs,
@@ -227,14 +236,16 @@ def downgrade(knobs: Knobs) -> Setup:
     callers = Callers(tenants=(*even(6, "free-"), *even(2, "strict-")))
     return setup(
         knobs, [pool(knobs, workers=2), pool(knobs, workers=2, name="small", shape="0.5b")],
-        [chat(knobs, 1.6, 2, callers=callers)], seconds=60, tenants=tenants, objective=Objective(ttft_ms=5000, tpot_ms=150),
+        [chat(knobs, 1.6, 2, callers=callers)], seconds=60, tenants=tenants,
+        objective=Objective(ttft_ms=5000, tpot_ms=150),
     )  # fmt: skip
 
 
 def _check_long(played: Played, _: Played | None) -> Sequence[Finding]:
     return (
         answered(played), no_failures(played),
-        at_least("short requests' good share", good_share(played, lambda r: r.tenant.startswith("small")), 0.75),
+        at_least("short requests' good share", good_share(played, lambda r: r.tenant.startswith("small")),
+            0.75),
         at_least("long requests' finished or refused share", _ended_clean(played), 1.0),
     )  # fmt: skip
 
@@ -249,8 +260,8 @@ def _ended_clean(played: Played) -> float:
 def long_context(knobs: Knobs) -> Setup:
     """One worker would run out of memory under long contexts: is that refused or routed before it happens?
 
-    Prompts of up to 30,000 tokens beside short ones, on caches of 45,000 tokens. A request starts where its blocks fit; none
-    ever fails for memory.
+    Prompts of up to 30,000 tokens beside short ones, on caches of 45,000 tokens. A request starts where its
+    blocks fit; none ever fails for memory.
     """
     small = chat(knobs, 0.3, 3, name="small", callers=Callers(tenants=even(6, "small-")))
     long = Chat(
@@ -273,7 +284,8 @@ def _check_kv_full(played: Played, _: Played | None) -> Sequence[Finding]:
         answered(played), no_failures(played),
         at_least("priority requests' good share", good_share(played, lambda r: r.band == "priority"), 0.9),
         at_least("requests that were shed for memory", len(shed), 1),
-        at_most("of those, such as are no long answers of the lowest band", sum(not _is_long(r) for r in shed), 0),
+        at_most("of those, such as are no long answers of the lowest band",
+            sum(not _is_long(r) for r in shed), 0),
         at_most("requests that were lost in any other way", len(lost) - len(shed), 0),
     )  # fmt: skip
 
@@ -287,21 +299,24 @@ def _is_long(record: RequestRecord) -> bool:
 def kv_full(knobs: Knobs) -> Setup:
     """The KV cache fills: is low-priority and long-output traffic shed, and nothing else?
 
-    Bulk tenants write long answers until memory is short, and others of their band write short ones; the priority band keeps its
-    pace. The request of the lowest band with the longest answer still to come gives way. Nothing is promised, so that only memory
-    is short.
+    Bulk tenants write long answers until memory is short, and others of their band write short ones; the
+    priority band keeps its pace. The request of the lowest band with the longest answer still to come gives
+    way. Nothing is promised, so that only memory is short.
     """
     knobs = with_settings(
         knobs, {"admission.ttft_target_ms": "0", "admission.tpot_target_ms": "0", "admission.targets": "[]"}
     )
     paid = chat(knobs, 0.3, 2, name="paid", callers=Callers(tenants=even(3, "paid-"), band="priority"))
     bulk = Chat(
-        name="bulk", arrivals=Poisson(1.3 * knobs.load), callers=Callers(tenants=even(3, "bulk-"), band="bulk"),
-        prompt=LengthDistribution(1500, 0.4, maximum=4096), output=LengthDistribution(1000, 0.3, maximum=1500),
+        name="bulk", arrivals=Poisson(1.3 * knobs.load),
+        callers=Callers(tenants=even(3, "bulk-"), band="bulk"),
+        prompt=LengthDistribution(1500, 0.4, maximum=4096),
+        output=LengthDistribution(1000, 0.3, maximum=1500),
     )  # fmt: skip
     brief = Chat(
-        name="brief", arrivals=Poisson(0.5 * knobs.load), callers=Callers(tenants=even(3, "brief-"), band="bulk"),
-        prompt=QUESTION, output=LengthDistribution(40, 0.4, maximum=80),
+        name="brief", arrivals=Poisson(0.5 * knobs.load),
+        callers=Callers(tenants=even(3, "brief-"), band="bulk"), prompt=QUESTION,
+        output=LengthDistribution(40, 0.4, maximum=80),
     )  # fmt: skip
     return setup(
         knobs,

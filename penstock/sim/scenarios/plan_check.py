@@ -1,4 +1,6 @@
-"""A plan played in the simulator: the replicas that the planner chose, under Poisson arrivals of the traffic it was made for."""
+"""A plan played in the simulator: the replicas that the planner chose, under Poisson arrivals of the traffic
+it was made for.
+"""
 
 from collections.abc import Sequence
 
@@ -17,7 +19,8 @@ from penstock.sim.world.spec import PoolSpec, WorldSpec
 from penstock.sim.world.worker import SimWorkerSpec
 
 REPLICAS_MAX = 4
-"""Played at most: a larger plan is played in part, with its part of the traffic, which is only harder (less is pooled)."""
+"""Played at most: a larger plan is played in part, with its part of the traffic, which is only harder (less
+is pooled)."""
 REQUESTS = 400
 """About so many."""
 
@@ -31,7 +34,9 @@ def check_plan(
     *,
     seed: int = 1,
 ) -> Figures:
-    """The figures of a short run of the option (or of a part of it): without its spares, since those may be lost."""
+    """The figures of a short run of the option (or of a part of it): without its spares, since those may be
+    lost.
+    """
     device = next(each for each in devices if each.name == option.device)
     placed = Placed(model=model, device=device, tp=option.tp, dtype=option.dtype)
     needed = max(1, option.replicas - terms.spare)
@@ -50,7 +55,8 @@ def check_plan(
     objective = Objective(ttft_ms=terms.ttft_ms, tpot_ms=terms.tpot_ms)
     played = play(
         Setup(
-            world=WorldSpec(config=Config(admission=promised(objective)), pools=(PoolSpec(worker=spec, count=count),)), sources=(source,), seconds=REQUESTS / rate,
+            world=WorldSpec(config=Config(admission=promised(objective)),
+                pools=(PoolSpec(worker=spec, count=count),)), sources=(source,), seconds=REQUESTS / rate,
             objective=objective,
             prices={spec.kind: placed.price_per_hour},
         ),

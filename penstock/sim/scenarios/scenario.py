@@ -1,8 +1,8 @@
 """Scenarios: questions that a simulation answers, each with a setup and a criterion that is checked.
 
-A scenario is a function from `Knobs` to `Setup`; its docstring is the question. Its check says, of one run, what was found
-and whether that passes. Where the answer is a comparison (with the spike, without it) the scenario names the setup
-that runs beside it on the same seed.
+A scenario is a function from `Knobs` to `Setup`; its docstring is the question. Its check says, of one run,
+what was found and whether that passes. Where the answer is a comparison (with the spike, without it) the
+scenario names the setup that runs beside it on the same seed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -126,7 +126,10 @@ def pool(
     cold_start_s: float = 60.0,
     scheduling: Scheduling = "fair",
 ) -> PoolSpec:
-    """Workers of one model; knobs go before what the scenario says. The main pool is the one called "model"."""
+    """Workers of one model; knobs go before what the scenario says.
+
+    The main pool is the one called "model".
+    """
     main = name == "model"
     placed = Placed(
         model=model_shape((main and knobs.model) or shape),

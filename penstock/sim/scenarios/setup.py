@@ -1,4 +1,6 @@
-"""What a simulation is made of but its seed, and playing it: a world, its traffic, what was promised, and prices."""
+"""What a simulation is made of but its seed, and playing it: a world, its traffic, what was promised, and
+prices.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -94,7 +96,9 @@ def promised(objective: Objective) -> AdmissionConfig:
 
 
 class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `--set` may change of any scenario, beside the gateway's configuration. 0 or empty: the scenario's own."""
+    """What `--set` may change of any scenario, beside the gateway's configuration. 0 or empty: the scenario's
+    own.
+    """
 
     load: float = 1.0
     """Times the scenario's rates."""

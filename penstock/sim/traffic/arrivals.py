@@ -32,7 +32,9 @@ class Poisson:
 
 @dataclass(slots=True, frozen=True)
 class Gamma:
-    """Gaps from a gamma distribution: a coefficient of variation above 1 is bursty, as recorded services are."""
+    """Gaps from a gamma distribution: a coefficient of variation above 1 is bursty, as recorded services
+    are.
+    """
 
     per_s: float
     cv: float = 2.0
@@ -69,7 +71,9 @@ class Diurnal:
 
 @dataclass(slots=True, frozen=True)
 class Spike:
-    """A steady rate that is `factor` times as high between two moments: what becomes viral comes from one second to the next."""
+    """A steady rate that is `factor` times as high between two moments: what becomes viral comes from one
+    second to the next.
+    """
 
     per_s: float
     factor: float = 20.0

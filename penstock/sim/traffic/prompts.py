@@ -1,12 +1,14 @@
-"""Token ids and block names of prompts that are made of segments, at a cost that hardly depends on their length.
+"""Token ids and block names of prompts that are made of segments, at a cost that hardly depends on their
+length.
 
-Hashing a prompt's blocks one by one would cost more than everything else that the simulator does for a request. The
-tokens of a segment are a function of its content, so the chain over tokens can be followed segment by segment: a block
-is named by the content it ends in, the position there, and everything before that content. A chain begins where
-`BlockHasher` lets it begin, with the secret, the identity of what computes, the adapter and the tenant's salt; and two blocks have equal
-names exactly when it would give them equal hashes (tests/sim/test_prompts.py holds the two side by side). A worker names its
-blocks by itself, with its own hasher, in place of those hashes, and the prefix cache works on them as ever; a gateway makes the
-names that it looks for from what the workers have announced.
+Hashing a prompt's blocks one by one would cost more than everything else that the simulator does for a
+request. The tokens of a segment are a function of its content, so the chain over tokens can be followed
+segment by segment: a block is named by the content it ends in, the position there, and everything before that
+content. A chain begins where `BlockHasher` lets it begin, with the secret, the identity of what computes, the
+adapter and the tenant's salt; and two blocks have equal names exactly when it would give them equal hashes
+(tests/sim/test_prompts.py holds the two side by side). A worker names its blocks by itself, with its own
+hasher, in place of those hashes, and the prefix cache works on them as ever; a gateway makes the names that
+it looks for from what the workers have announced.
 """
 
 from array import array
@@ -93,7 +95,9 @@ class BlockNames:
     def chain(
         self, segments: Sequence[Segment], *, salt: bytes, adapter: str = "", public_tokens: int = 0
     ) -> list[BlockHash]:
-        """The names of all whole blocks, in order: those within the first `public_tokens` tokens are all tenants'."""
+        """The names of all whole blocks, in order: those within the first `public_tokens` tokens are all
+        tenants'.
+        """
         num_public, root = public_tokens // BLOCK_TOKENS, self._root(salt, adapter)
         if not num_public:
             return self._names(segments, root)

@@ -11,9 +11,9 @@ RETRY_MARK = "^"
 class Segment(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A piece of a prompt: the first `tokens` tokens of the content with this number.
 
-    Two prompts that begin with the same segments have the same tokens there, and contents with different numbers have
-    different ones: a system prompt, a document, a turn of a conversation. The answer of a request is a content too
-    (`SimRequest.answer`), so that a next turn can have it in its prompt.
+    Two prompts that begin with the same segments have the same tokens there, and contents with different
+    numbers have different ones: a system prompt, a document, a turn of a conversation. The answer of a
+    request is a content too (`SimRequest.answer`), so that a next turn can have it in its prompt.
     """
 
     content: int
@@ -22,7 +22,10 @@ class Segment(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SimRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One request, as a workload makes it. Open loop: it comes at its time, whatever became of those before."""
+    """One request, as a workload makes it.
+
+    Open loop: it comes at its time, whatever became of those before.
+    """
 
     id: str
     at_ns: int

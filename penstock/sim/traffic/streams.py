@@ -25,7 +25,8 @@ class Streams:
 def mix(one: int, other: int) -> int:
     """A 63-bit number from two, without state: the same two give the same number everywhere.
 
-    The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
+    The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
+    OOPSLA 2014).
     """
     value = (one * 0x9E3779B97F4A7C15 + other + 0x632BE59BD9B4E019) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK

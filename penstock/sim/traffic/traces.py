@@ -1,11 +1,12 @@
 """Recorded traffic: reads penstock-trace/1 (and a table of rates) as a source of the simulator.
 
-penstock-trace/1 is JSON lines, plain or gzip'd. The first is a header with at least `format` and `block_size`; every
-other line is a request, by arrival:
+penstock-trace/1 is JSON lines, plain or gzip'd. The first is a header with at least `format` and
+`block_size`; every other line is a request, by arrival:
 
     arrival_s      seconds from the trace's start
     prompt_tokens  output_tokens
-    blocks         the prompt's prefix chain, runs `[first, count]` of ids; equal ids are equal prefixes up to there; may be absent
+    blocks         the prompt's prefix chain, runs `[first, count]` of ids; equal ids are equal prefixes up to
+                   there; may be absent
     session        conversation; may be absent
     tenant         client of the service; may be absent
 """
@@ -130,7 +131,9 @@ class Trace:
 
 
 def _segments(line: _Line, block_size: int, first: int) -> tuple[Segment, ...]:
-    """A run of ids is one content, named by its first: an id has one predecessor, so all prompts cut at the same ids."""
+    """A run of ids is one content, named by its first: an id has one predecessor, so all prompts cut at the
+    same ids.
+    """
     found: list[Segment] = []
     left = line.prompt_tokens if block_size else 0
     for start, count in line.blocks:
@@ -144,7 +147,9 @@ def _segments(line: _Line, block_size: int, first: int) -> tuple[Segment, ...]:
 
 
 def write_trace(path: Path, name: str, requests: Iterable[SimRequest]) -> int:
-    """Write requests as a trace that `Trace` reads; returns how many. Adapters and bands are not part of the format.
+    """Write requests as a trace that `Trace` reads; returns how many.
+
+    Adapters and bands are not part of the format.
 
     Raises:
         ConfigError: the file cannot be written.

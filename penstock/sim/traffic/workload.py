@@ -1,9 +1,9 @@
 """Traffic for the simulator: what arrives when, drawn from named streams of one seed. Open loop, always.
 
-A workload is a list of sources; each yields `SimRequest`s in order of time and `merged` brings them into one stream,
-lazily, so that a million requests need no list. Nobody waits for an answer here: the next turn of a conversation is
-due after the time that reading an answer of its length and thinking takes, whatever the servers did (an overloaded
-server must not thin out its own load).
+A workload is a list of sources; each yields `SimRequest`s in order of time and `merged` brings them into one
+stream, lazily, so that a million requests need no list. Nobody waits for an answer here: the next turn of a
+conversation is due after the time that reading an answer of its length and thinking takes, whatever the
+servers did (an overloaded server must not thin out its own load).
 
 Text is named, never written: see `sim/traffic/request.py`.
 """
@@ -36,7 +36,10 @@ class TrafficSource(Protocol):
         ...
 
     def requests(self, seed: int, first: int, seconds: float) -> Iterator[SimRequest]:
-        """Its requests of the first `seconds`, by time; its contents begin at `first`. Same seed, same requests."""
+        """Its requests of the first `seconds`, by time; its contents begin at `first`.
+
+        Same seed, same requests.
+        """
         ...
 
 
@@ -93,9 +96,10 @@ class Callers:
     ) -> SimRequest:  # fmt: skip
         """One request of theirs."""
         return SimRequest(
-            id=name, at_ns=round(at_s * NS_PER_S), tenant=tenant, model=self.model, prompt=prompt, answer=answer,
-            output_tokens=output, session=session, adapter=adapter, band=self.band,
-            patience_ns=round(self.patience_s * NS_PER_S), retries=self.retries, retry_ns=round(self.retry_s * NS_PER_S),
+            id=name, at_ns=round(at_s * NS_PER_S), tenant=tenant, model=self.model, prompt=prompt,
+            answer=answer, output_tokens=output, session=session, adapter=adapter, band=self.band,
+            patience_ns=round(self.patience_s * NS_PER_S), retries=self.retries,
+            retry_ns=round(self.retry_s * NS_PER_S),
         )  # fmt: skip
 
 
@@ -218,7 +222,8 @@ class Conversations:
 def agents(**changes: object) -> Conversations:
     """Agent loops: a long prompt of tools, a call every few seconds, tools' results of all sizes."""
     values: dict[str, object] = {
-        "name": "agents", "system_tokens": 12_000, "turns": 15.0, "message": LengthDistribution(600, 1.2, maximum=16_384),
+        "name": "agents", "system_tokens": 12_000, "turns": 15.0,
+        "message": LengthDistribution(600, 1.2, maximum=16_384),
         "output": LengthDistribution(120, 0.9, maximum=2048), "think_s": 3.0, "context_max": 100_000,
     }  # fmt: skip
     return Conversations(**(values | changes))  # pyright: ignore[reportArgumentType] # Checked by its tests.

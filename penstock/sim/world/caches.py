@@ -1,4 +1,6 @@
-"""What a simulated gateway knows of its workers' KV caches: the real index, fed by the real block pools' events."""
+"""What a simulated gateway knows of its workers' KV caches: the real index, fed by the real block pools'
+events.
+"""
 
 from collections.abc import Sequence
 
@@ -110,7 +112,10 @@ class Caches:
         self.locality.remove(worker)
 
     def heard(self, worker: WorkerId, news: KVNews) -> Asked | None:
-        """Words of a worker about its cache. Returns what to ask it for, if anything is missing that was not asked for."""
+        """Words of a worker about its cache.
+
+        Returns what to ask it for, if anything is missing that was not asked for.
+        """
         if (cache_view := self.locality.get(worker)) is None:
             return None
         if isinstance(news, Numbered):

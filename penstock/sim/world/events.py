@@ -1,8 +1,8 @@
 """Virtual time: one heap of events, in an order that no machine, hash seed or shortcut changes.
 
-At one instant events are in the order of their actors' numbers, then of their rank, then of their entry. So what happens at
-one actor does not depend on how many events another one needed to get there: a worker may leap over steps in which
-nothing is told (worker.py) without moving anything that anybody else sees.
+At one instant events are in the order of their actors' numbers, then of their rank, then of their entry. So
+what happens at one actor does not depend on how many events another one needed to get there: a worker may
+leap over steps in which nothing is told (worker.py) without moving anything that anybody else sees.
 """
 
 import enum

@@ -64,7 +64,8 @@ class Facts:
         """`models` by name; `link_ns` is the way to a client."""
         self.config, self.models, self.link_ns = config, models, link_ns
         self.hash_key = b"the launcher's own"
-        """What workers name their KV blocks with. A launcher draws it by chance; here the same seed is to be the same run."""
+        """What workers name their KV blocks with. A launcher draws it by chance; here the same seed is to be
+        the same run."""
         self.poison: frozenset[int] = frozenset()
         """Numbers of requests that bring down every worker that computes them."""
         self.skews_ns: dict[int, int] = {}

@@ -1,7 +1,7 @@
 """Failures as data, drawn from a seed: which, when, how long, where. What they do is in chaos.py.
 
-Swarm testing (Groce et al., ISSTA 2012): every run draws first which kinds may happen in it at all. Runs with few kinds
-find what is hidden when everything fails at once.
+Swarm testing (Groce et al., ISSTA 2012): every run draws first which kinds may happen in it at all. Runs with
+few kinds find what is hidden when everything fails at once.
 """
 
 import enum
@@ -29,7 +29,8 @@ class FaultKind(enum.StrEnum):
     NO_REPORTS = "lost-metrics"
     """What it says of itself is lost."""
     KV_GAP = "kv-event-gap"
-    """What it says of its cache is lost, until it is heard again: what the gateways miss then they are told, or ask for (kv_event_channel.py)."""
+    """What it says of its cache is lost, until it is heard again: what the gateways miss then they are told,
+    or ask for (kv_event_channel.py)."""
     STORE_LOSS = "store-loss"
     """The store of shared limits does not answer; with `amount` over 1 it comes back empty."""
     REGION_LOSS = "region-loss"
@@ -37,7 +38,8 @@ class FaultKind(enum.StrEnum):
     SPOT = "spot-revocation"
     """A worker will be taken away at the end of the fault, and is told so at its begin."""
     BAD_ROLLOUT = "bad-rollout"
-    """A part of the workers gets a version with steps `amount` times as long, or, below 1, with answers that are not numbers."""
+    """A part of the workers gets a version with steps `amount` times as long, or, below 1, with answers that
+    are not numbers."""
     CLOCK_SKEW = "clock-skew"
     """A gateway's date is `amount` seconds off, the whole run long."""
     GATEWAY_CRASH = "thundering-herd"

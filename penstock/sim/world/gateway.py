@@ -3,7 +3,8 @@
     arrive, cancel ──> Driver ──> start, abort ──> Network ──> workers
     heard, reported <── Network <── workers
 
-This is what the driver's ports are here; gateway/dispatch/dispatcher.py has those on an event loop, with bytes.
+This is what the driver's ports are here; gateway/dispatch/dispatcher.py has those on an event loop, with
+bytes.
 """
 
 from collections.abc import Sequence
@@ -173,7 +174,9 @@ class SimGateway:
         *,
         ready: bool = True,
     ) -> None:
-        """A worker is there and announces what it serves, has something to say of itself, or drains (not `ready`)."""
+        """A worker is there and announces what it serves, has something to say of itself, or drains (not
+        `ready`).
+        """
         worker_id, spec, is_shared = worker.id, worker.spec, self._facts.config.server.processes > 1
         view = WorkerView(
             ready=ready,
@@ -193,7 +196,9 @@ class SimGateway:
         self._dispatch(now_ns)
 
     def lost(self, now_ns: int, worker_id: WorkerId, *, died: bool) -> int:
-        """A worker is gone, with all that ran there, or (not `died`) out of sight; returns how many requests that were."""
+        """A worker is gone, with all that ran there, or (not `died`) out of sight; returns how many requests
+        that were.
+        """
         route, num_lost = self._known.pop(worker_id, None), 0
         if route is None:
             return 0

@@ -1,9 +1,13 @@
 """What one worker says of its KV cache on the way to the gateways, and how what is lost there comes again.
 
-| `WorldSpec.kv_kept` | as between | a gap |
-|---|---|---|
-| 0 | a gateway and our own workers: one connection, in order (backends/engine/kv.py, engine/kv_event_publisher.py) | ends with all that can be hit now, when the connection is there again |
-| n | a gateway and a publisher over lossy messages (fleet/kv_event_subscriber.py, engine/zmq_publisher.py) | is seen at the next batch; the gateway asks for what is missing, and hears it, or, if it is no longer among the last n, believes nothing of before |
+`WorldSpec.kv_kept` says which channel:
+
+0   Between a gateway and our own workers: one connection, in order (backends/engine/kv.py,
+    engine/kv_event_publisher.py). A gap ends with a message of all that can be hit, sent when the connection
+    is there again.
+n   Between a gateway and a publisher over lossy messages (fleet/kv_event_subscriber.py,
+    engine/zmq_publisher.py). The next batch shows a gap. The gateway asks for the missing batches and
+    receives them, or, if they are no longer among the last n, forgets everything from before.
 """
 
 from collections import deque
@@ -39,7 +43,9 @@ class KVEventChannel:
         return None if self.is_lost else batch
 
     def anew(self) -> KVNews | None:
-        """What a gateway hears first on a new connection; None of a publisher, which says nothing by itself."""
+        """What a gateway hears first on a new connection; None of a publisher, which says nothing by
+        itself.
+        """
         if self._history is not None:
             return None
         names = self._pool.names()

@@ -8,7 +8,9 @@ from penstock.types import RequestId, Usage
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A request as it is sent to a worker: what `protocol.worker.Submit` carries, with contents in place of tokens."""
+    """A request as it is sent to a worker: what `protocol.worker.Submit` carries, with contents in place of
+    tokens.
+    """
 
     id: RequestId
     gateway: int

@@ -47,7 +47,8 @@ class SimResult:
 
     seed: int
     digest: str
-    """Over every record in the order of their ends, and the counters: equal runs have equal ones, on any machine."""
+    """Over every record in the order of their ends, and the counters: equal runs have equal ones, on any
+    machine."""
     counters: RunCounters
     records: list[RequestRecord] = field(default_factory=list[RequestRecord])
     """In the order of their ends; empty if they were handed to somebody else."""

@@ -20,7 +20,8 @@ class PoolSpec:
     count: int = 4
     """Ready from the start."""
     schedule: tuple[tuple[int, int], ...] = ()
-    """(time, count): how many there shall be from then on. New ones take their cold start, the newest leave first."""
+    """(time, count): how many there shall be from then on. New ones take their cold start, the newest leave
+    first."""
     region: str = ""
 
 
@@ -41,12 +42,13 @@ class WorldSpec:
     report_ns: int = 500 * NS_PER_MS
     """Time between two reports of a worker."""
     kv_kept: int = 0
-    """KV events come over connections that keep them in order (0), or as a publisher's numbered messages, which may be lost and of which
-    it keeps so many to send again (kv_event_channel.py)."""
+    """KV events come over connections that keep them in order (0), or as a publisher's numbered messages,
+    which may be lost and of which it keeps so many to send again (kv_event_channel.py)."""
     clock_skews_s: tuple[float, ...] = ()
     """How far the dates of the gateways are off, from the first on."""
     placement: Callable[[str], Placement] | None = None
-    """Makes the placement of a model in place of the configured one, for comparisons; for worlds of one gateway."""
+    """Makes the placement of a model in place of the configured one, for comparisons; for worlds of one
+    gateway."""
     until_ns: int = 0
     """When the run is cut off; 0: when everything has ended."""
 

@@ -1,4 +1,5 @@
-"""The store of shared limits on virtual time: the real table of buckets, and what carries a gateway's questions to it.
+"""The store of shared limits on virtual time: the real table of buckets, and what carries a gateway's
+questions to it.
 
 The other driver of the same two objects is gateway/shared/keeper.py.
 """
@@ -14,7 +15,10 @@ _GATHER_NS = 2 * NS_PER_MS
 
 
 class SharedStore:
-    """The one store of all gateways. While it is `down` it answers nobody; it may come back without its memory."""
+    """The one store of all gateways.
+
+    While it is `down` it answers nobody; it may come back without its memory.
+    """
 
     __slots__ = ("_config", "_epoch", "down", "table")
 
@@ -33,7 +37,8 @@ class SimLeaseKeeper:
     """Keeps the leases of one gateway filled."""
 
     __slots__ = (
-        "_actor", "_asked", "_config", "_due_ns", "_leases", "_link_ns", "_name", "_said_ns", "_store", "_timeline",
+        "_actor", "_asked", "_config", "_due_ns", "_leases", "_link_ns", "_name", "_said_ns", "_store",
+        "_timeline",
     )  # fmt: skip
 
     def __init__(

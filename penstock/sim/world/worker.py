@@ -1,10 +1,12 @@
-"""A simulated worker: the real scheduler, KV manager, block pool and prefix cache; only the time of a step is modelled.
+"""A simulated worker: the real scheduler, KV manager, block pool and prefix cache; only the time of a step is
+modelled.
 
-    submit, abort ──> Scheduler ──plan──> StepTime: so many ns later ──result──> Scheduler ──> told to the gateways
+    submit, abort ──> Scheduler ──plan──> StepTime: so many ns later ──result──> Scheduler ──> the gateways
 
-What it tells of a request is what a gateway acts on: its first token, every full slice of its answer, and its end. A step
-that tells nothing is seen by nobody. So while all rows decode and nothing is due, the worker coasts: it knows when
-the next steps end, and does them in one leap when something is due or comes in (schedule/fast_forward.py).
+What it tells of a request is what a gateway acts on: its first token, every full slice of its answer, and its
+end. A step that tells nothing is seen by nobody. So while all rows decode and nothing is due, the worker
+coasts: it knows when the next steps end, and does them in one leap when something is due or comes in
+(schedule/fast_forward.py).
 """
 
 from array import array
@@ -135,7 +137,10 @@ class SimWorker:
         hash_key: bytes,
         tells_kv: bool = False,
     ) -> None:
-        """`hash_key` is its launcher's. With `tells_kv` it tells what its KV cache holds, whenever it tells of requests."""
+        """`hash_key` is its launcher's.
+
+        With `tells_kv` it tells what its KV cache holds, whenever it tells of requests.
+        """
         self.id, self.actor, self.spec = worker_id, actor, spec
         self.identity = spec.identity
         """What it announces (`ModelInfo.identity`)."""
@@ -193,8 +198,10 @@ class SimWorker:
             self._report_later(now_ns)
 
     def leave(self, now_ns: int) -> None:
-        """Be no more: whatever runs here is lost, and nothing is told any more. What was made until now is on its way: a worker
-        sends each token when it has it, also where its gateway would have acted on whole slices only.
+        """Be no more: whatever runs here is lost, and nothing is told any more.
+
+        What was made until now is on its way: a worker sends each token when it has it, also where its
+        gateway would have acted on whole slices only.
         """
         if self._times:
             self._leap_to(max(0, bisect_left(self._times, now_ns) - 1))
@@ -207,7 +214,9 @@ class SimWorker:
         self.is_gone, self._plan, self._times = True, None, []
 
     def change_pace(self, now_ns: int, slowness: float, *, garbage: bool = False) -> None:
-        """From the next step on steps take so many times as long; with `garbage` they compute what is not numbers."""
+        """From the next step on steps take so many times as long; with `garbage` they compute what is not
+        numbers.
+        """
         self._slowness, self._is_garbage = slowness, garbage
         if self._times:
             self._stop_coasting(bisect_left(self._times, now_ns))
@@ -222,7 +231,9 @@ class SimWorker:
         return (stream.request for stream in self._streams.values())
 
     def check_invariants(self) -> None:
-        """Assert what must hold between two events: the scheduler's own, and that every stream has the beginning of its answer."""
+        """Assert what must hold between two events: the scheduler's own, and that every stream has the
+        beginning of its answer.
+        """
         self.scheduler.check_invariants()
         for stream in self._streams.values():
             given = stream.request.tokens[stream.request.num_prompt :]
@@ -373,7 +384,9 @@ class SimWorker:
     # --- coasting -----------------------------------------------------------------------------------
 
     def _steps_to_due(self) -> int:
-        """Steps after which something is due for one of the rows, if all of them decode; 0 if one does not yet."""
+        """Steps after which something is due for one of the rows, if all of them decode; 0 if one does not
+        yet.
+        """
         streams, least = self._streams, 1 << 30
         for request in self.scheduler.running:
             stream = streams[request.request_id]
@@ -480,6 +493,7 @@ class SimWorker:
         outbox, self._outbox = self._outbox, {}
         for gateway, messages in outbox.items():
             self._listener.on_messages(now_ns, self, gateway, messages)
-        # Between two words about requests nobody hears of blocks: a leap over steps changes nothing that is seen.
+        # Between two words about requests nobody hears of blocks: a leap over steps changes nothing that is
+        # seen.
         if self._kv_events is not None and (events := self._kv_events.take()):
             self._listener.cached(now_ns, self, events)

@@ -1,6 +1,6 @@
 """The whole simulated product: gateways, pools of workers, clients that come at their times, on one timeline.
 
-    requests ──> front door ──> SimGateway ──┐                 all of it is driven by one heap of events (events.py)
+    requests ──> front door ──> SimGateway ──┐                 driven by one heap of events (events.py)
                                   (FlowControl)│ link
                                 SimWorker <──┘
                                   (Scheduler, KVManager)
@@ -40,7 +40,7 @@ _DETECT_NS = 100 * NS_PER_MS
 """Until a gateway sees that a worker is gone: its connection ends."""
 _LINGER_NS = 5 * NS_PER_S
 _RESTART_NS = 1000 * NS_PER_MS
-"""Until a worker that a request brought down is started anew, or a client that was cut off asks again elsewhere."""
+"""Until a crashed worker restarts, or a client that was cut off asks again elsewhere."""
 
 
 class World:
@@ -53,8 +53,7 @@ class World:
         *,
         on_record: Callable[[RequestRecord], None] | None = None,
     ) -> None:
-        """`requests` in the order of their times; may be made while they are read. With `on_record` records are handed over
-        as they come, and not kept.
+        """`requests` in the order of their times, lazily. With `on_record` records are passed on, and not kept.
         """
         self.spec, self.timeline, self.streams = spec, Timeline(), Streams(spec.seed)
         self.tally = RunTally()
@@ -84,7 +83,7 @@ class World:
         self.members: dict[WorkerId, Member] = {}
         self._num_workers = 0
         self.use_by_kind: dict[str, tuple[int, int]] = {}
-        """Nanoseconds that workers of each kind were there, and were in steps; of those that are left, until now."""
+        """Nanoseconds that workers of each kind existed and computed, until now."""
         config = spec.config
         self.slice_tokens = min(extended(config.limits, RateTerms).slice_tokens, SLICE_TOKENS)
         self.report_ns = spec.report_ns
@@ -148,7 +147,7 @@ class World:
         self._start(now_ns, member.pool, member.pool.worker.cold_start_ns)
 
     def reset_link(self, now_ns: int, gateway: SimGateway, member: Member) -> None:
-        """The two lose sight of each other, and of what streams between them; soon they are connected again."""
+        """The two lose their connection and the streams on it; soon they are connected again."""
         if gateway.number not in self._fronts[member.pool.region] or gateway.is_gone:
             return
         actor = member.worker.actor
@@ -325,7 +324,7 @@ class World:
             self.ask_at(now_ns, again)
 
     def ask_at(self, when_ns: int, request: SimRequest) -> None:
-        """Let a client send a request then, beside those of the workload: one that comes again, or that waited for an answer."""
+        """Let a client send a request then, beside those of the workload: a retry, or a follow-up."""
         number = self.tally.counters.arrived
         self.tally.counters.arrived = number + 1
         self.timeline.at(when_ns, WORLD, Rank.MESSAGE, self._on_again, (request, number))

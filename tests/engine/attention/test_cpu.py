@@ -37,8 +37,9 @@ class Model:
 
     def cache(self) -> KVCache:
         spec = DecoderSpec(
-            architecture="", vocab_size=1, hidden_size=1, intermediate_size=1, num_layers=2, num_heads=self.heads,
-            num_kv_heads=self.kv_heads, head_dim=self.dim, max_position=1024, norm_eps=1e-6, rope=RopeSpec(),
+            architecture="", vocab_size=1, hidden_size=1, intermediate_size=1, num_layers=2,
+            num_heads=self.heads, num_kv_heads=self.kv_heads, head_dim=self.dim, max_position=1024,
+            norm_eps=1e-6, rope=RopeSpec(),
         )  # fmt: skip
         return KVCache(spec, NUM_BLOCKS, self.dtype, torch.device("cpu"))
 
@@ -55,7 +56,10 @@ class Model:
 
 
 def run(attention: Attention, model: Model, rows: list[tuple[int, int, list[int]]], qkv: Tensor) -> Tensor:
-    """One step of rows (computed, tokens, blocks); `qkv` is that of the step's tokens. The second layer's output."""
+    """One step of rows (computed, tokens, blocks); `qkv` is that of the step's tokens.
+
+    The second layer's output.
+    """
     positions = [np.arange(computed, computed + tokens) for computed, tokens, _ in rows]
     width = max(len(blocks) for _, _, blocks in rows)
     attention.begin(
@@ -120,7 +124,9 @@ def test_threads_that_share_the_rows_change_no_bit(shape: tuple[int, int, int]) 
 
 @pytest.mark.parametrize("sizes", [(1,), (4,), (2, 8, 128)])
 def test_few_row_counts_are_enough(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a library whose other row counts do not agree: a group of 4 or 8 queries may need a call for each."""
+    """As on a library whose other row counts do not agree: a group of 4 or 8 queries may need a call for
+    each.
+    """
     monkeypatch.setattr("penstock.engine.attention.tiles.query_tiles", lambda *_: RowTiles(sizes))
     for spec, shape in (("plain", (8, 1, 64)), ("window over tiles", (8, 2, 16))):
         model = Model(*shape, torch.float32)

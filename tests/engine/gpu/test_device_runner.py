@@ -35,7 +35,8 @@ KINDS = (
     SamplingParams(
         temperature=0.9, seed=14, top_p=0.95, presence_penalty=0.5, frequency_penalty=1.3,
         repetition_penalty=1.2, logit_bias=((3, 2.5), (5, -100.0), (9, 4.0)),
-        stop_token_ids=(*range(20, 60), VOCAB_SIZE + 5), min_tokens=MAX_TOKENS, logprobs=1, max_tokens=MAX_TOKENS,
+        stop_token_ids=(*range(20, 60), VOCAB_SIZE + 5), min_tokens=MAX_TOKENS, logprobs=1,
+        max_tokens=MAX_TOKENS,
     ),
 )  # fmt: skip
 
@@ -176,7 +177,9 @@ class _WatchedPlatform(CpuPlatform):
 
 
 class _Answers(TorchDispatchMode):
-    """Notes operations whose result the host must wait for: values that become Python's, shapes that depend on data."""
+    """Notes operations whose result the host must wait for: values that become Python's, shapes that depend
+    on data.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -320,7 +323,9 @@ def test_a_device_that_is_not_there_is_refused_by_name(qwen3: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:(overflow|divide by zero|invalid value):RuntimeWarning")
 def test_the_real_kernels_draw_the_same_tokens(qwen3: Path) -> None:
-    """The whole path on Triton's kernels, in its interpreter: a chunk beside a row that decodes, launched ahead."""
+    """The whole path on Triton's kernels, in its interpreter: a chunk beside a row that decodes, launched
+    ahead.
+    """
     plans = decode_plans(1, 2)
     late = NewRow(RequestId("late"), 5, tuple(range(40, 47)), 7, KINDS[-1])
     plans[2] = replace(plans[2], new_rows=(late,), work=(*plans[2].work, RowWork(5, 0, 7, True, (20,))))

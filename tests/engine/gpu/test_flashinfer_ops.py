@@ -1,6 +1,8 @@
-"""FlashInfer's attention behind `Ops`, with a double that has its signatures and computes what its plan describes.
+"""FlashInfer's attention behind `Ops`, with a double that has its signatures and computes what its plan
+describes.
 
-What only its kernels on a GPU can tell (speed, rounding, that they take strided pages) `bench/gpu.sh` measures.
+What only its kernels on a GPU can tell (speed, rounding, that they take strided pages) `bench/gpu.sh`
+measures.
 """
 
 import inspect
@@ -23,11 +25,12 @@ from penstock.engine.gpu.torch_ops import TorchOps
 from penstock.errors import ConfigError
 from penstock.models.spec import DecoderSpec
 
-# Of flashinfer-python 0.7.2; `plan` of the decode wrapper takes these by keyword (its signature says **kwargs).
+# Of flashinfer-python 0.7.2; `plan` of the decode wrapper takes these by keyword (its signature
+# says **kwargs).
 DECODE_PLAN_OPTIONS = {
-    "pos_encoding_mode", "window_left", "window_right", "logits_soft_cap", "q_data_type", "kv_data_type", "o_data_type",
-    "data_type", "sm_scale", "rope_scale", "rope_theta", "non_blocking", "seq_lens", "block_tables", "fixed_split_size",
-    "disable_split_kv", "q_len_per_req", "is_causal",
+    "pos_encoding_mode", "window_left", "window_right", "logits_soft_cap", "q_data_type", "kv_data_type",
+    "o_data_type", "data_type", "sm_scale", "rope_scale", "rope_theta", "non_blocking", "seq_lens",
+    "block_tables", "fixed_split_size", "disable_split_kv", "q_len_per_req", "is_causal",
 }  # fmt: skip
 
 
@@ -229,8 +232,8 @@ def test_a_step_that_was_not_planned_is_a_bug(ops) -> None:
 
 def spec(head_dim: int) -> DecoderSpec:
     return DecoderSpec(
-        architecture="", vocab_size=1, hidden_size=1, intermediate_size=1, num_layers=1, num_heads=4, num_kv_heads=2,
-        head_dim=head_dim, max_position=MAX_LEN, norm_eps=1e-6, rope=HEADS.rope,
+        architecture="", vocab_size=1, hidden_size=1, intermediate_size=1, num_layers=1, num_heads=4,
+        num_kv_heads=2, head_dim=head_dim, max_position=MAX_LEN, norm_eps=1e-6, rope=HEADS.rope,
     )  # fmt: skip
 
 
@@ -255,7 +258,9 @@ def test_without_the_package_or_a_gpu_it_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_doubles_have_the_packages_signatures() -> None:
-    """Where the package is installed: every parameter that the doubles take is one of the real wrappers', in order."""
+    """Where the package is installed: every parameter that the doubles take is one of the real wrappers', in
+    order.
+    """
     flashinfer = pytest.importorskip("flashinfer")
     for double in DOUBLES:
         real = getattr(flashinfer, double.__name__)

@@ -1,4 +1,6 @@
-"""The torch twins: a whole decoder on them against the engine's own, and their sampler against the engine's own."""
+"""The torch twins: a whole decoder on them against the engine's own, and their sampler against the engine's
+own.
+"""
 
 from pathlib import Path
 
@@ -90,7 +92,8 @@ def test_prepare_lays_out_tokens_and_samples_and_pads_with_nobody() -> None:
 def test_the_twin_draws_what_the_engines_sampler_draws(seed: int) -> None:
     cases = [
         (0.0, 0, 1.0, 0.0, seed), (0.7, 0, 1.0, 0.0, seed), (1.3, 5, 1.0, 0.0, 2**64 - 5 - seed),
-        (1.0, 0, 0.8, 0.0, seed), (2.0, 40, 0.9, 0.0, seed), (1.5, 0, 1.0, 0.2, seed), (0.9, 7, 0.5, 0.4, seed),
+        (1.0, 0, 0.8, 0.0, seed), (2.0, 40, 0.9, 0.0, seed), (1.5, 0, 1.0, 0.2, seed),
+        (0.9, 7, 0.5, 0.4, seed),
     ]  # fmt: skip
     step = device_step([Row(39 + i, 1, samples=True) for i in range(len(cases))], limits(), padding=1)
     wanted = sampling_state(step.state, cases)

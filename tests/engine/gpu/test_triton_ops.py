@@ -17,7 +17,8 @@ from penstock.engine.kv_cache import KVCache
 from penstock.engine.sampler import Sampler
 from penstock.models.spec import AttentionSpec, RopeSpec
 
-# numpy tells of infinities that are meant: exp of a large number in a sigmoid, the logarithm of a min-p that is off.
+# numpy tells of infinities that are meant: exp of a large number in a sigmoid, the logarithm of a min-p that
+# is off.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|divide by zero|invalid value):RuntimeWarning")
 TWIN = TorchOps()
 OURS = TritonOps(CPU, num_programs=3)
@@ -172,7 +173,8 @@ def test_the_sampler_draws_what_the_engines_sampler_draws(seed: int, candidates_
     ours = TritonOps(CPU, num_programs=3, candidates_max=candidates_max)
     cases = [
         (0.0, 0, 1.0, 0.0, seed), (0.7, 0, 1.0, 0.0, seed), (1.3, 5, 1.0, 0.0, 2**64 - 5 - seed),
-        (1.0, 0, 0.8, 0.0, seed), (2.0, 40, 0.9, 0.0, seed), (1.5, 0, 1.0, 0.2, seed), (0.9, 7, 0.5, 0.4, seed),
+        (1.0, 0, 0.8, 0.0, seed), (2.0, 40, 0.9, 0.0, seed), (1.5, 0, 1.0, 0.2, seed),
+        (0.9, 7, 0.5, 0.4, seed),
     ]  # fmt: skip
     step = device_step([Row(39 + i, 1, samples=True) for i in range(len(cases))], limits(), padding=1)
     wanted = sampling_state(step.state, cases)

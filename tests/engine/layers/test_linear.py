@@ -34,7 +34,9 @@ def threads(count: int) -> Iterator[None]:
 
 
 def cancelling_pairs(rows: int, size: int, out_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Inputs and a weight whose product leaves rounding noise only: the order of summation shows in every output."""
+    """Inputs and a weight whose product leaves rounding noise only: the order of summation shows in every
+    output.
+    """
     half, weight = torch.randn(rows, size // 2), torch.randn(out_size, size // 2)
     odd = torch.zeros(max(rows, out_size), size % 2)
     x = torch.cat((half, half, odd[:rows]), dim=1).to(dtype)

@@ -1,7 +1,7 @@
 """What differs from engine to engine: how a request is written down, and what an event of the answer says.
 
-A dialect translates and decides nothing; streams (backends/http/stream.py), errors (worker_errors.py), health and load
-(backends/http/backend.py) are the same for all.
+A dialect translates and decides nothing; streams (backends/http/stream.py), errors (worker_errors.py), health
+and load (backends/http/backend.py) are the same for all.
 """
 
 from typing import Protocol
@@ -106,7 +106,9 @@ class Dialect(Protocol):
 
     @property
     def sends_chats(self) -> bool:
-        """Whether conversations go to it as they are, to be put through a template and tokenized over there."""
+        """Whether conversations go to it as they are, to be put through a template and tokenized over
+        there.
+        """
         ...
 
     @property
@@ -156,7 +158,8 @@ class Dialect(Protocol):
 
 
 def refuse(engine: str, **asked: bool) -> None:
-    """Refuse what this engine cannot do, by the parameter's name: the last look, since placement goes by `capabilities`.
+    """Refuse what this engine cannot do, by the parameter's name: the last look, since placement goes by
+    `capabilities`.
 
     Raises:
         Unsupported: one of them is asked for.

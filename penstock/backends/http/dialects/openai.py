@@ -1,11 +1,13 @@
-"""OpenAI's HTTP API: what everything compatible with it shares (vllm.py, trtllm.py), and providers with a key.
+"""OpenAI's HTTP API: what everything compatible with it shares (vllm.py, trtllm.py), and providers with a
+key.
 
-    provider  POST {base}/chat/completions   the client's own messages and tools; text and tool calls come back
+    provider  POST {base}/chat/completions   the client's own messages and tools; text and tool calls come
+                                             back
               POST {base}/completions        plain prompts, as text
               GET  {base}/models             whether it is there, and which models it has
 
-A provider has its own tokenizer and template, so what we send is what the client sent. Tokens are counted with the
-model's tokenizer here until the provider's `usage` comes, which then counts.
+A provider has its own tokenizer and template, so what we send is what the client sent. Tokens are counted
+with the model's tokenizer here until the provider's `usage` comes, which then counts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -84,7 +86,9 @@ def models_of(body: bytes, model: str) -> ServerFacts:
 
 
 def top_of(found: dict[str, float] | None, num_top: int) -> list[tuple[str, float]]:
-    """The `most` likeliest alternatives, best first: servers put the chosen token among them, or the worst first."""
+    """The `most` likeliest alternatives, best first: servers put the chosen token among them, or the worst
+    first.
+    """
     ranked = sorted((found or {}).items(), key=lambda item: (-item[1], item[0]))
     return ranked[:num_top]
 
@@ -222,7 +226,9 @@ class ChatReader:
 
 
 class EngineDialect:
-    """What the servers of vLLM, SGLang and TensorRT-LLM have in common: prompts go as token ids, and they say what they are."""
+    """What the servers of vLLM, SGLang and TensorRT-LLM have in common: prompts go as token ids, and they say
+    what they are.
+    """
 
     health_path = "/health"
     facts_path = "/v1/models"
@@ -241,7 +247,9 @@ class EngineDialect:
         return models_of(body, self.listed_model)
 
     def token_fields(self, request: GenerateRequest) -> dict[str, Any]:
-        """The fields of `/v1/completions` with the prompt's token ids and what engines have beyond OpenAI's API."""
+        """The fields of `/v1/completions` with the prompt's token ids and what engines have beyond OpenAI's
+        API.
+        """
         sampling = request.sampling
         return completion_fields(request, self.listed_model) | {
             "prompt": request.prompt_token_ids,
@@ -305,7 +313,9 @@ class OpenAIDialect:
         }
 
     def _is_limited(self, request: GenerateRequest) -> bool:
-        """Whether the answer may be less long than the context leaves: a limit that the client did not ask for."""
+        """Whether the answer may be less long than the context leaves: a limit that the client did not ask
+        for.
+        """
         return request.sampling.max_tokens < self._max_model_len - len(request.prompt_token_ids)
 
     def _completion(self, request: GenerateRequest) -> HttpSubmission:

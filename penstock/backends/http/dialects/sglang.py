@@ -1,8 +1,8 @@
 """SGLang's own API, `POST /generate` (managers/io_struct.py and tokenizer_manager.py, versions 0.4 to 0.5).
 
 Its events carry all tokens so far, or, where the server was started with `--stream-output` or
-`--incremental-streaming-output`, the new ones: `meta_info.completion_tokens`, which always counts from the start, tells
-which. Of an answer that was broken off, `finish_reason` has a status and a message.
+`--incremental-streaming-output`, the new ones: `meta_info.completion_tokens`, which always counts from the
+start, tells which. Of an answer that was broken off, `finish_reason` has a status and a message.
 """
 
 from typing import Any
@@ -155,7 +155,8 @@ class SglangDialect(EngineDialect):
             "repetition_penalty": sampling.repetition_penalty,
             "min_new_tokens": sampling.min_tokens,
             "stop_token_ids": sampling.stop_token_ids,
-            # With it no stop token is looked at, so it is set only if EOS is none. Others are watched for here too.
+            # With it no stop token is looked at, so it is set only if EOS is none. Others are watched for
+            # here too.
             "ignore_eos": self._eos_ids.isdisjoint(sampling.stop_token_ids),
             "skip_special_tokens": request.skip_special_tokens,
         }

@@ -1,7 +1,8 @@
 """Text Generation Inference: `POST /generate_stream` (its router/src/lib.rs and server.rs, versions 2 and 3).
 
-Prompts go as text, which it tokenizes, adding the tokens that open a text (BOS) itself; answers come one token at a time
-with its id and log-probability, and the last event says why it ended and counts. There is no `[DONE]`.
+Prompts go as text, which it tokenizes, adding the tokens that open a text (BOS) itself; answers come one
+token at a time with its id and log-probability, and the last event says why it ended and counts. There is no
+`[DONE]`.
 """
 
 from typing import Any

@@ -1,7 +1,8 @@
 """TensorRT-LLM's server, `trtllm-serve` (its serve/openai_protocol.py, versions 0.17 to 1.2).
 
-It forbids fields that it does not know. With `detokenize` off it answers with token ids instead of text. It has no cache
-salt for plain completions: its KV cache is shared by all tenants (docs/backends.md says what that means).
+It forbids fields that it does not know. With `detokenize` off it answers with token ids instead of text. It
+has no cache salt for plain completions: its KV cache is shared by all tenants (docs/backends.md says what
+that means).
 """
 
 import msgspec

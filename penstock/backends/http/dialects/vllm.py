@@ -1,8 +1,8 @@
 """vLLM's OpenAI server, by what it has beyond OpenAI's API (its entrypoints/openai, versions 0.10 to 0.32).
 
-Prompts go and answers come as token ids (`return_token_ids`), so neither side tokenizes the other's text. Tokens that
-log-probabilities name are ids too (`return_tokens_as_token_ids`). Stop tokens are given one by one with `ignore_eos`,
-for whether EOS ends an answer was decided by the gateway.
+Prompts go and answers come as token ids (`return_token_ids`), so neither side tokenizes the other's text.
+Tokens that log-probabilities name are ids too (`return_tokens_as_token_ids`). Stop tokens are given one by
+one with `ignore_eos`, for whether EOS ends an answer was decided by the gateway.
 """
 
 import msgspec
@@ -69,8 +69,8 @@ class VllmDialect(EngineDialect):
     engine = "vllm"
     has_adapters = True
     capabilities = COMMON_CAPABILITIES | {
-        Capability.JSON_OBJECT, Capability.JSON_SCHEMA, Capability.STRUCTURED_OUTPUTS, Capability.FORCED_TOOLS,
-        Capability.BAD_WORDS, Capability.ALLOWED_TOKEN_IDS,
+        Capability.JSON_OBJECT, Capability.JSON_SCHEMA, Capability.STRUCTURED_OUTPUTS,
+        Capability.FORCED_TOOLS, Capability.BAD_WORDS, Capability.ALLOWED_TOKEN_IDS,
     }  # fmt: skip
 
     def submission(self, request: GenerateRequest) -> HttpSubmission:

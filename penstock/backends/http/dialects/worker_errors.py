@@ -1,12 +1,15 @@
-"""From what a worker answers, instead of text, to the error that says whose fault it is and what may be tried.
+"""From what a worker answers, instead of text, to the error that says whose fault it is and what may be
+tried.
 
     status            error                     why
-    400, 422          InvalidRequest            the request itself; no other worker would take it, and none is to blame
+    400, 422          InvalidRequest            the request itself; no other worker would take it, and none is
+                                                to blame
     413               TooLarge                  the same
     429               Overloaded                it has no room: retry, after Retry-After
     503 + Retry-After Overloaded                the same
     3xx               WorkerUnavailable         redirects are never followed: the prompt must not go elsewhere
-    401, 403, 404     WorkerUnavailable         our key, our address or our name for the model is wrong: the operator's
+    401, 403, 404     WorkerUnavailable         our key, our address or our name for the model is wrong: the
+                                                operator's
     any other         WorkerUnavailable         another worker may do better
 
 Once output has come every error but the request's own is a `StreamBroken`: the stream may go on elsewhere.

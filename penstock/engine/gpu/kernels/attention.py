@@ -1,20 +1,23 @@
 # pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
-"""Unified paged attention: every row of a step, whatever its number of new tokens, in one launch for each kind of item.
+"""Unified paged attention: every row of a step, whatever its number of new tokens, in one launch for each
+kind of item.
 
-A fixed grid of programs works off the items of `worklist.py` from device memory, so a captured graph serves any
-step. A program takes one item for one key/value head. Its query rows are `tokens x query heads of the group`, so that
-grouped queries fill the matrix unit: 16 rows for a row that decodes, 128 for a tile of a chunk.
+A fixed grid of programs works off the items of `worklist.py` from device memory, so a captured graph serves
+any step. A program takes one item for one key/value head. Its query rows are
+`tokens x query heads of the group`, so that grouped queries fill the matrix unit: 16 rows for a row that
+decodes, 128 for a tile of a chunk.
 
-Tiles are 64 positions, four blocks of the cache, whose addresses come from the row's block table. Softmax runs online in
-base 2 (Dao et al. 2022, arXiv 2205.14135). A split context leaves normalised partial outputs with their logsumexp,
-which `combine` merges in order.
+Tiles are 64 positions, four blocks of the cache, whose addresses come from the row's block table. Softmax
+runs online in base 2 (Dao et al. 2022, arXiv 2205.14135). A split context leaves normalised partial outputs
+with their logsumexp, which `combine` merges in order.
 
-Each kind of item has a launch of its own, because a tile of a chunk wants 8 warps and one that decodes wants 4. With another
-number of warps a row sum would be added up in another order; since an item's kind depends on its row alone, what a row
-gets does not depend on the rest of the step.
+Each kind of item has a launch of its own, because a tile of a chunk wants 8 warps and one that decodes wants
+4. With another number of warps a row sum would be added up in another order; since an item's kind depends on
+its row alone, what a row gets does not depend on the rest of the step.
 
-A decode step reads 2 * context * kv_heads * head_dim values once, about 2 FLOPs per byte and query head of the group,
-far below the ratio at which a GPU is balanced: memory-bound. Measured shares: `docs/design/004-gpu-execution.md`.
+A decode step reads 2 * context * kv_heads * head_dim values once, about 2 FLOPs per byte and query head of
+the group, far below the ratio at which a GPU is balanced: memory-bound. Measured shares:
+`docs/design/004-gpu-execution.md`.
 """
 
 import triton
@@ -24,10 +27,12 @@ import triton.language as tl
 @triton.jit
 def _span(
     acc, top, den, q, span, sight, cache, table, dims, scale, softcap, window,
-    block_stride, KV_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr,
-    MASKED: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+    block_stride, KV_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    TILE: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Take the tiles from `span[0]` to before `span[1]` into the running softmax; `sight`: rows' (position, live)."""
+    """Take the tiles from `span[0]` to before `span[1]` into the running softmax; `sight`: rows' (position,
+    live).
+    """
     first, last = span
     position, live = sight
     for start in range(first, last, TILE):
@@ -55,7 +60,8 @@ def _span(
             if WINDOW:
                 seen = seen & (position[:, None] - places[None, :] < window)
             scores = tl.where(seen, scores, float("-inf"))
-        # The factor is positive, so the largest score is that of the largest product: scaling and shifting are one operation.
+        # The factor is positive, so the largest score is that of the largest product: scaling and shifting
+        # are one operation.
         higher = tl.maximum(top, tl.max(scores, 1) * factor)
         shift = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores * factor - shift[:, None])
@@ -77,8 +83,8 @@ def _span(
 def _item(
     item, head, q, out, cache, block_tables, partial_outputs, partial_logsumexps, scale, softcap, window,
     table_stride, block_stride, NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr,
-    WINDOW: tl.constexpr, SPLIT_LOOP: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SPLIT_LOOP: tl.constexpr,
 ):  # fmt: skip
     """One item for one key/value head; see `WorkList.items` for the fields."""
     GROUP: tl.constexpr = NUM_HEADS // KV_HEADS
@@ -106,7 +112,8 @@ def _item(
     den = tl.zeros([ROWS], tl.float32)
     masked_from = begin
     if SPLIT_LOOP:
-        # Tiles that every query sees whole need no masks. A live row sees its own position: dead rows do no harm.
+        # Tiles that every query sees whole need no masks. A live row sees its own position: dead rows do no
+        # harm.
         masked_from = tl.maximum(begin, tl.minimum((first_position + 1) // TILE * TILE, last // TILE * TILE))
         acc, top, den = _span(
             acc, top, den, q_tile, (begin, masked_from), (position, live), cache, table, dims, scale, softcap,
@@ -130,11 +137,11 @@ def _item(
 
 @triton.jit(do_not_specialize=["layer", "window"])
 def attend(
-    q, out, cache, block_tables, items, counts, partial_outputs, partial_logsumexps, layer, scale, softcap, window,
-    table_stride, block_stride, NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    ITEM_FIELDS: tl.constexpr, NUM_ITEMS: tl.constexpr, NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+    q, out, cache, block_tables, items, counts, partial_outputs, partial_logsumexps, layer, scale, softcap,
+    window, table_stride, block_stride, NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, ITEM_FIELDS: tl.constexpr, NUM_ITEMS: tl.constexpr, NUM_CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs.
 
@@ -157,16 +164,18 @@ def attend(
         first, last = chunks, tl.load(counts + NUM_ITEMS) * KV_HEADS
     for index in range(first + tl.program_id(0), last, tl.num_programs(0)):
         _item(
-            items + index // KV_HEADS * ITEM_FIELDS, index % KV_HEADS, q, out, cache, block_tables, partial_outputs,
-            partial_logsumexps, scale, softcap, window, table_stride, block_stride, NUM_HEADS, KV_HEADS, HEAD_DIM, DIM,
-            BLOCK_TOKENS, TILE, ROWS, SOFTCAP, WINDOW, CHUNKS and not WINDOW,
+            items + index // KV_HEADS * ITEM_FIELDS, index % KV_HEADS, q, out, cache, block_tables,
+            partial_outputs, partial_logsumexps, scale, softcap, window, table_stride, block_stride,
+            NUM_HEADS, KV_HEADS, HEAD_DIM, DIM, BLOCK_TOKENS, TILE, ROWS, SOFTCAP, WINDOW,
+            CHUNKS and not WINDOW,
         )  # fmt: skip
 
 
 @triton.jit
 def combine(
-    out, combines, counts, partial_outputs, partial_logsumexps, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr, SPLITS: tl.constexpr, COMBINE_FIELDS: tl.constexpr, NUM_COMBINES: tl.constexpr,
+    out, combines, counts, partial_outputs, partial_logsumexps, NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, COMBINE_FIELDS: tl.constexpr,
+    NUM_COMBINES: tl.constexpr,
 ):  # fmt: skip
     """Merge the pieces of split contexts, one token's head at a time; see `WorkList.combines`. Grid: any."""
     total = tl.load(counts + NUM_COMBINES) * NUM_HEADS

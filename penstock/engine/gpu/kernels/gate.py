@@ -1,8 +1,8 @@
 # pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 """The gates of feed-forward layers, SwiGLU's and GeGLU's (Shazeer 2020, arXiv 2002.05202).
 
-Estimate, unmeasured: 3 values moved per inner value and about 10 FLOPs: memory-bound. 8B shape (inner 14,336), 8192
-tokens: 705 MB, 170 us at 4.1 TB/s; up to 64 tokens it is one launch of 2-3 us.
+Estimate, unmeasured: 3 values moved per inner value and about 10 FLOPs: memory-bound. 8B shape (inner
+14,336), 8192 tokens: 705 MB, 170 us at 4.1 TB/s; up to 64 tokens it is one launch of 2-3 us.
 """
 
 import triton
@@ -11,7 +11,10 @@ import triton.language as tl
 
 @triton.jit
 def gate_mul(gate_up, out, size, BLOCK: tl.constexpr, GELU: tl.constexpr):
-    """`gate_up` `[num_tokens, 2 * size]` to `out` `[num_tokens, size]`. Grid `[num_tokens, ceil(size / BLOCK)]`."""
+    """`gate_up` `[num_tokens, 2 * size]` to `out` `[num_tokens, size]`.
+
+    Grid `[num_tokens, ceil(size / BLOCK)]`.
+    """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size

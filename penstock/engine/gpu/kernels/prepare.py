@@ -1,8 +1,8 @@
 # pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 """A step's inputs from the row tables: token ids, positions, slots, and what is sampled.
 
-Programs of 128 tokens find each token's row by bisection in the rows' first tokens, a few hundred numbers that stay in the
-first-level cache.
+Programs of 128 tokens find each token's row by bisection in the rows' first tokens, a few hundred numbers
+that stay in the first-level cache.
 
 Estimate, unmeasured: a few KB of traffic; one launch, 3 us.
 """
@@ -14,8 +14,8 @@ import triton.language as tl
 @triton.jit
 def _tokens(
     index, num_tokens, counts, rows, computed, starts, max_rows, state_token_ids, block_tables, nobody,
-    token_stride, table_stride, slots_per_block, token_ids, positions, slots, token_rows, BLOCK_TOKENS: tl.constexpr,
-    STEPS: tl.constexpr, NUM_TOKENS: tl.constexpr,
+    token_stride, table_stride, slots_per_block, token_ids, positions, slots, token_rows,
+    BLOCK_TOKENS: tl.constexpr, STEPS: tl.constexpr, NUM_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Tokens `index` of the step."""
     live = index < tl.load(counts + NUM_TOKENS)
@@ -65,10 +65,11 @@ def _samples(
 def prepare(
     counts, rows, computed, starts, sampled, max_rows, state_token_ids, block_tables, nobody, token_stride,
     table_stride, slots_per_block, token_ids, positions, slots, token_rows, sample_tokens, sample_rows,
-    sample_positions, num_tokens, num_samples, BLOCK: tl.constexpr, BLOCK_TOKENS: tl.constexpr, STEPS: tl.constexpr,
-    NUM_TOKENS: tl.constexpr, NUM_SAMPLES: tl.constexpr,
+    sample_positions, num_tokens, num_samples, BLOCK: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    STEPS: tl.constexpr, NUM_TOKENS: tl.constexpr, NUM_SAMPLES: tl.constexpr,
 ):  # fmt: skip
-    """Grid `[ceil(num_tokens / BLOCK) + ceil(num_samples / BLOCK)]`; see `StepBuffer` and `StepInputs` for the rest.
+    """Grid `[ceil(num_tokens / BLOCK) + ceil(num_samples / BLOCK)]`; see `StepBuffer` and `StepInputs` for
+    the rest.
 
     STEPS: bisections that find one of `max_rows` rows. NUM_TOKENS, NUM_SAMPLES: places in `counts`.
     """
@@ -76,11 +77,11 @@ def prepare(
     if program < token_programs:
         _tokens(
             program * BLOCK + tl.arange(0, BLOCK), num_tokens, counts, rows, computed, starts, max_rows,
-            state_token_ids, block_tables, nobody, token_stride, table_stride, slots_per_block, token_ids, positions,
-            slots, token_rows, BLOCK_TOKENS, STEPS, NUM_TOKENS,
+            state_token_ids, block_tables, nobody, token_stride, table_stride, slots_per_block, token_ids,
+            positions, slots, token_rows, BLOCK_TOKENS, STEPS, NUM_TOKENS,
         )  # fmt: skip
     else:
         _samples(
-            (program - token_programs) * BLOCK + tl.arange(0, BLOCK), num_samples, counts, rows, computed, starts,
-            sampled, nobody, sample_tokens, sample_rows, sample_positions, NUM_SAMPLES,
+            (program - token_programs) * BLOCK + tl.arange(0, BLOCK), num_samples, counts, rows, computed,
+            starts, sampled, nobody, sample_tokens, sample_rows, sample_positions, NUM_SAMPLES,
         )  # fmt: skip

@@ -1,11 +1,13 @@
 # pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
-"""From the fused projection to attention in one pass: head norms, rotation (Su et al. 2021), the write into the cache.
+"""From the fused projection to attention in one pass: head norms, rotation (Su et al. 2021), the write into
+the cache.
 
-A program takes one token and 8 of its heads. Queries go to their own tensor, keys and values to the token's slot in
-the layout of `KVCache`: `[block, layer, keys or values, token, head, dim]`.
+A program takes one token and 8 of its heads. Queries go to their own tensor, keys and values to the token's
+slot in the layout of `KVCache`: `[block, layer, keys or values, token, head, dim]`.
 
-Estimate, unmeasured: every value is read once (its rotation partner comes from the same cache line) and written once.
-8B shape (48 heads of 128), 8192 tokens: 201 MB, 50 us; up to 64 tokens a launch of 2-3 us instead of five.
+Estimate, unmeasured: every value is read once (its rotation partner comes from the same cache line) and
+written once. 8B shape (48 heads of 128), 8192 tokens: 201 MB, 50 us; up to 64 tokens a launch of 2-3 us
+instead of five.
 """
 
 import triton

@@ -4,18 +4,18 @@
 Passes over a row's logits, which stay in the second-level cache after the first:
 
 1. the largest logit, the lowest id that has it, and whether all are numbers; a greedy row is done;
-2. only with top-k or top-p: one pass counts and weighs the tokens within eight distances of the largest. The nearest
-   distance within which top-k and top-p must both end bounds the *candidates*; where those are too many, a second pass
-   tries eight distances up to it. Then one pass lists the candidates in order of id;
-3. only with top-k or top-p: the *cut*, found bit by bit among the candidates, which are in registers. A token's distance from the largest,
-   `(top - logit) / temperature`, is never negative, so its bits order as an integer does. The largest key below which
-   fewer than k tokens (less than p of the mass) lie is the cut: all tokens before it are kept, and the first few that
-   are on it;
+2. only with top-k or top-p: one pass counts and weighs the tokens within eight distances of the largest. The
+   nearest distance within which top-k and top-p must both end bounds the *candidates*; where those are too
+   many, a second pass tries eight distances up to it. Then one pass lists the candidates in order of id;
+3. only with top-k or top-p: the *cut*, found bit by bit among the candidates, which are in registers. A
+   token's distance from the largest, `(top - logit) / temperature`, is never negative, so its bits order as
+   an integer does. The largest key below which fewer than k tokens (less than p of the mass) lie is the cut:
+   all tokens before it are kept, and the first few that are on it;
 4. Gumbel-max over what is kept, with the hash of (seed, position, token id).
 
-A row whose candidates are more than the list holds (a distribution that is nearly flat) takes passes 3 and 4 over all logits.
-Sums of probabilities that move the cut are float64, so that a program's order of adding does not. The sums that choose
-the candidates are float32 with a margin: they only have to choose enough.
+A row whose candidates are more than the list holds (a distribution that is nearly flat) takes passes 3 and 4
+over all logits. Sums of probabilities that move the cut are float64, so that a program's order of adding does
+not. The sums that choose the candidates are float32 with a margin: they only have to choose enough.
 """
 
 import triton
@@ -67,7 +67,8 @@ def _reach(logits, size, top, temperature, k, p, by_count, by_mass, levels, BLOC
     """The least of the ascending distances `levels` `[LEVELS]` within which the cut lies.
 
     Returns:
-        that level, the level before it (0: none), the number of tokens nearer than it, the mass of all tokens in float64.
+        that level, the level before it (0: none), the number of tokens nearer than it, the mass of all tokens
+            in float64.
         Where none is known to be enough: inf, the last level, `size`, the mass.
     """
     counts = tl.zeros([LEVELS, BLOCK], tl.int32)
@@ -152,16 +153,20 @@ def _cut_top_p(
         if mass < wanted:
             key, ahead = tried, mass
     weight = tl.exp(-key.to(tl.float32, bitcast=True)).to(tl.float64)
-    # The r-th token on the cut is kept if what lies before it, r - 1 of its like included, is less than wanted.
+    # The r-th token on the cut is kept if what lies before it, r - 1 of its like included, is less than
+    # wanted.
     on_it = tl.ceil((wanted - ahead) / tl.maximum(weight, 1e-300))
     return key, tl.minimum(tl.maximum(on_it, 1.0), 1e9).to(tl.int32)
 
 
 @triton.jit
 def _cut(
-    logits, size, top, temperature, k, p, by_count, by_mass, all_mass, IN_REGISTERS: tl.constexpr, BLOCK: tl.constexpr
+    logits, size, top, temperature, k, p, by_count, by_mass, all_mass, IN_REGISTERS: tl.constexpr,
+    BLOCK: tl.constexpr
 ):  # fmt: skip
-    """(key, number of tokens on it) that top-k and then top-p keep; in registers, `size` is at most `BLOCK`."""
+    """(key, number of tokens on it) that top-k and then top-p keep; in registers, `size` is at most
+    `BLOCK`.
+    """
     distance = _distances(logits, tl.arange(0, BLOCK), size, top, temperature)
     keys, weights = distance.to(tl.int32, bitcast=True), tl.exp(-distance)
     cut, on_cut, mass = k * 0 + 2147483647, k * 0, all_mass
@@ -181,9 +186,11 @@ def _cut(
 
 @triton.jit
 def _best(
-    logits, listed_ids, num_listed, size, top, temperature, row_key, cut, on_cut, floor, filtered, BLOCK: tl.constexpr
+    logits, listed_ids, num_listed, size, top, temperature, row_key, cut, on_cut, floor, filtered,
+    BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The id with the highest score among tokens before `cut`, the first `on_cut` on it, and not below `floor`.
+    """The id with the highest score among tokens before `cut`, the first `on_cut` on it, and not below
+    `floor`.
 
     `num_listed`: not 0 if `logits` are candidates, whose ids are `listed_ids`; else a place is an id.
     """
@@ -252,7 +259,8 @@ def _random(
             cut, on_cut = _cut(logits, size, top, temperature, k, p, by_count, by_mass, mass, False, BLOCK)
     floor = tl.log(min_p)
     return _best(
-        logits, listed_ids, num_listed, size, top, temperature, row_key, cut, on_cut, floor, by_count | by_mass, BLOCK
+        logits, listed_ids, num_listed, size, top, temperature, row_key, cut, on_cut, floor,
+        by_count | by_mass, BLOCK
     )  # fmt: skip
 
 
@@ -270,7 +278,8 @@ def sample(
         temperatures, top_ks, top_ps, min_ps, seeds: see `RowState`.
         state_token_ids: `[rows, token_stride]` int32, written at (row, position).
         token_ids, healthy: see `Drawn`.
-        listed_logits, listed_ids: `[num_samples, CAPACITY]` float32 and int32, for the candidates of filtered rows.
+        listed_logits, listed_ids: `[num_samples, CAPACITY]` float32 and int32, for the candidates of filtered
+            rows.
     """
     index = tl.program_id(0)
     row, position = tl.load(rows + index), tl.load(positions + index)
@@ -281,9 +290,9 @@ def sample(
         seed = tl.load(seeds + row).to(tl.uint64, bitcast=True)
         mixed = _split_mix(seed + 0x9E3779B97F4A7C15) + position.to(tl.uint64) * 0x9E3779B97F4A7C15
         token_id = _random(
-            logits, size, top, temperature, tl.load(top_ks + row), tl.load(top_ps + row), tl.load(min_ps + row),
-            _split_mix(mixed), listed_logits + index.to(tl.int64) * CAPACITY, listed_ids + index.to(tl.int64) * CAPACITY,
-            CAPACITY, BLOCK,
+            logits, size, top, temperature, tl.load(top_ks + row), tl.load(top_ps + row),
+            tl.load(min_ps + row), _split_mix(mixed), listed_logits + index.to(tl.int64) * CAPACITY,
+            listed_ids + index.to(tl.int64) * CAPACITY, CAPACITY, BLOCK,
         )  # fmt: skip
     token_id = tl.where(is_healthy, token_id, 0)
     tl.store(token_ids + index, token_id)

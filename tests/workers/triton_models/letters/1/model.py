@@ -1,4 +1,6 @@
-"""A model for Triton's python backend that answers one letter at a time, as tests/doubles/engine_stand_ins.py does."""
+"""A model for Triton's python backend that answers one letter at a time, as tests/doubles/engine_stand_ins.py
+does.
+"""
 
 import os
 import sys
