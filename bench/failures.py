@@ -43,10 +43,10 @@ from penstock.errors import WorkerUnavailable
 from penstock.fleet.launchers.base import LaunchedWorker
 from penstock.fleet.launchers.spares import Spares
 from penstock.policy.answers import Start
+from penstock.policy.contracts import AllHealthy, Health, Policies
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.control import FlowControl
-from penstock.policy.parts import AllHealthy, Health, Parts
-from penstock.policy.queueing.room import WorkerView
+from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome
 from penstock.policy.resilience.health import FleetHealth
@@ -229,7 +229,7 @@ def offered(*, with_health: bool) -> dict[str, object]:
     health: Health = (
         FleetHealth(HealthConfig(), stream(1, "breakers").random) if with_health else AllHealthy()
     )
-    control = FlowControl(QueueTerms(worker_credit=0), Parts(health=health))
+    control = FlowControl(QueueTerms(worker_credit=0), Policies(health=health))
     for i in range(10):
         control.set_worker(0, "m", WorkerId(f"w{i}"), WorkerView(max_running=8))
     attempts = lost = 0

@@ -75,14 +75,14 @@ def read_lives(directory: Path) -> list[Life]:
 def watch(path: Path) -> None:
     """From now on this process writes what its gateway settles."""
     file, life = LifeFile(path), Life()
-    make_decisions, start = app.make_decisions, assemble.Decisions.start
-    found: list[assemble.Decisions] = []
+    make_policies, start = app.make_policies, assemble.GatewayPolicies.start
+    found: list[assemble.GatewayPolicies] = []
 
-    def watched_decisions(*args: object, **named: object) -> assemble.Decisions:
-        found.append(cast(Callable[..., assemble.Decisions], make_decisions)(*args, **named))
+    def watched_decisions(*args: object, **named: object) -> assemble.GatewayPolicies:
+        found.append(cast(Callable[..., assemble.GatewayPolicies], make_policies)(*args, **named))
         return found[-1]
 
-    async def watched_start(self: assemble.Decisions) -> None:
+    async def watched_start(self: assemble.GatewayPolicies) -> None:
         await start(self)
         _, life.restored_micros = self.budgets.spent(SystemClock().now_ns(), TENANT)
         file.write(life)
@@ -100,10 +100,10 @@ def watch(path: Path) -> None:
 
         return watched_end
 
-    app.make_decisions = watched_decisions
+    app.make_policies = watched_decisions
     Driver.ended = watched(Driver.ended)
     Driver.attempt_failed = watched(Driver.attempt_failed)
-    assemble.Decisions.start = watched_start
+    assemble.GatewayPolicies.start = watched_start
 
 
 def main() -> int:

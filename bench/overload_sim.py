@@ -30,7 +30,7 @@ from penstock.planning.step_time import LinearStepTime
 from penstock.policy.answers import Start
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.control import FlowControl
-from penstock.policy.queueing.room import WorkerView
+from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.policy.tenant import Tenant

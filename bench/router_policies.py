@@ -24,9 +24,9 @@ from penstock.kv.hashing import BlockHasher
 from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.prompt_keys import PromptKeys, own_keys
-from penstock.policy.parts import LeastLoaded, Placement
+from penstock.policy.contracts import LeastLoaded, Placement
 from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.room import CapacityTable, WorkerCapacity
+from penstock.policy.queueing.capacity import CapacityTable, WorkerCapacity
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.sim.traffic.arrivals import Poisson
 from penstock.sim.traffic.prompts import BlockNames

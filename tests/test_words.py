@@ -7,6 +7,21 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("penstock", "tests", "bench", "training", "scripts")
 RETIRED = {
+    "Witness": "RunRecorder",
+    "KVNews": "KVUpdate",
+    "Siblings": "GatewayPeers",
+    "siblings": "peers",
+    "OnBoard": "InFlightAtCrash",
+    "on_board": "in_flight_at_crash",
+    "Poison": "CrashPolicy",
+    "Parts": "Policies",
+    "place_beside": "place_hedge",
+    "_tell_of_money": "_report_spending",
+    "let_streams_go_on": "resume_reading",
+    "hold_streams": "pause_reading",
+    "go_on": "resume_reading",
+    "NOBODY": "ANONYMOUS",
+    "ANYBODY": "ANONYMOUS_CALLER",
     "Rooms": "CapacityTable",
     "Thrift": "BudgetDowngrade",
     "_coast_max": "_fast_forward_max",

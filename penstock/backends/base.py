@@ -134,7 +134,7 @@ class Generation(Protocol):
         """
         ...
 
-    def hold(self) -> bool:
+    def pause_reading(self) -> bool:
         """Read no more from the worker until `go_on`, for the client has too much already.
 
         Idempotent; safe after the end.
@@ -144,7 +144,7 @@ class Generation(Protocol):
         """
         ...
 
-    def go_on(self) -> None:
+    def resume_reading(self) -> None:
         """Read again, if it was held."""
         ...
 

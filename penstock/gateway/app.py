@@ -26,7 +26,7 @@ from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.routes import Handler, Route, Routes, is_poll
 from penstock.gateway.api.services import Services
-from penstock.gateway.dispatch.assemble import make_decisions
+from penstock.gateway.dispatch.assemble import make_policies
 from penstock.gateway.dispatch.cold_start import ColdStarts
 from penstock.gateway.dispatch.stretched import StretchedPromises
 from penstock.gateway.http.errors import error_response
@@ -40,7 +40,7 @@ from penstock.gateway.identity.tenancy import Tenancy
 from penstock.gateway.models.served import ModelTable, ServedModel
 from penstock.gateway.models.tokenize_pool import TokenizePool
 from penstock.gateway.relay.reply import StreamSlots
-from penstock.gateway.shared.siblings import Siblings
+from penstock.gateway.shared.peers import GatewayPeers
 from penstock.kv.index.limits import KV_INDEX_LIMITS
 from penstock.kv.index.locality import KVLocality
 from penstock.rng import IdSource, fresh_key
@@ -64,13 +64,13 @@ class Gateway:
         ids: IdSource,
         log: Log,
         listeners: Sequence[socket.socket] = (),
-        siblings: Siblings | None = None,
+        peers: GatewayPeers | None = None,
         hash_key: bytes = b"",
         limits: WireLimits = WIRE_LIMITS,
     ) -> None:
         """Make it; `config.auth` must say who may call, or that everybody may.
 
-        With `members` workers can be drained by hand. `listeners` and `siblings` are for one of several
+        With `members` workers can be drained by hand. `listeners` and `peers` are for one of several
         processes that share an address. Workers that share `hash_key` name their KV blocks with it.
 
         Raises:
@@ -83,7 +83,7 @@ class Gateway:
         locality = KVLocality(KV_INDEX_LIMITS, hash_key or fresh_key())
         self._kv = KVWatch(registry, locality, KV_INDEX_LIMITS, log)
         slots = StreamSlots(config.limits.concurrent_max)
-        self._decisions = make_decisions(
+        self._policies = make_policies(
             config,
             models,
             registry,
@@ -94,7 +94,7 @@ class Gateway:
             log=log,
             locality=locality,
         )
-        self._dispatcher, self._entrance = self._decisions.dispatcher, Entrance(self.tenancy, config.server)
+        self._dispatcher, self._entrance = self._policies.dispatcher, Entrance(self.tenancy, config.server)
         self._services = Services(
             config=config,
             models=ModelTable(models, config.routing),
@@ -102,22 +102,20 @@ class Gateway:
             clock=clock,
             tokenize=TokenizePool(),
             dispatcher=self._dispatcher,
-            gate=self._decisions.gate,
-            limiter=self._decisions.limits.limiter,
-            budgets=self._decisions.budgets,
+            gate=self._policies.gate,
+            limiter=self._policies.limits.limiter,
+            budgets=self._policies.budgets,
             cold=ColdStarts(config.queue, registry),
             metrics=metrics,
-            explained=self._decisions.explained,
+            explained=self._policies.explained,
             locality=locality,
             log=log,
             falls_back=any(route.fallback for route in config.routing.models),
         )
-        self._limits, self._siblings = limits, siblings
-        self._inspect = Inspect(
-            self._services, metrics, version=__version__, members=members, siblings=siblings
-        )
-        self.tenancy.on_reload.extend((self._reloaded, self._decisions.reload))
-        admin = Admin(self._services, metrics, registry, members, siblings)
+        self._limits, self._peers = limits, peers
+        self._inspect = Inspect(self._services, metrics, version=__version__, members=members, peers=peers)
+        self.tenancy.on_reload.extend((self._reloaded, self._policies.reload))
+        admin = Admin(self._services, metrics, registry, members, peers)
         self._routes = Routes(Generate(self._services), self._inspect, admin)
         self._server = HttpServer(self, config.server, clock=clock, listeners=listeners, limits=limits)
         self._log_is_due, self._tasks = False, set[asyncio.Task[None]]()
@@ -134,13 +132,13 @@ class Gateway:
         Raises:
             ConfigError: the address cannot be listened on.
         """
-        await self._decisions.start()
+        await self._policies.start()
         self._kv.start()
         address = await self._server.start()
         self._pulse = asyncio.create_task(self._beat(), name="gateway-pulse")
         self.tenancy.start()
-        if self._siblings is not None:
-            await self._siblings.start(self._inspect.snapshot)
+        if self._peers is not None:
+            await self._peers.start(self._inspect.snapshot)
         return address
 
     async def stop(self) -> None:
@@ -160,10 +158,10 @@ class Gateway:
         for task in [*self._tasks, *([self._pulse] if self._pulse else [])]:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._siblings is not None:
-            self._siblings.close()
+        if self._peers is not None:
+            self._peers.close()
         await self._server.stop()
-        await self._decisions.stop()
+        await self._policies.stop()
         await self._kv.close()
         self._services.tokenize.close()
         self._log.flush()
@@ -276,8 +274,8 @@ class Gateway:
             self._metrics.connections.set(self._server.num_connections)
             self._inspect.num_connections = self._server.num_connections
             self._dispatcher.tick()
-            self._tell_of_money()
-            if (leases := self._decisions.limits.leases) is not None:
+            self._report_spending()
+            if (leases := self._policies.limits.leases) is not None:
                 self._metrics.shared_limits(
                     is_away=leases.down_ns is not None,
                     failures=leases.num_failures,
@@ -291,10 +289,10 @@ class Gateway:
             if heartbeat_s > 0:
                 self._dispatcher.heartbeat(ticks)
 
-    def _tell_of_money(self) -> None:
+    def _report_spending(self) -> None:
         """The ledger's state, and budgets that come to their end."""
-        self._metrics.ledger_stats(self._decisions.ledger.statistics())
-        for event in self._decisions.budgets.take_events():
+        self._metrics.ledger_stats(self._policies.ledger.statistics())
+        for event in self._policies.budgets.take_events():
             self._metrics.budget_warning(event.period)
             self._log.warning(
                 "a tenant has used a share of its budget",

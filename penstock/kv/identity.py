@@ -7,8 +7,8 @@ computed and with what, and from no name or path. A worker announces it (`ModelI
 two things:
 
     the names of KV blocks    (hashing.py) start from it, in the engine, in the router and in the simulator
-    where a stream may move   (policy/queueing/room.py): to a worker of the same identity, or its tokens would
-                              not be those that were promised
+    where a stream may move   (policy/queueing/capacity.py): to a worker of the same identity, for its tokens
+                              must be those that were promised
 
 The adapter is chosen by each request, so it enters where a prompt's chain of block names begins, beside the
 tenant's salt. Pure; engine/fingerprint.py reads the files.

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.policy.tenant import NOBODY, Degrade, Tenant
+from penstock.policy.tenant import ANONYMOUS, Degrade, Tenant
 from penstock.types import RequestId
 
 
@@ -128,7 +128,7 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     id: RequestId
     """Unique for all time: the ledger knows the request by it."""
-    tenant: Tenant = NOBODY
+    tenant: Tenant = ANONYMOUS
     route: str
     """The model that shall answer: the name of a pool of workers."""
     requested_model: str = ""

@@ -51,5 +51,5 @@ class Tenant:
     """Names the tenant to the engines, whose queue and preemption share by it."""
 
 
-NOBODY = Tenant(id=TenantId(""))
+ANONYMOUS = Tenant(id=TenantId(""))
 """The tenant of every request where authentication is off: no limits, one shared cache."""

@@ -167,7 +167,7 @@ def test_an_answer_that_is_held_is_not_silent_but_ends_in_time() -> None:
         listener = Listener()
         exchange = client.start("POST", "/v1/completions", listener, body=STREAM % 1000)
         await until(lambda: bool(listener.body))
-        exchange.hold()
+        exchange.pause_reading()
         await until(lambda: listener.over.is_set())
         assert listener.failure is not None
         assert listener.failure.kind is FailureKind.HELD
@@ -186,12 +186,12 @@ def test_a_connection_is_read_again_after_an_answer_that_was_held_at_its_end() -
 
             def hold(data: bytes, exchange=exchange, tell=tell) -> None:
                 tell(data)
-                exchange.hold()
+                exchange.pause_reading()
 
             listener.on_body = hold
             while not listener.over.is_set():
                 await asyncio.sleep(0.001)
-                exchange.discard_rest() if ends and listener.body else exchange.go_on()
+                exchange.discard_rest() if ends and listener.body else exchange.resume_reading()
                 if ends and not client.num_exchanges:
                     break
             assert listener.failure is None

@@ -10,7 +10,7 @@ from penstock.cli.wiring.processes import GatewayProcesses, ProcessStats
 from penstock.clock import SystemClock
 from penstock.config.flow import SharedConfig
 from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig
-from penstock.protocol.siblings import Snapshot
+from penstock.protocol.peers import Snapshot
 from penstock.telemetry.log import Log
 
 TEXT = b"# HELP a_total A.\n# TYPE a_total counter\na_total %d.0\n# HELP g G.\n# TYPE g gauge\ng %d.0\n"

@@ -192,11 +192,11 @@ class _FakeStream:
         """See `Generation.abort`."""
         self._end(FinishReason.ABORT)
 
-    def hold(self) -> bool:
+    def pause_reading(self) -> bool:
         """See `Generation.hold`: it steps with all others."""
         return False
 
-    def go_on(self) -> None:
+    def resume_reading(self) -> None:
         """See `Generation.go_on`."""
 
     def break_off(self, error: PenstockError) -> None:

@@ -43,9 +43,9 @@ class Writer:
     """Opens, slices and closes at random. Cost is 10 millionths a token."""
 
     def __init__(
-        self, ledger: Ledger, budgets: TenantBudgets, witness: int, clock: SystemClock, seed: int
+        self, ledger: Ledger, budgets: TenantBudgets, recorder: int, clock: SystemClock, seed: int
     ) -> None:
-        self._ledger, self._budgets, self._witness, self._clock = ledger, budgets, witness, clock
+        self._ledger, self._budgets, self._recorder, self._clock = ledger, budgets, recorder, clock
         self._random = rng.stream(seed, "writer")
         self._running: dict[str, tuple[BudgetReservation, int]] = {}
         self._promises: list[str] = []
@@ -59,13 +59,13 @@ class Writer:
                 elif self._running:
                     self._go_on()
             self._ledger.flush()
-            os.write(self._witness, "".join(self._promises).encode())
+            os.write(self._recorder, "".join(self._promises).encode())
             self._promises.clear()
             be_busy()
             await sleep(0)
 
     def _open(self, name: str) -> None:
-        os.write(self._witness, f"begin {name} 0\n".encode())
+        os.write(self._recorder, f"begin {name} 0\n".encode())
         reservation = self._budgets.reserve(self._clock.now_ns(), ACME, 100)
         assert isinstance(reservation, BudgetReservation)
         self._running[name] = reservation, 0
@@ -76,7 +76,7 @@ class Writer:
         name = self._random.choice(sorted(self._running))
         reservation, tokens = self._running[name]
         tokens += self._random.randint(0, 300)
-        os.write(self._witness, f"begin {name} {tokens}\n".encode())
+        os.write(self._recorder, f"begin {name} {tokens}\n".encode())
         now_ns = self._clock.wall_ns()
         if self._random.random() < 0.5:
             self._running[name] = reservation, tokens
@@ -92,7 +92,7 @@ class Writer:
             self._promises.append(f"close {name} {tokens}\n")
 
 
-async def main(directory: str, witness: str, first: str, last: str, seed: str) -> None:
+async def main(directory: str, recorder: str, first: str, last: str, seed: str) -> None:
     clock = SystemClock()
     limits = LedgerLimits(segment_bytes=256 * 1024, journal_bytes_max=4 * 1024 * 1024, deliver_ms=3)
     config = LedgerConfig(directory=directory, fsync_ms=20)
@@ -100,7 +100,7 @@ async def main(directory: str, witness: str, first: str, last: str, seed: str) -
     await ledger.start()
     budgets = TenantBudgets(BudgetsConfig(), wall_offset_ns=clock.wall_ns() - clock.now_ns())
     budgets.restore(clock.now_ns(), await ledger.spent())
-    handle = os.open(Path(witness), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    handle = os.open(Path(recorder), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.write(handle, f"spent acme {budgets.spent(clock.now_ns(), ACME.id)[1]}\n".encode())
     await Writer(ledger, budgets, handle, clock, int(seed)).run(int(first), int(last))
     await ledger.stop()

@@ -161,7 +161,7 @@ def test_what_one_process_spent_the_other_does_not_have(kit, start, tenant, tmp_
     with kit.openai_client(one, key) as client:
         for _ in range(3):
             client.chat.completions.create(**kit.chat(max_tokens=100))
-    budgets = other.gateway._decisions.budgets
+    budgets = other.gateway._policies.budgets
     other.wait_until(lambda: budgets.spent(other.clock.now_ns(), "acme")[0] >= 290_000)
     with kit.openai_client(other, key) as client, pytest.raises(openai.APIStatusError) as refused:
         client.chat.completions.create(**kit.chat(max_tokens=100))

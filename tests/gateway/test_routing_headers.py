@@ -11,7 +11,7 @@ from penstock.gateway.api.hints import Hints, read_hints
 from penstock.gateway.http.served_headers import Served
 from penstock.gateway.models.auto_model import AutoModels, features_of
 from penstock.policy.queueing.terms import BandTerms
-from penstock.policy.tenant import NOBODY, Tenant
+from penstock.policy.tenant import ANONYMOUS, Tenant
 from penstock.protocol.openai import ChatRequest, CompletionRequest, FunctionSpec, Message, ToolSpec
 from penstock.types import TenantId
 
@@ -127,7 +127,7 @@ def chat(*texts: str, **fields) -> ChatRequest:
     )
 
 
-def chosen(request, *, tenant: Tenant = NOBODY, lengths=None) -> str:
+def chosen(request, *, tenant: Tenant = ANONYMOUS, lengths=None) -> str:
     return (
         AutoModels(ROUTING)
         .choose(request, tenant, ({"small": 4096, "large": 4096} if lengths is None else lengths).get)

@@ -178,7 +178,7 @@ class Engine:
     def abort(self):
         pass
 
-    def hold(self):
+    def pause_reading(self):
         return False
 
 

@@ -8,7 +8,7 @@ from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.routing import AdmissionConfig, ModelRoute, TtftTarget
 from penstock.policy.admission.admit import LET_IN_SHARE, QUEUE_SHARE, AdmissionControl, effective_degrade
 from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Divert, Shed
-from penstock.policy.tenant import NOBODY, Tenant
+from penstock.policy.tenant import ANONYMOUS, Tenant
 from penstock.types import TenantId
 
 CHAIN = (ModelRoute(model="large", fallback="medium"), ModelRoute(model="medium", fallback="small"))
@@ -46,7 +46,7 @@ FREE = lookup(at("medium"), at("small"))
 
 def decide(deciding: AdmissionControl, requested: Candidate, **facts):
     return deciding.decide(
-        0, AdmitFacts(**{"tenant": NOBODY, "requested": requested, "candidate": FREE, **facts})
+        0, AdmitFacts(**{"tenant": ANONYMOUS, "requested": requested, "candidate": FREE, **facts})
     )
 
 
@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_diverted_where_both_allow_it(tenant, asked, expect
 
 def test_the_next_fallback_when_the_first_does_not_fit_either() -> None:
     fallbacks = lookup(at("medium", ahead_s=2), at("small", ahead_s=0.15))
-    facts = AdmitFacts(tenant=NOBODY, requested=at("large", ahead_s=3), candidate=fallbacks)
+    facts = AdmitFacts(tenant=ANONYMOUS, requested=at("large", ahead_s=3), candidate=fallbacks)
     assert admission().decide(0, facts) == Divert("small", "slo")
 
 
@@ -162,13 +162,15 @@ def test_a_long_prompt_waits_no_longer_and_is_due_later() -> None:
 def test_a_full_queue() -> None:
     full = at("large", ahead_s=0.5, is_full=True)
     deciding = admission()
-    facts = AdmitFacts(tenant=NOBODY, is_protected=True, requested=full, candidate=FREE)
+    facts = AdmitFacts(tenant=ANONYMOUS, is_protected=True, requested=full, candidate=FREE)
     assert deciding.decide(0, facts) == Divert("medium", "queue_depth")
-    decision = deciding.decide(0, AdmitFacts(tenant=NOBODY, requested=full, degrade="never"))
+    decision = deciding.decide(0, AdmitFacts(tenant=ANONYMOUS, requested=full, degrade="never"))
     assert isinstance(decision, Shed)
     assert (decision.status, decision.why) == (429, "queue_full")
     full_too = lookup(at("medium", is_full=True), at("small", is_full=True))
-    assert isinstance(deciding.decide(0, AdmitFacts(tenant=NOBODY, requested=full, candidate=full_too)), Shed)
+    assert isinstance(
+        deciding.decide(0, AdmitFacts(tenant=ANONYMOUS, requested=full, candidate=full_too)), Shed
+    )
 
 
 @pytest.mark.parametrize(
@@ -184,7 +186,7 @@ def test_a_full_queue() -> None:
 )
 def test_no_worker(waits, protected, degrade, expected) -> None:
     facts = AdmitFacts(
-        tenant=NOBODY,
+        tenant=ANONYMOUS,
         is_protected=protected,
         degrade=degrade,
         waits_for_worker=waits,
@@ -197,15 +199,21 @@ def test_no_worker(waits, protected, degrade, expected) -> None:
 def test_prefer_takes_what_is_much_sooner() -> None:
     fallbacks = lookup(at("medium", start_ns=600 * NS_PER_MS), at("small", start_ns=100 * NS_PER_MS))
     slow = AdmitFacts(
-        tenant=NOBODY, degrade="prefer", requested=at("large", start_ns=900 * NS_PER_MS), candidate=fallbacks
+        tenant=ANONYMOUS,
+        degrade="prefer",
+        requested=at("large", start_ns=900 * NS_PER_MS),
+        candidate=fallbacks,
     )
     assert admission().decide(0, slow) == Divert("small", "slo")
     quick = AdmitFacts(
-        tenant=NOBODY, degrade="prefer", requested=at("large", start_ns=250 * NS_PER_MS), candidate=fallbacks
+        tenant=ANONYMOUS,
+        degrade="prefer",
+        requested=at("large", start_ns=250 * NS_PER_MS),
+        candidate=fallbacks,
     )
     assert isinstance(admission().decide(0, quick), Admit)
     again = AdmitFacts(
-        tenant=NOBODY,
+        tenant=ANONYMOUS,
         degrade="prefer",
         requested=at("medium", ahead_s=0.15),
         tried=frozenset({"large"}),
@@ -299,7 +307,7 @@ def test_the_longer_the_queue_the_later_one_is_told_to_come_back(waits: list[flo
     told: list[int] = []
     for wait in sorted(waits):
         decision = admission(chain=()).decide(
-            0, AdmitFacts(tenant=NOBODY, requested=at("large", ahead_s=wait))
+            0, AdmitFacts(tenant=ANONYMOUS, requested=at("large", ahead_s=wait))
         )
         assert isinstance(decision, Shed)
         told.append(decision.retry_after_ns)

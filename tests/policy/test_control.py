@@ -9,12 +9,12 @@ from penstock.clock import NS_PER_S
 from penstock.config.flow import LimitsConfig
 from penstock.errors import Draining, Evicted, Overloaded, StreamBroken, WorkerUnavailable
 from penstock.policy.answers import Abort, Diverted, Queued, Refused, Requeued, Start, Stop
+from penstock.policy.contracts import AdmitAll, Pass, Policies
 from penstock.policy.estimates.output_length import OutputLengths
 from penstock.policy.flow import RequestFacts, State
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.limits.rate_limit import Limiter
-from penstock.policy.parts import AdmitAll, Parts, Pass
-from penstock.policy.queueing.room import WorkerView
+from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.terms import BandTerms, QueueTerms
 from penstock.policy.record import Outcome
 from penstock.policy.requests.endings import Evict, Settled
@@ -31,7 +31,7 @@ def arrival(name: str, **facts) -> RequestFacts:
     return RequestFacts(id=RequestId(name), **facts)
 
 
-def control(*, running: int = 1, parts: Parts | None = None, **queue) -> FlowControl:
+def control(*, running: int = 1, parts: Policies | None = None, **queue) -> FlowControl:
     """With one worker `w` of one slot, unless told otherwise."""
     made = FlowControl(QueueTerms(**{"worker_credit": 0, **queue}), parts)
     if running:
@@ -208,7 +208,7 @@ def test_a_stream_whose_worker_died_goes_on_elsewhere_at_its_old_place_with_one_
 
 
 def test_streams_move_only_so_often() -> None:
-    made = control(parts=Parts(migrations_max=2))
+    made = control(parts=Policies(migrations_max=2))
     accept(made, "a")
     for number in range(3):
         assert started(made) == ["a"]
@@ -426,7 +426,7 @@ def limited(**limits) -> Tenant:
 def test_limits_are_reserved_before_the_queue_and_settled_at_the_end() -> None:
     config = LimitsConfig()
     limiter = Limiter(config)
-    made = control(parts=Parts(limits=limiter, lengths=OutputLengths(config)), running=4)
+    made = control(parts=Policies(limits=limiter, lengths=OutputLengths(config)), running=4)
     tenant = limited(tokens_per_minute=100)
     accept(made, "a", tenant=tenant)
     assert limiter.outstanding == 42
@@ -443,7 +443,7 @@ def test_limits_are_reserved_before_the_queue_and_settled_at_the_end() -> None:
 def test_a_refusal_by_the_queue_leaves_nothing_reserved() -> None:
     limiter = Limiter(LimitsConfig())
     band = BandTerms(name="default", order=0, requests_max=1)
-    made = control(parts=Parts(limits=limiter), bands=(band,))
+    made = control(parts=Policies(limits=limiter), bands=(band,))
     accept(made, "a")
     before = limiter.outstanding
     assert isinstance(made.arrive(0, arrival("b")), Refused)
@@ -493,7 +493,7 @@ class Hold:
 
 def test_a_budget_stops_a_stream_at_a_slice_boundary() -> None:
     purse = Purse(100)
-    made = control(parts=Parts(budgets=purse, prices=purse, slice_tokens=20))
+    made = control(parts=Policies(budgets=purse, prices=purse, slice_tokens=20))
     accept(made, "a", max_tokens=1000)
     started(made)
     assert purse.left == 100 - 32 - 20
@@ -519,7 +519,7 @@ def test_the_admission_sees_the_load_and_may_send_elsewhere() -> None:
             seen.append((load.ready, load.requests_ahead))
             return Pass(7) if load.requests_ahead < 1 else Diverted(arrival.id, "small", "queue_depth")
 
-    made = control(parts=Parts(admission=Gate()))
+    made = control(parts=Policies(admission=Gate()))
     assert made.arrive(0, arrival("a")) == Queued(RequestId("a"), "m", 7)
     started(made)
     assert made.arrive(0, arrival("b")) == Queued(RequestId("b"), "m", 7)
@@ -554,7 +554,7 @@ class Life(RuleBasedStateMachine):
         )
         config = LimitsConfig(burst_s=600)
         self.limiter, self.purse = Limiter(config), Purse(10**6)
-        parts = Parts(
+        parts = Policies(
             limits=self.limiter,
             lengths=OutputLengths(config),
             budgets=self.purse,

@@ -5,11 +5,11 @@ passed on.
 from penstock.clock import NS_PER_S
 from penstock.errors import CrashingRequest, InvalidRequest, PenstockError, StreamBroken, WorkerUnavailable
 from penstock.policy.answers import Refused, Requeued, Start
+from penstock.policy.contracts import Policies
 from penstock.policy.extras.quarantine import Quarantine, QuarantineTerms, fingerprint
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.control import FlowControl
-from penstock.policy.parts import Parts
-from penstock.policy.queueing.room import WorkerView
+from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome
 from penstock.policy.requests.endings import Evict, Settled
@@ -24,7 +24,7 @@ GONE = WorkerUnavailable("gone")
 
 def control(*workers: WorkerId, slots: int = 100, **health) -> FlowControl:
     quarantine = health.pop("quarantine", QuarantineTerms())
-    parts = Parts(health=FleetHealth(HealthTerms(**health), lambda: 0.0), poison=Quarantine(quarantine))
+    parts = Policies(health=FleetHealth(HealthTerms(**health), lambda: 0.0), poison=Quarantine(quarantine))
     made = FlowControl(QueueTerms(worker_credit=0, retries_max=2), parts)
     for worker in workers:
         made.set_worker(0, "m", worker, WorkerView(max_running=slots))

@@ -7,11 +7,11 @@ from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig
 from penstock.errors import StreamBroken, WorkerUnavailable
 from penstock.policy.admission.gate import Gate, ModelFacts
 from penstock.policy.answers import FallBack, Queued, Requeued, Start
+from penstock.policy.contracts import Policies
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.fallback import ASKED_MAX
-from penstock.policy.parts import Parts
-from penstock.policy.queueing.room import WorkerView
+from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome
 from penstock.policy.requests.endings import Evict
@@ -31,7 +31,7 @@ def made(*, small: int = 4, **queue) -> FlowControl:
     )
     facts = {"large": ModelFacts(adapters=frozenset(("a",))), "small": ModelFacts(max_model_len=100)}
     gate = Gate(AdmissionConfig(ttft_target_ms=0), routing, config, facts.get)
-    control = FlowControl(config, Parts(admission=gate))
+    control = FlowControl(config, Policies(admission=gate))
     control.set_worker(0, "large", W, WorkerView(max_running=1))
     if small:
         control.set_worker(0, "small", V, WorkerView(max_running=small))

@@ -5,10 +5,10 @@ from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig, 
 from penstock.errors import Evicted, Overloaded, WorkerUnavailable
 from penstock.policy.admission.gate import Gate, ModelFacts
 from penstock.policy.answers import Diverted, Queued, Refused
+from penstock.policy.contracts import Policies
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.control import FlowControl
-from penstock.policy.parts import Parts
-from penstock.policy.queueing.room import WorkerView
+from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.terms import BandTerms, QueueTerms
 from penstock.policy.record import Outcome
 from penstock.policy.requests.endings import Evict
@@ -37,7 +37,7 @@ class Rig:
     def __init__(self, *, slots: int = 4, small: bool = True, queue=None, **admission) -> None:
         config = QueueTerms(**{"worker_credit": 0, "tenant_share": 1.0, **(queue or {})})
         self.gate = Gate(AdmissionConfig(**admission), ROUTING, config, SERVED.get)
-        self.flow = FlowControl(config, Parts(admission=self.gate))
+        self.flow = FlowControl(config, Policies(admission=self.gate))
         self.flow.set_worker(0, "large", W, WorkerView(max_running=slots))
         if small:
             self.flow.set_worker(0, "small", W, WorkerView(max_running=slots))

@@ -10,11 +10,11 @@ from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.health import HealthConfig
 from penstock.errors import StreamBroken, WorkerUnavailable
 from penstock.policy.answers import Abort, Requeued, Start
+from penstock.policy.contracts import Policies
 from penstock.policy.extras.hedge import HedgeOutcome, Hedges, HedgeTerms
 from penstock.policy.flow import RequestFacts, State
 from penstock.policy.lifecycle.control import FlowControl
-from penstock.policy.parts import Parts
-from penstock.policy.queueing.room import WorkerView
+from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome
 from penstock.policy.requests.endings import Evict, Settled
@@ -50,7 +50,7 @@ class Made:
         for _ in range(saved):
             self.hedges.started(0, "elsewhere", RequestId("x"), prompt_tokens=8, first=False)
         self.health = Watched(HealthConfig(), lambda: 0.0)
-        parts = Parts(hedges=self.hedges, health=self.health)
+        parts = Policies(hedges=self.hedges, health=self.health)
         self.control = FlowControl(QueueTerms(worker_credit=0, retries_max=2), parts)
         for worker in workers:
             self.control.set_worker(0, "m", worker, WorkerView(max_running=slots))

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.errors import CrashingRequest, StreamBroken, WorkerUnavailable
 from penstock.policy.answers import Start
+from penstock.policy.contracts import Policies
 from penstock.policy.extras.quarantine import Quarantine
 from penstock.policy.flow import RequestFacts, State
 from penstock.policy.lifecycle.control import FlowControl
-from penstock.policy.parts import Parts
-from penstock.policy.queueing.room import WorkerView
+from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome
 from penstock.policy.requests.endings import Evict, Settled
@@ -34,7 +34,7 @@ class Fleet:
 
     def __init__(self, seed: int, *, workers: int, slots: int, at: int) -> None:
         config = HealthTerms(retry=RetryTerms(floor_per_s=1000))
-        parts = Parts(health=FleetHealth(config, lambda: 0.0), poison=Quarantine(config))
+        parts = Policies(health=FleetHealth(config, lambda: 0.0), poison=Quarantine(config))
         self.control = FlowControl(QueueTerms(worker_credit=0), parts)
         self.random, self.at, self.slots, self.now_ns = Random(seed), at, slots, 0
         self.running: dict[RequestId, WorkerId] = {}

@@ -13,7 +13,7 @@ from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.errors import InvalidRequest, Overloaded
 from penstock.policy.limits.rate_headers import duration
 from penstock.policy.limits.rate_limit import Limiter, LimitRefusal, LimitReservation, RateTerms
-from penstock.policy.tenant import NOBODY, Tenant
+from penstock.policy.tenant import ANONYMOUS, Tenant
 from penstock.types import TenantId
 
 CONFIG = RateTerms()
@@ -43,8 +43,8 @@ def shown(limiter: Limiter, now_ns: int, who: Tenant) -> dict[str, str]:
 def test_without_limits_everything_passes_and_no_headers_are_made() -> None:
     limiter = Limiter(CONFIG)
     for _ in range(1000):
-        admitted(limiter.reserve(0, NOBODY, 10**9, 10**9))
-    assert limiter.headers(0, NOBODY) == ()
+        admitted(limiter.reserve(0, ANONYMOUS, 10**9, 10**9))
+    assert limiter.headers(0, ANONYMOUS) == ()
 
 
 def test_what_was_reserved_and_not_used_comes_back() -> None:

@@ -8,10 +8,10 @@ from penstock.clock import NS_PER_S
 from penstock.errors import StreamBroken, WorkerUnavailable
 from penstock.policy.answers import Abort, FallBack, Queued, Requeued, Start, Stop
 from penstock.policy.answers import Diverted as Divert
+from penstock.policy.contracts import Pass, Policies
 from penstock.policy.flow import TABLE, Event, RequestFacts, State
 from penstock.policy.lifecycle.control import FlowControl
-from penstock.policy.parts import Parts, Pass
-from penstock.policy.queueing.room import WorkerView
+from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome
 from penstock.policy.requests import request as request_module
@@ -72,7 +72,7 @@ class Life:
 
     def __init__(self, *, workers: int = 1, slices: int = 1000) -> None:
         self.limits, self.money = Holds(), Holds(slices)
-        parts = Parts(limits=self.limits, budgets=self.money, admission=Elsewhere(), slice_tokens=SLICE)
+        parts = Policies(limits=self.limits, budgets=self.money, admission=Elsewhere(), slice_tokens=SLICE)
         self.control = FlowControl(QueueTerms(worker_credit=0, retries_max=3), parts)
         for worker in (W, V)[:workers]:
             self.control.set_worker(0, "m", worker, WorkerView(max_running=4, resumes=True))

@@ -12,7 +12,7 @@ from penstock.policy.limits.tenant_limits import (
     may_use_model,
     output_room,
 )
-from penstock.policy.tenant import NOBODY, Tenant
+from penstock.policy.tenant import ANONYMOUS, Tenant
 from penstock.types import TenantId
 
 
@@ -32,8 +32,8 @@ def test_allowlists() -> None:
     with pytest.raises(Forbidden, match=r"adapter 'med' is not allowed for your tier 'free'"):
         check_adapter(listed, "med")
     for name in ("small", "large"):
-        check_model(NOBODY, name)
-        check_adapter(NOBODY, name)
+        check_model(ANONYMOUS, name)
+        check_adapter(ANONYMOUS, name)
 
 
 @pytest.mark.parametrize(

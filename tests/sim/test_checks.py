@@ -9,9 +9,9 @@ import pytest
 
 from penstock.clock import NS_PER_MS
 from penstock.policy.limits.rate_limit import Limiter
+from penstock.policy.queueing.capacity import WorkerCapacity
 from penstock.policy.queueing.fair_queue import FairQueue
-from penstock.policy.queueing.lane import ModelQueue
-from penstock.policy.queueing.room import WorkerCapacity
+from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.tenant import Tenant
 from penstock.schedule.class_queue import ClassQueue
 from penstock.sim.checks import case

@@ -28,13 +28,13 @@ DOUBLES = Path(ledger_writer.__file__).parent
 ROOT = DOUBLES.parents[1]
 
 
-def start(directory: Path, witness: Path, first: int, seed: int) -> subprocess.Popen[bytes]:
+def start(directory: Path, recorder: Path, first: int, seed: int) -> subprocess.Popen[bytes]:
     paths = os.pathsep.join([str(ROOT), str(DOUBLES)])
     argv = [
         sys.executable,
         ledger_writer.__file__,
         str(directory),
-        str(witness),
+        str(recorder),
         str(first),
         str(NUM_REQUESTS),
         str(seed),
@@ -42,33 +42,33 @@ def start(directory: Path, witness: Path, first: int, seed: int) -> subprocess.P
     return subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": paths})
 
 
-def promises(witness: Path) -> list[tuple[str, str, int]]:
+def promises(recorder: Path) -> list[tuple[str, str, int]]:
     """What was promised, in order; the last line may be torn."""
-    if not witness.exists():
+    if not recorder.exists():
         return []
-    lines = witness.read_bytes().decode().split("\n")[:-1]
+    lines = recorder.read_bytes().decode().split("\n")[:-1]
     return [(kind, name, int(amount)) for kind, name, amount in (line.split() for line in lines)]
 
 
-def next_request(witness: Path) -> int:
-    return max((int(name[1:]) + 1 for kind, name, _ in promises(witness) if kind == "begin"), default=0)
+def next_request(recorder: Path) -> int:
+    return max((int(name[1:]) + 1 for kind, name, _ in promises(recorder) if kind == "begin"), default=0)
 
 
-def run_with_kills(directory: Path, witness: Path, seed: int) -> int:
+def run_with_kills(directory: Path, recorder: Path, seed: int) -> int:
     """How often it was killed before it came to its end."""
     random, killed = rng.stream(seed, "kills"), 0
     while True:
-        if witness.exists() and not witness.read_bytes().endswith(b"\n"):
-            with witness.open("ab") as file:
+        if recorder.exists() and not recorder.read_bytes().endswith(b"\n"):
+            with recorder.open("ab") as file:
                 file.write(b"\n")
-        first = next_request(witness)
-        process = start(directory, witness, first, random.randint(0, 2**31))
+        first = next_request(recorder)
+        process = start(directory, recorder, first, random.randint(0, 2**31))
         if killed == KILLS:
             assert process.wait(60) == 0
             return killed
         goal = first + random.randint(1, 2 * (NUM_REQUESTS - first) // (KILLS - killed + 1) + 1)
         deadline = time.monotonic() + 60
-        while next_request(witness) < goal and process.poll() is None:
+        while next_request(recorder) < goal and process.poll() is None:
             assert time.monotonic() < deadline
             time.sleep(random.random() * 0.02)
         process.send_signal(signal.SIGKILL)
@@ -90,8 +90,8 @@ async def recover(directory: Path) -> int:
 def test_killed_at_random_points_every_accepted_request_has_exactly_one_record(
     tmp_path: Path, seed: int
 ) -> None:
-    directory, witness = tmp_path / "ledger", tmp_path / "witness"
-    assert run_with_kills(directory, witness, seed) == KILLS
+    directory, recorder = tmp_path / "ledger", tmp_path / "witness"
+    assert run_with_kills(directory, recorder, seed) == KILLS
     spent = asyncio.run(recover(directory))
     assert ledger_files.instance_directories(directory) == []
     connection = sqlite3.connect(ledger_files.database_path(directory))
@@ -102,7 +102,7 @@ def test_killed_at_random_points_every_accepted_request_has_exactly_one_record(
     records = {name: (bool(recovered), tokens, cost) for name, recovered, tokens, cost in rows}
     assert len(records) == len(rows)
 
-    told = promises(witness)
+    told = promises(recorder)
     begun = {name for kind, name, _ in told if kind == "begin"}
     accepted = {name for kind, name, _ in told if kind == "open"}
     ended = {name: tokens for kind, name, tokens in told if kind == "close"}

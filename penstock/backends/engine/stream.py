@@ -167,13 +167,13 @@ class EngineStream:
             finish = Finish(reason=FinishReason.ABORT, usage=self._usage_here(), resume=self._resume())
             self._end(finish, tell_worker=True)
 
-    def hold(self) -> bool:
+    def pause_reading(self) -> bool:
         """See `Generation.hold`: all streams of a worker come over one connection, and its engine goes on
         anyway.
         """
         return False
 
-    def go_on(self) -> None:
+    def resume_reading(self) -> None:
         """See `Generation.go_on`."""
 
     def break_off(self, why: str, *, died: bool = False) -> None:

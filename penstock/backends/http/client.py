@@ -70,13 +70,13 @@ class HttpExchange:
         """There was progress: the wait for the next begins now."""
         self._deadline_ns = self._client.clock.now_ns() + self._client.idle_ns
 
-    def hold(self) -> None:
-        """Read no more of the answer until `go_on`; what came with what was read last is still told.
+    def pause_reading(self) -> None:
+        """Read no more of the answer until `resume_reading`; the handler still gets what was read already.
 
         Idempotent.
 
-        The wait for progress stands still meanwhile. The time for the whole answer does not: nobody holds a
-        worker for ever.
+        The wait for progress stands still meanwhile. The bound on the whole answer does not, so that no
+        client holds a worker for ever.
         """
         if self._over or self._held_since_ns or self._connection is None:
             return
@@ -84,7 +84,7 @@ class HttpExchange:
         self._connection.read(on=False)
         self._arm()
 
-    def go_on(self) -> None:
+    def resume_reading(self) -> None:
         """Read again, if it was held."""
         if not self._held_since_ns:
             return
@@ -115,7 +115,7 @@ class HttpExchange:
         """
         if not self._over:
             self.handler = IGNORING_HANDLER
-            self.go_on()
+            self.resume_reading()
             self._deadline_ns = self._client.clock.now_ns() + _END_TIMEOUT_NS
             self._arm()
 
@@ -190,7 +190,7 @@ class HttpExchange:
 
     def _end(self) -> None:
         self._over = True
-        self.go_on()  # Another answer may come over this connection.
+        self.resume_reading()  # Another answer may come over this connection.
         self._client.ended(self)
         if self._timer is not None:
             self._timer.cancel()

@@ -144,16 +144,16 @@ class HttpStream:
         if not self._done:
             self._end(Finish(reason=FinishReason.ABORT, usage=self._usage()), close=True)
 
-    def hold(self) -> bool:
+    def pause_reading(self) -> bool:
         """See `Generation.hold`: TCP's window fills, and the worker waits."""
         if not self._done and self._exchange is not None:
-            self._exchange.hold()
+            self._exchange.pause_reading()
         return True
 
-    def go_on(self) -> None:
+    def resume_reading(self) -> None:
         """See `Generation.go_on`."""
         if self._exchange is not None:
-            self._exchange.go_on()
+            self._exchange.resume_reading()
 
     def fail(self, error: PenstockError) -> None:
         """End with an error."""

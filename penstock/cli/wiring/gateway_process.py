@@ -33,8 +33,8 @@ from penstock.fleet.registry import Registry
 from penstock.fleet.sources.discovery import Discovery
 from penstock.fleet.sources.static import attached
 from penstock.gateway.app import Gateway
-from penstock.gateway.shared.siblings import Siblings
-from penstock.protocol.siblings import ChildLaunch, ChildReport, WorkerAt
+from penstock.gateway.shared.peers import GatewayPeers
+from penstock.protocol.peers import ChildLaunch, ChildReport, WorkerAt
 from penstock.protocol.worker_auth import link_key_of
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
@@ -72,7 +72,7 @@ async def _serve(launch: ChildLaunch) -> int:
         ids=rng.IdSource(),
         log=log,
         listeners=[socket.socket(fileno=number) for number in launch.listeners],
-        siblings=Siblings(launch.parent),
+        peers=GatewayPeers(launch.parent),
         hash_key=launch.hash_key,
     )
     stop = asyncio.Event()

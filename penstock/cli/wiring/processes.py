@@ -29,7 +29,7 @@ from penstock.errors import ConfigError, OperatorError
 from penstock.fleet.launchers.supervision import BACKOFF_MAX_S, RestartBudget
 from penstock.gateway.http.server import BACKLOG
 from penstock.gateway.shared.local_store import LeaseServer
-from penstock.protocol.siblings import (
+from penstock.protocol.peers import (
     Ask,
     ChildLaunch,
     ChildReport,

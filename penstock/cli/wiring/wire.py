@@ -35,7 +35,7 @@ from penstock.fleet.sources.static import attached, launched
 from penstock.fleet.worker import Worker
 from penstock.gateway.app import Gateway
 from penstock.policy.resilience.worker_state import WorkerState
-from penstock.protocol.siblings import LaunchNote, Order, WorkerAt
+from penstock.protocol.peers import LaunchNote, Order, WorkerAt
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 from penstock.types import WorkerId

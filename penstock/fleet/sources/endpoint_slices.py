@@ -60,7 +60,7 @@ class ListMetadata(msgspec.Struct, frozen=True):
     """The version of a list, and where it goes on."""
 
     resource_version: str = msgspec.field(name="resourceVersion", default="")
-    go_on: str = msgspec.field(name="continue", default="")
+    next_token: str = msgspec.field(name="continue", default="")
 
 
 class SliceList(msgspec.Struct, frozen=True):

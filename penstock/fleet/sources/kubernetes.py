@@ -120,13 +120,13 @@ class KubernetesSource:
             ApiError: they cannot be had. What was known stays.
         """
         slices: list[Slice] = []
-        go_on, version = "", ""
+        next_token, version = "", ""
         for _ in range(PAGES_MAX):
-            query = {"limit": PAGE, **({"continue": go_on} if go_on else {})}
+            query = {"limit": PAGE, **({"continue": next_token} if next_token else {})}
             page = _decoded(_lists, await self._get(client, self._path(query)))
             slices += page.items or []
-            version, go_on = page.metadata.resource_version, page.metadata.go_on
-            if not go_on:
+            version, next_token = page.metadata.resource_version, page.metadata.next_token
+            if not next_token:
                 break
         self._slices.replace(slices)
         self._version = version

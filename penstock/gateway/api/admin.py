@@ -20,10 +20,10 @@ from penstock.gateway.api.services import Services
 from penstock.gateway.http.exchange import Exchange
 from penstock.gateway.identity.auth import Caller
 from penstock.gateway.models.served import ServedModel
-from penstock.gateway.shared.siblings import Siblings
+from penstock.gateway.shared.peers import GatewayPeers
 from penstock.policy.placement.decision_log import explain, explain_choice
 from penstock.protocol.fleet import DrainOrder, FleetReport, ModelReport, WorkerReport
-from penstock.protocol.siblings import ModelNumbers
+from penstock.protocol.peers import ModelNumbers
 from penstock.telemetry.metrics import Metrics
 from penstock.types import RequestId, WorkerId
 
@@ -40,14 +40,14 @@ class Admin:
         metrics: Metrics,
         registry: Registry,
         members: Members | None,
-        siblings: Siblings | None = None,
+        peers: GatewayPeers | None = None,
     ) -> None:
         """Without `members` nobody can be drained from here.
 
-        With `siblings` orders reach, and numbers count, all of them.
+        With `peers` orders reach, and numbers count, all of them.
         """
         self._services, self._metrics = services, metrics
-        self._registry, self._members, self._siblings = registry, members, siblings
+        self._registry, self._members, self._peers = registry, members, peers
 
     async def workers(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /admin/workers`: every worker as this gateway process sees it, every model as all of them
@@ -55,8 +55,8 @@ class Admin:
         """
         now_ns, wall_ns = self._services.clock.now_ns(), self._services.clock.wall_ns()
         numbers, gone = model_numbers(self._services, self._metrics), None
-        if self._siblings is not None:
-            total = await self._siblings.sum()
+        if self._peers is not None:
+            total = await self._peers.sum()
             numbers, gone = total.models, frozenset(total.gone)
         workers = [_worker(worker, now_ns, wall_ns) for worker in self._registry]
         report = FleetReport(
@@ -98,8 +98,8 @@ class Admin:
         timeout_s = None if verb == "undrain" else self._timeout_s(exchange.body)
         if not (members.is_held(worker_id) if timeout_s is None else members.hold(worker_id, timeout_s)):
             raise NotFound(f"There is no such worker: {worker_id[:128]}.", code="unknown_worker")
-        if self._siblings is not None:
-            await self._siblings.order(worker_id, timeout_s)
+        if self._peers is not None:
+            await self._peers.order(worker_id, timeout_s)
         elif timeout_s is None:
             await members.release(worker_id)
         worker = self._registry.get(worker_id)

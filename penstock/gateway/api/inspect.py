@@ -17,12 +17,12 @@ from penstock.gateway.http.exchange import Exchange, Response
 from penstock.gateway.identity.auth import Caller
 from penstock.gateway.models.prepare import check_token_ids, render
 from penstock.gateway.models.served import ServedModel
-from penstock.gateway.shared.siblings import Siblings
+from penstock.gateway.shared.peers import GatewayPeers
 from penstock.policy.limits.tenant_limits import check_model, may_use_model
 from penstock.policy.tenant import Tenant
 from penstock.protocol.openai import DetokenizeAnswer, ModelList, TokenizeAnswer, TokenizeRequest
 from penstock.protocol.openai_validate import parse_detokenize, parse_tokenize
-from penstock.protocol.siblings import ModelNumbers, Snapshot, Sum
+from penstock.protocol.peers import ModelNumbers, Snapshot, Sum
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.telemetry.metrics import CONTENT_TYPE, Metrics
 
@@ -128,9 +128,9 @@ class Inspect:
         *,
         version: str,
         members: Members | None = None,
-        siblings: Siblings | None = None,
+        peers: GatewayPeers | None = None,
     ) -> None:
-        self._members, self._siblings = members, siblings
+        self._members, self._peers = members, peers
         self._services = services
         self._metrics = metrics
         self._version = version
@@ -205,7 +205,7 @@ class Inspect:
                 "or auth.admin_keys, or one made with `penstock keys create --scrape`.",
                 code="not_a_scrape_key",
             )
-        body = self._render() if self._siblings is None else (await self._siblings.sum()).metrics
+        body = self._render() if self._peers is None else (await self._peers.sum()).metrics
         exchange.respond(Response(body=body, content_type=CONTENT_TYPE.encode()))
 
     def snapshot(self) -> Snapshot:
@@ -236,8 +236,8 @@ class Inspect:
             streams=services.dispatcher.num_streams,
             processes=1,
         )
-        if self._siblings is not None:
-            numbers = await self._siblings.sum()
+        if self._peers is not None:
+            numbers = await self._peers.sum()
         status = ServerStatus(
             version=self._version,
             uptime_s=round((services.clock.now_ns() - self._started_ns) / NS_PER_S, 1),

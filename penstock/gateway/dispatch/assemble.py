@@ -27,7 +27,7 @@ from penstock.types import ModelName
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Decisions:
+class GatewayPolicies:
     """What decides about this gateway's requests, and what keeps it in touch with the world."""
 
     dispatcher: Dispatcher
@@ -64,7 +64,7 @@ class Decisions:
         await self.ledger.stop()
 
 
-def make_decisions(
+def make_policies(
     config: Config,
     models: Mapping[ModelName, ServedModel],
     registry: Registry,
@@ -75,7 +75,7 @@ def make_decisions(
     clock: Clock,
     log: Log,
     locality: KVLocality,
-) -> Decisions:
+) -> GatewayPolicies:
     """Admission, limits, budgets, prices and queues of `config`, in front of the models' workers.
 
     `gateway` names this process for all time.
@@ -107,7 +107,7 @@ def make_decisions(
         log=log,
         is_shared=config.server.processes > 1,
     )
-    return Decisions(
+    return GatewayPolicies(
         dispatcher=dispatcher,
         limits=limits,
         budgets=policies.budgets,

@@ -5,7 +5,7 @@
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.routing import AdmissionConfig
 from penstock.policy.admission.promise import IDLE_FACTOR
-from penstock.policy.queueing.lane import ModelQueue
+from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.telemetry.log import Log
 
 PROMPT_TOKENS = 256

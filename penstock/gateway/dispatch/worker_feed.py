@@ -8,7 +8,7 @@ from penstock.fleet.registry import Registry
 from penstock.fleet.worker import Worker
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.machine_costs import Meters
-from penstock.policy.queueing.room import WorkerView
+from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.types import WorkerId

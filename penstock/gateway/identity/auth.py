@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from penstock.errors import Unauthenticated
 from penstock.gateway.http.exchange import RequestHead
-from penstock.policy.tenant import NOBODY, Tenant
+from penstock.policy.tenant import ANONYMOUS, Tenant
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -39,11 +39,11 @@ class Caller:
         return self.tenant.fairness_key
 
 
-ANYBODY = Caller(tenant=NOBODY)
+ANONYMOUS_CALLER = Caller(tenant=ANONYMOUS)
 """The caller where authentication is off, or does not matter."""
-OPERATOR = Caller(tenant=NOBODY, key_prefix="admin", admin=True)
+OPERATOR = Caller(tenant=ANONYMOUS, key_prefix="admin", admin=True)
 """The holder of a key that is for `/admin` alone."""
-SCRAPER = Caller(tenant=NOBODY, key_prefix="scrape", scrape=True)
+SCRAPER = Caller(tenant=ANONYMOUS, key_prefix="scrape", scrape=True)
 """The holder of a key that is for `/metrics` and `/status.json` alone, or a caller that needs none for
 them."""
 

@@ -20,7 +20,7 @@ from penstock.config.hosts import is_loopback
 from penstock.config.tree import ServerConfig
 from penstock.errors import Forbidden
 from penstock.gateway.http.exchange import RequestHead
-from penstock.gateway.identity.auth import ANYBODY, OPERATOR, SCRAPER, Caller
+from penstock.gateway.identity.auth import ANONYMOUS_CALLER, OPERATOR, SCRAPER, Caller
 from penstock.gateway.identity.tenancy import Tenancy
 
 WILDCARDS = ("0.0.0.0", "::", "")
@@ -56,11 +56,11 @@ class Entrance:
             Forbidden: this caller may not go there.
         """
         if access is Access.OPEN:
-            return ANYBODY
+            return ANONYMOUS_CALLER
         if self._tenancy.is_open:
             self._check_same_origin(head, self._cors_origins if access is Access.KEY else frozenset())
             if access is Access.KEY:
-                return ANYBODY
+                return ANONYMOUS_CALLER
             _check_local(head, client)
             return OPERATOR if access is Access.ADMIN else SCRAPER
         if access is Access.KEY:

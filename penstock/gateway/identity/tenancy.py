@@ -22,7 +22,7 @@ from penstock.config.tree import Config
 from penstock.errors import ConfigError, Unauthenticated
 from penstock.gateway.http.exchange import RequestHead
 from penstock.gateway.identity.api_keys import Stamp, stamp
-from penstock.gateway.identity.auth import ANYBODY, Caller, credential
+from penstock.gateway.identity.auth import ANONYMOUS_CALLER, Caller, credential
 from penstock.gateway.identity.tenants import TenantTable, read_tenants
 from penstock.rng import fresh_key
 from penstock.telemetry.log import Log
@@ -102,7 +102,7 @@ class Tenancy:
             Forbidden: somebody known, who may not use this server.
         """
         if self._table.open:
-            return ANYBODY
+            return ANONYMOUS_CALLER
         found = credential(head)
         if self._tokens is not None and looks_like_token(found):
             return self._tokens.find(found)

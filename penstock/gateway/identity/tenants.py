@@ -18,9 +18,9 @@ from penstock.config.tree import Config
 from penstock.errors import ConfigError, Forbidden, Unauthenticated
 from penstock.gateway.http.exchange import RequestHead
 from penstock.gateway.identity.api_keys import ApiKey, digest_of, read_keys, tier_problem
-from penstock.gateway.identity.auth import ANYBODY, OPERATOR, SCRAPER, Caller, credential
+from penstock.gateway.identity.auth import ANONYMOUS_CALLER, OPERATOR, SCRAPER, Caller, credential
 from penstock.gateway.identity.tiers import Tenants
-from penstock.policy.tenant import NOBODY
+from penstock.policy.tenant import ANONYMOUS
 from penstock.rng import fresh_key
 
 GONE_KEYS_MAX = 3
@@ -92,7 +92,7 @@ class TenantTable:
         Raises:
             Unauthenticated: there is none, or what it says is not accepted.
         """
-        return ANYBODY if self.open else self.tenant_of_key(credential(head))
+        return ANONYMOUS_CALLER if self.open else self.tenant_of_key(credential(head))
 
     def of_key(self, key: bytes) -> Caller:
         """The caller behind an API key.
@@ -242,7 +242,7 @@ class StoredKeys:
                 bytes.fromhex(key.hash),
                 key,
                 Caller(
-                    tenant=made.get(key.tenant, NOBODY),
+                    tenant=made.get(key.tenant, ANONYMOUS),
                     key_prefix=key.prefix,
                     admin=key.admin,
                     scrape=key.scrape,

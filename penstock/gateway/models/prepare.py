@@ -14,7 +14,7 @@ from penstock.errors import ContextTooLong, InvalidRequest
 from penstock.gateway.models.served import ServedModel
 from penstock.gateway.models.tokenize_pool import TokenizePool
 from penstock.policy.limits.tenant_limits import check_tokens, output_room
-from penstock.policy.tenant import NOBODY, Tenant
+from penstock.policy.tenant import ANONYMOUS, Tenant
 from penstock.protocol.needs import text_only
 from penstock.protocol.openai import ChatRequest, CompletionRequest, GenerationRequest, Message, ToolSpec
 from penstock.protocol.worker import ModelInfo
@@ -109,7 +109,9 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
         )
 
 
-def chat_max_tokens(request: ChatRequest, num_prompt: int, info: ModelInfo, tenant: Tenant = NOBODY) -> int:
+def chat_max_tokens(
+    request: ChatRequest, num_prompt: int, info: ModelInfo, tenant: Tenant = ANONYMOUS
+) -> int:
     """How much a chat may answer: what was asked for, else what the context and the tenant's limits leave.
 
     Raises:
@@ -122,7 +124,7 @@ def chat_max_tokens(request: ChatRequest, num_prompt: int, info: ModelInfo, tena
 
 
 def completion_max_tokens(
-    request: CompletionRequest, num_prompt: int, info: ModelInfo, tenant: Tenant = NOBODY
+    request: CompletionRequest, num_prompt: int, info: ModelInfo, tenant: Tenant = ANONYMOUS
 ) -> int:
     """How much a plain completion may answer: what was asked for, else 16 tokens or what is left.
 

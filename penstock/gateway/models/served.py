@@ -14,7 +14,7 @@ from penstock.gateway.models.auto_model import AutoModels
 from penstock.gateway.models.public import NO_PUBLIC_PREFIXES, PublicPrefixes
 from penstock.policy.limits.tenant_limits import check_adapter, check_model, may_use_adapter, may_use_model
 from penstock.policy.placement.decision_log import ComplexityChoice
-from penstock.policy.tenant import NOBODY, Tenant
+from penstock.policy.tenant import ANONYMOUS, Tenant
 from penstock.protocol.openai import CallerLimits, GenerationRequest, ModelCard
 from penstock.protocol.worker import ModelInfo
 from penstock.rng import fresh_key
@@ -162,7 +162,7 @@ class ModelTable:
         check_model(tenant, model.name)
         return Resolved(model)
 
-    def get(self, name: str | None, tenant: Tenant = NOBODY) -> ServedModel:
+    def get(self, name: str | None, tenant: Tenant = ANONYMOUS) -> ServedModel:
         """The model of this name; without a name the only one, where there is only one.
 
         Raises:

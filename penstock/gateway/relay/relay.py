@@ -62,7 +62,7 @@ class StreamReply(Reply):
 
     def _hold_workers(self) -> bool:
         """More waits for the client than may. Whether every stream's worker can be made to wait."""
-        self._is_held = self.hold_streams()
+        self._is_held = self.pause_reading()
         return self._is_held
 
     def _caught_up(self) -> None:
@@ -70,7 +70,7 @@ class StreamReply(Reply):
         self._release_all()
         if self._is_held and not self.exchange.is_behind:
             self._is_held = False
-            self.let_streams_go_on()
+            self.resume_reading()
 
     def _release_all(self) -> None:
         holding, self._holding = self._holding, []

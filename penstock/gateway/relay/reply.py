@@ -281,16 +281,16 @@ class Reply:
         self._stopped = reason
         self._abort_all()
 
-    def hold_streams(self) -> bool:
+    def pause_reading(self) -> bool:
         """Read no more from the workers, if that can be done with each stream; None are there between two
         attempts.
         """
-        return all(generation.hold() for generation in self._generations)
+        return all(generation.pause_reading() for generation in self._generations)
 
-    def let_streams_go_on(self) -> None:
+    def resume_reading(self) -> None:
         """Read again from those that were held."""
         for generation in self._generations:
-            generation.go_on()
+            generation.resume_reading()
 
     def heartbeat(self, ticks: int) -> None:
         """Called now and then; a reply that streams shows that it lives after `ticks` silent calls."""

@@ -14,11 +14,11 @@ from penstock.config.flow import QueueConfig
 from penstock.config.routing import AdmissionConfig, RoutingConfig
 from penstock.errors import Overloaded, PenstockError, WorkerUnavailable
 from penstock.policy.admission.admit import AdmissionControl, effective_degrade
-from penstock.policy.admission.thrift import BudgetDowngrade
+from penstock.policy.admission.budget_downgrade import BudgetDowngrade
 from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Divert, Shed
 from penstock.policy.answers import Diverted, Refused
+from penstock.policy.contracts import Pass, RouteLoad
 from penstock.policy.flow import RequestFacts
-from penstock.policy.parts import Pass, RouteLoad
 from penstock.policy.queueing.fair_queue import default_level, ordered_bands
 from penstock.policy.tenant import Degrade, Tenant
 
@@ -41,7 +41,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gate:
-    """`AdmissionControl` behind flow control's contract (`parts.Admission`)."""
+    """`AdmissionControl` behind flow control's contract (`contracts.Admission`)."""
 
     __slots__ = (
         "_admission",

@@ -5,9 +5,9 @@ quarantine, which says which of them are not started again, and how the others a
 from collections.abc import Iterator
 
 from penstock.errors import PenstockError, WorkerError
-from penstock.policy.extras.quarantine import OnBoard
+from penstock.policy.contracts import CrashPolicy
+from penstock.policy.extras.quarantine import InFlightAtCrash
 from penstock.policy.flow import RequestFacts, State
-from penstock.policy.parts import Poison
 from penstock.policy.requests.extra import Extra
 from penstock.policy.requests.request import Request
 from penstock.types import Usage, WorkerId
@@ -18,9 +18,9 @@ class CrashQuarantine(Extra):
 
     __slots__ = ("_crashes", "_quarantine")
 
-    def __init__(self, quarantine: Poison) -> None:
+    def __init__(self, quarantine: CrashPolicy) -> None:
         self._quarantine = quarantine
-        self._crashes: dict[WorkerId, tuple[int, list[tuple[Request, OnBoard]]]] = {}
+        self._crashes: dict[WorkerId, tuple[int, list[tuple[Request, InFlightAtCrash]]]] = {}
         """Those since `evictions` was last called: when, and which requests were there."""
 
     def refusal(self, now_ns: int, facts: RequestFacts) -> PenstockError | None:
@@ -43,9 +43,9 @@ class CrashQuarantine(Extra):
         if not isinstance(error, WorkerError) or not error.died:
             return
         given = request.completion_tokens if usage is None else usage.completion_tokens
-        _, on_board = self._crashes.setdefault(worker, (now_ns, []))
-        found = OnBoard(request.facts, is_starting=request.state is State.STARTED, num_tokens=given)
-        on_board.append((request, found))
+        _, in_flight_at_crash = self._crashes.setdefault(worker, (now_ns, []))
+        found = InFlightAtCrash(request.facts, is_starting=request.state is State.STARTED, num_tokens=given)
+        in_flight_at_crash.append((request, found))
 
     def finished(self, facts: RequestFacts) -> None:
         """See `Extra`."""
@@ -56,9 +56,11 @@ class CrashQuarantine(Extra):
         if not self._crashes:
             return
         crashes, self._crashes = self._crashes, {}
-        for at_ns, on_board in crashes.values():
-            self._quarantine.died(at_ns, [found for _, found in on_board])
-        for request in [request for _, on_board in crashes.values() for request, _ in on_board]:
+        for at_ns, in_flight_at_crash in crashes.values():
+            self._quarantine.died(at_ns, [found for _, found in in_flight_at_crash])
+        for request in [
+            request for _, in_flight_at_crash in crashes.values() for request, _ in in_flight_at_crash
+        ]:
             if request.state is not State.QUEUED:
                 continue
             if (error := self._quarantine.refusal(now_ns, request.facts)) is not None:

@@ -14,11 +14,11 @@ import msgspec
 
 from penstock.errors import PenstockError
 from penstock.policy.answers import Abort, Start
+from penstock.policy.contracts import Health
 from penstock.policy.extras.hedge import HedgeOutcome, Hedges
 from penstock.policy.flow import State
-from penstock.policy.parts import Health
-from penstock.policy.queueing.lane import ModelQueue
-from penstock.policy.queueing.room import uncached_tokens
+from penstock.policy.queueing.capacity import uncached_tokens
+from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.requests.extra import Extra
 from penstock.policy.requests.request import Hedge, Request
 from penstock.types import RequestId, WorkerId
@@ -141,7 +141,7 @@ class Hedging(Extra):
         lane, attempt = request.lane, request.attempts + 1
         name = RequestId(f"{request.id}{MARK}{attempt}")
         work = msgspec.structs.replace(request.work, id=name, matched_tokens=0, hold_ns=1)
-        room = lane.place_beside(now_ns, work, request.worker)
+        room = lane.place_hedge(now_ns, work, request.worker)
         if room is None:
             self._hedges.tell(lane.route, HedgeOutcome.NO_ROOM)
             return None

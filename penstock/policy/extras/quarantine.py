@@ -4,7 +4,7 @@ take a fleet down.
 When a worker's process dies, every request on it gets a strike, and most were only there. They are tried
 again so that the next death says more: each that had given nothing since it was started there starts alone,
 on a worker where no other suspect is starting, and so does each that is there at a second death; streams that
-were cut go on at once, together, but not beside those (policy/queueing/lane.py sees to that, until their next
+were cut continue at once, together, but not beside those (policy/queueing/model_queue.py, until their next
 output). If exactly one suspect was starting when a worker died, that is the cause; if none was, and exactly
 one is there, that one is. With `quarantine_crashes` strikes it is convicted: it is not started again, and its
 like is refused until `refuse_s` have passed. Nobody else is blamed for that death. So a prompt that ends
@@ -37,7 +37,7 @@ from penstock.policy.flow import RequestFacts
 Fingerprint = int
 
 
-class OnBoard(msgspec.Struct, frozen=True, gc=False):
+class InFlightAtCrash(msgspec.Struct, frozen=True, gc=False):
     """A request at the death of its worker."""
 
     facts: RequestFacts
@@ -97,7 +97,7 @@ class Quarantine:
         """Convictions so far."""
 
     def refusal(self, now_ns: int, facts: RequestFacts) -> CrashingRequest | None:
-        """See `parts.Poison`. Looks at the prompt only while there are suspects, which is nearly never."""
+        """See `contracts.CrashPolicy`. Looks at the prompt only while there are suspects, which is rare."""
         if not self._suspects or (name := fingerprint(facts)) is None:
             return None
         left_s = self.refused_s(now_ns, name)
@@ -109,15 +109,15 @@ class Quarantine:
         )
 
     def trial(self, now_ns: int, facts: RequestFacts) -> IsolatedRetry | None:
-        """See `parts.Poison`."""
+        """See `contracts.CrashPolicy`."""
         if not self._suspects or (name := fingerprint(facts)) is None:
             return None
         return self.trial_of(now_ns, name)
 
-    def died(self, now_ns: int, on_board: Sequence[OnBoard]) -> None:
-        """See `parts.Poison`."""
+    def died(self, now_ns: int, in_flight_at_crash: Sequence[InFlightAtCrash]) -> None:
+        """See `contracts.CrashPolicy`."""
         starting, streaming = list[Fingerprint](), dict[Fingerprint, int]()
-        for each in on_board:
+        for each in in_flight_at_crash:
             if (name := fingerprint(each.facts)) is None:
                 continue
             if each.is_starting:
@@ -126,7 +126,7 @@ class Quarantine:
         self.strike(now_ns, starting, streaming)
 
     def ended_well(self, facts: RequestFacts) -> None:
-        """See `parts.Poison`."""
+        """See `contracts.CrashPolicy`."""
         if self._suspects and (name := fingerprint(facts)) is not None:
             self.clear(name)
 
@@ -208,11 +208,13 @@ class Quarantine:
         suspect.until_ns = now_ns + round(self._config.refuse_s * NS_PER_S)
 
 
-def _cause(on_board: Mapping[Fingerprint, _Suspect], starting: Container[Fingerprint]) -> Fingerprint | None:
+def _cause(
+    in_flight_at_crash: Mapping[Fingerprint, _Suspect], starting: Container[Fingerprint]
+) -> Fingerprint | None:
     """Who a death is put down to, by what is known from earlier ones; None if that could be several."""
-    if len(on_board) == 1:
-        return next(iter(on_board))
-    suspects = [name for name, suspect in on_board.items() if suspect.strikes]
+    if len(in_flight_at_crash) == 1:
+        return next(iter(in_flight_at_crash))
+    suspects = [name for name, suspect in in_flight_at_crash.items() if suspect.strikes]
     likely = [name for name in suspects if name in starting] or suspects
     return likely[0] if len(likely) == 1 else None
 

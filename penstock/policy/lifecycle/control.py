@@ -18,16 +18,16 @@ from penstock.clock import NS_PER_S
 from penstock.config.flow import QueueConfig
 from penstock.errors import Draining, Evicted, PenstockError, WorkerUnavailable
 from penstock.policy.answers import Abort, Diverted, Queued, Refused, Requeued, Start, Stop
+from penstock.policy.contracts import Pass, Policies, RouteLoad
 from penstock.policy.extras.crash_quarantine import CrashQuarantine
 from penstock.policy.extras.hedging import MARK, Hedging
 from penstock.policy.flow import Event, RequestFacts, State
 from penstock.policy.lifecycle.fallback import Fallbacks
 from penstock.policy.lifecycle.transitions import Change, Transitions
-from penstock.policy.parts import Parts, Pass, RouteLoad
 from penstock.policy.queueing.band import Work
+from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.fair_queue import Full
-from penstock.policy.queueing.lane import ModelQueue
-from penstock.policy.queueing.room import WorkerView
+from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.queueing.terms import queue_terms
 from penstock.policy.record import Outcome
 from penstock.policy.requests.account import Accounts
@@ -44,15 +44,28 @@ class FlowControl:
     """See the module. One per gateway process, or per simulated gateway."""
 
     __slots__ = (
-        "_accounts", "_advance", "_config", "_dirty", "_drain_ns", "_extras", "_fallbacks", "_lanes",
-        "_parts", "_pending", "_requests", "_timers", "_timers_set", "_transitions", "hedging",
+        "_accounts",
+        "_advance",
+        "_config",
+        "_dirty",
+        "_drain_ns",
+        "_extras",
+        "_fallbacks",
+        "_lanes",
+        "_pending",
+        "_policies",
+        "_requests",
+        "_timers",
+        "_timers_set",
+        "_transitions",
+        "hedging",
     )  # fmt: skip
 
-    def __init__(self, config: QueueConfig, parts: Parts | None = None) -> None:
-        self._config, self._parts = queue_terms(config), parts or Parts()
-        self._accounts = Accounts(self._parts)
+    def __init__(self, config: QueueConfig, policies: Policies | None = None) -> None:
+        self._config, self._policies = queue_terms(config), policies or Policies()
+        self._accounts = Accounts(self._policies)
         self._requests: dict[RequestId, Request] = {}
-        self._fallbacks = Fallbacks(self._parts, self._accounts, self._requests, self._look)
+        self._fallbacks = Fallbacks(self._policies, self._accounts, self._requests, self._look)
         self._lanes: dict[str, ModelQueue] = {}
         self._dirty: dict[str, ModelQueue] = {}
         self._timers: list[tuple[int, int, ModelQueue]] = []
@@ -62,12 +75,12 @@ class FlowControl:
         self.hedging: Hedging | None = None
         """For the driver, which says which of two attempts won; None if requests are never hedged."""
         extras = list[Extra]()
-        if self._parts.poison is not None:
-            extras.append(CrashQuarantine(self._parts.poison))
-        if self._parts.hedges is not None:
+        if self._policies.poison is not None:
+            extras.append(CrashQuarantine(self._policies.poison))
+        if self._policies.hedges is not None:
             self.hedging = Hedging(
-                self._parts.hedges,
-                self._parts.health,
+                self._policies.hedges,
+                self._policies.health,
                 self._requests,
                 on_lost=self._lost,
                 on_change=self._touch,
@@ -75,7 +88,7 @@ class FlowControl:
             extras.append(self.hedging)
         self._extras = tuple(extras)
         self._transitions = Transitions(
-            self._parts,
+            self._policies,
             self._accounts,
             self._requests,
             self._extras,
@@ -97,7 +110,7 @@ class FlowControl:
         lane = self._lane(now_ns, facts.route)
         if self._config.no_worker == "refuse" and not lane.rooms.num_ready:
             return Refused(facts.id, "no_worker", _no_worker(facts.route))
-        verdict = self._parts.admission.decide(now_ns, facts, self._look(now_ns, facts))
+        verdict = self._policies.admission.decide(now_ns, facts, self._look(now_ns, facts))
         if not isinstance(verdict, Pass):
             return verdict
         holds = self._accounts.open(now_ns, facts)
@@ -156,7 +169,7 @@ class FlowControl:
         """Take a worker's report; None: it is gone, and what ran there will be reported by `failed`."""
         lane = self._lane(now_ns, route)
         lane.set_worker(now_ns, worker_id, view)
-        self._parts.health.worker(route, worker_id, ready=None if view is None else view.ready)
+        self._policies.health.worker(route, worker_id, ready=None if view is None else view.ready)
         self._touch(lane)
 
     def first_output(self, now_ns: int, request_id: RequestId, *, cached_tokens: int | None = None) -> None:
@@ -172,7 +185,7 @@ class FlowControl:
             lane.begin(now_ns, request.worker, request.booked)
             for extra in self._extras:
                 extra.first_output(now_ns, request)
-            self._parts.health.began(now_ns, lane.route, request.worker, now_ns - request.dispatched_ns)
+            self._policies.health.began(now_ns, lane.route, request.worker, now_ns - request.dispatched_ns)
             self._touch(lane)
         self._advance(now_ns, request, Event.FIRST_OUTPUT)
         if cached_tokens is not None:
@@ -270,8 +283,8 @@ class FlowControl:
         if request.state not in (State.STARTED, State.STREAMING):
             return None
         if request.has_begun:
-            return Event.MIGRATE if request.migrations < self._parts.migrations_max else None
-        may_retry = request.attempts <= self._config.retries_max and self._parts.health.may_retry(now_ns)
+            return Event.MIGRATE if request.migrations < self._policies.migrations_max else None
+        may_retry = request.attempts <= self._config.retries_max and self._policies.health.may_retry(now_ns)
         return Event.RETRY if may_retry else None
 
     # --- by the clock -----------------------------------------------------------------------------
@@ -357,9 +370,9 @@ class FlowControl:
     def _lane(self, now_ns: int, route: str) -> ModelQueue:
         lane = self._lanes.get(route)
         if lane is None:
-            parts = self._parts
+            policies = self._policies
             lane = self._lanes[route] = ModelQueue(
-                self._config, route, now_ns, parts.placement(route), parts.health, parts.pace()
+                self._config, route, now_ns, policies.placement(route), policies.health, policies.pace()
             )
         return lane
 

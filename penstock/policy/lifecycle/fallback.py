@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from penstock.policy.answers import Diverted, FallBack, Refused
+from penstock.policy.contracts import Pass, Policies, RouteLoad
 from penstock.policy.flow import RequestFacts, State
-from penstock.policy.parts import Parts, Pass, RouteLoad
 from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.lane import ModelQueue
+from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.requests.account import Accounts, Holds
 from penstock.policy.requests.request import Request, work_of
 from penstock.types import RequestId
@@ -23,7 +23,7 @@ ASKED_MAX = 32
 """Requests that one look at a model without workers sends to others: those that have moved count at the
 next."""
 Look = Callable[[int, RequestFacts], Callable[[str], RouteLoad]]
-"""How models stand for a request: `parts.Admission.decide` asks."""
+"""How models stand for a request: `contracts.Admission.decide` asks."""
 
 
 class Moved(msgspec.Struct, frozen=True, gc=False):
@@ -38,13 +38,13 @@ class Moved(msgspec.Struct, frozen=True, gc=False):
 class Fallbacks:
     """Those of one flow control."""
 
-    __slots__ = ("_accounts", "_look", "_parts", "_requests")
+    __slots__ = ("_accounts", "_look", "_policies", "_requests")
 
     def __init__(
-        self, parts: Parts, accounts: Accounts, requests: Mapping[RequestId, Request], look: Look
+        self, policies: Policies, accounts: Accounts, requests: Mapping[RequestId, Request], look: Look
     ) -> None:
         """`requests` are all accepted ones, by reference."""
-        self._parts, self._accounts, self._requests, self._look = parts, accounts, requests, look
+        self._policies, self._accounts, self._requests, self._look = policies, accounts, requests, look
 
     def ask(self, now_ns: int, lane: ModelQueue, down_ns: int) -> tuple[list[FallBack], list[Request], bool]:
         """What waits for a model that has had no worker since `down_ns`: which requests could go elsewhere,
@@ -58,7 +58,7 @@ class Fallbacks:
             if len(found) + len(stay) == ASKED_MAX:
                 return found, stay, True
             request.asked_ns, facts = down_ns, request.facts
-            verdict = self._parts.admission.decide(now_ns, facts, self._look(now_ns, facts))
+            verdict = self._policies.admission.decide(now_ns, facts, self._look(now_ns, facts))
             if isinstance(verdict, Diverted):
                 found.append(FallBack(facts.id, verdict.route, verdict.why))
             else:
@@ -74,7 +74,7 @@ class Fallbacks:
             return None
         if request.lane.down_ns is None or lane is request.lane:
             return None
-        verdict = self._parts.admission.decide(now_ns, facts, self._look(now_ns, facts))
+        verdict = self._policies.admission.decide(now_ns, facts, self._look(now_ns, facts))
         if not isinstance(verdict, Pass):
             return None
         work = work_of(facts, request.arrived_ns, 0, verdict)

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.config.tree import Config
+from penstock.policy.admission.budget_downgrade import BudgetDowngrade
 from penstock.policy.admission.gate import Gate, ModelFacts
-from penstock.policy.admission.thrift import BudgetDowngrade
+from penstock.policy.contracts import Placement, Policies
 from penstock.policy.estimates.output_length import OutputLengths
 from penstock.policy.extras.hedge import Hedges, Tell
 from penstock.policy.extras.quarantine import Quarantine
@@ -15,7 +16,6 @@ from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.limits.budget import TenantBudgets
 from penstock.policy.limits.price import PriceList
 from penstock.policy.limits.rate_limit import SLICE_TOKENS, Limiter
-from penstock.policy.parts import Parts, Placement
 from penstock.policy.queueing.pace import Pace
 from penstock.policy.resilience.health import FleetHealth
 
@@ -60,7 +60,7 @@ def build_policies(
     gate = Gate(config.admission, config.routing, config.queue, facts, BudgetDowngrade(budgets, prices))
     health = FleetHealth(config.health, random)
     hedges = Hedges(config.health, on_hedge) if config.health.hedge_share else None
-    parts = Parts(
+    policies = Policies(
         admission=gate,
         limits=limiter,
         budgets=budgets,
@@ -74,7 +74,7 @@ def build_policies(
         migrations_max=config.health.migrations_max,
     )
     return PolicyStack(
-        control=FlowControl(config.queue, parts),
+        control=FlowControl(config.queue, policies),
         gate=gate,
         limiter=limiter,
         budgets=budgets,

@@ -8,12 +8,12 @@ import msgspec
 
 from penstock.errors import PenstockError
 from penstock.policy.answers import Abort, Start
+from penstock.policy.contracts import Policies
 from penstock.policy.flow import Event, State, Step
 from penstock.policy.lifecycle.fallback import Moved
-from penstock.policy.parts import Parts
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.fair_queue import Full
-from penstock.policy.queueing.lane import ModelQueue
+from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.record import Outcome
 from penstock.policy.requests.account import Accounts
 from penstock.policy.requests.endings import Settled
@@ -41,11 +41,11 @@ Answer = Settled | Abort | Start
 class Transitions:
     """One for each flow control."""
 
-    __slots__ = ("_accounts", "_extras", "_on_change", "_on_dropped", "_parts", "_requests", "_steps")
+    __slots__ = ("_accounts", "_extras", "_on_change", "_on_dropped", "_policies", "_requests", "_steps")
 
     def __init__(
         self,
-        parts: Parts,
+        policies: Policies,
         accounts: Accounts,
         requests: MutableMapping[RequestId, Request],
         extras: Sequence[Extra],
@@ -57,7 +57,7 @@ class Transitions:
         called for a model whose queue must be looked at again, `on_dropped` for what a queue dropped to make
         room.
         """
-        self._parts, self._accounts, self._requests, self._extras = parts, accounts, requests, extras
+        self._policies, self._accounts, self._requests, self._extras = policies, accounts, requests, extras
         self._on_change, self._on_dropped = on_change, on_dropped
         self._steps: dict[Step, Callable[[int, Request, Change], Answer | None]] = {
             Step.ENQUEUE: self._enqueue,
@@ -115,7 +115,7 @@ class Transitions:
         request.attempt, request.booked = request.attempts, work
         for extra in self._extras:
             extra.started(now_ns, request)
-        self._parts.health.started(now_ns, lane.route, request.worker)
+        self._policies.health.started(now_ns, lane.route, request.worker)
         if work.matched_tokens:
             charge_matched(request)
         order = lane.queue.band_of(work).config.order
@@ -135,19 +135,19 @@ class Transitions:
             request.prompt_tokens = facts.prompt_tokens
             charge(request, request.completion_tokens)
             each = request.completion_tokens // facts.choices
-            self._parts.lengths.observe(facts.tenant.id, lane.route, each)
+            self._policies.lengths.observe(facts.tenant.id, lane.route, each)
         else:
             request.cached_tokens = request.completion_tokens = 0
             lane.queue.charge(request.work, 0)
         if request.outcome is Outcome.FINISHED:
-            self._parts.health.succeeded()
+            self._policies.health.succeeded()
             for extra in self._extras:
                 extra.finished(facts)
         lane.queue.end(request.work)
 
     def _release(self, now_ns: int, request: Request, change: Change) -> None:
         lane = request.lane
-        self._parts.health.ended(now_ns, lane.route, request.worker, change.error)
+        self._policies.health.ended(now_ns, lane.route, request.worker, change.error)
         usage = change.usage if request.state is State.ENDED else None
         request.work.identity = request.booked.identity  # Of the attempt that was ahead, if there were two.
         lane.release(now_ns, request.worker, request.booked, usage)

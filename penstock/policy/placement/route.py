@@ -7,8 +7,8 @@ why.
     score, pick  score.py, pick.py: one of two policies; ties, chance, holds
     learn        speed.py: what requests took at their workers
 
-One per model; fulfils `parts.Placement`. A decision looks at a bounded number of workers, however large the
-fleet is. Load is what `CapacityTable` has booked since dispatch; what workers report only corrects it.
+One per model; fulfils `contracts.Placement`. A decision looks at a bounded number of workers, whatever the
+size of the fleet. Load is what `CapacityTable` has booked since dispatch; reports only correct it.
 
 A worker that is alone gets what fits on it: no prompt is hashed, looked up, predicted or audited, and nothing
 is learned, because nothing could be chosen by it. Its own events keep the index up to date for the day when
@@ -23,15 +23,15 @@ from penstock.clock import NS_PER_S
 from penstock.config.branch import extended
 from penstock.config.placement import PlacementConfig
 from penstock.kv.index.prefix_index import NOTHING_HELD, Held
+from penstock.policy.contracts import Hold
 from penstock.policy.estimates.speed import Ran, Speeds
-from penstock.policy.parts import Hold
 from penstock.policy.placement.decision_log import DecisionLog
 from penstock.policy.placement.locality import NOTHING_LOCATED, LastWorkers, Locality, Located, NoLocality
 from penstock.policy.placement.pick import Choice, Decision, Draw, choose, choose_only, score_all
 from penstock.policy.placement.score import RequestFacts, WorkerFacts, score_policy
 from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.room import CapacityTable, WorkerCapacity, can_resume_at, uncached_tokens
+from penstock.policy.queueing.capacity import CapacityTable, WorkerCapacity, can_resume_at, uncached_tokens
 from penstock.types import BLOCK_TOKENS, RequestId, Usage, WorkerId
 
 _WIDE = 64
@@ -93,7 +93,7 @@ class Router:
         avoid: Collection[WorkerId],
         blocked: Collection[WorkerId],
     ) -> WorkerCapacity | Hold | None:
-        """See `parts.Placement`."""
+        """See `contracts.Placement`."""
         look = _Look(now_ns, work, rooms, avoid, blocked)
         if work.aside and not self._may_fit(look):
             return None
@@ -115,7 +115,7 @@ class Router:
         return rooms.get(picked.worker)
 
     def started(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
-        """See `parts.Placement`."""
+        """See `contracts.Placement`."""
         if work.session:
             self._sessions.put(now_ns, work.session, room.id)
         if work.adapter:
@@ -134,13 +134,13 @@ class Router:
             self._locality.sent(now_ns, room.id, work.keys)
 
     def began(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
-        """See `parts.Placement`."""
+        """See `contracts.Placement`."""
         sent = self._sent.get(work.id)
         if sent is not None and not sent.began_ns:
             sent.began_ns, sent.began_streams = now_ns, room.booked + room.others
 
     def ended(self, now_ns: int, work: Work, room: WorkerCapacity, usage: Usage | None) -> None:
-        """See `parts.Placement`."""
+        """See `contracts.Placement`."""
         sent = self._sent.pop(work.id, None)
         if sent is None or usage is None:
             return

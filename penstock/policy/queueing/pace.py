@@ -32,7 +32,7 @@ from penstock.config.routing import AdmissionConfig
 from penstock.policy.estimates.speed import Ran, Speed, Speeds
 from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.room import WorkerCapacity, uncached_tokens
+from penstock.policy.queueing.capacity import WorkerCapacity, uncached_tokens
 from penstock.types import RequestId, WorkerId
 
 BACKLOG_SHARE = 0.5

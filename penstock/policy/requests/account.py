@@ -8,8 +8,8 @@ from typing import cast
 
 from penstock.errors import PenstockError
 from penstock.policy.answers import Refused
+from penstock.policy.contracts import MoneyHold, Policies, Refusal, TokenHold
 from penstock.policy.flow import RequestFacts
-from penstock.policy.parts import MoneyHold, Parts, Refusal, TokenHold
 from penstock.types import Usage
 
 
@@ -34,23 +34,23 @@ class Holds:
 class Accounts:
     """Opens, grows and settles them."""
 
-    __slots__ = ("_parts",)
+    __slots__ = ("_policies",)
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, policies: Policies) -> None:
+        self._policies = policies
 
     def open(self, now_ns: int, facts: RequestFacts) -> Holds | Refused:
         """Hold what a request is expected to need, or nothing."""
-        parts, tenant = self._parts, facts.tenant
+        policies, tenant = self._policies, facts.tenant
         longest = facts.max_tokens * facts.choices
-        expected = facts.choices * parts.lengths.expect(tenant.id, facts.route, facts.max_tokens)
-        held = parts.limits.reserve(now_ns, tenant, facts.prompt_tokens, expected, request_id=facts.id)
+        expected = facts.choices * policies.lengths.expect(tenant.id, facts.route, facts.max_tokens)
+        held = policies.limits.reserve(now_ns, tenant, facts.prompt_tokens, expected, request_id=facts.id)
         if (error := _error_of(held)) is not None:
             return Refused(facts.id, "limits", error)
         tokens = cast("TokenHold", held)
-        budgeted = min(parts.slice_tokens, longest)
+        budgeted = min(policies.slice_tokens, longest)
         price = self._price(facts.route, facts.prompt_tokens, facts.cached_tokens, budgeted)
-        reserved = parts.budgets.reserve(now_ns, tenant, price)
+        reserved = policies.budgets.reserve(now_ns, tenant, price)
         if (error := _error_of(reserved)) is not None:
             tokens.undo(now_ns)
             return Refused(facts.id, "budget", error)
@@ -62,7 +62,7 @@ class Accounts:
     ) -> bool:
         """Hold money for the slice that begins after `total` answer tokens; False: there is none left."""
         longest = facts.max_tokens * facts.choices
-        holds.budgeted = min(total + self._parts.slice_tokens, max(total, longest))
+        holds.budgeted = min(total + self._policies.slice_tokens, max(total, longest))
         price = self._price(facts.route, facts.prompt_tokens, max(cached_tokens, 0), holds.budgeted)
         return holds.money.renew(now_ns, price)
 
@@ -70,13 +70,13 @@ class Accounts:
         """It used so much; returns its price in millionths."""
         tokens = used.prompt_tokens + used.completion_tokens
         holds.tokens.settle(now_ns, tokens)
-        price = self._parts.prices.cost_micros(route, used) if tokens else 0
+        price = self._policies.prices.cost_micros(route, used) if tokens else 0
         holds.money.settle(now_ns, price)
         return price
 
     def _price(self, route: str, prompt: int, cached: int, output: int) -> int:
         usage = Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=output)
-        return self._parts.prices.cost_micros(route, usage)
+        return self._policies.prices.cost_micros(route, usage)
 
 
 def _error_of(answer: object) -> PenstockError | None:

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import msgspec
 
+from penstock.policy.contracts import Pass
 from penstock.policy.flow import TABLE, Event, RequestFacts, State, Step
-from penstock.policy.parts import Pass
 from penstock.policy.queueing.band import Work, cost
+from penstock.policy.queueing.capacity import WorkerCapacity
 from penstock.policy.queueing.kv_pressure import RunningStream, blocks_to_free, choose_victims
-from penstock.policy.queueing.lane import ModelQueue
-from penstock.policy.queueing.room import WorkerCapacity
+from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.policy.requests.account import Holds

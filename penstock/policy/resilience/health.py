@@ -45,7 +45,7 @@ class _Route:
 
 
 class FleetHealth:
-    """One for a gateway. See `parts.Health`."""
+    """One for a gateway. See `contracts.Health`."""
 
     __slots__ = ("_config", "_draw", "_routes", "retries")
 

@@ -24,8 +24,8 @@ from penstock.config.tree import Config
 from penstock.policy.flow import State
 from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.band import Band, Work
-from penstock.policy.queueing.lane import ModelQueue
-from penstock.policy.queueing.room import WorkerCapacity, can_resume_at
+from penstock.policy.queueing.capacity import WorkerCapacity, can_resume_at
+from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.queueing.terms import queue_terms
 from penstock.policy.requests.request import blocks_of
 from penstock.sim.world.gateway import SimGateway

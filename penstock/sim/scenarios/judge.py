@@ -12,7 +12,7 @@ from penstock.config.routing import AdmissionConfig
 from penstock.planning.step_time import StepShape, StepTime
 from penstock.policy.admission.promise import IDLE_FACTOR, Promise, Promises
 from penstock.policy.record import Outcome
-from penstock.policy.tenant import NOBODY, Tenant
+from penstock.policy.tenant import ANONYMOUS, Tenant
 from penstock.sim.traffic.request import RequestRecord
 from penstock.sim.world.spec import PoolSpec
 from penstock.sim.world.worker import SimWorkerSpec
@@ -37,7 +37,7 @@ class Judge:
 
     def promise(self, record: RequestRecord) -> Promise:
         """What a request that was answered was promised."""
-        tier = self._tenants.get(record.tenant, NOBODY).tier
+        tier = self._tenants.get(record.tenant, ANONYMOUS).tier
         promise = self._promises.of(tier=tier, band=record.band)
         idle_ns = idle_ttft_ns(self._workers[record.model], record.prompt_tokens, record.cached_tokens)
         return promise.on(self._factor, idle_ns, self._tpots[record.model])

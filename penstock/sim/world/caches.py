@@ -14,13 +14,13 @@ from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.prompt_keys import PromptKeyMaker, PromptKeys, own_keys
 from penstock.kv.index.vllm_events import events_of_engine
 from penstock.kv.index.worker_cache_view import WorkerCacheView
-from penstock.policy.parts import LeastLoaded, Placement
+from penstock.policy.contracts import LeastLoaded, Placement
 from penstock.policy.placement.decision_log import DecisionLog
 from penstock.policy.placement.route import Router
 from penstock.policy.placement_terms import PlacementTerms
 from penstock.sim.traffic.prompts import BlockNames
 from penstock.sim.traffic.request import SimRequest
-from penstock.sim.world.kv_event_channel import KVNews
+from penstock.sim.world.kv_event_channel import KVUpdate
 from penstock.types import WorkerId
 
 _HASHERS_MAX = 256
@@ -111,7 +111,7 @@ class Caches:
         self._asked.pop(worker, None)
         self.locality.remove(worker)
 
-    def heard(self, worker: WorkerId, news: KVNews) -> Asked | None:
+    def heard(self, worker: WorkerId, news: KVUpdate) -> Asked | None:
         """Words of a worker about its cache.
 
         Returns what to ask it for, if anything is missing that was not asked for.

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from penstock.config.tree import Config
-from penstock.policy.parts import Placement
+from penstock.policy.contracts import Placement
 from penstock.policy.record import UsageRecord
 from penstock.policy.tenant import Tenant
 from penstock.sim.traffic.request import RequestRecord
@@ -31,7 +31,7 @@ class Network(Protocol):
         ...
 
 
-class Witness(Protocol):
+class RunRecorder(Protocol):
     """Whoever keeps what became of requests."""
 
     def ended(self, record: RequestRecord) -> None:

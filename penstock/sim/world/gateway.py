@@ -24,15 +24,15 @@ from penstock.policy.lifecycle.machine_costs import Meters
 from penstock.policy.lifecycle.stack import build_policies
 from penstock.policy.limits.lease import Leases
 from penstock.policy.limits.rate_limit import Limiter
-from penstock.policy.queueing.room import WorkerView
+from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.policy.requests.request import Request
 from penstock.sim.traffic.prompts import LazyTokens
 from penstock.sim.traffic.request import RequestRecord, SimRequest
 from penstock.sim.world.caches import Asked, Caches
 from penstock.sim.world.events import LocalClock, Rank, Timeline
-from penstock.sim.world.facts import Facts, Network, Witness
-from penstock.sim.world.kv_event_channel import KVNews
+from penstock.sim.world.facts import Facts, Network, RunRecorder
+from penstock.sim.world.kv_event_channel import KVUpdate
 from penstock.sim.world.messages import (
     Began,
     Failed,
@@ -60,7 +60,7 @@ class SimGateway:
         facts: Facts,
         timeline: Timeline,
         network: Network,
-        witness: Witness,
+        recorder: RunRecorder,
         *,
         store: SharedStore | None = None,
         life: int = 0,
@@ -68,7 +68,7 @@ class SimGateway:
         """`store` is that of shared limits, if there is one; `life` counts this gateway's starts."""
         self.number, self.actor = number, actor
         self.life, self.is_gone = life, False
-        self._facts, self._timeline, self._network, self._witness = facts, timeline, network, witness
+        self._facts, self._timeline, self._network, self._recorder = facts, timeline, network, recorder
         config = facts.config
         skew_ns = facts.skews_ns.get(number, 0)
         self.clock = LocalClock(wall_offset_ns=timeline.wall_ns() - timeline.now_ns() + skew_ns)
@@ -212,7 +212,7 @@ class SimGateway:
         self._dispatch(now_ns)
         return num_lost
 
-    def cached(self, now_ns: int, worker_id: WorkerId, news: KVNews) -> None:
+    def cached(self, now_ns: int, worker_id: WorkerId, news: KVUpdate) -> None:
         """Words of a worker about its KV cache. What is found missing is asked for."""
         self._ask_kv(now_ns, worker_id, self.caches.heard(worker_id, news))
 
@@ -279,7 +279,7 @@ class SimGateway:
 
     def settled(self, now_ns: int, request: Request, error: PenstockError | None) -> None:
         """See `driver.Clients`."""
-        self._witness.ended(self._record(now_ns, ticket_of(request), request, _told_ns(error)))
+        self._recorder.ended(self._record(now_ns, ticket_of(request), request, _told_ns(error)))
 
     def opened(self, request: Request) -> None:
         """See `driver.Records`: nothing is lost here but what `leave` tells."""
@@ -290,7 +290,7 @@ class SimGateway:
     def closed(self, request: Request, machine_micros: int) -> None:
         """See `driver.Records`."""
         self.clock.time_ns = request.ended_ns
-        self._witness.billed(request.record(self.clock.wall_ns()))
+        self._recorder.billed(request.record(self.clock.wall_ns()))
 
     def predicted(self, request: Request, error: float) -> None:
         """See `driver.Records`."""
@@ -314,7 +314,7 @@ class SimGateway:
         facts, ticket = request.facts, ticket_of(request)
         prompt_tokens = facts.prompt_tokens if ticket.first_ns >= 0 else 0
         self.clock.time_ns = now_ns
-        self._witness.billed(
+        self._recorder.billed(
             UsageRecord(
                 request_id=facts.id,
                 ended_ns=self.clock.wall_ns(),
@@ -328,7 +328,7 @@ class SimGateway:
                 recovered=True,
             )
         )
-        self._witness.ended(
+        self._recorder.ended(
             RequestRecord(
                 id=ticket.request.id,
                 tenant=facts.tenant.id,
@@ -422,7 +422,7 @@ class SimGateway:
         )
 
     def _refused(self, now_ns: int, facts: RequestFacts, refused: Refused) -> None:
-        self._witness.ended(
+        self._recorder.ended(
             RequestRecord(
                 id=facts.id,
                 tenant=facts.tenant.id,

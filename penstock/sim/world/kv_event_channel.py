@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from penstock.kv.cache.block_pool import BlockPool
 from penstock.kv.events import AllBlocksCleared, KVEvent, Numbered, encode_batch, stored_event
 
-KVNews = tuple[KVEvent, ...] | Numbered
+KVUpdate = tuple[KVEvent, ...] | Numbered
 """Events of a connection that keeps them in order, or one numbered batch of a publisher's."""
 
 
@@ -33,7 +33,7 @@ class KVEventChannel:
         self.is_lost = False
         """Nothing of it arrives."""
 
-    def said(self, events: tuple[KVEvent, ...]) -> KVNews | None:
+    def said(self, events: tuple[KVEvent, ...]) -> KVUpdate | None:
         """How it goes out; None if it is lost."""
         if self._history is None:
             return None if self.is_lost else events
@@ -42,7 +42,7 @@ class KVEventChannel:
         self._next += 1
         return None if self.is_lost else batch
 
-    def anew(self) -> KVNews | None:
+    def anew(self) -> KVUpdate | None:
         """What a gateway hears first on a new connection; None of a publisher, which says nothing by
         itself.
         """

@@ -24,7 +24,7 @@ from penstock.sim.world.caches import Asked
 from penstock.sim.world.events import Rank, Timeline
 from penstock.sim.world.facts import Facts
 from penstock.sim.world.gateway import SimGateway
-from penstock.sim.world.kv_event_channel import KVEventChannel, KVNews
+from penstock.sim.world.kv_event_channel import KVEventChannel, KVUpdate
 from penstock.sim.world.member import Member
 from penstock.sim.world.messages import Submission, WorkerLoadReport, WorkerMessage
 from penstock.sim.world.result import RunTally, SimResult
@@ -53,8 +53,7 @@ class World:
         *,
         on_record: Callable[[RequestRecord], None] | None = None,
     ) -> None:
-        """`requests` in the order of their times, lazily. With `on_record` records are passed on, and not kept.
-        """
+        """`requests` in the order of their times, lazily. With `on_record`, `records` stays empty."""
         self.spec, self.timeline, self.streams = spec, Timeline(), Streams(spec.seed)
         self.tally = RunTally()
         self.watcher: Watcher | None = None
@@ -267,7 +266,7 @@ class World:
     # --- Witness ------------------------------------------------------------------------------------
 
     def ended(self, record: RequestRecord) -> None:
-        """See `Witness`."""
+        """See `RunRecorder`."""
         self.tally.ended(record)
         if self.watcher is not None:
             self.watcher.ended(record)
@@ -275,7 +274,7 @@ class World:
         self._on_record(record)
 
     def billed(self, record: UsageRecord) -> None:
-        """See `Witness`."""
+        """See `RunRecorder`."""
         self.tally.billed(record)
         if self.watcher is not None:
             self.watcher.billed(record)
@@ -384,11 +383,11 @@ class World:
         member, message = what
         member.worker.take(now_ns, message)
 
-    def _tell_cache(self, now_ns: int, to: SimGateway, member: Member, update: KVNews) -> None:
+    def _tell_cache(self, now_ns: int, to: SimGateway, member: Member, update: KVUpdate) -> None:
         when_ns = self._arrives_ns(now_ns, member.told_ns, member, to.number)
         self.timeline.at(when_ns, to.actor, Rank.MESSAGE, self._on_cached, (to, member.worker.id, update))
 
-    def _on_cached(self, now_ns: int, what: tuple[SimGateway, WorkerId, KVNews]) -> None:
+    def _on_cached(self, now_ns: int, what: tuple[SimGateway, WorkerId, KVUpdate]) -> None:
         gateway, worker_id, update = what
         if not gateway.is_gone:
             gateway.cached(now_ns, worker_id, update)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from penstock.clock import sleep
 from penstock.errors import Overloaded
-from penstock.protocol.siblings import Ask, Order, Snapshot, Sum, ToChild, decode_to_child, frame
+from penstock.protocol.peers import Ask, Order, Snapshot, Sum, ToChild, decode_to_child, frame
 from penstock.protocol.worker import FrameDecoder
 
 TELL_S = 1.0
@@ -14,7 +14,7 @@ ANSWER_TIMEOUT_S = 2.0
 READ_BYTES = 1 << 16
 
 
-class Siblings:
+class GatewayPeers:
     """The link to the parent.
 
     `start` it once; the parent's end is this process's end, so it is never made again.

@@ -11,12 +11,12 @@ from heapq import heappop, heappush
 from penstock.clock import NS_PER_S
 from penstock.config.flow import QueueConfig
 from penstock.errors import Overloaded
+from penstock.policy.contracts import Health, Hold, Placement, RouteLoad
 from penstock.policy.extras.quarantine import IsolatedRetry
-from penstock.policy.parts import Health, Hold, Placement, RouteLoad
 from penstock.policy.queueing.band import Work
+from penstock.policy.queueing.capacity import CapacityTable, WorkerCapacity, WorkerView, uncached_tokens
 from penstock.policy.queueing.fair_queue import FairQueue, Full
 from penstock.policy.queueing.pace import Pace
-from penstock.policy.queueing.room import CapacityTable, WorkerCapacity, WorkerView, uncached_tokens
 from penstock.policy.queueing.terms import queue_terms
 from penstock.types import RequestId, Usage, WorkerId
 
@@ -129,7 +129,7 @@ class ModelQueue:
         self.pace.started(now_ns, work, room)
         self.placement.started(now_ns, work, room)
 
-    def place_beside(self, now_ns: int, work: Work, worker: WorkerId) -> WorkerCapacity | None:
+    def place_hedge(self, now_ns: int, work: Work, worker: WorkerId) -> WorkerCapacity | None:
         """Where a request that runs at `worker` could be started a second time: only if nobody waits, and
         there is room for it in another worker's batch. Books nothing.
         """

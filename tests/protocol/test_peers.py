@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.protocol.siblings import (
+from penstock.protocol.peers import (
     Ask,
     ChildLaunch,
     ChildReport,

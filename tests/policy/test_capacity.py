@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.room import CapacityTable, WorkerView
+from penstock.policy.queueing.capacity import CapacityTable, WorkerView
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.types import RequestId, TenantId, WorkerId
 

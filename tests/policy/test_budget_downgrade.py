@@ -4,15 +4,15 @@ import pytest
 
 from penstock.config.ledger import BudgetsConfig, ModelPrice, PricesConfig
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig
+from penstock.policy.admission.budget_downgrade import BudgetDowngrade
 from penstock.policy.admission.gate import Gate, ModelFacts
-from penstock.policy.admission.thrift import BudgetDowngrade
 from penstock.policy.answers import Diverted, Queued, Refused
+from penstock.policy.contracts import Policies
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.limits.budget import Spent, TenantBudgets
 from penstock.policy.limits.price import PriceList
-from penstock.policy.parts import Parts
-from penstock.policy.queueing.room import WorkerView
+from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.tenant import Tenant
 from penstock.types import RequestId, TenantId, WorkerId
@@ -49,7 +49,7 @@ class Rig:
         queue = QueueTerms(worker_credit=0, tenant_share=1.0)
         routing = RoutingConfig(models=ROUTES)
         gate = Gate(AdmissionConfig(), routing, queue, facts.get, BudgetDowngrade(budgets, prices))
-        self.flow = FlowControl(queue, Parts(admission=gate, budgets=budgets, prices=prices))
+        self.flow = FlowControl(queue, Policies(admission=gate, budgets=budgets, prices=prices))
         for name in facts:
             self.flow.set_worker(0, name, WorkerId(name), WorkerView(max_running=1))
 

@@ -14,12 +14,12 @@ import msgspec
 from penstock.errors import PenstockError
 from penstock.policy.answers import Diverted, Refused
 from penstock.policy.extras.hedge import Hedges
-from penstock.policy.extras.quarantine import IsolatedRetry, OnBoard
+from penstock.policy.extras.quarantine import InFlightAtCrash, IsolatedRetry
 from penstock.policy.flow import RequestFacts
 from penstock.policy.limits.rate_limit import SLICE_TOKENS
 from penstock.policy.queueing.band import Work
+from penstock.policy.queueing.capacity import CapacityTable, WorkerCapacity
 from penstock.policy.queueing.pace import Pace
-from penstock.policy.queueing.room import CapacityTable, WorkerCapacity
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId, Usage, WorkerId
 
@@ -230,7 +230,7 @@ class Health(Protocol):
         ...
 
 
-class Poison(Protocol):
+class CrashPolicy(Protocol):
     """Which requests are refused because workers died of them: `quarantine.Quarantine`."""
 
     def refusal(self, now_ns: int, facts: RequestFacts) -> PenstockError | None:
@@ -241,7 +241,7 @@ class Poison(Protocol):
         """How it is started if it is under suspicion; None if it is not."""
         ...
 
-    def died(self, now_ns: int, on_board: Sequence[OnBoard]) -> None:
+    def died(self, now_ns: int, in_flight_at_crash: Sequence[InFlightAtCrash]) -> None:
         """A worker's process ended, with these requests on it."""
         ...
 
@@ -419,7 +419,7 @@ _LEAST_LOADED = LeastLoaded()
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Parts:
+class Policies:
     """The parts that a `FlowControl` composes."""
 
     admission: Admission = field(default_factory=AdmitAll)
@@ -430,7 +430,7 @@ class Parts:
     placement: Callable[[str], Placement] = least_loaded
     """Makes the placement of a model, by its name."""
     health: Health = field(default_factory=AllHealthy)
-    poison: Poison | None = None
+    poison: CrashPolicy | None = None
     """None: no request is suspected when a worker crashes."""
     pace: Callable[[], Pace] = Pace
     """Makes what learns of one model's workers how fast they are."""
