@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from penstock.fleet.route_workers import RouteWorkers
-from penstock.fleet.worker import Worker
+from penstock.fleet.registry import RouteWorkers, Worker
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.types import WorkerId
 
