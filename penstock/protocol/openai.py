@@ -22,6 +22,8 @@ from msgspec import Meta
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Count = Annotated[int, Meta(ge=1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+NumTop = Annotated[int, Meta(ge=0)]
+"""Alternatives to show beside a token."""
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 SEED_MAX = 2**63 - 1
@@ -156,7 +158,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     messages: list[Message]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    top_logprobs: NumTop | None = None
     tools: list[ToolSpec] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -172,8 +174,10 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     """`POST /v1/completions`."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    """0: the prompt is scored, and nothing is answered."""
     echo: bool | None = None
-    logprobs: Annotated[int, Meta(ge=0)] | None = None
+    logprobs: NumTop | None = None
     best_of: Count | None = None
     add_special_tokens: bool | None = None
 
@@ -256,6 +260,19 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
+class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """One token of `prompt_logprobs`, as vLLM shows it."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By token id, for each token of a prompt: itself and the likeliest there. Null for the first, which nothing
+precedes."""
+
+
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The function part of a tool call in an answer; streamed chunks leave out what was sent before."""
 
@@ -290,16 +307,17 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str
 
 
-class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`choices[]` of a plain completion."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str
+    prompt_logprobs: PromptLogprobs | None = None
 
 
-class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The whole answer of `/v1/chat/completions`."""
 
     id: str
@@ -309,6 +327,7 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: UsageBody
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):
