@@ -37,16 +37,16 @@ HERE = {
 }
 NOTES = {
     "model": "a model, an adapter of one, or `auto`",
-    "stream_options": "`include_usage`; `continuous_usage_stats` (vLLM's) beside it; `include_obfuscation: true` "
-    "is refused",
+    "stream_options": "`include_usage`; `continuous_usage_stats` (vLLM's) beside it; "
+    "`include_obfuscation: true` is refused",
     "n": "each choice is a request of its own",
     "max_tokens": "0 with `echo` or `prompt_logprobs` of a plain completion: it is scored, not answered",
     "max_completion_tokens": "goes before `max_tokens`",
     "stop": "checked by the gateway for every kind of worker",
     "user": "names the session and stands in the usage records",
     "messages": "unknown fields within are dropped (a provider gets them); see above",
-    "tools": "a tool's `strict: true`, and types other than `function`, need a provider; a forced call obeys its "
-    "schema on vLLM too",
+    "tools": "a tool's `strict: true`, and types other than `function`, need a provider; "
+    "a forced call obeys its schema on vLLM too",
     "parallel_tool_calls": "`false`: the answer ends with its first call",
     "chat_template_kwargs": "variables of the chat template",
     "metadata": "changes no answer",
@@ -61,7 +61,7 @@ NOTES = {
     "guided_choice": "the same",
     "guided_grammar": "the same",
     "tool_choice": "`auto`, `none` everywhere; `required` and a named function need vLLM or a provider",
-    "logprobs": "plain completions: `top_logprobs` has the token itself too; of tokens with one text the likeliest",
+    "logprobs": "`top_logprobs` of a plain completion has the token itself too; of one text the likeliest",
     "reasoning_effort": "where our template has a switch: `chat_template_kwargs`",
     "prompt_logprobs": "vLLM's, up to 20 alternatives; not in streams",
     "priority": "the tenant's band sets it",
