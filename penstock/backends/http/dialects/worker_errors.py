@@ -30,7 +30,8 @@ from penstock.errors import (
     WorkerBusy,
     WorkerUnavailable,
 )
-from penstock.protocol.openai import ErrorBody, ErrorEvent, decode_error
+from penstock.protocol.openai import ErrorBody
+from penstock.protocol.server_answers import ErrorEvent, decode_error
 
 SHOWN_CHARS = 300
 """Shown of what a worker says."""
