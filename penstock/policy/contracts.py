@@ -244,6 +244,10 @@ class Health(Protocol):
         """Whether one more request may be tried again from its beginning; then it counts."""
         ...
 
+    def can_retry(self, now_ns: int) -> bool:
+        """Whether it could; nothing counts."""
+        ...
+
 
 class CrashPolicy(Protocol):
     """Which requests are refused because workers died of them: `quarantine.Quarantine`."""
@@ -426,6 +430,11 @@ class AllHealthy:
         """Nothing is learned."""
 
     def may_retry(self, now_ns: int) -> bool:
+        """Yes."""
+        del now_ns
+        return True
+
+    def can_retry(self, now_ns: int) -> bool:
         """Yes."""
         del now_ns
         return True

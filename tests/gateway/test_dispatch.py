@@ -206,7 +206,7 @@ def test_when_the_large_model_is_full_the_small_one_answers_and_says_so(kit, sta
         next(iter(holder))
         waiting = [pool.submit(ask, kit, running) for _ in range(2)]
         running.wait_until(lambda: running.gateway.num_accepted == 3)
-        hurried = {"x-penstock-max-wait-ms": "10"}
+        hurried = {"x-penstock-max-wait-ms": "1000"}
         answer = client.chat.completions.with_raw_response.create(
             **kit.chat(max_tokens=2), extra_headers=hurried
         )

@@ -246,6 +246,10 @@ class Dispatcher:
             else:
                 reply.abort()
 
+    def give_up(self, now_ns: int, request: Request, error: PenstockError) -> None:
+        """See `driver.Workers`."""
+        _reply_of(request).give_up(error)
+
     def stop(self, now_ns: int, request: Request, reason: FinishReason) -> None:
         """See `driver.Clients`."""
         _reply_of(request).stop(reason)

@@ -74,6 +74,10 @@ class GatewayRecords:
         """See `driver.Records`."""
         self._metrics.evicted(route, reason)
 
+    def timed_out(self, request: Request) -> None:
+        """See `driver.Records`."""
+        self._metrics.timed_out(request.facts.route)
+
     def tried_again(self, request: Request) -> None:
         """See `driver.Records`."""
         count = self._metrics.migrated if request.has_begun else self._metrics.retried

@@ -154,12 +154,18 @@ class ModelQueue:
         if work.id in self._suspects:
             self._suspects[work.id].worker = None
 
-    def has_other(self, now_ns: int, work: Work) -> bool:
-        """Whether a worker where it has not failed could have it now, or will."""
+    def has_other(
+        self, now_ns: int, work: Work, *, besides: WorkerId | None = None, now: bool = False
+    ) -> bool:
+        """Whether a worker where it has not failed, and not this one, could have it: in time, or `now`."""
         blocked = self._health.blocked(now_ns, self.route, strict=True)
         avoid = self.avoid.get(work.id, _NOBODY)
         return any(
-            room.view.ready and room.id not in blocked and room.id not in avoid and room.is_able(work)
+            room.view.ready
+            and room.id not in blocked
+            and room.id not in avoid
+            and room.id != besides
+            and (room.fits(work) if now else room.is_able(work))
             for room in self.rooms
         )
 

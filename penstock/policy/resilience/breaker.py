@@ -210,6 +210,7 @@ class Breaker:
         is usual here, else nothing is known.
         """
         if self.is_slow(waited_ns):
+            self._usual_ns += (self._slow_ns - self._usual_ns) // _MEMORY  # In time it is what is usual.
             self.failed(now_ns)
         else:
             self.forget()

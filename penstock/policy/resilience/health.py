@@ -166,6 +166,10 @@ class FleetHealth:
         """Whether one more may be tried again; then it counts."""
         return self.retries.take(now_ns)
 
+    def can_retry(self, now_ns: int) -> bool:
+        """Whether it could; nothing counts."""
+        return self.retries.level(now_ns) >= 1
+
     def states(self) -> Iterator[tuple[str, WorkerId, BreakerState]]:
         """Model, worker and breaker, for metrics."""
         for route, found in self._routes.items():
