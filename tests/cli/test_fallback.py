@@ -198,7 +198,7 @@ def test_a_provider_that_turns_slow_is_held_against_its_own_history(route: Route
 
 
 def test_behind_the_first_byte_there_is_a_typed_last_event_and_no_fallback(route: Route) -> None:
-    for _ in range(28):
+    for _ in range(12):
         assert route.ask(max_tokens=16)[0] == 200
     before = route.provider.behaves(after=4, hang=True)
     status, headers, body, took_s = route.ask(stream=True, max_tokens=16)

@@ -6,13 +6,13 @@ from penstock.errors import AttemptTimeout, Evicted
 from penstock.policy.admission.gate import Gate, ModelFacts
 from penstock.policy.answers import FallBack, GiveUp, Requeued, Start
 from penstock.policy.contracts import Policies
+from penstock.policy.estimates.attempt_times import FIRST_MIN_NS, SAMPLES_MIN, FirstTokens
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome
 from penstock.policy.requests.endings import Evict
-from penstock.policy.resilience.attempt_times import FIRST_MIN_NS, GAP_MIN_NS, SAMPLES_MIN, FirstTokens, Gaps
 from penstock.types import RequestId, Usage, WorkerId
 
 S, MS = NS_PER_S, NS_PER_MS
@@ -106,15 +106,3 @@ def test_a_worker_that_is_slow_for_good_is_taken_for_it_in_time() -> None:
         firsts.gave_up("m", W, 20, bound_ns)
         num += 1
     assert 10 < num < 200
-
-
-def test_streams_may_be_silent_as_long_as_they_are() -> None:
-    gaps = Gaps()
-    assert gaps.bound_ns(60 * S) == 60 * S
-    for _ in range(1000):
-        gaps.saw(50 * MS)
-    assert gaps.bound_ns(60 * S) == GAP_MIN_NS
-    for _ in range(1000):
-        gaps.saw(2 * S)
-    assert gaps.bound_ns(60 * S) == 40 * S
-    assert gaps.bound_ns(5 * S) == 5 * S, "the configuration's bound holds in any case"

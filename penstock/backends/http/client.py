@@ -22,11 +22,11 @@ from typing import Any, cast
 import httptools
 
 from penstock.backends.http.address import HttpAddress, reason_of, tls_context
+from penstock.backends.http.gaps import Gaps
 from penstock.backends.http.handler import IGNORING_HANDLER, FailureKind, HttpFailure, HttpHandler
 from penstock.backends.http.limits import HttpLimits
 from penstock.clock import NS_PER_S, Clock
 from penstock.errors import ConfigError
-from penstock.policy.resilience.attempt_times import Gaps
 
 HEAD_BYTES_MAX = 64 * 1024
 """Of an answer."""
@@ -71,10 +71,10 @@ class HttpExchange:
     def touch(self) -> None:
         """There was progress: the wait for the next begins now."""
         now_ns, client = self._client.clock.now_ns(), self._client
-        if self._touched_ns and client.gaps.saw(now_ns - self._touched_ns):
-            client.idle_ns = client.gaps.bound_ns(client.idle_max_ns)
+        if self._touched_ns:
+            client.gaps.saw(now_ns - self._touched_ns)
         self._touched_ns = now_ns
-        self._deadline_ns = now_ns + client.idle_ns
+        self._deadline_ns = now_ns + client.gaps.bound_ns(client.idle_ns)
         if self._fires_ns > self._deadline_ns:
             self._arm()  # Streams may be silent for less long than when it was set.
 
@@ -244,8 +244,7 @@ class HttpClient:
             ConfigError: a header cannot be sent, or the CA file cannot be read.
         """
         self.address, self.config, self.clock = address, config, clock
-        self.idle_ns = self.idle_max_ns = int(config.idle_timeout_s * NS_PER_S)
-        """How long a stream may be silent behind its first event, as they are here, and at most."""
+        self.idle_ns = int(config.idle_timeout_s * NS_PER_S)
         self.gaps = Gaps()
         self._ssl = tls_context(config) if address.scheme == "https" else None
         self._idle: list[_Connection] = []

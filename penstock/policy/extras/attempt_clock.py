@@ -16,11 +16,11 @@ from heapq import heappop, heappush
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.errors import AttemptTimeout, Evicted, PenstockError
 from penstock.policy.answers import GiveUp
+from penstock.policy.estimates.attempt_times import FirstTokens
 from penstock.policy.flow import State
 from penstock.policy.queueing.capacity import uncached_tokens
 from penstock.policy.requests.extra import Extra
 from penstock.policy.requests.request import Request
-from penstock.policy.resilience.attempt_times import FirstTokens
 from penstock.types import RequestId, Usage, WorkerId
 
 _AGAIN_NS = NS_PER_S
@@ -56,6 +56,7 @@ class AttemptClock(Extra):
         bound_ns = self._firsts.bound_ns(request.lane.route, request.worker, _tokens(request))
         if deadline_ns := _deadline_ns(request):
             half_ns = max(1, (deadline_ns - now_ns) // 2)
+            assert half_ns <= max(1, deadline_ns - now_ns), "no attempt has more than the client"
             bound_ns = min(bound_ns or half_ns, half_ns)
         if bound_ns:
             heappush(self._due, (now_ns + bound_ns, request.id, request.attempts))
@@ -104,6 +105,7 @@ class AttemptClock(Extra):
                 continue  # Another attempt is the one that counts, and has its own time.
             if self._can_leave(now_ns, request):
                 waited_ns = now_ns - request.dispatched_ns
+                assert waited_ns > 0, "an attempt has some time"
                 why = f"the worker gave no first token within {waited_ns / NS_PER_S:.1f} s"
                 found.append(GiveUp(request.id, AttemptTimeout(why, waited_ns=waited_ns)))
             else:

@@ -142,6 +142,7 @@ class Fallbacks:
         route = self._policies.admission.elsewhere(now_ns, facts, self._look(now_ns, facts))
         if not route:
             return None
+        assert route != facts.route, "a model is not its own fallback"
         request.lane.leaving.add(facts.id)
         return FallBack(facts.id, route, why)
 

@@ -331,6 +331,7 @@ class ModelQueue:
     def _blocked(self, now_ns: int, work: Work) -> frozenset[WorkerId]:
         """Workers that this request must not be given to now."""
         if self.leaving and work.id in self.leaving:
+            assert not work.goes_on, "nothing leaves that has given output"
             return frozenset(room.id for room in self.rooms)
         blocked = self._health.blocked(now_ns, self.route, strict=work.is_strict)
         if not self._suspects or (tried := self._suspects.get(work.id)) is None:

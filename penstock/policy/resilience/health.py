@@ -91,6 +91,7 @@ class FleetHealth:
         if len(broken | resting) < num_ready or not num_ready:
             is_panic = len(broken) > self._config.panic_above * num_ready
             return RouteTrouble(is_panic=True) if is_panic else None
+        assert broken | resting <= found.ready, "only ready workers are left alone"
         since_ns = [found.breakers[each].since_ns for each in broken]
         since_ns += [found.resting[each][0] for each in resting]
         back_ns = min((found.resting[each][1] for each in resting), default=0)
@@ -201,6 +202,7 @@ class FleetHealth:
         if until_ns <= now_ns:
             since_ns = now_ns
         found.resting[worker_id] = (since_ns, max(until_ns, now_ns + int(wait_s * NS_PER_S)))
+        assert since_ns <= now_ns < found.resting[worker_id][1], "it rests from now on"
 
     def _breaker(self, route: str, worker_id: WorkerId) -> Breaker | None:
         found = self._routes.get(route)

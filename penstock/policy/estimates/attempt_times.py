@@ -20,11 +20,6 @@ SAMPLES_MIN = 20
 WINDOW = 256
 _KEYS_MAX = 4096
 _NS_PER_US = 1000
-GAP_FACTOR, GAP_QUANTILE = 20, 0.99
-GAP_MIN_NS = 10 * NS_PER_S
-"""Between two events of a stream: an engine that reads a long prompt lets others wait for seconds."""
-_GAP_EVERY = 8
-"""One gap in so many is looked at."""
 
 
 class FirstTokens:
@@ -44,6 +39,7 @@ class FirstTokens:
 
     def took(self, route: str, worker: WorkerId, prompt_tokens: int, ttft_ns: int) -> None:
         """An attempt took so long to its first token."""
+        assert ttft_ns >= 0, ttft_ns
         key = (route, worker, prompt_tokens.bit_length())
         window = self._windows.get(key)
         if window is None:
@@ -56,30 +52,8 @@ class FirstTokens:
         """An attempt was given up after so long. It counts as a little slower than what is usual, so that a
         worker which has become slow for good is taken for it, in time.
         """
+        assert waited_ns > 0, waited_ns
         window = self._windows.get((route, worker, prompt_tokens.bit_length()))
         if window is not None:
             most_us = window.quantile(QUANTILE) * 5 // 4 + 1
             window.add(min(waited_ns // _NS_PER_US, most_us))
-
-
-class Gaps:
-    """Times between two events of one worker's streams."""
-
-    __slots__ = ("_num", "_window")
-
-    def __init__(self) -> None:
-        self._num, self._window = 0, QuantileWindow(WINDOW)
-
-    def saw(self, gap_ns: int) -> bool:
-        """There was a gap; whether `bound_ns` may have changed."""
-        self._num += 1
-        if self._num % _GAP_EVERY:
-            return False
-        self._window.add(min(max(0, gap_ns) // _NS_PER_US, AMOUNT_MAX))
-        return True
-
-    def bound_ns(self, most_ns: int) -> int:
-        """How long a stream may be silent: at most as the configuration says."""
-        if len(self._window) < SAMPLES_MIN:
-            return most_ns
-        return min(most_ns, max(GAP_MIN_NS, GAP_FACTOR * self._window.quantile(GAP_QUANTILE) * _NS_PER_US))
