@@ -30,7 +30,8 @@ environment:
   PENSTOCK_HOST, PENSTOCK_PORT
 
 SIGHUP reads the configuration again (tenants, keys, prices, budgets, workers); streams go on.
-Ctrl-C or SIGTERM lets running answers end, then stops; a second one stops at once.
+SIGTERM: /ready says no, requests are served for server.lameduck_s more (Ctrl-C on loopback: not at all),
+then running answers end; a second one gives them a last error event and stops at once.
 exit code: 0 stopped cleanly, 1 could not serve, 2 wrong configuration, 130 stopped at once
 
 examples:
@@ -76,6 +77,11 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
         "--api-key", metavar="KEY", help="better: PENSTOCK_API_KEY (other users can read command lines)"
     )
     door.add_argument("--no-auth", action="store_true", help="let everybody in (loopback addresses only)")
+    door.add_argument(
+        "--take-over",
+        action="store_true",
+        help="take the port over from the serve that runs there, once ready; that one drains",
+    )
     engine = parser.add_argument_group("engine")
     engine.add_argument("--name", help="what clients call the model (default: last part of MODEL)")
     engine.add_argument(
@@ -120,4 +126,6 @@ def run(args: argparse.Namespace) -> int:
     check_local_models(config.models)
     from penstock.cli.wiring.early import serve_until_stopped  # --help and `chat` do not pay for the gateway.
 
-    return serve_until_stopped(config, clock, started_ns, lambda: effective_config(args))
+    return serve_until_stopped(
+        config, clock, started_ns, lambda: effective_config(args), takes_over=args.take_over
+    )

@@ -12,26 +12,37 @@ from penstock.config.tree import Config
 from penstock.fleet.launchers.spares import Spares
 
 
-def serve_until_stopped(config: Config, clock: Clock, started_ns: int, reread: Callable[[], Config]) -> int:
+def serve_until_stopped(
+    config: Config,
+    clock: Clock,
+    started_ns: int,
+    reread: Callable[[], Config],
+    *,
+    takes_over: bool = False,
+) -> int:
     """Serve until told to stop; the exit code.
 
-    `reread` makes the configuration anew from where it came, for SIGHUP.
+    `reread` makes the configuration anew from where it came, for SIGHUP. With `takes_over` it follows the
+    server that runs on its port.
 
     Raises:
         OperatorError: the configuration or a model cannot be served.
         WorkerUnavailable: a worker does not come up.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(config, clock, started_ns, reread))
+        return runner.run(_serve(config, clock, started_ns, reread, takes_over=takes_over))
 
 
-async def _serve(config: Config, clock: Clock, started_ns: int, reread: Callable[[], Config]) -> int:
+async def _serve(
+    config: Config, clock: Clock, started_ns: int, reread: Callable[[], Config], *, takes_over: bool
+) -> int:
     spares = Spares()
     try:
         await spares.begin(early_threads(config))
         from penstock.cli.wiring.serving import Serving  # Takes as long as a worker's imports.
 
-        return await Serving(config, clock, started_ns, reread, spares).run()
+        serving = Serving(config, clock, started_ns, reread, spares, takes_over=takes_over)
+        return await serving.run()
     finally:
         await spares.close()
 

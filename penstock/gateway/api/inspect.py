@@ -186,7 +186,7 @@ class Inspect:
         """
         models = [_readiness(model) for model in self._services.models]
         status = "ready" if all(model.ready for model in models) else "loading"
-        if self._services.draining:
+        if self._services.leaving:
             status = "draining"
         body = msgspec.json.encode(Readiness(status=status, models=models))
         exchange.respond(Response(status=200 if status == "ready" else 503, body=body))
@@ -244,7 +244,7 @@ class Inspect:
             connections=numbers.connections,
             streams=numbers.streams,
             processes=numbers.processes,
-            draining=services.draining,
+            draining=services.leaving,
             auth=self.auth,
             models=[_state(model, services.clock.wall_ns()) for model in services.models],
             workers=[_line(worker) for model in services.models for worker in model.workers],
@@ -257,7 +257,7 @@ class Inspect:
         return TenantStatus(
             tenant=tenant.id,
             tier=tenant.tier,
-            draining=services.draining,
+            draining=services.leaving,
             auth=self.auth,
             streams=services.limiter.num_live(tenant.id),
             spent_day_micros=day_micros,

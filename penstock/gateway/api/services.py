@@ -43,7 +43,10 @@ class Services:
     log: Log
     falls_back: bool = False
     """Whether any model has another one to fall back to."""
+    leaving: bool = False
+    """The server was told to stop: `/ready` says no."""
     draining: bool = False
+    """It takes no new requests."""
 
     def check_draining(self) -> None:
         """Refuse new work once the server is going away.

@@ -339,12 +339,15 @@ class Connection(asyncio.Protocol):
             self._num_sent, self._stuck_ns = num_sent, now_ns
         return now_ns - self._stuck_ns > timeout_ns > 0
 
-    def drain(self) -> None:
-        """Close when what is in flight has been answered; at once if nothing is."""
+    def close_after_answer(self) -> None:
+        """Close when what is in flight has been answered."""
+        if self._exchange is not None:
+            self._exchange.close_after()
+
+    def close_if_idle(self) -> None:
+        """Close if nothing is in flight."""
         if self._state is ConnectionState.IDLE:
             self._transport.close()
-        elif self._exchange is not None:
-            self._exchange.close_after()
 
     # --- inside ----------------------------------------------------------------------------------
 
