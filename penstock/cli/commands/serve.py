@@ -77,11 +77,7 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
         "--api-key", metavar="KEY", help="better: PENSTOCK_API_KEY (other users can read command lines)"
     )
     door.add_argument("--no-auth", action="store_true", help="let everybody in (loopback addresses only)")
-    door.add_argument(
-        "--take-over",
-        action="store_true",
-        help="take the port over from the serve that runs there, once ready; that one drains",
-    )
+    door.add_argument("--take-over", action="store_true", help="once ready, replace the serve on this port")
     engine = parser.add_argument_group("engine")
     engine.add_argument("--name", help="what clients call the model (default: last part of MODEL)")
     engine.add_argument(

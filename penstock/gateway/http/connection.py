@@ -41,10 +41,8 @@ _TOO_MANY = Overloaded("Too many connections. Try again in a moment.", retry_aft
 _NO_PARSER = httptools.HttpRequestParser(object())
 
 
-class ConnectionState(
-    enum.IntEnum
-):  # Of int, for a plain Enum's hash is a call into Python, ten times per request.
-    """Where a connection is in the life of a request."""
+class ConnectionState(enum.IntEnum):
+    """Where a connection is in the life of a request. A plain Enum's hash would be a call into Python."""
 
     IDLE = enum.auto()
     HEAD = enum.auto()
@@ -136,9 +134,8 @@ class Connection(asyncio.Protocol):
         peer: tuple[object, ...] | str | None = transport.get_extra_info("peername")
         self._client = str(peer[0]) if isinstance(peer, tuple) else "local"
         server = self._server
-        self._transport.set_write_buffer_limits(
-            high=min(WRITE_HIGH_WATER_BYTES, server.terms.buffer_bytes_max)
-        )
+        high = min(WRITE_HIGH_WATER_BYTES, server.terms.buffer_bytes_max)
+        self._transport.set_write_buffer_limits(high=high)
         server.connections.add(self)
         self._wait(server.limits.keepalive_timeout_s)
         room = ConnectionVerdict.SERVE if found is None else room_of(found.fileno())
@@ -340,7 +337,7 @@ class Connection(asyncio.Protocol):
         return now_ns - self._stuck_ns > timeout_ns > 0
 
     def close_after_answer(self) -> None:
-        """Close when what is in flight has been answered."""
+        """See `HttpServer.close_after_answers`."""
         if self._exchange is not None:
             self._exchange.close_after()
 
