@@ -1,7 +1,8 @@
 """What `GET /health` says: does every model have an engine that works, or one that will again by itself?
 
-    ok        every worker of it is ready (or was told to drain)
-    degraded  one is ready, and others are not; or none is ready *yet*: it loads, or is being restarted
+    ok        every worker of it is ready (or was told to drain), and is used
+    degraded  one is ready, and others are not; or none is ready *yet*: it loads, or is being restarted; or
+              some are left alone by this process, because they fail, are slow or have no room
     down      none will be ready again by itself: each has been given up (its restarts were in vain, it cannot
               serve what it was told to), or hangs: is connected and does not answer
 
@@ -11,12 +12,13 @@ and not ready.
 """
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
 from penstock.fleet.registry import RouteWorkers, Worker
 from penstock.policy.resilience.worker_state import WorkerState
+from penstock.types import WorkerId
 
 REASONS_MAX = 8
 """Workers that are named per model."""
@@ -50,28 +52,33 @@ class HealthReport(msgspec.Struct, frozen=True, kw_only=True):
     models: tuple[ModelHealth, ...]
 
 
-def gateway_health(routes: Iterable[RouteWorkers]) -> HealthReport:
+LeftAlone = Callable[[str], Mapping[WorkerId, str]]
+"""Workers of a model that are ready and given nothing, or little, and why: `FleetHealth.left_alone`."""
+
+
+def gateway_health(routes: Iterable[RouteWorkers], left_alone: LeftAlone) -> HealthReport:
     """The health of every model, and the worst of them. O(workers)."""
-    models = tuple(map(model_health, routes))
+    models = tuple(model_health(workers, left_alone(workers.name)) for workers in routes)
     return HealthReport(
         status=max((model.status for model in models), key=_ORDER.index, default=HealthStatus.OK),
         models=models,
     )
 
 
-def model_health(workers: RouteWorkers) -> ModelHealth:
+def model_health(workers: RouteWorkers, left_alone: Mapping[WorkerId, str]) -> ModelHealth:
     """The health of one model."""
     wrong = [worker for worker in workers if worker.state not in _RIGHT]
     if not len(workers):
         return ModelHealth(name=workers.name, status=HealthStatus.DEGRADED, reasons=("there is no worker",))
-    if not wrong:
+    if not wrong and not left_alone:
         status = HealthStatus.OK
     elif not workers.is_ready and all(map(_is_lost, workers)):
         status = HealthStatus.DOWN
     else:
         status = HealthStatus.DEGRADED
-    reasons = tuple(f"{worker.id} is {worker.state}: {worker.stage}" for worker in wrong)
-    return ModelHealth(name=workers.name, status=status, reasons=reasons[:REASONS_MAX])
+    reasons = [f"{worker.id} is {worker.state}: {worker.stage}" for worker in wrong]
+    reasons += [f"{worker_id} is left alone: {why}" for worker_id, why in left_alone.items()]
+    return ModelHealth(name=workers.name, status=status, reasons=tuple(reasons[:REASONS_MAX]))
 
 
 _RIGHT = (WorkerState.READY, WorkerState.DRAINING)

@@ -175,7 +175,8 @@ class Inspect:
         """`GET /health`: 200 while every model works or will again by itself, else 503; see
         gateway/api/health.py.
         """
-        found = gateway_health(model.workers for model in self._services.models)
+        services = self._services
+        found = gateway_health((model.workers for model in services.models), services.dispatcher.left_alone)
         status = 503 if found.status is HealthStatus.DOWN else 200
         exchange.respond(Response(status=status, body=msgspec.json.encode(found)))
 

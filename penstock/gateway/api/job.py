@@ -45,6 +45,18 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """The request as it came."""
 
     @property
+    def shown_prompt_logprobs(self) -> int | None:
+        """VLLM's `prompt_logprobs`: alternatives beside each token of the prompt; None: it is not asked
+        for.
+        """
+        return getattr(self.request, "prompt_logprobs", None)
+
+    @property
+    def only_scores(self) -> bool:
+        """Whether nothing is answered: what is asked for is the log-probabilities of the prompt."""
+        return self.request.max_tokens == 0
+
+    @property
     def choices_per_prompt(self) -> int:
         """`n`."""
         return self.request.n or 1

@@ -7,7 +7,7 @@ The driver decides, replies carry bytes, the ledger remembers; this file only pa
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -112,6 +112,7 @@ class Dispatcher:
         False: it stays.
         """
         if not self._driver.move(self._clock.now_ns(), facts, facts.diverted):
+            self._dispatch_soon()
             return False
         old = _reply_of(request)
         reply, streams = start()
@@ -119,6 +120,10 @@ class Dispatcher:
         self._take(reply, streams, facts.id)
         self._dispatch_soon()
         return True
+
+    def left_alone(self, model: str) -> Mapping[WorkerId, str]:
+        """Workers of a model that are ready and given nothing, or little, and why."""
+        return self._health.left_alone(self._clock.now_ns(), model)
 
     def heartbeat(self, ticks: int) -> None:
         """Let every reply that was silent for `ticks` calls show that it lives."""
@@ -282,6 +287,8 @@ class Dispatcher:
         try:
             await making
         except PenstockError as error:  # It does not fit the other model, so it waits on.
+            self.control.stay(request.id)
+            self._dispatch_soon()
             self._log.info("a request that waits cannot fall back", error=error, request_id=request.id)
         except Exception as error:  # noqa: BLE001 - one request's bug must not end the others.
             self._log.bug("a prompt could not be made for another model", error, request_id=request.id)

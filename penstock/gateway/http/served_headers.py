@@ -3,7 +3,8 @@ chunk.
 
 x-penstock-model: small                     the model that answers; the body's `model` says the same
 x-penstock-requested-model: large           what was asked for, if that is another one
-x-penstock-downgrade: slo                   why: queue_depth, slo, budget, context, complexity, unavailable
+x-penstock-downgrade: slo                   why: queue_depth, slo, budget, context, complexity, unavailable,
+                                            failure, timeout, breaker, busy
 x-penstock-route: complexity=0.31 (code .20, question .11)      how `model: "auto"` was decided
 x-penstock-queue-ms: 12                     how long it waited here for a worker
 """

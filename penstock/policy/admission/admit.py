@@ -8,6 +8,8 @@
 | its queue is full | divert if allowed, else 429 | divert, else 429 | 429 |
 | costs more than a fallback in time, and the budget nears its end | divert if allowed | divert | as above |
 | has no worker | wait if the queue does, else divert, else 503 | divert, else as the queue | as the queue |
+| has only workers that fail | divert if allowed, else admit | divert, else admit | admit |
+| has only workers without room for too long | divert if allowed, else 429 | divert, else 429 | 429 |
 
 "In time" is what the request says itself, else the promise to its band and tier (promise.py). Its wait is
 what goes before it in its band, at the pace at which the band's requests start now: nothing is predicted that
@@ -28,7 +30,7 @@ from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.routing import AdmissionConfig, ModelRoute
 from penstock.policy.admission.promise import IDLE_FACTOR, Promises
 from penstock.policy.admission.retry_after import RetryAfterSchedule
-from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Decision, Divert, Shed
+from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Decision, Divert, RouteTrouble, Shed
 from penstock.policy.limits.tenant_limits import may_use_model
 from penstock.policy.tenant import Degrade, Tenant
 
@@ -88,6 +90,10 @@ class AdmissionControl:
         may_divert = _degrade_of(facts) != "never"
         if not route.ready:
             return self._without_worker(facts, may_divert=may_divert)
+        if route.trouble is not None and route.trouble.why:
+            decided = self._in_trouble(facts, route.trouble, may_divert=may_divert)
+            if decided is not None:
+                return decided
         if facts.is_cheaper is not None and may_divert:
             for found in self._fallbacks(facts):
                 if facts.is_cheaper(found.model) and self._judge(facts, found).fits:
@@ -105,7 +111,25 @@ class AdmissionControl:
         if may_divert and _degrade_of(facts) == "prefer" and (sooner := self._much_sooner(facts)):
             return sooner
         expected_ns = _expected_ns(route) if route.has_ahead else 0
-        return Admit(expected_ns, verdict.promised_ns, verdict.start_by_ns)
+        # Rather another model than a worker that fails, where there is one: the panic rule is for the rest.
+        is_strict = route.trouble is not None and may_divert and self._first_that_fits(facts) is not None
+        return Admit(expected_ns, verdict.promised_ns, verdict.start_by_ns, is_strict)
+
+    def elsewhere(self, facts: AdmitFacts) -> str:
+        """The first fallback that would answer in time, where that is allowed; empty: none."""
+        found = self._first_that_fits(facts) if _degrade_of(facts) != "never" else None
+        return found.model if found is not None else ""
+
+    def _in_trouble(self, facts: AdmitFacts, trouble: RouteTrouble, *, may_divert: bool) -> Decision | None:
+        """None of its workers may be used. None: it is let in all the same, if it would be otherwise."""
+        assert trouble.why, "most is not all"
+        found = self._first_that_fits(facts) if may_divert else None
+        if found is not None:
+            return Divert(found.model, trouble.why)
+        route, wait_max_ns = facts.requested, self._times(facts, facts.requested)[2]
+        if trouble.why == "busy" and 0 < wait_max_ns < route.back_ns:
+            return Shed(429, route.back_ns, "busy")
+        return None
 
     def _judge(self, facts: AdmitFacts, route: Candidate) -> _Verdict:
         promised_ns, start_by_ns, wait_max_ns = self._times(facts, route)
@@ -152,7 +176,7 @@ class AdmissionControl:
         found: list[Candidate] = []
         for model in self.chain(facts.tenant, facts.requested.model, needs_tools=facts.needs_tools):
             candidate = facts.candidate(model) if model not in facts.tried else None
-            if candidate is not None and candidate.ready and _holds(candidate):
+            if candidate is not None and _is_able(candidate) and _holds(candidate):
                 found.append(candidate)
         return found
 
@@ -215,6 +239,11 @@ def effective_degrade(asked: Degrade | None, tenant: Tenant) -> Degrade:
 
 def _degrade_of(facts: AdmitFacts) -> Degrade:
     return effective_degrade(facts.degrade, facts.tenant)
+
+
+def _is_able(candidate: Candidate) -> bool:
+    """Whether it has a worker that may be used."""
+    return candidate.ready > 0 and (candidate.trouble is None or not candidate.trouble.why)
 
 
 def _holds(candidate: Candidate) -> bool:

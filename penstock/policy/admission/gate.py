@@ -78,10 +78,24 @@ class Gate:
         self, now_ns: int, facts: RequestFacts, look: Callable[[str], RouteLoad]
     ) -> Pass | Diverted | Refused:
         """Let it in, send it on, or turn it away."""
+        admit_facts = self._admit_facts(now_ns, facts, look)
+        decision = self._admission.decide(now_ns, admit_facts)
+        if isinstance(decision, Admit):
+            start_by_ns = decision.start_by_ns if admit_facts.requested.ready else 0
+            return Pass(decision.predicted_ns, decision.first_token_ns, start_by_ns, decision.is_strict)
+        if isinstance(decision, Divert):
+            return Diverted(facts.id, decision.model, decision.why)
+        return Refused(facts.id, "admission", _error(decision, facts.route))
+
+    def elsewhere(self, now_ns: int, facts: RequestFacts, look: Callable[[str], RouteLoad]) -> str:
+        """See `contracts.Admission`."""
+        return self._admission.elsewhere(self._admit_facts(now_ns, facts, look))
+
+    def _admit_facts(self, now_ns: int, facts: RequestFacts, look: Callable[[str], RouteLoad]) -> AdmitFacts:
         band = self._band(facts.tenant.band)
-        requested = self._candidate(facts, facts.route, look)
+        requested = self._candidate(now_ns, facts, facts.route, look)
         assert requested is not None, f"{facts.route} is not served"
-        admit_facts = AdmitFacts(
+        return AdmitFacts(
             tenant=facts.tenant,
             requested=requested,
             band=band,
@@ -93,15 +107,8 @@ class Gate:
             waits_for_worker=self._waits_for_worker,
             tried=frozenset((facts.requested_model,)) if facts.diverted else frozenset(),
             is_cheaper=self._thrift and self._thrift.cheaper_for(now_ns, facts),
-            candidate=lambda model: self._candidate(facts, model, look),
+            candidate=lambda model: self._candidate(now_ns, facts, model, look),
         )
-        decision = self._admission.decide(now_ns, admit_facts)
-        if isinstance(decision, Admit):
-            start_by_ns = decision.start_by_ns if requested.ready else 0
-            return Pass(decision.predicted_ns, decision.first_token_ns, start_by_ns)
-        if isinstance(decision, Divert):
-            return Diverted(facts.id, decision.model, decision.why)
-        return Refused(facts.id, "admission", _error(decision, facts.route))
 
     def longer(
         self,
@@ -135,7 +142,7 @@ class Gate:
         return name if name in self._timeouts else self._default
 
     def _candidate(
-        self, request: RequestFacts, model: str, look: Callable[[str], RouteLoad]
+        self, now_ns: int, request: RequestFacts, model: str, look: Callable[[str], RouteLoad]
     ) -> Candidate | None:
         facts = self._facts(model)
         if facts is None:
@@ -156,6 +163,8 @@ class Gate:
             max_model_len=facts.max_model_len,
             can_serve=facts.can_serve(request.adapter, request.needs),
             is_full=route.is_full,
+            trouble=route.trouble,
+            back_ns=max(1, route.trouble.back_ns - now_ns) if route.trouble is not None else 0,
         )
 
 
@@ -167,6 +176,7 @@ def _error(shed: Shed, model: str) -> PenstockError:
         "queue_full": "its queue is full",
         "slo": "it could not answer in time",
         "no_worker": "it has no worker",
+        "busy": "its workers have no room",
     }[shed.why]
     return Overloaded(
         f"The model '{model}' is busy: {why}. Try again in {max(1, math.ceil(seconds))} s.",

@@ -44,7 +44,8 @@ class Request:
     """One accepted request. `FlowControl` changes it; others read it."""
 
     __slots__ = (
-        "arrived_ns", "asked_ns", "attempt", "attempts", "booked", "cached_tokens", "completion_tokens",
+        "arrived_ns", "asked_ns", "attempt", "attempts", "attempts_elsewhere", "booked", "cached_tokens",
+        "completion_tokens",
         "cost_micros", "dispatched_ns", "ended_ns", "error", "facts", "finish_reason", "first_output_ns",
         "hedge", "hedged_ns", "holds", "io", "lane", "machine_micros", "migrations", "outcome",
         "predicted_ns", "prompt_tokens", "queue_ns", "queued_ns", "reason", "state", "usage", "usages",
@@ -77,7 +78,9 @@ class Request:
         self.hedged_ns = -1
         """When the first attempt was started, if a second one was then started beside it."""
         self.asked_ns = -1
-        """Since when its model had no worker when another model was last looked for."""
+        """Since when its model had no worker to use when another model was last looked for."""
+        self.attempts_elsewhere = 0
+        """Attempts at models that it fell back from."""
         self.cached_tokens = facts.cached_tokens
         """Expected, then as reported."""
         self.completion_tokens = 0
@@ -225,6 +228,7 @@ def work_of(facts: RequestFacts, now_ns: int, expected: int, verdict: Pass = NO_
         session=facts.session,
         adapter=facts.adapter,
         needs=facts.needs,
+        is_strict=verdict.is_strict,
     )
 
 

@@ -14,7 +14,7 @@ from penstock.backends.http.dialects.base import NOTHING, HttpSubmission, Piece,
 from penstock.backends.http.dialects.openai import EngineDialect
 from penstock.backends.http.dialects.worker_errors import said_by
 from penstock.kv.index.prompt_keys import namespace_of
-from penstock.protocol.openai import ErrorEvent
+from penstock.protocol.server_answers import ErrorEvent
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import FinishReason, TokenLogprob
 

@@ -5,11 +5,11 @@ tried.
     400, 422          InvalidRequest            the request itself; no other worker would take it, and none is
                                                 to blame
     413               TooLarge                  the same
-    429               Overloaded                it has no room: retry, after Retry-After
-    503 + Retry-After Overloaded                the same
+    429               WorkerBusy                it has no room: retry, after Retry-After
+    503 + Retry-After WorkerBusy                the same
     3xx               WorkerUnavailable         redirects are never followed: the prompt must not go elsewhere
-    401, 403, 404     WorkerUnavailable         our key, our address or our name for the model is wrong: the
-                                                operator's
+    401, 403          KeyRejected               our key is wrong: the operator's
+    404               WorkerUnavailable         our address or our name for the model is wrong: the operator's
     any other         WorkerUnavailable         another worker may do better
 
 Once output has come every error but the request's own is a `StreamBroken`: the stream may migrate.
@@ -23,13 +23,15 @@ from penstock.backends.http.dialects.base import SaidError
 from penstock.errors import (
     ContextTooLong,
     InvalidRequest,
-    Overloaded,
+    KeyRejected,
     PenstockError,
     StreamBroken,
     TooLarge,
+    WorkerBusy,
     WorkerUnavailable,
 )
-from penstock.protocol.openai import ErrorBody, ErrorEvent, decode_error
+from penstock.protocol.openai import ErrorBody
+from penstock.protocol.server_answers import ErrorEvent, decode_error
 
 SHOWN_CHARS = 300
 """Shown of what a worker says."""
@@ -100,11 +102,12 @@ def error_of(said: SaidError, *, headers: Mapping[bytes, bytes], has_output: boo
         or (status == 503 and wait_s is not None)
         or (status is None and said.kind in _OVERLOADED)
     ):
-        return Overloaded(f"The model's worker has no room: {shown or status}", retry_after_s=wait_s)
+        return WorkerBusy(f"The model's worker has no room: {shown or status}", retry_after_s=wait_s)
     if status is not None and 300 <= status < 400:
         return WorkerUnavailable(f"the worker answered with a redirect ({status}), which is not followed")
     if status in _OPERATOR:
-        return WorkerUnavailable(f"{_OPERATOR[status]} ({status}){': ' if shown else ''}{shown}")
+        kind = KeyRejected if status in (401, 403) else WorkerUnavailable
+        return kind(f"{_OPERATOR[status]} ({status}){': ' if shown else ''}{shown}")
     return WorkerUnavailable(
         f"the worker failed the request ({status or said.kind or 'an error'}): {shown or 'no reason given'}"
     )
