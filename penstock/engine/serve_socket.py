@@ -22,7 +22,7 @@ import uvloop
 from penstock.clock import Clock
 from penstock.engine.mailbox import Aborted, ConnectionId, DrainAsked, KVEventsAsked, Mailbox, Submitted
 from penstock.errors import InvalidRequest
-from penstock.protocol.address import Address, UnixAddress
+from penstock.protocol.address import NONCE_BYTES, Address, UnixAddress, gateway_mac, is_same, worker_mac
 from penstock.protocol.worker import (
     AbortRequest,
     Challenge,
@@ -47,7 +47,6 @@ from penstock.protocol.worker import (
     decode_to_worker,
     encode,
 )
-from penstock.protocol.worker_auth import NONCE_BYTES, gateway_mac, is_same, worker_mac
 from penstock.rng import fresh_key
 from penstock.types import FinishReason, RequestId, Usage
 

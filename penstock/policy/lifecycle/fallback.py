@@ -23,8 +23,7 @@ from penstock.policy.contracts import Health, Pass, Policies, RouteLoad
 from penstock.policy.flow import Event, RequestFacts, State
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.model_queue import ModelQueue
-from penstock.policy.requests.account import Accounts, Holds
-from penstock.policy.requests.request import Request, work_of
+from penstock.policy.requests.request import Accounts, Holds, Request, work_of
 from penstock.types import RequestId
 
 ASKED_MAX = 32
