@@ -5,10 +5,10 @@ from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig
 from penstock.errors import AttemptTimeout, Evicted
 from penstock.policy.admission.gate import Gate, ModelFacts
 from penstock.policy.answers import FallBack, GiveUp, Requeued, Start
-from penstock.policy.contracts import Policies
 from penstock.policy.estimates.attempt_times import FIRST_MIN_NS, SAMPLES_MIN, FirstTokens
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.control import FlowControl
+from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome

@@ -1,7 +1,7 @@
 """How long a worker's streams may be silent: several times the longest silence of late.
 
-An engine that reads a long prompt lets its other streams wait for seconds, so the bound is generous; it is there
-so that a stream which has died is not waited for as long as one of which nothing is known.
+An engine that reads a long prompt lets its other streams wait for seconds, so the bound is generous; it is
+there so that a stream which has died is not waited for as long as one of which nothing is known.
 """
 
 from penstock.clock import NS_PER_S
