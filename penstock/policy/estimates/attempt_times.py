@@ -8,7 +8,7 @@ Pure: times are handed in.
 """
 
 from penstock.clock import NS_PER_S
-from penstock.policy.estimates.quantile_window import AMOUNT_MAX, QuantileWindow
+from penstock.policy.estimates.output_length import AMOUNT_MAX, QuantileWindow
 from penstock.types import WorkerId
 
 FACTOR, QUANTILE = 4, 0.95
