@@ -41,7 +41,8 @@ while todo:
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         if kind not in seen:
             seen.add(kind)
-            num_keys += len(kind.__struct_fields__)
+            num_keys += sum(name in kind.__annotations__ for name in kind.__struct_fields__)
+            todo += kind.__bases__
             todo += typing.get_type_hints(kind).values()
     else:
         todo += typing.get_args(kind)
@@ -93,7 +94,7 @@ def count_sources(root: Path) -> dict[str, object]:
 
 
 def count_settings(root: Path) -> dict[str, object]:
-    """Fields of every struct that the type of the configuration reaches, each struct once."""
+    """Fields of every struct that the type of the configuration reaches, each where it is declared."""
     found = json.loads(_run(root, "-c", COUNT_SETTINGS))
     return {"settings": found["keys"], "config_sections": found["sections"]}
 

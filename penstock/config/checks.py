@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from penstock.config.fleet_checks import fleet_problems
-from penstock.config.flow import queue_problems
+from penstock.config.flow import queue_problems, shared_problems
 from penstock.config.ledger_checks import price_problems
 from penstock.config.presets import served_name
 from penstock.config.routing import routing_problems
@@ -29,7 +29,7 @@ def check(config: Config) -> None:
         ),
         *_limit_problems(config),
         *_model_problems(config),
-        *fleet_problems(config.models, config.fleet),
+        *fleet_problems(config.models),
         *routing_problems(config.routing, config.admission, [served_name(model) for model in config.models]),
         *price_problems(config.prices),
     ]
@@ -54,13 +54,7 @@ def _origin_problems(origins: Sequence[str]) -> Iterator[str]:
 def _limit_problems(config: Config) -> Iterator[str]:
     if config.limits.n_max > config.limits.concurrent_max:
         yield "limits.n_max: above limits.concurrent_max, so such a request could never run"
-    if config.shared.store == "redis" and not config.shared.url:
-        yield "shared.url: needed with shared.store redis; set it or PENSTOCK_SHARED_URL"
-    if config.shared.timeout_s >= config.shared.gateway_ttl_s / 3:
-        yield (
-            "shared.gateway_ttl_s: at least three times shared.timeout_s, or a gateway that waits is not "
-            "counted"
-        )
+    yield from shared_problems(config.shared)
 
 
 def _model_problems(config: Config) -> Iterator[str]:

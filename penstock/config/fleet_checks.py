@@ -3,8 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 
-from penstock.config.discover import DiscoverConfig
-from penstock.config.fleet import FleetConfig, WorkerConfig
+from penstock.config.fleet import WORKERS_MAX, DiscoverConfig, WorkerConfig
 from penstock.config.tree import ModelConfig
 
 _HTTP = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(:[0-9]{1,5})?(/[^\s?#]*)?")
@@ -17,7 +16,7 @@ _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def fleet_problems(models: Sequence[ModelConfig], fleet: FleetConfig) -> Iterator[str]:
+def fleet_problems(models: Sequence[ModelConfig]) -> Iterator[str]:
     """One line for each thing that is wrong."""
     taken: dict[tuple[str, str], str] = {}
     count = 0
@@ -38,8 +37,8 @@ def fleet_problems(models: Sequence[ModelConfig], fleet: FleetConfig) -> Iterato
             if same in taken:
                 yield f"{key}.url: {worker.url} is {taken[same]} already"
             taken.setdefault(same, key)
-    if count > fleet.workers_max:
-        yield f"fleet.workers_max: {count} workers are configured, which is over {fleet.workers_max}"
+    if count > WORKERS_MAX:
+        yield f"models: {count} workers are configured, which is over the bound of {WORKERS_MAX}"
 
 
 def _discover_problems(discover: DiscoverConfig, key: str) -> Iterator[str]:
@@ -61,8 +60,11 @@ def _discover_problems(discover: DiscoverConfig, key: str) -> Iterator[str]:
             )
     if discover.api_key_env and not _VARIABLE.fullmatch(discover.api_key_env):
         yield f"{key}.api_key_env: expected the name of an environment variable, got {discover.api_key_env!r}"
-    if discover.kv_replay_port and not discover.kv_events_port:
-        yield f"{key}.kv_replay_port: of no use without {key}.kv_events_port"
+    for field in ("kv_events", "kv_replay"):
+        if isinstance(address := getattr(discover, field), str) and address:
+            yield f"{key}.{field}: expected the port alone, on the host that is found, got {address!r}"
+    if discover.kv_replay and not discover.kv_events:
+        yield f"{key}.kv_replay: of no use without {key}.kv_events"
 
 
 def _worker_problems(worker: WorkerConfig, key: str) -> Iterator[str]:

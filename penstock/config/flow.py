@@ -77,20 +77,20 @@ class LimitsConfig(Branch, frozen=True, kw_only=True):
     OpenAI."""
 
 
+PARENT = "parent:"
+"""What begins the `url` that a process of `penstock serve --processes` is given: its parent's socket."""
+
+
 class SharedConfig(Branch, frozen=True, kw_only=True):
     """Rate limits and budgets that several gateways share.
 
     No request waits for the store; see docs/limits.md and docs/ledger.md.
     """
 
-    store: Literal["none", "redis", "parent"] = "none"
-    """"none": every gateway counts for itself. "redis": all gateways with the same `url` and `prefix` count
-    together, budgets too. "parent": the processes of one `penstock serve --processes` do, which sets this by
-    itself."""
     url: str = ""
-    """Of Redis: "redis://host:6379/0", "rediss://user:password@host:6380/0", "unix:///run/redis.sock"."""
-    socket: str = ""
-    """Unix socket of the parent; set by `penstock serve --processes`."""
+    """Of the Redis through which all gateways with the same `url` and `prefix` count together, budgets too:
+    "redis://host:6379/0", "rediss://user:password@host:6380/0", "unix:///run/redis.sock". Empty: each
+    gateway counts for itself, and the processes of one `penstock serve --processes` count together."""
     prefix: Annotated[str, Meta(min_length=1, max_length=128)] = "penstock"
     """Begins the names of all keys in the store."""
     gateways: Positive = 1
@@ -100,21 +100,25 @@ class SharedConfig(Branch, frozen=True, kw_only=True):
     """While the store does not answer. "local-share": this gateway's part of the rate, by the number of
     gateways that was known last. "closed": what it had leased, then nothing. "open": no limit; what was used
     is charged later."""
-    lease_s: Annotated[float, Meta(ge=0.05, le=60)] = 1.0
-    """A gateway leases this many seconds' worth of a limit (or, while few gateways share, its part of a
-    quarter of the burst). All of them together overshoot by at most one lease each."""
-    timeout_s: Annotated[float, Meta(gt=0, le=60)] = 0.25
-    """The store is away when it has not answered for this long."""
-    retry_s: Annotated[float, Meta(ge=0.01, le=60)] = 0.5
-    """How often it is asked while it is away."""
-    gateway_ttl_s: Annotated[float, Meta(ge=1)] = 30.0
-    """A gateway that has not asked anything for this long is counted no more."""
-    asks_max: Annotated[int, Meta(ge=1, le=10_000)] = 512
-    """Questions in one message to the store."""
-    gateways_max: Positive = 1024
-    """Gateways that the parent's store takes connections from."""
-    frame_bytes_max: Positive = 1024 * 1024
-    """One message to or from the parent's store."""
+
+    @property
+    def store(self) -> Literal["none", "redis", "parent"]:
+        """Who keeps what is shared."""
+        if not self.url:
+            return "none"
+        return "parent" if self.url.startswith(PARENT) else "redis"
+
+    @property
+    def socket(self) -> str:
+        """Unix socket of the parent's store."""
+        return self.url.removeprefix(PARENT)
+
+
+def shared_problems(shared: SharedConfig) -> Iterator[str]:
+    """One line for each thing that is wrong."""
+    scheme = shared.url.partition("://")[0]
+    if shared.url and scheme not in ("redis", "rediss", "unix"):
+        yield "shared.url: expected redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH"
 
 
 def queue_problems(queue: QueueConfig) -> Iterator[str]:
@@ -130,3 +134,16 @@ def queue_problems(queue: QueueConfig) -> Iterator[str]:
         seen.setdefault(band.name, i)
     if sum(band.share for band in queue.bands) > 1:
         yield "queue.bands: their shares add up to more than 1, so not all floors could be honoured"
+
+
+RETIRED: dict[str, str] = {
+    "shared.store": "there is a store where there is a `shared.url`, and `penstock serve --processes` shares "
+    "its limits by itself",
+    "shared.socket": "`penstock serve --processes` finds its socket by itself",
+    **{
+        f"shared.{key}": "a constant now (penstock/policy/limits/store_terms.py)"
+        for key in ("lease_s", "timeout_s", "retry_s", "gateway_ttl_s", "asks_max")
+    },
+    "shared.gateways_max": "fixed at 1024",
+    "shared.frame_bytes_max": "fixed at 1 MiB",
+}

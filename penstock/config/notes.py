@@ -7,13 +7,11 @@ from collections.abc import Mapping
 
 from penstock.config import (
     backends,
-    discover,
     fleet,
     flow,
     health,
     ledger,
     placement,
-    ray,
     routing,
     tenancy,
     tree,
@@ -21,13 +19,11 @@ from penstock.config import (
 
 NOTED = (
     backends,
-    discover,
     fleet,
     flow,
     health,
     ledger,
     placement,
-    ray,
     routing,
     tenancy,
     tree,

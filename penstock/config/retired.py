@@ -4,10 +4,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import cast
 
+from penstock.config import fleet, flow
 from penstock.config.retired_engine import RETIRED_ENGINE
 from penstock.config.retired_policies import RETIRED_POLICIES
 
-RETIRED: Mapping[str, str] = {**RETIRED_ENGINE, **RETIRED_POLICIES}
+RETIRED: Mapping[str, str] = {**RETIRED_ENGINE, **RETIRED_POLICIES, **fleet.RETIRED, **flow.RETIRED}
 """Dotted path -> sentence, which names settings in backticks. `[]` stands for an entry of a list, `section.*`
 for a section that is gone: for the section itself, and for its keys without a sentence of their own."""
 

@@ -11,8 +11,7 @@ from msgspec import Meta
 
 from penstock.config.backends import BackendsConfig
 from penstock.config.branch import Branch, Port, Positive, Seconds
-from penstock.config.discover import DiscoverConfig
-from penstock.config.fleet import FleetConfig, Replicas, WorkerConfig
+from penstock.config.fleet import DiscoverConfig, FleetConfig, Replicas, WorkerConfig
 from penstock.config.flow import LimitsConfig, QueueConfig, SharedConfig
 from penstock.config.health import HealthConfig
 from penstock.config.ledger import BudgetsConfig, LedgerConfig, PricesConfig

@@ -24,16 +24,14 @@ def make_launcher(
     Raises:
         ConfigError: it needs something that is not installed.
     """
-    logs = WorkerLogs(say, log_directory(config), config.log_bytes_max)
+    logs = WorkerLogs(say, log_directory())
     if config.launcher == "ray":
-        return RayLauncher(clock, key, config=config.ray, logs=logs)
+        return RayLauncher(clock, key, config=config, logs=logs)
     return LocalLauncher(clock, key, logs=logs, spare=spare)
 
 
-def log_directory(config: FleetConfig) -> Path | None:
+def log_directory() -> Path | None:
     """Where workers' words are kept; None where there is no place for them."""
-    if config.logs:
-        return Path(config.logs)
     with contextlib.suppress(RuntimeError):  # There may be no home directory.
         return state_directory() / "workers"
     return None

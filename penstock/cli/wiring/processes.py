@@ -24,6 +24,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.clock import Clock, sleep
+from penstock.config.flow import PARENT
 from penstock.config.tree import Config
 from penstock.errors import ConfigError, OperatorError
 from penstock.fleet.launchers.supervision import BACKOFF_MAX_S, RestartBudget
@@ -150,7 +151,7 @@ class GatewayProcesses:
         if config.shared.store == "redis":
             return config
         shared = msgspec.structs.replace(
-            config.shared, store="parent", socket=self._leases_path, gateways=config.server.processes
+            config.shared, url=f"{PARENT}{self._leases_path}", gateways=config.server.processes
         )
         return msgspec.structs.replace(config, shared=shared)
 

@@ -60,7 +60,7 @@ class Stack:
         self._config, self._clock, self._log = config, clock, log
         self._models = config.models
         self._has_place = False
-        self._registry = Registry(clock, log, workers_max=config.fleet.workers_max)
+        self._registry = Registry(clock, log)
         self._members = Members(self._registry, log, drain_timeout_s=config.fleet.drain_timeout_s)
         self._parts = [make_part(model, self._registry, clock) for model in config.models]
         self._words = _WorkerLogBuffer(log)
@@ -209,9 +209,7 @@ class Stack:
             self._words.release()
             for task in tasks:
                 task.cancel()
-        await wait_for_attached(
-            self._registry, self._models, self._log, timeout_s=self._config.fleet.connect_timeout_s
-        )
+        await wait_for_attached(self._registry, self._models, self._log)
         self._fleet_log = FleetLog(self._registry, self._log)
 
     async def _wait_for(self, worker: LaunchedWorker, display: LoadingDisplay) -> None:

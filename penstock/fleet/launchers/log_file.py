@@ -14,7 +14,7 @@ from urllib.parse import quote
 from penstock.clock import NS_PER_S, Clock
 
 LOG_BYTES_MAX = 8 * 1024 * 1024
-"""Of one worker, unless somebody says otherwise."""
+"""Of one worker."""
 
 
 class LogFile:
@@ -58,14 +58,12 @@ class WorkerLogs:
     say: Callable[[str], None] = stderr_line
     directory: Path | None = None
     """With a file for each worker; None: nowhere."""
-    bytes_max: int = LOG_BYTES_MAX
-    """Of one worker."""
 
     def of(self, name: str, clock: Clock) -> Callable[[str], None]:
         """Takes one worker's lines."""
         if self.directory is None:
             return self.say
-        file = LogFile(self.directory, name, clock, bytes_max=self.bytes_max)
+        file = LogFile(self.directory, name, clock)
 
         def log(line: str) -> None:
             file.write(line)

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from penstock.config.discover import KubernetesConfig
+from penstock.config.fleet import KubernetesConfig
 from penstock.fleet.sources.found import DiscoveredAddress
 
 
@@ -118,14 +118,10 @@ class EndpointSlices:
 
     def _port(self, found: Slice) -> int:
         """The port of a slice's endpoints; 0 if it does not have the one that is wanted."""
-        wanted = self._config
-        if wanted.port:
-            return wanted.port
-        named = [
-            port.port
-            for port in found.ports or ()
-            if port.port and (not wanted.port_name or port.name == wanted.port_name)
-        ]
+        wanted = self._config.port
+        if wanted and isinstance(wanted, int):
+            return wanted
+        named = [port.port for port in found.ports or () if port.port and (not wanted or port.name == wanted)]
         return named[0] if len(named) == 1 else 0
 
 

@@ -5,14 +5,15 @@ source.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from penstock.config.discover import DiscoverConfig
-from penstock.config.fleet import WorkerConfig
+from penstock.config.fleet import DiscoverConfig, WorkerConfig, WorkerTraits
 from penstock.fleet.desired_worker import DesiredWorker
 from penstock.fleet.members import Members
 from penstock.telemetry.log import Log
 
-_SAME = frozenset(DiscoverConfig.__struct_fields__) & frozenset(WorkerConfig.__struct_fields__)
-"""Settings that workers which are found have like those at addresses."""
+TIMEOUT_S = 5.0
+"""For one answer of DNS or of the API server."""
+FOUND_MAX = 256
+"""Workers taken from one source; more are reported and left out."""
 
 
 @dataclass(slots=True, frozen=True, order=True)
@@ -48,14 +49,15 @@ class DiscoveredWorkers:
     async def take(self, endpoints: Iterable[DiscoveredAddress]) -> None:
         """These are there now, and no others. What is there no more drains."""
         every = sorted(set(endpoints))
-        now = tuple(every[: self.config.found_max])
+        now = tuple(every[:FOUND_MAX])
         if (left_out := len(every) - len(now)) != self._left_out:
             self._left_out = left_out
             if left_out:
                 self._log.warning(
-                    "more workers were found than discover.found_max allows",
+                    "a source has more workers than are taken",
                     source=self.source,
-                    count=left_out,
+                    taken=FOUND_MAX,
+                    left_out=left_out,
                 )
         if now == self._now:
             return
@@ -72,13 +74,7 @@ class DiscoveredWorkers:
 def worker_at(endpoint: DiscoveredAddress, config: DiscoverConfig) -> WorkerConfig:
     """The worker at an endpoint."""
     is_ours = config.engine == "penstock"
-
-    def zmq(port: int) -> str:
-        return f"tcp://{DiscoveredAddress(endpoint.host, port).authority}" if port else ""
-
     return WorkerConfig(
         url=f"tcp:{endpoint.authority}" if is_ours else f"{config.scheme}://{endpoint.authority}",
-        kv_events=zmq(config.kv_events_port),
-        kv_replay=zmq(config.kv_replay_port),
-        **{name: getattr(config, name) for name in _SAME},
+        **{name: getattr(config, name) for name in WorkerTraits.__struct_fields__},
     )

@@ -22,10 +22,10 @@ from penstock.backends.http.client import HttpClient, NoConnection
 from penstock.backends.http.fetch import ProbeFailed, fetch
 from penstock.backends.http.limits import HttpLimits
 from penstock.clock import Clock, sleep
-from penstock.config.discover import KubernetesConfig
+from penstock.config.fleet import KubernetesConfig
 from penstock.errors import ConfigError
 from penstock.fleet.sources.endpoint_slices import ApiStatus, EndpointSlices, Slice, SliceList, WatchEvent
-from penstock.fleet.sources.found import DiscoveredWorkers
+from penstock.fleet.sources.found import TIMEOUT_S, DiscoveredWorkers
 from penstock.fleet.sources.watch import Watch, WatchBroken
 from penstock.telemetry.log import Log
 
@@ -198,8 +198,8 @@ class KubernetesSource:
         token = Path(self._config.token_file).read_text().strip() if self._config.token_file else ""
         headers = {"accept": "application/json", **({"authorization": f"Bearer {token}"} if token else {})}
         http = HttpLimits(
-            connect_timeout_s=self._found.config.timeout_s,
-            first_byte_timeout_s=self._found.config.timeout_s,
+            connect_timeout_s=TIMEOUT_S,
+            first_byte_timeout_s=TIMEOUT_S,
             idle_timeout_s=IDLE_S,
             request_timeout_s=WATCH_S + IDLE_S,
             ca_file=self._config.ca_file if self._address.scheme == "https" else "",

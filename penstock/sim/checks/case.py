@@ -232,7 +232,7 @@ def _spec(case: Case) -> WorldSpec:
             hedge_share=0.1 if shape.hedge_after_ms else 0.0,
             hedge_after_ms=shape.hedge_after_ms,
         ),
-        shared=SharedConfig(store="redis", url="redis://store") if shape.is_shared else SharedConfig(),
+        shared=SharedConfig(url="redis://store") if shape.is_shared else SharedConfig(),
     )
     tenants = {
         f"t{number}": Tenant(
