@@ -14,7 +14,7 @@ is without a salt, and the salt is mixed in where the first private block begins
 The identity is that of the model's computation (identity.py), whatever the model is called where.
 Two blocks have the same hash exactly when everything that decides their KV is the same, and, outside of the
 public region, only for one tenant: so the engine's prefix cache, the router's locality index and the
-simulator can share this one name. H is BLAKE2b (RFC 7693) with a secret key: without the key nobody can look
+simulator can share this one name. H is BLAKE2b (RFC 7693) with a secret key: without the key no one can look
 for collisions or recompute the hash of a guessed prompt. This module knows neither where blocks live nor who
 asks.
 """
@@ -109,7 +109,7 @@ class BlockHasher:
 
         A last, partial block has no hash: its tokens are ignored.
         """
-        assert len(parent) == DIGEST_BYTES, "a chain goes on from a hash of this kind"
+        assert len(parent) == DIGEST_BYTES, "a chain continues from a hash of this kind"
         fresh, digest = self._block.copy, parent
         hashes: list[BlockHash] = []
         for start in range(0, len(tokens) - BLOCK_BYTES + 1, BLOCK_BYTES):

@@ -76,6 +76,7 @@ class Metrics:
         self._kv_blocks = {
             outcome: _Followed(blocks.labels(outcome)) for outcome in ("hit", "missed", "unexpected")
         }
+        self._template_child = self._table.counter("penstock_template_child_renders_total")
         self._retries = self._table.counter("penstock_retries_total")
         self._hedges = self._table.counter("penstock_hedges_total")
         self._migrations = self._table.counter("penstock_migrations_total")
@@ -163,6 +164,10 @@ class Metrics:
     def matched(self, model: str, ratio: float) -> None:
         """A request went to a worker that should have so much of its prompt."""
         self._matches.labels(model).observe(ratio)
+
+    def template_child(self, model: str, reason: Literal["unpriced", "allowance", "request_size"]) -> None:
+        """A chat is rendered in the template's child process (`gateway.models.tokenize_pool`)."""
+        self._template_child.labels(model, reason).inc()
 
     def retried(self, model: str) -> None:
         """A request whose worker failed it unseen is started again."""

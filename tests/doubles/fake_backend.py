@@ -76,7 +76,7 @@ class FakeBackend:
             raise WorkerUnavailable(f"the worker is not ready: {self._status.stage}")
         assert request.request_id not in self._streams, f"{request.request_id} is already running"
         if request.resumed and not self.resumes:
-            raise WorkerUnavailable("this kind of worker cannot go on with what another one began")
+            raise WorkerUnavailable("this kind of worker cannot continue a stream of another one")
         stream = _FakeStream(
             request, sink, self._script(request), self._clock, self._leave, resumes=self.resumes
         )

@@ -74,7 +74,7 @@ async def render(
             may_block=may_block,
         )
 
-    return await pool.render(num_bytes, model.template, bool(tools), work)
+    return await pool.render(num_bytes, model, bool(tools), work)
 
 
 def completion_prompt(

@@ -182,7 +182,7 @@ class ExternalBlockNames:
         return lengths == {len(event.tokens) // (tokens * TOKEN_BYTES)}
 
     def _copied(self, event: Stored, tier: Tier) -> Sequence[int]:
-        """Blocks that were told of before can be had from another tier too: nothing but their ids is told."""
+        """Known blocks are in another tier too: the message has their ids alone."""
         found = {block_id: keys for block_id in event.ids if (keys := self._find(block_id)) is not None}
         self._known[tier].update(found)
         return [key for keys in found.values() for key in ((keys,) if isinstance(keys, int) else keys)]
@@ -232,7 +232,7 @@ class ExternalBlockNames:
     def _unpark(self, block_id: int) -> list[Stored]:
         events = self._parked.pop(block_id, [])
         self._num_parked -= len(events)
-        assert self._num_parked >= 0, "more go on than had waited"
+        assert self._num_parked >= 0, "more resumed than waited"
         return events
 
 
@@ -260,6 +260,6 @@ def _marks(event: Stored) -> dict[int, bytes]:
 
 
 def _rest(event: Stored, block: int) -> list[object]:
-    """Without the adapter, which comes first and is told elsewhere too."""
+    """Without the adapter, which comes first and is in another field too."""
     rest = list((event.extra[block] if event.extra is not None else None) or ())
     return rest[1:] if event.adapter and rest and rest[0] == event.adapter else rest

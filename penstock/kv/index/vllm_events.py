@@ -190,7 +190,9 @@ def _tier(medium: object) -> Tier | None:
 
 
 def _adapter(name: object, number: object) -> str:
-    """Old versions tell a number only, which nobody else knows: it makes a name that matches no request's."""
+    """Old versions send a number only, without meaning elsewhere: it makes a name that matches no
+    request's.
+    """
     if isinstance(name, str):
         return name
     return "" if number is None else f"\0adapter {number}"

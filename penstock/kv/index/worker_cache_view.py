@@ -1,6 +1,6 @@
 """What one worker has cached, as far as its words go: its stream of KV events, and what its answers say.
 
-    UNKNOWN   nothing is heard: only predictions count
+    UNKNOWN   no reports: only predictions count
     SYNCED    every batch was heard, in order
     GAP       a batch is missing: those after it wait, and `wanted` says from where it must be sent again
     CLEARED   the worker begins with nothing, or what was believed cannot be: all that follows will be heard
@@ -59,7 +59,7 @@ class StreamInput(Enum):
     MISSED = "a batch is missing"
     FILLED = "no batch is missing any more"
     LOST = "batches are missing for good: nothing is believed"
-    SILENT = "nothing is heard of this worker, or of a new process in its place"
+    SILENT = "no report of this worker, or of a new process in its place"
 
 
 _U, _S, _G, _C = StreamState.UNKNOWN, StreamState.SYNCED, StreamState.GAP, StreamState.CLEARED
@@ -99,7 +99,7 @@ class WorkerCacheView:
         self.worker, self.names = worker, names
         self.state = StreamState.UNKNOWN
         self.generation = 0
-        """Processes of this worker that were heard of, less one."""
+        """Restarts of this worker that were seen."""
         self.wanted: int | None = None
         """From which batch on everything must be sent again; None: nothing is missing."""
         self.audited = Audit()
@@ -151,7 +151,7 @@ class WorkerCacheView:
         """From which batch on to ask for a replay.
 
         It begins with the last one that was heard, if any: were it another one now, another process would
-        have begun to count anew.
+        have begun to count again.
         """
         self._is_asked, self._is_void, self._has_begun = True, False, False
         self._check = (self._next - 1, self._last_payload) if self._next else None
@@ -182,7 +182,7 @@ class WorkerCacheView:
             self._take(sequence, payload)
 
     def end_of_replay(self, *, is_answered: bool = True) -> None:
-        """It has sent everything that it can, or does not answer. What waited goes on from there."""
+        """It has sent everything that it can, or does not answer. Waiting batches continue from there."""
         self._is_asked = False
         if self.names.refused or self._is_void:
             return
@@ -367,7 +367,7 @@ class WorkerCacheView:
             self._resize(actual, expected)
             self._predict(now_ns, keys)
         else:
-            # What it computed it has told of; what it found is there, whether it was heard of or not.
+            # Computed blocks were reported; blocks that were hit are there, reported or not.
             self._index.retract(self.worker, keys[actual:])
             self._predict(now_ns, keys[:actual])
 
@@ -416,5 +416,5 @@ class WorkerCacheView:
 
 
 def _usable_blocks(prompt: PromptKeys) -> int:
-    """An engine computes at least the last token anew, whatever it has."""
+    """An engine computes at least the last token again, whatever is cached."""
     return max(0, prompt.num_tokens - 1) // BLOCK_TOKENS
