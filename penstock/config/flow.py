@@ -53,13 +53,8 @@ class QueueConfig(Branch, frozen=True, kw_only=True):
     """Share of a model's rows that a tenant leaves free for others who are active too, once it runs half as
     much again as its part: their next request need not wait for one of its streams to end. 0 lends every
     row."""
-    no_worker: Literal["wait", "refuse"] = "wait"
-    """What requests do while no worker of their model is ready."""
     no_worker_wait_s: Seconds = 30.0
-    """How long they wait for one, then 503."""
-    shed_kv_above: Annotated[float, Meta(ge=0.9, le=1)] = 0.97
-    """Share of a worker's KV blocks in use over which streams of lower bands end for the sake of higher ones,
-    down to 0.9; 1 never."""
+    """How long requests wait while no worker of their model is ready, then 503; 0: not at all."""
 
 
 class LimitsConfig(Branch, frozen=True, kw_only=True):

@@ -94,7 +94,8 @@ class _Checker:
             items = cast(list[object], value)
             return [self.value(item, kind.item_type, f"{path}[{i}]") for i, item in enumerate(items)]
         if isinstance(value, dict):  # It may have been a section once.
-            self.retired += retired(path, cast(dict[object, object], value))
+            self.retired += retired(path, cast(object, value))
+            return cast(object, value)
         return value
 
     def _section(self, section: dict[object, object], kind: inspect.StructType, path: str) -> object:

@@ -10,26 +10,28 @@ Money = Annotated[float, Meta(ge=0, le=1_000_000_000)]
 """In units of `prices.currency`; kept as whole millionths."""
 
 
-class PriceTier(Branch, frozen=True, kw_only=True):
+class TokenPrices(Branch, frozen=True, kw_only=True):
+    """What tokens cost the caller."""
+
+    input: Money | None = None
+    """Per million prompt tokens; null is 0, and in a tier the model's own price."""
+    cached_input: Money | None = None
+    """Per million prompt tokens that came from the prefix cache; null takes the price of `input`."""
+    output: Money | None = None
+    """Per million generated tokens; null as with `input`."""
+
+
+class PriceTier(TokenPrices, frozen=True, kw_only=True):
     """Other prices for long prompts: they count for the whole request."""
 
     above_prompt_tokens: Positive
-    input: Money
-    cached_input: Money | None = None
-    output: Money
 
 
-class ModelPrice(Branch, frozen=True, kw_only=True):
+class ModelPrice(TokenPrices, frozen=True, kw_only=True):
     """What one model costs its callers."""
 
     model: str
     """The served name; "*" stands for every model that has no entry of its own."""
-    input: Money = 0.0
-    """Per million prompt tokens."""
-    cached_input: Money | None = None
-    """Per million prompt tokens that came from the prefix cache; null takes the price of `input`."""
-    output: Money = 0.0
-    """Per million generated tokens."""
     request: Money = 0.0
     """Per request that generated or computed anything."""
     tiers: Annotated[tuple[PriceTier, ...], Meta(max_length=16)] = ()
@@ -40,9 +42,6 @@ class PricesConfig(Branch, frozen=True, kw_only=True):
     """What tokens and machines cost. Without entries every request costs 0."""
 
     currency: str = "USD"
-    version: str = ""
-    """Stands in every record of the ledger; empty takes a fingerprint of this section, so that no change goes
-    unseen."""
     models: Annotated[tuple[ModelPrice, ...], Meta(max_length=1024)] = ()
     accelerators: Annotated[dict[str, Money], Meta(max_length=1024)] = {}  # noqa: RUF012 - msgspec copies it.
     """Model (its served name, or "*" for every other one) -> what one worker's machine costs the operator per
@@ -52,8 +51,6 @@ class PricesConfig(Branch, frozen=True, kw_only=True):
 class BudgetsConfig(Branch, frozen=True, kw_only=True):
     """How the budgets of tiers and tenants are held; the amounts stand there."""
 
-    warn_at: Annotated[tuple[Annotated[float, Meta(gt=0, le=1)], ...], Meta(max_length=16)] = (0.5, 0.8, 1.0)
-    """Shares of a budget; crossing one of them is logged and counted."""
     downgrade_at: Annotated[float, Meta(gt=0, le=1)] = 0.8
     """From this share of a budget on, requests go to a cheaper fallback (`routing.models`) where tenant and
     request allow that."""

@@ -72,26 +72,17 @@ class AutoModel(Branch, frozen=True, kw_only=True):
     up_to: Weight = 1.0
     """It answers requests of at most this complexity, unless a smaller model does. The last one answers the
     rest."""
-    cost: Annotated[float, Meta(gt=0, le=1e9)] = 1.0
-    """Of a token, relative to the other models."""
-
-
-class AutoConfig(Branch, frozen=True, kw_only=True):
-    """`model: "auto"`: the model is chosen by how complex the request looks. docs/routing.md has the
-    story.
-    """
-
-    models: Annotated[tuple[AutoModel, ...], Meta(max_length=16)] = ()
-    """From small to large. Empty: there is no "auto"."""
-    tiers: Annotated[dict[str, str], Meta(max_length=256)] = {}  # noqa: RUF012 - msgspec copies it.
-    """Tier -> the model that it gets at least."""
+    tiers: Annotated[tuple[str, ...], Meta(max_length=256)] = ()
+    """Tiers that get no smaller model than this one."""
 
 
 class RoutingConfig(Branch, frozen=True, kw_only=True):
     """Which model answers instead of which, and what "auto" is."""
 
     models: Annotated[tuple[ModelRoute, ...], Meta(max_length=64)] = ()
-    auto: AutoConfig = AutoConfig()
+    auto: Annotated[tuple[AutoModel, ...], Meta(max_length=16)] = ()
+    """`model: "auto"`: the model is chosen by how complex the request looks (docs/routing.md), among these,
+    from small to large. Empty: there is no "auto"."""
     placement: PlacementConfig = PlacementConfig()
 
 
@@ -136,19 +127,20 @@ def _loop(start: str, next_of: dict[str, str]) -> list[str]:
     return []
 
 
-def _auto_problems(auto: AutoConfig, known: Sequence[str]) -> Iterator[str]:
-    names = [model.model for model in auto.models]
+def _auto_problems(auto: Sequence[AutoModel], known: Sequence[str]) -> Iterator[str]:
+    names = [model.model for model in auto]
     for i, name in enumerate(names):
-        yield from _unknown(f"routing.auto.models[{i}].model", name, known)
+        yield from _unknown(f"routing.auto[{i}].model", name, known)
         if name in names[:i]:
-            yield f"routing.auto.models[{i}].model: {name!r} is there twice"
-    cuts = [model.up_to for model in auto.models[:-1]]
+            yield f"routing.auto[{i}].model: {name!r} is there twice"
+    cuts = [model.up_to for model in auto[:-1]]
     if any(later <= earlier for earlier, later in pairwise(cuts)):
-        yield "routing.auto.models: `up_to` must rise from each model to the next"
+        yield "routing.auto: `up_to` must rise from each model to the next"
     if names and AUTO in known:
-        yield f"routing.auto.models: {AUTO!r} is the name of a model, and of the choice between them"
-    for tier, least in auto.tiers.items():
-        yield from _unknown(f"routing.auto.tiers.{tier}", least, names)
+        yield f"routing.auto: {AUTO!r} is the name of a model, and of the choice between them"
+    tiers = [tier for model in auto for tier in model.tiers]
+    for tier in sorted({tier for tier in tiers if tiers.count(tier) > 1}):
+        yield f"routing.auto: the tier {tier!r} stands at two models"
 
 
 def _target_problems(admission: AdmissionConfig) -> Iterator[str]:

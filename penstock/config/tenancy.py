@@ -78,8 +78,6 @@ class Allowance(Branch, frozen=True, kw_only=True):
     """Prompt and answer tokens together."""
     concurrent_max: Count | None = None
     """Requests accepted and not ended."""
-    input_tokens_max: Count | None = None
-    """Of one prompt."""
     output_tokens_max: Count | None = None
     """Of one choice."""
     context_tokens_max: Count | None = None
@@ -275,10 +273,12 @@ def _allowance_problems(allowed: Allowance, where: str) -> Iterator[str]:
             if not re.fullmatch(r"[^\s\x00-\x1f\x7f]{1,256}", name):
                 yield f"{where}.{field}[{i}]: expected 1 to 256 characters without white space"
     context = allowed.context_tokens_max
-    for field in ("input_tokens_max", "output_tokens_max"):
-        limit: int | None = getattr(allowed, field)
-        if context and limit and limit > context:
-            yield f"{where}.{field}: {limit} is above context_tokens_max ({context}), so it can never be used"
+    limit = allowed.output_tokens_max
+    if context and limit and limit > context:
+        yield (
+            f"{where}.output_tokens_max: {limit} is above context_tokens_max ({context}), so it can never be "
+            "used"
+        )
     day, month = allowed.budget_per_day, allowed.budget_per_month
     if day and month and day > month:
         yield f"{where}.budget_per_day: {day:g} is above budget_per_month ({month:g})"

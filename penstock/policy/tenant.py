@@ -28,7 +28,6 @@ class Tenant:
     """Prompt and answer tokens together."""
     concurrent_max: int = 0
     """Requests accepted and not ended."""
-    input_tokens_max: int = 0
     output_tokens_max: int = 0
     """Of one choice."""
     context_tokens_max: int = 0

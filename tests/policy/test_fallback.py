@@ -103,7 +103,7 @@ def test_who_cannot_move_waits_for_a_worker_and_is_told_when_none_comes() -> Non
 
 
 def test_where_nobody_waits_for_a_worker_it_fails_at_once() -> None:
-    control = made(no_worker="refuse")
+    control = made(no_worker_wait_s=0)
     waiting(control, "a", "b", degrade="never")
     told = control.dispatch(S)
     assert [(each.id, each.reason) for each in told] == [("a", "no_worker"), ("b", "no_worker")]

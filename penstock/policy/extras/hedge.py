@@ -50,6 +50,8 @@ Tell = Callable[[str, HedgeOutcome], None]
 class HedgeTerms(HealthConfig, frozen=True, kw_only=True):
     """When a request is late enough for a second attempt, and how many of those there may be."""
 
+    hedge_after_ms: int = 0
+    """How long a hedged request has had no output; 0: by `quantile`."""
     quantile: float = 0.98
     """Of the times from start to first output of the model's last `window` requests with prompts of about
     that length (within a factor of two, what is cached left out). Well under 1 - `hedge_share` the budget

@@ -13,6 +13,7 @@ from penstock.config.engine_settings import EngineSettings
 from penstock.config.flow import QueueConfig, SharedConfig
 from penstock.config.tree import Config
 from penstock.planning.step_time import LinearStepTime
+from penstock.policy.extras.hedge import HedgeTerms
 from penstock.policy.limits.rate_limit import RateTerms
 from penstock.policy.resilience.breaker import BreakerTerms
 from penstock.policy.resilience.health import HealthTerms
@@ -213,6 +214,10 @@ def _draw_requests(seed: int, shape: CaseShape, per_s: float) -> tuple[SimReques
     return tuple(requests)
 
 
+class _Health(HealthTerms, HedgeTerms, frozen=True, kw_only=True):
+    """Both sets of constants."""
+
+
 def _spec(case: Case) -> WorldSpec:
     shape = case.shape
     engine = EngineSettings(step_tokens=shape.step_tokens, max_running=shape.max_running, max_waiting=64)
@@ -227,7 +232,7 @@ def _spec(case: Case) -> WorldSpec:
         queue=QueueConfig(requests_max=shape.queue_max),
         limits=RateTerms(slice_tokens=32),
         # Open for at most 3 s, so that all of it happens in a case: `_recovery` allows 5 s.
-        health=HealthTerms(
+        health=_Health(
             breaker=BreakerTerms(window_s=4, attempts_min=5, open_s=1, open_max_s=3),
             hedge_share=0.1 if shape.hedge_after_ms else 0.0,
             hedge_after_ms=shape.hedge_after_ms,
