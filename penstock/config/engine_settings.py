@@ -16,6 +16,10 @@ class EngineSettings(EngineConfig, frozen=True, kw_only=True):
     """Plan and launch a step while the one before computes. "auto": on for a GPU, off on the CPU."""
     max_waiting: int = 1024
     """Requests queued in the engine at most; one more is refused as overloaded."""
+    graphs_max: int = 64
+    """CUDA graphs kept at most; 0: every kernel of every step is launched by itself."""
+    fair_weights: dict[str, float] = {}  # noqa: RUF012 - msgspec copies it.
+    """Tenants whose share of the engine is not 1, by id."""
     priority_ageing_s: float = 10.0
     """Waiting this long makes up for one priority class."""
     starvation_s: float = 60.0

@@ -62,10 +62,9 @@ class KubernetesConfig(Branch, frozen=True, kw_only=True):
     api_server: str = ""
     """"https://host:port"; empty: KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT, which every pod
     has."""
-    token_file: str = f"{SERVICE_ACCOUNT}/token"
-    """Read again for every connection, since the cluster renews it; empty sends none."""
-    ca_file: str = f"{SERVICE_ACCOUNT}/ca.crt"
-    """Certificate authority of the API server."""
+    account: str = SERVICE_ACCOUNT
+    """Directory with `token`, read again for every connection since the cluster renews it, and `ca.crt`, the
+    API server's certificate authority; empty: neither."""
 
 
 class DiscoverConfig(WorkerTraits, frozen=True, kw_only=True):
@@ -112,5 +111,7 @@ RETIRED: dict[str, str] = {
     "models[].discover[].timeout_s": _FOUND,
     "models[].discover[].kv_events_port": "now `models[].discover[].kv_events`",
     "models[].discover[].kv_replay_port": "now `models[].discover[].kv_replay`",
+    "models[].discover[].kubernetes.token_file": "`models[].discover[].kubernetes.account` is its directory",
+    "models[].discover[].kubernetes.ca_file": "`models[].discover[].kubernetes.account` is its directory",
     "models[].discover[].kubernetes.port_name": "`models[].discover[].kubernetes.port` takes the name too",
 }

@@ -53,10 +53,10 @@ def _discover_problems(discover: DiscoverConfig, key: str) -> Iterator[str]:
                 yield f"{key}.kubernetes.{field}: expected a name of 1 to 63 of a-z, 0-9 and -, got {name!r}"
         if kubernetes.api_server and not _HTTP.fullmatch(kubernetes.api_server):
             yield f"{key}.kubernetes.api_server: expected https://HOST:PORT, got {kubernetes.api_server!r}"
-        if kubernetes.api_server.startswith("http:") and kubernetes.token_file:
+        if kubernetes.api_server.startswith("http:") and kubernetes.account:
             yield (
                 f"{key}.kubernetes.api_server: refused over http, which shows the token to anybody; use "
-                f"https, or an empty token_file"
+                f"https, or an empty account"
             )
     if discover.api_key_env and not _VARIABLE.fullmatch(discover.api_key_env):
         yield f"{key}.api_key_env: expected the name of an environment variable, got {discover.api_key_env!r}"

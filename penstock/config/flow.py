@@ -7,9 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from penstock.config.branch import Branch, Count, Positive, Seconds
-
-Share = Annotated[float, Meta(ge=0, le=1)]
+from penstock.config.branch import Branch, Positive, Seconds
 
 
 class BandConfig(Branch, frozen=True, kw_only=True):
@@ -20,11 +18,9 @@ class BandConfig(Branch, frozen=True, kw_only=True):
     order: Annotated[int, Meta(ge=-1000, le=1000)]
     """Smaller goes first; also the priority that the engine is given. Running streams of bands below 0 are
     never stopped to make room in KV memory."""
-    floor: Count = 0
-    """Streams that it may always run: under it, it goes before bands that are over theirs. Lent while it has
-    no work."""
-    share: Share = 0.0
-    """The floor as a share of the model's slots; the larger of the two counts."""
+    floor: Annotated[float, Meta(ge=0, le=1_000_000)] = 0.0
+    """Streams that it may always run, below 1 as a share of the model's slots: under it, it goes before bands
+    that are over theirs. Lent while it has no work."""
     requests_max: Positive = 1024
     """Requests that wait; one more is refused as overloaded."""
     timeout_s: Annotated[float, Meta(gt=0, le=86_400)] = 60.0
@@ -42,8 +38,8 @@ class QueueConfig(Branch, frozen=True, kw_only=True):
 
     bands: Annotated[tuple[BandConfig, ...], Meta(min_length=1, max_length=16)] = (
         BandConfig(name="system", order=-2, floor=2, requests_max=256, timeout_s=30),
-        BandConfig(name="priority", order=-1, share=0.25),
-        BandConfig(name="default", order=0, share=0.1, requests_max=2048),
+        BandConfig(name="priority", order=-1, floor=0.25),
+        BandConfig(name="default", order=0, floor=0.1, requests_max=2048),
         BandConfig(name="bulk", order=1, requests_max=4096, timeout_s=300),
     )
     """Tenants of a band that is not here get the last band that has order 0 or less, else the first."""
@@ -127,11 +123,12 @@ def queue_problems(queue: QueueConfig) -> Iterator[str]:
                 f"queue.bands[{i}].name: {band.name!r} is the name of queue.bands[{seen[band.name]}] already"
             )
         seen.setdefault(band.name, i)
-    if sum(band.share for band in queue.bands) > 1:
-        yield "queue.bands: their shares add up to more than 1, so not all floors could be honoured"
+    if sum(band.floor for band in queue.bands if band.floor < 1) > 1:
+        yield "queue.bands: floors that are shares add up to more than 1, so not all could be honoured"
 
 
 RETIRED: dict[str, str] = {
+    "queue.bands[].share": "`queue.bands[].floor` below 1 is a share",
     "shared.store": "there is a store where there is a `shared.url`, and `penstock serve --processes` shares "
     "its limits by itself",
     "shared.socket": "`penstock serve --processes` finds its socket by itself",

@@ -68,8 +68,6 @@ class LedgerConfig(Branch, frozen=True, kw_only=True):
     directory: str = ""
     """Where it is kept; empty takes `ledger` in the state directory (PENSTOCK_STATE_DIR,
     ~/.local/state/penstock). A local disk."""
-    fsync_ms: Annotated[int, Meta(ge=1, le=60_000)] = 100
-    """What a power failure may cost at most; a process that is killed loses nothing."""
     when_full: Literal["refuse", "go_on"] = "refuse"
     """No room for the journal: refuse new requests as overloaded, or answer them without a record and count
     those."""

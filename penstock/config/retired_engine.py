@@ -24,6 +24,7 @@ RETIRED_ENGINE: dict[str, str] = {
     "backends.probe_timeout_s": "fixed at 5",
     "backends.stale_s": "fixed at 10",
     "backends.metrics_bytes_max": "fixed at 8 MiB",
+    "ledger.fsync_ms": "fixed at 100",
     "ledger.deliver_ms": "fixed at 250",
     "ledger.deliver_records_max": "fixed at 2000",
     "ledger.segment_bytes": "fixed at 4 MiB",
@@ -35,6 +36,10 @@ RETIRED_ENGINE: dict[str, str] = {
     "models[].engine.host_kv_idle_s": "fixed at 30",
     "models[].engine.host_kv_loads_max": "fixed at 256",
     "models[].engine.host_kv_stores_max": "fixed at 32",
+    "models[].engine.kv_memory_fraction": "`models[].engine.kv_memory_bytes` sets the size",
+    "models[].engine.graphs_max": "fixed at 64",
+    "models[].engine.fair_weights": "`tiers[].weight` and `tenants[].weight` hold at the gateway, before its "
+    "engines",
     "models[].engine.graph_tokens_max": "fixed at 2048",
     "models[].engine.graph_memory_bytes_max": "fixed at 1 GiB",
     "models[].engine.overlap": "on where a GPU computes, off on the CPU",

@@ -67,15 +67,11 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     max_model_len: Annotated[int, Meta(ge=0)] = 0
     """Tokens of prompt and answer together, at least 2; 0 takes the model's own limit."""
     kv_memory_bytes: Annotated[int, Meta(ge=0)] = 0
-    """Memory for the KV cache; 0 takes `kv_memory_fraction` of what is free after loading."""
-    kv_memory_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Share of the free memory for the KV cache when `kv_memory_bytes` is 0. 0 takes the device's own: 0.3 of
-    a CPU's (and 4 GiB at most), 0.92 of a GPU's."""
+    """Memory for the KV cache; 0 takes 0.3 of what is free after loading on a CPU (and 4 GiB at most), and
+    0.92 on a GPU."""
     host_kv_memory_bytes: Annotated[int, Meta(ge=0)] | None = None
     """Host memory for KV blocks of idle sessions and preempted requests; null takes a tenth of the free
     memory, 4 GiB at most; 0 switches the host tier off."""
-    graphs_max: Annotated[int, Meta(ge=0)] = 64
-    """CUDA graphs kept at most; 0: every kernel of every step is launched by itself."""
     step_tokens: Positive = 512
     """Token budget of one step: decode rows first, the rest goes to chunks of prompts."""
     max_running: Positive = 64
@@ -85,9 +81,6 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     served least; the default, because with one tenant it is "priority" and with several none can crowd out
     the others. "priority": by class, and waiting makes up for class. "fcfs": strictly by class, then arrival:
     lower classes may starve."""
-    fair_weights: dict[str, Annotated[float, Meta(gt=0)]] = {}  # noqa: RUF012 - msgspec copies it.
-    """Tenants whose share is not 1, by id: 2 is served twice as much as 1 while both have requests
-    waiting."""
     kv_quota_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Share of the KV cache that one tenant's running requests may hold; 1 is no quota. A tenant over it
     starts nothing new and is preempted first; a request that alone is over it is refused. 0 is automatic: 0.5

@@ -28,7 +28,7 @@ def config_of(**discover: object):
         {"dns": "vllm.default.svc:8000"},
         {"dns": "_http._tcp.vllm.default.svc", "kv_events": 5557, "kv_replay": 5558},
         {"kubernetes": KUBERNETES},
-        {"kubernetes": {**KUBERNETES, "api_server": "http://127.0.0.1:8001", "token_file": ""}},
+        {"kubernetes": {**KUBERNETES, "api_server": "http://127.0.0.1:8001", "account": ""}},
     ],
 )
 def test_these_are_fine_alone_and_survive_being_printed(discover) -> None:

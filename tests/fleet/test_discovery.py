@@ -239,7 +239,7 @@ async def followed(monkeypatch, api: KubeApi, **config: object):
     applied = Applied()
     found, log, text = made(applied, dns="")
     settings = KubernetesConfig(
-        namespace="default", service="vllm", api_server=api.url, **{"token_file": "", **config}
+        namespace="default", service="vllm", api_server=api.url, **{"account": "", **config}
     )
     task = asyncio.create_task(KubernetesSource(found, settings, SystemClock(), log).run())
     try:
@@ -339,7 +339,7 @@ def test_workers_stay_while_the_api_server_refuses_and_a_new_token_is_taken(monk
         token.write_text("old\n")
         api = KubeApi(token="old")
         api.slices = {"s": make_slice("s", ("1", "a", READY))}
-        async with followed(monkeypatch, api, token_file=str(token)) as (applied, text):
+        async with followed(monkeypatch, api, account=str(token.parent)) as (applied, text):
             assert await applied.next() == urls("a:8000")
             await until(lambda: api.num_watches == 1)
             api.token = "new"
@@ -488,9 +488,7 @@ def test_sources_come_go_and_change_while_others_go_on(monkeypatch) -> None:
 
         monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
         await refuses(
-            DiscoverConfig(
-                kubernetes=KubernetesConfig(namespace="n", service="s", token_file=""), engine="vllm"
-            )
+            DiscoverConfig(kubernetes=KubernetesConfig(namespace="n", service="s", account=""), engine="vllm")
         )
         assert there() == first, "what cannot be changes nothing"
         await apply()

@@ -109,7 +109,7 @@ def test_any_request_has_one_answer(
 
 def test_what_is_looked_at_is_bounded() -> None:
     """Text beyond the bound changes nothing, and megabytes of hostile text cost what the bound costs."""
-    deciding = router(AutoTerms(text_chars_max=1000))
+    deciding = router(terms=AutoTerms(text_chars_max=1000))
     short = Features(texts=["x " * 500], num_chars=10)
     long = Features(texts=["x " * 500 + "prove compare ``` " * 50_000], num_chars=10)
     assert deciding.parts(short) == deciding.parts(long)

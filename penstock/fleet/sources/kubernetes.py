@@ -195,14 +195,15 @@ class KubernetesSource:
         Raises:
             OSError: the token cannot be read.
         """
-        token = Path(self._config.token_file).read_text().strip() if self._config.token_file else ""
+        account = self._config.account
+        token = (Path(account) / "token").read_text().strip() if account else ""
         headers = {"accept": "application/json", **({"authorization": f"Bearer {token}"} if token else {})}
         http = HttpLimits(
             connect_timeout_s=TIMEOUT_S,
             first_byte_timeout_s=TIMEOUT_S,
             idle_timeout_s=IDLE_S,
             request_timeout_s=WATCH_S + IDLE_S,
-            ca_file=self._config.ca_file if self._address.scheme == "https" else "",
+            ca_file=str(Path(account) / "ca.crt") if account and self._address.scheme == "https" else "",
         )
         return HttpClient(self._address, http, self._clock, headers=headers)
 
