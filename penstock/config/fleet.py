@@ -56,7 +56,9 @@ class KubernetesConfig(Branch, frozen=True, kw_only=True):
     """The endpoints of a service, as the cluster's API server tells them (EndpointSlices, list and watch)."""
 
     namespace: str
+    """Of the service."""
     service: str
+    """Its name; the workers are its endpoints."""
     port: Port | str = 0
     """The pods' port, by number or by the name that the service has for it; 0: the service's only one."""
     api_server: str = ""

@@ -25,6 +25,7 @@ class PriceTier(TokenPrices, frozen=True, kw_only=True):
     """Other prices for long prompts: they count for the whole request."""
 
     above_prompt_tokens: Positive
+    """Prompts that are longer than this have these prices."""
 
 
 class ModelPrice(TokenPrices, frozen=True, kw_only=True):
@@ -42,7 +43,9 @@ class PricesConfig(Branch, frozen=True, kw_only=True):
     """What tokens and machines cost. Without entries every request costs 0."""
 
     currency: str = "USD"
+    """A label: nothing is converted."""
     models: Annotated[tuple[ModelPrice, ...], Meta(max_length=1024)] = ()
+    """A model that is not here, with no "*" either, costs nothing."""
     accelerators: Annotated[dict[str, Money], Meta(max_length=1024)] = {}  # noqa: RUF012 - msgspec copies it.
     """Model (its served name, or "*" for every other one) -> what one worker's machine costs the operator per
     hour."""
@@ -65,6 +68,7 @@ class LedgerConfig(Branch, frozen=True, kw_only=True):
     """
 
     enabled: bool = True
+    """false keeps no records, and so no budgets over a restart."""
     directory: str = ""
     """Where it is kept; empty takes `ledger` in the state directory (PENSTOCK_STATE_DIR,
     ~/.local/state/penstock). A local disk."""

@@ -80,6 +80,7 @@ class RoutingConfig(Branch, frozen=True, kw_only=True):
     """Which model answers instead of which, and what "auto" is."""
 
     models: Annotated[tuple[ModelRoute, ...], Meta(max_length=64)] = ()
+    """Models that may be replaced, or that lack something."""
     auto: Annotated[tuple[AutoModel, ...], Meta(max_length=16)] = ()
     """`model: "auto"`: the model is chosen by how complex the request looks (docs/routing.md), among these,
     from small to large. Empty: there is no "auto"."""

@@ -74,6 +74,7 @@ class Allowance(Branch, frozen=True, kw_only=True):
     """
 
     requests_per_minute: Count | None = None
+    """Requests that are started, refused ones not among them."""
     tokens_per_minute: Count | None = None
     """Prompt and answer tokens together."""
     concurrent_max: Count | None = None
@@ -93,6 +94,7 @@ class Allowance(Branch, frozen=True, kw_only=True):
     budget_per_day: Money | None = None
     """In the currency of the price list, per UTC day."""
     budget_per_month: Money | None = None
+    """Likewise per UTC month."""
     degrade: Degrade | None = None
     """Whether a smaller model may answer where the request does not say: never, rather than fail, or when it
     is sooner."""
@@ -105,6 +107,7 @@ class TierConfig(Allowance, frozen=True, kw_only=True):
     """What the tenants of one tier may use."""
 
     name: str
+    """What tenants, keys and tokens name."""
 
 
 class TenantConfig(Allowance, frozen=True, kw_only=True):

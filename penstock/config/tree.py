@@ -133,6 +133,7 @@ class ServerConfig(Branch, frozen=True, kw_only=True):
     """The HTTP front door."""
 
     host: str = "127.0.0.1"
+    """Address to listen on. On addresses other than loopback callers must be named (`auth`)."""
     port: Port = 8000
     """0 takes a free one."""
     hosts: Annotated[tuple[str, ...], Meta(max_length=64)] = ()
@@ -148,6 +149,7 @@ class ServerConfig(Branch, frozen=True, kw_only=True):
     """Gateway processes that share the address, for more cores than one; bounds here and in `limits` count
     for each."""
     body_bytes_max: Positive = 8 * 1024 * 1024
+    """A larger request body is refused with 413."""
     drain_timeout_s: Seconds = 30.0
     """After SIGTERM or Ctrl-C running streams have this long to end."""
     slow_client: Literal["pause", "abort"] = "pause"
@@ -163,7 +165,9 @@ class LogConfig(Branch, frozen=True, kw_only=True):
     """What goes to standard error."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lines below this level are left out."""
     format: Literal["text", "json"] = "text"
+    """"json": one object per line."""
     access: bool = True
     """One line per request. Probes, scrapes and other polls that were answered have theirs at level debug."""
 
@@ -172,9 +176,12 @@ class Config(Branch, frozen=True, kw_only=True):
     """The whole tree."""
 
     models: Annotated[tuple[ModelConfig, ...], Meta(max_length=64)] = (ModelConfig(path="penstock-demo"),)
+    """The models that are served, by the names that clients use."""
     server: ServerConfig = ServerConfig()
     tenants: Annotated[tuple[TenantConfig, ...], Meta(max_length=10_000)] = ()
+    """Tenants with something of their own; others are known from keys and tokens."""
     tiers: Annotated[tuple[TierConfig, ...], Meta(max_length=64)] = DEFAULT_TIERS
+    """What the tenants of each tier may use; a list of one's own replaces these."""
     auth: AuthConfig = AuthConfig()
     limits: LimitsConfig = LimitsConfig()
     admission: AdmissionConfig = AdmissionConfig()

@@ -79,9 +79,10 @@ def run(check, *arguments) -> None:
 
 
 def test_an_endpoint_becomes_a_worker_of_the_configured_kind() -> None:
-    config = DiscoverConfig(engine="vllm", kind="l4", kv_events=5557, scheme="https")
+    config = DiscoverConfig(engine="vllm", kind="l4", kv_events=5557, scheme="https", priorities=True)
     worker = worker_at(DiscoveredAddress("fd00::1", 8000), config)
     assert worker.url == "https://[fd00::1]:8000"
+    assert worker.priorities
     assert (worker.engine, worker.kind, worker.kv_events, worker.kv_replay) == ("vllm", "l4", 5557, "")
     assert (
         worker_at(DiscoveredAddress("10.0.0.1", 70), DiscoverConfig(engine="penstock")).url
