@@ -127,7 +127,12 @@ def queue_problems(queue: QueueConfig) -> Iterator[str]:
         yield "queue.bands: floors that are shares add up to more than 1, so not all could be honoured"
 
 
+_QUEUE = "a constant of the queue now (penstock/policy/queueing/terms.py)"
+_TOKENIZE = "a constant now (penstock/gateway/models/tokenize_pool.py)"
 RETIRED: dict[str, str] = {
+    "queue.bands[].starvation_s": "follows from `queue.bands[].order` now",
+    "queue.bands[].protected": "follows from `queue.bands[].order` now",
+    "queue.bands[].bytes_max": _QUEUE,
     "queue.bands[].share": "`queue.bands[].floor` below 1 is a share",
     "shared.store": "there is a store where there is a `shared.url`, and `penstock serve --processes` shares "
     "its limits by itself",
@@ -138,4 +143,25 @@ RETIRED: dict[str, str] = {
     },
     "shared.gateways_max": "fixed at 1024",
     "shared.frame_bytes_max": "fixed at 1 MiB",
-}
+    **{
+        f"queue.{key}": _QUEUE
+        for key in (
+            "bytes_max", "tenant_share", "when_full", "tenants_kept", "skips_max", "skip_s", "aside_max",
+            "retries_max", "worker_credit", "shed_kv_above", "shed_kv_to", "shed_max",
+        )
+    },
+    "queue.no_worker": "`queue.no_worker_wait_s` of 0 refuses at once",
+    "queue.foreign_concurrency": "a constant now: 64; a worker has `models[].workers[].max_running`",
+    **{
+        f"limits.{key}": "a constant now (penstock/protocol/openai_validate.py)"
+        for key in (
+            "stop_max", "stop_chars_max", "stop_token_ids_max", "messages_max", "tools_max",
+            "top_logprobs_max", "logit_bias_max", "json_values_max", "json_depth_max", "prompts_max",
+        )
+    },
+    "limits.session_bytes_max": "a constant now: 256",
+    "limits.tokenize_inline_bytes": _TOKENIZE,
+    "limits.tokenize_waiting_max": _TOKENIZE,
+    "rate_limits.burst_s": "now `limits.burst_s`",
+    "rate_limits.*": "a constant now (penstock/policy/limits/rate_limit.py and output_length.py)",
+}  # fmt: skip

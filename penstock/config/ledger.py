@@ -1,5 +1,6 @@
 """Prices, budgets and the usage ledger: the sections `prices`, `budgets` and `ledger`."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -77,3 +78,45 @@ class LedgerConfig(Branch, frozen=True, kw_only=True):
     those."""
     keep_days: Annotated[int, Meta(ge=0)] = 400
     """Records that ended longer ago leave the database; 0 keeps all."""
+
+
+MICROS = 1_000_000
+
+
+def price_problems(prices: PricesConfig) -> Iterator[str]:
+    """What contradicts itself in the section `prices`."""
+    seen: dict[str, int] = {}
+    for i, model in enumerate(prices.models):
+        if model.model in seen:
+            yield (
+                f"prices.models[{i}].model: {model.model!r} has a price in prices.models[{seen[model.model]}]"
+            )
+        seen.setdefault(model.model, i)
+        yield from _model_problems(model, f"prices.models[{i}]")
+
+
+def _model_problems(model: ModelPrice, where: str) -> Iterator[str]:
+    for part, at in ((model, where), *((tier, f"{where}.tiers[{i}]") for i, tier in enumerate(model.tiers))):
+        for name in ("input", "cached_input", "output"):
+            price = getattr(part, name)
+            if price and round(price * MICROS) == 0:
+                yield f"{at}.{name}: {price:g} is less than a millionth and would count as 0"
+    thresholds = [tier.above_prompt_tokens for tier in model.tiers]
+    if thresholds != sorted(set(thresholds)):
+        yield f"{where}.tiers: above_prompt_tokens must rise from one to the next, got {thresholds}"
+
+
+RETIRED: dict[str, str] = {
+    "prices.version": "always a fingerprint of the section",
+    "budgets.warn_at": "constants now: 0.5, 0.8 and 1",
+    "budgets.slice_tokens": "a constant now: 256 tokens",
+    "budgets.tenants_max": "a constant now: 100,000 tenants",
+    "budgets.refresh_s": "a constant now: every ten seconds",
+    "ledger.fsync_ms": "fixed at 100",
+    "ledger.deliver_ms": "fixed at 250",
+    "ledger.deliver_records_max": "fixed at 2000",
+    "ledger.segment_bytes": "fixed at 4 MiB",
+    "ledger.segment_age_s": "fixed at 3600",
+    "ledger.journal_bytes_max": "fixed at 256 MiB for each gateway process",
+    "ledger.buffer_bytes_max": "fixed at 8 MiB",
+}

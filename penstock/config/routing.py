@@ -3,12 +3,11 @@
 import difflib
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from penstock.config.branch import Branch
-from penstock.config.placement import PlacementConfig
 
 Milliseconds = Annotated[float, Meta(ge=0, le=86_400_000)]
 Weight = Annotated[float, Meta(ge=0, le=1)]
@@ -74,6 +73,14 @@ class AutoModel(Branch, frozen=True, kw_only=True):
     rest."""
     tiers: Annotated[tuple[str, ...], Meta(max_length=256)] = ()
     """Tiers that get no smaller model than this one."""
+
+
+class PlacementConfig(Branch, frozen=True, kw_only=True):
+    """Which worker a request goes to: filter, score, pick. docs/routing.md has the story."""
+
+    policy: Literal["ttft", "weighted", "least_loaded"] = "ttft"
+    """"ttft": the least expected time to first token. "weighted": a weighted sum of four marks.
+    "least_loaded": free streams alone."""
 
 
 class RoutingConfig(Branch, frozen=True, kw_only=True):
@@ -159,3 +166,37 @@ def _unknown(key: str, name: str, known: Sequence[str]) -> Iterator[str]:
         near = difflib.get_close_matches(name, known, n=1)
         meant = f"; did you mean {near[0]!r}?" if near else ""
         yield f"{key}: no model {name!r} here{meant}"
+
+
+_PLACEMENT = "a constant of placement now (penstock/policy/placement_terms.py)"
+_ADMISSION = "a constant of admission now (penstock/policy/admission/admit.py and promise.py)"
+_COMPLEXITY = "a constant now (penstock/policy/extras/complexity.py)"
+RETIRED: dict[str, str] = {
+    "routing.placement.ttft.*": _PLACEMENT,
+    "routing.placement.weighted.*": _PLACEMENT,
+    **{
+        f"routing.placement.{key}": _PLACEMENT
+        for key in (
+            "holders_max", "least_loaded", "tie", "explore", "hold_ms_max", "holds_max", "host_cost",
+            "adapter_load_ms", "prefill_tokens_per_s", "step_ms", "session_ttl_s", "sessions_max",
+            "decisions_kept", "log_every",
+        )
+    },
+    **{
+        f"admission.{key}": _ADMISSION
+        for key in (
+            "idle_factor", "prefer_fraction", "prefer_saves_ms", "retry_after_max_s",
+            "retry_after_default_s", "retries_kept",
+        )
+    },
+    "admission.max_wait_ms_max": "a constant now: ten minutes",
+    "routing.auto.models": "the list is `routing.auto` itself",
+    "routing.auto.tiers": "now `routing.auto[].tiers`",
+    "routing.auto[].cost": "`routing.auto[].up_to` says it all",
+    "routing.auto.name": "the name is always auto",
+    "routing.auto.weights.*": _COMPLEXITY,
+    **{
+        f"routing.auto.{key}": _COMPLEXITY
+        for key in ("tokens_full", "turns_full", "text_chars_max", "cost_bias")
+    },
+}  # fmt: skip

@@ -9,7 +9,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from penstock.config.branch import Branch, Count, Seconds
-from penstock.config.hosts import is_loopback
+from penstock.config.machine import is_loopback
 
 Weight = Annotated[float, Meta(gt=0, le=1_000_000)]
 Money = Annotated[float, Meta(ge=0, le=1_000_000_000)]
@@ -325,3 +325,23 @@ def url_problem(url: str) -> str:
     if parts.scheme == "http" and not is_loopback(host):
         return "refused over http: anybody in between could put in keys of their own; use https"
     return ""
+
+
+RETIRED: dict[str, str] = {
+    **{
+        f"{section}[].input_tokens_max": "`tiers[].context_tokens_max` bounds prompt and answer together"
+        for section in ("tiers", "tenants")
+    },
+    "auth.keys_file_check_s": "a constant now: every 2 s",
+    "auth.keys_file_shrinks": "a server takes such a file when it starts; revoke keys with `penstock keys "
+    "revoke`",
+    "auth.keys_max": "a constant now: 100,000 keys",
+    "auth.jwt.algorithms": "every signature with a public key that is of its key's kind is accepted now",
+    **{
+        f"auth.jwt.{key}": "a constant now (penstock/gateway/identity/jwt_terms.py)"
+        for key in (
+            "leeway_s", "refresh_s", "refresh_s_min", "stale_s_max", "timeout_s", "waiting_max",
+            "response_bytes_max", "keys_max", "tokens_max",
+        )
+    },
+}  # fmt: skip

@@ -1,19 +1,24 @@
 """Every setting there is, its default and its bound.
 
 A config file is this tree in YAML. Fields are documented where they stand because `--print-config`, the docs
-page and the error for a wrong key are all made from these files (`NOTED` in notes.py). Every queue, buffer,
-body and loop has its bound here.
+page and the error for a wrong key are all made from these files (`SECTIONS` in retired.py). A bound that no
+operator has a reason to move is a constant beside its code.
 """
 
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from penstock.config.backends import BackendsConfig
 from penstock.config.branch import Branch, Port, Positive, Seconds
-from penstock.config.fleet import DiscoverConfig, FleetConfig, Replicas, WorkerConfig
+from penstock.config.fleet import (
+    BackendsConfig,
+    DiscoverConfig,
+    FleetConfig,
+    HealthConfig,
+    Replicas,
+    WorkerConfig,
+)
 from penstock.config.flow import LimitsConfig, QueueConfig, SharedConfig
-from penstock.config.health import HealthConfig
 from penstock.config.ledger import BudgetsConfig, LedgerConfig, PricesConfig
 from penstock.config.routing import AdmissionConfig, RoutingConfig
 from penstock.config.tenancy import DEFAULT_TIERS, AuthConfig, TenantConfig, TierConfig
@@ -195,3 +200,43 @@ class Config(Branch, frozen=True, kw_only=True):
     ledger: LedgerConfig = LedgerConfig()
     backends: BackendsConfig = BackendsConfig()
     log: LogConfig = LogConfig()
+
+
+RETIRED: dict[str, str] = {
+    "models[].engine.pin_threads": "removed: pinned threads were slower (docs/engine.md)",
+    "models[].engine.kv_memory_fraction": "`models[].engine.kv_memory_bytes` sets the size",
+    "models[].engine.host_kv_memory_fraction": "fixed at 0.1; `models[].engine.host_kv_memory_bytes` sets "
+    "the size, 0 none",
+    "models[].engine.host_kv_idle_s": "fixed at 30",
+    "models[].engine.host_kv_loads_max": "fixed at 256",
+    "models[].engine.host_kv_stores_max": "fixed at 32",
+    "models[].engine.graphs_max": "fixed at 64",
+    "models[].engine.graph_tokens_max": "fixed at 2048",
+    "models[].engine.graph_memory_bytes_max": "fixed at 1 GiB",
+    "models[].engine.overlap": "on where a GPU computes, off on the CPU",
+    "models[].engine.max_waiting": "fixed at 1024",
+    "models[].engine.fair_weights": "`tiers[].weight` and `tenants[].weight` hold at the gateway, before its "
+    "engines",
+    "models[].engine.priority_ageing_s": "fixed at 10",
+    "models[].engine.starvation_s": "fixed at 60",
+    "models[].engine.preemptions_max": "fixed at 3",
+    "models[].engine.itl_targets": "`models[].engine.itl_target_ms` may be a mapping from class to target",
+    "models[].engine.prefill_tokens_min": "fixed at 4",
+    "models[].engine.seed": "made-up weights are the same every time",
+    "models[].engine.connection_buffer_bytes_max": "fixed at 64 MiB",
+    "models[].engine.kv_events.buffer_steps": "fixed at 10000",
+    "models[].engine.kv_events.hwm": "fixed at 100000",
+    "server.connections_max": "fixed at 20000 for each process; `limits.concurrent_max` bounds the streams",
+    "server.header_bytes_max": "fixed at 32 KiB",
+    "server.headers_max": "fixed at 100",
+    "server.header_timeout_s": "fixed at 15",
+    "server.body_timeout_s": "fixed at 60",
+    "server.keepalive_timeout_s": "fixed at 75",
+    "relay.*": "how text travels to clients is in `server` (docs/relay.md)",
+    "relay.buffer_bytes_max": "fixed at 1 MiB for each client",
+    "relay.slow_client": "moved to `server.slow_client`",
+    "relay.write_timeout_s": "fixed at 30",
+    "relay.flush_ms": "moved to `server.flush_ms`",
+    "relay.heartbeat_s": "fixed at 15",
+    "kv_index.*": "the bounds of the KV index are fixed (docs/kv-index.md)",
+}

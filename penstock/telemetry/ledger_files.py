@@ -21,7 +21,7 @@ from pathlib import Path
 
 from penstock.clock import Clock
 from penstock.config.ledger import LedgerConfig
-from penstock.config.state import state_directory
+from penstock.config.machine import state_directory
 from penstock.errors import LedgerError
 
 TRIES_MAX = 100

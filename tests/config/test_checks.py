@@ -2,7 +2,7 @@ import pytest
 
 from penstock.config.checks import check
 from penstock.config.flow import LimitsConfig
-from penstock.config.hosts import is_loopback
+from penstock.config.machine import is_loopback
 from penstock.config.tree import (
     AuthConfig,
     Config,

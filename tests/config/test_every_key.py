@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from msgspec import inspect
 
-from penstock.config.notes import read_notes
+from penstock.config.load import read_notes
 from penstock.config.tree import Config
 
 ROOT = Path(__file__).parents[2]

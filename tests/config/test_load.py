@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config.load import convert_config, dump_config, load_config, parse_config, with_environment
-from penstock.config.notes import read_notes
+from penstock.config.load import (
+    convert_config,
+    dump_config,
+    load_config,
+    parse_config,
+    read_notes,
+    with_environment,
+)
 from penstock.config.tree import AuthConfig, Config, EngineConfig, ModelConfig, ServerConfig
 from penstock.errors import ConfigError
 

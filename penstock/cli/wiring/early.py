@@ -7,7 +7,7 @@ from collections.abc import Callable
 import uvloop
 
 from penstock.clock import Clock
-from penstock.config.engine_terms import share_of
+from penstock.config.engine_settings import share_of
 from penstock.config.tree import Config
 from penstock.fleet.launchers.spares import Spares
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from penstock.clock import Clock
 from penstock.config.fleet import FleetConfig
-from penstock.config.state import state_directory
+from penstock.config.machine import state_directory
 from penstock.fleet.launchers.base import Launcher
 from penstock.fleet.launchers.local import LocalLauncher
 from penstock.fleet.launchers.log_file import WorkerLogs

@@ -21,7 +21,7 @@ from penstock.cli.wiring.models import ModelPart, make_dependencies, make_part
 from penstock.cli.wiring.processes import GatewayProcesses
 from penstock.cli.wiring.progress import LoadingDisplay
 from penstock.clock import Clock
-from penstock.config.engine_terms import promised, with_quota
+from penstock.config.engine_settings import promised, with_quota
 from penstock.config.reload import with_members
 from penstock.config.tree import Config, ModelConfig, ServerConfig
 from penstock.errors import ConfigError, OperatorError

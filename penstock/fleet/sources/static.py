@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from penstock.backends.heartbeat import HeartbeatTerms
 from penstock.backends.http.external import BackendDependencies
 from penstock.clock import Clock
-from penstock.config.engine_settings import EngineSettings
-from penstock.config.engine_terms import share_of
+from penstock.config.engine_settings import EngineSettings, share_of
 from penstock.config.presets import served_name
 from penstock.config.tree import ModelConfig
 from penstock.fleet.desired_worker import Attached, Launched, worker_id_at

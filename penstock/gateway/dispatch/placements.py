@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from penstock import rng
 from penstock.config.branch import extended
-from penstock.config.placement import PlacementConfig
+from penstock.config.routing import PlacementConfig
 from penstock.policy.contracts import LeastLoaded, Placement
 from penstock.policy.placement.decision_log import DecisionLog
 from penstock.policy.placement.locality import Locality

@@ -16,7 +16,7 @@ check: no browser adds keys by itself.
 import enum
 from collections.abc import Mapping
 
-from penstock.config.hosts import is_loopback
+from penstock.config.machine import is_loopback
 from penstock.config.tree import ServerConfig
 from penstock.errors import Forbidden
 from penstock.gateway.http.exchange import RequestHead

@@ -30,7 +30,7 @@ import msgspec
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.branch import extended
-from penstock.config.health import HealthConfig
+from penstock.config.fleet import HealthConfig
 from penstock.errors import CrashingRequest
 from penstock.policy.flow import RequestFacts
 

@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 from penstock.clock import NS_PER_S
 from penstock.config.branch import extended
-from penstock.config.placement import PlacementConfig
+from penstock.config.routing import PlacementConfig
 from penstock.kv.index.prefix_index import NOTHING_HELD, Held
 from penstock.policy.contracts import Hold
 from penstock.policy.estimates.speed import Ran, Speeds

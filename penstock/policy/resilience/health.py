@@ -12,7 +12,7 @@ Then it is not the workers, or there is nothing to gain from knowing that it is.
 from collections.abc import Iterator
 
 from penstock.config.branch import extended
-from penstock.config.health import HealthConfig
+from penstock.config.fleet import HealthConfig
 from penstock.errors import PenstockError, WorkerError
 from penstock.policy.resilience.breaker import Breaker, BreakerState, BreakerTerms, Draw
 from penstock.policy.resilience.retry_budget import RetryBudget, RetryTerms
