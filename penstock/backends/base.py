@@ -40,7 +40,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: bytes = b""
     """Prefix-cache namespace of the tenant."""
     public_tokens: int = 0
-    """Leading prompt tokens that the operator declared public; see `gateway/models/public.py`."""
+    """Leading prompt tokens that the operator declared public; see `gateway/models/served.py`."""
     priority: int = 0
     fairness_key: str = ""
     fairness_weight: float = 1.0

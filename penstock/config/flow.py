@@ -128,7 +128,7 @@ def queue_problems(queue: QueueConfig) -> Iterator[str]:
 
 
 _QUEUE = "a constant of the queue now (penstock/policy/queueing/terms.py)"
-_TOKENIZE = "a constant now (penstock/gateway/models/tokenize_pool.py)"
+_TOKENIZE = "a constant now (penstock/gateway/models/prepare.py)"
 RETIRED: dict[str, str] = {
     "queue.bands[].starvation_s": "follows from `queue.bands[].order` now",
     "queue.bands[].protected": "follows from `queue.bands[].order` now",

@@ -338,7 +338,7 @@ RETIRED: dict[str, str] = {
     "auth.keys_max": "a constant now: 100,000 keys",
     "auth.jwt.algorithms": "every signature with a public key that is of its key's kind is accepted now",
     **{
-        f"auth.jwt.{key}": "a constant now (penstock/gateway/identity/jwt_terms.py)"
+        f"auth.jwt.{key}": "a constant now (penstock/gateway/identity/tokens.py)"
         for key in (
             "leeway_s", "refresh_s", "refresh_s_min", "stale_s_max", "timeout_s", "waiting_max",
             "response_bytes_max", "keys_max", "tokens_max",

@@ -34,11 +34,10 @@ from penstock.gateway.http.exchange import Ending, Exchange, RequestHead, Respon
 from penstock.gateway.http.server import HttpServer, tick_s
 from penstock.gateway.http.tally import outcome_of
 from penstock.gateway.http.wire_limits import WIRE_LIMITS, WireLimits
-from penstock.gateway.identity.auth import Caller
-from penstock.gateway.identity.entrance import Entrance
-from penstock.gateway.identity.tenancy import Tenancy
+from penstock.gateway.identity.tenancy import Entrance, Tenancy
+from penstock.gateway.identity.tenants import Caller
+from penstock.gateway.models.prepare import TokenizePool
 from penstock.gateway.models.served import ModelTable, ServedModel
-from penstock.gateway.models.tokenize_pool import TokenizePool
 from penstock.gateway.relay.reply import StreamSlots
 from penstock.gateway.shared.peers import GatewayPeers
 from penstock.kv.index.limits import KV_INDEX_LIMITS

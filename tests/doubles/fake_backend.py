@@ -24,7 +24,7 @@ from penstock.backends.base import (
 from penstock.clock import Clock
 from penstock.errors import PenstockError, StreamBroken, WorkerUnavailable
 from penstock.protocol.worker import ModelInfo
-from penstock.text.stop import StopChecker
+from penstock.text.detokenizer import StopChecker
 from penstock.types import BLOCK_TOKENS, FinishReason, RequestId, Usage
 
 Script = Callable[[GenerateRequest], Iterator[str]]

@@ -22,10 +22,9 @@ from penstock.clock import SystemClock
 from penstock.config.fleet import DiscoverConfig, KubernetesConfig
 from penstock.config.tree import Config, LogConfig, ModelConfig
 from penstock.errors import ConfigError
-from penstock.fleet.desired_worker import zmq_address
 from penstock.fleet.launchers.local import LocalLauncher
-from penstock.fleet.launchers.log_file import WorkerLogs
-from penstock.fleet.members import Members
+from penstock.fleet.launchers.process import WorkerLogs
+from penstock.fleet.members import Members, zmq_address
 from penstock.fleet.registry import Registry
 from penstock.fleet.sources import discovery as discovery_module
 from penstock.fleet.sources import kubernetes

@@ -15,7 +15,7 @@ from scripted_runner import scripted_text
 
 from penstock.clock import SystemClock
 from penstock.errors import ConfigError, StreamBroken, WorkerUnavailable
-from penstock.fleet.launchers.log_file import WorkerLogs
+from penstock.fleet.launchers.process import WorkerLogs
 from penstock.fleet.launchers.ray import RayLauncher, RayTerms
 
 ray = pytest.importorskip("ray")

@@ -22,15 +22,13 @@ from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig
 from penstock.fleet.members import Members
 from penstock.gateway.app import Gateway
 from penstock.gateway.http.wire_limits import WireLimits
-from penstock.gateway.models.public import PublicPrefixes
-from penstock.gateway.models.served import ServedModel
+from penstock.gateway.models.served import PublicPrefixes, ServedModel
 from penstock.policy.queueing.terms import queue_terms
 from penstock.rng import IdSource
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 from penstock.text.chat import ChatTemplate
-from penstock.text.pieces import decoding_of
-from penstock.text.tokenizer import GenerationDefaults, Tokenizer
+from penstock.text.tokenizer import GenerationDefaults, Tokenizer, decoding_of
 from penstock.types import ModelName
 
 KEY = "sk-test-key-0123456789"

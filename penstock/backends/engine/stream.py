@@ -37,8 +37,7 @@ from penstock.errors import (
     WorkerUnavailable,
 )
 from penstock.protocol.worker import Output, RequestFinished
-from penstock.text.detokenizer import detokenizer
-from penstock.text.stop import StopChecker
+from penstock.text.detokenizer import StopChecker, detokenizer
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import FinishReason, RequestId, Usage
 

@@ -27,9 +27,7 @@ from penstock.backends.http.handler import FailureKind, HttpFailure
 from penstock.clock import Clock
 from penstock.errors import Overloaded, PenstockError, StreamBroken, WorkerUnavailable
 from penstock.protocol.sse import EventReader, EventTooLong
-from penstock.text.detokenizer import IncrementalDetokenizer, detokenizer
-from penstock.text.piece_tokens import PieceTokens
-from penstock.text.stop import StopChecker
+from penstock.text.detokenizer import IncrementalDetokenizer, PieceTokens, StopChecker, detokenizer
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import FinishReason, RequestId, TokenLogprob, Usage
 
