@@ -546,7 +546,7 @@ class Life(RuleBasedStateMachine):
     def open(self, seed, wait_s) -> None:
         self.random, self.now_ns, self.count = Random(seed), 0, 0
         bands = (
-            BandTerms(name="priority", order=-1, share=0.25, starvation_s=5, requests_max=6, protected=True),
+            BandTerms(name="priority", order=-1, floor=0.25, starvation_s=5, requests_max=6, protected=True),
             BandTerms(name="default", order=0, floor=1, starvation_s=10, requests_max=6, timeout_s=40),
             BandTerms(
                 name="bulk", order=1, starvation_s=20, requests_max=6, timeout_s=60, discipline="deadline"

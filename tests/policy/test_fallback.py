@@ -25,7 +25,7 @@ def made(*, small: int = 4, **queue) -> FlowControl:
     """`large` has a worker of one stream and falls back to `small`, whose context is 100 tokens, and which
     has no tools.
     """
-    config = QueueTerms(worker_credit=0, no_worker_wait_s=30, **queue)
+    config = QueueTerms(**{"worker_credit": 0, "no_worker_wait_s": 30, **queue})
     routing = RoutingConfig(
         models=(ModelRoute(model="large", fallback="small"), ModelRoute(model="small", tools=False))
     )

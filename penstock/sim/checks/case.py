@@ -13,7 +13,6 @@ from penstock.config.engine_settings import EngineSettings
 from penstock.config.flow import QueueConfig, SharedConfig
 from penstock.config.tree import Config
 from penstock.planning.step_time import LinearStepTime
-from penstock.policy.extras.hedge import HedgeTerms
 from penstock.policy.limits.rate_limit import RateTerms
 from penstock.policy.resilience.breaker import BreakerTerms
 from penstock.policy.resilience.health import HealthTerms
@@ -213,8 +212,10 @@ def _draw_requests(seed: int, shape: CaseShape, per_s: float) -> tuple[SimReques
     return tuple(requests)
 
 
-class _Health(HealthTerms, HedgeTerms, frozen=True, kw_only=True):
-    """Both sets of constants."""
+class _Health(HealthTerms, frozen=True, kw_only=True):
+    """The constants of health, and one that hedging takes from here too (`extended` goes by name)."""
+
+    hedge_after_ms: int = 0
 
 
 def _spec(case: Case) -> WorldSpec:
