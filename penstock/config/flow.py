@@ -50,8 +50,8 @@ class QueueConfig(Branch, frozen=True, kw_only=True):
     much again as its part: their next request need not wait for one of its streams to end. 0 lends every
     row."""
     no_worker_wait_s: Seconds = 30.0
-    """How long requests wait while no worker of their model is ready, then 503. 0: not at all, unless they ran
-    on a worker that is lost."""
+    """How long requests wait while no worker of their model is ready, then 503. 0: not at all, unless they
+    ran on a worker that is lost."""
 
 
 class LimitsConfig(Branch, frozen=True, kw_only=True):
