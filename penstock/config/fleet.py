@@ -218,7 +218,7 @@ RETIRED: dict[str, str] = {
     "health.heartbeat.*": _HEARTBEAT,
     "health.breaker.*": "constants of the breakers now (penstock/policy/resilience/breaker.py)",
     "health.panic_above": "a constant now: never more than half of a model's workers are left alone",
-    "health.retry.*": "constants of the retry budget now (penstock/policy/resilience/retry_budget.py)",
+    "health.retry.*": "constants of the retry budget now (penstock/policy/resilience/health.py)",
     "health.quarantine.*": _QUARANTINE,
     "health.quarantine_crashes": _QUARANTINE,
     "health.hedge.enabled": "now `health.hedge_share`: 0.02 for what was true, 0 for none",

@@ -18,8 +18,16 @@ from penstock.errors import Draining, InvalidRequest, PenstockError
 from penstock.kv.cache.host_tier import HostLimits
 from penstock.kv.cache.manager import KVManager
 from penstock.kv.hashing import PUBLIC, BlockHasher, token_array
-from penstock.protocol.worker import ModelInfo, Output, RequestFinished, Stats, Submit
-from penstock.protocol.worker_checks import INT64_MAX, sampling_problem, weight_of
+from penstock.protocol.worker import (
+    INT64_MAX,
+    ModelInfo,
+    Output,
+    RequestFinished,
+    Stats,
+    Submit,
+    sampling_problem,
+    weight_of,
+)
 from penstock.schedule.limits import BatchLimits
 from penstock.schedule.order import waiting_queue
 from penstock.schedule.plan import RequestOutput, StepPlan, StepResult

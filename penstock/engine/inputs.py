@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.engine.adjustments import Adjustments, Edits
 from penstock.engine.arrays import Int32Array, Int64Array, as_tensor
 from penstock.engine.attention.base import AttentionBatch
-from penstock.engine.attention.slots import token_rows
+from penstock.engine.attention.tiles import token_rows
 from penstock.engine.scoring import ScoredChunk
 from penstock.schedule.plan import NewRow, RowWork, StepPlan
 from penstock.types import BLOCK_TOKENS

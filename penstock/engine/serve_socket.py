@@ -20,7 +20,7 @@ import uvloop
 
 from penstock.clock import Clock
 from penstock.engine.mailbox import Aborted, ConnectionId, DrainAsked, KVEventsAsked, Mailbox, Submitted
-from penstock.protocol.address import Address, UnixAddress
+from penstock.protocol.address import NONCE_BYTES, Address, UnixAddress, gateway_mac, is_same, worker_mac
 from penstock.protocol.worker import (
     AbortRequest,
     Challenge,
@@ -45,7 +45,6 @@ from penstock.protocol.worker import (
     decode_to_worker,
     encode,
 )
-from penstock.protocol.worker_auth import NONCE_BYTES, gateway_mac, is_same, worker_mac
 from penstock.rng import fresh_key
 from penstock.types import FinishReason, RequestId, Usage
 

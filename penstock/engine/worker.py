@@ -28,15 +28,13 @@ import msgspec
 
 from penstock.clock import NS_PER_MS, Clock, SystemClock
 from penstock.engine.core import EngineCore, StepRunner, build_core
-from penstock.engine.kv_event_publisher import KVEventPublisher
+from penstock.engine.kv_event_publisher import KVEventPublisher, open_publisher
 from penstock.engine.mailbox import Aborted, DrainAsked, KVEventsAsked, Mailbox, Submitted
-from penstock.engine.malloc import settle_malloc
+from penstock.engine.memory import settle_malloc
 from penstock.engine.serve_socket import ServerLimits, WorkerServer
 from penstock.engine.watchdog import StepWatch
-from penstock.engine.zmq_publisher import open_publisher
 from penstock.errors import EngineFault, OperatorError
-from penstock.protocol.address import parse_address
-from penstock.protocol.launch import WorkerLaunch
+from penstock.protocol.address import WorkerLaunch, parse_address
 from penstock.protocol.worker import WARMING_UP, Loading, Ready, WorkerFailed
 
 EXIT_FAILED = 1

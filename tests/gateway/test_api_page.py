@@ -2,6 +2,7 @@
 sockets.
 """
 
+import importlib.util
 import json
 import re
 import types
@@ -24,7 +25,8 @@ from penstock.backends.http.limits import HttpBackendLimits
 from penstock.protocol.parameters import CHAT, COMPLETION
 from penstock.types import COMMON_CAPABILITIES, Capability
 
-PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "api.md").read_text()
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 NEEDED = {
     "stream_options": {"stream": True},
@@ -91,7 +93,13 @@ def served(kit: types.SimpleNamespace) -> Iterator[types.SimpleNamespace]:
     running.stop()
 
 
-def test_the_tables_have_every_parameter() -> None:
+def test_the_tables_are_those_of_the_code() -> None:
+    spec = importlib.util.spec_from_file_location("api_page", ROOT / "scripts" / "api_page.py")
+    assert spec is not None
+    assert spec.loader is not None
+    api_page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(api_page)
+    assert api_page.written(PAGE) == PAGE, "run: python scripts/api_page.py"
     assert set(TABLES["chat"]) == {each.name for each in CHAT}
     assert set(TABLES["completion"]) == {each.name for each in COMPLETION}
 
