@@ -76,10 +76,12 @@ def test_a_sentence_that_names_a_setting_names_one_that_exists() -> None:
 
 def test_a_file_that_a_sentence_names_exists() -> None:
     named = {
-        name for sentence in RETIRED.values() for name in re.findall(r"(?:penstock|docs)/[\w/.]+", sentence)
+        name
+        for sentence in RETIRED.values()
+        for name in re.findall(r"(?:penstock|docs)/[-\w/]+\.\w+", sentence)
     }
     assert len(named) > 10
-    assert [name for name in sorted(named) if not (ROOT / name.rstrip(".")).is_file()] == []
+    assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
 
 
 def _paths(kind: inspect.Type, path: str) -> list[str]:
