@@ -81,7 +81,7 @@ async def _serve(launch: ChildLaunch) -> int:
     loop.add_reader(STDIN, parent.on_readable)
     await fleet.apply()
     if launch.is_patient:
-        await wait_for_attached(registry, config.models, log, timeout_s=config.fleet.connect_timeout_s)
+        await wait_for_attached(registry, config.models, log)
     await gateway.start([socket.socket(fileno=number) for number in launch.listeners])
     gc_tuning.freeze_gc()
     telling = asyncio.create_task(_tell_of_attached(config, registry, log)) if launch.index == 0 else None
