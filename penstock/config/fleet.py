@@ -187,7 +187,7 @@ _FOUND = "a constant now (penstock/fleet/sources/found.py and dns.py)"
 _BOUND = "the bounds of HTTP to one worker are fixed (docs/backends.md)"
 _HEARTBEAT = "a constant now: a silent worker is suspect after 1 s and lost after 2 s"
 _QUARANTINE = "a constant of the quarantine now (penstock/policy/extras/quarantine.py)"
-_HEDGE = "a constant of hedging now (penstock/policy/extras/hedge.py)"
+_HEDGE = "a constant of hedging now (penstock/policy/extras/hedging.py)"
 RETIRED: dict[str, str] = {
     "fleet.ray.address": "now `fleet.ray_address`",
     "fleet.ray.num_cpus": "now CPU in `fleet.ray_resources`",
