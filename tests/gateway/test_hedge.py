@@ -11,7 +11,7 @@ from fake_backend import FakeBackend
 
 from penstock.config.ledger import LedgerConfig
 from penstock.errors import WorkerUnavailable
-from penstock.policy.extras.hedge import HedgeTerms
+from penstock.policy.extras.hedging import HedgeTerms
 
 STUCK_S = 60.0
 """Longer than the test may take."""
