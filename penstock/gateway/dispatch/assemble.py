@@ -14,8 +14,7 @@ from functools import partial
 from penstock import rng
 from penstock.clock import NS_PER_MS, NS_PER_S, Clock
 from penstock.config.branch import extended
-from penstock.config.placement import PlacementConfig
-from penstock.config.routing import AdmissionConfig
+from penstock.config.routing import AdmissionConfig, PlacementConfig
 from penstock.config.tree import Config
 from penstock.fleet.registry import Registry
 from penstock.gateway.dispatch.dispatcher import Dispatcher
@@ -26,7 +25,6 @@ from penstock.gateway.shared.spending import Spending
 from penstock.kv.index.locality import KVLocality
 from penstock.policy.admission.admit import IDLE_FACTOR
 from penstock.policy.admission.gate import Gate, ModelFacts
-from penstock.policy.contracts import LeastLoaded, Placement
 from penstock.policy.lifecycle.stack import build_policies
 from penstock.policy.limits.budget import TenantBudgets
 from penstock.policy.limits.price import PriceList
@@ -34,6 +32,7 @@ from penstock.policy.placement.pick import Decision, DecisionLog
 from penstock.policy.placement.route import Locality, Router
 from penstock.policy.placement.score import score_policy
 from penstock.policy.placement_terms import PlacementTerms
+from penstock.policy.queueing.capacity import LeastLoaded, Placement
 from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.rng import fresh_seed, stream
 from penstock.telemetry.ledger import Ledger
