@@ -13,9 +13,6 @@ chunk.
                                                 unavailable, failure, timeout, breaker, busy
     x-penstock-route: complexity=0.31 (code .20, question .11)      how `model: "auto"` was decided
     x-penstock-queue-ms: 12                     how long it waited here for a worker
-
-What one generation request used and how it went: the source of its metrics and of its line in the access
-log.
 """
 
 import enum
@@ -113,8 +110,9 @@ _OUTCOMES: Mapping[FinishReason, OutcomeLabel] = {
 
 @dataclass(slots=True, kw_only=True)
 class Tally(Served):
-    """Who answers a request, and how it goes: filled while it runs. Times are the gateway's clock in
-    nanoseconds.
+    """The same and how the request goes: the source of its metrics and its line in the access log.
+
+    Times are the gateway's clock in nanoseconds.
     """
 
     counted_model: str
