@@ -27,10 +27,12 @@ from penstock.backends.http.limits import HttpBackendLimits, HttpLimits
 from penstock.errors import (
     ContextTooLong,
     InvalidRequest,
+    KeyRejected,
     Overloaded,
     PenstockError,
     StreamBroken,
     TooLarge,
+    WorkerBusy,
     WorkerUnavailable,
 )
 from penstock.telemetry.metrics import Metrics
@@ -96,8 +98,8 @@ def bench(
 @pytest.mark.parametrize(
     ("status", "headers", "body", "kind"),
     [
-        (429, {"retry-after": "7"}, b'{"error": {"message": "busy", "type": "x", "code": 429}}', Overloaded),
-        (503, {"retry-after": "7"}, b"", Overloaded),
+        (429, {"retry-after": "7"}, b'{"error": {"message": "busy", "type": "x", "code": 429}}', WorkerBusy),
+        (503, {"retry-after": "7"}, b"", WorkerBusy),
         (503, {}, b"<html>down</html>", WorkerUnavailable),
         (500, {}, b'{"error": {"message": "cuda"}}', WorkerUnavailable),
         (502, {"content-type": "text/html"}, b"<html>bad gateway</html>", WorkerUnavailable),
@@ -110,12 +112,12 @@ def bench(
         (400, JSON, b'{"error": {"message": "maximum context length is 9", "code": 400}}', ContextTooLong),
         (422, JSON, b'{"error": "`inputs` must have less", "error_type": "validation"}', InvalidRequest),
         (413, {}, b"", TooLarge),
-        (401, JSON, b'{"error": "Unauthorized"}', WorkerUnavailable),
+        (401, JSON, b'{"error": "Unauthorized"}', KeyRejected),
         (404, JSON, b'{"object": "error", "message": "no such model", "code": 404}', WorkerUnavailable),
         (302, {"location": "http://127.0.0.1:1/elsewhere"}, b"", WorkerUnavailable),
         (200, {"content-type": "text/html"}, b"<html>welcome</html>", WorkerUnavailable),
         (200, JSON, b'{"choices": []}', WorkerUnavailable),
-        (200, JSON, b'{"error": {"message": "no room", "type": "overloaded"}}', Overloaded),
+        (200, JSON, b'{"error": {"message": "no room", "type": "overloaded"}}', WorkerBusy),
     ],
 )
 def test_a_status_becomes_the_right_error(
@@ -125,7 +127,7 @@ def test_a_status_becomes_the_right_error(
         made.server.faults.status = (status, headers, body)
         error = await made.error()
         assert type(error) is kind
-        assert error.retry_safe == (kind in (Overloaded, WorkerUnavailable))
+        assert error.retry_safe == (kind in (WorkerBusy, WorkerUnavailable, KeyRejected))
         assert "<html" not in str(error)
         if isinstance(error, Overloaded) and status != 200:
             assert error.retry_after_s == 7
@@ -137,7 +139,11 @@ def test_a_status_becomes_the_right_error(
         recorder, finish = await made.end()
         assert finish.reason is FinishReason.LENGTH
         assert recorder.text == text_of(0, 12)
-        outcome = {Overloaded: "overloaded", WorkerUnavailable: "unavailable"}.get(kind, "refused")
+        outcome = {
+            WorkerBusy: "overloaded",
+            WorkerUnavailable: "unavailable",
+            KeyRejected: "unavailable",
+        }.get(kind, "refused")
         assert made.counted("penstock_backend_requests_total", engine="vllm", outcome=outcome) == 1
 
     bench(check)
