@@ -283,6 +283,8 @@ class DecisionLog:
             if len(self._kept) >= self._kept_max:
                 self._kept.popitem(last=False)
             self._kept[decision.request_id] = [decision]
+        elif decision.choice.reason == "none" and mine[-1].choice.reason == "none":
+            mine[-1] = decision  # A long wait is one entry, and does not push out the attempts before it.
         else:
             if len(mine) >= PER_REQUEST_MAX:
                 del mine[0]
