@@ -107,6 +107,7 @@ CHAT = (
     *_SHARED,
     *(Parameter(name, Fate.HONOURED) for name in (
         "messages", "max_completion_tokens", "tools", "parallel_tool_calls", "chat_template_kwargs",
+        "include_reasoning",
     )),
     Parameter("logprobs", Fate.NEEDS, (False,), Capability.LOGPROBS),
     Parameter("top_logprobs", Fate.HONOURED),
@@ -122,7 +123,6 @@ CHAT = (
     _passed("reasoning"),
     _passed("thinking"),
     _passed("thinking_token_budget"),
-    _passed("include_reasoning", True),
     _passed("documents", []),
     _passed("continue_final_message", False),
     _passed("mm_processor_kwargs"),

@@ -51,11 +51,16 @@ class AnswerParser:
     """
 
     def __init__(
-        self, tools: ToolParser | None, marks: ReasoningMarks | None = None, *, has_begun: bool = False
+        self,
+        tools: ToolParser | None = None,
+        marks: ReasoningMarks | None = None,
+        *,
+        has_begun: bool = False,
+        shows: bool = True,
     ) -> None:
-        """`has_begun`: the answer begins within the section."""
-        self._tools, self._marks = tools, marks
-        self.is_thinking = has_begun
+        """`has_begun`: the answer begins within the section. `shows`: the reasoning is told, not dropped."""
+        self._tools, self.marks, self._shows = tools, marks, shows
+        self.is_thinking = self._thought_before = has_begun
         """Within the section, as far as it is known."""
         self._is_open = marks is not None and not has_begun
         """The section may still begin."""
@@ -63,30 +68,45 @@ class AnswerParser:
         self._trims = has_begun
         """White space that comes next is dropped."""
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether text may be anything but prose."""
+        return self._tools is not None or self.marks is not None
+
+    def takes_thought(self) -> bool:
+        """Whether what was pushed since the last call belongs to the reasoning, or a part of it."""
+        before, self._thought_before = self._thought_before, self.is_thinking
+        return before or self.is_thinking
+
     def push(self, text: str) -> list[ToolEvent]:
         """Take more text; return what is certain now."""
+        events = self._push(text)
+        return events if self._shows else [each for each in events if not isinstance(each, Thought)]
+
+    def _push(self, text: str) -> list[ToolEvent]:
         if not self.is_thinking and not self._is_open:
             return self._prose(text)
-        assert self._marks is not None
+        assert self.marks is not None
         self._buffer += text
         if self._is_open:
             begun = self._buffer.lstrip()
-            if begun.startswith(self._marks.open):
-                self._buffer = begun[len(self._marks.open) :]
+            if begun.startswith(self.marks.open):
+                self._buffer = begun[len(self.marks.open) :]
                 self.is_thinking = self._trims = True
-            elif not begun or self._marks.open.startswith(begun):
+            elif not begun or self.marks.open.startswith(begun):
                 return []
             self._is_open = False
-        return self._think(self._marks.close) if self.is_thinking else self._prose(self._taken())
+        return self._think(self.marks.close) if self.is_thinking else self._prose(self._taken())
 
     def finish(self) -> list[ToolEvent]:
         """The stream is over: return what was held back."""
         rest = self._taken()
         events: list[ToolEvent] = []
         if rest:
-            events = [Thought(rest)] if self.is_thinking and rest.strip() else self._prose(rest)
-            if self.is_thinking and not rest.strip():
-                events = []
+            if not self.is_thinking:
+                events = self._prose(rest)
+            elif rest.strip() and self._shows:
+                events = [Thought(rest)]
         return events + (self._tools.finish() if self._tools is not None else [])
 
     def _think(self, close: str) -> list[ToolEvent]:

@@ -20,16 +20,18 @@ from penstock.gateway.api.services import Services
 from penstock.gateway.http.exchange import Exchange, Served, Tally
 from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.prepare import (
+    begins_reasoning,
     chat_max_tokens,
     chat_prompt,
     check_sampling,
     completion_max_tokens,
     completion_prompt,
+    schemas_of,
 )
 from penstock.gateway.models.served import ServedModel
+from penstock.gateway.relay.chat import ChatSink
 from penstock.gateway.relay.collect import ScoringSink, WholeChat, WholeCompletion
 from penstock.gateway.relay.relay import (
-    ChatSink,
     CompletionLogprobsSink,
     CountingSink,
     Echo,
@@ -55,7 +57,9 @@ from penstock.protocol.openai_validate import parse_chat, parse_completion, prom
 from penstock.protocol.parameters import Need
 from penstock.protocol.stream import ChatChunks, CompletionChunks, StreamHead
 from penstock.telemetry.catalog import Endpoint
-from penstock.text.tools import ForcedCalls, ToolParser
+from penstock.text.reasoning import AnswerParser
+from penstock.text.tool_tails import ForcedCalls
+from penstock.text.tools import FirstCallOnly, ToolParser
 
 _Begin = Callable[[Job], tuple[Reply, Sequence[Sink]]]
 """Makes the reply of a job, and with it takes its exchange."""
@@ -230,7 +234,7 @@ class Generate:
     def _streams(self, job: Job, sinks: Sequence[Sink]) -> list[tuple[GenerateRequest, Sink]]:
         """Every choice's request, and who hears its answer."""
         piece_tokens = 1
-        if not job.request.stream and job.num_choices == 1:
+        if not job.request.stream and job.num_choices == 1 and job.model.reasoning is None:
             # Limits and budgets are looked at between slices, so pieces end where those do.
             piece_tokens = math.gcd(PIECE_TOKENS, SLICE_TOKENS)
         if job.only_scores:
@@ -282,6 +286,7 @@ class Generate:
         """What the reply is given."""
         services, tally, options = self._services, job.exchange.tally, job.request.stream_options
         assert tally is not None
+        tally.reasons = isinstance(job.request, ChatRequest) and job.model.reasoning is not None
         tally.num_choices, tally.usages.choices_per_prompt = job.num_choices, job.choices_per_prompt
         head = StreamHead(
             id=job.answer_id,
@@ -336,11 +341,23 @@ def _session_word(request: GenerationRequest) -> object:
     return key or request.user
 
 
-def _parser(job: Job) -> ToolParser | None:
-    """Of one choice's text; None: it is shown as it is."""
+def _parser(job: Job) -> AnswerParser:
+    """Of one choice's text."""
+    model, request = job.model, job.request
+    assert isinstance(request, ChatRequest)
+    tools: ToolParser | None = None
     if job.constraint.forced_tool is not None:
-        return ForcedCalls(job.constraint.forced_tool)
-    return job.model.tool_parser() if uses_tools(job.request) else None
+        tools = ForcedCalls(job.constraint.forced_tool)
+    elif uses_tools(request):
+        tools = model.tool_format.parser(schemas_of(request))
+        if request.parallel_tool_calls is False:
+            tools = FirstCallOnly(tools)
+    return AnswerParser(
+        tools,
+        model.reasoning,
+        has_begun=begins_reasoning(model, job.prompts[0]),
+        shows=getattr(request, "include_reasoning", None) is not False,
+    )
 
 
 def _counted(reply: StreamReply, job: Job, sinks: Sequence[TextSink]) -> Sequence[Sink]:
@@ -361,7 +378,7 @@ def _chat_stream(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:
     for i in range(job.num_choices):
         chunks = ChatChunks(context.head, i)
         parser = _parser(job)
-        if parser is not None or logprobs:
+        if parser.is_needed or logprobs:
             sinks.append(ChatSink(reply, chunks, i, logprobs=logprobs, parser=parser))
         else:
             sinks.append(TextSink(reply, chunks, i, chunks.role()))

@@ -26,13 +26,14 @@ from typing import Protocol
 from urllib.parse import quote
 
 import msgspec
+from msgspec import UNSET
 
 from penstock.clock import NS_PER_MS
 from penstock.errors import ClientError, Overloaded, WorkerUnavailable
 from penstock.gateway.http.flush import RelayTerms
 from penstock.policy.admit_facts import DowngradeReason
 from penstock.policy.requests.request import UsageSum
-from penstock.protocol.openai import CachedTokens, UsageBody
+from penstock.protocol.openai import CachedTokens, CompletionDetails, UsageBody
 from penstock.protocol.stream import HEARTBEAT
 from penstock.telemetry.catalog import Endpoint, OutcomeLabel
 from penstock.telemetry.metrics import RequestMeasurement
@@ -123,6 +124,9 @@ class Tally:
     """When the first output of any choice came."""
     ended_ns: int | None = None
     outcome: OutcomeLabel | None = None
+    reasons: bool = False
+    """The model's answers may begin with reasoning."""
+    reasoning_tokens: int = 0
     usages: UsageSum = field(default_factory=UsageSum)
 
     def ended(self, index: int, reason: FinishReason, usage: Usage) -> None:
@@ -142,6 +146,7 @@ class Tally:
             completion_tokens=total.completion_tokens,
             total_tokens=total.prompt_tokens + total.completion_tokens,
             prompt_tokens_details=CachedTokens(total.cached_tokens),
+            completion_tokens_details=CompletionDetails(self.reasoning_tokens) if self.reasons else UNSET,
         )
 
     def ttft_ns(self) -> int | None:
