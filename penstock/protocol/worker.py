@@ -29,9 +29,10 @@ from collections.abc import Iterator
 
 import msgspec
 
+from penstock.protocol.grammar import Grammar
 from penstock.types import COMMON_CAPABILITIES, FinishReason, RequestId, SamplingParams, TokenLogprob, Usage
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 WARMING_UP = "warming up"
 """The stage of `Loading` that comes last: the weights are there, and the first steps are run."""
@@ -66,6 +67,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit", omit_defau
     """Whose share of the engine this work counts against (the tenant)."""
     fairness_weight: float = 1.0
     """How much that share is worth beside others'; above 0."""
+    grammar: Grammar | None = None
+    """What the answer must match: for a worker that says it can (`Capability.STRUCTURED_OUTPUTS`)."""
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
@@ -175,6 +178,8 @@ class RequestFinished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     error: str | None = None
     error_kind: str | None = None
     """As in `WorkerFailed.kind`; set only with reason "error"."""
+    param: str | None = None
+    """The field of `Submit` that is wrong; set only with an error that is the client's."""
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):

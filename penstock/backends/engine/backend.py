@@ -216,6 +216,7 @@ class EngineBackend:
                 priority=request.priority,
                 fairness_key=request.fairness_key,
                 fairness_weight=request.fairness_weight,
+                grammar=request.constraint.as_grammar(),
             )
         )
         stream = EngineStream(request, sink, self._tokenizer, self._clock, self._leave)
