@@ -4,7 +4,7 @@ functools.
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 
 from penstock.text.json_calls import Arguments, JsonScan, head_of, parse_call
@@ -37,15 +37,15 @@ class JsonTailParser:
         """
         self._opens, self._names, self._max = opens, names, call_chars_max
         self._at_start = at_start
-        self._buffer = ""
-        self._state = self._read_prose
+        self._buffer: str = ""
+        self._state: Callable[[list[ToolEvent]], bool] = self._read_prose
         self._began = False  # Some text was shown.
-        self._shown_if_none = ""  # The mark, which is text if no call follows it.
+        self._shown_if_none: str = ""  # The mark, which is text if no call follows it.
         self._arguments: Arguments | None = None
         self._rest_of_call: JsonScan | None = None
         self._scan = JsonScan()
         self._scanned = 0
-        self._num_calls = 0
+        self._num_calls: int = 0
 
     def push(self, text: str) -> list[ToolEvent]:
         """Take more text; return what is certain now."""

@@ -96,8 +96,9 @@ class CollectSink:
         """The end."""
         finish = self._reply.ended(finish)
         self.reason = finish.reason
-        self.events += self._parser.finish()
-        if not self._began and finish.reason in (FinishReason.ERROR, FinishReason.ABORT):
+        if finish.reason not in (FinishReason.ERROR, FinishReason.ABORT):  # Another attempt may go on.
+            self.events += self._parser.finish()
+        elif not self._began:
             self.prompt_logprobs.clear()  # Another attempt tells them again.
         self._reply.choice_finished(self._index, finish)
 
