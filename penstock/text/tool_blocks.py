@@ -27,14 +27,14 @@ class BlockParser:
 
     def __init__(self, *, call_chars_max: int = CALL_CHARS_MAX) -> None:
         self._max = call_chars_max
-        self._buffer = ""
+        self._buffer: str = ""
         self._inside = False
         self._searched = 0  # Characters of a block that hold no closing mark.
         self._arguments: Arguments | None = None  # Of a call that is told while it is written.
         self._told = False
         self._space = ""  # White space that is dropped if a call follows it, and shown if text does.
         self._after_call = False
-        self._num_calls = 0
+        self._num_calls: int = 0
 
     def calls_of(self, body: str) -> Calls | None:
         """The calls of a block; None: it is none."""
@@ -186,7 +186,7 @@ class Qwen3CoderToolParser(BlockParser):
         if match is None:
             return None
         name = match[1].strip()
-        properties = self._schemas.get(name, {}).get("properties") or {}
+        properties: Mapping[str, Any] = self._schemas.get(name, {}).get("properties") or {}
         arguments = {
             found[1].strip(): _typed(found[2], properties.get(found[1].strip()))
             for found in self._PARAMETER.finditer(match[2])
