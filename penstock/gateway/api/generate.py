@@ -29,6 +29,7 @@ from penstock.gateway.models.prepare import (
     schemas_of,
 )
 from penstock.gateway.models.served import ServedModel
+from penstock.gateway.models.shape import shaped, template_extra
 from penstock.gateway.relay.chat import ChatSink
 from penstock.gateway.relay.collect import ScoringSink, WholeChat, WholeCompletion
 from penstock.gateway.relay.relay import (
@@ -87,7 +88,9 @@ class Generate:
 
         async def prepare(model: ServedModel, adapter: str) -> _Prepared:
             info, capabilities = model.info(), _checked(model, request, needs)
-            prompt = await chat_prompt(self._services.tokenize, model, request, caller.tenant, num_bytes)
+            prompt = await chat_prompt(
+                self._services.tokenize, model, request, caller.tenant, num_bytes, template_extra(request)
+            )
             max_tokens = chat_max_tokens(request, len(prompt), info, caller.tenant)
             check_sampling(request, max_tokens, info)
             job = Job(
@@ -102,7 +105,7 @@ class Generate:
                 logprobs=(request.top_logprobs or 0) if request.logprobs else None,
                 prompt_logprobs=getattr(request, "prompt_logprobs", None),
                 needs=capabilities,
-                constraint=constraint,
+                constraint=shaped(model, request, prompt, max_tokens, constraint),
                 body=body,
             )
             kind = _chat_stream if request.stream else _chat_whole

@@ -139,18 +139,22 @@ TEMPLATE_RESERVED = frozenset({"messages", "tools", "documents", "add_generation
 
 
 async def chat_prompt(
-    pool: TokenizePool, model: ServedModel, request: ChatRequest, tenant: Tenant, num_bytes: int
+    pool: TokenizePool,
+    model: ServedModel,
+    request: ChatRequest,
+    tenant: Tenant,
+    num_bytes: int,
+    extra: Mapping[str, Any] | None = None,
 ) -> tuple[int, ...]:
-    """Token ids of the conversation, which came in a body of `num_bytes`.
+    """Token ids of the conversation, which came in a body of `num_bytes`; `extra` are variables of the
+    template.
 
     Raises:
         InvalidRequest: the template refuses it.
         Overloaded: too much is waiting to be rendered.
     """
     tools = request.tools if request.tool_choice != "none" else None
-    return await render(
-        pool, model, request.messages, tenant, num_bytes, tools=tools, extra=request.chat_template_kwargs
-    )
+    return await render(pool, model, request.messages, tenant, num_bytes, tools=tools, extra=extra)
 
 
 async def render(
@@ -203,6 +207,14 @@ def begins_reasoning(model: ServedModel, prompt: Sequence[int]) -> bool:
         return False
     end = model.tokenizer.decode(prompt[-PROMPT_END_TOKENS:], skip_special_tokens=False)
     return has_begun(model.reasoning, end)
+
+
+def ends_reasoning(model: ServedModel, prompt: Sequence[int]) -> bool:
+    """Whether the prompt has closed the reasoning already: the template was told to leave it out."""
+    if model.reasoning is None:
+        return True
+    end = model.tokenizer.decode(prompt[-PROMPT_END_TOKENS:], skip_special_tokens=False)
+    return end.rstrip().endswith(model.reasoning.close)
 
 
 def schemas_of(request: ChatRequest) -> dict[str, Mapping[str, Any]]:
