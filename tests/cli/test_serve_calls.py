@@ -41,7 +41,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     engine = "dtype: float32, threads: 1, kv_memory_bytes: 16777216, max_running: 8"
     (place / "config.yaml").write_text(
         f"models: [{{path: {DEMO}, name: plain, engine: {{{engine}}}}}, "
-        f"{{path: {place / 'thinker'}, name: thinker, engine: {{{engine}}}}}]\nserver: {{port: 0}}\n"
+        f"{{path: {place / 'thinker'}, name: thinker, tool_format: hermes,"
+        f" reasoning_marks: '<think> </think>', engine: {{{engine}}}}}]\nserver: {{port: 0}}\n"
     )
     server = Server(Path(place), "-c", str(place / "config.yaml"))
     try:
