@@ -96,6 +96,10 @@ class GatewayRecords:
         """See `driver.Records`."""
         self._metrics.evicted(route, reason)
 
+    def timed_out(self, request: Request) -> None:
+        """See `driver.Records`."""
+        self._metrics.timed_out(request.facts.route)
+
     def tried_again(self, request: Request) -> None:
         """See `driver.Records`."""
         count = self._metrics.migrated if request.has_begun else self._metrics.retried
@@ -338,6 +342,10 @@ class Dispatcher:
                 reply.abort_attempt(attempt)
             else:
                 reply.abort()
+
+    def give_up(self, now_ns: int, request: Request, error: PenstockError) -> None:
+        """See `driver.Workers`."""
+        _reply_of(request).give_up(error)
 
     def stop(self, now_ns: int, request: Request, reason: FinishReason) -> None:
         """See `driver.Clients`."""

@@ -363,6 +363,11 @@ class Reply:
         self.send_error(error)
         self._settle_if_idle()
 
+    def give_up(self, error: PenstockError) -> None:
+        """The attempt that runs has given nothing for too long: it has failed."""
+        if not self._waiting:
+            self._break(error, can_resume=False)
+
     def stop(self, reason: FinishReason) -> None:
         """End every choice now with `reason`, as a good end with what there is."""
         if self._is_over:

@@ -19,6 +19,7 @@ from penstock.config.flow import QueueConfig
 from penstock.errors import Draining, Evicted, PenstockError, WorkerUnavailable
 from penstock.policy.answers import Abort, Diverted, Queued, Refused, Requeued, Start, Stop
 from penstock.policy.contracts import Pass, RouteLoad
+from penstock.policy.extras.attempt_clock import AttemptClock
 from penstock.policy.extras.hedging import MARK, Hedging
 from penstock.policy.extras.quarantine import CrashQuarantine
 from penstock.policy.flow import Event, RequestFacts, State
@@ -77,7 +78,7 @@ class FlowControl:
         self._drain_ns: int | None = None
         self.hedging: Hedging | None = None
         """For the driver, which says which of two attempts won; None if requests are never hedged."""
-        extras = list[Extra]()
+        extras: list[Extra] = [AttemptClock(self._requests, self._fallbacks.can_leave)]
         self._quarantine: CrashQuarantine | None = None
         if self._policies.poison is not None:
             self._quarantine = CrashQuarantine(self._policies.poison)
@@ -399,6 +400,9 @@ class FlowControl:
     def _serve(self, now_ns: int, lane: ModelQueue, actions: list[Action]) -> None:
         while (late := lane.next_expired(now_ns)) is not None:
             work, reason = late
+            if reason == "late" and (leaves := self._fallbacks.too_late(now_ns, self._requests[work.id])):
+                actions.append(leaves)
+                continue
             waited_s = (now_ns - work.queued_ns) / NS_PER_S
             error: PenstockError = _no_worker(lane.route)
             if reason == "timeout":

@@ -170,6 +170,11 @@ class AllHealthy:
         del now_ns
         return True
 
+    def can_retry(self, now_ns: int) -> bool:
+        """Yes."""
+        del now_ns
+        return True
+
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Policies:
