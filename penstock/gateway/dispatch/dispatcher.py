@@ -323,8 +323,7 @@ class Dispatcher:
                 return
             # A request that continues reports at once, so that flow control knows that it has begun there.
             reply.next_slice = reply.num_produced + (1 if request.has_begun else self._slice_tokens)
-            if (served := reply.exchange.served) is not None:
-                served.queue_ns = request.queue_ns
+            reply.tally.queue_ns = request.queue_ns
             streams = reply.remaining()
             if start.priority or start.attempt > 1:
                 streams = [(_attempt(stream, start), sink) for stream, sink in streams]

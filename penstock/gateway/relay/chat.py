@@ -23,7 +23,7 @@ class ChatSink(TextSink):
         self._chunks = chunks
         self._logprobs = logprobs
         self._parser = parser
-        self._ids = reply.context.ids
+        self._ids = reply.ids
         self._num_calls = 0
 
     def on_delta(self, delta: Delta) -> None:

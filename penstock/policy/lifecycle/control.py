@@ -207,7 +207,7 @@ class FlowControl:
         if cached_tokens is not None:
             request.cached_tokens = min(cached_tokens, request.facts.prompt_tokens)
             if request.cached_tokens != request.facts.cached_tokens:
-                charge(request, max(request.holds.expected, request.completion_tokens))
+                charge(request, max(request.expected, request.completion_tokens))
 
     def output(self, now_ns: int, request_id: RequestId, num_tokens: int) -> Stop | None:
         """So many new tokens came, of all choices together: call it once per slice, not per token.
@@ -221,14 +221,13 @@ class FlowControl:
             self.first_output(now_ns, request_id)
         self._advance(now_ns, request, Event.OUTPUT)
         request.completion_tokens = total = request.completion_tokens + num_tokens
-        holds = request.holds
-        holds.tokens.renew(now_ns, total)
-        if total > holds.expected:
-            holds.expected = total
+        request.tokens.renew(now_ns, total)
+        if total > request.expected:
+            request.expected = total
             charge(request, total)
-        if total < holds.budgeted or request.state is State.STOPPING:
+        if total < request.budgeted or request.state is State.STOPPING:
             return None
-        if self._accounts.next_slice(now_ns, request.facts, holds, total, request.cached_tokens):
+        if self._accounts.next_slice(now_ns, request, total):
             return None
         answer = self._advance(now_ns, request, Event.STOP)
         assert isinstance(answer, Abort), f"{request.id} is not aborted"
