@@ -216,6 +216,11 @@ class CompletionDetails(msgspec.Struct, frozen=True):
 
     reasoning_tokens: int | None = None
 
+    @classmethod
+    def of(cls, tokens: int) -> "CompletionDetails | msgspec.UnsetType":
+        """Below 0: the model does not reason, and nothing is shown."""
+        return cls(tokens) if tokens >= 0 else msgspec.UNSET
+
 
 class UsageBody(msgspec.Struct, frozen=True, kw_only=True):
     """`usage`, summed over all choices; a prompt counts once however many choices it has.

@@ -292,7 +292,8 @@ class Generate:
         """What the reply is given."""
         services, tally, options = self._services, job.exchange.tally, job.request.stream_options
         assert tally is not None
-        tally.reasons = isinstance(job.request, ChatRequest) and job.model.reasoning is not None
+        if isinstance(job.request, ChatRequest) and job.model.reasoning is not None:
+            tally.reasoning_tokens = 0
         tally.num_choices, tally.usages.choices_per_prompt = job.num_choices, job.choices_per_prompt
         head = StreamHead(
             id=job.answer_id,

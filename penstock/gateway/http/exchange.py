@@ -23,7 +23,6 @@ from typing import Protocol
 from urllib.parse import quote
 
 import msgspec
-from msgspec import UNSET
 
 from penstock.clock import NS_PER_MS
 from penstock.errors import ClientError, Overloaded, WorkerUnavailable
@@ -121,13 +120,10 @@ class Tally(Served):
     endpoint: Endpoint
     num_choices: int = 1
     started_ns: int
-    first_ns: int | None = None
-    """When the first output of any choice came."""
+    first_ns: int | None = None  # When the first output of any choice came.
     ended_ns: int | None = None
     outcome: OutcomeLabel | None = None
-    reasons: bool = False
-    """The model's answers may begin with reasoning."""
-    reasoning_tokens: int = 0
+    reasoning_tokens: int = -1  # -1: the model does not reason.
     usages: UsageSum = field(default_factory=UsageSum)
 
     @classmethod
@@ -160,7 +156,7 @@ class Tally(Served):
             completion_tokens=total.completion_tokens,
             total_tokens=total.prompt_tokens + total.completion_tokens,
             prompt_tokens_details=CachedTokens(total.cached_tokens),
-            completion_tokens_details=CompletionDetails(self.reasoning_tokens) if self.reasons else UNSET,
+            completion_tokens_details=CompletionDetails.of(self.reasoning_tokens),
         )
 
     def ttft_ns(self) -> int | None:
