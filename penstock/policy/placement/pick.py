@@ -168,12 +168,13 @@ def _again(candidates: Sequence[WorkerFacts], scores: Sequence[Score | None], wa
 def replay(policy: ScorePolicy, decision: Decision) -> Choice:
     """Decide again from what was written down.
 
-    Equal to `decision.choice`, unless the code has changed since.
+    Equal to `decision.choice`, unless the code has changed since: then it may want more draws than there
+    were.
     """
     draws = iter(decision.draws)
     scores = score_all(policy, decision.request, decision.candidates)
     return choose(
-        policy, decision.config, decision.request, decision.candidates, scores, lambda _: next(draws)
+        policy, decision.config, decision.request, decision.candidates, scores, lambda _: next(draws, 0)
     )
 
 
