@@ -142,6 +142,10 @@ COMMON_CAPABILITIES = frozenset({
 })  # fmt: skip
 """What an engine usually has. Whether a request needs one of these is looked at only where a worker lacks
 one."""
-ENGINE_CAPABILITIES = COMMON_CAPABILITIES
+GRAMMAR_CAPABILITIES = frozenset({
+    Capability.JSON_OBJECT, Capability.JSON_SCHEMA, Capability.STRUCTURED_OUTPUTS,
+})  # fmt: skip
+"""What an engine has whose answers can follow a grammar."""
+ENGINE_CAPABILITIES = COMMON_CAPABILITIES | GRAMMAR_CAPABILITIES
 """What our engine has on a CPU."""
 ALL_CAPABILITIES = frozenset(Capability)

@@ -55,7 +55,8 @@ NOTES = {
     "store": "a promise to keep the answer",
     "service_tier": "here tiers belong to tenants",
     "response_format": "`text` asks for nothing; vLLM: by its `structured_outputs`",
-    "structured_outputs": "vLLM's `json`, `regex`, `choice`, `grammar`, ...",
+    "structured_outputs": "vLLM's `json`, `json_object`, `regex`, `choice`, `grammar`; "
+    "see [structured output](structured.md)",
     "guided_json": "the older spelling; vLLM gets `structured_outputs`",
     "guided_regex": "the same",
     "guided_choice": "the same",

@@ -17,7 +17,7 @@ from penstock.bench.measure import NO_PROMISE, LoadTally, Stopwatch
 from penstock.bench.prompts import Prompt
 from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.errors import PenstockError
-from penstock.policy.admission.promise import Promise
+from penstock.policy.admission.admit import Promise
 from penstock.protocol.openai import UsageBody
 from penstock.protocol.server_answers import decode_chat_event, refusal_text
 

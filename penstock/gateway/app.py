@@ -26,13 +26,11 @@ from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.routes import Handler, Route, Routes, is_poll
 from penstock.gateway.api.services import Services
-from penstock.gateway.dispatch.assemble import make_policies
-from penstock.gateway.dispatch.cold_start import ColdStarts
-from penstock.gateway.dispatch.stretched import StretchedPromises
+from penstock.gateway.dispatch.assemble import StretchedPromises, make_policies
+from penstock.gateway.dispatch.worker_feed import ColdStarts
 from penstock.gateway.http.errors import error_response
-from penstock.gateway.http.exchange import Ending, Exchange, RequestHead, Response
+from penstock.gateway.http.exchange import Ending, Exchange, RequestHead, Response, outcome_of
 from penstock.gateway.http.server import HttpServer, tick_s
-from penstock.gateway.http.tally import outcome_of
 from penstock.gateway.http.wire_limits import WIRE_LIMITS, WireLimits
 from penstock.gateway.identity.tenancy import Entrance, Tenancy
 from penstock.gateway.identity.tenants import Caller

@@ -22,8 +22,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.clock import NS_PER_MS, NS_PER_S, Clock, sleep
-from penstock.policy.placement.decision_log import ComplexityChoice
-from penstock.policy.placement.pick import Decision
+from penstock.policy.placement.pick import ComplexityChoice, Decision
 from penstock.telemetry.log import Log
 from penstock.types import RequestId
 

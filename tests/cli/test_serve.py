@@ -19,7 +19,7 @@ from penstock.cli.main import main
 from penstock.cli.wiring.state import load_key
 from penstock.config.presets import resolve
 from penstock.protocol.server_answers import decode_chat_event
-from penstock.protocol.sse import EventReader
+from penstock.protocol.stream import EventReader
 
 DEMO = "penstock-demo"
 KEY, SCRAPE_KEY = "sk-of-this-test-0123", "sk-scrape-of-this-test"

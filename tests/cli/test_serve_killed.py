@@ -20,7 +20,7 @@ from penstock import rng
 from penstock.bench.client import CannotConnect, EndpointError
 from penstock.protocol.openai import UsageBody
 from penstock.protocol.server_answers import decode_chat_event
-from penstock.protocol.sse import EventReader
+from penstock.protocol.stream import EventReader
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from penstock.clock import NS_PER_S, SystemClock
 from penstock.config.tree import LogConfig
-from penstock.policy.placement.decision_log import ComplexityChoice, explain
-from penstock.policy.placement.pick import Choice, Decision
+from penstock.policy.placement.pick import Choice, ComplexityChoice, Decision, explain
 from penstock.policy.placement.score import RequestFacts, WorkerFacts
 from penstock.policy.placement_terms import PlacementTerms
 from penstock.telemetry.decision_files import KEPT_S, DecisionFiles, DecisionKeeper, Entry

@@ -32,8 +32,8 @@ from penstock.fleet.sources.discovery import Discovery
 from penstock.fleet.sources.found import attached
 from penstock.gateway.app import Gateway
 from penstock.gateway.shared.peers import GatewayPeers
+from penstock.protocol.address import link_key_of
 from penstock.protocol.peers import ChildLaunch, ChildReport, StopOrder, WorkerAt
-from penstock.protocol.worker_auth import link_key_of
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 from penstock.types import WorkerId

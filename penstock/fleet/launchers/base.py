@@ -12,8 +12,7 @@ from penstock.backends.base import BackendStatus
 from penstock.backends.engine.backend import EngineBackend
 from penstock.config.engine_settings import EngineSettings
 from penstock.errors import WorkerUnavailable
-from penstock.protocol.address import Address
-from penstock.protocol.launch import REAL_RUNNER
+from penstock.protocol.address import REAL_RUNNER, Address
 from penstock.types import ModelName, WorkerId
 
 
@@ -76,7 +75,7 @@ class Launcher(Protocol):
 
     @property
     def link_key(self) -> bytes:
-        """What its workers' connections are proven with (protocol/worker_auth.py); empty where nobody else
+        """What its workers' connections are proven with (protocol/address.py); empty where nobody else
         can reach them.
         """
         ...

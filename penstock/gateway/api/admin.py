@@ -20,7 +20,7 @@ from penstock.gateway.http.exchange import Exchange
 from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.served import ServedModel
 from penstock.gateway.shared.peers import GatewayPeers
-from penstock.policy.placement.decision_log import explain, explain_choice
+from penstock.policy.placement.pick import explain, explain_choice
 from penstock.protocol.fleet import DrainOrder, FleetReport, ModelReport, WorkerReport
 from penstock.protocol.peers import ModelNumbers
 from penstock.telemetry.metrics import Metrics

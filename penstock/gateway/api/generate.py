@@ -15,12 +15,9 @@ import msgspec
 from penstock.backends.base import GenerateRequest, Sink, TextLogprob
 from penstock.clock import NS_PER_S
 from penstock.errors import ContextTooLong
-from penstock.gateway.api.hints import Hints, read_hints
-from penstock.gateway.api.job import Job, facts_of, requests_of, uses_tools
+from penstock.gateway.api.job import Hints, Job, facts_of, read_hints, requests_of, uses_tools
 from penstock.gateway.api.services import Services
-from penstock.gateway.http.exchange import Exchange
-from penstock.gateway.http.served_headers import Served
-from penstock.gateway.http.tally import Tally
+from penstock.gateway.http.exchange import Exchange, Served, Tally
 from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.prepare import (
     chat_max_tokens,
@@ -31,13 +28,19 @@ from penstock.gateway.models.prepare import (
 )
 from penstock.gateway.models.served import ServedModel
 from penstock.gateway.relay.collect import ScoringSink, WholeChat, WholeCompletion
-from penstock.gateway.relay.logprobs import Echo
-from penstock.gateway.relay.relay import ChatSink, CompletionLogprobsSink, StreamReply, TextSink
+from penstock.gateway.relay.relay import (
+    ChatSink,
+    CompletionLogprobsSink,
+    CountingSink,
+    Echo,
+    StreamReply,
+    TextSink,
+    UsageWriter,
+)
 from penstock.gateway.relay.reply import Context, Reply
-from penstock.gateway.relay.usage_chunks import CountingSink, UsageWriter
-from penstock.kv.index.prompt_keys import PromptKeys
+from penstock.kv.hashing import PromptKeys
 from penstock.policy.admit_facts import DowngradeReason
-from penstock.policy.limits.rate_limit import SLICE_TOKENS
+from penstock.policy.flow import SLICE_TOKENS
 from penstock.policy.requests.request import Request
 from penstock.policy.tenant import Tenant
 from penstock.protocol.needs import (

@@ -25,9 +25,8 @@ from penstock.gateway.http.cors import Cors
 from penstock.gateway.http.errors import HttpFault, error_response
 from penstock.gateway.http.exchange import CONTINUE, Exchange, RequestHead, Response
 from penstock.gateway.http.flush import RelayTerms
-from penstock.gateway.http.open_files import ConnectionVerdict, room_of
 from penstock.gateway.http.peer import FIRST_LOOK_S, LAST_LOOK_S, PROBES_S, end_when_unacknowledged, is_gone
-from penstock.gateway.http.wire_limits import WireLimits
+from penstock.gateway.http.wire_limits import ConnectionVerdict, WireLimits, room_of
 
 LINGER_S = 2
 WRITE_HIGH_WATER_BYTES = 64 * 1024

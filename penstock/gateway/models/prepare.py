@@ -21,8 +21,7 @@ import msgspec
 
 from penstock.errors import ContextTooLong, InvalidRequest, Overloaded
 from penstock.gateway.models.served import ServedModel
-from penstock.policy.limits.tenant_limits import check_tokens, output_room
-from penstock.policy.tenant import ANONYMOUS, Tenant
+from penstock.policy.tenant import ANONYMOUS, Tenant, check_tokens, output_room
 from penstock.protocol.needs import text_only
 from penstock.protocol.openai import ChatRequest, CompletionRequest, GenerationRequest, Message, ToolSpec
 from penstock.protocol.worker import ModelInfo

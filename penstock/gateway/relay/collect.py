@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from penstock.backends.base import Delta, Finish, Sink, TextLogprob, ToolCallPiece
 from penstock.gateway.http.errors import error_response
 from penstock.gateway.http.exchange import Response
-from penstock.gateway.relay.logprobs import (
+from penstock.gateway.relay.relay import (
     Echo,
     chat_logprobs,
     completion_logprobs,

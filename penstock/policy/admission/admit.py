@@ -20,6 +20,16 @@ that such a request fits.
 
 Pure and deterministic; the facts are handed in, and a fallback's are asked for only when it comes into
 question.
+
+What a request is promised: when its first token comes, and how fast the others follow.
+
+    promise     by band and tier, as configured: 500 ms to the first token, 50 ms per further one
+    on a worker never less than `IDLE_FACTOR` times what the same request takes on an idle one
+
+So the promise to a long prompt grows with its own computation, and a slow machine promises what it was
+measured to do: one rule for both. Goodput is what was answered within the promise.
+
+When whoever was turned away is told to come back. Pure.
 """
 
 from typing import Literal
@@ -27,12 +37,87 @@ from typing import Literal
 import msgspec
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.config.routing import AdmissionConfig, ModelRoute
-from penstock.policy.admission.promise import IDLE_FACTOR, Promises
-from penstock.policy.admission.retry_after import RetryAfterSchedule
+from penstock.config.routing import AdmissionConfig, ModelRoute, TtftTarget
 from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Decision, Divert, RouteTrouble, Shed
-from penstock.policy.limits.tenant_limits import may_use_model
-from penstock.policy.tenant import Degrade, Tenant
+from penstock.policy.tenant import Degrade, Tenant, may_use_model
+
+IDLE_FACTOR = 2.5
+"""No promise is shorter than this many times what the same request takes on an idle worker, as measured: what
+a long prompt or a slow machine is promised."""
+
+
+class Promise(msgspec.Struct, frozen=True, gc=False):
+    """In nanoseconds; 0 promises nothing."""
+
+    ttft_ns: int = 0
+    """From arrival to the first token."""
+    tpot_ns: int = 0
+    """Mean time per token after the first."""
+
+    def on(self, factor: float, idle_ttft_ns: int, idle_tpot_ns: int) -> "Promise":
+        """What holds for a request that takes so long on an idle worker."""
+        return Promise(
+            self.ttft_ns and max(self.ttft_ns, round(factor * idle_ttft_ns)),
+            self.tpot_ns and max(self.tpot_ns, round(factor * idle_tpot_ns)),
+        )
+
+    def is_kept(self, ttft_ns: int, tpot_ns: int) -> bool:
+        """Whether an answer with these times was in time. `tpot_ns` is 0 for a single token."""
+        in_time = not self.ttft_ns or ttft_ns <= self.ttft_ns
+        return in_time and (not self.tpot_ns or tpot_ns <= self.tpot_ns)
+
+
+class Promises:
+    """The promises of a configuration.
+
+    The narrowest target that says a time counts: band and tier, tier, band, all.
+    """
+
+    __slots__ = ("_all", "_found", "_targets")
+
+    def __init__(self, config: AdmissionConfig) -> None:
+        self._all = TtftTarget(ttft_ms=config.ttft_target_ms, tpot_ms=config.tpot_target_ms)
+        self._targets = {(target.band, target.tier): target for target in config.targets}
+        self._found: dict[tuple[str, str], Promise] = {}
+
+    def of(self, *, tier: str, band: str) -> Promise:
+        """The promise to a request of this tier and band, as configured."""
+        keys = [key for key in ((band, tier), ("", tier), (band, "")) if any(key)]
+        wider = [target for key in keys if (target := self._targets.get(key)) is not None]
+        wider.append(self._all)
+        ttft_ms = next(each.ttft_ms for each in wider if each.ttft_ms is not None)
+        tpot_ms = next(each.tpot_ms for each in wider if each.tpot_ms is not None)
+        return Promise(round(ttft_ms * NS_PER_MS), round(tpot_ms * NS_PER_MS))
+
+
+class RetryAfterSchedule:
+    """When whoever was turned away is to come back: one after the other, not all at once.
+
+    By tenant, because one that hammers must not send all others away for a minute: what others have booked
+    delays a tenant's next promise to twice its own wait at most.
+    """
+
+    __slots__ = ("_kept", "_until", "_wait_ns_max")
+
+    def __init__(self, *, wait_ns_max: int, kept: int) -> None:
+        """`kept`: pairs of model and tenant that are remembered; over it the oldest is forgotten."""
+        self._wait_ns_max, self._kept = wait_ns_max, kept
+        self._until: dict[tuple[str, str], int] = {}
+
+    def book(self, now_ns: int, who: tuple[str, str], wait_ns: int, each_ns: int) -> int:
+        """When to come back, at least `wait_ns` from now; the next one comes `each_ns` later."""
+        everybody = (who[0], "\0")
+        others_ns = min(self._until.get(everybody, 0), now_ns + 2 * wait_ns)
+        at_ns = max(now_ns + wait_ns, self._until.get(who, 0), others_ns)
+        at_ns = min(at_ns, now_ns + self._wait_ns_max)
+        assert now_ns <= at_ns, "nobody is told to have come before"
+        for key in (who, everybody):
+            self._until.pop(key, None)  # To the end: the oldest is dropped first.
+            self._until[key] = at_ns + each_ns
+        while len(self._until) > self._kept:
+            del self._until[next(iter(self._until))]
+        return at_ns
+
 
 QUEUE_SHARE = 0.3
 """Of the promise as configured, what a request may wait for its start; the rest is its worker's. The same for

@@ -2,6 +2,9 @@
 comes out.
 
 FlowControl.arrive ──> Gate.decide ──> Admission
+
+Tenants whose budget nears its end are sent to cheaper models, where they allow that, so that it lasts
+longer.
 """
 
 import math
@@ -14,13 +17,40 @@ from penstock.config.flow import QueueConfig
 from penstock.config.routing import AdmissionConfig, RoutingConfig
 from penstock.errors import Overloaded, PenstockError, WorkerUnavailable
 from penstock.policy.admission.admit import AdmissionControl, effective_degrade
-from penstock.policy.admission.budget_downgrade import BudgetDowngrade
 from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Divert, Shed
 from penstock.policy.answers import Diverted, Refused
 from penstock.policy.contracts import Pass, RouteLoad
 from penstock.policy.flow import RequestFacts
+from penstock.policy.limits.budget import TenantBudgets
+from penstock.policy.limits.price import PriceList
 from penstock.policy.queueing.fair_queue import default_level, ordered_bands
 from penstock.policy.tenant import Degrade, Tenant
+from penstock.types import Usage
+
+_CHOSEN = ("", "complexity")
+"""A request that was sent on for another reason stays where that put it."""
+
+
+class BudgetDowngrade:
+    """Knows the budgets and the prices."""
+
+    __slots__ = ("_budgets", "_prices")
+
+    def __init__(self, budgets: TenantBudgets, prices: PriceList) -> None:
+        self._budgets, self._prices = budgets, prices
+
+    def cheaper_for(self, now_ns: int, facts: RequestFacts) -> Callable[[str], bool] | None:
+        """Whether another model would cost less for this request, at its longest; None if its tenant need not
+        save.
+        """
+        tenant = facts.tenant
+        if not (tenant.budget_day_micros or tenant.budget_month_micros) or facts.diverted not in _CHOSEN:
+            return None
+        if not self._budgets.nears_end(now_ns, tenant):
+            return None
+        usage = Usage(prompt_tokens=facts.prompt_tokens, completion_tokens=facts.max_tokens * facts.choices)
+        cost_max = self._prices.cost_micros(facts.route, usage)
+        return lambda model: self._prices.cost_micros(model, usage) < cost_max
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,8 +24,8 @@ from penstock.backends.http.dialects.base import (
     SaidError,
     ServerFacts,
     refuse,
+    said_by,
 )
-from penstock.backends.http.dialects.worker_errors import said_by
 from penstock.protocol.openai import (
     AnswerToolCall,
     CalledFunction,
