@@ -70,6 +70,7 @@ class PartAllowance(Branch, frozen=True, kw_only=True):
     """What each key, or each user, inside a tenant may use. A limit of 0 is no limit."""
 
     requests_per_minute: Count = 0
+    """Of all models together."""
     tokens_per_minute: Count = 0
     """Prompt and answer tokens together."""
     concurrent_max: Count = 0
