@@ -66,6 +66,17 @@ class AuthConfig(Branch, frozen=True, kw_only=True):
         return (*self.keys, *self.admin_keys, *self.scrape_keys, self.secret)
 
 
+class PartAllowance(Branch, frozen=True, kw_only=True):
+    """What each key, or each user, inside a tenant may use. A limit of 0 is no limit."""
+
+    requests_per_minute: Count = 0
+    """Of all models together."""
+    tokens_per_minute: Count = 0
+    """Prompt and answer tokens together."""
+    concurrent_max: Count = 0
+    """Requests accepted and not ended."""
+
+
 class Allowance(Branch, frozen=True, kw_only=True):
     """What a tenant may use, said by its tier or for itself. A limit of 0 is no limit.
 
@@ -79,6 +90,11 @@ class Allowance(Branch, frozen=True, kw_only=True):
     """Prompt and answer tokens together."""
     concurrent_max: Count | None = None
     """Requests accepted and not ended."""
+    per_key: PartAllowance | None = None
+    """Limits of each of the tenant's keys, within the tenant's own."""
+    per_user: PartAllowance | None = None
+    """Limits of each `user` that requests of the tenant name, within the tenant's own; requests that name
+    none count as one user."""
     output_tokens_max: Count | None = None
     """Of one choice."""
     context_tokens_max: Count | None = None

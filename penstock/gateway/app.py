@@ -105,6 +105,7 @@ class Gateway:
             cold=ColdStarts(config.queue, registry),
             metrics=metrics,
             explained=self._policies.explained,
+            kept=self._policies.kept,
             locality=locality,
             log=log,
             falls_back=any(route.fallback for route in config.routing.models),

@@ -42,10 +42,18 @@ class TokenHold(Protocol):
 
 
 class Limits(Protocol):
-    """Rate limits: `rate_limit.Limiter`."""
+    """Rate limits: `levels.LimitLevels`."""
 
     def reserve(
-        self, now_ns: int, tenant: Tenant, prompt_tokens: int, output_tokens: int, *, request_id: str = ""
+        self,
+        now_ns: int,
+        tenant: Tenant,
+        prompt_tokens: int,
+        output_tokens: int,
+        *,
+        key: str = "",
+        user: str = "",
+        request_id: str = "",
     ) -> TokenHold | Refusal:
         """Take all that a request is expected to need, or nothing."""
         ...

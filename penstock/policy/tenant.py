@@ -21,6 +21,15 @@ Degrade = Literal["never", "allow", "prefer"]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
+class PartLimits:
+    """What each key, or each user, of a tenant may use. A limit of 0 is no limit."""
+
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    concurrent_max: int = 0
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
 class Tenant:
     """One tenant with its tier's limits worked in. A limit of 0 is no limit."""
 
@@ -35,6 +44,10 @@ class Tenant:
     """Prompt and answer tokens together."""
     concurrent_max: int = 0
     """Requests accepted and not ended."""
+    per_key: PartLimits | None = None
+    """What each of its keys may use."""
+    per_user: PartLimits | None = None
+    """What each `user` that its requests name may use."""
     output_tokens_max: int = 0
     """Of one choice."""
     context_tokens_max: int = 0

@@ -35,6 +35,7 @@ GOLDEN = Path(__file__).parent / "golden"
         "keys revoke",
         "top",
         "drain",
+        "explain",
         "completion",
     ],
 )

@@ -13,7 +13,7 @@ from penstock.policy.tenant import Tenant
 from penstock.types import TenantId
 
 PAGE = pages.text_of("limits")
-LIMITS, SHARED = pages.configs("limits")
+LIMITS, _, SHARED = pages.configs("limits")
 TIER = LIMITS.tiers[0]
 ACME = Tenant(
     id=TenantId("acme"),

@@ -1,6 +1,6 @@
 """What `chat` and `bench` share: which server, with which key, and which model.
 
-What `top` and `drain` share: a server's /admin endpoints, and what to say when it does not let us.
+What `top`, `drain` and `explain` share: a server's /admin endpoints, and what to say when it does not let us.
 """
 
 import argparse
@@ -129,6 +129,11 @@ class FleetClient:
         """Drain or undrain a worker: its id, state and streams. Raises as `report` does."""
         body = b"" if timeout_s is None else msgspec.json.encode(DrainOrder(timeout_s=timeout_s))
         answer = await self._ask("POST", f"/admin/workers/{quote(worker, safe='')}/{verb}", body)
+        return msgspec.json.decode(answer, type=dict[str, Any])
+
+    async def explain(self, request_id: str) -> dict[str, Any]:
+        """What was decided about a request, as `/admin/explain` says it. Raises as `report` does."""
+        answer = await self._ask("GET", f"/admin/explain/{quote(request_id, safe='')}", b"")
         return msgspec.json.decode(answer, type=dict[str, Any])
 
     async def close(self) -> None:

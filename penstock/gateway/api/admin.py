@@ -71,19 +71,23 @@ class Admin:
         answer(exchange, report)
 
     async def explain(self, exchange: Exchange, caller: Caller) -> None:
-        """`GET /admin/explain/{request_id}`: which workers this gateway process considered for a request,
-        what each scored and why one was picked; one entry per decision (holds and retries have more than
-        one), oldest first. Of a request for "auto" also how its model was chosen.
+        """`GET /admin/explain/{request_id}`: which workers were considered for a request, what each scored
+        and why one was picked, in whichever process; one entry per decision (holds and retries have more
+        than one), oldest first. Of a request for "auto" also how its model was chosen.
 
         Raises:
-            NotFound: it is not known here, or not any more.
+            NotFound: it is not known, or not any more.
         """
         name = unquote(exchange.path.removeprefix("/admin/explain/"))
-        explained = self._services.explained
+        explained, kept = self._services.explained, self._services.kept
         decisions, choice = explained.of(RequestId(name)), explained.choice_of(RequestId(name))
+        if not decisions and kept is not None:
+            entries = await kept.find(RequestId(name))
+            decisions = [entry.decision for entry in entries if entry.decision is not None]
+            choice = next((entry.choice for entry in entries if entry.choice is not None), choice)
         if not decisions and choice is None:
             raise NotFound(
-                f"No decision about request {name[:128]!r} is known here (any more).", code="unknown_request"
+                f"No decision about request {name[:128]!r} is known (any more).", code="unknown_request"
             )
         body: dict[str, Any] = {"request_id": name, "decisions": [explain(each) for each in decisions]}
         if choice is not None:

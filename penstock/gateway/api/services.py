@@ -16,6 +16,7 @@ from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.placement.pick import ComplexityChoice, DecisionLog
 from penstock.policy.tenant import Tenant
 from penstock.rng import IdSource
+from penstock.telemetry.decision_files import DecisionKeeper
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 
@@ -36,6 +37,8 @@ class Services:
     metrics: Metrics
     explained: DecisionLog
     """Which worker got which of the last requests, and why; and which model, of those that named none."""
+    kept: DecisionKeeper | None
+    """The same of the last hour, whichever process decided."""
     cold: ColdStarts
     """Where requests wait for a model's first worker."""
     locality: KVLocality

@@ -35,6 +35,7 @@ from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.capacity import LeastLoaded, Placement
 from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.rng import fresh_seed, stream
+from penstock.telemetry.decision_files import DecisionFiles, DecisionKeeper
 from penstock.telemetry.ledger import Ledger
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
@@ -113,6 +114,8 @@ class GatewayPolicies:
     gate: Gate
     explained: DecisionLog
     """Which worker got which of the last requests, and why."""
+    kept: DecisionKeeper | None
+    """The same of the last hour and of all processes; None without a ledger, whose directory it uses."""
 
     async def start(self) -> None:
         """Recover the ledger, take over what it knows of spending, and say hello to whoever shares the
@@ -122,6 +125,8 @@ class GatewayPolicies:
             LedgerError: the ledger's directory or database cannot be used.
         """
         await self.ledger.start()
+        if self.kept is not None:
+            self.kept.start()
         await self.spending.start()
         await self.limits.start()
 
@@ -135,6 +140,8 @@ class GatewayPolicies:
         self.dispatcher.close()
         await self.spending.close()
         await self.limits.close()
+        if self.kept is not None:
+            await self.kept.stop()
         await self.ledger.stop()
 
 
@@ -162,6 +169,10 @@ def make_policies(
     placements = Placements(
         config.routing.placement, metrics=metrics, log=log, seed=fresh_seed(), locality=lambda _: locality
     )
+    kept = None
+    if config.ledger.enabled:
+        kept = DecisionKeeper(DecisionFiles(ledger.directory / "decisions", clock), log)
+        placements.decisions.on_decision, placements.decisions.on_choice = kept.decided, kept.chose
     policies = build_policies(
         config,
         facts=partial(_facts, models),
@@ -190,6 +201,7 @@ def make_policies(
         ledger=ledger,
         gate=policies.gate,
         explained=placements.decisions,
+        kept=kept,
     )
 
 

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.clock import NS_PER_S, Clock
-from penstock.config.tenancy import KEY_TENANT, Allowance, TenantConfig, TierConfig
+from penstock.config.tenancy import KEY_TENANT, Allowance, PartAllowance, TenantConfig, TierConfig
 from penstock.config.tree import Config
 from penstock.errors import ConfigError, Forbidden, Unauthenticated
 from penstock.gateway.http.exchange import RequestHead
 from penstock.gateway.identity.api_keys import ApiKey, digest_of, read_keys, tier_problem
-from penstock.policy.tenant import ANONYMOUS, Tenant
+from penstock.policy.tenant import ANONYMOUS, PartLimits, Tenant
 from penstock.rng import fresh_key
 from penstock.types import TenantId
 
@@ -34,7 +34,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "requests_per_minute": 0, "tokens_per_minute": 0, "concurrent_max": 0,
     "output_tokens_max": 0, "context_tokens_max": 0, "models": (), "adapters": (), "weight": 1.0,
     "band": "default", "budget_per_day": 0.0, "budget_per_month": 0.0, "degrade": "allow",
-    "trusted_special_tokens": False,
+    "trusted_special_tokens": False, "per_key": None, "per_user": None,
 }  # fmt: skip
 """Holds where neither the tenant nor its tier says anything."""
 
@@ -91,6 +91,8 @@ class Tenants:
             requests_per_minute=allowed["requests_per_minute"],
             tokens_per_minute=allowed["tokens_per_minute"],
             concurrent_max=allowed["concurrent_max"],
+            per_key=_part(allowed["per_key"]),
+            per_user=_part(allowed["per_user"]),
             output_tokens_max=allowed["output_tokens_max"],
             context_tokens_max=allowed["context_tokens_max"],
             models=frozenset(allowed["models"]),
@@ -102,6 +104,16 @@ class Tenants:
             cache_salt=salt.digest(),
             fairness_key=tenant_id,
         )
+
+
+def _part(said: PartAllowance | None) -> PartLimits | None:
+    if said is None:
+        return None
+    return PartLimits(
+        requests_per_minute=said.requests_per_minute,
+        tokens_per_minute=said.tokens_per_minute,
+        concurrent_max=said.concurrent_max,
+    )
 
 
 def _first_given(*given: Allowance | None) -> dict[str, Any]:

@@ -73,10 +73,18 @@ class NoLimits:
     __slots__ = ()
 
     def reserve(
-        self, now_ns: int, tenant: Tenant, prompt_tokens: int, output_tokens: int, *, request_id: str = ""
+        self,
+        now_ns: int,
+        tenant: Tenant,
+        prompt_tokens: int,
+        output_tokens: int,
+        *,
+        key: str = "",
+        user: str = "",
+        request_id: str = "",
     ) -> TokenHold:
         """Nothing to take it from."""
-        del now_ns, tenant, prompt_tokens, output_tokens, request_id
+        del now_ns, tenant, prompt_tokens, output_tokens, key, user, request_id
         return _NO_TOKENS
 
 
@@ -213,7 +221,15 @@ class Accounts:
         policies, tenant = self._policies, facts.tenant
         longest = facts.max_tokens * facts.choices
         expected = facts.choices * policies.lengths.expect(tenant.id, facts.route, facts.max_tokens)
-        held = policies.limits.reserve(now_ns, tenant, facts.prompt_tokens, expected, request_id=facts.id)
+        held = policies.limits.reserve(
+            now_ns,
+            tenant,
+            facts.prompt_tokens,
+            expected,
+            key=facts.key_prefix,
+            user=facts.user,
+            request_id=facts.id,
+        )
         if (error := _error_of(held)) is not None:
             return Refused(facts.id, "limits", error)
         tokens = cast("TokenHold", held)

@@ -14,6 +14,7 @@ from penstock.policy.flow import SLICE_TOKENS
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.limits.budget import TenantBudgets
+from penstock.policy.limits.levels import LimitLevels
 from penstock.policy.limits.price import PriceList
 from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.queueing.capacity import Placement
@@ -64,7 +65,7 @@ def build_policies(
     hedges = Hedges(config.health, on_hedge) if config.health.hedge_share else None
     policies = Policies(
         admission=gate,
-        limits=limiter,
+        limits=LimitLevels(limiter),
         budgets=budgets,
         prices=prices,
         lengths=OutputLengths(config.limits),

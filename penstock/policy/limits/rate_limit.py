@@ -108,6 +108,8 @@ class LimitRefusal:
     requested: int
     retry_after_ns: int
     """Stay away this long. 0 for "too_large": waiting is of no use."""
+    level: str = ""
+    """Whose limit: "key" or "user"; empty: the tenant's."""
 
     @property
     def message(self) -> str:
@@ -123,8 +125,9 @@ class LimitRefusal:
             "tokens": "tokens per minute",
             "concurrent": "requests at once",
         }
+        whose = f"of this {self.level} " if self.level else ""
         return (
-            f"Rate limit reached: limit {self.limit} {unit[self.kind]}, used {self.used}, requested "
+            f"Rate limit {whose}reached: limit {self.limit} {unit[self.kind]}, used {self.used}, requested "
             f"{self.requested}. Please try again in {self.retry_after_ns / NS_PER_S:.3f}s."
         )
 
@@ -265,6 +268,10 @@ class Limiter:
         """Tokens reserved by requests that have not ended."""
         self.settled = 0
         """Tokens that ended requests really used."""
+
+    def sibling(self) -> "Limiter":
+        """Another one with the same settings and the same kind of buckets."""
+        return Limiter(self.config, self._make_bucket)
 
     def reserve(
         self,

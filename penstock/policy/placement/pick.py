@@ -175,12 +175,13 @@ def _again(candidates: Sequence[WorkerFacts], scores: Sequence[Score | None], wa
 def replay(policy: ScorePolicy, decision: Decision) -> Choice:
     """Decide again from what was written down.
 
-    Equal to `decision.choice`, unless the code has changed since.
+    Equal to `decision.choice`, unless the code has changed since: then it may want more draws than there
+    were.
     """
     draws = iter(decision.draws)
     scores = score_all(policy, decision.request, decision.candidates)
     return choose(
-        policy, decision.config, decision.request, decision.candidates, scores, lambda _: next(draws)
+        policy, decision.config, decision.request, decision.candidates, scores, lambda _: next(draws, 0)
     )
 
 
@@ -247,7 +248,10 @@ class ComplexityChoice:
 class DecisionLog:
     """One for all models of a gateway."""
 
-    __slots__ = ("_chosen", "_decided", "_kept", "_kept_max", "_log_every", "_until_log", "_write")
+    __slots__ = (
+        "_chosen", "_decided", "_kept", "_kept_max", "_log_every", "_until_log", "_write", "on_choice",
+        "on_decision",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -266,11 +270,17 @@ class DecisionLog:
         self._kept_max, self._decided = kept_max, decided
         self._log_every = self._until_log = log_every if write is not None else 0
         self._write = write
+        self.on_decision: Callable[[Decision], None] | None = None
+        """Hears of each decision, to keep it longer."""
+        self.on_choice: Callable[[RequestId, ComplexityChoice], None] | None = None
+        """The same for choices of a model."""
 
     def add(self, decision: Decision) -> None:
         """A decision was made."""
         if self._decided is not None:
             self._decided(decision)
+        if self.on_decision is not None:
+            self.on_decision(decision)
         if self._log_every:
             self._until_log -= 1
             if self._until_log <= 0 and self._write is not None:
@@ -292,6 +302,8 @@ class DecisionLog:
 
     def chose(self, request_id: RequestId, choice: ComplexityChoice) -> None:
         """The model was chosen for a request that named none."""
+        if self.on_choice is not None:
+            self.on_choice(request_id, choice)
         if self._kept_max:
             if len(self._chosen) >= self._kept_max:
                 self._chosen.popitem(last=False)
@@ -311,8 +323,8 @@ class DecisionLog:
 
 
 def explain(decision: Decision) -> dict[str, Any]:
-    """A decision as plain data: its candidates with the parts of their scores, best first, and why one of
-    them was picked.
+    """A decision as plain data: its candidates with the parts of their scores, best first, why one of them
+    was picked, and what is decided now from the same facts and draws (`replay`).
     """
     policy, choice = score_policy(decision.config), decision.choice
     scores = score_all(policy, decision.request, decision.candidates)
@@ -333,19 +345,31 @@ def explain(decision: Decision) -> dict[str, Any]:
             if name not in ("worker", "number", "filtered")
         }
         rows.append((score.total if score is not None else float("inf"), worker.number, row))
-    picked = decision.picked
+    again = replay(policy, decision)
     return {
         "request_id": decision.request_id,
         "model": decision.route,
         "at_ns": decision.at_ns,
         "policy": policy.name,
-        "worker": picked.worker if picked is not None and choice.reason != "none" else "",
+        "replay": {
+            "is_equal": msgspec.msgpack.encode(again) == msgspec.msgpack.encode(choice),
+            "worker": _name_of(decision, again),
+            "reason": again.reason,
+            "hold_s": again.hold_s,
+        },
+        "worker": _name_of(decision, choice),
         "reason": choice.reason,
         "hold_s": choice.hold_s,
         "request": msgspec.to_builtins(decision.request),
         "draws": list(decision.draws),
         "candidates": [row for _, _, row in sorted(rows, key=lambda entry: entry[:2])],
     }
+
+
+def _name_of(decision: Decision, choice: Choice) -> str:
+    """The worker that gets the request; empty: none does."""
+    taken = choice.index >= 0 and choice.reason != "none"
+    return decision.candidates[choice.index].worker if taken else ""
 
 
 def explain_choice(choice: ComplexityChoice) -> dict[str, Any]:

@@ -1,0 +1,209 @@
+"""The placement decisions of the last hour, on disk: whichever process made them, and after a restart.
+
+    DIRECTORY/TIME-INSTANCE.dec     one process appends to one file at a time; all processes read all of them
+
+A file is a row of batches: length, number of entries, eight bytes of hash for each request, and the entries
+(msgpack, compressed). Who looks for a request reads the hashes, and of the rest only what it wants. Old files
+are removed by whichever process begins a new one: `BYTES_MAX` bounds the directory, so a fleet that decides
+faster than some hundred times a second remembers less than an hour.
+
+What was decided is written every `FLUSH_S` by a thread: a process that is killed loses that much.
+"""
+
+import asyncio
+import os
+import struct
+import threading
+import zlib
+from collections import deque
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from penstock.clock import NS_PER_MS, NS_PER_S, Clock, sleep
+from penstock.policy.placement.pick import ComplexityChoice, Decision
+from penstock.telemetry.log import Log
+from penstock.types import RequestId
+
+BYTES_MAX = 256 * 1024 * 1024
+"""Of all files together, but for the last batch of each process."""
+FILE_BYTES_MAX = 4 * 1024 * 1024
+KEPT_S = 3900.0
+"""An hour, and some minutes for whoever looks at the end of it."""
+FILE_S = 300.0
+"""A file takes entries for so long."""
+FLUSH_S = 0.5
+PENDING_MAX = 20_000
+"""Entries that wait to be written; of more the oldest are lost."""
+
+_HEAD = struct.Struct("<II")
+_HASH_BYTES = 8
+
+
+class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One thing that was decided about a request."""
+
+    request_id: RequestId
+    decision: Decision | None = None
+    choice: ComplexityChoice | None = None
+    """The model, of a request that named none."""
+
+
+_entries = msgspec.msgpack.Decoder(list[Entry])
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class DecisionFiles:
+    """The files, as one process writes and all read them. Blocks on the disk: call it from a thread."""
+
+    def __init__(self, directory: Path, clock: Clock, *, bytes_max: int = BYTES_MAX) -> None:
+        self._directory, self._clock, self._bytes_max = directory, clock, bytes_max
+        self._one_at_a_time = threading.Lock()
+        self._file: int | None = None
+        self._since_ns = self._num_bytes = 0
+
+    def append(self, entries: list[Entry]) -> None:
+        """Write a batch.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        hashes = b"".join(_hash(entry.request_id) for entry in entries)
+        body = hashes + zlib.compress(_encode(entries), 1)
+        with self._one_at_a_time:
+            written = os.write(self._current(), _HEAD.pack(len(body), len(entries)) + body)
+            self._num_bytes += written
+            if written < _HEAD.size + len(
+                body
+            ):  # The disk is full: what is behind half a batch is not found.
+                self._close()
+                raise OSError("a batch of decisions was not written whole")
+
+    def find(self, request_id: RequestId) -> list[Entry]:
+        """What was decided about a request, oldest first."""
+        wanted, found = _hash(request_id), list[Entry]()
+        for path in sorted(self._directory.glob("*.dec")):
+            try:
+                found += [entry for entry in _matching(path, wanted) if entry.request_id == request_id]
+            except OSError:
+                continue  # Another process has removed it meanwhile.
+        return found
+
+    def close(self) -> None:
+        """Write no more."""
+        with self._one_at_a_time:
+            self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _current(self) -> int:
+        """The file that takes the next batch; a new one if the last is full, or old."""
+        now_ns = self._clock.wall_ns()
+        is_old = now_ns - self._since_ns > FILE_S * NS_PER_S
+        if self._file is None or is_old or self._num_bytes > min(FILE_BYTES_MAX, self._bytes_max // 4):
+            self._close()
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._remove_old(now_ns)
+            name = f"{now_ns // NS_PER_MS:015}-{os.getpid()}-{id(self):x}.dec"
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+            self._file = os.open(self._directory / name, flags, 0o600)
+            self._since_ns, self._num_bytes = now_ns, 0
+        return self._file
+
+    def _remove_old(self, now_ns: int) -> None:
+        """Keep the bounds; a file that another process writes to may be among those that go."""
+        left = self._bytes_max - min(FILE_BYTES_MAX, self._bytes_max // 4)
+        for path in sorted(self._directory.glob("*.dec"), reverse=True):
+            try:
+                stat = path.stat()
+                left -= stat.st_size
+                if left < 0 or now_ns - stat.st_mtime_ns > KEPT_S * NS_PER_S:
+                    path.unlink()
+            except OSError:
+                continue
+
+
+class DecisionKeeper:
+    """Writes what one gateway process decides, and finds what any of them has."""
+
+    def __init__(self, files: DecisionFiles, log: Log) -> None:
+        self._files, self._log = files, log
+        self._pending: deque[Entry] = deque(maxlen=PENDING_MAX)
+        self._task: asyncio.Task[None] | None = None
+        self._is_failing = False
+
+    def decided(self, decision: Decision) -> None:
+        """A worker was chosen, or none."""
+        self._pending.append(Entry(decision.request_id, decision=decision))
+
+    def chose(self, request_id: RequestId, choice: ComplexityChoice) -> None:
+        """A model was chosen."""
+        self._pending.append(Entry(request_id, choice=choice))
+
+    def start(self) -> None:
+        """Begin to write."""
+        self._task = asyncio.create_task(self._run(), name="write decisions")
+
+    async def stop(self) -> None:
+        """Write what is left."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            await asyncio.to_thread(self._write)
+            await asyncio.to_thread(self._files.close)
+
+    async def find(self, request_id: RequestId) -> list[Entry]:
+        """What was decided about a request, in whichever process; another one may have yet to write it."""
+        await asyncio.to_thread(self._write)
+        found = await asyncio.to_thread(self._files.find, request_id)
+        if not found:
+            await sleep(2 * FLUSH_S)
+            found = await asyncio.to_thread(self._files.find, request_id)
+        return found
+
+    async def _run(self) -> None:
+        while True:
+            await sleep(FLUSH_S)
+            if self._pending:
+                await asyncio.to_thread(self._write)
+
+    def _write(self) -> None:
+        entries = [self._pending.popleft() for _ in range(len(self._pending))]
+        if not entries:
+            return
+        try:
+            self._files.append(entries)
+        except OSError as error:
+            if not self._is_failing:
+                self._log.warning(
+                    "decisions cannot be written down, so they cannot be explained", error=error
+                )
+            self._is_failing = True
+        else:
+            self._is_failing = False
+
+
+def _matching(path: Path, wanted: bytes) -> list[Entry]:
+    """The entries of those batches that may have the request."""
+    found = list[Entry]()
+    with path.open("rb") as file:
+        while len(head := file.read(_HEAD.size)) == _HEAD.size:
+            size, count = _HEAD.unpack(head)
+            hashes = file.read(count * _HASH_BYTES)
+            places = range(0, len(hashes), _HASH_BYTES)
+            if any(hashes[i : i + _HASH_BYTES] == wanted for i in places):
+                try:
+                    found += _entries.decode(zlib.decompress(file.read(size - len(hashes))))
+                except (zlib.error, msgspec.MsgspecError):  # Half written, or by another version.
+                    return found
+            else:
+                file.seek(size - len(hashes), os.SEEK_CUR)
+    return found
+
+
+def _hash(request_id: RequestId) -> bytes:
+    return blake2b(request_id.encode(), digest_size=_HASH_BYTES).digest()
