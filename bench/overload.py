@@ -5,8 +5,8 @@ open-loop clients.
     python bench/overload.py --server DIR/.venv/bin/python ...     another build of the server, measured by
                                                                    this same script
 
-Goodput is requests per second whose TTFT and TPOT both kept their promise, also told in the tokens of those
-requests. The promise is the default configuration's (`policy/admission/promise.py`): by band, and never less
+Goodput is requests per second that met both promises (TTFT and TPOT), also told as their output tokens per
+second. The promise is the default configuration's (`policy/admission/promise.py`): by band, and never less
 than `idle_factor` times what a request of that length takes on the idle machine, which is measured first. The
 server runs with its defaults.
 

@@ -40,7 +40,8 @@ DESCRIPTION = """\
 Run the product on virtual time: the real queues, limits, admission, scheduler and KV blocks; only the
 time of a step, the network and failures are modelled. The same seed gives the same run on any machine.
 
-A scenario is a question with a criterion; the exit code says whether it passes."""
+A scenario is a question with a criterion; the exit code says whether it passes. A request is good if
+it met both promises (TTFT and TPOT); goodput is good requests per second, and their output tokens."""
 
 EPILOG = """\
 examples:

@@ -41,8 +41,8 @@ def figures_table(figures: Figures) -> Table:
     rows = (
         ("requests", f"{figures.requests:,}"),
         ("ended", ends),
-        ("within the objective", f"{figures.attainment:.1%}"),
-        ("goodput", f"{figures.goodput_rps:.2f} requests/s, {figures.goodput_tps:,.0f} tokens/s"),
+        ("met both promises", f"{figures.attainment:.1%}"),
+        ("goodput", f"{figures.goodput_rps:.2f} requests/s, {figures.goodput_tps:,.0f} output tokens/s"),
         ("throughput", f"{figures.throughput_tps:,.0f} output tokens/s"),
         ("prefix hit rate", f"{figures.hit_rate:.1%}"),
         ("fairness (Jain)", f"{figures.jain:.3f}"),

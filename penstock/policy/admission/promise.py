@@ -4,7 +4,7 @@
     on a worker never less than `IDLE_FACTOR` times what the same request takes on an idle one
 
 So the promise to a long prompt grows with its own computation, and a slow machine promises what it was
-measured to do: one rule for both. Goodput is what was answered within the promise.
+measured to do: one rule for both. Goodput is requests per second that met both promises.
 """
 
 import msgspec
