@@ -42,6 +42,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import uvloop
 from open_load import MANNERS, Asked, Kind, OpenLoad, Sender
@@ -305,7 +306,7 @@ class Measurement:
     def __init__(self, stack: Stack, args: argparse.Namespace, seed: int) -> None:
         self._stack, self._args, self._seed = stack, args, seed
         self._clients = stack.clients()
-        self.found: dict[str, object] = {"seed": seed, "complete": False}
+        self.found: dict[str, Any] = {"seed": seed, "complete": False}
         self._judge: Judge | None = None
 
     async def run(self) -> None:
@@ -444,7 +445,7 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def summary(repeats: list[dict[str, object]]) -> dict[str, object]:
+def summary(repeats: list[dict[str, Any]]) -> dict[str, object]:
     """Shares of the peak over the repetitions: median, least and most."""
     shares: dict[str, dict[str, list[float]]] = {}
     for repeat in repeats:
@@ -482,11 +483,16 @@ def main() -> None:
     )
     add_json_option(parser)
     args = parser.parse_args()
-    repeats: list[dict[str, object]] = []
+    repeats: list[dict[str, Any]] = []
     with contextlib.suppress(KeyboardInterrupt):
         for number in range(args.repeats):
             repeats.append(once(args, args.seed + number, repeats))
-    result = {"goals": GOALS, "drain_goal_s": DRAIN_GOAL_S, "summary": summary(repeats), "repeats": repeats}
+    result: dict[str, Any] = {
+        "goals": GOALS,
+        "drain_goal_s": DRAIN_GOAL_S,
+        "summary": summary(repeats),
+        "repeats": repeats,
+    }
     for name, found in result["summary"].items():
         rps, tps, drain = (found[each] for each in ("goodput_rps", "goodput_tps", "drain_s"))
         print(
@@ -496,7 +502,7 @@ def main() -> None:
     write_result(args.json, result)
 
 
-def once(args: argparse.Namespace, seed: int, repeats: list[dict[str, object]]) -> dict[str, object]:
+def once(args: argparse.Namespace, seed: int, repeats: list[dict[str, Any]]) -> dict[str, Any]:
     """One repetition with a server of its own. What an interrupted one has measured is kept in `repeats`."""
     with tempfile.TemporaryDirectory(prefix="overload-") as name:
         stack = Stack(Path(name), args.server, args.model)
