@@ -36,17 +36,18 @@ from penstock.backends.base import Delta, Finish, GenerateRequest
 from penstock.backends.engine.backend import EngineBackend
 from penstock.cli.wiring.wire import Stack
 from penstock.clock import NS_PER_S, SystemClock
-from penstock.config.health import HealthConfig
+from penstock.config.fleet import HealthConfig
 from penstock.config.ledger import LedgerConfig
 from penstock.config.tree import AuthConfig, Config, EngineConfig, LogConfig, ModelConfig, ServerConfig
 from penstock.errors import WorkerUnavailable
 from penstock.fleet.launchers.base import LaunchedWorker
-from penstock.fleet.launchers.spares import Spares
+from penstock.fleet.launchers.process import Spares
 from penstock.fleet.launchers.supervised import SupervisedWorker
 from penstock.policy.answers import Start
-from penstock.policy.contracts import AllHealthy, Health, Policies
+from penstock.policy.contracts import Health
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.control import FlowControl
+from penstock.policy.lifecycle.policies import AllHealthy, Policies
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome

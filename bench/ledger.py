@@ -24,8 +24,7 @@ from penstock.config.ledger import LedgerConfig
 from penstock.config.tree import LogConfig
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.telemetry.ledger import Ledger
-from penstock.telemetry.ledger_limits import LedgerLimits
-from penstock.telemetry.ledger_segment import Kind, Progress, encode, to_frame
+from penstock.telemetry.ledger_segment import Kind, LedgerLimits, Progress, encode, to_frame
 from penstock.telemetry.log import Log
 
 CLOCK = SystemClock()
@@ -91,7 +90,7 @@ def used(number: int) -> Progress:
 async def ledger_us(directory: Path, num: int, batch: int, *, deliver: bool) -> tuple[float, float]:
     """(loop's CPU, all threads' CPU) in microseconds per request."""
     deliver_ms = 50 if deliver else 60_000
-    config, log = LedgerConfig(directory=str(directory), fsync_ms=100), Log(LogConfig(level="warning"), CLOCK)
+    config, log = LedgerConfig(directory=str(directory)), Log(LogConfig(level="warning"), CLOCK)
     ledger = Ledger(config, CLOCK, log, limits=LedgerLimits(deliver_ms=deliver_ms))
     await ledger.start()
     facts = [(accepted(i), used(i), ended(i)) for i in range(num)]

@@ -46,20 +46,18 @@ from penstock.config.ledger import ModelPrice, PricesConfig
 from penstock.config.tenancy import TierConfig
 from penstock.gateway.identity.api_keys import edit_keys, issue
 from penstock.policy.limits.price import PriceList
-from penstock.protocol.openai import UsageBody, decode_chat_event
-from penstock.protocol.sse import EventReader
-from penstock.telemetry import ledger_files
+from penstock.protocol.openai import UsageBody
+from penstock.protocol.server_answers import decode_chat_event
+from penstock.protocol.stream import EventReader
+from penstock.telemetry import ledger_segment
 from penstock.types import Usage
 
-PRICE = PricesConfig(
-    version="bench", models=(ModelPrice(model="*", input=1.0, cached_input=0.25, output=4.0),)
-)
+PRICE = PricesConfig(models=(ModelPrice(model="*", input=1.0, cached_input=0.25, output=4.0),))
 TIER = TierConfig(
     name="limited",
     requests_per_minute=1_000_000,
     tokens_per_minute=100_000_000,
     concurrent_max=10_000,
-    input_tokens_max=10_000,
     output_tokens_max=10_000,
     context_tokens_max=20_000,
     budget_per_day=1e6,
@@ -235,7 +233,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 
 
 def read_records(ledger: Path) -> list[Record]:
-    connection = sqlite3.connect(ledger_files.database_path(ledger))
+    connection = sqlite3.connect(ledger_segment.database_path(ledger))
     rows = connection.execute(f"SELECT {', '.join(Record.__struct_fields__)} FROM usage").fetchall()
     connection.close()
     return [Record(*row) for row in rows]

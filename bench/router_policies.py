@@ -17,22 +17,18 @@ from pathlib import Path
 from statistics import median
 
 from penstock.config.engine_settings import EngineSettings
-from penstock.config.placement import PlacementConfig
-from penstock.config.routing import RoutingConfig
+from penstock.config.routing import PlacementConfig, RoutingConfig
 from penstock.config.tree import Config
-from penstock.kv.hashing import BlockHasher
+from penstock.kv.hashing import BlockHasher, PromptKeys, own_keys
 from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality
-from penstock.kv.index.prompt_keys import PromptKeys, own_keys
-from penstock.policy.contracts import LeastLoaded, Placement
 from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.capacity import CapacityTable, WorkerCapacity
+from penstock.policy.queueing.capacity import CapacityTable, LeastLoaded, Placement, WorkerCapacity
 from penstock.policy.queueing.terms import QueueTerms
-from penstock.sim.traffic.arrivals import Poisson
 from penstock.sim.traffic.prompts import BlockNames
 from penstock.sim.traffic.request import Segment, SimRequest
 from penstock.sim.traffic.traces import Trace
-from penstock.sim.traffic.workload import Callers, Conversations, LengthDistribution, even, merged
+from penstock.sim.traffic.workload import Callers, Conversations, LengthDistribution, Poisson, even, merged
 from penstock.sim.world.spec import PoolSpec, WorldSpec
 from penstock.sim.world.worker import SimWorkerSpec
 from penstock.sim.world.world import World

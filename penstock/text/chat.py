@@ -16,12 +16,11 @@ import jinja2
 import msgspec
 
 from penstock.errors import CheckpointError, InvalidRequest
-from penstock.text.files import read_optional_object, read_text
 from penstock.text.metered import REQUEST_BYTES_MAX, MeteredTemplate, RanAway, compile_metered
 from penstock.text.template_child import ChildLimits, TemplateChild
 from penstock.text.template_tree import Unbounded
 from penstock.text.template_worker import MESSAGE_CHARS_MAX
-from penstock.text.tokenizer import token_string
+from penstock.text.tokenizer import read_optional_object, read_text, token_string
 
 PROMPT_CHARS_MAX = 32 * 1024 * 1024
 """Four times the default bound on a request's body: more is a template that runs away."""

@@ -11,13 +11,13 @@ from usage_records import T0_NS
 from penstock.cli.main import main
 from penstock.clock import NS_PER_S, ManualClock
 from penstock.config.ledger import BudgetsConfig, ModelPrice, PricesConfig
-from penstock.policy.limits.accelerator_cost import AcceleratorCost
-from penstock.policy.limits.budget import BudgetReservation, TenantBudgets
+from penstock.policy.lifecycle.machine_costs import AcceleratorCost
+from penstock.policy.limits.budget import WARN_AT, BudgetReservation, TenantBudgets
 from penstock.policy.limits.price import PriceList
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.policy.tenant import Tenant
-from penstock.telemetry import ledger_files
-from penstock.telemetry.ledger_sqlite import SqliteSink
+from penstock.telemetry import ledger_segment
+from penstock.telemetry.ledger_sink import SqliteSink
 from penstock.types import RequestId, TenantId, Usage
 
 PAGE = pages.text_of("ledger")
@@ -120,7 +120,7 @@ def month() -> list[UsageRecord]:
 def ledger(tmp_path: Path) -> Path:
     directory = tmp_path / "ledger"
     directory.mkdir()
-    sink = SqliteSink(ledger_files.database_path(directory), ManualClock())
+    sink = SqliteSink(ledger_segment.database_path(directory), ManualClock())
     sink.write(month())
     sink.close()
     return directory
@@ -139,7 +139,7 @@ def test_the_table_of_usage(ledger: Path, tmp_path: Path, capsys: pytest.Capture
 def test_the_queries_run_and_mean_what_they_say(ledger: Path) -> None:
     (block,) = re.findall(r"```sql\n(.*?)```", PAGE, re.DOTALL)
     first, second = [text for text in block.split(";") if text.strip()]
-    connection = sqlite3.connect(ledger_files.database_path(ledger))
+    connection = sqlite3.connect(ledger_segment.database_path(ledger))
     try:
         connection.execute(first).fetchall()  # Of this month, whichever that is.
         ((model, saved),) = connection.execute(second).fetchall()
@@ -155,4 +155,4 @@ def test_the_settings_that_the_page_names_have_the_values_that_it_says() -> None
     for section, name, value, unit in told:
         found = getattr(getattr(CONFIG, section), name)
         assert found == float(value) * (1 << 20 if unit == "MiB" else 1), name
-    assert CONFIG.budgets.warn_at == (0.5, 0.8, 1.0)
+    assert WARN_AT == (0.5, 0.8, 1.0)

@@ -24,7 +24,7 @@ from penstock.backends.base import (
 from penstock.clock import Clock
 from penstock.errors import PenstockError, StreamBroken, WorkerUnavailable
 from penstock.protocol.worker import ModelInfo
-from penstock.text.stop import StopChecker
+from penstock.text.detokenizer import StopChecker
 from penstock.types import BLOCK_TOKENS, FinishReason, RequestId, Usage
 
 Script = Callable[[GenerateRequest], Iterator[str]]
@@ -243,8 +243,9 @@ class _FakeStream:
 
 
 def _logprob(token: str, wanted: int) -> TextLogprob:
-    top = tuple((WORDS[i % len(WORDS)], WORDS[i % len(WORDS)].encode(), -1.0 - i) for i in range(wanted))
-    return TextLogprob(token, token.encode(), -0.5, top)
+    others = ((WORDS[i % len(WORDS)], WORDS[i % len(WORDS)].encode(), -1.0 - i) for i in range(wanted - 1))
+    top = ((token, token.encode(), -0.5), *others)[:wanted]
+    return TextLogprob(token, token.encode(), -0.5, top, 1, tuple(range(1, wanted + 1)), 1)
 
 
 _INFO = ModelInfo(

@@ -5,8 +5,9 @@ within a second.
 import asyncio
 import contextlib
 import signal
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from engine_stand_ins import StandIn, VllmStandIn
@@ -43,6 +44,15 @@ async def _rest() -> None:
     await asyncio.gather(*others, return_exceptions=True)
 
 
+def serve_with(constants: Mapping[str, float]) -> Sequence[str]:
+    """`penstock serve` with other constants than the product's: dotted name of each -> value."""
+    lines = ["import sys", "from penstock.cli.main import main"]
+    for path, value in constants.items():
+        module, _, name = path.rpartition(".")
+        lines += [f"import {module} as module", f"module.{name} = {value}"]
+    return sys.executable, "-c", "\n".join([*lines, "sys.exit(main(sys.argv[1:]))"]), "serve"
+
+
 class Serve:
     """`penstock serve` in front of a stand-in, started and killed as often as wanted; all tenants have a
     key.
@@ -57,6 +67,8 @@ class Serve:
         port: int = 0,
         processes: int = 1,
         command: Sequence[str] = COMMAND,
+        lameduck_s: float = 0.0,
+        drain_timeout_s: float = 1.0,
     ) -> None:
         """`tenants`: what the configuration says of each, in YAML's flow style; `sections`: more lines of
         it.
@@ -67,8 +79,9 @@ class Serve:
         keys = place / "keys.jsonl"
         self.keys = {name: add(keys, tenant=name).key for name in tenants}
         worker = f"{{url: '{engine.url}', engine: vllm, served_model: {engine.MODEL}}}"
+        times = f"lameduck_s: {lameduck_s}, drain_timeout_s: {drain_timeout_s}"
         self._lines = [
-            f"server: {{port: {port}, trust_local: true, drain_timeout_s: 1, processes: {processes}}}",
+            f"server: {{port: {port}, trust_local: true, processes: {processes}, {times}}}",
             f"auth: {{keys_file: {keys}, secret: {'x' * 20}}}",
             "log: {access: false}",
             f"models: [{{path: penstock-demo-mini, name: {MODEL}, replicas: 0, workers: [{worker}]}}]",
@@ -82,12 +95,13 @@ class Serve:
         entries = ", ".join(f"{{id: {name}, {facts}}}" for name, facts in tenants.items())
         self.config.write_text("\n".join([*self._lines, f"tenants: [{entries}]"]))
 
-    def start(self) -> None:
+    def start(self, *argv: str) -> None:
         """Does not wait until it is ready."""
         self.server = Server(
             self._place,
             "-c",
             str(self.config),
+            *argv,
             command=self._command,
             PENSTOCK_STATE_DIR=str(self._place / "state"),
         )

@@ -5,9 +5,9 @@ from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig, 
 from penstock.errors import Evicted, Overloaded, WorkerUnavailable
 from penstock.policy.admission.gate import Gate, ModelFacts
 from penstock.policy.answers import Diverted, Queued, Refused
-from penstock.policy.contracts import Policies
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.control import FlowControl
+from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.terms import BandTerms, QueueTerms
 from penstock.policy.record import Outcome
@@ -128,10 +128,10 @@ def test_not_across_what_the_smaller_model_lacks(facts) -> None:
 
 
 def test_without_a_worker() -> None:
-    rig = Rig(queue={"no_worker": "wait"}, small=False)
+    rig = Rig(small=False)
     rig.flow.set_worker(0, "large", W, None)
     assert isinstance(rig.flow.arrive(0, ask(1)), Queued)
-    refusing = Rig(queue={"no_worker": "refuse"}, small=False)
+    refusing = Rig(queue={"no_worker_wait_s": 0}, small=False)
     refusing.flow.set_worker(0, "large", W, None)
     answer = refusing.flow.arrive(0, ask(1))
     assert isinstance(answer, Refused)

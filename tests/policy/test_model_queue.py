@@ -5,9 +5,9 @@ avoid.
 from collections.abc import Collection
 
 from penstock.clock import NS_PER_MS
-from penstock.policy.contracts import AllHealthy, Hold, LeastLoaded
+from penstock.policy.lifecycle.policies import AllHealthy
 from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.capacity import CapacityTable, WorkerCapacity, WorkerView
+from penstock.policy.queueing.capacity import CapacityTable, Hold, LeastLoaded, WorkerCapacity, WorkerView
 from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.types import RequestId, TenantId, WorkerId
@@ -41,7 +41,7 @@ class Blocking(AllHealthy):
     def __init__(self, *workers: WorkerId) -> None:
         self.workers = frozenset(workers)
 
-    def blocked(self, now_ns: int, route: str) -> frozenset[WorkerId]:
+    def blocked(self, now_ns: int, route: str, *, strict: bool = False) -> frozenset[WorkerId]:
         return self.workers
 
 

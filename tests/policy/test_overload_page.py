@@ -8,7 +8,7 @@ import re
 
 import pages
 
-from penstock.policy.admission import admit, promise
+from penstock.policy.admission import admit
 from penstock.policy.admission.admit import AdmissionControl
 from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Divert, Shed
 from penstock.policy.queueing.terms import QueueTerms, band_terms
@@ -26,17 +26,15 @@ def test_the_bands_are_as_the_table_says() -> None:
         map(band_terms, QueueTerms().bands), rows, strict=True
     ):
         assert int(order) == band.order
-        shown = {"none": (0, 0.0)}.get(floor) or (
-            (0, int(floor.split("%")[0]) / 100) if "%" in floor else (int(floor.split()[0]), 0.0)
-        )
-        assert shown == (band.floor, band.share)
+        number = {"none": "0"}.get(floor, floor).split()[0]
+        assert band.floor == (int(number.rstrip("%")) / 100 if "%" in number else int(number))
         assert starvation == f"{band.starvation_s:g} s"
         assert pages.number(waiting) == band.requests_max
         assert wait == f"{band.timeout_s:g} s"
 
 
 def test_every_number_in_the_prose_is_the_default_of_its_setting() -> None:
-    constants = {name.lower(): value for part in (admit, promise) for name, value in vars(part).items()}
+    constants = {name.lower(): value for part in (admit, admit) for name, value in vars(part).items()}
     told = re.findall(r"`(\w+)` \((\d+(?:\.\d+)?)(%| %)?\)", PAGE)
     assert len(told) >= 8
     for name, value, percent in told:

@@ -33,8 +33,8 @@ from penstock.backends.http.stream import Anomaly, HttpStream
 from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.errors import ClientError, Overloaded, StreamBroken, WorkerUnavailable
 from penstock.protocol.worker import ModelInfo, Stats
-from penstock.telemetry.backend_metrics import BackendMeters
-from penstock.text.piece_tokens import PieceTokens
+from penstock.telemetry.metrics import BackendMeters
+from penstock.text.detokenizer import PieceTokens
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import BLOCK_TOKENS, FinishReason, RequestId
 

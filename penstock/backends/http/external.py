@@ -19,7 +19,7 @@ from penstock.backends.http.dialects.vllm import VllmDialect
 from penstock.backends.http.limits import HttpBackendLimits
 from penstock.clock import Clock
 from penstock.errors import ConfigError
-from penstock.telemetry.backend_metrics import BackendMeters
+from penstock.telemetry.metrics import BackendMeters
 from penstock.text.tokenizer import Tokenizer
 
 PROVIDER_PROBE_S = 30.0

@@ -1,47 +1,159 @@
 """The life of a `penstock serve` process: listen, load, tell, serve, drain, stop.
 
-    start ─> loading ─> ready (banner) ─> first Ctrl-C: draining ─> stopped, exit 0
-                │                                     └─ second Ctrl-C: stop now, exit 130
+    start ─> loading ─> ready (banner) ─> first SIGTERM or Ctrl-C: lameduck, draining ─> stopped, exit 0
+                │                                     └─ a second one: last words, exit 130
                 └─ a model cannot be served: exit 1 or 2; Ctrl-C: stop, exit 0
 
 A model that goes down for good does not end the process: /ready answers 503, requests for it get an
 error that says why, and other models go on.
+
+What `serve` prints when it is ready: everything that somebody needs to send a first request.
 """
 
 import asyncio
 import contextlib
 import os
 import resource
+import shlex
 import signal
+import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from rich.console import Console
 
 from penstock import gc_tuning, rng
 from penstock.cli import console
-from penstock.cli.wiring import banner
-from penstock.cli.wiring.banner import reachable
+from penstock.cli.wiring.handover import Handover, begin_takeover
 from penstock.cli.wiring.progress import loading_display
 from penstock.cli.wiring.signals import StopSignals, on_signal
-from penstock.cli.wiring.state import forget_key, save_key, with_secret
+from penstock.cli.wiring.state import forget_key, load_key, save_key, with_secret
 from penstock.cli.wiring.wire import Stack
 from penstock.clock import NS_PER_S, Clock
-from penstock.config.hosts import is_loopback
+from penstock.config.machine import is_loopback
 from penstock.config.tenancy import names_callers
 from penstock.config.tree import Config
 from penstock.errors import PenstockError
-from penstock.fleet.launchers.spares import Spares
+from penstock.fleet.launchers.process import Spares
 from penstock.gateway.http.wire_limits import WIRE_LIMITS
 from penstock.telemetry.log import Log
 
+QUESTION = "What is Penstock?"
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class BannerFacts:
+    """What the banner tells."""
+
+    url: str
+    """Base URL, with /v1."""
+    models: tuple[str, ...]
+    key: str
+    """The key that was made at this start; empty if it was configured (then it is not shown) or none is
+    needed."""
+    needs_key: bool
+    ready_s: float
+    """From the command to now."""
+    open_to: str | None = None
+    """The address that it listens on, if that is not only this machine."""
+
+
+def show(console: Console, facts: BannerFacts) -> None:
+    """Print the banner. Wrapping is off, so that every line can be copied."""
+
+    def line(text: str = "", style: str = "") -> None:
+        console.print(text, style=style, markup=False, soft_wrap=True)
+
+    line()
+    line(f"Penstock is ready after {facts.ready_s:.1f} s.", "bold green")
+    line()
+    line(f"  API        {facts.url}")
+    if facts.open_to:
+        line(f"  open to    other machines (listens on {facts.open_to})")
+    line(f"  models     {', '.join(facts.models)}")
+    line(f"  key        {_key_note(facts)}")
+    line(f"  dashboard  {facts.url.removesuffix('/v1')}/")
+    line()
+    line(curl_line(facts))
+    line()
+    line(python_snippet(facts))
+    line()
+    line("Or talk to it: penstock chat        Ctrl-C drains and stops.", "dim")
+
+
+def _key_note(facts: BannerFacts) -> str:
+    if not facts.needs_key:
+        return "none is needed"
+    if facts.key:
+        return f"{facts.key}  (made for this run; set PENSTOCK_API_KEY for one that stays)"
+    return "as configured"
+
+
+def curl_line(facts: BannerFacts) -> str:
+    """A command that streams an answer; one line, quoted for a shell."""
+    message = {"role": "user", "content": QUESTION}
+    body = msgspec.json.encode({"model": facts.models[0], "stream": True, "messages": [message]}).decode()
+    auth = f' -H "Authorization: Bearer {_shell_key(facts)}"' if facts.needs_key else ""
+    content = " -H 'Content-Type: application/json'"
+    return f"curl -N {facts.url}/chat/completions{auth}{content} -d {shlex.quote(body)}"
+
+
+def _shell_key(facts: BannerFacts) -> str:
+    return facts.key if facts.key else "$PENSTOCK_API_KEY"
+
+
+def python_snippet(facts: BannerFacts) -> str:
+    """The same with the openai package (`pip install openai`)."""
+    if not facts.needs_key:
+        key, imports = '"none"', ""
+    elif facts.key:
+        key, imports = f'"{facts.key}"', ""
+    else:
+        key, imports = 'os.environ["PENSTOCK_API_KEY"]', "import os\n"
+    return f"""{imports}from openai import OpenAI
+client = OpenAI(base_url="{facts.url}", api_key={key})
+stream = client.chat.completions.create(
+    model="{facts.models[0]}", stream=True, messages=[{{"role": "user", "content": "{QUESTION}"}}])
+for chunk in stream:
+    if chunk.choices:
+        print(chunk.choices[0].delta.content or "", end="", flush=True)"""
+
+
+# The address under which others find a server that listens on all of this machine's.
+
+_EVERYWHERE = {
+    "0.0.0.0": (socket.AF_INET, "198.51.100.1", "127.0.0.1"),
+    "::": (socket.AF_INET6, "2001:db8::1", "::1"),
+}
+"""For each: an address reserved for documentation (RFC 5737, RFC 3849), and loopback's."""
+
+
+def reachable(host: str) -> str:
+    """`host`, or the address that this machine would send from to the world, where it listens on all;
+    loopback if there is none.
+    """
+    if host not in _EVERYWHERE:
+        return host
+    family, stranger, loopback = _EVERYWHERE[host]
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((stranger, 9))  # Chooses a route; a datagram socket sends nothing here.
+            return str(probe.getsockname()[0])
+    except OSError:
+        return loopback
+
+
 EXIT_ABORTED = 130
+LAST_WORDS_S = 3.0
+"""After a second signal: last events, and what clients got."""
 SPARE_FILES = 512
 """File descriptors that are needed beside one per connection."""
 
 
 class Serving:
-    """One `penstock serve`: `run` it once. cli/wiring/early.py comes before."""
+    """One `penstock serve`: `run` it once. cli/commands/serve.py comes before."""
 
     def __init__(
         self,
@@ -50,9 +162,11 @@ class Serving:
         started_ns: int,
         reread: Callable[[], Config],
         spares: Spares,
+        *,
+        takes_over: bool = False,
     ) -> None:
         """`reread` makes the configuration anew from where it came, for SIGHUP; `spares` are processes for
-        workers.
+        workers. With `takes_over` it follows the server that runs on its port, if one does.
 
         Raises:
             OperatorError: the configuration or a model cannot be served.
@@ -61,11 +175,12 @@ class Serving:
         self._clock, self._started_ns, self._reread = clock, started_ns, reread
         self._reloading: asyncio.Task[None] | None = None
         self._reload_wanted = False
-        self._new_key = ""
-        self._port = 0
+        self._new_key, self._is_taken = "", False
+        self._port, self._takes_over = 0, takes_over
         if not names_callers(config.auth):
             # Settings made sure that this is a loopback address.
-            self._new_key = f"sk-{rng.fresh_token()}"
+            kept = load_key(config.server.host, config.server.port) if takes_over else ""
+            self._new_key = kept or f"sk-{rng.fresh_token()}"
         config = self._config = self._completed(config)
         self._log = Log(
             config.log,
@@ -86,22 +201,40 @@ class Serving:
         self._check_open_files()
         with StopSignals(self._say_draining) as signals, on_signal(signal.SIGHUP, self._begin_reload):
             try:
-                host, port = await self._stack.start()
-                self._port = port
-                if self._new_key:
-                    save_key(port, self._new_key)
+                takeover = await begin_takeover(self._config.server) if self._takes_over else None
+                host, self._port = await self._stack.start(takeover)
+                if self._new_key and takeover is None:
+                    save_key(self._port, self._new_key)
                 is_loaded = await self._loaded(signals)
                 await self._spares.close()
                 if is_loaded:
                     gc_tuning.freeze_gc()
-                    self._show_banner(host, port)
-                    await signals.drain.wait()
-                    return await self._drained(signals)
+                    if takeover is not None:
+                        await self._stack.take_over(takeover)
+                        self._log.info("took over from the server that ran here")
+                    return await self._served(signals, host)
                 return 0
             finally:
-                if self._new_key:
+                if self._new_key and not self._is_taken:
                     forget_key(self._port)
                 await self._stack.abort()  # After a drain there is nothing left to do.
+
+    async def _served(self, signals: StopSignals, host: str) -> int:
+        """Serve until asked to stop, or until another server has taken over."""
+
+        def taken() -> None:
+            self._is_taken = True
+            self._log.info("another server has taken over; this one drains")
+            signals.drain.set()
+
+        handover = Handover(self._stack.listeners, taken, self._log)
+        handover.open(self._port)
+        try:
+            self._show_banner(host, self._port)
+            await signals.drain.wait()
+        finally:
+            handover.close()
+        return await self._drained(signals)
 
     async def _loaded(self, signals: StopSignals) -> bool:
         """Wait for the models; False if asked to stop before they were ready."""
@@ -118,17 +251,26 @@ class Serving:
                 stopping.cancel()
 
     async def _drained(self, signals: StopSignals) -> int:
-        draining = asyncio.create_task(self._stack.drain())
+        """Stop without a loss; a second signal shortens it to what must be said and written down."""
+        lameduck_s = self._lameduck_s(signals.first)
+        draining = asyncio.create_task(self._stack.drain(lameduck_s=lameduck_s, listens=not self._is_taken))
         aborting = asyncio.create_task(signals.abort.wait())
         await asyncio.wait([draining, aborting], return_when=asyncio.FIRST_COMPLETED)
         aborting.cancel()
         if draining.done():
             draining.result()
             return 0
+        self._stack.hurry()
+        await asyncio.wait([draining], timeout=LAST_WORDS_S)
         draining.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await draining
         return EXIT_ABORTED
+
+    def _lameduck_s(self, first: signal.Signals | None) -> float:
+        server = self._config.server
+        is_at_a_desk = first is signal.SIGINT and is_loopback(server.host)
+        return 0.0 if is_at_a_desk else server.lameduck_s
 
     def _completed(self, config: Config) -> Config:
         """The configuration with what is made on this machine where it says nothing: a key, the secret."""
@@ -157,15 +299,17 @@ class Serving:
             else:
                 await self._stack.reload(config)
 
-    def _say_draining(self) -> None:
+    def _say_draining(self, first: signal.Signals) -> None:
         streams = self._stack.num_streams
         what = f"draining {streams} stream{'s' if streams != 1 else ''}" if streams else "stopping"
+        if lameduck_s := self._lameduck_s(first):
+            what += f"; requests are served for {lameduck_s:g} s more"
         console.err().print(f"\n{what} (Ctrl-C again to stop now)", markup=False)
 
     def _show_banner(self, host: str, port: int) -> None:
         shown = reachable(host)
         authority = f"[{shown}]:{port}" if ":" in shown else f"{shown}:{port}"
-        facts = banner.BannerFacts(
+        facts = BannerFacts(
             url=f"http://{authority}/v1",
             models=self._stack.model_names,
             key=self._new_key,
@@ -173,7 +317,7 @@ class Serving:
             ready_s=self._seconds_since_command(),
             open_to=None if is_loopback(host) else host,
         )
-        banner.show(console.out(), facts)
+        show(console.out(), facts)
 
     def _seconds_since_command(self) -> float:
         """Since the process began (Python's own start included), or since `run` where that is not known."""

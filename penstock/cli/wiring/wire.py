@@ -4,41 +4,78 @@
            ─> sources ─> Members ─> Registry <─ workers, ready ──────────┘          then the models load
 
 Chooses nothing at run time: which launcher and which sources there are, is decided here, once.
+
+Which launcher there is, by the configuration.
 """
 
 import asyncio
+import contextlib
 import errno
+import os
+import socket
 from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 
 from penstock import __version__, rng
 from penstock.backends.base import BackendStatus, Phase
-from penstock.cli.wiring.attached import wait_for_attached
 from penstock.cli.wiring.fleet_log import FleetLog
-from penstock.cli.wiring.launching import make_launcher, shared_cores
-from penstock.cli.wiring.models import ModelPart, make_dependencies, make_part
+from penstock.cli.wiring.handover import Takeover
+from penstock.cli.wiring.models import ModelPart, make_dependencies, make_part, wait_for_attached
 from penstock.cli.wiring.processes import GatewayProcesses
 from penstock.cli.wiring.progress import LoadingDisplay
 from penstock.clock import Clock
-from penstock.config.engine_terms import promised, with_quota
+from penstock.config.engine_settings import promised, with_quota
+from penstock.config.fleet import FleetConfig
+from penstock.config.machine import state_directory
 from penstock.config.reload import with_members
 from penstock.config.tree import Config, ModelConfig, ServerConfig
 from penstock.errors import ConfigError, OperatorError
-from penstock.fleet.desired_worker import DesiredWorker
-from penstock.fleet.launchers.base import LaunchedWorker
-from penstock.fleet.launchers.spares import Spares
-from penstock.fleet.members import Members
-from penstock.fleet.registry import Registry
+from penstock.fleet.launchers.base import LaunchedWorker, Launcher, WorkerStopped
+from penstock.fleet.launchers.local import LocalLauncher
+from penstock.fleet.launchers.process import Spares, TakeSpare, WorkerLogs, no_spare
+from penstock.fleet.launchers.ray import RayLauncher
+from penstock.fleet.members import DesiredWorker, Members
+from penstock.fleet.registry import Registry, Worker
 from penstock.fleet.sources.discovery import Discovery
-from penstock.fleet.sources.static import attached, launched
-from penstock.fleet.worker import Worker
+from penstock.fleet.sources.found import attached, launched
 from penstock.gateway.app import Gateway
+from penstock.gateway.http.server import bound_sockets
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.peers import LaunchNote, Order, WorkerAt
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 from penstock.types import WorkerId
+
+
+def make_launcher(
+    config: FleetConfig, clock: Clock, key: bytes, say: Callable[[str], None], spare: TakeSpare = no_spare
+) -> Launcher:
+    """The launcher of every replica, which name their KV blocks with `key`; `say` hears what workers print,
+    `spare` has processes of this machine that were begun before.
+
+    Raises:
+        ConfigError: it needs something that is not installed.
+    """
+    logs = WorkerLogs(say, log_directory())
+    if config.launcher == "ray":
+        return RayLauncher(clock, key, config=config, logs=logs)
+    return LocalLauncher(clock, key, logs=logs, spare=spare)
+
+
+def log_directory() -> Path | None:
+    """Where workers' words are kept; None where there is no place for them."""
+    with contextlib.suppress(RuntimeError):  # There may be no home directory.
+        return state_directory() / "workers"
+    return None
+
+
+def shared_cores(config: FleetConfig) -> int:
+    """Cores that all replicas share: this machine's, if they run here."""
+    return len(os.sched_getaffinity(0)) if config.launcher == "local" else 0
+
 
 KILL_TIMEOUT_S = 2.0
 HELD_LINES_MAX = 500
@@ -60,7 +97,7 @@ class Stack:
         self._config, self._clock, self._log = config, clock, log
         self._models = config.models
         self._has_place = False
-        self._registry = Registry(clock, log, workers_max=config.fleet.workers_max)
+        self._registry = Registry(clock, log)
         self._members = Members(self._registry, log, drain_timeout_s=config.fleet.drain_timeout_s)
         self._parts = [make_part(model, self._registry, clock) for model in config.models]
         self._words = _WorkerLogBuffer(log)
@@ -75,6 +112,7 @@ class Stack:
         self._processes = (
             GatewayProcesses(config, clock, log, hash_key=hash_key) if config.server.processes > 1 else None
         )
+        self.listeners: Sequence[socket.socket] = ()
         self._gateway = self._processes or Gateway(
             config,
             models,
@@ -99,22 +137,44 @@ class Stack:
             return self._processes.num_streams
         return sum(worker.backend.num_streams for worker in self._registry)
 
-    async def start(self) -> tuple[str, int]:
+    async def start(self, takeover: Takeover | None = None) -> tuple[str, int]:
         """Listen, then start the workers; returns the address. Models are still loading.
+
+        In a takeover another server accepts on the same sockets until `take_over` is called.
 
         Raises:
             ConfigError: the address cannot be listened on, or there is no place for workers.
         """
-        try:
-            address = await self._gateway.start()
-        except ConfigError as error:
-            raise _friendlier(error, self._config.server) from error
-        await self._apply_models()
+        if takeover is None:
+            try:
+                self.listeners = await bound_sockets(self._config.server)
+            except ConfigError as error:
+                raise _friendlier(error, self._config.server) from error
+        else:
+            self.listeners = takeover.listeners
+        bound = self.listeners[0].getsockname()
         if self._processes is not None:
+            await self._processes.start(self.listeners)
             self._registry.listen(lambda _: self._tell_processes())
             self._processes.on_order = self._take_order
+        elif takeover is None:
+            await self._gateway.start(self.listeners)
+        await self._apply_models()
+        if self._processes is not None and takeover is None:
             await self._processes.open(self._launched_at())
-        return address
+        return str(bound[0]), int(bound[1])
+
+    async def take_over(self, takeover: Takeover) -> None:
+        """The models are ready: accept connections, then let the other server go.
+
+        Raises:
+            OperatorError: it does not answer, or a gateway process does not start.
+        """
+        if self._processes is not None:
+            await self._processes.open(self._launched_at(), is_patient=True)
+        else:
+            await self._gateway.start(self.listeners)
+        await takeover.finish()
 
     def _launched_at(self) -> list[WorkerAt]:
         """The launched workers that gateway processes are to know; those that are out of service by hand are
@@ -209,9 +269,7 @@ class Stack:
             self._words.release()
             for task in tasks:
                 task.cancel()
-        await wait_for_attached(
-            self._registry, self._models, self._log, timeout_s=self._config.fleet.connect_timeout_s
-        )
+        await wait_for_attached(self._registry, self._models, self._log)
         self._fleet_log = FleetLog(self._registry, self._log)
 
     async def _wait_for(self, worker: LaunchedWorker, display: LoadingDisplay) -> None:
@@ -223,13 +281,18 @@ class Stack:
             if worker.backend.failure is None:  # Otherwise `wait_ready` is about to raise it.
                 display.update(name, status)
 
-        await worker.wait_ready(show)
-        show(worker.backend.status)
+        with contextlib.suppress(WorkerStopped):  # By hand, or by a new configuration: others go on.
+            await worker.wait_ready(show)
+            show(worker.backend.status)
 
-    async def drain(self) -> None:
-        """Take nothing new, let answers end (up to `drain_timeout_s`), then stop everything."""
-        await self._gateway.stop()
+    async def drain(self, *, lameduck_s: float, listens: bool) -> None:
+        """Stop as `Gateway.stop` says, then stop everything."""
+        await self._gateway.stop(lameduck_s=lameduck_s, listens=listens)
         await self._close(timeout_s=0.0)
+
+    def hurry(self) -> None:
+        """End what a `drain` waits for: streams get a last event, and what clients got is settled."""
+        self._gateway.hurry()
 
     async def abort(self) -> None:
         """Stop everything now. A worker that does not listen dies with this process (see LocalLauncher)."""

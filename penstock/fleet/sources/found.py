@@ -1,18 +1,29 @@
 """From the endpoints that a source has found to the workers that there should be: the same for every kind of
 source.
+
+The workers that the configuration names: replicas to launch, and workers at addresses.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from penstock.config.discover import DiscoverConfig
-from penstock.config.fleet import WorkerConfig
-from penstock.fleet.desired_worker import DesiredWorker
-from penstock.fleet.members import Members
+from penstock.backends.heartbeat import HeartbeatTerms
+from penstock.backends.http.external import BackendDependencies
+from penstock.clock import Clock
+from penstock.config.engine_settings import EngineSettings, share_of
+from penstock.config.fleet import DiscoverConfig, WorkerConfig, WorkerTraits
+from penstock.config.presets import served_name
+from penstock.config.tree import ModelConfig
+from penstock.fleet.launchers.base import Launcher, WorkerSpec
+from penstock.fleet.members import Attached, DesiredWorker, Launched, Members, worker_id_at
 from penstock.telemetry.log import Log
+from penstock.text.tokenizer import Tokenizer
+from penstock.types import ModelName, WorkerId
 
-_SAME = frozenset(DiscoverConfig.__struct_fields__) & frozenset(WorkerConfig.__struct_fields__)
-"""Settings that workers which are found have like those at addresses."""
+TIMEOUT_S = 5.0
+"""For one answer of DNS or of the API server."""
+FOUND_MAX = 256
+"""Workers taken from one source; more are reported and left out."""
 
 
 @dataclass(slots=True, frozen=True, order=True)
@@ -48,14 +59,15 @@ class DiscoveredWorkers:
     async def take(self, endpoints: Iterable[DiscoveredAddress]) -> None:
         """These are there now, and no others. What is there no more drains."""
         every = sorted(set(endpoints))
-        now = tuple(every[: self.config.found_max])
+        now = tuple(every[:FOUND_MAX])
         if (left_out := len(every) - len(now)) != self._left_out:
             self._left_out = left_out
             if left_out:
                 self._log.warning(
-                    "more workers were found than discover.found_max allows",
+                    "a source has more workers than are taken",
                     source=self.source,
-                    count=left_out,
+                    taken=FOUND_MAX,
+                    left_out=left_out,
                 )
         if now == self._now:
             return
@@ -72,13 +84,48 @@ class DiscoveredWorkers:
 def worker_at(endpoint: DiscoveredAddress, config: DiscoverConfig) -> WorkerConfig:
     """The worker at an endpoint."""
     is_ours = config.engine == "penstock"
-
-    def zmq(port: int) -> str:
-        return f"tcp://{DiscoveredAddress(endpoint.host, port).authority}" if port else ""
-
     return WorkerConfig(
         url=f"tcp:{endpoint.authority}" if is_ours else f"{config.scheme}://{endpoint.authority}",
-        kv_events=zmq(config.kv_events_port),
-        kv_replay=zmq(config.kv_replay_port),
-        **{name: getattr(config, name) for name in _SAME},
+        **{name: getattr(config, name) for name in WorkerTraits.__struct_fields__},
     )
+
+
+def launched(
+    model: ModelConfig,
+    path: str,
+    launcher: Launcher,
+    tokenizer: Tokenizer,
+    clock: Clock,
+    *,
+    heartbeat: HeartbeatTerms = HeartbeatTerms(),  # noqa: B008 - it is frozen.
+    cores: int = 0,
+) -> Iterator[Launched]:
+    """The replicas of one model; `path` is its directory.
+
+    They share `cores`; 0: each has those of its place.
+    """
+    name = served_name(model)
+    for number in range(model.replicas):
+        spec = WorkerSpec(
+            worker_id=WorkerId(f"{name}-{number}"),
+            model_path=path,
+            model_name=ModelName(name),
+            engine=EngineSettings.of(share_of(model.engine, model.replicas, cores)),
+        )
+        yield Launched(
+            engine=model.engine,
+            spec=spec,
+            launcher=launcher,
+            tokenizer=tokenizer,
+            clock=clock,
+            heartbeat=heartbeat,
+        )
+
+
+def attached(model: ModelConfig, tokenizer: Tokenizer, tools: BackendDependencies) -> Iterator[Attached]:
+    """The workers of one model that run somewhere already."""
+    name = served_name(model)
+    for config in model.workers:
+        yield Attached(
+            id=worker_id_at(name, config), route=name, config=config, tokenizer=tokenizer, tools=tools
+        )

@@ -5,9 +5,8 @@ from collections.abc import Callable
 from penstock.config.routing import AUTO, RoutingConfig
 from penstock.errors import NotFound
 from penstock.policy.extras.complexity import ComplexityRouter, Features
-from penstock.policy.limits.tenant_limits import check_model, may_use_model
-from penstock.policy.placement.decision_log import ComplexityChoice
-from penstock.policy.tenant import Tenant
+from penstock.policy.placement.pick import ComplexityChoice
+from penstock.policy.tenant import Tenant, check_model, may_use_model
 from penstock.protocol.openai import ChatRequest, CompletionRequest, GenerationRequest, Message, ModelCard
 
 _CHARS_PER_TOKEN = 3
@@ -24,9 +23,9 @@ class AutoModels:
     """Chooses a model for requests that name none."""
 
     def __init__(self, routing: RoutingConfig, *, created_s: int = 0) -> None:
-        assert routing.auto.models, "without models there is no auto"
+        assert routing.auto, "without models there is no auto"
         self.name = AUTO
-        self.models = tuple(model.model for model in routing.auto.models)
+        self.models = tuple(model.model for model in routing.auto)
         self._router = ComplexityRouter(routing.auto)
         self._without_tools = {route.model for route in routing.models if not route.tools}
         self._created_s = created_s

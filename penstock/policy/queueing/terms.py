@@ -61,6 +61,9 @@ class QueueTerms(QueueConfig, frozen=True, kw_only=True):
     """Streams that an engine of ours is given beyond its `max_running`, so that it never waits for us."""
     external_concurrency: int = 64
     """Streams that a worker is given which does not tell how many it runs."""
+    shed_kv_above: float = 0.97
+    """Share of a worker's KV blocks in use over which streams of lower bands end for the sake of higher ones;
+    1 never."""
     shed_kv_to: float = 0.9
     """Down to which share of a worker's KV blocks streams of lower bands end."""
     shed_max: int = 8

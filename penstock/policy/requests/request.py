@@ -1,10 +1,19 @@
-"""One accepted request: its facts, where it is, what is held for it, and what its usage record is made of."""
+"""One accepted request: its facts, where it is, what is held for it, and what its usage record is made of.
+
+What is held for a request while it lives: tokens of its tenant's limits, and money of its budget, slice by
+slice.
+
+Knows limits, budgets and prices as `parts` names them, and nothing of queues and workers.
+
+What a request's streams used, as their workers counted it, over all choices and all workers that it ran
+on.
+"""
 
 from collections.abc import Sequence
 
 import msgspec
 
-from penstock.policy.contracts import Pass
+from penstock.policy.contracts import MoneyHold, Pass, TokenHold
 from penstock.policy.flow import TABLE, Event, RequestFacts, State, Step
 from penstock.policy.queueing.band import Work, cost
 from penstock.policy.queueing.capacity import WorkerCapacity
@@ -12,9 +21,112 @@ from penstock.policy.queueing.kv_pressure import RunningStream, blocks_to_free, 
 from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome, UsageRecord
-from penstock.policy.requests.account import Holds
-from penstock.policy.requests.usage_sum import UsageSum
 from penstock.types import BLOCK_TOKENS, RequestId, Usage, WorkerId
+
+
+class Holds:
+    """What one request holds."""
+
+    __slots__ = ("budgeted", "expected", "money", "tokens")
+
+    def __init__(self, tokens: TokenHold, money: MoneyHold, *, expected: int, budgeted: int) -> None:
+        self.tokens, self.money = tokens, money
+        self.expected = expected
+        """Answer tokens that its fair share was charged for."""
+        self.budgeted = budgeted
+        """Answer tokens that the budget holds money for."""
+
+    def undo(self, now_ns: int) -> None:
+        """It was refused after all."""
+        self.tokens.undo(now_ns)
+        self.money.undo(now_ns)
+
+
+_NOTHING = Usage()
+
+
+class UsageSum:
+    """One for each request. A choice is one stream; most requests have one."""
+
+    __slots__ = ("_before", "_usages", "choices_per_prompt")
+
+    def __init__(self, choices_per_prompt: int = 1) -> None:
+        self.choices_per_prompt = choices_per_prompt
+        self._usages: dict[int, Usage] = {}
+        """By index of the choice."""
+        self._before: dict[int, Usage] = {}
+        """Of choices that continue on another worker: what was used until they left the last one."""
+
+    def ended(self, index: int, usage: Usage) -> None:
+        """A choice's stream on its worker is over."""
+        before = self._before.get(index)
+        self._usages[index] = usage if before is None else continued(before, usage)
+
+    def break_off(self, *, has_begun: bool) -> None:
+        """Every choice whose stream was cut continues elsewhere; if none has begun, each begins again."""
+        if has_begun:
+            self._before.update(self._usages)
+        else:
+            self._usages.clear()
+
+    def of(self, index: int) -> Usage | None:
+        """One choice's."""
+        return self._usages.get(index)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest answer."""
+        return max((usage.completion_tokens for usage in self._usages.values()), default=0)
+
+    def total(self) -> Usage:
+        """All choices together: every prompt once, every choice's answer. Times are the first choice's."""
+        if len(self._usages) == 1 and 0 in self._usages:
+            return self._usages[0]
+        usages = list(self._usages.values())
+        firsts = [usage for i, usage in self._usages.items() if i % self.choices_per_prompt == 0]
+        first = self._usages.get(0, _NOTHING)
+        return Usage(
+            prompt_tokens=sum(usage.prompt_tokens for usage in firsts),
+            completion_tokens=sum(usage.completion_tokens for usage in usages),
+            cached_tokens=sum(usage.cached_tokens for usage in firsts),
+            host_cached_tokens=sum(usage.host_cached_tokens for usage in firsts),
+            queue_ns=first.queue_ns,
+            prefill_ns=first.prefill_ns,
+            decode_ns=first.decode_ns,
+            steps=sum(usage.steps for usage in usages),
+            computed_tokens=sum(usage.computed_tokens for usage in usages),
+            preemptions=sum(usage.preemptions for usage in usages),
+            kv_block_ns=sum(usage.kv_block_ns for usage in usages),
+            device_ns=sum(usage.device_ns for usage in usages),
+        )
+
+
+def continued(before: Usage, after: Usage) -> Usage:
+    """What a stream used that went on on another worker, as if it had never been interrupted: its prompt was
+    read once for it, its answer is one, and the time of the move is part of its decoding. The machines' work
+    is the sum.
+    """
+    if not before.completion_tokens:
+        before, after = after, before  # It gave nothing there: its prompt was read where it did.
+        prefill_ns, decode_ns = before.prefill_ns, before.decode_ns
+    else:
+        prefill_ns = before.prefill_ns
+        decode_ns = before.decode_ns + after.queue_ns + after.prefill_ns + after.decode_ns
+    return Usage(
+        prompt_tokens=before.prompt_tokens,
+        completion_tokens=max(before.completion_tokens, after.completion_tokens),
+        cached_tokens=before.cached_tokens,
+        host_cached_tokens=before.host_cached_tokens,
+        queue_ns=before.queue_ns,
+        prefill_ns=prefill_ns,
+        decode_ns=decode_ns,
+        steps=before.steps + after.steps,
+        computed_tokens=before.computed_tokens + after.computed_tokens,
+        preemptions=before.preemptions + after.preemptions,
+        kv_block_ns=before.kv_block_ns + after.kv_block_ns,
+        device_ns=before.device_ns + after.device_ns,
+    )
+
 
 NO_PROMISE = Pass()
 _MOVES = [[TABLE.get((state, event)) for event in Event] for state in State]
@@ -44,7 +156,8 @@ class Request:
     """One accepted request. `FlowControl` changes it; others read it."""
 
     __slots__ = (
-        "arrived_ns", "asked_ns", "attempt", "attempts", "booked", "cached_tokens", "completion_tokens",
+        "arrived_ns", "asked_ns", "attempt", "attempts", "attempts_elsewhere", "booked", "cached_tokens",
+        "completion_tokens",
         "cost_micros", "dispatched_ns", "ended_ns", "error", "facts", "finish_reason", "first_output_ns",
         "hedge", "hedged_ns", "holds", "io", "lane", "machine_micros", "migrations", "outcome",
         "predicted_ns", "prompt_tokens", "queue_ns", "queued_ns", "reason", "state", "usage", "usages",
@@ -77,7 +190,9 @@ class Request:
         self.hedged_ns = -1
         """When the first attempt was started, if a second one was then started beside it."""
         self.asked_ns = -1
-        """Since when its model had no worker when another model was last looked for."""
+        """Since when its model had no worker to use when another model was last looked for."""
+        self.attempts_elsewhere = 0
+        """Attempts at models that it fell back from."""
         self.cached_tokens = facts.cached_tokens
         """Expected, then as reported."""
         self.completion_tokens = 0
@@ -225,6 +340,7 @@ def work_of(facts: RequestFacts, now_ns: int, expected: int, verdict: Pass = NO_
         session=facts.session,
         adapter=facts.adapter,
         needs=facts.needs,
+        is_strict=verdict.is_strict,
     )
 
 
