@@ -205,7 +205,7 @@ def group(asked: list[Asked], good: list[Asked], window_s: float) -> dict[str, o
     }
 
 
-def figures(load: OpenLoad, judge: Judge, rate: float) -> dict[str, object]:
+def figures(load: OpenLoad, judge: Judge, rate: float) -> dict[str, Any]:
     """What one stretch of load came to."""
     seconds = (load.ended_ns - load.started_ns) / NS_PER_S
     from_ns = load.started_ns + round(seconds * WARM_SHARE * NS_PER_S)
@@ -416,7 +416,7 @@ class Measurement:
         say(f"closed loop of {CALLERS}: {rate:.2f} requests/s")
         return max(rate, 0.1)
 
-    async def _load(self, name: str, rate: float, manners: str, seconds: float) -> dict[str, object]:
+    async def _load(self, name: str, rate: float, manners: str, seconds: float) -> dict[str, Any]:
         load, cpu = self.new_load(), (time.process_time(), self._stack.cpu_s())
         began_s, run = time.monotonic(), f"{name} {manners} {rate:.2f}"
         await load.run(run, seed=self._seed, rate=rate, seconds=seconds, manners=manners, drain_s=DRAIN_S)
