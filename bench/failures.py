@@ -42,6 +42,7 @@ from penstock.config.tree import AuthConfig, Config, EngineConfig, LogConfig, Mo
 from penstock.errors import WorkerUnavailable
 from penstock.fleet.launchers.base import LaunchedWorker
 from penstock.fleet.launchers.process import Spares
+from penstock.fleet.launchers.supervised import SupervisedWorker
 from penstock.policy.answers import Start
 from penstock.policy.contracts import Health
 from penstock.policy.flow import RequestFacts
@@ -169,13 +170,20 @@ async def one_loss(backend: EngineBackend, number: int, lose: Callable[[], objec
     return sink.ended_at - started
 
 
+def pid_of(worker: LaunchedWorker) -> int:
+    """Of a worker that this machine runs."""
+    assert isinstance(worker, SupervisedWorker), worker
+    assert worker.pid is not None, "it is ready"
+    return worker.pid
+
+
 async def detect(stack: Stack, tokenizer: object, repeats: int) -> dict[str, object]:
     """Seconds until each kind of loss is noticed."""
     found: dict[str, list[float]] = {"kill -9": [], "SIGSTOP": [], "black hole": []}
     for number in range(repeats):
         for how in (signal.SIGKILL, signal.SIGSTOP):
             worker = (await all_ready(stack))[number % 2]
-            pid = worker.pid
+            pid = pid_of(worker)
             took = await one_loss(worker.backend, number, lambda pid=pid, how=how: os.kill(pid, how))
             found["kill -9" if how is signal.SIGKILL else "SIGSTOP"].append(took)
             if how is signal.SIGSTOP:
@@ -203,7 +211,7 @@ async def kills(stack: Stack, load: Load, clients: int, count: int) -> dict[str,
             busy = [worker for worker in workers if worker.backend.num_streams] or workers
             victim = chance.choice(busy)
             hit += victim.backend.num_streams
-            os.kill(victim.pid, signal.SIGKILL)
+            os.kill(pid_of(victim), signal.SIGKILL)
             await asyncio.sleep(0.2)
     return load.result(kills=count, streams_hit=hit)
 

@@ -2,7 +2,7 @@
 
     python bench/goodput_sim.py [--loads 0.6,0.8,1,2,5,20] [--seeds 2] [--json FILE]
 
-Goodput is requests per second that kept both promises, and their output tokens per second
+Goodput is requests per second that met both promises (TTFT and TPOT), and their output tokens per second
 (sim/scenarios/overload.py): mixed bands, tenants and lengths; loads are multiples of the knee and count first
 attempts. Both sides are held against the same default promises. "no promises" sets `admission.ttft_target_ms`
 and `tpot_target_ms` to 0, as defaults were before. Clients either take no for an answer, or come again three

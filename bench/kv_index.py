@@ -281,7 +281,7 @@ def main() -> None:
     args = parser.parse_args()
     sizes = [memory_of(kind, args.entries, args.workers) for kind in ("ours", "naive")]
     memory = Measured(
-        "memory of 1,000,000 entries", "MB", *(size * 1e6 / args.entries for size in sizes),
+        "memory of 1,000,000 entries", "MB", sizes[0] * 1e6 / args.entries, sizes[1] * 1e6 / args.entries,
         (sizes[0] / sizes[1],) * 3, MEMORY_GOAL_MB,
     )  # fmt: skip
     ours, naive = PrefixIndex(entries_max=4_000_000, predicted_max=100_000), NaiveIndex()

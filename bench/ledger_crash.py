@@ -260,7 +260,7 @@ def compare(seen: dict[str, Seen], records: list[Record], verdict: Verdict) -> N
             if record.cost_micros != right:
                 verdict.wrong.append(f"{name}: costs {record.cost_micros}, by the price list {right}")
             if one.done and one.usage and not one.error:
-                told = one.usage.prompt_tokens, one.usage.completion_tokens
+                told = one.usage.prompt_tokens or 0, one.usage.completion_tokens or 0
                 said = record.prompt_tokens, record.completion_tokens
                 verdict.counts["tokens of finished answers, by the clients"] += sum(told)
                 verdict.counts["tokens of finished answers, by the ledger"] += sum(said)

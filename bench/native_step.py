@@ -23,6 +23,7 @@ from native_decoder import MODELS, Side, spec
 
 from penstock.engine.native import NativeLibrary
 from penstock.engine.native.build import compiler
+from penstock.engine.native.decoder import NativeDecoder
 from penstock.engine.native.library import STEP_PARTS
 from penstock.engine.native.weights import PackedWeight
 
@@ -65,6 +66,7 @@ def read_loop() -> Callable[[int, int, int], int]:
 
 def part_bytes(side: Side) -> dict[str, int]:
     """Weights that each part of a step reads."""
+    assert isinstance(side.decoder, NativeDecoder)
     packed = [each for each in side.decoder._kept if isinstance(each, PackedWeight)]
     layers = len(packed) // len(WEIGHTS)
     sizes = {
@@ -83,6 +85,7 @@ class Timed:
         self.parts: list[np.ndarray] = []
 
     def step(self, context: int) -> None:
+        assert isinstance(self.side.decoder, NativeDecoder)
         self.side.decoder.part_ns = counts = np.zeros(len(STEP_PARTS), np.int64)
         start = time.perf_counter()
         self.side.step(context, 1)

@@ -5,14 +5,16 @@ open-loop clients.
     python bench/overload.py --server DIR/.venv/bin/python ...     another build of the server, measured by
                                                                    this same script
 
-Goodput is requests per second whose TTFT and TPOT both kept their promise, also told in the tokens of those
-requests. The promise is the default configuration's (`policy/admission/admit.py`): by band, and never less
+Goodput is requests per second that met both promises (TTFT and TPOT), also told as their output tokens per
+second. The promise is the default configuration's (`policy/admission/admit.py`): by band, and never less
 than `idle_factor` times what a request of that length takes on the idle machine, which is measured first. The
 server runs with its defaults.
 
 1. Idle: requests of each length class, one by one.
-2. Peak: the same processes under rising load, from half of what a closed loop gets out of them, until goodput
-   has fallen twice. The least load that got 95 % of the best is the knee. What it gets in a longer run is the
+2. Knee and peak: the same processes under rising load, from a third of what a closed loop gets out of them.
+   The knee is the highest offered rate at which at least 95 % of the requests offered were good. The search
+   ends after two rates in a row above it with no more goodput, then tries two rates between the last that
+   passed and the first that failed. The rate with most goodput is run once more, for longer; that is the
    peak: the best of many short runs would be partly luck.
 3. Overload: 2, 5 and 20 times the knee. Tenants of three bands, prompts and answers of three lengths, Poisson
    arrivals; loads count first attempts. Clients obey `Retry-After`; at 5 times also such as take no for an
@@ -28,6 +30,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -36,9 +39,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import uvloop
 from open_load import MANNERS, Asked, Kind, OpenLoad, Sender
@@ -64,10 +68,11 @@ KINDS = (Kind("short", 8, 16, 0.5), Kind("chat", 40, 48, 0.35), Kind("long", 160
 IDLE_COUNT = 4
 CALLERS, CLOSED_S = 40, 10.0
 """The closed loop that says where to look for the peak."""
-SEARCH_FROM, SEARCH_TIMES, SEARCH_MAX = 0.5, 1.35, 10
-"""The first load as a share of the closed loop's, by how much each is above the one before, and how many at
-most."""
-FALLEN, KNEE = 0.9, 0.95
+SEARCH_FROM, SEARCH_TIMES, SEARCH_MAX, SEARCH_BETWEEN = 0.35, 1.4, 10, 2
+"""The first load as a share of the closed loop's, by how much each is above the one before, how many at most,
+and how many between the last that passed and the first that failed."""
+KNEE = 0.95
+"""Of the requests that are offered, how many are good up to the knee."""
 WARM_SHARE = 0.25
 """Of a load's time, what is not counted."""
 DRAIN_S, DRAIN_GOAL_S = 30.0, 10.0
@@ -200,7 +205,7 @@ def group(asked: list[Asked], good: list[Asked], window_s: float) -> dict[str, o
     }
 
 
-def figures(load: OpenLoad, judge: Judge, rate: float) -> dict[str, object]:
+def figures(load: OpenLoad, judge: Judge, rate: float) -> dict[str, Any]:
     """What one stretch of load came to."""
     seconds = (load.ended_ns - load.started_ns) / NS_PER_S
     from_ns = load.started_ns + round(seconds * WARM_SHARE * NS_PER_S)
@@ -210,6 +215,7 @@ def figures(load: OpenLoad, judge: Judge, rate: float) -> dict[str, object]:
     is_good = {id(each) for each in answered if judge.is_good(each)}
 
     good = [each for each in ended if id(each) in is_good]
+    offered = [each for each in load.asked if each.first_due_ns >= from_ns]
 
     def of(key: Callable[[Asked], str]) -> dict[str, object]:
         groups: dict[str, tuple[list[Asked], list[Asked]]] = {}
@@ -233,6 +239,7 @@ def figures(load: OpenLoad, judge: Judge, rate: float) -> dict[str, object]:
         "retry_after_s": spread([round(each.retry_after_s * NS_PER_S) for each in load.asked if each.told]),
         "cut": sum(each.is_cut for each in load.asked),
         "troubles": {why: troubles.count(why) for why in sorted(set(troubles))[:8]},
+        "good_of_offered": sum(id(each) in is_good for each in offered) / max(1, len(offered)),
         "goodput_rps": len(good) / window_s,
         "goodput_tps": sum(each.tokens for each in good) / window_s,
         "throughput_rps": len(ended) / window_s,
@@ -257,13 +264,49 @@ def drained_s(load: OpenLoad) -> float | None:
     return round(max(0, last_ns - load.ended_ns) / NS_PER_S, 2)
 
 
+@dataclass(slots=True, frozen=True)
+class Point:
+    """One rate of the search."""
+
+    rate: float
+    good_share: float
+    """Of the requests that were offered."""
+    goodput: float
+
+
+async def find_knee(measure: Callable[[float], Awaitable[Point]], rate: float) -> float:
+    """The highest rate at which `KNEE` of what is offered is good, from a rate on that should be below it.
+
+    If not even that is, lower ones are tried.
+    """
+    passed, failed, since, most = 0.0, 0.0, 0, 0.0
+    for _ in range(SEARCH_MAX):
+        point = await measure(rate)
+        if point.good_share >= KNEE:
+            passed, failed, since = max(passed, rate), 0.0, 0
+        else:
+            failed = failed or rate
+            since += point.goodput <= most
+        most = max(most, point.goodput)
+        if since >= 2 and passed:
+            break
+        rate = rate / SEARCH_TIMES**2 if not passed else rate * SEARCH_TIMES
+    for _ in range(SEARCH_BETWEEN if passed and failed else 0):
+        between = math.sqrt(passed * failed)
+        if (await measure(between)).good_share >= KNEE:
+            passed = between
+        else:
+            failed = between
+    return passed or rate
+
+
 class Measurement:
     """One repetition against one server. `found` is what there is so far."""
 
     def __init__(self, stack: Stack, args: argparse.Namespace, seed: int) -> None:
         self._stack, self._args, self._seed = stack, args, seed
         self._clients = stack.clients()
-        self.found: dict[str, object] = {"seed": seed, "complete": False}
+        self.found: dict[str, Any] = {"seed": seed, "complete": False}
         self._judge: Judge | None = None
 
     async def run(self) -> None:
@@ -271,24 +314,22 @@ class Measurement:
         self._judge = await self.idle()
         capacity = await self.closed()
         self.found["closed_loop_rps"] = capacity
-        search: list[dict[str, object]] = []
-        self.found["search"] = search
-        rate, most, fallen = SEARCH_FROM * capacity, 0.0, 0
-        while len(search) < SEARCH_MAX and fallen < 2:
-            search.append(found := await self._load("search", rate, "leaves", self._args.seconds * 0.6))
-            goodput = float(str(found["goodput_rps"]))
-            is_past = goodput < FALLEN * min(
-                most, rate
-            )  # A light load that happened to be lighter is not past the peak.
-            fallen = fallen + 1 if is_past else 0
-            most, rate = max(most, goodput), rate * SEARCH_TIMES
-        near = [each for each in search if float(str(each["goodput_rps"])) >= KNEE * most]
-        knee = float(str(near[0]["offered_rps"]))
-        best = await self._load("peak", knee, "leaves", self._args.seconds * 1.5)
-        self.found |= {"knee_rps": knee, "best_of_search_rps": most, "peak": best}
+        search: list[Point] = []
+        tried: list[dict[str, object]] = []
+        self.found["search"] = tried
+
+        async def measure(rate: float) -> Point:
+            tried.append(found := await self._load("search", rate, "leaves", self._args.seconds * 0.6))
+            search.append(Point(rate, float(str(found["good_of_offered"])), float(str(found["goodput_rps"]))))
+            return search[-1]
+
+        knee = await find_knee(measure, SEARCH_FROM * capacity)
+        most = max(search, key=lambda each: each.goodput)
+        best = await self._load("peak", most.rate, "leaves", self._args.seconds * 1.5)
+        self.found |= {"knee_rps": knee, "best_of_search_rps": most.goodput, "peak": best}
         say(
-            f"peak: {best['goodput_rps']:.2f} good requests/s, {best['goodput_tps']:.0f} tok/s of them, at "
-            f"{knee:.2f} offered"
+            f"knee: {knee:.2f} requests/s; peak: {best['goodput_rps']:.2f} requests/s met both promises "
+            f"({best['goodput_tps']:.0f} tok/s), at {most.rate:.2f} offered"
         )
         points: list[dict[str, object]] = []
         self.found["overload"] = points
@@ -375,7 +416,7 @@ class Measurement:
         say(f"closed loop of {CALLERS}: {rate:.2f} requests/s")
         return max(rate, 0.1)
 
-    async def _load(self, name: str, rate: float, manners: str, seconds: float) -> dict[str, object]:
+    async def _load(self, name: str, rate: float, manners: str, seconds: float) -> dict[str, Any]:
         load, cpu = self.new_load(), (time.process_time(), self._stack.cpu_s())
         began_s, run = time.monotonic(), f"{name} {manners} {rate:.2f}"
         await load.run(run, seed=self._seed, rate=rate, seconds=seconds, manners=manners, drain_s=DRAIN_S)
@@ -404,7 +445,7 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def summary(repeats: list[dict[str, object]]) -> dict[str, object]:
+def summary(repeats: list[dict[str, Any]]) -> dict[str, object]:
     """Shares of the peak over the repetitions: median, least and most."""
     shares: dict[str, dict[str, list[float]]] = {}
     for repeat in repeats:
@@ -442,11 +483,16 @@ def main() -> None:
     )
     add_json_option(parser)
     args = parser.parse_args()
-    repeats: list[dict[str, object]] = []
+    repeats: list[dict[str, Any]] = []
     with contextlib.suppress(KeyboardInterrupt):
         for number in range(args.repeats):
             repeats.append(once(args, args.seed + number, repeats))
-    result = {"goals": GOALS, "drain_goal_s": DRAIN_GOAL_S, "summary": summary(repeats), "repeats": repeats}
+    result: dict[str, Any] = {
+        "goals": GOALS,
+        "drain_goal_s": DRAIN_GOAL_S,
+        "summary": summary(repeats),
+        "repeats": repeats,
+    }
     for name, found in result["summary"].items():
         rps, tps, drain = (found[each] for each in ("goodput_rps", "goodput_tps", "drain_s"))
         print(
@@ -456,7 +502,7 @@ def main() -> None:
     write_result(args.json, result)
 
 
-def once(args: argparse.Namespace, seed: int, repeats: list[dict[str, object]]) -> dict[str, object]:
+def once(args: argparse.Namespace, seed: int, repeats: list[dict[str, Any]]) -> dict[str, Any]:
     """One repetition with a server of its own. What an interrupted one has measured is kept in `repeats`."""
     with tempfile.TemporaryDirectory(prefix="overload-") as name:
         stack = Stack(Path(name), args.server, args.model)

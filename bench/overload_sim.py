@@ -8,8 +8,8 @@ tenants are served, and what `FlowControl` costs per request beside a loop that 
 a heap.
 
 A step takes 20 ms and 15 us for every prompt token in it, whatever else runs; how prompts share steps is the
-engine's own scheduler's business. Clients leave when no token came within their patience. Good is what was
-answered to clients that were still there.
+engine's own scheduler's business. Clients leave when no token came within their patience. Goodput is requests
+per second that met both promises (TTFT and TPOT), also in output tokens per second.
 """
 
 import argparse
@@ -152,8 +152,8 @@ def spike(
 
 
 def overload(seed: int, *, loads: tuple[float, ...] = (1, 2, 5, 20), retries: int = 3) -> dict[str, float]:
-    """Goodput with default settings, at multiples of the knee: requests and output tokens per second that
-    were answered as promised (sim/scenarios/overload.py), and how long after the load something still waited.
+    """Goodput with default settings, at multiples of the knee: requests per second that met both promises,
+    and their output tokens (sim/scenarios/overload.py); and how long after the load something still waited.
     """
     found: dict[str, float] = {}
     for times in loads:

@@ -43,7 +43,9 @@ class Everything(PromptShare):
 class FixedBudget(PrefillBudget):
     """What engines do by default: the step's token budget is the only bound."""
 
-    def open(self, decoding: StepLoad, priorities: set[int], num_prompts: int) -> PromptShare:
+    def open(
+        self, decoding: StepLoad, priorities: set[int], num_prompts: int, waited_ns: int = 0
+    ) -> PromptShare:
         return Everything(self.model, decoding, 0.0, num_prompts, 1)
 
 

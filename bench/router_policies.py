@@ -190,6 +190,7 @@ def main() -> None:
     )
     found: dict[str, list[dict[str, float]]] = {policy: [] for policy in args.policies}
     ideals: list[float] = []
+    requests: Sequence[SimRequest] = ()
     for seed in range(args.seeds):
         requests = workload(args, seed)
         ideals.append(ideal_hit_rate(requests))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock.clock import NS_PER_S
-from penstock.sim.report.figures import Spread
+from penstock.sim.report.figures import Figures, Spread
 from penstock.sim.report.html import Axes, Series, bars, lines, run_plots
 from penstock.sim.scenarios.catalogue import SCENARIOS
 from penstock.sim.scenarios.scenario import Verdict, run_scenario
@@ -41,21 +41,23 @@ def noisy() -> dict[str, str]:
 
 
 def goodput() -> dict[str, str]:
-    points: list[tuple[float, float, float]] = []
-    for load in LOADS:
-        figures = run("steady", load=f"{load}", seconds="20").played.figures
-        points.append((load, figures.goodput_tps, figures.throughput_tps))
-    series = [
-        Series("all", [(x, y) for x, _, y in points], 0),
-        Series("good", [(x, y) for x, y, _ in points], 2),
-    ]
-    axes = Axes(
-        title="Output tokens per second, by load",
-        x="times the steady scenario's load",
-        y="tokens/s",
-        log_x=True,
-    )
-    return {"goodput-by-load": lines(axes, series)}
+    """Goodput and throughput, in requests and in output tokens."""
+    runs = [(load, run("steady", load=f"{load}", seconds="20").played.figures) for load in LOADS]
+
+    def drawn(unit: str, good: Callable[[Figures], float], all_of: Callable[[Figures], float]) -> str:
+        series = [
+            Series("answered", [(load, all_of(figures)) for load, figures in runs], 0),
+            Series("met both promises (goodput)", [(load, good(figures)) for load, figures in runs], 2),
+        ]
+        title, x = f"Goodput in {unit} per second, by load", "times the steady scenario's load"
+        return lines(Axes(title=title, x=x, y=f"{unit}/s", log_x=True), series)
+
+    return {
+        "goodput-by-load": drawn(
+            "requests", lambda f: f.goodput_rps, lambda f: f.outcomes.get("finished", 0) / f.seconds
+        ),
+        "goodput-by-load-tokens": drawn("output tokens", lambda f: f.goodput_tps, lambda f: f.throughput_tps),
+    }
 
 
 def priority() -> dict[str, str]:

@@ -10,6 +10,7 @@ import json
 import statistics
 import sys
 import time
+from typing import cast
 
 import uvloop
 
@@ -31,7 +32,7 @@ class Caller(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin."""
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)
         self._submit()
 
     def data_received(self, data: bytes) -> None:

@@ -63,7 +63,6 @@ LIMITED = TierConfig(
 )
 BUDGETS = {"budget_per_day": 1e8, "budget_per_month": 1e9}
 PRICES = PricesConfig(
-    version="bench",
     models=(ModelPrice(model="*", input=0.5, cached_input=0.1, output=1.5),),
     accelerators={"*": 2.0},
 )

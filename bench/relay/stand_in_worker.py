@@ -20,6 +20,7 @@ import struct
 import sys
 import time
 from pathlib import Path
+from typing import cast
 
 import uvloop
 
@@ -95,7 +96,7 @@ class Worker(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Say what there is."""
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
         self._write(Ready(INFO))
         self._write(Stats(step=0, running=0, waiting=0, blocks_total=1 << 20, blocks_used=0, blocks_cached=0))

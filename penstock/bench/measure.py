@@ -7,8 +7,8 @@ instead of thinning out the load (Tene, "How not to measure latency": coordinate
        |---- TTFT ----|-- ITL -|-- ITL --|-------------|
        |------------------- end to end ----------------|       TPOT = (last - first) / (tokens - 1)
 
-A request is *good* if it ended well and kept both promises, TTFT and TPOT; goodput is what the good ones got,
-per second.
+A request is *good* if it ended well and met both promises, TTFT and TPOT; goodput is good requests per
+second, also told as their output tokens per second.
 
 Samples and their percentiles, in bounded memory.
 """

@@ -102,7 +102,20 @@ def test_figures_tell_goodput_from_throughput() -> None:
     assert sum(band["goodput_rps"] for band in found["bands"].values()) == pytest.approx(
         found["goodput_rps"], abs=0.01
     )
+    assert found["good_of_offered"] == pytest.approx(0.5, abs=0.1)
     assert found["drain_s"] is not None
+
+
+@pytest.mark.parametrize("beyond", [1.0, 0.5], ids=["holds", "falls"])
+@pytest.mark.parametrize("begin", [2.0, 60.0], ids=["from below", "from above"])
+def test_the_knee_is_where_nearly_all_that_is_offered_is_good(beyond: float, begin: float) -> None:
+    """Of a server that can serve ten in time, whether or not its goodput holds behind that."""
+
+    async def measure(rate: float) -> overload.Point:
+        goodput = rate if rate <= 10 else 10 * beyond
+        return overload.Point(rate, goodput / rate, goodput)
+
+    assert 8.5 <= asyncio.run(overload.find_knee(measure, begin)) <= 10.6
 
 
 def test_promises_are_those_of_the_band_and_of_the_machine() -> None:

@@ -95,7 +95,7 @@ LEVELS_MAX = 64
 DESCRIPTION = """\
 Put load on any OpenAI-compatible endpoint and report time to first token (TTFT), time per output
 token (TPOT), inter-token latency (ITL), end-to-end time, throughput and goodput, with percentiles.
-Goodput is what requests got whose TTFT and TPOT both kept the promise.
+Goodput is requests per second that met both promises (TTFT and TPOT), and their output tokens.
 
 Every request is timed from when it was due, not from when it could be sent."""
 

@@ -27,11 +27,12 @@ SCHEMA = "penstock.plan/1"
 SHOWN = 6
 
 DESCRIPTION = """\
-How many of which accelerator a traffic needs within an objective, what a million output tokens cost,
-and how far that is from the theoretical least (the requirement's mark is twice).
+How many of which accelerator a traffic needs to meet both promises (TTFT and TPOT), what a million
+output tokens cost, and how far that is from the theoretical least (the requirement's mark is twice).
 
 By a roofline of the named accelerators: bandwidth, arithmetic, links and memory of the data sheets at
-the efficiencies that good engines reach. `--check` plays the plan in the simulator."""
+the efficiencies that good engines reach. `--check` plays the plan in the simulator and reports the
+goodput: requests per second that met both promises, and their output tokens."""
 
 EPILOG = f"""\
 examples:
@@ -67,7 +68,7 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
         allow_abbrev=False,
     )
     _add_traffic_flags(parser.add_argument_group("traffic"))
-    _add_terms_flags(parser.add_argument_group("objective and fleet"))
+    _add_terms_flags(parser.add_argument_group("promises and fleet"))
     parser.add_argument("--example", action="store_true", help="recompute the requirement's sizing example")
     parser.add_argument(
         "--check", action="store_true", help="play the plan in the simulator with Poisson arrivals"
@@ -189,8 +190,9 @@ def run(args: argparse.Namespace) -> int:
     ] if args.check else []  # fmt: skip
     for option, figures in zip(chosen, checked, strict=False):
         screen.print(
-            f"{option.model} simulated for {figures.seconds:.0f} s: {figures.attainment:.1%} within the "
-            f"objective, TTFT p95 {figures.ttft_ms.p95:.0f} ms, TPOT p95 {figures.tpot_ms.p95:.1f} ms",
+            f"{option.model} simulated for {figures.seconds:.0f} s: {figures.attainment:.1%} of the requests "
+            f"met both promises, goodput {figures.goodput_rps:.2f} requests/s ({figures.goodput_tps:,.0f} "
+            f"tokens/s), TTFT p95 {figures.ttft_ms.p95:.0f} ms, TPOT p95 {figures.tpot_ms.p95:.1f} ms",
             markup=False, soft_wrap=True,
         )  # fmt: skip
     plan: dict[str, object] = {

@@ -62,8 +62,8 @@ def figures_table(figures: Figures) -> Table:
     rows = (
         ("requests", f"{figures.requests:,}"),
         ("ended", ends),
-        ("within the objective", f"{figures.attainment:.1%}"),
-        ("goodput", f"{figures.goodput_rps:.2f} requests/s, {figures.goodput_tps:,.0f} tokens/s"),
+        ("met both promises", f"{figures.attainment:.1%}"),
+        ("goodput", f"{figures.goodput_rps:.2f} requests/s, {figures.goodput_tps:,.0f} output tokens/s"),
         ("throughput", f"{figures.throughput_tps:,.0f} output tokens/s"),
         ("prefix hit rate", f"{figures.hit_rate:.1%}"),
         ("fairness (Jain)", f"{figures.jain:.3f}"),
@@ -148,7 +148,8 @@ DESCRIPTION = """\
 Run the product on virtual time: the real queues, limits, admission, scheduler and KV blocks; only the
 time of a step, the network and failures are modelled. The same seed gives the same run on any machine.
 
-A scenario is a question with a criterion; the exit code says whether it passes."""
+A scenario is a question with a criterion; the exit code says whether it passes. A request is good if
+it met both promises (TTFT and TPOT); goodput is good requests per second, and their output tokens."""
 
 EPILOG = """\
 examples:

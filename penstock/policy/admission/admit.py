@@ -27,7 +27,7 @@ What a request is promised: when its first token comes, and how fast the others 
     on a worker never less than `IDLE_FACTOR` times what the same request takes on an idle one
 
 So the promise to a long prompt grows with its own computation, and a slow machine promises what it was
-measured to do: one rule for both. Goodput is what was answered within the promise.
+measured to do: one rule for both. Goodput is requests per second that met both promises.
 
 When whoever was turned away is told to come back. Pure.
 """

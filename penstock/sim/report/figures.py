@@ -2,7 +2,8 @@
 time.
 
 A request is *good* when it was answered as promised: first token and mean time per further token (judge.py).
-Goodput is good requests per second, and the tokens that they got per second; throughput is what all got.
+Goodput is requests per second that met both promises, also told as their output tokens per second; throughput
+counts the output tokens of all.
 Attainment is the share of good ones among all that came, each counted once however often it came, so that
 refusing does not look like serving. Percentiles are over requests that had a first token, and never without
 the attainment beside them.

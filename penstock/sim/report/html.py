@@ -250,10 +250,10 @@ def run_plots(figures: Figures, records: Sequence[RequestRecord]) -> list[str]:
     time = "virtual seconds"
     plots = [
         lines(
-            Axes(title="Requests per second, by what became of them", x=time, y="requests/s"),
+            Axes(title="Requests per second, by outcome", x=time, y="requests/s"),
             [
                 Series("came", [(w.begins_s, w.arrived / width) for w in windows], 0),
-                Series("good", [(w.begins_s, w.good / width) for w in windows], 2),
+                Series("met both promises", [(w.begins_s, w.good / width) for w in windows], 2),
                 Series("refused or dropped", [(w.begins_s, w.refused / width) for w in windows], 1),
             ],
         ),
@@ -280,7 +280,10 @@ def run_plots(figures: Figures, records: Sequence[RequestRecord]) -> list[str]:
     shown = sorted(figures.tenants.items(), key=lambda item: -item[1].requests)[:TENANTS_SHOWN]
     groups = [(name, [each.good / each.requests]) for name, each in shown]
     axes = Axes(
-        title="Good share of each tenant's requests", x="the tenants with most requests", y="share", y_max=1.0
+        title="Share of each tenant's requests that met both promises",
+        x="the tenants with most requests",
+        y="share",
+        y_max=1.0,
     )
     return [*plots, bars(axes, groups, ["good"])]
 
@@ -294,9 +297,10 @@ def _shares(values: list[float]) -> list[tuple[float, float]]:
 
 def _cards(figures: Figures) -> str:
     cards = [
-        (f"{figures.attainment:.1%}", f"within the objective (promised: {figures.objective.share:.0%})"),
-        (f"{figures.goodput_rps:.3g}/s", "good requests"),
-        (f"{figures.throughput_tps:,.0f}/s", "output tokens"),
+        (f"{figures.attainment:.1%}", f"met both promises (objective: {figures.objective.share:.0%})"),
+        (f"{figures.goodput_rps:.3g}/s", "goodput: requests that met both promises"),
+        (f"{figures.goodput_tps:,.0f}/s", "their output tokens"),
+        (f"{figures.throughput_tps:,.0f}/s", "throughput: all output tokens"),
         (f"{figures.ttft_ms.p95:,.0f} ms", "TTFT p95"),
         (f"{figures.tpot_ms.p95:,.1f} ms", "TPOT p95"),
         (f"{figures.hit_rate:.1%}", "prefix hit rate"),

@@ -375,7 +375,7 @@ def mixed(knobs: Knobs, *, bands: Sequence[tuple[str, float]] = BANDS, retries: 
 
 
 def goodput_of(played: Played) -> tuple[float, float]:
-    """Requests and output tokens per second that were answered as promised while the load lasted."""
+    """Requests per second that met both promises while the load lasted, and their output tokens."""
     seconds = played.setup.seconds
     good = [r for r in played.records if r.end_ns <= seconds * NS_PER_S and played.good(r)]
     return len(good) / seconds, sum(r.completion_tokens for r in good) / seconds
