@@ -11,6 +11,7 @@ from penstock.schedule.quota import KVQuota
 from penstock.schedule.request import Request, Status
 from penstock.schedule.reserve import AdmissionReserve
 from penstock.schedule.row_bound import RowBound
+from penstock.schedule.row_share import RowShare
 from penstock.schedule.statistics import Counters
 from penstock.schedule.step import StepBuilder
 from penstock.schedule.step_cap import StepCap
@@ -44,8 +45,13 @@ class Planner:
         self._victims = VictimChoice(
             batch.manager.pool, limits.preemptions_max, quota.is_over, queue.served_to, limits.step_tokens
         )
+        self._row_share = RowShare(batch, queue)
+        self.paused: dict[RequestId, Request] = {}
+        """Requests whose clients do not read: out of the batch and the queue."""
+        self._pausing: list[Request] = []
+        """Those that still have a row."""
         self.wants_rest = False
-        """A request found no blocks, but nothing can be taken from others while a step is in flight."""
+        """Somebody must give way or yield, but nothing can be taken from others while a step is in flight."""
         self._at_rest = True
         self._blocked: tuple[RequestId, int, int] | None = None
         """The head that found no room, after so many releases, at a level of the reserve."""
@@ -70,6 +76,10 @@ class Planner:
         self._let_parked_back()
         if at_rest:
             self._shrink_batch(step.planned_ns)
+        self._pause_running(step.planned_ns)
+        self._share_rows(step)
+        if self.wants_rest:
+            return
         self._plan_running(step)
         preempted = self._counters.preemptions > preemptions
         self.reserve.step_over(preempted=preempted)
@@ -86,9 +96,11 @@ class Planner:
         """How many of the next steps, planned at rest, start nobody and let nobody back as long as nobody
         ends: see `DecodeFastForward`.
         """
-        if len(self._quota) or self._cap.is_lowered or self._manager.host.limits.num_slots:
+        if len(self._quota) or self._cap.is_lowered or self._manager.host.limits.num_slots or self._pausing:
             return 0
         head = self._queue.peek()
+        if head is not None and self._row_share.may_yield_to(head):
+            return 0
         if head is None or len(self._batch.running) >= self._limits.max_running:
             return _NO_BOUND
         if self._held is not None and self._is_held(head):
@@ -118,6 +130,96 @@ class Planner:
             assert news > 0, f"{request.request_id} was charged for more than it has drawn"
             request.num_charged += news
             self._queue.charge(request, generated=news)
+
+    def pause(self, request: Request) -> None:
+        """Take a request's row, or its place in the queue, until `resume`: its client does not read."""
+        assert not request.is_paused, f"{request.request_id} is paused already"
+        request.is_paused = True
+        if request.in_batch:
+            self._pausing.append(request)
+            return
+        if not self._quota.remove(request):
+            self._queue.remove(request)
+        self.paused[request.request_id] = request
+
+    def resume(self, request: Request) -> None:
+        """Let a paused request wait for a row, where its arrival belongs; or keep the row that it still has."""
+        assert request.is_paused, f"{request.request_id} is not paused"
+        request.is_paused = False
+        if self.paused.pop(request.request_id, None) is None:
+            self._pausing.remove(request)
+        else:
+            self.charge_running()
+            self._queue.requeue(request)
+
+    def forget_paused(self, request: Request) -> None:
+        """A paused request has ended."""
+        if self.paused.pop(request.request_id, None) is None:
+            self._pausing.remove(request)
+
+    def _pause_running(self, now_ns: int) -> None:
+        """Take the rows of those that were paused while they ran."""
+        if not self._pausing:
+            return
+        if not self._at_rest:
+            self.wants_rest = True
+            return
+        pausing, self._pausing = self._pausing, []
+        for request in pausing:
+            self._give_up(request, now_ns)
+            self.paused[request.request_id] = request
+
+    def _share_rows(self, step: StepBuilder) -> None:
+        """Let waiting tenants have rows of those that have more than their share (`RowShare`).
+
+        Whoever yields waits again only afterwards: by its tenant's counter it might be the next.
+        """
+        yielded: list[Request] = []
+        while not self._cap.is_lowered and (head := self._queue.peek()) is not None and self._lacks_row(head):
+            if not self._row_share.may_yield_to(head):
+                break
+            self.charge_running()  # Who is next depends on it; nothing else may be the head then.
+            head = self._queue.peek()
+            assert head is not None, "the queue only changed its order"
+            match = self._manager.match_prefix(head.table, head.tokens, head.num_skippable)
+            if self._is_over_quota(head, match) and self._quota.park(head):
+                self._queue.remove(head)
+                continue
+            victim = self._row_share.victim(head)
+            if victim is None or not self._fits_in_place_of(victim, head, match):
+                break
+            if not self._at_rest or self._manager.pool.num_draining:
+                self.wants_rest = True
+                break
+            self._swap(victim, head, step)
+            yielded.append(victim)
+        for request in yielded:
+            self._queue.requeue(request)
+
+    def _lacks_row(self, head: Request) -> bool:
+        """Whether the head of the queue cannot start beside those that run."""
+        is_full = len(self._batch.running) >= self._limits.max_running
+        return is_full or self._is_held(head) or self._is_blocked(head)
+
+    def _fits_in_place_of(self, victim: Request, head: Request, match: PrefixMatch) -> bool:
+        """Whether the head's known tokens fit beside those that run, without the victim: see `_try_start`."""
+        reserved = sum([self.reserve.blocks_owed(each) for each in self._batch.running if each is not victim])
+        missing = blocks_for(len(head.tokens)) - match.num_present
+        freed = self._victims.blocks_freed(victim) - len({*match.blocks} & {*victim.table.blocks})
+        return missing + reserved <= self._manager.num_available_after(match) + freed
+
+    def _swap(self, victim: Request, head: Request, step: StepBuilder) -> None:
+        """Give the victim's row to the head, which is computed with this step's running prompts."""
+        victim.num_yields += 1
+        self._counters.yields += 1
+        self._give_up(victim, step.planned_ns)
+        popped = self._queue.pop()
+        assert popped is head, "it was the head a moment ago"
+        # What the victim gave up may be a part of what was found.
+        self._start(head, self._manager.match_prefix(head.table, head.tokens, head.num_skippable))
+        head.count_blocks(step.planned_ns, len(head.table.blocks))
+        self._let_back(head.salt)
+        step.enter(head)
 
     def _plan_running(self, step: StepBuilder) -> None:
         """One token for every row that decodes, then chunks for running prompts while their share lasts."""
@@ -216,6 +318,15 @@ class Planner:
 
     def _send_back(self, request: Request, now_ns: int, *, preempted: bool = False) -> None:
         """Out of the batch, into the queue."""
+        self._give_up(request, now_ns, preempted=preempted)
+        if request.is_paused:
+            self._pausing.remove(request)
+            self.paused[request.request_id] = request
+        else:
+            self._queue.requeue(request)
+
+    def _give_up(self, request: Request, now_ns: int, *, preempted: bool = False) -> None:
+        """Out of the batch; its full blocks stay cached."""
         request.count_blocks(now_ns, 0)
         self._batch.leave(request)
         self._batch.release(request, preempted=preempted)
@@ -224,7 +335,6 @@ class Planner:
         request.num_run_before += request.num_computed - request.num_found
         request.restart_from(0)
         request.num_found = 0
-        self._queue.requeue(request)
 
     def _admit(self, step: StepBuilder) -> None:
         """Start waiting requests while there is budget, a row, and room for the head of the queue.
