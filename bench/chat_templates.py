@@ -26,8 +26,7 @@ from penstock.clock import SystemClock
 from penstock.config.presets import resolve
 from penstock.rng import fresh_key
 from penstock.text.chat import ChatTemplate, template_values
-from penstock.text.markers import NONCE_BYTES
-from penstock.text.prompt import ChatPrompts
+from penstock.text.prompt import NONCE_BYTES, ChatPrompts
 from penstock.text.sandbox import template_environment
 from penstock.text.template_child import ChildLimits, TemplateChild
 from penstock.text.tokenizer import Tokenizer

@@ -40,8 +40,7 @@ from peers.tables import CAPTION, footprint_table, goal_table, level_table, run_
 from rich.console import Console
 from scheduler_host_time import time_rows
 
-from penstock.bench.environment import Environment, cpu_info, read_environment
-from penstock.bench.report import utc_stamp
+from penstock.bench.report import Environment, cpu_info, read_environment, utc_stamp
 from penstock.errors import PenstockError
 
 SCHEMA = "penstock.engine-peers/1"

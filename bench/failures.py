@@ -41,7 +41,7 @@ from penstock.config.ledger import LedgerConfig
 from penstock.config.tree import AuthConfig, Config, EngineConfig, LogConfig, ModelConfig, ServerConfig
 from penstock.errors import WorkerUnavailable
 from penstock.fleet.launchers.base import LaunchedWorker
-from penstock.fleet.launchers.spares import Spares
+from penstock.fleet.launchers.process import Spares
 from penstock.policy.answers import Start
 from penstock.policy.contracts import AllHealthy, Health, Policies
 from penstock.policy.flow import RequestFacts

@@ -3,7 +3,7 @@
     python bench/goodput_sim.py [--loads 0.6,0.8,1,2,5,20] [--seeds 2] [--json FILE]
 
 Goodput is requests per second that kept both promises, and their output tokens per second
-(sim/scenarios/goodput.py): mixed bands, tenants and lengths; loads are multiples of the knee and count first
+(sim/scenarios/overload.py): mixed bands, tenants and lengths; loads are multiples of the knee and count first
 attempts. Both sides are held against the same default promises. "no promises" sets `admission.ttft_target_ms`
 and `tpot_target_ms` to 0, as defaults were before. Clients either take no for an answer, or come again three
 times: half of them when they were told to, half after a second.
@@ -17,7 +17,7 @@ from provenance import add_json_option, write_result
 
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config
-from penstock.sim.scenarios.goodput import drained_s, goodput_of, mixed
+from penstock.sim.scenarios.overload import drained_s, goodput_of, mixed
 from penstock.sim.scenarios.setup import Knobs, play
 
 SIDES = {

@@ -29,7 +29,7 @@ from penstock.backends.http.dialects.vllm import VllmDialect
 from penstock.backends.http.limits import HttpLimits
 from penstock.backends.http.stream import HttpStream
 from penstock.clock import SystemClock
-from penstock.text.piece_tokens import PieceTokens
+from penstock.text.detokenizer import PieceTokens
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import RequestId, SamplingParams
 

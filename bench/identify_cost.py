@@ -27,12 +27,9 @@ from penstock.config.tree import Config, ServerConfig
 from penstock.gateway.http.exchange import RequestHead
 from penstock.gateway.identity import api_keys
 from penstock.gateway.identity.api_keys import edit_keys
-from penstock.gateway.identity.entrance import Access, Entrance
-from penstock.gateway.identity.jwks import ProviderKeys, parse_jwks
-from penstock.gateway.identity.tenancy import Tenancy
-from penstock.gateway.identity.tenants import read_tenants
-from penstock.gateway.identity.tiers import Tenants
-from penstock.gateway.identity.tokens import TokenVerifier
+from penstock.gateway.identity.tenancy import Access, Entrance, Tenancy
+from penstock.gateway.identity.tenants import Tenants, read_tenants
+from penstock.gateway.identity.tokens import ProviderKeys, TokenVerifier, parse_jwks
 from penstock.telemetry.log import Log
 
 CLOCK = SystemClock()

@@ -24,8 +24,7 @@ from penstock.config.ledger import LedgerConfig
 from penstock.config.tree import LogConfig
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.telemetry.ledger import Ledger
-from penstock.telemetry.ledger_limits import LedgerLimits
-from penstock.telemetry.ledger_segment import Kind, Progress, encode, to_frame
+from penstock.telemetry.ledger_segment import Kind, LedgerLimits, Progress, encode, to_frame
 from penstock.telemetry.log import Log
 
 CLOCK = SystemClock()

@@ -48,7 +48,7 @@ from penstock.gateway.identity.api_keys import edit_keys, issue
 from penstock.policy.limits.price import PriceList
 from penstock.protocol.openai import UsageBody, decode_chat_event
 from penstock.protocol.sse import EventReader
-from penstock.telemetry import ledger_files
+from penstock.telemetry import ledger_segment
 from penstock.types import Usage
 
 PRICE = PricesConfig(
@@ -235,7 +235,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 
 
 def read_records(ledger: Path) -> list[Record]:
-    connection = sqlite3.connect(ledger_files.database_path(ledger))
+    connection = sqlite3.connect(ledger_segment.database_path(ledger))
     rows = connection.execute(f"SELECT {', '.join(Record.__struct_fields__)} FROM usage").fetchall()
     connection.close()
     return [Record(*row) for row in rows]

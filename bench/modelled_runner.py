@@ -13,9 +13,7 @@ import msgspec
 
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.engine_settings import EngineSettings
-from penstock.planning.accelerators import accelerator
-from penstock.planning.model_shapes import model_shape
-from penstock.planning.roofline import Placed, Roofline
+from penstock.planning.roofline import Placed, Roofline, accelerator, model_shape
 from penstock.planning.step_time import LinearStepTime, StepShape, StepTime
 from penstock.protocol.worker import ModelInfo
 from penstock.schedule.plan import RowWork, Sampled, StepPlan, StepResult

@@ -35,7 +35,7 @@ from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.policy.tenant import Tenant
 from penstock.schedule.fair_share import cost
-from penstock.sim.scenarios.goodput import drained_s, goodput_of, mixed
+from penstock.sim.scenarios.overload import drained_s, goodput_of, mixed
 from penstock.sim.scenarios.setup import Knobs, play
 from penstock.sim.traffic.request import RequestRecord, Segment, SimRequest
 from penstock.sim.world.messages import Submission, WorkerMessage
@@ -153,7 +153,7 @@ def spike(
 
 def overload(seed: int, *, loads: tuple[float, ...] = (1, 2, 5, 20), retries: int = 3) -> dict[str, float]:
     """Goodput with default settings, at multiples of the knee: requests and output tokens per second that
-    were answered as promised (sim/scenarios/goodput.py), and how long after the load something still waited.
+    were answered as promised (sim/scenarios/overload.py), and how long after the load something still waited.
     """
     found: dict[str, float] = {}
     for times in loads:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.bench.environment import read_environment
+from penstock.bench.report import read_environment
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LIST_PACKAGES = (

@@ -28,11 +28,10 @@ from penstock.policy.contracts import LeastLoaded, Placement
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import CapacityTable, WorkerCapacity
 from penstock.policy.queueing.terms import QueueTerms
-from penstock.sim.traffic.arrivals import Poisson
 from penstock.sim.traffic.prompts import BlockNames
 from penstock.sim.traffic.request import Segment, SimRequest
 from penstock.sim.traffic.traces import Trace
-from penstock.sim.traffic.workload import Callers, Conversations, LengthDistribution, even, merged
+from penstock.sim.traffic.workload import Callers, Conversations, LengthDistribution, Poisson, even, merged
 from penstock.sim.world.spec import PoolSpec, WorldSpec
 from penstock.sim.world.worker import SimWorkerSpec
 from penstock.sim.world.world import World

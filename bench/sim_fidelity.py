@@ -37,19 +37,17 @@ from penstock.bench.client import ApiAddress, Client, ClientLimits
 from penstock.bench.measure import LoadTally, Stopwatch
 from penstock.clock import NS_PER_MS, NS_PER_S, SystemClock, sleep
 from penstock.config.engine_settings import EngineSettings
-from penstock.planning.accelerators import accelerator
-from penstock.planning.model_shapes import model_shape
-from penstock.planning.roofline import Placed
+from penstock.planning.roofline import Placed, accelerator, model_shape
 from penstock.protocol.launch import WorkerLaunch
 from penstock.sim.scenarios.scenario import pool
 from penstock.sim.scenarios.setup import Knobs, Setup, play
-from penstock.sim.traffic.arrivals import Poisson
 from penstock.sim.traffic.request import Segment, SimRequest
 from penstock.sim.traffic.traces import Trace
 from penstock.sim.traffic.workload import (
     Callers,
     Conversations,
     LengthDistribution,
+    Poisson,
     TrafficSource,
     even,
     merged,

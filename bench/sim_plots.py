@@ -9,8 +9,7 @@ from pathlib import Path
 
 from penstock.clock import NS_PER_S
 from penstock.sim.report.figures import Spread
-from penstock.sim.report.html import run_plots
-from penstock.sim.report.plots import Axes, Series, bars, lines
+from penstock.sim.report.html import Axes, Series, bars, lines, run_plots
 from penstock.sim.scenarios.catalogue import SCENARIOS
 from penstock.sim.scenarios.scenario import Verdict, run_scenario
 from penstock.sim.scenarios.setup import Knobs, with_settings

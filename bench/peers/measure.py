@@ -13,10 +13,10 @@ from peers.figures import Arrival, Level, PrefixTimes
 from penstock.bench.client import ApiAddress, ApiResponse, Client
 from penstock.bench.load import Level as LoadLevel
 from penstock.bench.load import LoadRun, RequestShape, probe
+from penstock.bench.measure import percentile
 from penstock.bench.prompts import Prompt, PromptPlan, made, sentence
 from penstock.bench.prompts import probe as probe_prompt
 from penstock.bench.report import level_report
-from penstock.bench.stats import percentile
 from penstock.clock import NS_PER_MS, SystemClock, sleep
 from penstock.protocol.openai import decode_chat_event
 from penstock.protocol.sse import EventReader

@@ -28,8 +28,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     resumed: tuple[int, ...] = ()
     """The answer so far, which another worker gave (`Finish.resume`): the sink hears only what comes behind
-    it, and `usage` counts both. A backend that cannot go on with exactly the tokens that would have followed
-    refuses it."""
+    it, and `usage` counts both. A backend that cannot continue with exactly the tokens that would have
+    followed refuses it."""
     stop: tuple[str, ...] = ()
     """Strings that end the answer; the text is cut before them."""
     include_stop: bool = False
@@ -40,12 +40,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: bytes = b""
     """Prefix-cache namespace of the tenant."""
     public_tokens: int = 0
-    """Leading prompt tokens that the operator declared public; see `gateway/models/public.py`."""
+    """Leading prompt tokens that the operator declared public; see `gateway/models/served.py`."""
     priority: int = 0
     fairness_key: str = ""
     fairness_weight: float = 1.0
     piece_tokens: int = 1
-    """Behind the first output, tokens may be told in pieces of so many: nobody reads before the end."""
+    """Behind the first output, tokens may arrive in pieces of so many: the client reads only the end."""
     body: bytes = b""
     """The client's request as it came, JSON that was checked: for providers, which have templates of their
     own."""
@@ -103,7 +103,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     error: PenstockError | None = None
     """Set exactly when the reason is ERROR."""
     resume: tuple[int, ...] | None = None
-    """With the reasons ERROR and ABORT: the whole answer so far, with which another worker can go on as if
+    """With the reasons ERROR and ABORT: the whole answer so far, with which another worker can continue as if
     nothing had happened. None: it cannot be gone on with."""
 
 
@@ -120,7 +120,7 @@ class Sink(Protocol):
 
 
 class Generation(Protocol):
-    """A running stream, in the hands of whoever started it."""
+    """A running stream, as its caller sees it."""
 
     @property
     def usage(self) -> Usage | None:
@@ -152,15 +152,15 @@ class Generation(Protocol):
 class Phase(enum.StrEnum):
     """How far a worker is, as its backend can tell."""
 
-    STARTING = "starting"  # Nobody has answered yet.
+    STARTING = "starting"  # No answer yet.
     LOADING = "loading"
     WARMING = "warming"
     READY = "ready"  # It takes requests.
-    SUSPECT = "suspect"  # It is connected and does not answer: its streams may go on, it gets nothing new.
+    SUSPECT = "suspect"  # Connected, but silent: its streams may continue, it gets no new ones.
     LOST = "lost"  # It answered once, and cannot be reached now. Every stream was broken off.
     REFUSED = "refused"  # It answers, and is not what it should be; `stage` says why.
     DRAINING = "draining"  # What it has may end; it takes nothing new.
-    DOWN = "down"  # The end: it was stopped, or nobody will start it again.
+    DOWN = "down"  # Final: it was stopped, or will not be restarted.
 
 
 class Adapters(NamedTuple):
@@ -223,7 +223,7 @@ class BackendStatus:
 
 
 def nothing() -> None:
-    """What `on_change` is while nobody listens."""
+    """The value of `on_change` before a listener is set."""
 
 
 class Backend(Protocol):

@@ -1,4 +1,4 @@
-"""Whether a connected worker still lives, judged by what is heard of it.
+"""Whether a connected worker still lives, judged by its messages.
 
 Pure: counts beats, knows no sockets.
 

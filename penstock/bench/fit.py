@@ -9,12 +9,12 @@ from array import array
 from collections.abc import Callable, Iterator
 
 from penstock import rng
-from penstock.bench.environment import read_environment
+from penstock.bench.report import read_environment
 from penstock.clock import Clock
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine.core import EngineCore, StepRunner, build_core
 from penstock.engine.runner import build_runner
-from penstock.planning.steps_file import Step, StepsFile
+from penstock.planning.step_time import Step, StepsFile
 from penstock.protocol.worker import ModelInfo, Submit
 from penstock.schedule.plan import StepPlan, StepResult
 from penstock.schedule.step_time import StepLoad

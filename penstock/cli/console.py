@@ -1,15 +1,24 @@
 """What is printed and where: answers and tables on standard output, everything else on standard error.
 
 Colours only on a terminal, and none with NO_COLOR (rich sees to both).
+
+Tables that fit the terminal without cutting anything: columns leave by rank, and where even that does not
+do, each row stacks.
+
+rich's own tables shorten cells instead, and a date or a number of which the end is missing is a wrong one.
 """
 
 import io
 import os
 import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO, cast
 
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.text import Text
 
 from penstock.errors import ConfigError
 
@@ -97,3 +106,134 @@ def write_to(path: Path | None, content: bytes) -> None:
         path.write_bytes(content)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+GAP = 2
+INDENT = 4
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Column:
+    """One column."""
+
+    head: str
+    right: bool = True
+    """Numbers line up at their right end."""
+    rank: int = 0
+    """Of the columns that do not fit, the highest leaves first; 0 stays."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Row:
+    """One line of the table."""
+
+    cells: tuple[Text, ...]
+    """One for each column."""
+    below: Text | None = None
+    """Said about the row, on a line of its own that may wrap."""
+
+
+def row(*cells: str | Text, below: str | Text = "") -> Row:
+    """A row of words; those of others can neither steer the terminal nor break the line."""
+    said = below if isinstance(below, Text) else Text(_plain(below), style="dim")
+    return Row(
+        cells=tuple(cell if isinstance(cell, Text) else Text(_plain(cell)) for cell in cells),
+        below=said if said.plain else None,
+    )
+
+
+def _plain(text: str) -> str:
+    return printable(text).replace("\n", " ").replace("\t", " ")
+
+
+class Fitted:
+    """A table for rich: laid out for whatever width it is printed in."""
+
+    def __init__(
+        self, columns: Sequence[Column], rows: Sequence[Row], *, total: Row | None = None, title: str = ""
+    ) -> None:
+        """`total` is the last line; cells of it may be empty."""
+        assert all(len(each.cells) == len(columns) for each in (*rows, *([total] if total else [])))
+        self._columns, self._rows, self._total, self._title = columns, rows, total, title
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """See rich's protocol."""
+        width = options.max_width
+        lines: list[RenderableType] = [Text(self._title, style="bold")] if self._title else []
+        lines += self._as_table(width) or self._stacked(width)
+        yield Group(*lines)
+
+    def _as_table(self, width: int) -> list[Text]:
+        """All rows under one head, without the columns that do not fit; nothing if those that stay do not."""
+        all_rows = [*self._rows, *([self._total] if self._total else [])]
+        widths = [
+            max(cell_len(column.head), *(each.cells[i].cell_len for each in all_rows), 0)
+            for i, column in enumerate(self._columns)
+        ]
+        kept = list(range(len(self._columns)))
+        while sum(widths[i] + GAP for i in kept) - GAP > width:
+            last = max(kept, key=lambda i: (self._columns[i].rank, i))
+            if not self._columns[last].rank:
+                return []
+            kept.remove(last)
+        heads = [Text(column.head, style="bold") for column in self._columns]
+        lines = [self._line(heads, kept, widths)]
+        for each in self._rows:
+            lines.append(self._line(each.cells, kept, widths))
+            if each.below is not None:
+                lines.append(_indented(each.below, width))
+        if self._total:
+            lines.append(self._line(self._total.cells, kept, widths, style="bold"))
+        left = [column.head for i, column in enumerate(self._columns) if i not in kept]
+        if left:
+            lines.append(Text(f"(no room for: {', '.join(left)})", style="dim"))
+        return lines
+
+    def _line(
+        self, cells: Sequence[Text], kept: Sequence[int], widths: Sequence[int], style: str = ""
+    ) -> Text:
+        line = Text(style=style, no_wrap=True, overflow="ignore")
+        for place, i in enumerate(kept):
+            spaces = " " * (widths[i] - cells[i].cell_len)
+            line.append(" " * GAP if place else "")
+            line.append_text(Text.assemble(spaces, cells[i]) if self._columns[i].right else cells[i])
+            if not self._columns[i].right and place + 1 < len(kept):
+                line.append(spaces)
+        return line
+
+    def _stacked(self, width: int) -> list[Text]:
+        """Every row by itself: what it is about first, its numbers with their names below."""
+        lines: list[Text] = []
+        for each in [*self._rows, *([self._total] if self._total else [])]:
+            names = [cell for column, cell in zip(self._columns, each.cells, strict=True) if not column.right]
+            lines += _flowing((cell for cell in names if cell.plain), width)
+            numbers = (
+                Text.assemble((f"{column.head} ", "dim"), cell)
+                for column, cell in zip(self._columns, each.cells, strict=True)
+                if column.right and cell.plain
+            )
+            lines += [_indented(line, width) for line in _flowing(numbers, width - INDENT)]
+            if each.below is not None:
+                lines.append(_indented(each.below, width))
+        return lines
+
+
+def _indented(text: Text, width: int) -> Text:
+    wrapped = Text(" " * INDENT)
+    return wrapped.append_text(text) if text.cell_len <= width - INDENT else text
+
+
+def _flowing(pieces: Iterable[Text], width: int) -> Iterator[Text]:
+    """Lines of whole pieces.
+
+    One that is wider than a line is folded by the terminal's own rule, never cut.
+    """
+    line = Text(overflow="fold")
+    for piece in pieces:
+        if line.plain and line.cell_len + GAP + piece.cell_len > width:
+            yield line
+            line = Text(overflow="fold")
+        line.append(" " * GAP if line.plain else "")
+        line.append_text(piece)
+    if line.plain:
+        yield line

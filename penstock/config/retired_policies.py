@@ -39,8 +39,8 @@ RETIRED_POLICIES: dict[str, str] = {
         )
     },
     "limits.session_bytes_max": "a constant now: 256",
-    "limits.tokenize_inline_bytes": "a constant now (penstock/gateway/models/tokenize_pool.py)",
-    "limits.tokenize_waiting_max": "a constant now (penstock/gateway/models/tokenize_pool.py)",
+    "limits.tokenize_inline_bytes": "a constant now (penstock/gateway/models/prepare.py)",
+    "limits.tokenize_waiting_max": "a constant now (penstock/gateway/models/prepare.py)",
     "rate_limits.burst_s": "now `limits.burst_s`",
     "rate_limits.*": "a constant now (penstock/policy/limits/rate_limit.py and output_length.py)",
     "budgets.slice_tokens": "a constant now: 256 tokens",
@@ -52,7 +52,7 @@ RETIRED_POLICIES: dict[str, str] = {
     "auth.keys_max": "a constant now: 100,000 keys",
     "auth.jwt.algorithms": "every signature with a public key that is of its key's kind is accepted now",
     **{
-        f"auth.jwt.{key}": "a constant now (penstock/gateway/identity/jwt_terms.py)"
+        f"auth.jwt.{key}": "a constant now (penstock/gateway/identity/tokens.py)"
         for key in (
             "leeway_s", "refresh_s", "refresh_s_min", "stale_s_max", "timeout_s", "waiting_max",
             "response_bytes_max", "keys_max", "tokens_max",

@@ -116,7 +116,7 @@ class EngineCore:
 
     @property
     def kv(self) -> KVManager:
-        """The KV blocks, for whoever tells of their events."""
+        """The KV blocks, for the publisher of their events."""
         return self._scheduler.kv
 
     def submit(self, owner: int, message: Submit, arrived_ns: int) -> None:
@@ -200,7 +200,7 @@ class EngineCore:
     def _share_time(self, now_ns: int) -> None:
         """A step is over: those in it share the time since the last one that computed anything."""
         if not self._live:
-            self._unshared_ns = 0  # They left while it ran: that time is nobody's.
+            self._unshared_ns = 0  # They left while it ran: that time is charged to no request.
             return
         spent_ns, self._busy_since_ns = now_ns - self._busy_since_ns, now_ns
         self._busy_ns += spent_ns

@@ -26,9 +26,9 @@ from penstock import __version__
 from penstock.config.tree import EngineConfig
 from penstock.engine.loader import checkpoint_files
 from penstock.errors import CheckpointError
-from penstock.kv.identity import Computation
+from penstock.kv.hashing import Computation
 from penstock.models.config import CONFIG_FILE
-from penstock.text.files import decode_json, read_bytes
+from penstock.text.tokenizer import decode_json, read_bytes
 
 SAMPLES_MAX = 1024
 """Pages that are read of a checkpoint, beside one for each file."""

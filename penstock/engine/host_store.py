@@ -1,4 +1,4 @@
-"""The host tier's memory, and what copies between it and the KV cache while steps go on.
+"""The host tier's memory, and what copies between it and the KV cache while steps run.
 
 A slot is one block with all its layers, as in `KVCache`: one contiguous piece, so a copy is one `copy_` per
 run of neighbours. Which block goes where is decided in `kv/cache/host_tier.py`.
@@ -26,7 +26,7 @@ from penstock.kv.cache.host_tier import BlockCopy, Copied
 from penstock.schedule.plan import StepPlan
 
 END_S = 1.0
-"""How long whoever lets go of a thread waits for its end."""
+"""How long the owner of a thread waits for its end."""
 _log = logging.getLogger(__name__)
 
 
@@ -82,7 +82,7 @@ class _Unit:
 class _Copier:
     """What the copying thread knows.
 
-    It must not know the store: a store that nobody holds ends its thread.
+    It must not know the store: a store without references ends its thread.
     """
 
     def __init__(self, blocks: Tensor, slots: Tensor) -> None:

@@ -20,7 +20,7 @@ class KVCache:
     values.
 
     A block is one contiguous piece across all layers, so that it can be moved (host tier, another worker) in
-    one copy. The last block belongs to nobody and stays zero: gathers are padded with it.
+    one copy. The last block is never allocated and stays zero: gathers are padded with it.
 
     Two flat views serve the layers without any per-layer tensors: *pages* are
     `[2 * layers * blocks, 16 * heads * dim]` (keys, or values, of one block in one layer) and *slots* are

@@ -1,10 +1,10 @@
-"""KV events on their way out: collected from the pool after a step, numbered, and given to whoever listens.
+"""KV events on their way out: collected from the pool after a step, numbered, and given to listeners.
 
     BlockPool --> KVEventLog --flush--> KVEventHistory --+--> ZmqPublisher (ZeroMQ), if configured
                                                          +--> KVEvents for the gateways that subscribed
 
-All of it runs on the step thread. Nothing is collected before somebody wants it: what was cached by then is
-the first batch, so every subscriber can know all that can be hit.
+All of it runs on the step thread. Nothing is collected before a listener subscribes: what was cached by then
+is the first batch, so every subscriber can know all that can be hit.
 """
 
 from penstock.clock import Clock

@@ -218,7 +218,7 @@ def _check_size(directory: Path, stored: dict[str, _Stored], spec: DecoderSpec) 
     """Refuse, before anything is listed or built, a config that describes another size of model than the
     files hold.
 
-    What differs by less is told tensor by tensor.
+    Smaller differences are reported tensor by tensor.
     """
     num_stored = sum(prod(each.file.get_slice(name).get_shape()) for name, each in stored.items())
     if spec.num_layers > len(stored) or spec.num_parameters > _SIZE_FACTOR_MAX * num_stored:

@@ -157,7 +157,7 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
         weights = random_weights(spec, dtype, RANDOM_SEED, on_bytes)
     else:
         weights = load_weights(model_path, spec, names, dtype, on_bytes)
-    # Room for the weights is set aside: they are read when the decoder is built.
+    # Memory for the weights is reserved: they are read when the decoder is built.
     size, free = dtype.itemsize, free_memory_bytes() - weights.num_bytes_left
     budget = plan_kv(config, spec, bytes_per_value=size, free_bytes=free)
     info = ModelInfo(

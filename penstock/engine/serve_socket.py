@@ -1,7 +1,7 @@
 """The worker's socket, in a thread of its own: frames in, mail out; step outputs in, frames out.
 
 It owns connections, which request belongs to which, and the bounds on both; it knows nothing about
-models or steps. While a step computes, this thread decodes and encodes beside it. Everything below the
+models or steps. While a step computes, this thread decodes and encodes concurrently. Everything below the
 line runs on its event loop; the methods above are for the step thread and cost it one wake-up each.
 """
 
@@ -92,7 +92,7 @@ class WorkerServer:
         *,
         shares_port: bool = False,
     ) -> None:
-        """`shares_port`: somebody keeps the port for us and does not listen on it."""
+        """`shares_port`: another process reserves the port for us and does not listen on it."""
         self.address, self.mailbox, self.limits, self.clock = address, mailbox, limits, clock
         self.num_requests = 0
         self._unproven: dict[ConnectionId, _Connection] = {}
@@ -125,7 +125,7 @@ class WorkerServer:
         self._loop.call_soon_threadsafe(self._publish, step, outputs, stats)
 
     def publish_kv_events(self, events: KVEvents) -> None:
-        """Send one batch to whoever subscribed."""
+        """Send one batch to the subscribers."""
         self._loop.call_soon_threadsafe(self._publish_kv_events, events)
 
     def start_kv_events(self, connection_id: ConnectionId, events: Sequence[KVEvents]) -> None:
@@ -240,7 +240,7 @@ class WorkerServer:
         self._unproven.pop(connection.id, None)
 
     def left(self, connection: "_Connection") -> None:
-        """A connection is gone: nobody wants its requests any more."""
+        """A connection is gone: abort its requests."""
         if self._connections.pop(connection.id, None) is None:
             return  # It never proved who it is.
         if connection.living:
@@ -347,7 +347,7 @@ class _Connection(asyncio.Protocol):
     def _check(self, proof: Proof) -> None:
         key = self._server.limits.key
         if not key or self._is_proven:
-            raise ProtocolError("a proof that nobody asked for")
+            raise ProtocolError("an unsolicited proof")
         if not is_same(proof.mac, gateway_mac(key, self._nonce, proof.nonce)):
             raise ProtocolError("its key is another one")
         self._is_proven = True

@@ -1,7 +1,7 @@
 """Launching steps and collecting their results: what lies between the engine's loop and a runner.
 
     InlineSteps   collect computes, on the caller's thread: one step after the other
-    StepThread    launch hands the plan to a thread that computes; deciding, telling and sockets go on
+    StepThread    launch hands the plan to a thread that computes; decisions, reports and sockets continue
                   meanwhile
     a device      queues steps by itself (`engine/gpu/runner.py`)
 
@@ -19,7 +19,7 @@ from penstock.schedule.plan import StepPlan, StepResult
 
 Compute = Callable[[StepPlan], StepResult]
 END_S = 1.0
-"""How long whoever lets go of a thread waits for its end."""
+"""How long the owner of a thread waits for its end."""
 _MEMORY_WORDS = ("out of memory", "can't allocate", "cannot allocate")
 """What torch's allocators say, in RuntimeErrors of no special kind on the CPU."""
 

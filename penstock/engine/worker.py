@@ -79,14 +79,14 @@ def main() -> int:
         publisher = open_publisher(config.kv_events)  # First, for it may be refused.
         core = load(launch, server, clock)
         feed = KVEventPublisher(core.kv, config.kv_events, clock, publisher)
-        ready.set()  # First: whoever hears that we are ready may tell us to drain.
+        ready.set()  # First: a peer that sees us ready may order a drain.
         server.publish(0, {}, core.stats())
         server.announce(Ready(msgspec.structs.replace(core.info, model=launch.model_name)))
         watch = StepWatch(config.stall_timeout_s, clock, lambda what: _end_stalled(server, what))
         run_steps(core, mailbox, server, feed, watch)
     except OperatorError as error:
         return _fail(server, error, EXIT_CANNOT_SERVE)
-    except Exception as error:  # noqa: BLE001 The process boundary: whatever it is, it is told, and it ends us.
+    except Exception as error:  # noqa: BLE001 The process boundary: any error is reported and ends the process.
         traceback.print_exc()
         return _fail(server, error, EXIT_FAILED)
     watch.close()
@@ -163,7 +163,7 @@ def read_launch(stdin: int) -> WorkerLaunch:
     def watch_parent() -> None:
         while os.read(stdin, 4096):
             pass
-        os._exit(0)  # Nobody is left to serve.
+        os._exit(0)  # No client is left to serve.
 
     _start_thread("worker-parent", watch_parent)
     return launch
@@ -179,7 +179,7 @@ def _deliver(mail: Submitted | Aborted | DrainAsked, core: EngineCore) -> None:
 
 
 def _fail(server: WorkerServer, error: Exception, exit_code: int) -> int:
-    """Say why, to whoever is connected and on standard error, and give the exit code."""
+    """Report the reason to connected gateways and on standard error, and return the exit code."""
     _log.error("%s: %s", type(error).__name__, error)
     server.announce(WorkerFailed(str(error), type(error).__name__))
     server.close()
@@ -187,7 +187,7 @@ def _fail(server: WorkerServer, error: Exception, exit_code: int) -> int:
 
 
 def _end_stalled(server: WorkerServer, what: str) -> None:
-    """The main thread is stuck, so nobody else can end the process."""
+    """The main thread is stuck, so no other thread can end the process."""
     os._exit(_fail(server, EngineFault(what), EXIT_FAILED))
 
 

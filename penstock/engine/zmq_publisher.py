@@ -86,7 +86,7 @@ class ZmqPublisher:
         attach = self._publish.connect if config.connect else self._publish.bind
         self._attach(attach, config.endpoint, "endpoint")
         if config.replay_endpoint:
-            # Room for one whole replay: a peer that asks again and again without reading gets gaps.
+            # Enough for one whole replay: a peer that asks again and again without reading gets gaps.
             self._replay = self._socket(zmq.ROUTER, (self._kept.maxlen or 0) + 1)
             self._attach(self._replay.bind, config.replay_endpoint, "replay_endpoint")
 

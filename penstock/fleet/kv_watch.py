@@ -4,23 +4,218 @@ the worker.
 our workers whose blocks' key is known    their own connection tells their events (backends/engine/kv.py)
 others, with an address of KV events      a feed of their own (kv_event_subscriber.py)
 all others                                predictions and audits only
+
+A worker's KV events over ZeroMQ, from vLLM's publisher or any that speaks its protocol (ours:
+engine/zmq_publisher.py).
+
+    SUB     <- [topic, sequence, payload]            lossy, in order; a lost connection is told by the
+                                                     socket's monitor
+    DEALER  -> ["", sequence]                        asked when something is missing, after a lost connection,
+                                                     at the start,
+            <- ["", topic?, sequence, payload]*      and every `check_s`: the last messages may be the lost
+                                                     ones
+            <- ["", "", -1, ""]                      the end
+
+Moves bytes; what they mean, what is missing and from where to ask is `kv/index/worker_cache_view.py`'s to
+say. Runs on the event loop, which is given back after every few messages; what waits in the sockets is
+bounded, and what does not fit there is a gap like any other.
 """
 
 import asyncio
+from typing import Any
 
 from penstock.backends.engine.backend import EngineBackend
+from penstock.clock import sleep
 from penstock.errors import ConfigError
-from penstock.fleet.kv_event_subscriber import KVEventSubscriber
-from penstock.fleet.registry import Registry
-from penstock.fleet.worker import Worker
+from penstock.fleet.registry import Registry, Worker
 from penstock.kv.events import KVEventBatch
+from penstock.kv.index.block_names import events_of_engine
 from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality, LocalityStatistics
-from penstock.kv.index.vllm_events import events_of_engine
 from penstock.kv.index.worker_cache_view import StreamState, WorkerCacheView
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.telemetry.log import Log
 from penstock.types import WorkerId
+
+SEQUENCE_BYTES = 8
+END_OF_REPLAY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
+AT_ONCE_MAX = 64
+"""Messages that are taken before others on the event loop get their turn."""
+MESSAGES_MAX = 20_000
+"""That wait in a socket: two times what a publisher keeps by default, so that a replay fits."""
+RECONNECT_MS, HEARTBEAT_MS = 100, 5_000
+REPLAY_PAUSE_S = 0.05
+"""Between two replays, so that a worker that never answers right is not asked without end."""
+
+
+class KVEventSubscriber:
+    """Keeps one worker's residency up to date. `start` it once; `close` it when the worker is gone."""
+
+    def __init__(
+        self,
+        cache_view: WorkerCacheView,
+        *,
+        events: str,
+        replay: str,
+        config: KVIndexLimits,
+        log: Log,
+        worker: str,
+    ) -> None:
+        """`events` and `replay` are ZeroMQ addresses; with an empty `replay` nobody can be asked for what was
+        missed.
+
+        Raises:
+            ConfigError: pyzmq is not installed, or an address is none.
+        """
+        try:
+            import zmq
+            import zmq.asyncio
+        except ImportError as error:
+            raise ConfigError(f"{worker}: kv_events: needs pyzmq; install penstock[events]") from error
+        self.cache_view = cache_view
+        self.num_replays = 0
+        self._zmq: Any = zmq
+        self._config, self._log, self._worker = config, log, worker
+        self._replay_address = replay
+        self._context: Any = zmq.asyncio.Context()
+        self._news = asyncio.Event()  # Something is to be asked for.
+        self._tasks: list[asyncio.Task[None]] = []
+        self._told: StreamState | None = None
+        try:
+            self._sub = self._socket(zmq.SUB, events, "kv_events", subscribe=True)
+            if replay:
+                self._socket(zmq.DEALER, replay, "kv_replay").close()
+        except ConfigError:
+            self._context.destroy(linger=0)
+            raise
+
+    def start(self) -> None:
+        """Listen from now on."""
+        self._news.set()
+        self._tasks = [
+            asyncio.create_task(self._listen(), name=f"KV events of {self._worker}"),
+            asyncio.create_task(self._ask(), name=f"KV replays of {self._worker}"),
+        ]
+
+    async def close(self) -> None:
+        """Stop listening."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._sub.disable_monitor()
+        self._context.destroy(linger=0)
+
+    def _socket(self, kind: int, address: str, key: str, *, subscribe: bool = False) -> Any:  # noqa: ANN401
+        zmq, config = self._zmq, self._config
+        made = self._context.socket(kind)
+        made.linger, made.rcvhwm, made.maxmsgsize = 0, MESSAGES_MAX, config.message_bytes_max
+        made.reconnect_ivl, made.reconnect_ivl_max = RECONNECT_MS, int(config.reconnect_max_s * 1000)
+        made.heartbeat_ivl, made.heartbeat_timeout = HEARTBEAT_MS, 3 * HEARTBEAT_MS
+        if subscribe:
+            made.subscribe(b"")
+            self._monitor = made.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        try:
+            made.connect(address)
+        except zmq.ZMQError as error:
+            made.close()
+            raise ConfigError(f"{self._worker}: {key}: {address}: {error.strerror}") from error
+        return made
+
+    # --- what is heard ---------------------------------------------------------------------------------
+
+    async def _listen(self) -> None:
+        zmq = self._zmq
+        poller = zmq.asyncio.Poller()
+        poller.register(self._monitor, zmq.POLLIN)
+        poller.register(self._sub, zmq.POLLIN)
+        while True:
+            ready = dict(await poller.poll())
+            # First: what comes after a lost connection may be another process's.
+            if self._monitor in ready:
+                await self._monitor.recv_multipart()
+                self.cache_view.reconnected()
+                self._news.set()
+            elif self._sub in ready:
+                await self._take_some()
+            self._tell()
+            await sleep(0)
+
+    async def _take_some(self) -> None:
+        zmq, cache_view = self._zmq, self.cache_view
+        for _ in range(AT_ONCE_MAX):
+            try:
+                frames = await self._sub.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(frames) != 3 or len(frames[1]) != SEQUENCE_BYTES:
+                cache_view.nonsense()
+                continue
+            cache_view.live(int.from_bytes(frames[1], "big"), frames[2])
+            if cache_view.wanted is not None:
+                self._news.set()
+
+    # --- what is asked for -----------------------------------------------------------------------------
+
+    async def _ask(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._config.check_s):
+                    await self._news.wait()
+            except TimeoutError:
+                pass  # Nothing is known to be missing: that is what is checked.
+            self._news.clear()
+            if self.cache_view.names.refused:
+                continue
+            first = self.cache_view.ask()
+            is_answered = False
+            if self._replay_address:
+                is_answered = await self._replay(first)
+            elif self.cache_view.wanted is None:
+                continue
+            self.cache_view.end_of_replay(is_answered=is_answered)
+            self._tell()
+            if self.cache_view.wanted is not None:
+                self._news.set()
+            await sleep(REPLAY_PAUSE_S)
+
+    async def _replay(self, first: int) -> bool:
+        """Pass on what is sent again; False if the end did not come."""
+        self.num_replays += 1
+        dealer = self._socket(self._zmq.DEALER, self._replay_address, "kv_replay")
+        try:
+            await dealer.send_multipart((b"", first.to_bytes(SEQUENCE_BYTES, "big")))
+            num_batches = 0
+            while True:
+                async with asyncio.timeout(self._config.replay_timeout_s):
+                    frames = await dealer.recv_multipart()
+                if len(frames) < 3 or len(frames[-2]) != SEQUENCE_BYTES:
+                    self.cache_view.nonsense()
+                    return False
+                if frames[-2] == END_OF_REPLAY:
+                    return True
+                self.cache_view.again(int.from_bytes(frames[-2], "big"), frames[-1])
+                num_batches += 1
+                if num_batches % AT_ONCE_MAX == 0:
+                    await sleep(0)
+        except TimeoutError:
+            return False
+        finally:
+            dealer.close()
+
+    def _tell(self) -> None:
+        """Say in the log what changed, once."""
+        state, refused = self.cache_view.state, self.cache_view.names.refused
+        if state is self._told:
+            return
+        if refused and state is StreamState.UNKNOWN:
+            self._log.error(
+                "a worker's KV events are of no use: only predictions count", worker=self._worker, why=refused
+            )
+        elif state is StreamState.SYNCED and self._told is not StreamState.SYNCED:
+            self._log.info(
+                "a worker's KV events are heard", worker=self._worker, gaps=self.cache_view.num_gaps
+            )
+        self._told = state
 
 
 class KVWatch:

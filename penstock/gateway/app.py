@@ -34,16 +34,16 @@ from penstock.gateway.http.exchange import Ending, Exchange, RequestHead, Respon
 from penstock.gateway.http.server import HttpServer, tick_s
 from penstock.gateway.http.tally import outcome_of
 from penstock.gateway.http.wire_limits import WIRE_LIMITS, WireLimits
-from penstock.gateway.identity.auth import Caller
-from penstock.gateway.identity.entrance import Entrance
-from penstock.gateway.identity.tenancy import Tenancy
+from penstock.gateway.identity.tenancy import Entrance, Tenancy
+from penstock.gateway.identity.tenants import Caller
+from penstock.gateway.models.prepare import TokenizePool
 from penstock.gateway.models.served import ModelTable, ServedModel
-from penstock.gateway.models.tokenize_pool import TokenizePool
 from penstock.gateway.relay.reply import StreamSlots
 from penstock.gateway.shared.peers import GatewayPeers
 from penstock.kv.index.limits import KV_INDEX_LIMITS
 from penstock.kv.index.locality import KVLocality
 from penstock.rng import IdSource, fresh_key
+from penstock.telemetry.catalog import OutcomeLabel
 from penstock.telemetry.log import AccessLine, Log
 from penstock.telemetry.metrics import Metrics
 from penstock.types import ModelName
@@ -100,7 +100,7 @@ class Gateway:
             models=ModelTable(models, config.routing),
             ids=ids,
             clock=clock,
-            tokenize=TokenizePool(),
+            tokenize=TokenizePool(metrics, log),
             dispatcher=self._dispatcher,
             gate=self._policies.gate,
             limiter=self._policies.limits.limiter,
@@ -209,6 +209,8 @@ class Gateway:
             self._metrics.slow_client_aborts.inc()
         tally, record = exchange.tally, None
         if tally is not None:
+            if exchange.ending is Ending.DISCONNECTED and tally.outcome is None:
+                tally.outcome = OutcomeLabel.ABORT  # It left while its prompt was tokenized.
             record = tally.record(now_ns)
             self._metrics.model(tally.model).request_ended(record)
         self._log.access(

@@ -1,7 +1,7 @@
 """What happens to named KV blocks, as ordered events that a router can keep an index from.
 
     HashedPrefixCache --stored--\
-    BlockPool ---removed, cleared-> KVEventSink: a KVEventLog when somebody listens, else NO_KV_EVENTS
+    BlockPool ---removed, cleared-> KVEventSink: a KVEventLog with listeners, else NO_KV_EVENTS
     host tier --stored, removed-/        |
                                      take() once per step -> encode_batch -> KVEventHistory (numbers them)
 
@@ -9,7 +9,7 @@ The wire is vLLM's current one (vllm/distributed/kv_events.py since June 2026): 
 `[ts, events, data_parallel_rank]`, each event a map whose "type" is its name; fields at their default
 are left out. So what indexes vLLM's events (llm-d, Dynamo) indexes ours.
 
-Hashes are keyed (see hashing.py): whoever has no key learns from them which blocks are equal for one
+Hashes are keyed (see hashing.py): a reader without the key learns from them which blocks are equal for one
 tenant, and nothing else. Token ids would tell everything, so by default only those of the public region go
 out.
 """
@@ -95,7 +95,7 @@ def decode_batch(payload: bytes) -> KVEventBatch:
 
 
 class KVEventSink(Protocol):
-    """Is told of every change to what can be hit, in the order in which it happens."""
+    """Receives every change to what can be hit, in order."""
 
     def stored(
         self, hashes: Sequence[BlockHash], first: int, end: int, tokens: "array[int]", *, owner: bytes
@@ -117,7 +117,7 @@ class KVEventSink(Protocol):
 
 
 class NoKVEvents:
-    """Nobody listens: nothing is made and nothing kept."""
+    """Without listeners: no event is made or kept."""
 
     __slots__ = ()
 
@@ -189,7 +189,7 @@ class KVEventLog:
     def cleared(self) -> None:
         """See `KVEventSink`."""
         self._close_removed()
-        assert not self._removed, "what is told first was told before"
+        assert not self._removed, "removals must be reported first"
         self._events.append(AllBlocksCleared())
 
     def take(self) -> tuple[KVEvent, ...]:
@@ -235,7 +235,7 @@ class Numbered(NamedTuple):
 
 
 class KVEventHistory:
-    """Numbers batches, and keeps the last `batches_max` of them for whoever missed some."""
+    """Numbers batches, and keeps the last `batches_max` of them for listeners that missed some."""
 
     __slots__ = ("_batches", "next_sequence")
 

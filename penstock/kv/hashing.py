@@ -14,9 +14,24 @@ is without a salt, and the salt is mixed in where the first private block begins
 The identity is that of the model's computation (identity.py), whatever the model is called where.
 Two blocks have the same hash exactly when everything that decides their KV is the same, and, outside of the
 public region, only for one tenant: so the engine's prefix cache, the router's locality index and the
-simulator can share this one name. H is BLAKE2b (RFC 7693) with a secret key: without the key nobody can look
+simulator can share this one name. H is BLAKE2b (RFC 7693) with a secret key: without the key no one can look
 for collisions or recompute the hash of a guessed prompt. This module knows neither where blocks live nor who
 asks.
+
+The identity of a model's computation: equal for two workers exactly when they compute the same bits from
+the same tokens.
+
+A model's *name* is a label: clients ask for it, and an operator may give the same one to workers that differ
+(int8 here, bfloat16 there; the old checkpoint here, the new one there). The identity is made from what is
+computed and with what, and from no name or path. A worker announces it (`ModelInfo.identity`), and it decides
+two things:
+
+    the names of KV blocks    (hashing.py) start from it, in the engine, in the router and in the simulator
+    where a stream may move   (policy/queueing/capacity.py): to a worker of the same identity, for its tokens
+                              must be those that were promised
+
+The adapter is chosen by each request, so it enters where a prompt's chain of block names begins, beside the
+tenant's salt. Pure; engine/fingerprint.py reads the files.
 """
 
 import hashlib
@@ -25,6 +40,8 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import NewType, Protocol
+
+import msgspec
 
 from penstock.types import BLOCK_TOKENS
 
@@ -109,7 +126,7 @@ class BlockHasher:
 
         A last, partial block has no hash: its tokens are ignored.
         """
-        assert len(parent) == DIGEST_BYTES, "a chain goes on from a hash of this kind"
+        assert len(parent) == DIGEST_BYTES, "a chain continues from a hash of this kind"
         fresh, digest = self._block.copy, parent
         hashes: list[BlockHash] = []
         for start in range(0, len(tokens) - BLOCK_BYTES + 1, BLOCK_BYTES):
@@ -155,3 +172,37 @@ class Lineage(Protocol):
     def num_public(self) -> int:
         """Leading blocks in the public region."""
         ...
+
+
+IDENTITY_BYTES = 16
+"""Two computations share an identity by accident once in 2^64 pairs of them."""
+
+
+class Computation(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that decides the bits of a KV block and of the next token, beside the tokens, the adapter
+    and the sampling.
+    """
+
+    checkpoint: str
+    """Digest of the weights and of the configuration that says how they are used."""
+    tokenizer: str
+    """Digest of the vocabulary: what the ids stand for."""
+    dtype: str
+    """Of activations, and of weights that are not quantized."""
+    kv_dtype: str
+    """Of the KV cache."""
+    quantization: str = "none"
+    """How the weights were rounded when they were loaded."""
+    kernels: str = ""
+    """What computes. Kernels of different instruction sets or libraries add up in different orders, so their
+    bits differ."""
+
+    @property
+    def identity(self) -> str:
+        """32 hexadecimal digits."""
+        hasher = hashlib.blake2b(digest_size=IDENTITY_BYTES, person=b"penstock ident")
+        for value in msgspec.structs.astuple(self):
+            part = str(value).encode()
+            # The length goes first, so that no two lists of parts spell the same bytes.
+            hasher.update(struct.pack("<Q", len(part)) + part)
+        return hasher.hexdigest()

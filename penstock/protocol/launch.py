@@ -21,7 +21,7 @@ class WorkerLaunch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     address: str
     """Where to listen (see protocol/address.py)."""
     shares_port: bool = False
-    """The launcher keeps the port of a TCP address (fleet/launchers/ports.py), so it is bound with
+    """The launcher keeps the port of a TCP address (fleet/launchers/process.py), so it is bound with
     SO_REUSEPORT."""
     hash_key: bytes
     """Key of the block-hash chain: a guess at a tenant's prompt cannot be tested without it."""

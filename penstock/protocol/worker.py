@@ -101,7 +101,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """What clients call it: a label."""
     identity: str = ""
-    """What it computes (kv/identity.py): its KV blocks' names start from it, and only workers of one identity
+    """What it computes (kv/hashing.py): its KV blocks' names start from it, and only workers of one identity
     go on with each other's streams. Empty: the worker does not tell."""
     architecture: str
     dtype: str

@@ -176,6 +176,11 @@ CATALOG = (
         "worker.", MODEL,
         RATIO_BUCKETS,
     ),
+    Metric(
+        "penstock_template_child_renders_total", "counter",
+        "Chats rendered in a child process because the template has a step without a price (unpriced) or "
+        "used up its allowance, or because the request is too large (request_size).", ("model", "reason"),
+    ),
     # The KV index.
     Metric("penstock_kv_index_entries", "gauge", "KV blocks in the index; a block counts once per tier."),
     Metric("penstock_kv_index_predicted_entries", "gauge", "KV blocks in the index that are predicted and "

@@ -23,15 +23,11 @@ from penstock.config.ledger import LedgerConfig
 from penstock.errors import LedgerError
 from penstock.policy.limits.budget import Spent
 from penstock.policy.record import UsageRecord
-from penstock.telemetry import ledger_files
-from penstock.telemetry.ledger_files import Claim
+from penstock.telemetry import ledger_segment
 from penstock.telemetry.ledger_journal import Journal
-from penstock.telemetry.ledger_limits import LEDGER_LIMITS, LedgerLimits
-from penstock.telemetry.ledger_reader import LedgerReader
-from penstock.telemetry.ledger_recovery import Damage, recover_abandoned, report_damage
-from penstock.telemetry.ledger_segment import Progress
-from penstock.telemetry.ledger_sink import Delivery, Follower, LedgerSink, SinkError
-from penstock.telemetry.ledger_sqlite import SqliteSink
+from penstock.telemetry.ledger_recovery import Damage, LedgerReader, recover_abandoned, report_damage
+from penstock.telemetry.ledger_segment import LEDGER_LIMITS, Claim, LedgerLimits, Progress
+from penstock.telemetry.ledger_sink import Delivery, Follower, LedgerSink, SinkError, SqliteSink
 from penstock.telemetry.log import Log
 
 USER_CHARS_MAX = 256
@@ -70,7 +66,7 @@ class Ledger:
         """`sink` is the SQLite database unless another one is given."""
         self._config, self._clock, self._log, self._sink = config, clock, log, sink
         self._limits = limits
-        self.directory = ledger_files.ledger_directory(config)
+        self.directory = ledger_segment.ledger_directory(config)
         self._journal: Journal | None = None
         self._is_flush_due = False
         self._syncing = threading.Event()
@@ -88,10 +84,10 @@ class Ledger:
 
     def _prepare(self) -> None:
         config = self._config
-        claim = ledger_files.claim_new(self.directory, self._clock)
+        claim = ledger_segment.claim_new(self.directory, self._clock)
         try:
             if self._sink is None:
-                path = ledger_files.database_path(self.directory)
+                path = ledger_segment.database_path(self.directory)
                 self._sink = SqliteSink(path, self._clock, keep_days=config.keep_days)
             self._recover(self._sink)
             journal = Journal(claim, config, self._clock, self._disk_trouble, self._limits)
@@ -180,7 +176,7 @@ class Ledger:
         if not self._config.enabled:
             return proposed
         try:
-            return ledger_files.identity(self.directory, proposed)
+            return ledger_segment.identity(self.directory, proposed)
         except OSError as error:
             raise LedgerError(f"ledger.directory: {self.directory}: {error.strerror}") from error
 

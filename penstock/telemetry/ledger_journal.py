@@ -19,9 +19,18 @@ from penstock.clock import NS_PER_S, Clock
 from penstock.config.ledger import LedgerConfig
 from penstock.errors import Overloaded
 from penstock.policy.record import UsageRecord
-from penstock.telemetry.ledger_files import Claim, segment_path
-from penstock.telemetry.ledger_limits import LEDGER_LIMITS, LedgerLimits
-from penstock.telemetry.ledger_segment import Kind, Progress, SegmentHeader, encode, to_frame, to_head
+from penstock.telemetry.ledger_segment import (
+    LEDGER_LIMITS,
+    Claim,
+    Kind,
+    LedgerLimits,
+    Progress,
+    SegmentHeader,
+    encode,
+    segment_path,
+    to_frame,
+    to_head,
+)
 
 _OPEN, _SLICE, _CLOSE = Kind.OPEN.value, Kind.SLICE.value, Kind.CLOSE.value
 """As plain numbers: an enum's members are slow to compute with."""

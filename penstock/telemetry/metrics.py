@@ -2,6 +2,14 @@
 
 Each `Metrics` has a registry of its own. Label children are resolved once, where things are wired, so that
 counting on the hot path is one method call; nothing here is called per token.
+
+What is counted of workers that are not ours, by engine.
+
+The sum of several processes' metrics, from their texts (Prometheus' exposition format 0.0.4).
+
+Counters, histograms and the gauges of what each process has for itself are added. What all of them tell of
+one and the same engine (`Metric.shared`) is taken once: the largest, for one of them may just have lost sight
+of it.
 """
 
 from collections import Counter as Counts
@@ -17,9 +25,40 @@ from penstock.kv.index.locality import LocalityStatistics
 from penstock.policy.limits.price import MICROS
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.worker import Stats
-from penstock.telemetry.backend_metrics import BackendMeters
 from penstock.telemetry.catalog import CATALOG, BlockState, Endpoint, Metric, OutcomeLabel
 from penstock.telemetry.ledger import LedgerStatistics
+
+
+class BackendMeters:
+    """The counters of one engine.
+
+    Label values come from closed sets: outcomes, anomalies, our tables of names.
+    """
+
+    def __init__(self, engine: str, counters: Mapping[str, Counter]) -> None:
+        """`counters` by name, as the catalog has them."""
+        self._engine = engine
+        self._requests = counters["penstock_backend_requests_total"]
+        self._odd = counters["penstock_backend_anomalies_total"]
+        self._missing = counters["penstock_scrape_missing_total"]
+        self._failures = counters["penstock_scrape_failures_total"].labels(engine)
+
+    def ended(self, outcome: str) -> None:
+        """A stream is over."""
+        self._requests.labels(self._engine, outcome).inc()
+
+    def odd(self, kind: str) -> None:
+        """An answer was not as it should be (`backends.http.stream.Anomaly`)."""
+        self._odd.labels(self._engine, kind).inc()
+
+    def missing(self, metric: str) -> None:
+        """A metric that was expected was not there."""
+        self._missing.labels(self._engine, metric).inc()
+
+    def scrape_failed(self) -> None:
+        """A page of metrics could not be had or read."""
+        self._failures.inc()
+
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -76,6 +115,7 @@ class Metrics:
         self._kv_blocks = {
             outcome: _Followed(blocks.labels(outcome)) for outcome in ("hit", "missed", "unexpected")
         }
+        self._template_child = self._table.counter("penstock_template_child_renders_total")
         self._retries = self._table.counter("penstock_retries_total")
         self._hedges = self._table.counter("penstock_hedges_total")
         self._migrations = self._table.counter("penstock_migrations_total")
@@ -163,6 +203,10 @@ class Metrics:
     def matched(self, model: str, ratio: float) -> None:
         """A request went to a worker that should have so much of its prompt."""
         self._matches.labels(model).observe(ratio)
+
+    def template_child(self, model: str, reason: Literal["unpriced", "allowance", "request_size"]) -> None:
+        """A chat is rendered in the template's child process (`gateway.models.tokenize_pool`)."""
+        self._template_child.labels(model, reason).inc()
 
     def retried(self, model: str) -> None:
         """A request whose worker failed it unseen is started again."""
@@ -349,3 +393,52 @@ class _Table:
         metric = self._metrics[name]
         assert isinstance(metric, Histogram), name
         return metric
+
+
+SHARED = frozenset(metric.name.encode() for metric in CATALOG if metric.shared)
+
+_Family = tuple[list[bytes], dict[bytes, float], bool]
+"""Comment lines, values by series, and whether it is a gauge."""
+
+
+def merged(texts: Sequence[bytes], shared: Collection[bytes] = SHARED) -> bytes:
+    """One text for all; families and series in the order in which they are first seen."""
+    families: dict[bytes, _Family] = {}
+    for text in texts:
+        for name, (comments, values, is_gauge) in _parsed(text).items():
+            _, total, _ = families.setdefault(name, (comments, {}, is_gauge))
+            for series, value in values.items():
+                known = total.get(series, 0.0)
+                total[series] = max(known, value) if name in shared else known + value
+    return _written(families)
+
+
+def lasting(text: bytes, shared: Collection[bytes] = SHARED) -> bytes:
+    """What stays true of a process that has ended: its own counters and histograms."""
+    families = _parsed(text)
+    return _written({n: each for n, each in families.items() if not each[2] and n not in shared})
+
+
+def _parsed(text: bytes) -> dict[bytes, _Family]:
+    families: dict[bytes, _Family] = {}
+    comments: list[bytes] = []
+    values: dict[bytes, float] = {}
+    for line in text.splitlines():
+        if line.startswith(b"# TYPE "):
+            _, _, name, kind = line.split()
+            comments, values = [*comments, line], {}
+            families[name] = (comments, values, kind == b"gauge")
+        elif line.startswith(b"#"):
+            comments = [line]
+        elif line:
+            series, _, value = line.rpartition(b" ")
+            values[series] = float(value)
+    return families
+
+
+def _written(families: dict[bytes, _Family]) -> bytes:
+    lines: list[bytes] = []
+    for comments, values, _ in families.values():
+        lines += comments
+        lines += [b"%b %b" % (series, repr(value).encode()) for series, value in values.items()]
+    return b"\n".join([*lines, b""])

@@ -16,16 +16,17 @@ import jinja2
 import msgspec
 
 from penstock.errors import CheckpointError, InvalidRequest
-from penstock.text.files import read_optional_object, read_text
 from penstock.text.metered import REQUEST_BYTES_MAX, MeteredTemplate, RanAway, compile_metered
 from penstock.text.template_child import ChildLimits, TemplateChild
 from penstock.text.template_tree import Unbounded
 from penstock.text.template_worker import MESSAGE_CHARS_MAX
-from penstock.text.tokenizer import token_string
+from penstock.text.tokenizer import read_optional_object, read_text, token_string
 
 PROMPT_CHARS_MAX = 32 * 1024 * 1024
 """Four times the default bound on a request's body: more is a template that runs away."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+USED_UP = "used up its allowance"
 
 Message = Mapping[str, Any]
 
@@ -54,7 +55,7 @@ class ChatTemplate:
         self._here: dict[str, MeteredTemplate] = {}
         """Those that run in this process."""
         self.apart: dict[str, str] = {}
-        """Why the others do not."""
+        """Why the others do not: a step without a price, or `USED_UP`."""
         for name, source in sources.items():
             try:
                 self._here[name] = compile_metered(source, wall_ns, chars_max=prompt_chars_max)
@@ -99,6 +100,10 @@ class ChatTemplate:
         """
         return not self.exists or self._name(with_tools) in self._here
 
+    def why_apart(self, with_tools: bool) -> str | None:
+        """Why the template never runs here; None: it does, unless the request is too large."""
+        return self.apart.get(self._name(with_tools))
+
     def render(
         self,
         messages: Sequence[Message],
@@ -136,7 +141,7 @@ class ChatTemplate:
         except RanAway:
             if num_bytes <= REQUEST_BYTES_MAX and self._here.pop(name, None):
                 # It would run away again, so the time that it took here is spent once.
-                self.apart[name] = "used up its allowance"
+                self.apart[name] = USED_UP
             if not may_block:
                 raise
         except jinja2.TemplateError as error:

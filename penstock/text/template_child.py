@@ -2,7 +2,7 @@
 
 One process per checkpoint and gateway process, started when it is first needed and again after it had to be
 ended. It renders one prompt at a time, so a template that runs away keeps nobody waiting but those who ask
-for the same model. Every call blocks: the gateway makes them in a thread (gateway/models/tokenize_pool.py).
+for the same model. Every call blocks: the gateway makes them in a thread (gateway/models/prepare.py).
 """
 
 import json

@@ -298,7 +298,7 @@ class BackendConformance:
                 if broken.reason is not FinishReason.ABORT:
                     continue  # It was quicker.
                 if broken.resume is None:
-                    pytest.skip("this kind of worker cannot go on with what another began")
+                    pytest.skip("this kind of worker cannot continue a stream of another one")
                 again = replace(
                     request, request_id=RequestId(f"{request.request_id}-2"), resumed=broken.resume
                 )

@@ -6,7 +6,7 @@ from penstock.bench.fit import OUTPUT_TOKENS, ROUNDS, measure_steps
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.presets import resolve
-from penstock.planning.steps_file import fit
+from penstock.planning.step_time import fit
 
 
 def test_every_step_is_measured_with_what_it_computed() -> None:

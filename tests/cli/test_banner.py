@@ -5,7 +5,7 @@ from dataclasses import replace
 import msgspec
 from rich.console import Console
 
-from penstock.cli.wiring.banner import BannerFacts, curl_line, python_snippet, show
+from penstock.cli.wiring.serving import BannerFacts, curl_line, python_snippet, show
 
 FACTS = BannerFacts(
     url="http://127.0.0.1:8000/v1", models=("penstock-demo", "b"), key="sk-new", needs_key=True, ready_s=2.345

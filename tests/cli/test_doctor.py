@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.commands import checks
-from penstock.cli.commands.checks import Check, CheckState
-from penstock.cli.commands.torch_facts import TorchFacts
+from penstock.cli.commands import doctor
+from penstock.cli.commands.doctor import Check, CheckState
+from penstock.cli.commands.probe import TorchFacts
 from penstock.cli.main import main
 from penstock.engine.native import KernelsUnavailable, NativeLibrary
 
@@ -18,7 +18,7 @@ FACTS = TorchFacts(version="2.13.0", threads=2, bfloat16_speedup=7.0, gpus=(), c
 
 @pytest.fixture(autouse=True)
 def quick_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "probe_torch", lambda: FACTS)
+    monkeypatch.setattr(doctor, "probe_torch", lambda: FACTS)
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,7 +46,7 @@ def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_missing_part_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(checks, "probe_torch", lambda: "installed, but dies with signal 4")
+    monkeypatch.setattr(doctor, "probe_torch", lambda: "installed, but dies with signal 4")
     assert main(["doctor"]) == 1
     shown = capsys.readouterr().out
     assert "FAIL" in shown
@@ -55,7 +55,7 @@ def test_a_missing_part_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 def test_missing_packages_are_named() -> None:
-    check = checks.check_packages("x", ("rich", "no-such-distribution"), "do this")
+    check = doctor.check_packages("x", ("rich", "no-such-distribution"), "do this")
     assert check == Check("x", CheckState.FAIL, "missing: no-such-distribution", "do this")
 
 
@@ -64,18 +64,18 @@ def test_native_kernels_tell_what_they_compute(monkeypatch: pytest.MonkeyPatch) 
         isa = NativeLibrary().isa
     except KernelsUnavailable as why:
         pytest.skip(str(why))
-    check = checks.check_native()
+    check = doctor.check_native()
     assert (check.state, check.detail.split(";")[0]) == (CheckState.OK, isa)
     assert "bfloat16" in check.detail
     monkeypatch.setenv("PENSTOCK_NATIVE_ISA", "no-such-set")
-    assert checks.check_native().state is CheckState.NOTE
+    assert doctor.check_native().state is CheckState.NOTE
 
 
 def test_a_port_in_use_is_a_warning() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        check = checks.check_port(taken.getsockname()[1])
+        check = doctor.check_port(taken.getsockname()[1])
     assert (check.state, check.detail) == (CheckState.WARN, "in use (perhaps by a running server)")
 
 
@@ -92,8 +92,8 @@ def test_a_port_in_use_is_a_warning() -> None:
 def test_what_torch_says(
     monkeypatch: pytest.MonkeyPatch, facts: TorchFacts, states: list[CheckState]
 ) -> None:
-    monkeypatch.setattr(checks, "probe_torch", lambda: facts)
-    assert [check.state for check in checks.check_torch()] == states
+    monkeypatch.setattr(doctor, "probe_torch", lambda: facts)
+    assert [check.state for check in doctor.check_torch()] == states
 
 
 @pytest.mark.parametrize(
@@ -112,14 +112,14 @@ def test_a_broken_torch_is_survived(
     interpreter.write_text(f"#!{sys.executable}\n{code}\n")
     interpreter.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(interpreter))
-    facts = checks.probe_torch()
+    facts = doctor.probe_torch()
     assert isinstance(facts, str)
     assert complaint in facts
 
 
 def test_open_files() -> None:
-    assert checks.check_open_files(1).state == CheckState.OK
-    assert checks.check_open_files(2**62).state == CheckState.WARN
+    assert doctor.check_open_files(1).state == CheckState.OK
+    assert doctor.check_open_files(2**62).state == CheckState.WARN
 
 
 @pytest.mark.parametrize(

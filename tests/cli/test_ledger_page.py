@@ -16,8 +16,8 @@ from penstock.policy.limits.budget import BudgetReservation, TenantBudgets
 from penstock.policy.limits.price import PriceList
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.policy.tenant import Tenant
-from penstock.telemetry import ledger_files
-from penstock.telemetry.ledger_sqlite import SqliteSink
+from penstock.telemetry import ledger_segment
+from penstock.telemetry.ledger_sink import SqliteSink
 from penstock.types import RequestId, TenantId, Usage
 
 PAGE = pages.text_of("ledger")
@@ -120,7 +120,7 @@ def month() -> list[UsageRecord]:
 def ledger(tmp_path: Path) -> Path:
     directory = tmp_path / "ledger"
     directory.mkdir()
-    sink = SqliteSink(ledger_files.database_path(directory), ManualClock())
+    sink = SqliteSink(ledger_segment.database_path(directory), ManualClock())
     sink.write(month())
     sink.close()
     return directory
@@ -139,7 +139,7 @@ def test_the_table_of_usage(ledger: Path, tmp_path: Path, capsys: pytest.Capture
 def test_the_queries_run_and_mean_what_they_say(ledger: Path) -> None:
     (block,) = re.findall(r"```sql\n(.*?)```", PAGE, re.DOTALL)
     first, second = [text for text in block.split(";") if text.strip()]
-    connection = sqlite3.connect(ledger_files.database_path(ledger))
+    connection = sqlite3.connect(ledger_segment.database_path(ledger))
     try:
         connection.execute(first).fetchall()  # Of this month, whichever that is.
         ((model, saved),) = connection.execute(second).fetchall()

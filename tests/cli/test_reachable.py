@@ -3,7 +3,7 @@ import socket
 import psutil
 import pytest
 
-from penstock.cli.wiring.banner import reachable
+from penstock.cli.wiring.serving import reachable
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.7", "::1", "box.example"])

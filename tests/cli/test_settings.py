@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.cli.commands.serve import effective_config, printable_config
 from penstock.cli.main import build_parser
-from penstock.cli.wiring.settings import effective_config, printable_config
 from penstock.config.load import parse_config, with_environment
 from penstock.config.tree import Config, ModelConfig
 from penstock.errors import ConfigError

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 from usage_records import T0_NS, closed
 
-from penstock.cli.commands.fleet_view import tables, view_of
+from penstock.cli.commands.top import tables, view_of
+from penstock.cli.console import Column, Fitted, row
 from penstock.cli.main import main
-from penstock.cli.tables import Column, Fitted, row
 from penstock.clock import ManualClock
 from penstock.policy.limits.calendar import DAY_NS
 from penstock.protocol.fleet import FleetReport, ModelReport, WorkerReport
-from penstock.telemetry import ledger_files
-from penstock.telemetry.ledger_sqlite import SqliteSink
+from penstock.telemetry import ledger_segment
+from penstock.telemetry.ledger_sink import SqliteSink
 
 WORDS = st.text(st.characters(codec="ascii", categories=("L", "N")), min_size=1, max_size=30)
 
@@ -56,7 +56,7 @@ def test_every_cell_is_whole_or_its_column_is_said_to_be_missing(rows, ranks, wi
 def ledger(tmp_path: Path) -> Path:
     place = tmp_path / "ledger"
     place.mkdir()
-    sink = SqliteSink(ledger_files.database_path(place), ManualClock())
+    sink = SqliteSink(ledger_segment.database_path(place), ManualClock())
     sink.write(
         closed(
             str(n), tenant="key-17524415", model="penstock-demo", ended_ns=T0_NS + n * DAY_NS, cost_micros=0

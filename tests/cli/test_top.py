@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from penstock.cli.commands.fleet_view import tables, view_of
+from penstock.cli.commands.top import tables, view_of
 from penstock.cli.main import main
 from penstock.cli.wiring.state import save_key
 from penstock.protocol.fleet import FleetReport, ModelReport, WorkerReport

@@ -13,10 +13,10 @@ from penstock.clock import NS_PER_S, ManualClock, SystemClock
 from penstock.config.ledger import LedgerConfig
 from penstock.policy.limits.calendar import DAY_NS
 from penstock.policy.record import UsageRecord
-from penstock.telemetry import ledger_files
+from penstock.telemetry import ledger_segment
 from penstock.telemetry.ledger_journal import Journal
-from penstock.telemetry.ledger_limits import LedgerLimits
-from penstock.telemetry.ledger_sqlite import SqliteSink
+from penstock.telemetry.ledger_segment import LedgerLimits
+from penstock.telemetry.ledger_sink import SqliteSink
 
 DAY_1 = T0_NS  # 2023-11-14 22:13:20 UTC
 DAY_2 = T0_NS + DAY_NS
@@ -24,7 +24,7 @@ DAY_2 = T0_NS + DAY_NS
 
 def write(directory: Path, *records: UsageRecord) -> None:
     directory.mkdir(exist_ok=True, parents=True)
-    sink = SqliteSink(ledger_files.database_path(directory), ManualClock())
+    sink = SqliteSink(ledger_segment.database_path(directory), ManualClock())
     sink.write(records)
     sink.close()
 
@@ -161,7 +161,7 @@ def test_wrong_usage(argv: list[str], complaint: str, capsys: pytest.CaptureFixt
 def test_journals_count_too_each_request_once(ledger: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Closed but not delivered; delivered but not removed; cut off by a crash; and running now."""
     limits = LedgerLimits(segment_bytes=256 * 1024)
-    claims = [ledger_files.claim_new(ledger, SystemClock()) for _ in range(2)]
+    claims = [ledger_segment.claim_new(ledger, SystemClock()) for _ in range(2)]
     alive, dead = [
         Journal(
             claim, LedgerConfig(), ManualClock(), lambda what, error: pytest.fail(f"{what}: {error}"), limits

@@ -2,8 +2,7 @@
 
 import tokenizers
 
-from penstock.text.pieces import Decoding, byte_level_bytes
-from penstock.text.tokenizer import Tokenizer
+from penstock.text.tokenizer import Decoding, Tokenizer, byte_level_bytes
 
 
 def byte_tokenizer() -> Tokenizer:

@@ -24,7 +24,7 @@ from penstock.backends.base import (
 from penstock.clock import Clock
 from penstock.errors import PenstockError, StreamBroken, WorkerUnavailable
 from penstock.protocol.worker import ModelInfo
-from penstock.text.stop import StopChecker
+from penstock.text.detokenizer import StopChecker
 from penstock.types import BLOCK_TOKENS, FinishReason, RequestId, Usage
 
 Script = Callable[[GenerateRequest], Iterator[str]]
@@ -76,7 +76,7 @@ class FakeBackend:
             raise WorkerUnavailable(f"the worker is not ready: {self._status.stage}")
         assert request.request_id not in self._streams, f"{request.request_id} is already running"
         if request.resumed and not self.resumes:
-            raise WorkerUnavailable("this kind of worker cannot go on with what another one began")
+            raise WorkerUnavailable("this kind of worker cannot continue a stream of another one")
         stream = _FakeStream(
             request, sink, self._script(request), self._clock, self._leave, resumes=self.resumes
         )

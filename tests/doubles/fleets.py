@@ -9,8 +9,7 @@ from fake_backend import FakeBackend
 from penstock.backends.base import Backend
 from penstock.clock import Clock
 from penstock.config.tree import LogConfig
-from penstock.fleet.registry import Registry
-from penstock.fleet.worker import Worker
+from penstock.fleet.registry import Registry, Worker
 from penstock.telemetry.log import Log
 from penstock.types import WorkerId
 

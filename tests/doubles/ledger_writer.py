@@ -23,7 +23,7 @@ from penstock.config.tree import LogConfig
 from penstock.policy.limits.budget import BudgetReservation, TenantBudgets
 from penstock.policy.tenant import Tenant
 from penstock.telemetry.ledger import Ledger
-from penstock.telemetry.ledger_limits import LedgerLimits
+from penstock.telemetry.ledger_segment import LedgerLimits
 from penstock.telemetry.log import Log
 from penstock.types import TenantId
 

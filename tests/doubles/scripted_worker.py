@@ -13,7 +13,7 @@ from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.fleet.launchers.base import WorkerSpec
 from penstock.fleet.launchers.local import LocalLauncher
-from penstock.fleet.launchers.log_file import WorkerLogs
+from penstock.fleet.launchers.process import WorkerLogs
 from penstock.fleet.launchers.supervised import SupervisedWorker
 from penstock.types import ModelName, WorkerId
 

@@ -22,8 +22,8 @@ from penstock.backends.engine.backend import EngineBackend
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.errors import CheckpointError, StreamBroken, WorkerUnavailable
-from penstock.fleet.desired_worker import worker_key
 from penstock.fleet.launchers.base import LaunchedWorker, Launcher, WorkerSpec
+from penstock.fleet.members import worker_key
 from penstock.protocol.address import UnixAddress
 from penstock.types import FinishReason, ModelName, RequestId, SamplingParams, WorkerId
 

@@ -23,7 +23,7 @@ from penstock.config.discover import DiscoverConfig, KubernetesConfig
 from penstock.config.tree import Config, LogConfig, ModelConfig
 from penstock.errors import ConfigError
 from penstock.fleet.launchers.local import LocalLauncher
-from penstock.fleet.launchers.log_file import WorkerLogs
+from penstock.fleet.launchers.process import WorkerLogs
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry
 from penstock.fleet.sources import discovery as discovery_module

@@ -18,7 +18,7 @@ from penstock.config.tree import KVEventsConfig, LogConfig
 from penstock.engine.kv_event_publisher import KVEventPublisher
 from penstock.engine.zmq_publisher import ZmqPublisher
 from penstock.errors import ConfigError
-from penstock.fleet.kv_event_subscriber import END_OF_REPLAY, KVEventSubscriber
+from penstock.fleet.kv_watch import END_OF_REPLAY, KVEventSubscriber
 from penstock.kv.cache.manager import KVManager
 from penstock.kv.events import Numbered
 from penstock.kv.hashing import BlockHasher

@@ -7,7 +7,7 @@ from launcher_conformance import DOUBLES, LauncherConformance, Place
 
 from penstock.clock import SystemClock
 from penstock.fleet.launchers.local import LocalLauncher
-from penstock.fleet.launchers.log_file import WorkerLogs
+from penstock.fleet.launchers.process import WorkerLogs
 
 
 class TestUnixSockets(LauncherConformance):

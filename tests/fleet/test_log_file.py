@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from penstock.clock import ManualClock
-from penstock.fleet.launchers.log_file import LogFile
+from penstock.fleet.launchers.process import LogFile
 
 
 def test_lines_carry_the_time_and_survive_a_restart(tmp_path: Path) -> None:

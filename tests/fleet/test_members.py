@@ -15,9 +15,8 @@ from penstock.config.reload import with_members
 from penstock.config.tree import LogConfig, ModelConfig
 from penstock.errors import ConfigError
 from penstock.fleet.members import Members
-from penstock.fleet.registry import Registry
-from penstock.fleet.sources.static import share_of
-from penstock.fleet.worker import Worker
+from penstock.fleet.registry import Registry, Worker
+from penstock.fleet.sources.found import share_of
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.telemetry.log import Log
 from penstock.types import FinishReason, WorkerId

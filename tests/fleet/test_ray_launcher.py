@@ -16,7 +16,7 @@ from scripted_runner import scripted_text
 from penstock.clock import SystemClock
 from penstock.config.ray import RayConfig
 from penstock.errors import ConfigError, StreamBroken, WorkerUnavailable
-from penstock.fleet.launchers.log_file import WorkerLogs
+from penstock.fleet.launchers.process import WorkerLogs
 from penstock.fleet.launchers.ray import RayLauncher
 
 ray = pytest.importorskip("ray")

@@ -10,14 +10,14 @@ from byte_tokenizer import byte_tokenizer
 from scripted_worker import DOUBLES, RUNNER
 
 from penstock.backends.engine.backend import EngineBackend
-from penstock.cli.wiring.early import early_threads
+from penstock.cli.commands.serve import early_threads
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.fleet import FleetConfig
 from penstock.config.tree import Config, EngineConfig, ModelConfig
 from penstock.fleet.launchers.base import WorkerSpec
 from penstock.fleet.launchers.local import LocalLauncher
-from penstock.fleet.launchers.spares import Spares
+from penstock.fleet.launchers.process import Spares
 from penstock.fleet.launchers.supervised import SupervisedWorker
 from penstock.types import ModelName, WorkerId
 

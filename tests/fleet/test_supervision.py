@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_S, ManualClock
-from penstock.fleet.launchers.supervision import RESTART_WINDOW_NS, RestartBudget, StallDetector
+from penstock.fleet.launchers.supervised import RESTART_WINDOW_NS, RestartBudget, StallDetector
 
 
 def test_restarts_wait_longer_each_time_until_there_are_none_left() -> None:

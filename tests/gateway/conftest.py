@@ -22,15 +22,13 @@ from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig
 from penstock.fleet.members import Members
 from penstock.gateway.app import Gateway
 from penstock.gateway.http.wire_limits import WireLimits
-from penstock.gateway.models.public import PublicPrefixes
-from penstock.gateway.models.served import ServedModel
+from penstock.gateway.models.served import PublicPrefixes, ServedModel
 from penstock.policy.queueing.terms import queue_terms
 from penstock.rng import IdSource
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 from penstock.text.chat import ChatTemplate
-from penstock.text.pieces import decoding_of
-from penstock.text.tokenizer import GenerationDefaults, Tokenizer
+from penstock.text.tokenizer import GenerationDefaults, Tokenizer, decoding_of
 from penstock.types import ModelName
 
 KEY = "sk-test-key-0123456789"
@@ -73,6 +71,7 @@ class RunningGateway:
         public: tuple[str, ...] = (),
         max_running: int = 1024,
         small: bool = False,
+        template: str = TEMPLATE,
         clock: Clock | None = None,
         **limits: float,
     ) -> None:
@@ -85,6 +84,7 @@ class RunningGateway:
         self.log_text = io.StringIO()
         self.requests = []
         self._script, self._step_s, self._public = script, step_s, public
+        self._template = template
         self._max_running, self._names = max_running, ("tiny", "small") if small else ("tiny",)
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._main, daemon=True)
@@ -101,7 +101,7 @@ class RunningGateway:
         self.backends = await self.make_backends()
         self.backend = self.backends["tiny"]
         self.metrics = Metrics(list(self._names), version="test")
-        template = ChatTemplate({"default": TEMPLATE}, special_tokens={}, wall_ns=self.clock.wall_ns)
+        template = ChatTemplate({"default": self._template}, special_tokens={}, wall_ns=self.clock.wall_ns)
         log = Log(self.config.log, self.clock, stream=self.log_text)
         self.registry = fleet_of(self.clock, self.backends)
         self.members = Members(self.registry, log, drain_timeout_s=5.0)

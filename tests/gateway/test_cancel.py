@@ -13,8 +13,7 @@ from step_gate import StepGate
 from penstock.clock import SystemClock
 from penstock.config.tree import Config, ServerConfig
 from penstock.gateway.app import Gateway
-from penstock.gateway.models.public import PublicPrefixes
-from penstock.gateway.models.served import ServedModel
+from penstock.gateway.models.served import PublicPrefixes, ServedModel
 from penstock.protocol.worker import Ping, Pong
 from penstock.rng import IdSource
 from penstock.telemetry.log import Log

@@ -1,10 +1,16 @@
-"""What an ended request leaves behind: nothing that only the collector of cycles could free."""
+"""What an ended request leaves behind: nothing that only the collector of cycles could free, and one end."""
 
 import gc
+import re
+import threading
 
+import msgspec
+
+from penstock.config.routing import ModelRoute, RoutingConfig
 from penstock.gateway.http.connection import Connection
 from penstock.gateway.http.exchange import Exchange
 from penstock.gateway.relay.reply import Reply
+from penstock.policy.queueing.terms import QueueTerms
 
 
 def test_no_cycles(start, kit):
@@ -29,3 +35,40 @@ def test_no_cycles(start, kit):
         gc.set_debug(0)
         gc.garbage.clear()
     assert not left
+
+
+def test_a_client_that_leaves_while_its_request_moves_to_another_model(start, kit):
+    """The first model's reply was never accepted, and the second one's is not there yet."""
+    config = msgspec.structs.replace(
+        kit.make_config(),
+        routing=RoutingConfig(models=(ModelRoute(model="tiny", fallback="small"),)),
+        queue=QueueTerms(worker_credit=0, no_worker_wait_s=0),
+    )
+    running = start(config, small=True)
+    encode, calls = running.tokenizer.encode, []
+    second, may_go_on = threading.Event(), threading.Event()
+
+    def held(text, **options):
+        calls.append(text)
+        if len(calls) == 2:
+            second.set()
+            assert may_go_on.wait(10)
+        return encode(text, **options)
+
+    running.tokenizer.encode = held
+    running.call(running.backend.lose_worker)
+    body = {"model": "tiny", "prompt": "x" * 20_000, "max_tokens": 4}  # So long that a thread tokenizes it.
+    raw = kit.Raw(running).send(kit.post("/v1/completions", body))
+    assert second.wait(10)
+    raw.close()
+    running.wait_until(lambda: " 499 " in running.log_text.getvalue())
+    may_go_on.set()
+    with kit.openai_client(running) as client:
+        answer = client.completions.create(model="small", prompt="hi", max_tokens=2)
+    assert answer.usage.completion_tokens == 2
+    lines = running.log_text.getvalue().splitlines()
+    assert [re.findall(r" (499|200) .*model=(\w+) outcome=(\w+)", line) for line in lines] == [
+        [("499", "small", "abort")],
+        [("200", "small", "length")],
+    ], lines
+    assert running.call(lambda: running.gateway.num_accepted) == 0

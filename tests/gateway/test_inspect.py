@@ -5,7 +5,7 @@ import urllib.error
 import urllib.request
 
 from penstock.backends.base import Phase
-from penstock.gateway.identity.entrance import is_local
+from penstock.gateway.identity.tenancy import is_local
 
 
 def fetch(running, path, body=None, **headers):

@@ -18,8 +18,7 @@ from penstock.policy.requests.request import Request
 from penstock.protocol.worker import Submit
 from penstock.rng import stream
 from penstock.schedule.plan import StepPlan, StepResult
-from penstock.telemetry.merge import merged
-from penstock.telemetry.metrics import Metrics
+from penstock.telemetry.metrics import Metrics, merged
 from penstock.types import RequestId, SamplingParams, Usage, WorkerId
 
 WORKER = WorkerId("w")

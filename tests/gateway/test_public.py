@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from penstock.clock import SystemClock
 from penstock.errors import ConfigError
-from penstock.gateway.models.public import NO_PUBLIC_PREFIXES, PublicPrefixes
+from penstock.gateway.models.served import NO_PUBLIC_PREFIXES, PublicPrefixes
 from penstock.text.chat import ChatTemplate
 
 SYSTEM = "You are the assistant of a water works. Be brief."

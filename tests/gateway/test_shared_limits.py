@@ -25,11 +25,10 @@ from penstock.clock import NS_PER_S, ManualClock, SystemClock
 from penstock.config.flow import LimitsConfig, SharedConfig
 from penstock.config.tree import LogConfig
 from penstock.errors import ConfigError
-from penstock.gateway.shared.keeper import LeaseKeeper
+from penstock.gateway.shared.keeper import LeaseKeeper, StoreError
 from penstock.gateway.shared.limits import open_store
 from penstock.gateway.shared.local_store import LeaseServer, LocalStore
 from penstock.gateway.shared.redis_store import RedisStore
-from penstock.gateway.shared.store import StoreError
 from penstock.policy.limits.lease import LeaseAsk, Leases
 from penstock.policy.limits.lease_table import LeaseTable
 from penstock.policy.limits.rate_limit import Limiter, LimitRefusal

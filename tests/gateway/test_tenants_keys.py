@@ -14,8 +14,7 @@ from penstock.config.tenancy import TenantConfig
 from penstock.errors import ConfigError, Unauthenticated
 from penstock.gateway.identity import api_keys
 from penstock.gateway.identity.api_keys import ApiKey, Issued, edit_keys, read_keys, stamp
-from penstock.gateway.identity.tenants import StoredKeys
-from penstock.gateway.identity.tiers import Tenants
+from penstock.gateway.identity.tenants import StoredKeys, Tenants
 
 
 def stored(path: Path, *tenants: TenantConfig) -> StoredKeys:

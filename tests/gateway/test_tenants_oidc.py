@@ -15,7 +15,7 @@ pytest.importorskip("jwt", reason="PyJWT is not installed (penstock[jwt])")
 
 from tenant_keys import ask
 
-from penstock.gateway.identity.jwt_terms import JwtTerms
+from penstock.gateway.identity.tokens import JwtTerms
 
 PACKAGE = "oidc-provider@9.13.3"
 PROVIDER = Path(__file__).parents[1] / "doubles" / "oidc_provider.mjs"

@@ -16,10 +16,8 @@ jwt = pytest.importorskip("jwt", reason="PyJWT is not installed (penstock[jwt])"
 from identity_provider import AUDIENCE, IdentityProvider, Key, raw_token
 from tenant_keys import ask
 
-from penstock.gateway.identity.jwks import parse_jwks
-from penstock.gateway.identity.jwt_terms import JwtTerms
-from penstock.gateway.identity.tiers import Tenants
-from penstock.gateway.identity.tokens import TokenVerifier
+from penstock.gateway.identity.tenants import Tenants
+from penstock.gateway.identity.tokens import JwtTerms, TokenVerifier, parse_jwks
 
 ISSUER = "https://id.example"
 RSA, OTHER, CURVE, EDWARDS = Key("rsa"), Key("other"), Key("ec", "ES256"), Key("ed", "EdDSA")

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from penstock.kv.identity import Computation
+from penstock.kv.hashing import Computation
 
 ONE = Computation(checkpoint="c", tokenizer="t", dtype="bfloat16", kv_dtype="bfloat16", kernels="native avx2")
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from penstock.errors import WorkerError
 from penstock.kv.events import AllBlocksCleared, BlockRemoved, KVEventBatch, encode_batch, stored_event
 from penstock.kv.hashing import token_bytes
-from penstock.kv.index.prefix_index import Tier
-from penstock.kv.index.vllm_events import (
+from penstock.kv.index.block_names import (
     Cleared,
     KVEventError,
     Removed,
@@ -20,6 +19,7 @@ from penstock.kv.index.vllm_events import (
     decode_events,
     events_of_engine,
 )
+from penstock.kv.index.prefix_index import Tier
 
 ARRAY_OF_MAPS = (
     "93cb41d954fc40100000918ba474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657392c420000102030405060708090a0b0c0d0e"

@@ -16,8 +16,7 @@ from penstock.policy.limits.rate_limit import RateTerms
 from penstock.policy.record import Outcome
 from penstock.policy.resilience.breaker import BreakerState
 from penstock.sim.checks.checks import Checks
-from penstock.sim.world.chaos import Chaos
-from penstock.sim.world.faults import Fault, FaultKind
+from penstock.sim.world.faults import Chaos, Fault, FaultKind
 from penstock.sim.world.gateway import SimGateway
 from penstock.sim.world.worker import SimWorkerSpec
 from penstock.sim.world.world import PoolSpec, World, WorldSpec

@@ -6,8 +6,16 @@ from hypothesis import strategies as st
 
 from penstock.policy.record import Outcome
 from penstock.sim.report.compare import compare, mean_and_half_width, t95
-from penstock.sim.report.fairness import fair_shares, jain, largest_gap
-from penstock.sim.report.figures import Objective, Run, Spread, WorkerUse, figures
+from penstock.sim.report.figures import (
+    Objective,
+    Run,
+    Spread,
+    WorkerUse,
+    fair_shares,
+    figures,
+    jain,
+    largest_gap,
+)
 from penstock.sim.traffic.request import RequestRecord
 
 MS, S = 10**6, 10**9

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from penstock.policy.record import Outcome
-from penstock.sim.scenarios.goodput import (
+from penstock.sim.scenarios.overload import (
     DRAINED_S,
     LONG,
     TIMES,

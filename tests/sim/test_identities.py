@@ -12,11 +12,10 @@ from penstock.config.tree import Config
 from penstock.errors import ConfigError
 from penstock.sim.checks.checks import Checks
 from penstock.sim.scenarios.catalogue import SCENARIOS
-from penstock.sim.scenarios.described import described
+from penstock.sim.scenarios.scenario import described
 from penstock.sim.scenarios.setup import Knobs, with_settings
 from penstock.sim.traffic.request import Segment, SimRequest
-from penstock.sim.world.chaos import Chaos
-from penstock.sim.world.faults import Fault, FaultKind
+from penstock.sim.world.faults import Chaos, Fault, FaultKind
 from penstock.sim.world.spec import PoolSpec, WorldSpec
 from penstock.sim.world.worker import SimWorkerSpec
 from penstock.sim.world.world import World

@@ -8,8 +8,7 @@ from sim_load import poisson
 from penstock.clock import NS_PER_S
 from penstock.kv.index.worker_cache_view import StreamState
 from penstock.sim.checks.checks import Checks
-from penstock.sim.world.chaos import Chaos
-from penstock.sim.world.faults import Fault, FaultKind
+from penstock.sim.world.faults import Chaos, Fault, FaultKind
 from penstock.sim.world.world import PoolSpec, World, WorldSpec
 
 

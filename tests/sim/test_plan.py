@@ -7,10 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
-from penstock.planning.accelerators import ACCELERATORS, accelerator
-from penstock.planning.model_shapes import MODELS
-from penstock.planning.plan import Demand, Terms, cheapest, options
-from penstock.planning.sizing import sizing_example
+from penstock.planning.plan import Demand, Terms, cheapest, options, sizing_example
+from penstock.planning.roofline import ACCELERATORS, MODELS, accelerator
 from penstock.sim.scenarios.plan_check import check_plan
 
 DEVICES = [accelerator(name) for name in ("a100-80", "h100", "l40s")]

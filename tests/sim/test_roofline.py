@@ -7,9 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import CheckpointError, ConfigError
-from penstock.planning.accelerators import ACCELERATORS, accelerator
-from penstock.planning.model_shapes import MODELS, model_shape
-from penstock.planning.roofline import Placed, Roofline
+from penstock.planning.roofline import ACCELERATORS, MODELS, Placed, Roofline, accelerator, model_shape
 from penstock.planning.step_time import StepShape
 
 BILLIONS = {

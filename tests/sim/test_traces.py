@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.sim.traffic.arrivals import Poisson
 from penstock.sim.traffic.request import Segment, SimRequest
 from penstock.sim.traffic.traces import Rates, Trace, write_trace
-from penstock.sim.traffic.workload import Callers, Conversations, even, merged
+from penstock.sim.traffic.workload import Callers, Conversations, Poisson, even, merged
 
 HEADER = '{"format":"penstock-trace/1","block_size":64,"licence":"x","more":1}\n'
 

@@ -10,13 +10,18 @@ from hypothesis import strategies as st
 
 from penstock import rng
 from penstock.clock import NS_PER_S
-from penstock.sim.traffic.arrivals import Arrivals, Diurnal, Gamma, Poisson, Spike, Stampede
 from penstock.sim.traffic.request import Segment, SimRequest
 from penstock.sim.traffic.workload import (
+    Arrivals,
     Callers,
     Chat,
     Conversations,
+    Diurnal,
+    Gamma,
     LengthDistribution,
+    Poisson,
+    Spike,
+    Stampede,
     agents,
     even,
     merged,

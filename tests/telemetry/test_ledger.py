@@ -15,10 +15,10 @@ from penstock.policy.limits.budget import BudgetRefusal, Spent, TenantBudgets
 from penstock.policy.limits.calendar import DAY_NS
 from penstock.policy.record import UsageRecord
 from penstock.policy.tenant import Tenant
-from penstock.telemetry import ledger_files
+from penstock.telemetry import ledger_segment
 from penstock.telemetry.ledger import USER_CHARS_MAX, Ledger
 from penstock.telemetry.ledger_journal import Journal
-from penstock.telemetry.ledger_limits import LedgerLimits
+from penstock.telemetry.ledger_segment import LedgerLimits
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 from penstock.types import TenantId
@@ -53,7 +53,7 @@ def test_a_request_reaches_the_database(tmp_path: Path) -> None:
         await ledger.stop()
         assert set(sink.records) == {"a", "b"}
         assert sink.is_closed
-        assert ledger_files.instance_directories(tmp_path) == []
+        assert ledger_segment.instance_directories(tmp_path) == []
 
     asyncio.run(run())
 
@@ -169,13 +169,13 @@ def test_a_directory_that_cannot_be_written_is_said_by_its_key(tmp_path: Path) -
 
 def test_the_directory_follows_the_xdg_rules() -> None:
     named = LedgerConfig(directory="/somewhere")
-    assert ledger_files.ledger_directory(named, {}) == Path("/somewhere")
+    assert ledger_segment.ledger_directory(named, {}) == Path("/somewhere")
     chosen = {"PENSTOCK_STATE_DIR": "/p", "XDG_STATE_HOME": "/s"}
-    assert ledger_files.ledger_directory(LedgerConfig(), chosen) == Path("/p/ledger")
-    assert ledger_files.ledger_directory(LedgerConfig(), {"XDG_STATE_HOME": "/s"}) == Path(
+    assert ledger_segment.ledger_directory(LedgerConfig(), chosen) == Path("/p/ledger")
+    assert ledger_segment.ledger_directory(LedgerConfig(), {"XDG_STATE_HOME": "/s"}) == Path(
         "/s/penstock/ledger"
     )
-    assert ledger_files.ledger_directory(LedgerConfig(), {}) == Path.home() / ".local/state/penstock/ledger"
+    assert ledger_segment.ledger_directory(LedgerConfig(), {}) == Path.home() / ".local/state/penstock/ledger"
 
 
 def test_what_was_spent_is_known_after_a_crash(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_what_was_spent_is_known_after_a_crash(tmp_path: Path) -> None:
             first.close(closed(name, ended_ns=at_ns, cost_micros=70))
         await first.stop()
         dead = Journal(
-            claim := ledger_files.claim_new(tmp_path, CLOCK),
+            claim := ledger_segment.claim_new(tmp_path, CLOCK),
             config(tmp_path),
             CLOCK,
             lambda what, _: pytest.fail(what),

@@ -18,7 +18,7 @@ from penstock import rng
 from penstock.clock import SystemClock
 from penstock.config.ledger import LedgerConfig
 from penstock.config.tree import LogConfig
-from penstock.telemetry import ledger_files
+from penstock.telemetry import ledger_segment
 from penstock.telemetry.ledger import Ledger
 from penstock.telemetry.log import Log
 
@@ -93,8 +93,8 @@ def test_killed_at_random_points_every_accepted_request_has_exactly_one_record(
     directory, recorder = tmp_path / "ledger", tmp_path / "witness"
     assert run_with_kills(directory, recorder, seed) == KILLS
     spent = asyncio.run(recover(directory))
-    assert ledger_files.instance_directories(directory) == []
-    connection = sqlite3.connect(ledger_files.database_path(directory))
+    assert ledger_segment.instance_directories(directory) == []
+    connection = sqlite3.connect(ledger_segment.database_path(directory))
     rows = connection.execute(
         "SELECT request_id, recovered, completion_tokens, cost_micros FROM usage"
     ).fetchall()

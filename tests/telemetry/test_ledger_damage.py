@@ -18,12 +18,12 @@ from penstock.clock import ManualClock
 from penstock.config.ledger import LedgerConfig
 from penstock.config.tree import LogConfig
 from penstock.policy.record import UsageRecord
-from penstock.telemetry import ledger_files
+from penstock.telemetry import ledger_segment
 from penstock.telemetry.ledger_journal import Journal
-from penstock.telemetry.ledger_limits import LedgerLimits
 from penstock.telemetry.ledger_recovery import recover_abandoned, recovered
 from penstock.telemetry.ledger_segment import (
     Kind,
+    LedgerLimits,
     decode_progress,
     decode_record,
     encode,
@@ -88,7 +88,7 @@ def write_journal(directory: Path, seed: int) -> tuple[Path, list[Written]]:
     """The journal of a process that died in the middle of its work; its segment, and the frames in it."""
     random, clock = rng.stream(seed, "journal"), ManualClock()
     limits = LedgerLimits(segment_bytes=256 * 1024, journal_bytes_max=1024 * 1024)
-    claim = ledger_files.claim_new(directory, clock)
+    claim = ledger_segment.claim_new(directory, clock)
     journal = Journal(
         claim, LedgerConfig(), clock, lambda what, error: pytest.fail(f"{what}: {error}"), limits
     )
@@ -103,7 +103,7 @@ def write_journal(directory: Path, seed: int) -> tuple[Path, list[Written]]:
             else:
                 journal.close(closed(name, completion_tokens=running.pop(name)))
         journal.flush()
-    path = ledger_files.segment_path(claim.directory, 1)
+    path = ledger_segment.segment_path(claim.directory, 1)
     data = path.read_bytes()
     head = read_head(data, "")
     assert head is not None

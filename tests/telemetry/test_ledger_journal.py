@@ -15,11 +15,10 @@ from penstock.config.ledger import LedgerConfig
 from penstock.config.tree import LogConfig
 from penstock.errors import Overloaded
 from penstock.policy.record import Outcome
-from penstock.telemetry import ledger_files, ledger_journal
+from penstock.telemetry import ledger_journal, ledger_segment
 from penstock.telemetry.ledger_journal import Journal
-from penstock.telemetry.ledger_limits import LedgerLimits
 from penstock.telemetry.ledger_recovery import CRASHED, read_journal, recover_abandoned
-from penstock.telemetry.ledger_segment import Kind
+from penstock.telemetry.ledger_segment import Kind, LedgerLimits
 from penstock.telemetry.ledger_sink import Follower, SinkError
 from penstock.telemetry.log import Log
 
@@ -40,7 +39,7 @@ class Rig:
         config = LedgerConfig(when_full=when_full)
         self.errors: list[str] = []
         self.sink = MemorySink()
-        self.claim = ledger_files.claim_new(directory, self.clock)
+        self.claim = ledger_segment.claim_new(directory, self.clock)
         self.journal = Journal(
             self.claim, config, self.clock, lambda what, _: self.errors.append(what), limits
         )
@@ -76,7 +75,7 @@ class Rig:
         raise AssertionError("the journal has no bound")
 
     def segments(self) -> list[int]:
-        return [sequence for sequence, _ in ledger_files.segments(self.claim.directory)]
+        return [sequence for sequence, _ in ledger_segment.segments(self.claim.directory)]
 
 
 def test_what_was_closed_is_delivered_and_the_journal_removed_at_a_clean_end(tmp_path: Path) -> None:
@@ -90,7 +89,7 @@ def test_what_was_closed_is_delivered_and_the_journal_removed_at_a_clean_end(tmp
     assert (rig.journal.closed, rig.follower.delivered, rig.journal.live) == (1, 1, 0)
     assert rig.journal.stop()
     rig.claim.release(remove=True)
-    assert ledger_files.instance_directories(tmp_path) == []
+    assert ledger_segment.instance_directories(tmp_path) == []
 
 
 def test_nothing_is_on_disk_before_the_flush_and_all_of_it_after(tmp_path: Path) -> None:
@@ -117,7 +116,7 @@ def test_a_request_that_was_cut_off_gets_the_record_of_its_last_slice(tmp_path: 
     assert (never_ran.prompt_tokens, never_ran.completion_tokens, never_ran.cost_micros) == (0, 0, 0)
     assert (cut.prompt_tokens, cut.completion_tokens, cut.cost_micros, cut.worker) == (20, 9, 90, "w0")
     assert (cut.ended_ns, cut.total_us) == (progress("b", 9).at_ns, 1000)
-    assert ledger_files.instance_directories(tmp_path) == []
+    assert ledger_segment.instance_directories(tmp_path) == []
     assert rig.recover() == 0
 
 
@@ -128,9 +127,9 @@ def test_a_living_journal_is_left_alone(tmp_path: Path) -> None:
     other = Rig(tmp_path)
     assert other.claim.directory != rig.claim.directory
     assert other.recover() == 0
-    assert ledger_files.is_alive(rig.claim.directory)
+    assert ledger_segment.is_alive(rig.claim.directory)
     rig.crash()
-    assert not ledger_files.is_alive(rig.claim.directory)
+    assert not ledger_segment.is_alive(rig.claim.directory)
     assert other.recover() == 1
     assert list(other.sink.records) == ["a"]
 
@@ -158,7 +157,7 @@ def test_a_recovery_that_fails_half_way_is_done_again_to_the_same_end(tmp_path: 
 
 def test_a_directory_whose_maker_died_at_once_is_swept(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    stale = ledger_files.journal_root(tmp_path) / ".new-0001"
+    stale = ledger_segment.journal_root(tmp_path) / ".new-0001"
     stale.mkdir()
     rig.recover()
     assert not stale.exists()
@@ -323,7 +322,7 @@ def test_cut_at_every_byte_each_request_has_exactly_the_record_it_should(tmp_pat
     else.
     """
     rig = Rig(tmp_path)
-    journal, ends, path = rig.journal, [], ledger_files.segment_path(rig.claim.directory, 1)
+    journal, ends, path = rig.journal, [], ledger_segment.segment_path(rig.claim.directory, 1)
     steps = [lambda: journal.open(opened("a")), lambda: journal.slice(progress("a", 2)),
         lambda: journal.open(opened("b")),
              lambda: journal.slice(progress("a", 5)), lambda: journal.close(closed("a")),
@@ -337,7 +336,7 @@ def test_cut_at_every_byte_each_request_has_exactly_the_record_it_should(tmp_pat
     for cut in range(ends[-1] + 1):
         num_done = sum(end <= cut for end in ends)
         place = tmp_path / f"at{cut}"
-        directory = ledger_files.journal_root(place) / "1-1-1"
+        directory = ledger_segment.journal_root(place) / "1-1-1"
         directory.mkdir(parents=True)
         (directory / path.name).write_bytes(data[:cut] + bytes(64))
         sink = MemorySink()
@@ -364,7 +363,7 @@ def test_damage_to_a_living_journal_holds_back_no_record_but_its_own(
         rig.journal.open(opened(f"r{i}"))
         rig.journal.close(closed(f"r{i}"))
     rig.journal.flush()
-    path = ledger_files.segment_path(rig.claim.directory, 1)
+    path = ledger_segment.segment_path(rig.claim.directory, 1)
     with path.open("r+b") as file:
         for place in places:
             file.seek(place)
@@ -393,7 +392,7 @@ def test_damage_in_the_middle_is_kept_for_a_person(
         rig.journal.open(opened(f"r{i}"))
         rig.journal.flush()
     rig.crash()
-    path = ledger_files.segment_path(rig.claim.directory, 1)
+    path = ledger_segment.segment_path(rig.claim.directory, 1)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(bytes(data))

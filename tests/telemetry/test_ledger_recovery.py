@@ -11,7 +11,7 @@ from usage_records import MemorySink, closed, opened, progress
 from penstock.clock import ManualClock
 from penstock.config.tree import LogConfig
 from penstock.policy.record import SCHEMA_VERSION
-from penstock.telemetry import ledger_files
+from penstock.telemetry import ledger_segment
 from penstock.telemetry.ledger_recovery import recover_abandoned
 from penstock.telemetry.ledger_segment import Kind, SegmentHeader, encode, to_frame, to_head
 from penstock.telemetry.ledger_sink import SinkError
@@ -38,12 +38,12 @@ def frame(kind: str, name: str, tokens: int) -> bytes:
 
 
 def write_abandoned(directory: Path, instance: str, segments: list[list[tuple[str, str, int]]]) -> None:
-    place = ledger_files.journal_root(directory) / instance
+    place = ledger_segment.journal_root(directory) / instance
     place.mkdir(parents=True)
     for i, events in enumerate(segments, start=1):
         head = to_head(SegmentHeader(instance=instance, sequence=i, created_ns=0))
         data = head + b"".join(frame(*event) for event in events)
-        ledger_files.segment_path(place, i).write_bytes(data + bytes(50))
+        ledger_segment.segment_path(place, i).write_bytes(data + bytes(50))
 
 
 @settings(max_examples=60, deadline=None)
@@ -58,7 +58,7 @@ def test_duplicates_and_order_change_nothing(
     write_abandoned(directory, "1-1-0", [shuffled[: len(shuffled) // 2], shuffled[len(shuffled) // 2 :]])
     sink = MemorySink()
     sink.failures = failures
-    while ledger_files.instance_directories(directory):
+    while ledger_segment.instance_directories(directory):
         with contextlib.suppress(SinkError):
             recover_abandoned(directory, sink, LOG)
     expected: dict[str, tuple[bool, int]] = {}
@@ -73,7 +73,7 @@ def test_duplicates_and_order_change_nothing(
 def test_a_file_that_was_never_begun_holds_nothing(tmp_path: Path) -> None:
     write_abandoned(tmp_path, "1-1-0", [[("open", "a", 0)]])
     for i, data in enumerate((b"", b"PST", bytes(4096)), start=2):
-        ledger_files.segment_path(ledger_files.journal_root(tmp_path) / "1-1-0", i).write_bytes(data)
+        ledger_segment.segment_path(ledger_segment.journal_root(tmp_path) / "1-1-0", i).write_bytes(data)
     sink = MemorySink()
     assert recover_abandoned(tmp_path, sink, LOG) == 1
 
@@ -94,18 +94,20 @@ def test_what_a_newer_version_left_stays_and_the_rest_is_recovered(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_abandoned(tmp_path, "1-1-0", [[("open", "old", 0)]])
-    newer = ledger_files.journal_root(tmp_path) / "0-1-0"
+    newer = ledger_segment.journal_root(tmp_path) / "0-1-0"
     newer.mkdir()
     head = to_head(SegmentHeader(version=SCHEMA_VERSION + 1, instance="0-1-0", sequence=1, created_ns=0))
-    ledger_files.segment_path(newer, 1).write_bytes(head + frame("open", "new", 0))
-    unknown = ledger_files.journal_root(tmp_path) / "0-2-0"
+    ledger_segment.segment_path(newer, 1).write_bytes(head + frame("open", "new", 0))
+    unknown = ledger_segment.journal_root(tmp_path) / "0-2-0"
     unknown.mkdir()
     head = to_head(SegmentHeader(instance="0-2-0", sequence=1, created_ns=0))
-    ledger_files.segment_path(unknown, 1).write_bytes(head + to_frame(Kind.CLOSE, encode({"request_id": 7})))
+    ledger_segment.segment_path(unknown, 1).write_bytes(
+        head + to_frame(Kind.CLOSE, encode({"request_id": 7}))
+    )
     sink = MemorySink()
     assert recover_abandoned(tmp_path, sink, Log(LogConfig(level="error"), ManualClock())) == 1
     assert list(sink.records) == ["old"]
-    assert [path.name for path in ledger_files.instance_directories(tmp_path)] == ["0-1-0", "0-2-0"]
+    assert [path.name for path in ledger_segment.instance_directories(tmp_path)] == ["0-1-0", "0-2-0"]
     said = capsys.readouterr().err
     assert "was written by a newer version" in said
     assert "a record in the journal cannot be read" in said

@@ -12,8 +12,7 @@ from usage_records import T0_NS, MemorySink, closed
 from penstock.clock import ManualClock
 from penstock.errors import LedgerError
 from penstock.policy.record import SCHEMA_VERSION, Outcome, UsageRecord
-from penstock.telemetry.ledger_sink import LedgerSink, SinkError
-from penstock.telemetry.ledger_sqlite import DAY_NS, FIELDS, PRUNE_NS, SqliteSink
+from penstock.telemetry.ledger_sink import DAY_NS, FIELDS, PRUNE_NS, LedgerSink, SinkError, SqliteSink
 
 Read = Callable[[], list[UsageRecord]]
 
@@ -127,7 +126,7 @@ def test_something_else_is_refused(tmp_path: Path) -> None:
 def test_a_locked_file_is_a_sink_error_and_nothing_of_the_batch_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.telemetry.ledger_sqlite.BUSY_S", 0.01)
+    monkeypatch.setattr("penstock.telemetry.ledger_sink.BUSY_S", 0.01)
     sqlite = SqliteSink(tmp_path / "u", ManualClock())
     other = sqlite3.connect(tmp_path / "u", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")

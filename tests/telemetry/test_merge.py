@@ -1,5 +1,4 @@
-from penstock.telemetry.merge import lasting, merged
-from penstock.telemetry.metrics import Metrics
+from penstock.telemetry.metrics import Metrics, lasting, merged
 from penstock.types import ModelName
 
 SHARED = {b"s_total", b"s"}

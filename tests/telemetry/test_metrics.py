@@ -38,6 +38,7 @@ def test_names_and_labels_are_the_golden_ones() -> None:
     metrics.queue_waiting("m", 1)
     for count in (metrics.refused, metrics.evicted, metrics.diverted):
         count("m", "queue_full")
+    metrics.template_child("m", "unpriced")
     metrics.retried("m")
     metrics.migrated("m")
     metrics.hedged("m", "won")

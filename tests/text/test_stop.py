@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.text.stop import StopChecker
+from penstock.text.detokenizer import StopChecker
 
 
 def naive(text: str, stops: list[str], *, include: bool) -> tuple[str, str | None]:

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 
 from penstock.errors import CheckpointError, InvalidRequest
-from penstock.text.pieces import byte_level_bytes, decoding_of
-from penstock.text.tokenizer import GenerationDefaults, Tokenizer
+from penstock.text.tokenizer import GenerationDefaults, Tokenizer, byte_level_bytes, decoding_of
 
 TEXTS = [
     "",

@@ -16,7 +16,7 @@ from penstock.backends.http.backend import HttpBackend
 from penstock.backends.http.external import ExternalWorker, make_backend
 from penstock.clock import SystemClock
 from penstock.config.tree import LogConfig
-from penstock.fleet.kv_event_subscriber import KVEventSubscriber
+from penstock.fleet.kv_watch import KVEventSubscriber
 from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.prompt_keys import PromptKeys

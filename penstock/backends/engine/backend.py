@@ -63,13 +63,13 @@ class EngineBackend:
     ) -> None:
         """`key`: the worker must have it, and wants to see that we have."""
         self.failure: WorkerFailed | None = None
-        """Why the worker says that it cannot serve, until it is heard of again."""
+        """The worker's reason why it cannot serve, until its next report."""
         self.on_change: Callable[[], None] = nothing
         """See `Backend.on_change`."""
         self.on_phase: Callable[[], None] = nothing
         """The same, but not for newer `stats`. For the launcher."""
         self.progress = 0
-        """The last step heard of: while `num_streams` or the stats say that there is work, it must grow."""
+        """The last step reported: while `num_streams` or the stats say that there is work, it must grow."""
         self._tokenizer, self._clock, self._heartbeat = tokenizer, clock, heartbeat
         self._status = BackendStatus()
         self._key, self._handshake = key, Handshake(key)
@@ -110,9 +110,9 @@ class EngineBackend:
         return self._draining
 
     def connect_to(self, address: Address, *, reports_connect_errors: bool = False) -> None:
-        """Connect, now or as soon as somebody listens there, and again after every loss.
+        """Connect, now or as soon as a worker listens there, and again after every loss.
 
-        `reports_connect_errors`: that nobody listens is told as the stage, for nobody else knows more.
+        `reports_connect_errors`: a refused connection is reported as the stage, for no other part knows more.
         """
         assert self._connecting is None, "already connected"
         self._says_trouble = reports_connect_errors
@@ -184,7 +184,7 @@ class EngineBackend:
         await self.close()
 
     def end_worker(self) -> bool:
-        """Tell the worker to exit once it has finished what it runs, for whomever; False if it cannot be
+        """Tell the worker to exit once it has finished what it runs, for any gateway; False if it cannot be
         told. For the launcher.
         """
         if self._link is None:
@@ -193,7 +193,7 @@ class EngineBackend:
         return True
 
     async def close(self) -> None:
-        """Let go of the worker at once: whatever still runs is broken off."""
+        """Disconnect at once: running streams break."""
         self._draining = True
         link = self._link
         if link is not None:
@@ -361,7 +361,7 @@ class EngineBackend:
         while True:
             try:
                 link = await WorkerLink.connect(address, self, self._heartbeat)
-            except OSError as error:  # Nobody listens (yet).
+            except OSError as error:  # No process listens (yet).
                 why = f"cannot connect to {address}: {error.strerror or error}"
                 if self._says_trouble and why != self._status.stage:
                     self._status.stage = why

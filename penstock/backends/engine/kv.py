@@ -43,7 +43,7 @@ class KVSubscription:
             batch = decode_batch(news.payload)
         except msgspec.DecodeError as error:
             raise ProtocolError(f"no batch of KV events: {error}") from error
-        # Half a snapshot is no place to go on from.
+        # Half a snapshot is no state to continue from.
         self._epoch = _NO_EPOCH if news.more else news.epoch
         self._next = news.sequence + 1
         self._listener(batch)

@@ -1,6 +1,6 @@
 """The wire between a gateway and one engine worker: messages in both directions, no streams, no policy.
 
-What is sent in one tick of the event loop leaves in one write. Whoever owns the link is told of every
+What is sent in one tick of the event loop leaves in one write. The link's owner is called for every
 message and of the end; after the end a link is spent, and a new one is made. A worker that says nothing any
 more is asked for a sign of life, then doubted, then given up: whatever it may say later, nobody listens on
 that connection.
@@ -83,7 +83,7 @@ class WorkerLink(asyncio.Protocol):
         """A link to the worker that listens there.
 
         Raises:
-            OSError: nobody does, or nobody answers (TimeoutError).
+            OSError: no process listens, or none answers (TimeoutError).
         """
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -199,7 +199,7 @@ class WorkerLink(asyncio.Protocol):
             self._owner.on_link_doubted(doubted=verdict is Beat.DOUBT)
 
     def _await_greeting(self, *, heard: bool) -> None:
-        """Every worker says at once how far it is. One that never does is stopped, or nobody at all."""
+        """Every worker says at once how far it is. A worker that never does so is stopped or dead."""
         self._greeting_beats = -1 if heard or self._greeting_beats < 0 else self._greeting_beats + 1
         if self._greeting_beats >= GREETING_BEATS:
             self._give_up(self._greeting_beats)

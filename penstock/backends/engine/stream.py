@@ -1,6 +1,6 @@
 """One stream of our own engine: token ids in, text out, exactly one end.
 
-    primed with what another worker gave before, if it goes on with that
+    primed with what another worker gave before, if it continues that
     push* ──> finished by the engine
           ──> stop string: finished here, aborted there
           ──> abort (the client left)
@@ -10,11 +10,11 @@ Whichever comes first wins; everything after it is ignored. `push` runs once per
 relay's hot path, so all that is only needed at the ends stays out of it.
 
 Tokens may wait here for a moment: those of a read that brings several steps (`gather`, then
-`release_buffered`), and of an answer that nobody reads before its end, in pieces. Whatever ends the stream
+`release_buffered`), and of an answer that is read only at its end, in pieces. Any end of the stream
 tells them first.
 
 What the sink has heard is a function of the tokens alone, however they were cut into steps: so the
-detokenizer and the stop checker of a stream that goes on are given the tokens so far, and what they say to
+detokenizer and the stop checker of a migrated stream are given the tokens so far, and what they say to
 that was said before.
 """
 
@@ -37,8 +37,7 @@ from penstock.errors import (
     WorkerUnavailable,
 )
 from penstock.protocol.worker import Output, RequestFinished
-from penstock.text.detokenizer import detokenizer
-from penstock.text.stop import StopChecker
+from penstock.text.detokenizer import StopChecker, detokenizer
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import FinishReason, RequestId, Usage
 
@@ -100,7 +99,7 @@ class EngineStream:
         self._received = False
         """The sink has heard the first output, and more may come in pieces."""
         self._held: list[int] = []
-        """Tokens of the answer that the sink has not heard of yet."""
+        """Tokens of the answer that the sink has not received yet."""
         # Stop strings must be seen at once, and logprobs belong to their tokens.
         self._piece = 1 if request.stop else request.piece_tokens
         self._first_ns = 0
@@ -199,13 +198,13 @@ class EngineStream:
         text = self._push_text(token_ids)
         if self._stop is not None:
             _, matched = self._stop.push(text)
-            assert matched is None, "what was stopped does not go on"
+            assert matched is None, "a stopped stream takes no more tokens"
 
     def _resume(self) -> tuple[int, ...]:
         return tuple(self._token_ids)
 
     def _push_last(self, output: Output, finish: RequestFinished) -> None:
-        """The engine says that this is the end: let go of what was held back."""
+        """The engine ended the answer: release text that was held back."""
         self.release_buffered()
         if self._done:
             return
@@ -228,7 +227,7 @@ class EngineStream:
             return Finish(reason=finish.reason, usage=finish.usage, error=error, resume=self._resume())
         stop = finish.stop_token_id
         if stop in self._tokenizer.eos_ids:
-            stop = None  # The ordinary end of an answer is nobody's stop token.
+            stop = None  # The model's own end-of-text token is not a stop token of the request.
         return Finish(reason=finish.reason, usage=finish.usage, stop=stop)
 
     def _stop_here(self, last: Delta, matched: str) -> None:

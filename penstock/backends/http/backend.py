@@ -33,8 +33,8 @@ from penstock.backends.http.stream import Anomaly, HttpStream
 from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.errors import ClientError, Overloaded, StreamBroken, WorkerUnavailable
 from penstock.protocol.worker import ModelInfo, Stats
-from penstock.telemetry.backend_metrics import BackendMeters
-from penstock.text.piece_tokens import PieceTokens
+from penstock.telemetry.metrics import BackendMeters
+from penstock.text.detokenizer import PieceTokens
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import BLOCK_TOKENS, FinishReason, RequestId
 
@@ -127,7 +127,7 @@ class HttpBackend:
                 is to go on with what another worker began, which no foreign engine can do exactly.
         """
         if request.resumed:
-            raise WorkerUnavailable("this kind of worker cannot go on with what another one began")
+            raise WorkerUnavailable("this kind of worker cannot continue a stream of another one")
         if not self._status.ready or self._draining:
             raise WorkerUnavailable(f"the worker is not ready: {self._status.stage}")
         if request.adapter and request.adapter not in self._status.adapters.served:
@@ -168,7 +168,7 @@ class HttpBackend:
         await self.close()
 
     async def close(self) -> None:
-        """Let go of the worker at once: whatever still runs is broken off."""
+        """Disconnect at once: running streams break."""
         self._draining = True
         if self._probing is not None:
             self._probing.cancel()

@@ -10,8 +10,8 @@ the size of heads and bodies, and every wait: to connect, for the answer's head,
 progress, and in all. Progress is what the handler says it is (`HttpExchange.touch`), so that a peer cannot
 hold a stream open with bytes that mean nothing.
 
-Whoever has too much of an answer may `hold` it: its connection is not read, TCP's window fills and the peer
-waits. That time is no silence of the peer's.
+A caller that has too much of an answer may pause it: the connection is not read, TCP's window fills and the
+peer waits. That time is no silence of the peer's.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ HEAD_BYTES_MAX = 64 * 1024
 _STALE_NS = NS_PER_S
 """A connection that ends within this time of a request, unheard, was closed by its peer while it was idle."""
 _END_TIMEOUT_NS = 2 * NS_PER_S
-"""How long the end of an answer that nobody waits for may take before its connection is closed."""
+"""How long the rest of an abandoned answer may take before its connection is closed."""
 
 
 class NoConnection(Exception):
@@ -40,7 +40,7 @@ class NoConnection(Exception):
 
 
 class HttpExchange:
-    """One request and its answer, in the hands of whoever started it."""
+    """One request and its answer, as its caller sees them."""
 
     __slots__ = (
         "_client", "_connecting", "_connection", "_deadline_ns", "_ends_ns", "_fresh", "_held_since_ns",
@@ -98,7 +98,7 @@ class HttpExchange:
             self._arm()
 
     def abort(self) -> None:
-        """Close the connection, so that the peer sees that nobody wants the answer.
+        """Close the connection, so that the peer sees that the answer is not wanted.
 
         Idempotent; the handler hears nothing.
         """
@@ -179,7 +179,7 @@ class HttpExchange:
         One that was idle may have been closed just as it was taken: then a new one is made, once.
 
         RFC 9110, section 9.2.2: a request may be sent again when it is known that it had no effect;
-        generating text for nobody has none.
+        generating an abandoned answer has none.
         """
         is_late = self._client.clock.now_ns() - self._sent_ns > _STALE_NS
         if was_received or is_late or self._fresh or self._over:
@@ -370,7 +370,7 @@ class _Connection(asyncio.Protocol):
         self._transport.write(exchange.request)
 
     def read(self, *, on: bool) -> None:
-        """Go on reading, or stop: what the peer sends then stays with the kernels, and in the end with the
+        """Resume or pause reading: what the peer sends then stays with the kernels, and in the end with the
         peer.
         """
         if self._transport is None or self._transport.is_closing():

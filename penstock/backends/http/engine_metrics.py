@@ -56,7 +56,7 @@ class LoadNames:
     """The label that names the model, where one server has several."""
     adapters: tuple[str, str, str, str] | None = None
     """A metric whose samples name adapters in their labels: of requests that ran, and that waited, separated
-    by commas; and how many it keeps at hand. The value is the time when that was so last. It comes with the
+    by commas; and how many it keeps loaded. The value is the time when that was so last. It comes with the
     first request for one."""
 
     def all(self) -> frozenset[str]:
@@ -112,7 +112,7 @@ class EngineLoad:
     kv_tokens: int | None = None
     """What its KV cache holds at most."""
     adapters: tuple[str, ...] | None = None
-    """Those that were used last, the very last at the end, as many as it keeps at hand."""
+    """The adapters used last, the most recent at the end, as many as it keeps loaded."""
     missing: tuple[str, ...] = ()
     """Names of metrics that were expected and not there."""
 
@@ -192,7 +192,7 @@ def _count(values: list[float] | None) -> int | None:
 
 
 def _told_tokens(samples: Samples, names: LoadNames) -> int | None:
-    """Tokens of a KV cache whose size is told in labels."""
+    """Tokens of a KV cache whose size is in labels."""
     if names.kv_info is None:
         return None
     metric, blocks, tokens = names.kv_info

@@ -19,13 +19,13 @@ from penstock.backends.http.dialects.vllm import VllmDialect
 from penstock.backends.http.limits import HttpBackendLimits
 from penstock.clock import Clock
 from penstock.errors import ConfigError
-from penstock.telemetry.backend_metrics import BackendMeters
+from penstock.telemetry.metrics import BackendMeters
 from penstock.text.tokenizer import Tokenizer
 
 PROVIDER_PROBE_S = 30.0
 """A provider counts how often it is asked."""
 PROVIDER_CONTEXT = 128 * 1024
-"""What a provider's context is taken to be if nobody says; it refuses what is too long itself."""
+"""The context length assumed for a provider by default; it refuses longer prompts itself."""
 _METRICS = {
     "vllm": "/metrics",
     "sglang": "/metrics",
@@ -67,7 +67,7 @@ class BackendDependencies:
     draw: Callable[[], float]
     """Numbers from 0 to 1."""
     heartbeat: HeartbeatTerms = HeartbeatTerms()  # noqa: RUF009 - it is frozen.
-    """For workers of our own that somebody else started."""
+    """For engine workers that we did not start."""
 
 
 def make_backend(worker: ExternalWorker, tokenizer: Tokenizer, tools: BackendDependencies) -> HttpBackend:

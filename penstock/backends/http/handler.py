@@ -1,4 +1,4 @@
-"""What whoever started an HTTP exchange (backends/http/client.py) hears of it."""
+"""Callbacks of an HTTP exchange (backends/http/client.py)."""
 
 import enum
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import Protocol
 class FailureKind(enum.Enum):
     """What kind of failure an exchange met."""
 
-    CONNECT = "connect"  # Nobody listens, TLS failed, or it took too long.
+    CONNECT = "connect"  # Refused, TLS failed, or it took too long.
     TIMEOUT = "timeout"  # No head, no progress, or too long in all.
     BROKEN = "broken"  # The connection ended in the middle.
     MALFORMED = "malformed"  # What came is not HTTP/1.1.

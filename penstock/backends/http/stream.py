@@ -27,9 +27,7 @@ from penstock.backends.http.handler import FailureKind, HttpFailure
 from penstock.clock import Clock
 from penstock.errors import Overloaded, PenstockError, StreamBroken, WorkerUnavailable
 from penstock.protocol.sse import EventReader, EventTooLong
-from penstock.text.detokenizer import IncrementalDetokenizer, detokenizer
-from penstock.text.piece_tokens import PieceTokens
-from penstock.text.stop import StopChecker
+from penstock.text.detokenizer import IncrementalDetokenizer, PieceTokens, StopChecker, detokenizer
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import FinishReason, RequestId, TokenLogprob, Usage
 
@@ -268,7 +266,7 @@ class HttpStream:
         if ended is not None and not self._done:
             self._finished(ended, None)
             if piece.finish is None and not self._done:
-                self._conclude(close=True)  # It would go on.
+                self._conclude(close=True)  # The server would send more.
 
     def _up_to_the_end(self, ids: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """The tokens that belong to the answer, and its end if these tokens are it."""
@@ -277,7 +275,9 @@ class HttpStream:
             for i, token_id in enumerate(ids):
                 if token_id in self._stop_ids and self._count + i >= sampling.min_tokens:
                     if token_id not in self._tokenizer.eos_ids:
-                        self._stopped_by = token_id  # The ordinary end of an answer is nobody's stop token.
+                        self._stopped_by = (
+                            token_id  # The model's own end-of-text token is not a stop token of the request.
+                        )
                     return ids[:i], FinishReason.STOP
         room = sampling.max_tokens - self._count
         if len(ids) > room:
@@ -319,7 +319,7 @@ class HttpStream:
             self._conclude(close=True)
 
     def _finished(self, reason: FinishReason, stop: str | int | None) -> None:
-        """Why it ended is known: let go of what was held back; its usage may still come."""
+        """The finish reason is known: release text that was held back; usage may still come."""
         text = "" if self._detokenizer is None else self._detokenizer.finish()
         matched = None
         if self._stop is not None:
@@ -426,7 +426,7 @@ class HttpStream:
         reported = self._reported or ReportedUsage()
         prompt, completion = len(self._request.prompt_token_ids), self._exact_count()
         if self._trusts_prompt and reported.prompt_tokens is not None:
-            # Ours is an estimate; but nobody's tokenizer is that much finer.
+            # Ours is an estimate; but no tokenizer is that much finer.
             prompt = min(max(0, reported.prompt_tokens), _PROMPT_FACTOR * (prompt + _OVERRUN_SLACK))
         if completion is None:
             completion = self._count

@@ -1,4 +1,8 @@
-"""`penstock bench`: put load on an OpenAI endpoint and report latency and throughput."""
+"""`penstock bench`: put load on an OpenAI endpoint and report latency and throughput.
+
+`penstock bench --fit`: measures the steps of our own engine, and says how well a law tells the time of
+steps it never saw.
+"""
 
 import argparse
 import asyncio
@@ -10,10 +14,10 @@ from pathlib import Path
 
 import uvloop
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from penstock import rng
 from penstock.bench.client import CannotConnect, ClientLimits
-from penstock.bench.environment import read_environment
 from penstock.bench.load import Level, LoadRun, ProbeRefused, RequestShape, probe
 from penstock.bench.prompts import Prompt, PromptPlan, made, read_dataset
 from penstock.bench.prompts import probe as probe_prompt
@@ -26,19 +30,61 @@ from penstock.bench.report import (
     goodput_table,
     latency_table,
     level_report,
+    read_environment,
     throughput_table,
     to_json,
     utc_stamp,
 )
 from penstock.cli import console
-from penstock.cli.commands.bench_fit import fit_steps
 from penstock.cli.commands.remote import add_remote_flags, connect, no_server, pick_model
 from penstock.cli.console import check_place, screen_beside, write_to
 from penstock.cli.flags import Commands, Help, number
 from penstock.clock import NS_PER_MS, SystemClock, sleep
+from penstock.config.engine_settings import EngineSettings
+from penstock.config.presets import resolve
 from penstock.config.routing import TPOT_TARGET_MS, TTFT_TARGET_MS
 from penstock.errors import ConfigError
+from penstock.planning.step_time import fit, write_steps
 from penstock.policy.admission.promise import Promise
+
+_TERMS = ("a step", "a token", "a row", "a KV token read", "a pair in a chunk's attention")
+
+
+def fit_steps(model: str, json_path: Path | None, *, seed: int) -> int:
+    """Measure, fit, tell, and write the samples.
+
+    Raises:
+        ConfigError: no file to write, or it cannot be written.
+        OperatorError: the model cannot be served here.
+    """
+    if json_path is None or str(json_path) == "-":
+        raise ConfigError("--fit needs --json FILE: where the measured steps are written")
+    check_place(json_path)
+    # Here, because it imports torch, which the rest of `penstock bench` does without.
+    from penstock.bench.fit import measure_steps
+
+    screen = console.err()
+
+    def progress(stage: str, done: int, total: int) -> None:
+        screen.print(f"{stage} ({done} of {total})" if total else stage, markup=False, soft_wrap=True)
+
+    measured = measure_steps(
+        str(resolve(model)), EngineSettings(), SystemClock(), seed=seed, progress=progress
+    )
+    law, error = fit(measured.steps)
+    write_steps(json_path, measured)
+    table = Table("what", title=f"{len(measured.steps)} steps of {measured.name}", title_justify="left")
+    table.add_column("microseconds", justify="right")
+    for name, value in zip(_TERMS, law.coefficients, strict=True):
+        table.add_row(name, f"{value / 1000:.4g}")
+    console.out().print(table)
+    console.out().print(
+        f"error on {error.steps} held-back steps: median {error.median:.1%}, mean {error.mean:.1%}, p95 "
+        f"{error.p95:.1%}; the sum of all is off by {error.bias:+.1%}", markup=False, soft_wrap=True,
+    )  # fmt: skip
+    screen.print(f"wrote {json_path}", markup=False, soft_wrap=True)
+    return 0
+
 
 PROBE_WORDS = (64, 256)
 REFRESH_S = 0.2

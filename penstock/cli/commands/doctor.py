@@ -1,16 +1,340 @@
-"""`penstock doctor`: what works on this machine, what does not, and what to do about it."""
+"""`penstock doctor`: what works on this machine, what does not, and what to do about it.
+
+The checks of `penstock doctor`. Each looks at one thing and says what it found; none raises.
+"""
 
 import argparse
+import enum
+import errno
+import os
+import platform
+import resource
+import socket
+import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 from rich.table import Table
 
 from penstock import __version__
+from penstock.bench.report import cpu_info, cpu_name, installed_version
 from penstock.cli import console
-from penstock.cli.commands import checks
-from penstock.cli.commands.checks import Check, CheckState
+from penstock.cli.commands.probe import TorchFacts
 from penstock.cli.flags import Commands, Help, default_port, number
+from penstock.config.checkpoints import check_loads
+from penstock.config.presets import DEMO_MODELS, REPOSITORY, resolve
+from penstock.errors import CheckpointError, ConfigError, OperatorError
+from penstock.gateway.http.wire_limits import WIRE_LIMITS
+from penstock.models.registry import read_spec
+from penstock.text.tokenizer import Tokenizer
+
+PROBE_TIMEOUT_S = 120
+MEMORY_WARN_BYTES = 2 << 30
+BFLOAT16_FAST = 1.2
+"""bfloat16 counts as fast when a matrix product takes at most 1/1.2 of the time in float32."""
+NEEDED = (
+    "httptools",
+    "jinja2",
+    "msgspec",
+    "prometheus-client",
+    "pyyaml",
+    "rich",
+    "shtab",
+    "tokenizers",
+    "uvloop",
+)
+ENGINE = ("numpy", "psutil", "safetensors")
+
+
+class CheckState(enum.StrEnum):
+    """How a check went. Only FAIL keeps `serve` from working."""
+
+    OK = "ok"
+    NOTE = "note"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+class Check(msgspec.Struct, frozen=True):
+    """What one check found. `hint` says what to do; empty if there is nothing to do."""
+
+    name: str
+    state: CheckState
+    detail: str
+    hint: str = ""
+
+
+def run_all(port: int, model: str | None = None) -> tuple[Check, ...]:
+    """Every check, in the order in which they are shown; the last is of `model`, if one is named."""
+    of_model = (check_model(model),) if model is not None else ()
+    return (
+        check_python(),
+        check_os(),
+        check_cpu(),
+        check_cpu_features(),
+        check_memory(),
+        check_packages("packages", NEEDED, "pip install penstock"),
+        *check_torch(),
+        check_packages("engine packages", ENGINE, "pip install 'penstock[engine]'"),
+        check_native(),
+        check_hub(),
+        check_demo_models(),
+        check_port(port),
+        check_temp(),
+        check_open_files(WIRE_LIMITS.connections_max),
+        *of_model,
+    )
+
+
+def check_python() -> Check:
+    """Python is 3.11 or newer."""
+    good = sys.version_info >= (3, 11)
+    hint = "" if good else "Python 3.11 or newer is needed"
+    return Check(
+        "Python",
+        CheckState.OK if good else CheckState.FAIL,
+        f"{platform.python_version()} ({sys.executable})",
+        hint,
+    )
+
+
+def check_os() -> Check:
+    """Linux is what we test on."""
+    good = sys.platform == "linux"
+    hint = "" if good else "only Linux is tested"
+    detail = f"{platform.system()} {platform.release()} {platform.machine()}"
+    return Check("system", CheckState.OK if good else CheckState.WARN, detail, hint)
+
+
+def check_cpu() -> Check:
+    """How many cores this process may use."""
+    usable, total = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    detail = f"{cpu_name()}, {usable} of {total} cores usable"
+    quota = _cpu_quota()
+    if quota is not None and quota < usable:
+        return Check(
+            "CPU",
+            CheckState.WARN,
+            f"{detail}, limited to {quota:g} by the container",
+            f"use --threads {max(1, int(quota))}",
+        )
+    return Check("CPU", CheckState.OK, detail)
+
+
+def _cpu_quota() -> float | None:
+    """Cores that the control group allows (cgroup v2); None if it does not say."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def check_cpu_features() -> Check:
+    """Which vector instructions torch can use."""
+    flags = set(cpu_info().get("flags", "").split())
+    if not flags:
+        return Check("CPU features", CheckState.NOTE, "unknown on this system")
+    wanted = {
+        "avx2": "avx2",
+        "avx512f": "avx512",
+        "avx512_vnni": "avx512-vnni",
+        "avx512_bf16": "avx512-bf16",
+        "amx_bf16": "amx-bf16",
+        "amx_int8": "amx-int8",
+    }
+    have = [name for flag, name in wanted.items() if flag in flags]
+    lack = [name for flag, name in wanted.items() if flag not in flags]
+    detail = (", ".join(have) or "none") + (f" (not: {', '.join(lack)})" if lack else "")
+    if "avx2" in flags:
+        return Check("CPU features", CheckState.OK, detail)
+    return Check("CPU features", CheckState.WARN, detail, "without avx2 models run slowly")
+
+
+def check_memory() -> Check:
+    """Memory that a model could take now."""
+    try:
+        rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+        sizes = {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows}
+        total, free = sizes["MemTotal"], sizes["MemAvailable"]
+    except (OSError, KeyError, ValueError, IndexError):
+        return Check("memory", CheckState.NOTE, "unknown on this system")
+    detail = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    if free < MEMORY_WARN_BYTES:
+        return Check("memory", CheckState.WARN, detail, "only small models fit")
+    return Check("memory", CheckState.OK, detail)
+
+
+def check_packages(name: str, packages: Sequence[str], remedy: str) -> Check:
+    """These distributions are installed."""
+    versions = {package: installed_version(package) for package in packages}
+    if missing := [package for package, version in versions.items() if not version]:
+        return Check(name, CheckState.FAIL, f"missing: {', '.join(missing)}", remedy)
+    return Check(
+        name, CheckState.OK, ", ".join(f"{package} {version}" for package, version in versions.items())
+    )
+
+
+def check_torch() -> tuple[Check, ...]:
+    """Torch imports and computes, how fast bfloat16 is, and whether there is a GPU."""
+    if not installed_version("torch"):
+        return (Check("torch", CheckState.FAIL, "not installed", "pip install 'penstock[engine]'"),)
+    facts = probe_torch()
+    if isinstance(facts, str):
+        return (Check("torch", CheckState.FAIL, facts, "install a torch build that fits this processor"),)
+    return (
+        Check("torch", CheckState.OK, f"{facts.version}, {facts.threads} threads"),
+        _check_bfloat16(facts),
+        _check_gpu(facts),
+    )
+
+
+def probe_torch() -> TorchFacts | str:
+    """Run the torch probe in a process of its own; the string says how it failed."""
+    command = [sys.executable, "-m", "penstock.cli.commands.probe"]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=PROBE_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"cannot be tried: {error}"
+    if done.returncode < 0:
+        return f"installed, but dies with signal {-done.returncode}"
+    if done.returncode:
+        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        return f"installed, but does not work: {last}"
+    try:
+        return msgspec.json.decode(done.stdout, type=TorchFacts)
+    except msgspec.DecodeError as error:
+        return f"the probe's answer cannot be read: {error}"
+
+
+def _check_bfloat16(facts: TorchFacts) -> Check:
+    detail = f"{facts.bfloat16_speedup:.1f}x the speed of float32 in a matrix product"
+    if facts.bfloat16_speedup >= BFLOAT16_FAST:
+        return Check("bfloat16", CheckState.OK, detail)
+    return Check("bfloat16", CheckState.NOTE, detail + ": torch computes in float32 here")
+
+
+def _check_gpu(facts: TorchFacts) -> Check:
+    if facts.gpus:
+        return Check("GPU", CheckState.OK, f"{', '.join(facts.gpus)} (CUDA {facts.cuda_build})")
+    if Path("/proc/driver/nvidia/version").exists():
+        hint = "" if facts.cuda_build else "install a torch build with CUDA"
+        return Check("GPU", CheckState.WARN, "there is an NVIDIA driver, but torch sees no GPU", hint)
+    return Check("GPU", CheckState.NOTE, "none; models run on the CPU")
+
+
+def check_native() -> Check:
+    """Our own compiled kernels: which instruction set they use here, and which types of weights they
+    compute.
+    """
+    from penstock.engine.native import KernelsUnavailable, NativeLibrary  # Only doctor pays for loading them.
+    from penstock.engine.native.library import Type
+
+    try:
+        kernels = NativeLibrary()
+    except KernelsUnavailable as why:
+        hint = _native_remedy()
+        return Check("native kernels", CheckState.NOTE, f"none, torch computes everything: {why}", hint)
+    types = {"float32": Type.F32, "bfloat16": Type.BF16, "int8": Type.I8, "int4": Type.I4}
+    weights = ", ".join(name for name, kind in types.items() if kernels.supports(kind))
+    return Check("native kernels", CheckState.OK, f"{kernels.isa}; weights in {weights}")
+
+
+def _native_remedy() -> str:
+    """What gives the native kernels: only a checkout has their sources."""
+    if (REPOSITORY / "pyproject.toml").is_file():
+        return "build them with: python -m penstock.engine.native.build"
+    return "a wheel for linux_x86_64 has them, one for any machine does not"
+
+
+def check_hub() -> Check:
+    """The optional client for models by hub id."""
+    version = installed_version("huggingface-hub")
+    if version:
+        return Check("hub models", CheckState.OK, f"huggingface-hub {version}")
+    return Check(
+        "hub models", CheckState.NOTE, "only local directories can be served", "pip install 'penstock[hub]'"
+    )
+
+
+def check_demo_models() -> Check:
+    """The models that come with the project; the first is what `penstock serve` serves without a name."""
+    lack: dict[str, str] = {}
+    for name in DEMO_MODELS:
+        try:
+            resolve(name)
+        except OperatorError as error:
+            lack[name] = str(error)
+    if not lack:
+        return Check("demo models", CheckState.OK, ", ".join(DEMO_MODELS))
+    state = CheckState.FAIL if DEMO_MODELS[0] in lack else CheckState.WARN
+    return Check("demo models", state, next(iter(lack.values())))
+
+
+def check_port(port: int) -> Check:
+    """The port that `serve` would take is free."""
+    name = f"port {port}"
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            taken = error.errno == errno.EADDRINUSE
+            detail = "in use (perhaps by a running server)" if taken else str(error.strerror)
+            return Check(name, CheckState.WARN, detail, "take another one with --port or PENSTOCK_PORT")
+    return Check(name, CheckState.OK, "free")
+
+
+def check_model(model: str) -> Check:
+    """Our engine has an architecture for the model, and its files are of a form that it reads.
+
+    Loads no weights.
+    """
+    name = f"model {model}"
+    try:
+        directory = resolve(model)
+        check_loads(directory)
+        spec, _ = read_spec(directory)
+        Tokenizer.load(directory)
+    except (ConfigError, CheckpointError) as error:
+        return Check(name, CheckState.FAIL, str(error), "penstock serve would say the same")
+    return Check(
+        name, CheckState.OK, f"{spec.num_layers} layers of {spec.hidden_size}, vocabulary {spec.vocab_size}"
+    )
+
+
+def check_temp() -> Check:
+    """Workers talk over sockets in the temporary directory."""
+    directory = tempfile.gettempdir()
+    try:
+        with tempfile.NamedTemporaryFile(prefix="penstock-"):
+            pass
+    except OSError as error:
+        return Check(
+            "temporary files",
+            CheckState.FAIL,
+            f"{directory}: {error.strerror}",
+            "set TMPDIR to a writable directory",
+        )
+    return Check("temporary files", CheckState.OK, f"{directory} is writable")
+
+
+def check_open_files(connections_max: int) -> Check:
+    """The limit on open files allows as many connections as the server would take."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft > connections_max:
+        return Check("open files", CheckState.OK, f"limit {soft}")
+    detail = f"limit {soft} (hard {hard}) is below the {connections_max} connections that are served"
+    return Check(
+        "open files",
+        CheckState.WARN,
+        detail,
+        f"ulimit -n {connections_max + 1000}, or serve fewer connections",
+    )
+
 
 EPILOG = """\
 exit code:
@@ -72,9 +396,9 @@ def run(args: argparse.Namespace) -> int:
     screen = console.err()
     if screen.is_terminal and not args.json:
         with screen.status("looking around"):
-            found = checks.run_all(port, args.model)
+            found = run_all(port, args.model)
     else:
-        found = checks.run_all(port, args.model)
+        found = run_all(port, args.model)
     diagnosis = Diagnosis(__version__, all(check.state != CheckState.FAIL for check in found), found)
     if args.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(diagnosis), indent=2).decode() + "\n")

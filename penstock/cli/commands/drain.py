@@ -5,7 +5,7 @@ import asyncio
 import sys
 
 from penstock.cli import console
-from penstock.cli.commands.fleet_client import FleetClient, add_admin_flags, connect_admin
+from penstock.cli.commands.remote import FleetClient, add_admin_flags, connect_admin
 from penstock.cli.flags import Commands, Help, duration
 from penstock.clock import sleep
 

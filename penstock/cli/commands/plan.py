@@ -8,14 +8,19 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
-from penstock.cli.console import check_place, screen_beside, write_to
+from penstock.cli.console import Column, Fitted, check_place, row, screen_beside, write_to
 from penstock.cli.flags import Commands, Help, number
-from penstock.cli.tables import Column, Fitted, row
 from penstock.errors import ConfigError
-from penstock.planning.accelerators import ACCELERATORS, Accelerator, accelerator
-from penstock.planning.model_shapes import BYTES_PER_WEIGHT, MODELS, ModelShape, model_shape
-from penstock.planning.plan import Demand, Option, Terms, cheapest, options
-from penstock.planning.sizing import Sizing, sizing_example
+from penstock.planning.plan import Demand, Option, Sizing, Terms, cheapest, options, sizing_example
+from penstock.planning.roofline import (
+    ACCELERATORS,
+    BYTES_PER_WEIGHT,
+    MODELS,
+    Accelerator,
+    ModelShape,
+    accelerator,
+    model_shape,
+)
 from penstock.sim.scenarios.plan_check import check_plan
 
 SCHEMA = "penstock.plan/1"

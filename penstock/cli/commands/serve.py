@@ -1,13 +1,152 @@
-"""`penstock serve`: from flags to a running server, and back down again."""
+"""`penstock serve`: from flags to a running server, and back down again.
+
+What `penstock serve` does first: it begins its workers, and only then imports the gateway.
+
+The effective configuration of `serve`: flag, else environment, else file, else default.
+"""
 
 import argparse
+import asyncio
+import os
+import re
 import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import msgspec
+import uvloop
 
 from penstock.cli.flags import Commands, Help, number, size
-from penstock.cli.wiring.settings import effective_config, log_levels, printable_config
-from penstock.clock import SystemClock
+from penstock.clock import Clock, SystemClock
 from penstock.config.checkpoints import check_local_models
-from penstock.config.tree import MODEL_LEN_MIN
+from penstock.config.checks import check
+from penstock.config.engine_terms import share_of
+from penstock.config.load import dump_config, load_config, with_environment
+from penstock.config.tenancy import AuthConfig
+from penstock.config.tree import MODEL_LEN_MIN, Config, EngineConfig, LogConfig, ModelConfig
+from penstock.errors import ConfigError
+from penstock.fleet.launchers.process import Spares
+
+
+def serve_until_stopped(config: Config, clock: Clock, started_ns: int, reread: Callable[[], Config]) -> int:
+    """Serve until told to stop; the exit code.
+
+    `reread` makes the configuration anew from where it came, for SIGHUP.
+
+    Raises:
+        OperatorError: the configuration or a model cannot be served.
+        WorkerUnavailable: a worker does not come up.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(config, clock, started_ns, reread))
+
+
+async def _serve(config: Config, clock: Clock, started_ns: int, reread: Callable[[], Config]) -> int:
+    spares = Spares()
+    try:
+        await spares.begin(early_threads(config))
+        from penstock.cli.wiring.serving import Serving  # Takes as long as a worker's imports.
+
+        return await Serving(config, clock, started_ns, reread, spares).run()
+    finally:
+        await spares.close()
+
+
+def early_threads(config: Config) -> list[int]:
+    """The threads of each worker that is worth beginning early: those of this machine, and no more than it
+    has cores.
+    """
+    cores = len(os.sched_getaffinity(0))
+    if config.fleet.launcher != "local":
+        return []
+    threads = [
+        share_of(model.engine, model.replicas, cores).threads
+        for model in config.models
+        for _ in range(model.replicas)
+    ]
+    return threads[:cores]
+
+
+HIDDEN = "hidden"
+
+
+def effective_config(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Config:
+    """Put the sources together and check what can only be checked on the whole.
+
+    Raises:
+        ConfigError: a wrong file, variable or combination; the message names it.
+    """
+    config = load_config(Path(args.config)) if args.config else Config()
+    config = with_environment(config, environ)
+    config = msgspec.structs.replace(
+        config,
+        models=_models(args, config.models),
+        server=msgspec.structs.replace(
+            config.server, **_given(host=args.host, port=args.port, processes=args.processes)
+        ),
+        auth=_auth(args, config.auth),
+        log=msgspec.structs.replace(config.log, **_given(level=args.log_level)),
+    )
+    check(config)
+    return config
+
+
+def _given(**flags: object) -> dict[str, object]:
+    """The flags that were given."""
+    return {name: value for name, value in flags.items() if value is not None}
+
+
+def _models(args: argparse.Namespace, models: tuple[ModelConfig, ...]) -> tuple[ModelConfig, ...]:
+    """MODEL replaces the file's models; engine flags count for every model."""
+    if args.model:
+        models = (ModelConfig(path=args.model),)
+    if args.name:
+        if len(models) != 1:
+            raise ConfigError(f"--name names one model, but {len(models)} are served; name them in the file")
+        models = (msgspec.structs.replace(models[0], name=args.name),)
+    given = _given(
+        dtype=args.dtype,
+        quantization=args.quantization,
+        load_format=args.load_format,
+        max_model_len=args.max_model_len,
+        kv_memory_bytes=args.kv_memory,
+        threads=args.threads,
+    )
+
+    def with_flags(engine: EngineConfig) -> EngineConfig:
+        return msgspec.structs.replace(engine, **given)
+
+    return tuple(msgspec.structs.replace(model, engine=with_flags(model.engine)) for model in models)
+
+
+def _auth(args: argparse.Namespace, auth: AuthConfig) -> AuthConfig:
+    if args.no_auth and args.api_key:
+        raise ConfigError("--no-auth and --api-key contradict each other")
+    if args.no_auth:
+        return msgspec.structs.replace(auth, keys=(), disabled=True)
+    return msgspec.structs.replace(auth, keys=(args.api_key,)) if args.api_key else auth
+
+
+def printable_config(config: Config) -> str:
+    """The effective configuration as YAML; keys are secrets and are not shown."""
+    auth = config.auth
+    hidden = msgspec.structs.replace(
+        auth,
+        keys=(HIDDEN,) * len(auth.keys),
+        admin_keys=(HIDDEN,) * len(auth.admin_keys),
+        scrape_keys=(HIDDEN,) * len(auth.scrape_keys),
+        secret=HIDDEN if auth.secret else "",
+    )
+    url = re.sub(r"(?<=://)[^/@]*(?=@)", HIDDEN, config.shared.url)
+    shared = msgspec.structs.replace(config.shared, url=url)
+    return dump_config(msgspec.structs.replace(config, auth=hidden, shared=shared))
+
+
+def log_levels() -> tuple[str, ...]:
+    """What --log-level takes, from the tree itself."""
+    return get_args(get_type_hints(LogConfig)["level"])
+
 
 DTYPES = ("auto", "float32", "bfloat16")
 
@@ -118,6 +257,5 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(printable_config(config))
         return 0
     check_local_models(config.models)
-    from penstock.cli.wiring.early import serve_until_stopped  # --help and `chat` do not pay for the gateway.
 
     return serve_until_stopped(config, clock, started_ns, lambda: effective_config(args))

@@ -23,8 +23,7 @@ from penstock.config.presets import resolve, served_name
 from penstock.config.tree import MODEL_LEN_MIN, ModelConfig
 from penstock.errors import ConfigError
 from penstock.fleet.launchers.base import WorkerSpec
-from penstock.fleet.launchers.log_file import stderr_line
-from penstock.fleet.launchers.process import WorkerProcess
+from penstock.fleet.launchers.process import WorkerProcess, stderr_line
 from penstock.fleet.launchers.supervised import SupervisedWorker
 from penstock.protocol.address import Address, TcpAddress, parse_address
 from penstock.protocol.launch import WorkerLaunch

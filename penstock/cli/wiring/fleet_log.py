@@ -4,8 +4,7 @@ clients.
 
 import asyncio
 
-from penstock.fleet.registry import Registry
-from penstock.fleet.worker import Worker
+from penstock.fleet.registry import Registry, Worker
 from penstock.telemetry.log import Log
 from penstock.types import WorkerId
 

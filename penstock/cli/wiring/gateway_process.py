@@ -19,19 +19,17 @@ from penstock import __version__, gc_tuning, rng
 from penstock.backends.base import Note
 from penstock.backends.engine.backend import EngineBackend
 from penstock.backends.http.external import BackendDependencies
-from penstock.cli.wiring.attached import wait_for_attached
 from penstock.cli.wiring.fleet_log import FleetLog
-from penstock.cli.wiring.models import ModelPart, make_dependencies, make_part
+from penstock.cli.wiring.models import ModelPart, make_dependencies, make_part, wait_for_attached
 from penstock.clock import SystemClock
 from penstock.config.fleet import WorkerConfig
 from penstock.config.reload import with_members
 from penstock.config.tree import Config, ModelConfig
 from penstock.errors import ConfigError
-from penstock.fleet.desired_worker import Attached, DesiredWorker
-from penstock.fleet.members import Members
+from penstock.fleet.members import Attached, DesiredWorker, Members
 from penstock.fleet.registry import Registry
 from penstock.fleet.sources.discovery import Discovery
-from penstock.fleet.sources.static import attached
+from penstock.fleet.sources.found import attached
 from penstock.gateway.app import Gateway
 from penstock.gateway.shared.peers import GatewayPeers
 from penstock.protocol.peers import ChildLaunch, ChildReport, WorkerAt

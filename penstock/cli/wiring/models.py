@@ -1,7 +1,11 @@
 """From the configuration to what a gateway needs of each model: tokenizer, template, and where its workers
 will be.
+
+Workers at addresses, when a server starts: they have a moment to be there, and who is not is named.
 """
 
+import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +17,11 @@ from penstock.config.checkpoints import check_loads
 from penstock.config.presets import resolve, served_name
 from penstock.config.tree import Config, ModelConfig
 from penstock.errors import CheckpointError
-from penstock.fleet.registry import Registry
-from penstock.gateway.models.public import PublicPrefixes
-from penstock.gateway.models.served import ServedModel
+from penstock.fleet.members import worker_id_at
+from penstock.fleet.registry import Registry, Worker
+from penstock.gateway.models.served import PublicPrefixes, ServedModel
 from penstock.models.config import read_config
+from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 from penstock.text.chat import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
@@ -87,3 +92,42 @@ def _made_for(directory: Path) -> int:
 def _changed_s(directory: Path) -> int:
     """When the checkpoint was last changed: OpenAI's `created`."""
     return (directory / "config.json").stat().st_mtime_ns // NS_PER_S
+
+
+async def wait_for_attached(
+    registry: Registry, models: Sequence[ModelConfig], log: Log, *, timeout_s: float
+) -> None:
+    """Wait until every worker is ready, or for so long.
+
+    That somebody is not there then is no reason not to serve: it is said, by the key of the configuration
+    that names him.
+    """
+    changed = asyncio.Event()
+
+    def listener(_: Worker) -> None:
+        changed.set()
+
+    registry.listen(listener)
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not all(worker.is_ready for worker in registry):
+                changed.clear()
+                await changed.wait()
+    except TimeoutError:
+        keys = {
+            worker_id_at(served_name(model), worker): f"models[{i}].workers[{j}].url"
+            for i, model in enumerate(models)
+            for j, worker in enumerate(model.workers)
+        }
+        for worker in registry:
+            if not worker.is_ready:
+                log.warning(
+                    "a worker is not there yet",
+                    model=worker.route,
+                    worker=worker.id,
+                    field=keys.get(worker.id),
+                    address=worker.address,
+                    stage=worker.stage,
+                )
+    finally:
+        registry.unlisten(listener)

@@ -26,7 +26,7 @@ import msgspec
 from penstock.clock import Clock, sleep
 from penstock.config.tree import Config
 from penstock.errors import ConfigError, OperatorError
-from penstock.fleet.launchers.supervision import BACKOFF_MAX_S, RestartBudget
+from penstock.fleet.launchers.supervised import BACKOFF_MAX_S, RestartBudget
 from penstock.gateway.http.server import BACKLOG
 from penstock.gateway.shared.local_store import LeaseServer
 from penstock.protocol.peers import (
@@ -44,7 +44,7 @@ from penstock.protocol.peers import (
 )
 from penstock.protocol.worker import FrameDecoder, ProtocolError
 from penstock.telemetry.log import Log
-from penstock.telemetry.merge import lasting, merged
+from penstock.telemetry.metrics import lasting, merged
 
 COMMAND = (sys.executable, "-m", "penstock.cli.wiring.gateway_process")
 RESTARTS_MAX = 10

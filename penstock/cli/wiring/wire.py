@@ -4,41 +4,77 @@
            ─> sources ─> Members ─> Registry <─ workers, ready ──────────┘          then the models load
 
 Chooses nothing at run time: which launcher and which sources there are, is decided here, once.
+
+Which launcher there is, by the configuration.
 """
 
 import asyncio
+import contextlib
 import errno
+import os
 from collections import deque
+from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
 from penstock import __version__, rng
 from penstock.backends.base import BackendStatus, Phase
-from penstock.cli.wiring.attached import wait_for_attached
 from penstock.cli.wiring.fleet_log import FleetLog
-from penstock.cli.wiring.launching import make_launcher, shared_cores
-from penstock.cli.wiring.models import ModelPart, make_dependencies, make_part
+from penstock.cli.wiring.models import ModelPart, make_dependencies, make_part, wait_for_attached
 from penstock.cli.wiring.processes import GatewayProcesses
 from penstock.cli.wiring.progress import LoadingDisplay
 from penstock.clock import Clock
 from penstock.config.engine_terms import promised, with_quota
+from penstock.config.fleet import FleetConfig
 from penstock.config.reload import with_members
+from penstock.config.state import state_directory
 from penstock.config.tree import Config, ModelConfig, ServerConfig
 from penstock.errors import ConfigError, OperatorError
-from penstock.fleet.desired_worker import DesiredWorker
-from penstock.fleet.launchers.base import LaunchedWorker
-from penstock.fleet.launchers.spares import Spares
-from penstock.fleet.members import Members
-from penstock.fleet.registry import Registry
+from penstock.fleet.launchers.base import LaunchedWorker, Launcher
+from penstock.fleet.launchers.local import LocalLauncher
+from penstock.fleet.launchers.process import Spares, TakeSpare, WorkerLogs, no_spare
+from penstock.fleet.launchers.ray import RayLauncher
+from penstock.fleet.members import DesiredWorker, Members
+from penstock.fleet.registry import Registry, Worker
 from penstock.fleet.sources.discovery import Discovery
-from penstock.fleet.sources.static import attached, launched
-from penstock.fleet.worker import Worker
+from penstock.fleet.sources.found import attached, launched
 from penstock.gateway.app import Gateway
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.peers import LaunchNote, Order, WorkerAt
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 from penstock.types import WorkerId
+
+
+def make_launcher(
+    config: FleetConfig, clock: Clock, key: bytes, say: Callable[[str], None], spare: TakeSpare = no_spare
+) -> Launcher:
+    """The launcher of every replica, which name their KV blocks with `key`; `say` hears what workers print,
+    `spare` has processes of this machine that were begun before.
+
+    Raises:
+        ConfigError: it needs something that is not installed.
+    """
+    logs = WorkerLogs(say, log_directory(config), config.log_bytes_max)
+    if config.launcher == "ray":
+        return RayLauncher(clock, key, config=config.ray, logs=logs)
+    return LocalLauncher(clock, key, logs=logs, spare=spare)
+
+
+def log_directory(config: FleetConfig) -> Path | None:
+    """Where workers' words are kept; None where there is no place for them."""
+    if config.logs:
+        return Path(config.logs)
+    with contextlib.suppress(RuntimeError):  # There may be no home directory.
+        return state_directory() / "workers"
+    return None
+
+
+def shared_cores(config: FleetConfig) -> int:
+    """Cores that all replicas share: this machine's, if they run here."""
+    return len(os.sched_getaffinity(0)) if config.launcher == "local" else 0
+
 
 KILL_TIMEOUT_S = 2.0
 HELD_LINES_MAX = 500

@@ -1,4 +1,4 @@
-"""The attention contract: what the decoder asks of whoever computes it, on any device.
+"""The attention contract: what the decoder needs of an implementation, on any device.
 
 It begins at the fused projection of queries, keys and values: norms of the heads, rotation and the write into
 the cache are one pass over the same data, and devices fuse them.
@@ -30,7 +30,7 @@ class AttentionBatch:
     """Where one step's rows lie. Arrays are the runner's and may be overwritten after the step.
 
     Host arrays, since shapes must be known when kernels are launched; an implementation for a device keeps
-    its own copies and needs no answer from the device to go on.
+    its own copies and needs no answer from the device to continue.
     """
 
     num_computed: Int32Array

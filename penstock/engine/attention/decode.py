@@ -173,7 +173,7 @@ class DecodeAttention:
 
 
 class _Scratch:
-    """Room for the tiles of one group; contents mean nothing between layers."""
+    """Memory for the tiles of one group; contents mean nothing between layers."""
 
     def __init__(self, cache: KVCache, shape: TileShape, num_tiles: int, product: tuple[int, int]) -> None:
         """`product`: how many products there are for a tile, and their rows."""

@@ -19,8 +19,8 @@ class DeviceAttention:
 
     - `use(step)` takes the runner's own device buffers, already filled and prepared: nothing is copied, and a
       graph captured after it reads whatever the buffers hold when it is replayed;
-    - `begin(batch)`, the contract's, fills buffers of its own: for whoever computes steps without row tables
-      on the device (tests, and the plain runner).
+    - `begin(batch)`, the contract's, fills buffers of its own: for callers that compute steps without row
+      tables on the device (tests, and the plain runner).
 
     The promise of `Attention` is kept in a weaker form: a token's bits do not depend on the other rows, but a
     token that is computed in a chunk may differ in rounding from the same token computed alone, since matrix
@@ -90,7 +90,7 @@ class _OwnStep:
         self._inputs = DeviceStepInputs.allocate(limits, device)
 
     def plan(self, ops: Ops, batch: AttentionBatch) -> None:
-        """Tell whoever plans on the host."""
+        """Report to the planner on the host."""
         rows = np.arange(len(batch.num_tokens), dtype=np.int32)
         ops.plan(rows, batch.num_computed, batch.num_tokens, self._state)
 

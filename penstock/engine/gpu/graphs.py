@@ -2,7 +2,7 @@
 
 A step of a few milliseconds is hundreds of kernels, and launching them one by one would take the host longer
 than the device needs to run them. A graph is launched at once, but has fixed sizes: steps are padded to the
-next *bucket* of (tokens, samples). Padding belongs to a row of nobody, so it changes no result.
+next *bucket* of (tokens, samples). Padding belongs to an unused row, so it changes no result.
 
     decode   tokens = samples = 1, 2, 4, 8, 16, 24, ... 64, 80, ... 128, 160, ...: at most a quarter is
              padding beyond 8

@@ -1,4 +1,4 @@
-"""What differs between devices for whoever launches work: staging memory, events, graphs.
+"""What differs between devices for code that launches work: staging memory, events, graphs.
 
 On the CPU work is done when the call returns, so events are nothing and a graph is the call itself: the same
 runner code runs, and is tested, on either.
@@ -52,7 +52,7 @@ class Platform(Protocol):
         ...
 
     def reserved_bytes(self) -> int:
-        """Device memory that this process has taken; 0 where nobody counts."""
+        """Device memory that this process has taken; 0 where it is not counted."""
         ...
 
     def peak_bytes(self, run: Callable[[], None]) -> int:
@@ -109,7 +109,7 @@ class CpuPlatform:
         return 0
 
     def peak_bytes(self, run: Callable[[], None]) -> int:
-        """See `Platform`; not run, since nobody counts."""
+        """See `Platform`; not run, since memory is not counted."""
         return 0
 
     def free_bytes(self) -> int:

@@ -46,7 +46,7 @@ class LogprobReader:
     """Computes log-probabilities on the device and brings them to the host."""
 
     def __init__(self, platform: Platform, rows: int) -> None:
-        """Room for `rows` with a usual number of alternatives; more is made when it is asked for."""
+        """Memory for `rows` with a usual number of alternatives; it grows on demand."""
         self._platform = platform
         sizes = {
             "targets": (rows, torch.int64),

@@ -26,7 +26,7 @@ class Staging:
         self._used = 0
 
     def clear(self) -> None:
-        """Begin anew: the step that used the area is done."""
+        """Start again: the step that used the area is done."""
         self._used = 0
 
     def put(self, values: npt.NDArray[Any]) -> Tensor:

@@ -47,7 +47,7 @@ class StepLimits:
 
 @dataclass(slots=True, frozen=True)
 class RowState:
-    """What the device holds of every live row. The last row is nobody's: padding reads and writes it.
+    """What the device holds of every live row. The last row is unused: padding reads and writes it.
 
     The runner writes a row when its request enters, and block ids as they are announced. The sampler writes
     tokens. All are `[max_running + 1, ...]`.
@@ -170,11 +170,11 @@ class DeviceStepInputs:
     slots: Tensor
     """`[num_tokens]` int64: the token's first-layer key in `KVCache.slots`; padding: -1."""
     token_rows: Tensor
-    """`[num_tokens]` int32 rows of the tables; padding: nobody's."""
+    """`[num_tokens]` int32 rows of the tables; padding: the unused row."""
     sample_tokens: Tensor
     """`[num_samples]` int64 indices of the tokens whose logits are drawn from; padding: 0."""
     sample_rows: Tensor
-    """`[num_samples]` int32 rows of the tables; padding: nobody's."""
+    """`[num_samples]` int32 rows of the tables; padding: the unused row."""
     sample_positions: Tensor
     """`[num_samples]` int32 positions of the tokens to be drawn; padding: 0."""
 
@@ -233,7 +233,7 @@ class Drawn:
 
     @classmethod
     def allocate(cls, max_samples: int, device: torch.device) -> Self:
-        """Room for the largest step."""
+        """Memory for the largest step."""
         return cls(
             torch.zeros(max_samples, dtype=torch.int32, device=device),
             torch.zeros(max_samples, dtype=torch.bool, device=device),

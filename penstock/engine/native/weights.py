@@ -1,7 +1,7 @@
 """Weights in the order in which the kernels read them: packed once when a model is loaded.
 
 A `Matrix` is a weight in some precision; `pack` turns one, or a gate and an up, into a `PackedWeight`, which
-keeps a copy of its own so that the checkpoint's tensor can be let go. The same packing serves every
+keeps a copy of its own so that the checkpoint's tensor can be freed. The same packing serves every
 instruction set and every number of rows; `kernels/pack.cpp` and `kernels/int4.h` tell the byte order.
 """
 

@@ -11,11 +11,8 @@ from penstock.backends.engine.backend import EngineBackend
 from penstock.clock import Clock
 from penstock.errors import WorkerUnavailable
 from penstock.fleet.launchers.base import WorkerSpec
-from penstock.fleet.launchers.log_file import WorkerLogs
-from penstock.fleet.launchers.ports import ReservedPort
-from penstock.fleet.launchers.process import TakeSpare, WorkerProcess, no_spare
-from penstock.fleet.launchers.supervised import SupervisedWorker
-from penstock.fleet.launchers.supervising import SupervisingLauncher
+from penstock.fleet.launchers.process import ReservedPort, TakeSpare, WorkerLogs, WorkerProcess, no_spare
+from penstock.fleet.launchers.supervised import SupervisedWorker, SupervisingLauncher
 from penstock.protocol.address import UnixAddress
 from penstock.protocol.launch import WorkerLaunch
 from penstock.protocol.worker_auth import link_key_of

@@ -1,23 +1,69 @@
 """One worker process at a time: started, listened to, ended, and nothing of it left. No policy.
 
 The same object is used again for a restart: same launch line, same socket path.
+
+What one worker prints, kept in a file that cannot fill the disk.
+
+Two files, each up to half the bound: NAME.log, and NAME.log.1 with what came before it.
+
+A TCP port that is ours from before a worker listens on it until long after: it keeps its address when it
+restarts.
+
+A free port that is looked up and let go may be somebody else's a moment later. So a socket is bound to it
+with SO_REUSEPORT and never listens: the kernel gives the port to nobody but processes of the same user that
+ask for it in the same way, and sends connections only to sockets that listen.
+
+Worker processes that are begun before it is known what they are to do.
+
+Half of a worker's start-up is Python and torch. `penstock serve` begins its workers before it imports its own
+gateway and reads tokenizers, so both happen at once, on two cores. A spare imports and then waits for its
+launch line, like any other worker; one that nobody takes is ended.
 """
 
 import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from urllib.parse import quote
 
 import msgspec
 
-from penstock.fleet.launchers.ports import ReservedPort
-from penstock.protocol.address import Address, UnixAddress
-from penstock.protocol.launch import WorkerLaunch
+from penstock.clock import NS_PER_S, Clock
+from penstock.protocol.address import Address, TcpAddress, UnixAddress
+from penstock.protocol.launch import REAL_RUNNER, WorkerLaunch
+
+
+class ReservedPort:
+    """One port of this machine. `close` it when no worker needs it any more."""
+
+    def __init__(self, host: str) -> None:
+        """`host` is an address (or name) of this machine.
+
+        Raises:
+            OSError: it is none, or no port is free.
+        """
+        family, kind, protocol, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        self._socket = socket.socket(family, kind, protocol)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            self._socket.bind(where)
+        except OSError:
+            self._socket.close()
+            raise
+        self.address = TcpAddress(host, int(self._socket.getsockname()[1]))
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._socket.close()
+
 
 EXIT_CANNOT_SERVE = 78
 """The worker says that starting it again would fail the same way (engine/worker.py)."""
@@ -197,3 +243,102 @@ def environment_of(threads: int) -> dict[str, str]:
     count = str(threads or len(os.sched_getaffinity(0)))
     fixed = {**dict.fromkeys(_THREADS, count), "TOKENIZERS_PARALLELISM": "false"}
     return {"GOMP_SPINCOUNT": "1000", **os.environ, **fixed}
+
+
+LOG_BYTES_MAX = 8 * 1024 * 1024
+"""Of one worker, unless somebody says otherwise."""
+
+
+class LogFile:
+    """Lines with the time in front of them.
+
+    A disk that is full or not ours costs the lines, never the worker.
+    """
+
+    def __init__(self, directory: Path, name: str, clock: Clock, *, bytes_max: int = LOG_BYTES_MAX) -> None:
+        self.path = directory / f"{quote(name, safe='@')}.log"
+        self._clock, self._half = clock, bytes_max // 2
+        self._size = 0
+        with contextlib.suppress(OSError):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._size = self.path.stat().st_size
+
+    def write(self, line: str) -> None:
+        """Add a line; it is in the file when this returns."""
+        time = datetime.fromtimestamp(self._clock.wall_ns() / NS_PER_S, UTC)
+        data = f"{time.isoformat(timespec='milliseconds')} {line}\n".encode(errors="replace")[: self._half]
+        with contextlib.suppress(OSError):
+            if self._size + len(data) > self._half:
+                self.path.replace(self.path.with_name(f"{self.path.name}.1"))
+                self._size = 0
+            with self.path.open(
+                "ab"
+            ) as file:  # Opened each time: a worker prints little, and may live for months.
+                file.write(data)
+            self._size += len(data)
+
+
+def stderr_line(line: str) -> None:
+    """Where a worker's lines go unless the caller knows better."""
+    print(line, file=sys.stderr, flush=True)
+
+
+@dataclass(slots=True, frozen=True)
+class WorkerLogs:
+    """Who hears the lines that workers print, and where they are kept beside that."""
+
+    say: Callable[[str], None] = stderr_line
+    directory: Path | None = None
+    """With a file for each worker; None: nowhere."""
+    bytes_max: int = LOG_BYTES_MAX
+    """Of one worker."""
+
+    def of(self, name: str, clock: Clock) -> Callable[[str], None]:
+        """Takes one worker's lines."""
+        if self.directory is None:
+            return self.say
+        file = LogFile(self.directory, name, clock, bytes_max=self.bytes_max)
+
+        def log(line: str) -> None:
+            file.write(line)
+            self.say(line)
+
+        return log
+
+
+class Spares:
+    """Those that nobody has taken yet. `close` it when all workers have been started."""
+
+    def __init__(self, module: str = REAL_RUNNER.partition(":")[0]) -> None:
+        """`module` is what they import."""
+        self._module = module
+        self._waiting: list[tuple[dict[str, str], Process]] = []
+
+    async def begin(self, threads: Iterable[int]) -> None:
+        """One for each worker of so many threads.
+
+        Without a process to be had there is no spare: a worker's own start says why.
+        """
+        for count in threads:
+            environment = environment_of(count)
+            with contextlib.suppress(OSError):
+                self._waiting.append((environment, await create_process(environment, self._module)))
+
+    def take(self, environment: Mapping[str, str]) -> Process | None:
+        """One that was begun in this environment, if there is one."""
+        for i, (begun_in, process) in enumerate(self._waiting):
+            if begun_in == environment and process.returncode is None:
+                del self._waiting[i]
+                return process
+        return None
+
+    async def close(self) -> None:
+        """End those that are left."""
+        left, self._waiting = self._waiting, []
+        for _, process in left:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        for _, process in left:
+            await process.wait()
+            assert process.stdin is not None
+            process.stdin.close()

@@ -22,11 +22,9 @@ from penstock.clock import Clock
 from penstock.config.ray import RayConfig
 from penstock.errors import ConfigError, WorkerUnavailable
 from penstock.fleet.launchers.base import WorkerSpec
-from penstock.fleet.launchers.log_file import WorkerLogs, stderr_line
-from penstock.fleet.launchers.process import TAIL_LINES, describe_exit
+from penstock.fleet.launchers.process import TAIL_LINES, WorkerLogs, describe_exit, stderr_line
 from penstock.fleet.launchers.ray_home import WorkerHome
-from penstock.fleet.launchers.supervised import SupervisedWorker
-from penstock.fleet.launchers.supervising import SupervisingLauncher
+from penstock.fleet.launchers.supervised import SupervisedWorker, SupervisingLauncher
 from penstock.protocol.address import Address, TcpAddress, parse_address
 from penstock.protocol.launch import WorkerLaunch
 from penstock.protocol.worker_auth import link_key_of

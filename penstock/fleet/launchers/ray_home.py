@@ -10,8 +10,7 @@ from collections import deque
 
 import msgspec
 
-from penstock.fleet.launchers.ports import ReservedPort
-from penstock.fleet.launchers.process import WorkerProcess
+from penstock.fleet.launchers.process import ReservedPort, WorkerProcess
 from penstock.protocol.launch import WorkerLaunch
 
 LINES_MAX = 1000

@@ -5,6 +5,11 @@
       └──── back-off ──── restart <────┴─ crashed, killed, hung, lost ──> down once the restarts are used up
 
 When to restart is in `supervision.py`; how a process is started and ended is the launcher's.
+
+What every launcher whose workers are supervised from here has in common: which there are, who hears them,
+how they end.
+
+When a worker counts as hung, and when it may start again. Pure: facts and a clock in, a decision out.
 """
 
 import asyncio
@@ -16,9 +21,53 @@ from penstock.backends.engine.backend import EngineBackend
 from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.errors import CheckpointError, ConfigError, OperatorError, PenstockError, WorkerUnavailable
 from penstock.fleet.launchers.base import ProgressCallback, WorkerSpec
-from penstock.fleet.launchers.process import EXIT_CANNOT_SERVE
-from penstock.fleet.launchers.supervision import RestartBudget, StallDetector
+from penstock.fleet.launchers.process import EXIT_CANNOT_SERVE, WorkerLogs
 from penstock.protocol.address import Address
+from penstock.types import WorkerId
+
+RESTART_WINDOW_NS = 600 * NS_PER_S
+"""`EngineConfig.restarts_max` counts over this long."""
+BACKOFF_MIN_S = 0.25
+BACKOFF_MAX_S = 30.0
+
+
+class RestartBudget:
+    """At most `restarts_max` restarts in any ten minutes, each after twice the wait of the one before."""
+
+    def __init__(self, restarts_max: int, clock: Clock) -> None:
+        self._max, self._clock = restarts_max, clock
+        self._recent: deque[int] = deque()
+
+    def take(self) -> float | None:
+        """Seconds to wait before the next restart, or None if the worker must stay down."""
+        now_ns = self._clock.now_ns()
+        while self._recent and now_ns - self._recent[0] >= RESTART_WINDOW_NS:
+            self._recent.popleft()
+        if len(self._recent) >= self._max:
+            return None
+        delay_s = min(BACKOFF_MIN_S * 2 ** len(self._recent), BACKOFF_MAX_S)
+        self._recent.append(now_ns)
+        return delay_s
+
+
+class StallDetector:
+    """Health is progress: a worker that has work and whose steps do not advance for a while is hung.
+
+    A timeout of 0 never finds one.
+    """
+
+    def __init__(self, timeout_s: float, clock: Clock) -> None:
+        self._timeout_ns, self._clock = int(timeout_s * NS_PER_S), clock
+        self._step = -1
+        self._since_ns = clock.now_ns()
+
+    def observe(self, step: int, *, has_work: bool) -> bool:
+        """Take in the latest facts; True if the worker is hung."""
+        now_ns = self._clock.now_ns()
+        if not has_work or step != self._step:
+            self._step, self._since_ns = step, now_ns
+        return 0 < self._timeout_ns <= now_ns - self._since_ns
+
 
 WATCH_INTERVAL_S = 1.0
 STALL_GRACE = 2.0
@@ -238,3 +287,40 @@ class SupervisedWorker:
 
 def _ignored(_: Address) -> None:
     """Nobody needs to know."""
+
+
+class SupervisingLauncher:
+    """All of a `Launcher` but how a worker gets a process."""
+
+    def __init__(
+        self, clock: Clock, hash_key: bytes, environment: dict[str, str] | None, logs: WorkerLogs
+    ) -> None:
+        """`environment` of workers, beside this process's own."""
+        self._clock, self._hash_key = clock, hash_key
+        self._environment, self._logs = environment or {}, logs
+        self._workers: dict[WorkerId, SupervisedWorker] = {}
+
+    async def stop(self, worker_id: WorkerId, *, timeout_s: float) -> None:
+        """Drain the worker, up to the timeout, and end its process. Unknown ids are stopped already."""
+        if (worker := self._workers.pop(worker_id, None)) is not None:
+            await worker.stop(timeout_s)
+
+    def list(self) -> tuple[SupervisedWorker, ...]:
+        """Every worker that was started and not stopped."""
+        return tuple(self._workers.values())
+
+    async def close(self, *, timeout_s: float) -> None:
+        """Stop every worker, all at the same time."""
+        await asyncio.gather(
+            *(self.stop(worker_id, timeout_s=timeout_s) for worker_id in list(self._workers))
+        )
+
+    def _supervise(self, spec: WorkerSpec, backend: EngineBackend, process: Supervisable) -> SupervisedWorker:
+        """Start a worker that has its place."""
+        worker = self._workers[spec.worker_id] = SupervisedWorker(spec, backend, process, self._clock)
+        worker.start()
+        return worker
+
+    def _hearer_of(self, worker_id: WorkerId) -> Callable[[str], None]:
+        """Takes the lines that a worker prints."""
+        return self._logs.of(worker_id, self._clock)

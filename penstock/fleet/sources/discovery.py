@@ -13,8 +13,7 @@ from penstock.config.discover import DiscoverConfig
 from penstock.config.fleet import WorkerConfig
 from penstock.config.presets import served_name
 from penstock.config.tree import ModelConfig
-from penstock.fleet.desired_worker import Attached, BackendDependencies, worker_id_at
-from penstock.fleet.members import Members
+from penstock.fleet.members import Attached, BackendDependencies, Members, worker_id_at
 from penstock.fleet.sources.dns import DnsSource, lookup_for
 from penstock.fleet.sources.found import DiscoveredWorkers
 from penstock.fleet.sources.kubernetes import KubernetesSource

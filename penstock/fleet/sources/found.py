@@ -1,15 +1,26 @@
 """From the endpoints that a source has found to the workers that there should be: the same for every kind of
 source.
+
+The workers that the configuration names: replicas to launch, and workers at addresses.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from penstock.backends.heartbeat import HeartbeatTerms
+from penstock.backends.http.external import BackendDependencies
+from penstock.clock import Clock
 from penstock.config.discover import DiscoverConfig
+from penstock.config.engine_settings import EngineSettings
+from penstock.config.engine_terms import share_of
 from penstock.config.fleet import WorkerConfig
-from penstock.fleet.desired_worker import DesiredWorker
-from penstock.fleet.members import Members
+from penstock.config.presets import served_name
+from penstock.config.tree import ModelConfig
+from penstock.fleet.launchers.base import Launcher, WorkerSpec
+from penstock.fleet.members import Attached, DesiredWorker, Launched, Members, worker_id_at
 from penstock.telemetry.log import Log
+from penstock.text.tokenizer import Tokenizer
+from penstock.types import ModelName, WorkerId
 
 _SAME = frozenset(DiscoverConfig.__struct_fields__) & frozenset(WorkerConfig.__struct_fields__)
 """Settings that workers which are found have like those at addresses."""
@@ -82,3 +93,44 @@ def worker_at(endpoint: DiscoveredAddress, config: DiscoverConfig) -> WorkerConf
         kv_replay=zmq(config.kv_replay_port),
         **{name: getattr(config, name) for name in _SAME},
     )
+
+
+def launched(
+    model: ModelConfig,
+    path: str,
+    launcher: Launcher,
+    tokenizer: Tokenizer,
+    clock: Clock,
+    *,
+    heartbeat: HeartbeatTerms = HeartbeatTerms(),  # noqa: B008 - it is frozen.
+    cores: int = 0,
+) -> Iterator[Launched]:
+    """The replicas of one model; `path` is its directory.
+
+    They share `cores`; 0: each has those of its place.
+    """
+    name = served_name(model)
+    for number in range(model.replicas):
+        spec = WorkerSpec(
+            worker_id=WorkerId(f"{name}-{number}"),
+            model_path=path,
+            model_name=ModelName(name),
+            engine=EngineSettings.of(share_of(model.engine, model.replicas, cores)),
+        )
+        yield Launched(
+            engine=model.engine,
+            spec=spec,
+            launcher=launcher,
+            tokenizer=tokenizer,
+            clock=clock,
+            heartbeat=heartbeat,
+        )
+
+
+def attached(model: ModelConfig, tokenizer: Tokenizer, tools: BackendDependencies) -> Iterator[Attached]:
+    """The workers of one model that run somewhere already."""
+    name = served_name(model)
+    for config in model.workers:
+        yield Attached(
+            id=worker_id_at(name, config), route=name, config=config, tokenizer=tokenizer, tools=tools
+        )

@@ -6,28 +6,217 @@
 
 While the API server cannot be reached the workers stay as they are. The token is read again for each
 connection.
+
+Which pods of a service take requests, from its EndpointSlices (Kubernetes, discovery.k8s.io/v1). Pure.
+
+A service has any number of slices, and an endpoint may be in two of them for a moment. A pod of a service
+with two address families is in slices of both. A watch tells of whole slices.
+
+An HTTP answer that does not end: lines of JSON, each told as soon as it is whole.
 """
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 from urllib.parse import quote, urlencode
 
 import msgspec
 
 from penstock.backends.http.address import HttpAddress
-from penstock.backends.http.client import HttpClient, NoConnection
+from penstock.backends.http.client import HttpClient, HttpExchange, NoConnection
 from penstock.backends.http.fetch import ProbeFailed, fetch
+from penstock.backends.http.handler import HttpFailure
 from penstock.backends.http.limits import HttpLimits
 from penstock.clock import Clock, sleep
 from penstock.config.discover import KubernetesConfig
 from penstock.errors import ConfigError
-from penstock.fleet.sources.endpoint_slices import ApiStatus, EndpointSlices, Slice, SliceList, WatchEvent
-from penstock.fleet.sources.found import DiscoveredWorkers
-from penstock.fleet.sources.watch import Watch, WatchBroken
+from penstock.fleet.sources.found import DiscoveredAddress, DiscoveredWorkers
 from penstock.telemetry.log import Log
+
+
+class Conditions(msgspec.Struct, frozen=True):
+    """What is known of an endpoint; null is unknown, which counts as ready."""
+
+    ready: bool | None = None
+    terminating: bool | None = None
+
+
+class TargetRef(msgspec.Struct, frozen=True):
+    """The pod."""
+
+    uid: str = ""
+
+
+class SliceEndpoint(msgspec.Struct, frozen=True):
+    """One endpoint. Its addresses are the same pod's, and the first is as good as any."""
+
+    addresses: list[str]
+    conditions: Conditions = Conditions()
+    target: TargetRef | None = msgspec.field(name="targetRef", default=None)
+
+
+class SlicePort(msgspec.Struct, frozen=True):
+    """One port of all endpoints of a slice; null is all ports."""
+
+    name: str | None = None
+    port: int | None = None
+
+
+class Metadata(msgspec.Struct, frozen=True):
+    """Which object, in which version."""
+
+    name: str = ""
+    resource_version: str = msgspec.field(name="resourceVersion", default="")
+
+
+class Slice(msgspec.Struct, frozen=True):
+    """One EndpointSlice. Of a bookmark only the version is there."""
+
+    metadata: Metadata
+    address_type: str = msgspec.field(name="addressType", default="IPv4")
+    endpoints: list[SliceEndpoint] | None = None
+    ports: list[SlicePort] | None = None
+
+
+class ListMetadata(msgspec.Struct, frozen=True):
+    """The version of a list, and where it goes on."""
+
+    resource_version: str = msgspec.field(name="resourceVersion", default="")
+    next_token: str = msgspec.field(name="continue", default="")
+
+
+class SliceList(msgspec.Struct, frozen=True):
+    """One page of a list."""
+
+    metadata: ListMetadata
+    items: list[Slice] | None = None
+
+
+class WatchEvent(msgspec.Struct, frozen=True):
+    """One line of a watch. Of an ERROR the object is a `ApiStatus`."""
+
+    type: Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK", "ERROR"]
+    object: msgspec.Raw
+
+
+class ApiStatus(msgspec.Struct, frozen=True):
+    """What the API server says instead of an answer."""
+
+    code: int = 0
+    message: str = ""
+
+
+class EndpointSlices:
+    """The slices of one service, as far as they are known."""
+
+    def __init__(self, config: KubernetesConfig) -> None:
+        self._config = config
+        self._slices: dict[str, Slice] = {}
+
+    def replace(self, slices: list[Slice]) -> None:
+        """These are all there are."""
+        self._slices = {each.metadata.name: each for each in slices}
+
+    def put(self, found: Slice) -> None:
+        """A slice is new, or another one now."""
+        self._slices[found.metadata.name] = found
+
+    def drop(self, found: Slice) -> None:
+        """A slice is there no more."""
+        self._slices.pop(found.metadata.name, None)
+
+    def endpoints(self) -> set[DiscoveredAddress]:
+        """Where requests may go: ready, not about to end, once for each pod."""
+        pods: dict[str, DiscoveredAddress] = {}
+        # IPv6 first, so that of a pod with both the IPv4 address is left.
+        for found in sorted(self._slices.values(), key=lambda each: each.address_type, reverse=True):
+            port = self._port(found)
+            for endpoint in found.endpoints or ():
+                if port and endpoint.addresses and _takes_requests(endpoint.conditions):
+                    address = endpoint.addresses[0]
+                    uid = endpoint.target.uid if endpoint.target is not None else ""
+                    pods[uid or address] = DiscoveredAddress(address, port)
+        return set(pods.values())
+
+    def _port(self, found: Slice) -> int:
+        """The port of a slice's endpoints; 0 if it does not have the one that is wanted."""
+        wanted = self._config
+        if wanted.port:
+            return wanted.port
+        named = [
+            port.port
+            for port in found.ports or ()
+            if port.port and (not wanted.port_name or port.name == wanted.port_name)
+        ]
+        return named[0] if len(named) == 1 else 0
+
+
+def _takes_requests(conditions: Conditions) -> bool:
+    return conditions.ready is not False and not conditions.terminating
+
+
+LINE_BYTES_MAX = 8 * 1024 * 1024
+
+
+class WatchBroken(Exception):
+    """It ended before its time, or was no such answer."""
+
+
+class Watch:
+    """Takes one such answer (an `HttpHandler`)."""
+
+    def __init__(self, on_line: Callable[[bytes], None]) -> None:
+        """What `on_line` raises ends it."""
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when it has ended: with what went wrong, if anything did."""
+        self.status = 200
+        self.body = b""
+        """What came after the last whole line; all of it unless the status is 200."""
+        self.num_lines = 0
+        self.exchange: HttpExchange | None = None
+        self._on_line = on_line
+
+    def on_response(self, status: int, headers: Mapping[bytes, bytes]) -> None:
+        """See `HttpHandler`."""
+        self.status = status
+
+    def on_body(self, data: bytes) -> None:
+        """See `HttpHandler`."""
+        if self.over.done():
+            return
+        if self.exchange is not None:
+            self.exchange.touch()
+        self.body += data
+        if self.status == 200:
+            *lines, self.body = self.body.split(b"\n")
+            try:
+                for line in lines:
+                    self._take(line)
+            except Exception as error:  # noqa: BLE001 - whoever awaits the end is told.
+                self._fail(error)
+        if len(self.body) > LINE_BYTES_MAX:
+            self._fail(WatchBroken(f"a line of more than {LINE_BYTES_MAX} bytes"))
+
+    def on_end(self) -> None:
+        """See `HttpHandler`."""
+        if not self.over.done():
+            self.over.set_result(None)
+
+    def on_failure(self, failure: HttpFailure) -> None:
+        """See `HttpHandler`."""
+        self._fail(WatchBroken(failure.message))
+
+    def _take(self, line: bytes) -> None:
+        if line.strip():
+            self._on_line(line)
+            self.num_lines += 1
+
+    def _fail(self, error: Exception) -> None:
+        if not self.over.done():
+            self.over.set_exception(error)
+
 
 PAGE = 500
 PAGES_MAX = 100

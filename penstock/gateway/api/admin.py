@@ -13,12 +13,11 @@ from penstock import __version__
 from penstock.clock import NS_PER_S
 from penstock.errors import InvalidRequest, NotFound
 from penstock.fleet.members import Members
-from penstock.fleet.registry import Registry
-from penstock.fleet.worker import Worker
+from penstock.fleet.registry import Registry, Worker
 from penstock.gateway.api.inspect import answer, model_numbers
 from penstock.gateway.api.services import Services
 from penstock.gateway.http.exchange import Exchange
-from penstock.gateway.identity.auth import Caller
+from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.served import ServedModel
 from penstock.gateway.shared.peers import GatewayPeers
 from penstock.policy.placement.decision_log import explain, explain_choice

@@ -21,7 +21,7 @@ from penstock.gateway.api.services import Services
 from penstock.gateway.http.exchange import Exchange
 from penstock.gateway.http.served_headers import Served
 from penstock.gateway.http.tally import Tally
-from penstock.gateway.identity.auth import Caller
+from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.prepare import (
     chat_max_tokens,
     chat_prompt,

@@ -15,8 +15,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from penstock.fleet.route_workers import RouteWorkers
-from penstock.fleet.worker import Worker
+from penstock.fleet.registry import RouteWorkers, Worker
 from penstock.policy.resilience.worker_state import WorkerState
 
 REASONS_MAX = 8

@@ -10,11 +10,11 @@ import msgspec
 from penstock.clock import NS_PER_S
 from penstock.errors import Forbidden, InvalidRequest
 from penstock.fleet.members import Members
-from penstock.fleet.worker import Worker
+from penstock.fleet.registry import Worker
 from penstock.gateway.api.health import HealthStatus, gateway_health
 from penstock.gateway.api.services import Services
 from penstock.gateway.http.exchange import Exchange, Response
-from penstock.gateway.identity.auth import Caller
+from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.prepare import check_token_ids, render
 from penstock.gateway.models.served import ServedModel
 from penstock.gateway.shared.peers import GatewayPeers

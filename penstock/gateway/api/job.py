@@ -8,7 +8,7 @@ from penstock.backends.base import GenerateRequest
 from penstock.gateway.api.hints import Hints
 from penstock.gateway.http.exchange import Exchange
 from penstock.gateway.http.served_headers import Served
-from penstock.gateway.identity.auth import Caller
+from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.prepare import choice_seed, sampling
 from penstock.gateway.models.served import ServedModel
 from penstock.kv.index.prompt_keys import PromptKeys

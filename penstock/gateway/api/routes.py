@@ -9,8 +9,8 @@ from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.http.errors import HttpFault
 from penstock.gateway.http.exchange import JSON, Exchange, RequestHead
-from penstock.gateway.identity.auth import Caller
-from penstock.gateway.identity.entrance import Access
+from penstock.gateway.identity.tenancy import Access
+from penstock.gateway.identity.tenants import Caller
 
 _POLLED = frozenset({"/health", "/ready", "/metrics", "/status.json", "/admin/workers"})
 Handler = Callable[[Exchange, Caller], Awaitable[None]]

@@ -7,8 +7,8 @@ from penstock.config.tree import Config
 from penstock.errors import Draining
 from penstock.gateway.dispatch.cold_start import ColdStarts
 from penstock.gateway.dispatch.dispatcher import Dispatcher
+from penstock.gateway.models.prepare import TokenizePool
 from penstock.gateway.models.served import ModelTable
-from penstock.gateway.models.tokenize_pool import TokenizePool
 from penstock.kv.index.locality import KVLocality
 from penstock.policy.admission.gate import Gate
 from penstock.policy.limits.budget import TenantBudgets

@@ -11,8 +11,7 @@ import math
 
 from penstock.config.flow import QueueConfig
 from penstock.errors import Draining, Overloaded, WorkerUnavailable
-from penstock.fleet.registry import Registry
-from penstock.fleet.worker import Worker
+from penstock.fleet.registry import Registry, Worker
 from penstock.gateway.http.exchange import Exchange
 from penstock.gateway.models.served import ServedModel
 from penstock.policy.queueing.terms import queue_terms

@@ -4,8 +4,7 @@ that has changed, however often it did. Costs nothing while nothing changes, how
 
 from collections.abc import Callable, Iterator
 
-from penstock.fleet.registry import Registry
-from penstock.fleet.worker import Worker
+from penstock.fleet.registry import Registry, Worker
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.machine_costs import Meters
 from penstock.policy.queueing.capacity import WorkerView

@@ -3,6 +3,11 @@
     Authorization: Bearer ... ─> TenantTable ─> Caller(tenant, key_prefix)
 
 A table never changes: a reload makes a new one, and requests that run keep the tenant they came with.
+
+Tenants as the deciding parts see them: what the configuration says of one, with its tier's limits worked
+in.
+
+Who is calling: what a handler is told of it, and where in a request it stands.
 """
 
 import hashlib
@@ -11,17 +16,161 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from penstock.clock import NS_PER_S, Clock
-from penstock.config.tenancy import KEY_TENANT
+from penstock.config.tenancy import KEY_TENANT, Allowance, TenantConfig, TierConfig
 from penstock.config.tree import Config
 from penstock.errors import ConfigError, Forbidden, Unauthenticated
 from penstock.gateway.http.exchange import RequestHead
 from penstock.gateway.identity.api_keys import ApiKey, digest_of, read_keys, tier_problem
-from penstock.gateway.identity.auth import ANONYMOUS_CALLER, OPERATOR, SCRAPER, Caller, credential
-from penstock.gateway.identity.tiers import Tenants
-from penstock.policy.tenant import ANONYMOUS
+from penstock.policy.tenant import ANONYMOUS, Tenant
 from penstock.rng import fresh_key
+from penstock.types import TenantId
+
+SALT_BYTES = 16
+MICROS = 1_000_000
+_DEFAULTS: Mapping[str, Any] = {
+    "requests_per_minute": 0, "tokens_per_minute": 0, "concurrent_max": 0, "input_tokens_max": 0,
+    "output_tokens_max": 0, "context_tokens_max": 0, "models": (), "adapters": (), "weight": 1.0,
+    "band": "default", "budget_per_day": 0.0, "budget_per_month": 0.0, "degrade": "allow",
+    "trusted_special_tokens": False,
+}  # fmt: skip
+"""Holds where neither the tenant nor its tier says anything."""
+
+
+class Tenants:
+    """Makes `Tenant`s. `secret` keys the cache namespaces, so that no caller can work out another's."""
+
+    def __init__(
+        self, tenants: Sequence[TenantConfig], tiers: Sequence[TierConfig], *, secret: bytes
+    ) -> None:
+        self._tiers = {tier.name: tier for tier in tiers}
+        # BLAKE2b takes keys of up to 64 bytes.
+        self._secret = hashlib.blake2b(secret, person=b"penstock-secret").digest()
+        self._known = {TenantId(tenant.id): self._made(tenant.id, tenant.tier, tenant) for tenant in tenants}
+
+    @property
+    def tiers(self) -> frozenset[str]:
+        """Names of the tiers there are."""
+        return frozenset(self._tiers)
+
+    @property
+    def known(self) -> Mapping[TenantId, Tenant]:
+        """The tenants of the configuration."""
+        return self._known
+
+    def has(self, tenant_id: str) -> bool:
+        """Whether it is said here or by the keys file what this tenant may use."""
+        return TenantId(tenant_id) in self._known
+
+    def learn(self, tenant_id: str, tier: str) -> Tenant:
+        """A tenant that only the keys file names. From now on it is known."""
+        return self._known.setdefault(TenantId(tenant_id), self.tenant(tenant_id, tier))
+
+    def tenant(self, tenant_id: str, tier: str = "") -> Tenant:
+        """The tenant of this id: as configured, else a new one of the named tier (which must exist), else
+        without limits.
+        """
+        found = self._known.get(TenantId(tenant_id))
+        if found is not None:
+            return found
+        return self._made(tenant_id, tier)
+
+    def _made(self, tenant_id: str, tier: str, own: Allowance | None = None) -> Tenant:
+        """A tenant; what it does not say itself (`own`) is its tier's."""
+        allowed = _first_given(own, self._tiers[tier] if tier else None)
+        salt = hashlib.blake2b(
+            tenant_id.encode(), digest_size=SALT_BYTES, key=self._secret, person=b"penstock-salt"
+        )
+        return Tenant(
+            id=TenantId(tenant_id),
+            tier=tier,
+            weight=allowed["weight"],
+            band=allowed["band"],
+            requests_per_minute=allowed["requests_per_minute"],
+            tokens_per_minute=allowed["tokens_per_minute"],
+            concurrent_max=allowed["concurrent_max"],
+            input_tokens_max=allowed["input_tokens_max"],
+            output_tokens_max=allowed["output_tokens_max"],
+            context_tokens_max=allowed["context_tokens_max"],
+            models=frozenset(allowed["models"]),
+            adapters=frozenset(allowed["adapters"]),
+            budget_day_micros=round(allowed["budget_per_day"] * MICROS),
+            budget_month_micros=round(allowed["budget_per_month"] * MICROS),
+            degrade=allowed["degrade"],
+            trusted_special_tokens=allowed["trusted_special_tokens"],
+            cache_salt=salt.digest(),
+            fairness_key=tenant_id,
+        )
+
+
+def _first_given(*given: Allowance | None) -> dict[str, Any]:
+    """Of every field the first value that is not null, else the default."""
+    found = dict(_DEFAULTS)
+    for allowance in reversed(given):
+        if allowance is not None:
+            said = {name: getattr(allowance, name) for name in _DEFAULTS}
+            found |= {name: value for name, value in said.items() if value is not None}
+    return found
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Caller:
+    """An authenticated caller.
+
+    Everything about it comes from its key or token, nothing from other headers.
+    """
+
+    tenant: Tenant
+    key_prefix: str = ""
+    """The shown part of its API key, or the subject of its token."""
+    admin: bool = False
+    """It may look at the fleet and change it (`/admin`)."""
+    scrape: bool = False
+    """It may read the numbers of all tenants (`/metrics`, `/status.json`), and with a key that is all it may
+    do."""
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether the numbers of all tenants are for its eyes."""
+        return self.admin or self.scrape
+
+    @property
+    def cache_salt(self) -> bytes:
+        """Keeps its tenant's prefix cache apart from everybody else's."""
+        return self.tenant.cache_salt
+
+    @property
+    def fairness_key(self) -> str:
+        """Names its tenant to the engines."""
+        return self.tenant.fairness_key
+
+
+ANONYMOUS_CALLER = Caller(tenant=ANONYMOUS)
+"""The caller where authentication is off, or does not matter."""
+OPERATOR = Caller(tenant=ANONYMOUS, key_prefix="admin", admin=True)
+"""The holder of a key that is for `/admin` alone."""
+SCRAPER = Caller(tenant=ANONYMOUS, key_prefix="scrape", scrape=True)
+"""The holder of a key that is for `/metrics` and `/status.json` alone, or a caller that needs none for
+them."""
+
+
+def credential(head: RequestHead) -> bytes:
+    """The key or token of an `Authorization: Bearer` header.
+
+    Raises:
+        Unauthenticated: there is none.
+    """
+    scheme, _, found = head.headers.get(b"authorization", b"").partition(b" ")
+    found = found.strip()
+    if scheme.lower() != b"bearer" or not found:
+        raise Unauthenticated(
+            "You didn't provide an API key. Send it in an Authorization header: 'Authorization: Bearer "
+            "YOUR_KEY'."
+        )
+    return found
+
 
 GONE_KEYS_MAX = 3
 """So many lines may always be deleted from a keys file at once, as long as a key is left."""

@@ -3,16 +3,43 @@
 It asks when something is wanted and at least once in a while (so that it is counted), one batch at a time,
 each within its timeout. While the store is away it tries again every `retry_s`; requests meanwhile go by
 `on_store_down`.
+
+What a lease store is: where the true buckets of shared limits are kept.
 """
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
+from typing import Protocol
 
 from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.config.flow import SharedConfig
-from penstock.gateway.shared.store import LeaseStore, StoreError
-from penstock.policy.limits.lease import Leases
+from penstock.policy.limits.lease import LeaseAsk, LeaseReply, Leases
 from penstock.telemetry.log import Log
+
+
+class StoreError(Exception):
+    """The store is not there, or does not answer as it should.
+
+    Only the keeper sees it; no request ever does.
+    """
+
+
+class LeaseStore(Protocol):
+    """Where true buckets are kept. An implementation translates; it decides nothing."""
+
+    async def lease(self, asks: Sequence[LeaseAsk]) -> LeaseReply:
+        """Ask one batch; an empty one says only that this gateway is there.
+
+        Raises:
+            StoreError: it failed. The same batch may be asked again: the store knows it by its numbers.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Close the connection."""
+        ...
+
 
 _HELLOS_PER_TTL = 3
 _GATHER_S = 0.002

@@ -5,8 +5,7 @@ store.
 from penstock.clock import Clock
 from penstock.config.flow import LimitsConfig, SharedConfig
 from penstock.errors import ConfigError
-from penstock.gateway.shared.keeper import LeaseKeeper
-from penstock.gateway.shared.store import LeaseStore
+from penstock.gateway.shared.keeper import LeaseKeeper, LeaseStore
 from penstock.policy.limits.lease import Leases
 from penstock.policy.limits.rate_limit import Limiter
 from penstock.telemetry.log import Log

@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.clock import Clock
 from penstock.config.flow import SharedConfig
-from penstock.gateway.shared.store import StoreError
+from penstock.gateway.shared.keeper import StoreError
 from penstock.policy.limits.lease import LeaseAsk, LeaseReply
 from penstock.policy.limits.lease_table import LeaseTable
 

@@ -12,7 +12,7 @@ import contextlib
 from penstock.clock import Clock, sleep
 from penstock.config.tree import Config
 from penstock.errors import LedgerError
-from penstock.gateway.shared.store import StoreError
+from penstock.gateway.shared.keeper import StoreError
 from penstock.policy.limits.budget import TenantBudgets
 from penstock.rng import fresh_token
 from penstock.telemetry.ledger import Ledger
@@ -48,7 +48,7 @@ class Spending:
         self._budgets.restore(self._clock.now_ns(), await self._ledger.spent())
         if self._shared.store == "redis":
             # Imported when it is used: it needs the extra.
-            from penstock.gateway.shared.redis_spending import RedisSpending
+            from penstock.gateway.shared.redis_store import RedisSpending
 
             self._store = RedisSpending(self._shared, self._ledger.identity(fresh_token(12)))
             self._budgets.on_new = self._wanted.set

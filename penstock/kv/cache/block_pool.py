@@ -5,10 +5,10 @@ A block is in exactly one of four states:
     free      holds nothing worth keeping             --allocate-->   used
     used      some request reads it (references > 0)  --free-->       draining, cached or free
     draining  given up, but an epoch holds it still   --end_epoch-->  cached if it has a hash, else free
-    cached    nobody reads it, its hash may be hit    --acquire-->  used    or evicted by --allocate-->  used
+    cached    no reader, its hash may be hit          --acquire-->  used    or evicted by --allocate-->  used
 
 An *epoch* is anything that touches blocks for a while after it was decided: a step in flight, a copy. A block
-that an epoch holds is not given to anybody else before `end_epoch`, whoever frees it meanwhile; a hit on its
+that an epoch holds is not allocated again before `end_epoch`, even if it is freed meanwhile; a hit on its
 hash is fine, since its content stays. Epochs may end in any order, and several may hold one block. (The idea
 is epoch-based reclamation; Fraser, "Practical lock-freedom", 2004.)
 
@@ -73,7 +73,7 @@ class BlockPool:
         assert num_blocks > 0, num_blocks
         self.num_blocks = num_blocks
         self.events: KVEventSink = NO_KV_EVENTS
-        """Is told which names come and go. May be exchanged at any time."""
+        """Receives the names that appear and vanish. May be replaced at any time."""
         self._free = list(range(num_blocks - 1, -1, -1))  # A stack: the last freed is the first taken.
         self._cached: OrderedDict[int, None] = OrderedDict()  # Least recently used first.
         self._block_of: dict[BlockHash, int] = {}
@@ -146,7 +146,9 @@ class BlockPool:
         return tuple(hits)
 
     def num_idle(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` nobody holds, no epoch either: acquiring those takes from `num_available`."""
+        """How many of `blocks` have no holder, no epoch either: acquiring those takes from
+        `num_available`.
+        """
         references, holds = self._references, self._num_holds
         return len([block for block in blocks if not references[block] and not holds[block]])
 
@@ -168,7 +170,7 @@ class BlockPool:
         False if an equal block is already named (two requests computed it at the same time): this one
         stays private to its holder, and is free again when released.
         """
-        assert self._references[block], f"block {block} is published but nobody holds it"
+        assert self._references[block], f"block {block} is published but has no holder"
         if block_hash in self._block_of:
             self._duplicates += self._block_of[block_hash] != block
             return self._block_of[block_hash] == block
@@ -188,7 +190,7 @@ class BlockPool:
             return False
         number = self._publications
         for block, block_hash in zip(blocks, hashes, strict=True):
-            assert self._references[block], f"block {block} is published but nobody holds it"
+            assert self._references[block], f"block {block} is published but has no holder"
             assert names[block] is None, f"block {block} already has another name"
             block_of[block_hash] = block
             names[block] = block_hash
@@ -230,17 +232,17 @@ class BlockPool:
         return epoch
 
     def hold(self, blocks: Sequence[int], epoch: Epoch) -> None:
-        """Give none of `blocks` (head first, held by somebody) to anybody else before `epoch` is over.
+        """Give none of `blocks` (head first, each with a holder) to another request before `epoch` is over.
 
         Nothing to do if it is over already. Call it before `free`; blocks that stay with their request need
-        no hold, so a step costs nothing here for those that go on.
+        no hold, so a step costs nothing here for blocks that stay in use.
         """
         assert epoch <= self._last_epoch, f"epoch {epoch} has not begun"
         held = self._held_by.get(epoch)
         if held is None:
             return
         for block in reversed(blocks):  # They are put away in this order: see `free`.
-            assert self._references[block], f"block {block} is held by an epoch but by nobody else"
+            assert self._references[block], f"block {block} is held by an epoch but has no other holder"
             self._num_holds[block] += 1
             held.append(block)
 
@@ -257,7 +259,7 @@ class BlockPool:
 
     @property
     def num_draining(self) -> int:
-        """Blocks that nobody has and that epochs hold: they will be available without anybody giving way."""
+        """Blocks held by epochs alone: they will be available without a preemption."""
         return self._num_draining
 
     def demote(self, block: int) -> None:
@@ -266,7 +268,7 @@ class BlockPool:
             self._cached.move_to_end(block, last=False)
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Take the names off `blocks` (their content is bad): holders keep them, nobody new hits them."""
+        """Take the names off `blocks` (their content is bad): holders keep them, no new request hits them."""
         for block in blocks:
             if (name := self._unname(block)) is not None:
                 self.events.removed(name)
@@ -356,7 +358,7 @@ class BlockPool:
             del self._used_by[owner]
 
     def _put_away(self, block: int) -> None:
-        """Make a block that nobody holds any more available."""
+        """Make a block without holders available."""
         if self._hash_of[block] is None:
             self._free.append(block)
         else:
@@ -375,7 +377,7 @@ class BlockPool:
         return evicted
 
     def _unname(self, block: int) -> BlockHash | None:
-        """Take the name off a block, and return it; without one, a block that nobody holds is free."""
+        """Take the name off a block, and return it; without one, a block without holders is free."""
         name = self._hash_of[block]
         if name is not None:
             del self._block_of[name]

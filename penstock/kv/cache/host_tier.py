@@ -7,7 +7,7 @@ states:
       ^                |                 |                |
       +--- failed, or the block changed  +--- evicted ----+--- failed, or forgotten meanwhile
 
-A hash may be resident on the device, here, or in both. What is stored: blocks that nobody has used for
+A hash may be resident on the device, here, or in both. What is stored: blocks that were not used for
 `idle_ns`, and the full blocks of a preempted request at once, tails first, because tails are evicted first.
 
 - A store holds nothing. The block may be evicted and written again while it is copied: then its publication
@@ -89,7 +89,7 @@ class HostLimits:
 
     num_slots: int = 0
     idle_ns: int = 30_000_000_000
-    """A block that nobody has used for this long is stored."""
+    """A block that was not used for this long is stored."""
     loads_max: int = 256
     """Copies to the device under way at once."""
     stores_max: int = 32
@@ -152,7 +152,7 @@ class HostTier:
         self._now_ns = now_ns
 
     def offer(self, blocks: Sequence[int], *, urgent: bool) -> None:
-        """A table let go of `blocks` (head first): store those that stay cached, at once or when they are
+        """A table released `blocks` (head first): store those that stay cached, at once or when they are
         idle.
         """
         if not self.limits.num_slots:
@@ -204,7 +204,7 @@ class HostTier:
                 return
             block, publication = candidate
             block_hash = self._pool.name(block)
-            # Skip what was evicted since, and what is in use again: whoever lets that go offers it again.
+            # Skip what was evicted since, and what is in use again: its release offers it again.
             if block_hash is None or self._pool.publication(block) != publication:
                 continue
             if not self._pool.num_references(block):
@@ -267,7 +267,7 @@ class HostTier:
         self._queued[slot] = None
 
     def cancel(self, slot: int) -> None:
-        """Nobody waits for this load any more: if it was not handed out yet, it never will be."""
+        """No request waits for this load any more: cancel it unless it has begun."""
         if slot in self._queued:
             del self._queued[slot]
             self._pool.free((self._block[slot],))
@@ -339,7 +339,7 @@ class HostTier:
                 self._unname(slot)
 
     def clear(self) -> None:
-        """Forget everything, without an event: whoever clears all tiers tells it once."""
+        """Forget everything, without an event: the caller, which clears all tiers, reports it once."""
         for slot in self._slot_of.values():
             self._hash_of[slot] = None
         self._slot_of.clear()

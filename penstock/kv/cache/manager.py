@@ -8,7 +8,7 @@ The life of a request's blocks:
                                             they are here
 
 `release` may come at any point. After a preemption the same table goes through `match_prefix` again and
-finds its own full blocks, if nobody needed the room. Tables grow token by token; this module knows
+finds its own full blocks, unless the memory was needed. Tables grow token by token; this module knows
 nothing of steps, budgets or tensors.
 """
 
@@ -58,7 +58,7 @@ class KVManager:
 
     @classmethod
     def without_prefix_cache(cls, num_blocks: int) -> "KVManager":
-        """A manager over a new pool that computes everything anew."""
+        """A manager over a new, empty pool."""
         pool = BlockPool(num_blocks)
         return cls(pool, HostTier(pool, HostLimits()), NoPrefixCache())
 

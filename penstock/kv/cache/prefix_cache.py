@@ -29,7 +29,7 @@ class BlockTable:
     root: BlockHash
     """The parent of the first block's hash."""
     num_public: int = 0
-    """Leading blocks in the public region: whoever begins with the same tokens there shares them."""
+    """Leading blocks in the public region: all prompts with the same beginning share them."""
     blocks: list[int] = field(default_factory=list[int])
     hashes: list[BlockHash] = field(default_factory=list[BlockHash])
     num_published: int = 0
@@ -67,7 +67,7 @@ class PrefixMatch:
     loads: tuple[int, ...] = ()
     """Host slots with the content of the `ABSENT` blocks, in order."""
     awaits: tuple[int, ...] = ()
-    """Host slots that are being loaded into blocks of this match for somebody else."""
+    """Host slots that are being loaded into blocks of this match for another request."""
 
     @property
     def num_present(self) -> int:
@@ -125,7 +125,7 @@ class HashedPrefixCache:
         return self._match_further(hits, hashes[len(hits) :], table.owner)
 
     def _match_further(self, hits: tuple[int, ...], hashes: list[BlockHash], owner: bytes) -> PrefixMatch:
-        """Go on after device hits: from here on each block is wherever it is."""
+        """Continue after device hits: from here on blocks may be on the device or the host."""
         blocks, loads, awaits = list(hits), list[int](), list[int]()
         for block_hash in hashes:
             if here := self._pool.lookup((block_hash,), owner=owner):

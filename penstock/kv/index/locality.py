@@ -4,7 +4,7 @@ object.
     gateway    maker(model).keys(prompt) -> PromptKeys, which travel with the request
     placement  match(now, keys) -> Located: who has how much;   sent(now, worker, keys), answered(now, worker,
                                                                 keys, cached)
-    fleet      add(worker, ...) -> Residency, which is told the worker's KV events;   remove(worker)
+    fleet      add(worker, ...) -> Residency, which receives the worker's KV events;   remove(worker)
 
 Pure: gateway and simulator use this same object. It fulfils what a placement asks for
 (`policy/placement/locality.py`), where workers go by their ids; inside they are numbers.
@@ -263,7 +263,7 @@ class KVLocality:
             cache_view.audit(now_ns, keys, cached_tokens)
 
     def _leave(self, entry: _Model, names: EngineBlockNames) -> None:
-        """One worker fewer goes by these names; those that nobody goes by are not made any more."""
+        """One worker fewer uses these names; names without a worker are not made any more."""
         if (hasher := names.hasher) is None:
             return
         names.hasher = None

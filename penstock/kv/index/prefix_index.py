@@ -5,12 +5,12 @@ memory.
     worker -> bit    of its present generation. `cleared` gives it a new one, and the old bit is swept out bit
                      by bit
 
-A prompt's keys are a chain: whoever holds block n was given blocks 0..n-1 as well, and caches forget the end
-of a chain first. So the longest prefix of every worker at once is found by bisection: where some workers drop
-out between two looks, those alone are followed further down. Where a cache broke a chain in the middle, what
-is found still ends at a border: the worker holds the last block of its run, and not the one after it. Most
-workers drop out where a common system prompt ends, so that place is remembered by the chain's first key and
-looked at first. Looks cost misses of the processor's caches: their number is what counts.
+A prompt's keys are a chain: a worker that holds block n was given blocks 0..n-1 as well, and caches forget
+the end of a chain first. So the longest prefix of every worker at once is found by bisection: where some
+workers drop out between two looks, those alone are followed further down. Where a cache broke a chain in the
+middle, what is found still ends at a border: the worker holds the last block of its run, and not the one
+after it. Most workers drop out where a common system prompt ends, so that place is remembered by the chain's
+first key and looked at first. Looks cost misses of the processor's caches: their number is what counts.
 
 Entries are *stored* (a worker said so) or *predicted* (a request was sent there, so it soon will be):
 predicted ones end by themselves. Fed by worker_cache_view.py; asked by placement and the simulator. Knows no
@@ -180,7 +180,7 @@ class PrefixIndex:
         holder = self._holders.get(worker)
         return 0 if holder is None else len(holder.predicted)
 
-    # --- what is told ----------------------------------------------------------------------------------
+    # --- reports ----------------------------------------------------------------------------------
 
     def stored(self, worker: int, keys: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
         """The worker says that it has these blocks: predictions of them have come true."""
@@ -227,7 +227,7 @@ class PrefixIndex:
         if (holder := self._holders.pop(worker, None)) is not None:
             self._retire(holder)
             self._relist()
-            assert not self._live & self._retired, "a bit that waits to be swept out is nobody's"
+            assert not self._live & self._retired, "a retired bit has no holder"
 
     def predict(self, worker: int, keys: Sequence[int], until_ns: int, *, known: int = 0) -> bool:
         """A request with these blocks was sent there: count on them until then, or until the worker says
@@ -235,7 +235,7 @@ class PrefixIndex:
 
         Returns whether any of them is new there. What it said it has stays as it is. Above the worker's bound
         the longest unused predictions are forgotten. `known`: the worker has so many of them, as `prefix_of`
-        found; whoever knows spares looking at each one.
+        found; a known count spares looking at each one.
         """
         holder = self._holders.get(worker) or self._enter(worker)
         until_ns = holder.last_until_ns = max(
@@ -394,7 +394,7 @@ class PrefixIndex:
         used = self._live | self._retired
         holder = self._holders[worker] = _Holder(~used & (used + 1), self._predicted_max)
         self._relist()
-        assert not holder.bit & used, "the bit is somebody else's"
+        assert not holder.bit & used, "the bit belongs to another worker"
         return holder
 
     def _retire(self, holder: _Holder) -> None:
@@ -436,7 +436,7 @@ class PrefixIndex:
     # --- bounds ----------------------------------------------------------------------------------------
 
     def _thin(self, shard: dict[int, int]) -> None:
-        """Make room in a full shard: what nobody holds any more goes, else the oldest quarter."""
+        """Make room in a full shard: evict keys without holders, else the oldest quarter."""
         self._clean(shard)
         if (excess := len(shard) - self._shard_max * 3 // 4) > 0:
             for key in list(islice(shard, excess)):

@@ -9,7 +9,7 @@
                key_0 = H(root  || tokens 0..15)
                key_1 = H(key_0 || tokens 16..31) ...
 
-Other engines hash in their own ways, with seeds that nobody else knows. What they say of a block are its
+Other engines hash in their own ways, with seeds of their own. What they say of a block are its
 tokens and its parent, so the router makes its own name of it and keeps theirs only to understand their later
 words.
 

@@ -1,6 +1,6 @@
 """What one worker has cached, as far as its words go: its stream of KV events, and what its answers say.
 
-    UNKNOWN   nothing is heard: only predictions count
+    UNKNOWN   no reports: only predictions count
     SYNCED    every batch was heard, in order
     GAP       a batch is missing: those after it wait, and `wanted` says from where it must be sent again
     CLEARED   the worker begins with nothing, or what was believed cannot be: all that follows will be heard
@@ -13,7 +13,7 @@ Where the request was sent, its blocks are *predicted*. Every answer says how mu
 (`audit`): that confirms predictions or ends them, tells how large a silent worker's cache is, and how far
 this worker's index can be trusted.
 
-Pure: told by backends/engine/kv.py, whose order is certain (`hear`), or by fleet/kv_event_subscriber.py
+Pure: told by backends/engine/kv.py, whose order is certain (`hear`), or by fleet/kv_watch.py
 (`live`, `again`, `end_of_replay`).
 """
 
@@ -21,11 +21,19 @@ from collections.abc import Mapping, Sequence
 from enum import Enum, StrEnum
 from types import MappingProxyType
 
-from penstock.kv.index.block_names import BlockNames, Named
+from penstock.kv.index.block_names import (
+    BlockNames,
+    Cleared,
+    Event,
+    KVEventError,
+    Named,
+    Removed,
+    Stored,
+    decode_events,
+)
 from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.prefix_index import PrefixIndex
 from penstock.kv.index.prompt_keys import PromptKeys
-from penstock.kv.index.vllm_events import Cleared, Event, KVEventError, Removed, Stored, decode_events
 from penstock.types import BLOCK_TOKENS
 
 AUDIT_WEIGHT = 0.05
@@ -59,7 +67,7 @@ class StreamInput(Enum):
     MISSED = "a batch is missing"
     FILLED = "no batch is missing any more"
     LOST = "batches are missing for good: nothing is believed"
-    SILENT = "nothing is heard of this worker, or of a new process in its place"
+    SILENT = "no report of this worker, or of a new process in its place"
 
 
 _U, _S, _G, _C = StreamState.UNKNOWN, StreamState.SYNCED, StreamState.GAP, StreamState.CLEARED
@@ -99,7 +107,7 @@ class WorkerCacheView:
         self.worker, self.names = worker, names
         self.state = StreamState.UNKNOWN
         self.generation = 0
-        """Processes of this worker that were heard of, less one."""
+        """Restarts of this worker that were seen."""
         self.wanted: int | None = None
         """From which batch on everything must be sent again; None: nothing is missing."""
         self.audited = Audit()
@@ -151,7 +159,7 @@ class WorkerCacheView:
         """From which batch on to ask for a replay.
 
         It begins with the last one that was heard, if any: were it another one now, another process would
-        have begun to count anew.
+        have begun to count again.
         """
         self._is_asked, self._is_void, self._has_begun = True, False, False
         self._check = (self._next - 1, self._last_payload) if self._next else None
@@ -182,7 +190,7 @@ class WorkerCacheView:
             self._take(sequence, payload)
 
     def end_of_replay(self, *, is_answered: bool = True) -> None:
-        """It has sent everything that it can, or does not answer. What waited goes on from there."""
+        """It has sent everything that it can, or does not answer. Waiting batches continue from there."""
         self._is_asked = False
         if self.names.refused or self._is_void:
             return
@@ -367,7 +375,7 @@ class WorkerCacheView:
             self._resize(actual, expected)
             self._predict(now_ns, keys)
         else:
-            # What it computed it has told of; what it found is there, whether it was heard of or not.
+            # Computed blocks were reported; blocks that were hit are there, reported or not.
             self._index.retract(self.worker, keys[actual:])
             self._predict(now_ns, keys[:actual])
 
@@ -416,5 +424,5 @@ class WorkerCacheView:
 
 
 def _usable_blocks(prompt: PromptKeys) -> int:
-    """An engine computes at least the last token anew, whatever it has."""
+    """An engine computes at least the last token again, whatever is cached."""
     return max(0, prompt.num_tokens - 1) // BLOCK_TOKENS

@@ -8,12 +8,19 @@ from dataclasses import replace
 import msgspec
 
 from penstock.errors import CheckpointError
-from penstock.models.config import CONFIG_FILE, HfConfig, RopeParameters, positive
+from penstock.models.config import (
+    CONFIG_FILE,
+    FULL,
+    WINDOWED,
+    HfConfig,
+    RopeParameters,
+    by_kind,
+    positive,
+    rope,
+)
 from penstock.models.families.llama import llama_spec
 from penstock.models.names import CheckpointNames
-from penstock.models.rope import rope
 from penstock.models.spec import AttentionSpec, DecoderSpec
-from penstock.models.windows import FULL, WINDOWED, by_kind
 
 GEMMA_NAMES = CheckpointNames(post_attention_norm="pre_feedforward_layernorm")
 GEMMA_ACTIVATION = "gelu_pytorch_tanh"

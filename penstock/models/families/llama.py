@@ -1,7 +1,6 @@
 """Llama 2 and 3.x (Touvron et al. 2023, arXiv 2307.09288; Dubey et al. 2024, arXiv 2407.21783)."""
 
-from penstock.models.config import HfConfig, heads, positive
-from penstock.models.rope import rope
+from penstock.models.config import HfConfig, heads, positive, rope
 from penstock.models.spec import DecoderSpec
 
 

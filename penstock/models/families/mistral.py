@@ -4,11 +4,10 @@ versions. Mixtral (Jiang et al. 2024, arXiv 2401.04088): Mistral with a mixture 
 
 from dataclasses import replace
 
-from penstock.models.config import HfConfig, experts
+from penstock.models.config import HfConfig, every_layer, experts
 from penstock.models.families.llama import llama_spec
 from penstock.models.names import CheckpointNames
 from penstock.models.spec import AttentionSpec, DecoderSpec
-from penstock.models.windows import every_layer
 
 
 def mistral_spec(config: HfConfig) -> DecoderSpec:

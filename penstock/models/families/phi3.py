@@ -5,12 +5,10 @@ from dataclasses import replace
 import msgspec
 
 from penstock.errors import CheckpointError
-from penstock.models.config import CONFIG_FILE, HfConfig, RopeParameters
+from penstock.models.config import CONFIG_FILE, HfConfig, RopeParameters, every_layer, partial_rope
 from penstock.models.families.llama import llama_spec
 from penstock.models.names import CheckpointNames
-from penstock.models.rope import partial_rope
 from penstock.models.spec import AttentionSpec, DecoderSpec
-from penstock.models.windows import every_layer
 
 PHI3_NAMES = CheckpointNames(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj")
 

@@ -8,10 +8,9 @@ from dataclasses import replace
 import msgspec
 
 from penstock.errors import CheckpointError
-from penstock.models.config import CONFIG_FILE, HfConfig, experts, positive
+from penstock.models.config import CONFIG_FILE, HfConfig, every_layer, experts, positive, qwen_windows
 from penstock.models.families.llama import llama_spec
 from penstock.models.spec import AttentionSpec, DecoderSpec
-from penstock.models.windows import every_layer, qwen_windows
 
 
 def qwen2_spec(config: HfConfig) -> DecoderSpec:

@@ -46,7 +46,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     resumes: bool = True
     """It can go on with what another worker of its identity began."""
     identity: str = ""
-    """What it computes (kv/identity.py); empty: it does not tell."""
+    """What it computes (kv/hashing.py); empty: it does not tell."""
     adapters_served: frozenset[str] | None = None
     """Adapters that it takes requests for, loaded or not; None: those that it has or can load."""
     capabilities: frozenset[str] = frozenset()

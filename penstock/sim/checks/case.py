@@ -19,8 +19,7 @@ from penstock.policy.resilience.health import HealthTerms
 from penstock.policy.tenant import Tenant
 from penstock.sim.checks.checks import Checks, Recovery, Violation
 from penstock.sim.traffic.request import Segment, SimRequest
-from penstock.sim.world.chaos import Chaos, clock_skews_s
-from penstock.sim.world.faults import Fault, FaultKind, draw_faults
+from penstock.sim.world.faults import Chaos, Fault, FaultKind, clock_skews_s, draw_faults
 from penstock.sim.world.result import SimResult
 from penstock.sim.world.spec import PoolSpec, WorldSpec
 from penstock.sim.world.worker import SimWorkerSpec

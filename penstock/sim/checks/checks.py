@@ -15,25 +15,162 @@
 | nothing is left: no request, no stream, no held token, no used block | at the end |
 | tokens: what was billed was generated | at the end |
 | first tokens come as soon as before the faults, and every live worker is used again | after the end |
+
+What holds in a simulated engine beside its own invariants: who is started before whom, and how many run
+and wait.
+
+What no tenant may get: a prefix, an adapter's cache or a stream that is another's.
+
+Kept from outside of the engines.
+
+The books are the checks' own: which requests were sent to which worker, by whom, and what their prompts and
+answers are made of. Of what a worker says it found in its cache, each block must be the same text under the
+same adapter that the same tenant sent there before, or that somebody sent there as nobody's. So nothing here
+trusts the engine's names of blocks, or knows them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.clock import NS_PER_S
+from penstock.config.engine_settings import EngineSettings
 from penstock.policy.flow import State
 from penstock.policy.queueing.terms import queue_terms
 from penstock.policy.record import Outcome, UsageRecord
-from penstock.sim.checks.engine_checks import inverted_in_engine, over_engine_cap
-from penstock.sim.checks.isolation import Isolation
+from penstock.schedule.request import Request, Status
 from penstock.sim.checks.order_checks import ObservedStart, OrderChecks
-from penstock.sim.traffic.request import RequestRecord, SimRequest
+from penstock.sim.traffic.request import RequestRecord, Segment, SimRequest
 from penstock.sim.world.gateway import SimGateway
-from penstock.sim.world.messages import Submission, WorkerMessage
+from penstock.sim.world.messages import Began, Finished, Submission, WorkerMessage
 from penstock.sim.world.result import SimResult
 from penstock.sim.world.worker import SimWorker
 from penstock.sim.world.world import World
-from penstock.types import WorkerId
+from penstock.types import BLOCK_TOKENS, RequestId, WorkerId
+
+
+def over_engine_cap(worker: SimWorker) -> str:
+    """More runs or waits than the engine may have; empty: no."""
+    limits, now = worker.spec.engine, worker.scheduler.statistics()
+    if now.running > limits.max_running:
+        return f"{worker.id} runs {now.running} requests, and may run {limits.max_running}"
+    # Whoever was preempted waits again, on top of the bound.
+    if now.waiting > limits.max_waiting + limits.max_running:
+        return f"{worker.id} has {now.waiting} requests waiting, and may have {limits.max_waiting}"
+    return ""
+
+
+def inverted_in_engine(worker: SimWorker, messages: Sequence[WorkerMessage]) -> str:
+    """A request that has begun was started before one of a better class that had come; empty: none was.
+
+    A class goes before those below it until one of theirs has waited `priority_ageing_s` longer per class, or
+    `starvation_s` in all.
+    """
+    config, began = worker.spec.engine, {message.id for message in messages if isinstance(message, Began)}
+    if not began or config.scheduling != "fair" or 0 < config.kv_quota_fraction < 1:
+        return ""
+    requests = list(worker.requests())
+    waiting = [request for request in requests if request.status is Status.WAITING]
+    for started in (request for request in requests if request.request_id in began):
+        at_ns, level = started.started_ns, started.order[0]
+        for passed in waiting:
+            if at_ns is None or passed.order[0] >= level or passed.arrival_ns >= at_ns:
+                continue
+            # The oldest of a class speaks for it: whoever has come of it until then may have been that.
+            peers = (each for each in requests if each.order[0] == level and each.arrival_ns <= at_ns)
+            if all(_turn_ns(config, passed) < _turn_ns(config, each) for each in peers):
+                waited_ms = (at_ns - passed.arrival_ns) // 1_000_000
+                return (
+                    f"{started.request_id} (class {level}) is started on {worker.id} before "
+                    f"{passed.request_id} (class {passed.order[0]}), which had waited {waited_ms} ms there"
+                )
+    return ""
+
+
+def _turn_ns(config: EngineSettings, request: Request) -> int:
+    """When it came, later by what its class stands behind the best."""
+    bound = int(config.starvation_s * NS_PER_S) // 2
+    behind_ns = int(request.order[0] * config.priority_ageing_s * NS_PER_S)
+    return request.arrival_ns + min(max(behind_ns, -bound), bound)
+
+
+_SEVERAL = ("", 0)
+"""Sent by more than one: whoever asks, somebody else did."""
+_Sent = tuple[str, int]
+"""A request's id, and which attempt."""
+
+
+class Isolation:
+    """Of one world."""
+
+    __slots__ = ("_chains", "_known", "_sent")
+
+    def __init__(self) -> None:
+        self._known: dict[WorkerId, dict[int, _Sent]] = {}
+        """By worker: block -> who sent it there."""
+        self._sent: dict[tuple[WorkerId, RequestId], Submission] = {}
+        self._chains: dict[tuple[WorkerId, RequestId], list[int]] = {}
+
+    def submitted(self, worker_id: WorkerId, submission: Submission, request: SimRequest) -> None:
+        """A gateway sends a request to a worker."""
+        known = self._known.setdefault(worker_id, {})
+        place, who = (worker_id, submission.id), (submission.id, submission.attempt)
+        self._sent[place] = submission
+        chain = self._chains[place] = list(_blocks(request))
+        for block in chain:
+            if known.setdefault(block, who) != who:
+                known[block] = _SEVERAL
+
+    def on_messages(self, worker_id: WorkerId, gateway: int, messages: Sequence[WorkerMessage]) -> str:
+        """A worker speaks of requests to a gateway. Returns what is wrong with that; empty: nothing."""
+        for message in messages:
+            sent = self._sent.get((worker_id, message.id))
+            if sent is None or sent.gateway != gateway:
+                return f"{worker_id} tells gateway {gateway} of {message.id}, which it did not ask for"
+            if message.attempt > sent.attempt:
+                return (
+                    f"{worker_id} tells of attempt {message.attempt} of {message.id}, the last there is "
+                    f"{sent.attempt}"
+                )
+            if isinstance(message, Began):
+                cached = message.cached_tokens
+            elif isinstance(message, Finished):
+                cached = message.usage.cached_tokens
+            else:
+                continue
+            if (where := self._stranger(worker_id, message.id, message.attempt, cached)) >= 0:
+                return (
+                    f"{message.id} found {cached} cached tokens on {worker_id}, and those from {where} on "
+                    "were sent there by nobody who may share them"
+                )
+        return ""
+
+    def _stranger(self, worker_id: WorkerId, request_id: RequestId, attempt: int, cached_tokens: int) -> int:
+        """Where what was found begins to be nobody's whom it may share with; -1: nowhere."""
+        known, chain = self._known[worker_id], self._chains[worker_id, request_id]
+        for index, block in enumerate(chain[: cached_tokens // BLOCK_TOKENS]):
+            if known[block] == (request_id, attempt):
+                return index * BLOCK_TOKENS
+        return -1
+
+
+def _blocks(request: SimRequest) -> Iterator[int]:
+    """A request's whole blocks, prompt and answer, each named by all that is before it and by who may share
+    it.
+    """
+    segments = (*request.prompt, Segment(request.answer or hash(request.id), request.output_tokens))
+    state, left, num_blocks = hash(request.adapter), BLOCK_TOKENS, 0
+    for content, tokens in ((segment.content, segment.tokens) for segment in segments):
+        start = 0
+        while tokens - start >= left:
+            state = hash((state, content, start, left))
+            start, left = start + left, BLOCK_TOKENS
+            owner = "" if num_blocks < request.public_tokens // BLOCK_TOKENS else f"of {request.tenant}"
+            yield hash((state, owner))
+            num_blocks += 1
+        if start < tokens:
+            state = hash((state, content, start, tokens - start))
+            left -= tokens - start
+
 
 ANSWERED_MIN = 0.85
 """Of some dozens of requests after the faults, beside the same without faults. Which of them clients give up

@@ -4,7 +4,7 @@ All are small (a few thousand steps), so that each takes seconds; `--set workers
 them larger. Importing this module registers them all.
 """
 
-from penstock.sim.scenarios import everyday, faults, fleet, hedge, overload
+from penstock.sim.scenarios import everyday, faults, overload
 from penstock.sim.scenarios.parts import SCENARIOS
 
-__all__ = ["SCENARIOS", "everyday", "faults", "fleet", "hedge", "overload"]
+__all__ = ["SCENARIOS", "everyday", "faults", "overload"]

@@ -15,8 +15,16 @@ from penstock.sim.scenarios.parts import (
 )
 from penstock.sim.scenarios.scenario import Finding, at_least, pool, setup
 from penstock.sim.scenarios.setup import Knobs, Played, Setup
-from penstock.sim.traffic.arrivals import Diurnal, Gamma, Poisson
-from penstock.sim.traffic.workload import Callers, Conversations, LengthDistribution, agents, even
+from penstock.sim.traffic.workload import (
+    Callers,
+    Conversations,
+    Diurnal,
+    Gamma,
+    LengthDistribution,
+    Poisson,
+    agents,
+    even,
+)
 
 
 def _check_steady(played: Played, _: Played | None) -> Sequence[Finding]:

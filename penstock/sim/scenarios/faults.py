@@ -1,5 +1,10 @@
 """Scenarios of failures: a worker crashes or slows down, a rollout goes bad, a region is lost, a request is
 poison.
+
+A scenario of workers that are slow for a moment, and of requests that are not made to wait for them.
+
+Scenarios in which the fleet changes: cold starts, restarts, spot capacity, everybody coming back at
+once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,12 +14,28 @@ import msgspec
 
 from penstock.clock import NS_PER_S
 from penstock.policy.record import Outcome
-from penstock.sim.report.figures import Objective
-from penstock.sim.scenarios.parts import answered, chat, scenario
-from penstock.sim.scenarios.scenario import Finding, at_least, at_most, pool, setup
+from penstock.sim.report.figures import Objective, Spread
+from penstock.sim.scenarios.parts import (
+    ANSWER,
+    WORKER_RPS,
+    answered,
+    chat,
+    no_failures,
+    scenario,
+)
+from penstock.sim.scenarios.scenario import Check, Finding, at_least, at_most, pool, setup
 from penstock.sim.scenarios.setup import Knobs, Played, Setup
 from penstock.sim.traffic.request import SimRequest
-from penstock.sim.traffic.workload import Callers, TrafficSource, even
+from penstock.sim.traffic.workload import (
+    Callers,
+    Conversations,
+    LengthDistribution,
+    Poisson,
+    Spike,
+    Stampede,
+    TrafficSource,
+    even,
+)
 from penstock.sim.world.faults import Fault, FaultKind
 
 BEGINS, ENDS, RECOVERED = 15, 30, 40
@@ -195,3 +216,122 @@ def poison_request(knobs: Knobs) -> Setup:
     source = chat(knobs, 0.5, 4, callers=Callers(tenants=even(8), patience_s=30.0))
     faults = [fault(FaultKind.POISON, target=100)]
     return setup(knobs, [pool(knobs, workers=4, cold_start_s=5)], [source], seconds=55, faults=faults)
+
+
+_SECONDS, _EVERY, _LASTS = 90, 3.0, 1.5
+"""Of traffic; a spell begins every so often on the next worker but two, and lasts so long."""
+_SHARE = 0.02
+"""Hedges per start, at most, where none are configured."""
+
+
+def _spells(knobs: Knobs, *, hedged: bool) -> Setup:
+    share = (knobs.config.health.hedge_share or _SHARE) if hedged else 0.0
+    health = msgspec.structs.replace(knobs.config.health, hedge_share=share)
+    knobs = msgspec.structs.replace(knobs, config=msgspec.structs.replace(knobs.config, health=health))
+    source = chat(knobs, 0.4, 8, callers=Callers(tenants=even(8)))
+    seconds = knobs.seconds or _SECONDS
+    faults = [
+        Fault(FaultKind.WORKER_SLOW, int(at * NS_PER_S), int((at + _LASTS) * NS_PER_S), 5 * number, 20.0)
+        for number, at in enumerate(5 + _EVERY * i for i in range(int((seconds - 8) / _EVERY)))
+    ]
+    return setup(knobs, [pool(knobs, workers=8)], [source], seconds=_SECONDS, faults=faults)
+
+
+def _unhedged(knobs: Knobs) -> Setup:
+    return _spells(knobs, hedged=False)
+
+
+def _p99_ms(played: Played) -> float:
+    return Spread.of([record.ttft_ns for record in played.records if record.first_ns >= 0]).p99
+
+
+def _check(played: Played, beside: Played | None) -> Sequence[Finding]:
+    assert beside is not None
+    starts = sum(record.attempts for record in played.records)
+    extra = sum(max(0, record.attempts - 1) for record in played.records)
+    return (
+        answered(played),
+        no_failures(played),
+        at_most(
+            "p99 of the time to first token over that without hedges", _p99_ms(played) / _p99_ms(beside), 0.9
+        ),
+        at_most("second attempts per start", extra / max(1, starts), 0.02),
+    )
+
+
+@scenario(_check, beside=_unhedged)
+def slow_spells(knobs: Knobs) -> Setup:
+    """One of eight workers after the other is twenty times slower for a second and a half: who waits for it?
+
+    Breakers learn too late of what is over so soon. Whoever has no output for longer than 98 of 100 requests
+    like it is started on a second worker too (`health.hedge_share`), at most two in a hundred.
+    """
+    return _spells(knobs, hedged=True)
+
+
+def _check_recovers(after_s: float, share: float = 0.9) -> Check:
+    def check(played: Played, _: Played | None) -> Sequence[Finding]:
+        late = [record for record in played.records if record.at_ns > after_s * NS_PER_S]
+        good = sum(played.good(record) for record in late) / max(1, len(late))
+        return (
+            answered(played), no_failures(played),
+            at_least(f"good share of requests after {after_s:g} s", good, share),
+        )  # fmt: skip
+
+    return check
+
+
+@scenario(_check_recovers(75))
+def cold_start(knobs: Knobs) -> Setup:
+    """Load doubles and a new worker takes 30 seconds to load: do requests wait, or time out?
+
+    The queue holds them (nobody leaves within 40 s); the fleet grows by schedule, as an autoscaler would ask
+    for it 5 s after the step.
+    """
+    source = replace(
+        chat(knobs, 0.8, 2, callers=Callers(tenants=even(8), patience_s=40.0)),
+        arrivals=Spike(WORKER_RPS * 2 * 0.7 * knobs.load, 2.0, 15.0, 200.0),
+    )
+    main = replace(pool(knobs, workers=2, cold_start_s=30), schedule=((20 * NS_PER_S, 5),))
+    return setup(knobs, [main], [source], seconds=95, objective=Objective(ttft_ms=3000, tpot_ms=150))
+
+
+@scenario(_check_recovers(60))
+def rolling_restart(knobs: Knobs) -> Setup:
+    """Every worker is replaced by one with a cold cache: what do conversations pay?
+
+    Four new workers are ready before the four old ones drain; no stream is aborted by a drain.
+    """
+    source = Conversations(
+        arrivals=Poisson(0.9 * knobs.load), callers=Callers(tenants=even(6)), system_tokens=480,
+        output=ANSWER, message=LengthDistribution(60, 0.8, maximum=2048), think_s=6, context_max=6000,
+    )  # fmt: skip
+    new = replace(pool(knobs, workers=0, cold_start_s=10), count=0, schedule=((20 * NS_PER_S, 4),))
+    old = replace(pool(knobs, workers=4), schedule=((32 * NS_PER_S, 0),))
+    return setup(knobs, [old, new], [source], seconds=90)
+
+
+@scenario(_check_recovers(60))
+def spot_revocation(knobs: Knobs) -> Setup:
+    """Half of the fleet is spot capacity and is taken back with a notice: is anything lost?
+
+    Two of four workers drain at 15 s, others are there 20 s later; what runs goes on, what waits goes
+    elsewhere.
+    """
+    source = chat(knobs, 0.4, 4, callers=Callers(tenants=even(8), patience_s=30.0))
+    main = replace(pool(knobs, workers=4, cold_start_s=15), schedule=((15 * NS_PER_S, 2), (20 * NS_PER_S, 4)))
+    return setup(knobs, [main], [source], seconds=70)
+
+
+@scenario(_check_recovers(40))
+def thundering_herd(knobs: Knobs) -> Setup:
+    """Everybody comes back at once after an outage: how soon is it over?
+
+    200 requests within a second on top of the usual load; their clients wait 45 s.
+    """
+    usual = chat(knobs, 0.35, 2)
+    herd = replace(
+        chat(knobs, 1, 4, name="herd", callers=Callers(tenants=even(8), patience_s=45.0)),
+        arrivals=Stampede(round(200 * knobs.load), 10.0),
+    )
+    return setup(knobs, [pool(knobs, workers=2)], [usual, herd], seconds=60)

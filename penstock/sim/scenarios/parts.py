@@ -6,9 +6,8 @@ from penstock.policy.record import Outcome
 from penstock.sim.report.figures import Figures, Spread
 from penstock.sim.scenarios.scenario import Check, Finding, Scenario, at_most
 from penstock.sim.scenarios.setup import Knobs, Played, Setup
-from penstock.sim.traffic.arrivals import Poisson
 from penstock.sim.traffic.request import RequestRecord
-from penstock.sim.traffic.workload import Callers, Chat, LengthDistribution, even
+from penstock.sim.traffic.workload import Callers, Chat, LengthDistribution, Poisson, even
 
 SCENARIOS: dict[str, Scenario] = {}
 

@@ -6,15 +6,12 @@ from collections.abc import Sequence
 
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.tree import Config
-from penstock.planning.accelerators import Accelerator
-from penstock.planning.model_shapes import ModelShape
 from penstock.planning.plan import Demand, Option, Terms
-from penstock.planning.roofline import Placed, Roofline
+from penstock.planning.roofline import Accelerator, ModelShape, Placed, Roofline
 from penstock.sim.report.figures import Figures, Objective
 from penstock.sim.scenarios.scenario import kind_of
 from penstock.sim.scenarios.setup import Setup, play, promised
-from penstock.sim.traffic.arrivals import Poisson
-from penstock.sim.traffic.workload import Callers, Chat, LengthDistribution, even
+from penstock.sim.traffic.workload import Callers, Chat, LengthDistribution, Poisson, even
 from penstock.sim.world.spec import PoolSpec, WorldSpec
 from penstock.sim.world.worker import SimWorkerSpec
 

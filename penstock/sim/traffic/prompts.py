@@ -9,6 +9,8 @@ adapter and the tenant's salt; and two blocks have equal names exactly when it w
 (tests/sim/test_prompts.py holds the two side by side). A worker names its blocks by itself, with its own
 hasher, in place of those hashes, and the prefix cache works on them as ever; a gateway makes the names that
 it looks for from what the workers have announced.
+
+Randomness of a simulation: named streams of one seed, each independent of how much the others are used.
 """
 
 from array import array
@@ -16,11 +18,43 @@ from collections.abc import Iterator, Sequence
 from struct import iter_unpack
 from typing import overload
 
+from penstock import rng
 from penstock.kv.hashing import PUBLIC, BlockHash, BlockHasher
 from penstock.kv.index.prompt_keys import KEY_BYTES
 from penstock.sim.traffic.request import Segment
-from penstock.sim.traffic.streams import mix
 from penstock.types import BLOCK_TOKENS
+
+_MASK = (1 << 64) - 1
+
+
+class Streams:
+    """Makes and keeps the streams of one run: the same name is the same stream."""
+
+    __slots__ = ("_streams", "seed")
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._streams: dict[str, rng.Stream] = {}
+
+    def of(self, name: str) -> rng.Stream:
+        """The stream of this name; one per part that draws, so that parts do not disturb each other."""
+        found = self._streams.get(name)
+        if found is None:
+            found = self._streams[name] = rng.stream(self.seed, f"sim/{name}")
+        return found
+
+
+def mix(one: int, other: int) -> int:
+    """A 63-bit number from two, without state: the same two give the same number everywhere.
+
+    The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
+    OOPSLA 2014).
+    """
+    value = (one * 0x9E3779B97F4A7C15 + other + 0x632BE59BD9B4E019) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (value ^ (value >> 31)) >> 1
+
 
 _NAME = "8s"
 """A name is 8 bytes long."""

@@ -23,9 +23,8 @@ import msgspec
 from penstock import rng
 from penstock.clock import NS_PER_S
 from penstock.errors import ConfigError
-from penstock.sim.traffic.arrivals import Gamma, Poisson
 from penstock.sim.traffic.request import Segment, SimRequest
-from penstock.sim.traffic.workload import Callers, LengthDistribution
+from penstock.sim.traffic.workload import Callers, Gamma, LengthDistribution, Poisson
 from penstock.types import BLOCK_TOKENS
 
 FORMAT = "penstock-trace/1"

@@ -1,17 +1,23 @@
-"""What a simulated gateway is told of its world, and what it asks of it."""
+"""What a simulated gateway is told of its world, and what it asks of it.
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+A worker as the fleet of a simulation knows it.
+
+What a world lets others see while it runs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from penstock.config.tree import Config
 from penstock.policy.contracts import Placement
 from penstock.policy.record import UsageRecord
 from penstock.policy.tenant import Tenant
-from penstock.sim.traffic.request import RequestRecord
+from penstock.sim.traffic.request import RequestRecord, SimRequest
 from penstock.sim.world.caches import Asked
-from penstock.sim.world.messages import Submission
-from penstock.sim.world.worker import SimWorkerSpec
+from penstock.sim.world.messages import KVEventChannel, Submission, WorkerMessage
+from penstock.sim.world.spec import PoolSpec
+from penstock.sim.world.worker import SimWorker, SimWorkerSpec
 from penstock.types import RequestId, TenantId, WorkerId
 
 
@@ -88,3 +94,52 @@ class Facts:
                 found = replace(found, band=band)
             self.tenants[key] = found
         return found
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One worker, and how it is reached."""
+
+    worker: SimWorker
+    pool: PoolSpec
+    since_ns: int
+    kv: KVEventChannel
+    ready: bool = False
+    draining: bool = False
+    left: bool = False
+    """It drained, and left when it was empty."""
+    is_mute: bool = False
+    """What it says of itself is lost."""
+    late_ns: int = 0
+    """What its messages take more than others'."""
+    sent_ns: dict[int, int] = field(default_factory=dict[int, int])
+    """When the last message of each gateway arrives there: none overtakes another."""
+    told_ns: dict[int, int] = field(default_factory=dict[int, int])
+
+
+class Watcher(Protocol):
+    """Whoever looks on, to check: see checks.py."""
+
+    def asked(self, request: SimRequest) -> None:
+        """A client asks."""
+        ...
+
+    def ended(self, record: RequestRecord) -> None:
+        """A request has ended, or was refused."""
+        ...
+
+    def billed(self, record: UsageRecord) -> None:
+        """One line of the ledger."""
+        ...
+
+    def submitted(self, worker_id: WorkerId, submission: Submission, model: str) -> None:
+        """A gateway sends a request to a worker of this model."""
+        ...
+
+    def on_messages(self, worker: SimWorker, gateway: int, messages: Sequence[WorkerMessage]) -> None:
+        """A worker says something of requests to the gateway with this number."""
+        ...
+
+    def happened(self, num_events: int) -> None:
+        """An event is over; so many were until now."""
+        ...

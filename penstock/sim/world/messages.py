@@ -1,8 +1,25 @@
-"""What gateways and workers of a simulation say to each other."""
+"""What gateways and workers of a simulation say to each other.
+
+What one worker says of its KV cache on the way to the gateways, and how what is lost there comes again.
+
+`WorldSpec.kv_kept` says which channel:
+
+0   Between a gateway and our own workers: one connection, in order (backends/engine/kv.py,
+    engine/kv_event_publisher.py). A gap ends with a message of all that can be hit, sent when the connection
+    is there again.
+n   Between a gateway and a publisher over lossy messages (fleet/kv_watch.py,
+    engine/zmq_publisher.py). The next batch shows a gap. The gateway asks for the missing batches and
+    receives them, or, if they are no longer among the last n, forgets everything from before.
+"""
+
+from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 
 from penstock.errors import PenstockError
+from penstock.kv.cache.block_pool import BlockPool
+from penstock.kv.events import AllBlocksCleared, KVEvent, Numbered, encode_batch, stored_event
 from penstock.sim.traffic.request import Segment
 from penstock.types import RequestId, Usage
 
@@ -79,3 +96,43 @@ class WorkerLoadReport(msgspec.Struct, frozen=True, gc=False):
     blocks_total: int
     blocks_used: int
     rows_max: int
+
+
+KVUpdate = tuple[KVEvent, ...] | Numbered
+"""Events of a connection that keeps them in order, or one numbered batch of a publisher's."""
+
+
+class KVEventChannel:
+    """Of one worker."""
+
+    __slots__ = ("_history", "_next", "_pool", "is_lost")
+
+    def __init__(self, pool: BlockPool, *, kept: int) -> None:
+        """`kept`: see the module."""
+        self._pool = pool
+        self._history: deque[Numbered] | None = deque(maxlen=kept) if kept else None
+        self._next = 0
+        self.is_lost = False
+        """Nothing of it arrives."""
+
+    def said(self, events: tuple[KVEvent, ...]) -> KVUpdate | None:
+        """How it goes out; None if it is lost."""
+        if self._history is None:
+            return None if self.is_lost else events
+        batch = Numbered(self._next, encode_batch(events, wall_ns=0))
+        self._history.append(batch)
+        self._next += 1
+        return None if self.is_lost else batch
+
+    def anew(self) -> KVUpdate | None:
+        """What a gateway hears first on a new connection; None of a publisher, which says nothing by
+        itself.
+        """
+        if self._history is not None:
+            return None
+        names = self._pool.names()
+        return (AllBlocksCleared(), stored_event(names)) if names else (AllBlocksCleared(),)
+
+    def again(self, first: int) -> Sequence[Numbered]:
+        """Every batch from this number on that is still kept."""
+        return [batch for batch in self._history or () if batch.sequence >= first]

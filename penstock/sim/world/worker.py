@@ -19,8 +19,7 @@ from penstock.config.engine_settings import EngineSettings
 from penstock.errors import PenstockError, WorkerUnavailable
 from penstock.kv.cache.manager import KVManager
 from penstock.kv.events import KVEvent, KVEventLog
-from penstock.kv.hashing import BlockHash, BlockHasher
-from penstock.kv.identity import Computation
+from penstock.kv.hashing import BlockHash, BlockHasher, Computation
 from penstock.planning.step_time import LinearStepTime, StepShape, StepTime
 from penstock.schedule.limits import BatchLimits
 from penstock.schedule.order import waiting_queue

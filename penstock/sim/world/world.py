@@ -17,20 +17,17 @@ from penstock.gc_tuning import rare_gc
 from penstock.kv.events import KVEvent, Numbered
 from penstock.policy.limits.rate_limit import SLICE_TOKENS, RateTerms
 from penstock.policy.record import UsageRecord
+from penstock.sim.traffic.prompts import Streams
 from penstock.sim.traffic.request import RequestRecord, SimRequest, unreachable
-from penstock.sim.traffic.streams import Streams
 from penstock.sim.traffic.workload import Comebacks
 from penstock.sim.world.caches import Asked
 from penstock.sim.world.events import Rank, Timeline
-from penstock.sim.world.facts import Facts
+from penstock.sim.world.facts import Facts, Member, Watcher
 from penstock.sim.world.gateway import SimGateway
-from penstock.sim.world.kv_event_channel import KVEventChannel, KVUpdate
-from penstock.sim.world.member import Member
-from penstock.sim.world.messages import Submission, WorkerLoadReport, WorkerMessage
+from penstock.sim.world.messages import KVEventChannel, KVUpdate, Submission, WorkerLoadReport, WorkerMessage
 from penstock.sim.world.result import RunTally, SimResult
 from penstock.sim.world.spec import PoolSpec, WorldSpec
 from penstock.sim.world.store import SharedStore
-from penstock.sim.world.watch import Watcher
 from penstock.sim.world.worker import SimWorker
 from penstock.types import RequestId, WorkerId
 

@@ -66,7 +66,7 @@ _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def finish_of(word: str | None) -> FinishReason | None:
-    """An engine's word for why it ended. A word that nobody knows is an ordinary end."""
+    """An engine's finish reason. An unknown one counts as an ordinary end."""
     return None if not word else _FINISHES.get(word, FinishReason.STOP)
 
 

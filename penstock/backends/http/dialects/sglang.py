@@ -95,7 +95,7 @@ class SglangReader:
         new = count - self._num_seen
         if new < 0 or len(ids) not in (count, new):
             raise msgspec.DecodeError(
-                f"{len(ids)} tokens, where {count} in all and {new} new ones are told of"
+                f"{len(ids)} tokens, where {count} in all and {new} new ones are reported"
             )
         self._num_seen = count
         return tuple(ids[len(ids) - new :])
@@ -177,9 +177,7 @@ class SglangDialect(EngineDialect):
         if request.cache_salt:
             fields["extra_key"] = namespace_of(request.cache_salt)
         if self._has_priorities and request.priority:
-            fields[
-                "priority"
-            ] = -request.priority  # Its larger numbers go first, unless it is told otherwise.
+            fields["priority"] = -request.priority  # Its larger numbers go first by default.
         return HttpSubmission("/generate", _encode(fields))
 
     def reader(self, request: GenerateRequest) -> SglangReader:

@@ -12,7 +12,7 @@ tried.
                                                 operator's
     any other         WorkerUnavailable         another worker may do better
 
-Once output has come every error but the request's own is a `StreamBroken`: the stream may go on elsewhere.
+Once output has come every error but the request's own is a `StreamBroken`: the stream may migrate.
 """
 
 from collections.abc import Mapping
@@ -123,7 +123,7 @@ def retry_after_s(value: bytes) -> float | None:
 
 
 def shown_of(message: str) -> str:
-    """Somebody else's words, fit to be shown: one line, and not a long one."""
+    """A message of another server, made fit to show: one short line."""
     line = " ".join(
         "".join(char if char.isprintable() else " " for char in message[: 4 * SHOWN_CHARS]).split()
     )
