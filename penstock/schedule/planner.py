@@ -20,6 +20,10 @@ from penstock.types import BLOCK_TOKENS, RequestId
 
 _RUNNING, _LOADING = Status.RUNNING, Status.LOADING
 _NO_BOUND = 1 << 60
+CHARGE_PLANS = 4
+"""While several tenants wait, what those that run were given is counted this often: it takes time."""
+FRESH_PLANS = 2
+"""And in each of the first plans after an arrival."""
 
 
 class Planner:
@@ -46,10 +50,11 @@ class Planner:
             batch.manager.pool, limits.preemptions_max, quota.is_over, queue.served_to, limits.step_tokens
         )
         self._row_share = RowShare(batch, queue)
-        self.paused: dict[RequestId, Request] = {}
-        """Requests whose clients do not read: out of the batch and the queue."""
-        self._pausing: list[Request] = []
-        """Those that still have a row."""
+        self.fresh_plans = 0
+        """So many of the next plans charge what was given: a tenant that just came has the counter of those
+        that wait, and is next once those of them that run have got their next token."""
+        self._paused: dict[RequestId, Request] = {}
+        self._pausing: list[Request] = []  # Those that still have a row.
         self.wants_rest = False
         """Somebody must give way or yield, but nothing can be taken from others while a step is in flight."""
         self._at_rest = True
@@ -76,7 +81,10 @@ class Planner:
         self._let_parked_back()
         if at_rest:
             self._shrink_batch(step.planned_ns)
-        self._pause_running(step.planned_ns)
+        if self._pausing:
+            self.wants_rest = not at_rest
+            if at_rest:
+                self.pause_running()
         self._share_rows(step)
         if self.wants_rest:
             return
@@ -101,6 +109,13 @@ class Planner:
         head = self._queue.peek()
         if head is not None and self._row_share.may_yield_to(head):
             return 0
+        if self._queue.is_contended:
+            until_charge = 0 if self.fresh_plans else -(self._plans + 1) % CHARGE_PLANS
+            return min(until_charge, self._num_undisturbed(head))
+        return self._num_undisturbed(head)
+
+    def _num_undisturbed(self, head: Request | None) -> int:
+        """The same, by the head of the queue."""
         if head is None or len(self._batch.running) >= self._limits.max_running:
             return _NO_BOUND
         if self._held is not None and self._is_held(head):
@@ -112,6 +127,7 @@ class Planner:
         """What planning so many steps leaves behind, at most `num_decode_only`."""
         assert num_steps > 0, num_steps
         self._plans += num_steps
+        self.fresh_plans = max(0, self.fresh_plans - num_steps)
         self.wants_rest, self._at_rest = False, True
         self._unparked_at = self._batch.releases
         for _ in range(num_steps if self.reserve.rho else 0):
@@ -140,13 +156,23 @@ class Planner:
             return
         if not self._quota.remove(request):
             self._queue.remove(request)
-        self.paused[request.request_id] = request
+        self._paused[request.request_id] = request
+
+    @property
+    def num_paused(self) -> int:
+        """Requests whose clients do not read."""
+        return len(self._paused) + len(self._pausing)
+
+    @property
+    def num_aside(self) -> int:
+        """Of those, the ones without a row."""
+        return len(self._paused)
 
     def resume(self, request: Request) -> None:
-        """Let a paused request wait for a row, where its arrival belongs; or keep the row that it still has."""
+        """Let a paused request wait where its arrival belongs, or keep the row if it still has it."""
         assert request.is_paused, f"{request.request_id} is not paused"
         request.is_paused = False
-        if self.paused.pop(request.request_id, None) is None:
+        if self._paused.pop(request.request_id, None) is None:
             self._pausing.remove(request)
         else:
             self.charge_running()
@@ -154,20 +180,16 @@ class Planner:
 
     def forget_paused(self, request: Request) -> None:
         """A paused request has ended."""
-        if self.paused.pop(request.request_id, None) is None:
+        if self._paused.pop(request.request_id, None) is None:
             self._pausing.remove(request)
 
-    def _pause_running(self, now_ns: int) -> None:
-        """Take the rows of those that were paused while they ran."""
-        if not self._pausing:
-            return
-        if not self._at_rest:
-            self.wants_rest = True
-            return
+    def pause_running(self) -> None:
+        """Take the rows of those that were paused while they ran; nothing is in flight."""
         pausing, self._pausing = self._pausing, []
         for request in pausing:
-            self._give_up(request, now_ns)
-            self.paused[request.request_id] = request
+            request.num_pauses += 1
+            self._give_up(request, self._clock.now_ns())
+            self._paused[request.request_id] = request
 
     def _share_rows(self, step: StepBuilder) -> None:
         """Let waiting tenants have rows of those that have more than their share (`RowShare`).
@@ -175,12 +197,12 @@ class Planner:
         Whoever yields waits again only afterwards: by its tenant's counter it might be the next.
         """
         yielded: list[Request] = []
+        if self._queue.is_contended and (self.fresh_plans or not self._plans % CHARGE_PLANS):
+            self.charge_running()  # Who is next depends on it.
+        self.fresh_plans = max(0, self.fresh_plans - 1)
         while not self._cap.is_lowered and (head := self._queue.peek()) is not None and self._lacks_row(head):
             if not self._row_share.may_yield_to(head):
                 break
-            self.charge_running()  # Who is next depends on it; nothing else may be the head then.
-            head = self._queue.peek()
-            assert head is not None, "the queue only changed its order"
             match = self._manager.match_prefix(head.table, head.tokens, head.num_skippable)
             if self._is_over_quota(head, match) and self._quota.park(head):
                 self._queue.remove(head)
@@ -321,7 +343,7 @@ class Planner:
         self._give_up(request, now_ns, preempted=preempted)
         if request.is_paused:
             self._pausing.remove(request)
-            self.paused[request.request_id] = request
+            self._paused[request.request_id] = request
         else:
             self._queue.requeue(request)
 

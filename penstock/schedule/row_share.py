@@ -8,11 +8,12 @@ Rows are shared by tenant (`fairness_key`), in proportion to weights; a tenant t
 
 A lower class never takes from a better one, and nothing is taken for a tenant from itself.
 
-The request that yields keeps what it computed: its full blocks stay in the prefix cache, it waits at the front
-of its tenant's line and continues token-exactly, as after a preemption. How often it yields is bounded: the
-first time after one token at the earliest, then once per `BLOCK_TOKENS` of its answer. So each time it has
-gained a block that it keeps, and computes fewer than that again. The first rule cannot go back and forth
-between two tenants: the one that lost the row would have more rows than the other by taking it back.
+The request that yields keeps what it computed: its full blocks stay in the prefix cache, it waits at the
+front of its tenant's line and continues token-exactly, as after a preemption. How often it yields is
+bounded: the first time after one token at the earliest, then once per `BLOCK_TOKENS` of its answer. So each
+time it has gained a block that it keeps, and computes fewer tokens than that again. The first rule cannot go
+back and forth between two tenants: the one that lost the row would have more rows than the other by taking
+it back.
 """
 
 from penstock.schedule.batch import Batch
@@ -21,8 +22,8 @@ from penstock.schedule.request import Request, Status
 from penstock.types import BLOCK_TOKENS
 
 TURN_TOKENS = 64
-"""Tokens of an answer for which a request has its row before tenants without a row may take it. It then yields
-at the end of a block, and computes nothing again."""
+"""Tokens of an answer for which a request has its row before tenants without a row may take it. It then
+yields at the end of a block, and computes nothing again."""
 
 
 class RowShare:

@@ -8,8 +8,9 @@ cache knows (the rule is vLLM v1's; the idea of iteration-level batching is Orca
                  ^  |                   ^ |
                  |  +-- loading --------+ |     a part of its prefix is in host memory: wait for the copies
                  |         |              |
-                 +---- preempted <--------+     out of blocks, or its row goes to another tenant (row_share.py), or
-                                                its client does not read: give all up, resume as a prefix hit
+                 +---- preempted <--------+     out of blocks, or another tenant gets the row (row_share.py),
+                                                or its client does not read: give all up, resume as a
+                                                prefix hit
 
 Up to two plans are in flight, so that step N+1 is ready when N ends. N+1 is then made before N's tokens are
 known: a row that samples in N is planned one more token, which the runner feeds from what it drew itself.
@@ -38,7 +39,7 @@ from penstock.schedule.fast_forward import DecodeFastForward, Draw
 from penstock.schedule.flight import FLIGHTS_MAX, Flight
 from penstock.schedule.limits import BatchLimits
 from penstock.schedule.plan import RequestOutput, Sampled, Scored, StepOutcome, StepPlan, StepResult
-from penstock.schedule.planner import Planner
+from penstock.schedule.planner import FRESH_PLANS, Planner
 from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
 from penstock.schedule.queue import WaitingQueue
 from penstock.schedule.quota import KVQuota
@@ -104,6 +105,7 @@ class Scheduler:
         request.table = self._manager.open(request.salt, public_tokens=request.public_tokens)
         self._planner.charge_running()
         self._queue.push(request)
+        self._planner.fresh_plans = FRESH_PLANS
         self._requests[request.request_id] = request
 
     def abort(self, request_id: RequestId) -> RequestOutput | None:
@@ -123,6 +125,8 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is not None and not request.is_paused:
             self._planner.pause(request)
+            if not self._flights:
+                self._planner.pause_running()
 
     def resume(self, request_id: RequestId) -> None:
         """A paused request's client reads again: it waits for a row."""
@@ -215,6 +219,8 @@ class Scheduler:
                     outputs.append(self._append(request, draw, now_ns))
         assert next(drawn, None) is None, "more was sampled than was asked for"
         assert next(scored, None) is None, "more was scored than was asked for"
+        if not self._flights:
+            self._planner.pause_running()
         return outcome
 
     def fast_forward_max(self, limit: int) -> int:
@@ -242,7 +248,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether any request is waiting or running; paused ones are neither."""
-        return len(self._requests) > len(self._planner.paused)
+        return len(self._requests) > self._planner.num_paused
 
     @property
     def kv(self) -> KVManager:
@@ -285,7 +291,7 @@ class Scheduler:
         orders = [request.order for request in self._batch.running]
         assert orders == sorted(set(orders)), "running requests are out of order"
         waiting = len(self._queue) + len(self._quota)
-        num_here = len(self._batch.running) + waiting + len(self._planner.paused)
+        num_here = len(self._batch.running) + waiting + self._planner.num_aside
         assert num_here == len(self._requests), "a request is lost"
         self._batch.check_invariants()
         for request in self._requests.values():

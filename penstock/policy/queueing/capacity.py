@@ -57,8 +57,8 @@ class WorkerCapacity:
     """One worker's."""
 
     __slots__ = (
-        "alone", "begun", "booked", "busy", "gone", "held", "id", "number", "others", "pending_blocks",
-        "pending_tokens", "rank", "slots", "turn", "view",
+        "alone", "begun", "booked", "busy", "gone", "held", "id", "limit", "number", "others",
+        "pending_blocks", "pending_tokens", "rank", "slots", "turn", "view",
     )  # fmt: skip
 
     def __init__(self, worker_id: WorkerId, number: int) -> None:
@@ -66,6 +66,8 @@ class WorkerCapacity:
         self.view = WorkerView(ready=False)
         self.slots = 0
         """Streams that it may be given."""
+        self.limit = 0
+        """Those, and what tenants below their part may be given beyond them (`Work.beyond_slots`)."""
         self.booked = 0
         """Streams given by us and not ended."""
         self.others = 0
@@ -84,7 +86,8 @@ class WorkerCapacity:
         self.alone = False
         """Its model has no other worker: there is nothing to choose."""
         self.rank: _Rank | None = None
-        """Where it stands among those that could start a stream; None: it could not, or is kept free."""
+        """Where it stands among those that could start a stream, within or beyond its slots; None: it could
+        not, or is kept free."""
         self.turn = 0
         """When it was last given something, as a count of starts: of equally loaded workers the one that
         waited longest is next, so that the caches of all fill."""
@@ -93,6 +96,17 @@ class WorkerCapacity:
     def num_free(self) -> int:
         """Streams that could be started."""
         return self.slots - self.booked - self.others if self.view.ready and not self.busy else 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a stream of some tenant could be started."""
+        return self.view.ready and not self.held and self.booked + self.others < self.limit
+
+    def limit_for(self, work: Work) -> int:
+        """Streams that may run with this one. Only an engine of ours takes rows back from those that run."""
+        if not work.beyond_slots:
+            return self.slots
+        return self.limit if work.is_only or self.view.max_running else self.slots
 
     def is_able(self, work: Work) -> bool:
         """Whether it can do what the request needs."""
@@ -108,9 +122,9 @@ class WorkerCapacity:
             return False
         if not taken:
             return True
-        if self.busy:
+        if self.busy and not work.beyond_slots:
             return False
-        free = self.slots - taken
+        free = self.limit_for(work) - taken
         if free < work.streams and free < self.slots:
             return False
         total = view.kv_blocks_total
@@ -128,8 +142,8 @@ class CapacityTable:
     """
 
     __slots__ = (
-        "_adapters", "_config", "_fresh", "_is_busy", "_next", "_open", "_rooms", "_starts", "held",
-        "num_ready", "num_running", "num_slots",
+        "_adapters", "_beyond", "_config", "_fresh", "_is_busy", "_next", "_open", "_rooms", "_starts",
+        "held", "num_others", "num_ready", "num_running", "num_slots",
     )  # fmt: skip
 
     def __init__(
@@ -141,6 +155,7 @@ class CapacityTable:
         # Sorted. Moving one in a list of a thousand takes less than one comparison of tuples, and the first
         # ones are a slice.
         self._open: list[_Rank] = []
+        self._beyond: list[_Rank] = []  # With those that could start one only beyond their slots.
         self._next = self._starts = 0
         self._adapters: dict[str, dict[WorkerId, None]] = {}
         self._fresh: dict[WorkerId, WorkerCapacity] = {}
@@ -148,6 +163,8 @@ class CapacityTable:
         self.num_ready = self.num_slots = 0
         self.num_running = 0
         """Streams given by us and not ended, and those of others."""
+        self.num_others = 0
+        """Of those, the others'."""
 
     def set(self, worker_id: WorkerId, view: WorkerView | None) -> WorkerCapacity | None:
         """Take a worker's report; None if it is gone, or will be given nothing more."""
@@ -164,13 +181,15 @@ class CapacityTable:
             self._reside(room.id, had or frozenset(), room.view.adapters or frozenset())
         self._fresh[room.id] = room
         config = self._config
-        room.slots = (
-            room.view.max_running + config.worker_credit
-            if room.view.max_running
-            else config.external_concurrency
-        )
+        if rows := room.view.max_running:
+            room.slots = rows + config.worker_credit
+            room.limit = room.slots + config.extra_per_row * rows
+        else:
+            room.slots = config.external_concurrency
+            room.limit = room.slots + max(1, int(config.kept_share * room.slots))
         others = max(0, room.view.running + room.view.waiting - room.booked)
         self.num_running += others - room.others
+        self.num_others += others - room.others
         room.others = others
         assert self.num_running >= others, "the sum counts every worker's streams"
         self.num_ready += room.view.ready - before[0]
@@ -201,6 +220,10 @@ class CapacityTable:
         """Whether any worker, but one that is held, could start a stream."""
         return bool(self._open)
 
+    def has_room_beyond(self) -> bool:
+        """Whether any worker, but one that is held, could start a stream beyond its slots."""
+        return bool(self._beyond)
+
     def residents(self, adapter: str, count: int) -> list[WorkerId]:
         """Up to `count` workers that have the adapter loaded, as they told."""
         return list(islice(self._adapters.get(adapter, ()), count))
@@ -213,21 +236,25 @@ class CapacityTable:
         """
         other: WorkerCapacity | None = None
         # Of workers that can do what few can, none may be among the first.
-        looks = _LOOKS_MAX + len(avoid) + len(blocked) if not work.needs else len(self._open)
-        for *_, room in self._open[:looks]:
+        found = self._open_to(work)
+        looks = _LOOKS_MAX + len(avoid) + len(blocked) if not work.needs else len(found)
+        for *_, room in found[:looks]:
             if room.id not in blocked and room.fits(work):
                 if room.id not in avoid:
                     return room
                 other = other or room
         return other
 
-    def least_loaded(self, count: int) -> list[WorkerCapacity]:
-        """Up to `count` workers that could start a stream, least loaded first. O(count)."""
-        return [rank[3] for rank in self._open[:count]]
+    def least_loaded(self, count: int, work: Work) -> list[WorkerCapacity]:
+        """Up to `count` workers that could start a stream like this one, least loaded first. O(count)."""
+        return [rank[3] for rank in self._open_to(work)[:count]]
 
-    def all_open(self) -> Iterator[WorkerCapacity]:
-        """All workers that could start a stream, least loaded first."""
-        return (rank[3] for rank in self._open)
+    def all_open(self, work: Work) -> Iterator[WorkerCapacity]:
+        """All workers that could start a stream like this one, least loaded first."""
+        return (rank[3] for rank in self._open_to(work))
+
+    def _open_to(self, work: Work) -> "list[_Rank]":
+        return self._beyond if work.beyond_slots else self._open
 
     def book(self, room: WorkerCapacity, work: Work) -> None:
         """It was started there."""
@@ -307,15 +334,20 @@ class CapacityTable:
         """Put it where it belongs now: its load, its turn or whether it has room may have changed."""
         self._leave(room)
         room.busy = self._is_busy(room)
-        if not room.held and room.num_free >= 1:
+        if room.is_open:
             room.rank = (_load(room), room.turn, room.number, room)
-            insort(self._open, room.rank)
+            insort(self._beyond, room.rank)
+            if room.num_free >= 1:
+                insort(self._open, room.rank)
 
     def _leave(self, room: WorkerCapacity) -> None:
         if room.rank is not None:
+            index = bisect_left(self._beyond, room.rank)
+            assert self._beyond[index][3] is room, f"{room.id} stands where it was put"
+            del self._beyond[index]
             index = bisect_left(self._open, room.rank)
-            assert self._open[index][3] is room, f"{room.id} stands where it was put"
-            del self._open[index]
+            if index < len(self._open) and self._open[index][3] is room:
+                del self._open[index]
             room.rank = None
 
     def _count_alone(self) -> None:
@@ -338,6 +370,7 @@ class CapacityTable:
         assert not room.begun, f"{room.id} has requests"
         self._leave(room)
         self.num_running -= room.others
+        self.num_others -= room.others
         del self._rooms[room.id]
         self._count_alone()
         self._fresh.pop(room.id, None)
@@ -348,9 +381,14 @@ class CapacityTable:
         assert self.num_ready == sum(room.view.ready for room in rooms)
         assert self.num_running == sum(room.booked + room.others for room in rooms)
         assert self.num_slots == sum(room.slots for room in rooms if room.view.ready)
+        assert self.num_others == sum(room.others for room in rooms)
         assert self._open == sorted(self._open)
+        assert self._beyond == sorted(self._beyond)
         entered = {id(rank[3]) for rank in self._open}
         assert len(entered) == len(self._open)
+        assert [rank[3] for rank in self._beyond] == sorted(
+            (room for room in rooms if room.is_open), key=lambda room: room.rank or ()
+        )
         for room in rooms:
             assert room.booked >= 0, room.id
             assert room.pending_blocks >= 0, room.id

@@ -114,6 +114,9 @@ class ModelQueue:
             room = self._found
         if work is None and self.held is not None:
             work, room = self._pass_held(now_ns, self.held)
+        if work is None and rooms.has_room_beyond():
+            work = queue.pop(now_ns, self._fits_beyond, sets_aside=False)
+            room = self._found
         if work is None:
             return None
         assert room is not None, "what fits has a place"
@@ -287,7 +290,36 @@ class ModelQueue:
         num_active = sum(band.num_active for band in self.queue.bands)
         return _OVER * rooms.num_slots / num_active if num_active > 1 else None
 
+    def _part(self) -> float:
+        """The streams of a tenant, for its weight, up to which workers are given more than they have slots
+        for: what one of those here has of all slots; 0 of a tenant that is alone. Streams of other gateways
+        count as one tenant's.
+        """
+        num_active = sum(band.num_active for band in self.queue.bands) + (self.rooms.num_others > 0)
+        return self.rooms.num_slots / num_active if num_active > 1 else 0.0
+
+    def _fits_beyond(self, work: Work) -> bool:
+        """Whether it could be started although all slots are taken: its tenant has less than its part, so it
+        never waits for streams of others to end.
+        """
+        line = self.queue.band_of(work).line(work.tenant)
+        running, part = line.num_running if line is not None else 0, self._part()
+        if not part or (running and running + work.streams > part * work.weight):
+            return False
+        if work.hold_ns > self._now_ns:
+            return False  # It waits for a warm worker by choice.
+        work.beyond_slots, work.is_only = True, not running
+        work.hold_ns = work.hold_ns or 1  # It waits for no warm worker.
+        if self._finds_place(work):
+            return True
+        work.beyond_slots = False
+        return False
+
     def _fits(self, work: Work) -> bool:
+        work.beyond_slots = False
+        return self._finds_place(work)
+
+    def _finds_place(self, work: Work) -> bool:
         now_ns = self._now_ns
         blocked = self._blocked(now_ns, work)
         if work.hold_ns > now_ns and self._is_held(work, blocked):
